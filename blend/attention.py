@@ -1,0 +1,58 @@
+"""Attention of scattered queries: a query at position p sees the keys at positions ≤ p, all of them, and nothing later.
+
+A causal flag cannot say this: it aligns the last query with the last key, and lets every other scattered query see the future.
+"""
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+BLOCK = 64  # queries a call: keys behind a block's last query are never read, so small blocks save half of scattered attention
+
+
+def attend(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    positions: torch.Tensor,
+    scale: float,
+    visible: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Outputs `[T, Q, D]` of queries `[T, Q, D]` at ascending `positions [T]` over `keys, values [H, N, D]` at positions 0…N-1.
+
+    `visible [N]` hides keys that are not there yet. Grouped heads: query head i reads KV head i // (Q / H).
+    """
+    heads, group = keys.shape[0], query.shape[1] // keys.shape[0]
+    out = torch.empty_like(query)
+    for start in range(0, len(positions), BLOCK):
+        block = slice(start, start + BLOCK)
+        reach = int(positions[block][-1]) + 1
+        mask = positions[block, None] >= torch.arange(reach, device=keys.device)  # [T, N]
+        if visible is not None:
+            mask &= visible[:reach]
+        rows = mask.shape[0]
+        q = query[block].unflatten(1, (heads, group)).permute(1, 2, 0, 3)  # [T, Q, D] -> [H, G, T, D]
+        attended = scaled_dot_product_attention(
+            q.reshape(1, heads, group * rows, -1),  # the queries of a group read the same keys
+            keys[None, :, :reach],
+            values[None, :, :reach],
+            attn_mask=mask.repeat(group, 1),
+            scale=scale,
+        )
+        out[block] = attended.view(heads, group, rows, -1).permute(2, 0, 1, 3).flatten(1, 2)
+    return out
+
+
+def attention_paid(
+    query: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor, scale: float, visible: torch.Tensor | None = None
+) -> torch.Tensor:
+    """How much each key gets, `[N]` float32: softmax of `query [T, Q, D]` over `keys [H, N, D]`, mean over heads, max over queries."""
+    heads, group = keys.shape[0], query.shape[1] // keys.shape[0]
+    hidden = positions[:, None] < torch.arange(keys.shape[1], device=keys.device)  # [T, N]
+    if visible is not None:
+        hidden |= ~visible
+    paid = torch.zeros(hidden.shape, device=keys.device)
+    for head in range(heads):  # one head at a time: [G·T, N] stays in cache, [Q, T, N] does not
+        q = query[:, head * group : (head + 1) * group].transpose(0, 1)  # [G, T, D]
+        logits = (q @ keys[head].T).float().mul_(scale).masked_fill_(hidden, float("-inf"))
+        paid += logits.softmax(-1).sum(0)
+    return paid.amax(0) / (heads * group)

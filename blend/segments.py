@@ -1,0 +1,112 @@
+"""A prompt cut at the special string: `system # # doc # # doc # # … # # question`, found on token ids.
+
+A tokenizer writes the special string differently at the start of a text, inside one, and before a word that takes the last
+blank with it; every way it can come out is a variant. Separators are part of the prompt that the model reads; they belong
+to no document.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from lmc.errors import InputError
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Tokens `[start, stop)` of a prompt."""
+
+    start: int
+    stop: int
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segments:
+    """The parts of a prompt. Whatever is in no span is a separator."""
+
+    system: Span  # before the first separator; may be empty
+    documents: tuple[Span, ...]
+    question: Span  # behind the last separator; may be empty
+
+
+Variants = tuple[tuple[int, ...], ...]
+
+
+def separator_variants(encode: Callable[[str], Sequence[int]], special: str) -> Variants:
+    """Every token sequence that `special` can come out as, longest first; `encode` may or may not add special tokens.
+
+    Raises `InputError` if it encodes to nothing that could be found.
+    """
+    found = set()
+    start = _common_prefix(encode("a"), encode("b"))  # BOS and its like, which come before every text
+    for text in (special, special.strip(), " " + special.strip(), special.strip() + " "):
+        found.add(tuple(encode(text)[start:]))
+        for before in ("a", "a.", "a\n"):
+            for after in ("a", " a", "A", "\n"):
+                found.add(_inside(encode, before, text, after))
+    blank = set(encode(" ")[start:]) | set(encode("\n")[start:])
+    variants = tuple(sorted((v for v in found if set(v) - blank), key=lambda v: (-len(v), v)))
+    if not special.strip() or not variants:
+        raise InputError(
+            f"the special string {special!r} encodes to no token of its own; set blend_special_str to another one"
+        )
+    return variants
+
+
+def split(tokens: Sequence[int], variants: Variants) -> Segments:
+    """Cut a prompt at every separator. Without one, everything is the question."""
+    cuts = _find(tokens, variants)
+    if not cuts:
+        return Segments(system=Span(0, 0), documents=(), question=Span(0, len(tokens)))
+    edges = [Span(a.stop, b.start) for a, b in pairwise(cuts)]
+    return Segments(
+        system=Span(0, cuts[0].start),
+        documents=tuple(span for span in edges if len(span)),
+        question=Span(cuts[-1].stop, len(tokens)),
+    )
+
+
+def join(
+    system: Sequence[int], documents: Sequence[Sequence[int]], question: Sequence[int], separator: Sequence[int]
+) -> list[int]:
+    """The prompt that `split` cuts into these parts; an empty `system` leaves a separator at the front."""
+    prompt = list(system)
+    for part in (*documents, question):
+        prompt += [*separator, *part]
+    return prompt
+
+
+def _find(tokens: Sequence[int], variants: Variants) -> list[Span]:
+    by_first: dict[int, list[tuple[int, ...]]] = {}
+    for variant in variants:
+        by_first.setdefault(variant[0], []).append(variant)
+    cuts, at = [], 0
+    while at < len(tokens):
+        for variant in by_first.get(tokens[at], ()):
+            if tuple(tokens[at : at + len(variant)]) == variant:
+                cuts.append(Span(at, at + len(variant)))
+                at += len(variant)
+                break
+        else:
+            at += 1
+    return cuts
+
+
+def _inside(encode: Callable[[str], Sequence[int]], before: str, text: str, after: str) -> tuple[int, ...]:
+    """How `text` is written between two others: what the encodings with and without it do not share."""
+    whole, left, right = encode(before + text + after), encode(before), encode(after)
+    start = _common_prefix(whole, left)
+    stop = len(whole) - _common_prefix(whole[::-1], right[::-1])
+    return tuple(whole[start:stop])
+
+
+def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    length = 0
+    for x, y in zip(a, b, strict=False):
+        if x != y:
+            break
+        length += 1
+    return length

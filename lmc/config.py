@@ -1,0 +1,380 @@
+"""The settings: one frozen value, made once at start by `Settings.load`, and handed down from there.
+
+Names are LMCache's where the meaning is the same, so that its YAML files and environments work as they stand. Sources,
+later wins: defaults, a YAML file (`LMC_CONFIG_FILE`, else `LMCACHE_CONFIG_FILE`), the environment (`LMCACHE_*`, then
+`LMC_*`), overrides (an engine's extra options). Whatever cannot work raises `ConfigError` here, not later.
+This module opens no file but the YAML, and knows no model and no device.
+"""
+
+import difflib
+import json
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from fnmatch import fnmatchcase
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple, Self, get_args
+
+import yaml
+from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
+
+from lmc.errors import ConfigError
+
+CACHEBLEND: Mapping[str, object] = {  # what `blend_preset: cacheblend` stands for: the published method
+    "blend_strategy": "deviation",
+    "blend_check_layers": (1,),
+    "blend_recompute_ratios": (0.15,),
+}
+IMPLIED = ("use_layerwise", "save_unfull_chunk")  # blending needs both
+SECRET = frozenset({"remote_url"})  # values that may hold a password: never shown
+CONFIG_FILES = ("LMC_CONFIG_FILE", "LMCACHE_CONFIG_FILE")
+HARMLESS = {*CONFIG_FILES, "LMCACHE_USE_EXPERIMENTAL", "LMCACHE_TRACK_USAGE", "LMCACHE_LOG_LEVEL"}
+
+
+def _number(value: object) -> object:
+    if isinstance(value, bool):  # pydantic would read `chunk_size: yes` as 1
+        raise ValueError("a number is wanted, not true or false")
+    return value
+
+
+def _optional(value: object) -> object:
+    """How an environment, which knows only text, says "not set"."""
+    return None if isinstance(value, str) and value.strip().lower() in {"", "none", "null"} else value
+
+
+def _items(value: object) -> object:
+    """`1`, `"1,2"`, `"[1, 2]"` and `[1, 2]` are all lists."""
+    if isinstance(value, str):
+        text = value.strip()
+        return json.loads(text) if text.startswith("[") else [item.strip() for item in text.split(",")]
+    return [value] if isinstance(value, int | float) else value
+
+
+def _directory(value: object) -> object:
+    if not isinstance(value, str | Path):
+        return value
+    text = str(value)
+    path = text.removeprefix("file://")
+    if path != text and not path.startswith(("/", "~")):
+        raise ValueError("file://kv names a host called kv; file:///kv is the directory")
+    if re.match(r"\w+:", path):
+        raise ValueError("no scheme but file:")
+    if any(part.lstrip().startswith(("/", "~", "file:")) for part in path.split(",")[1:]):
+        raise ValueError("several directories")
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:  # "~someone" who is not a user here
+        raise ValueError(str(error)) from error
+
+
+def _not_blank(text: str) -> str:
+    if not text.strip():
+        raise ValueError("blank")
+    return text
+
+
+def _unset(value: object) -> object:
+    if value is not None:
+        raise ValueError("not in this version")
+    return value
+
+
+def _rising(layers: tuple[int, ...]) -> tuple[int, ...]:
+    if any(b <= a for a, b in pairwise(layers)):
+        raise ValueError("not strictly increasing")
+    return layers
+
+
+def _falling(ratios: tuple[float, ...]) -> tuple[float, ...]:
+    if any(b > a for a, b in pairwise(ratios)):
+        raise ValueError("increasing")
+    return ratios
+
+
+Whole = Annotated[int, BeforeValidator(_number)]
+Real = Annotated[float, BeforeValidator(_number), Field(allow_inf_nan=False)]
+Layers = Annotated[tuple[Annotated[Whole, Field(ge=1)], ...], Field(min_length=1), AfterValidator(_rising)]
+Ratios = Annotated[tuple[Annotated[Real, Field(ge=0, le=1)], ...], Field(min_length=1), AfterValidator(_falling)]
+Thresholds = tuple[Annotated[Real, Field(ge=0)], ...]
+Strategy = Literal["query", "deviation", "head", "union", "random", "all", "none"]
+
+
+class Settings(BaseSettings):
+    """Every setting there is. A field's description is what a bad value is answered with: "must be …"."""
+
+    model_config = SettingsConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
+
+    # What is stored
+    chunk_size: Whole = Field(256, ge=1, description="a whole number of tokens, at least 1")
+    save_unfull_chunk: bool = Field(True, description="true or false")
+    save_decode_cache: bool = Field(True, description="true or false")
+
+    # Where, and how much of it (GB are 2**30 bytes)
+    local_cpu: bool = Field(True, description="true or false")
+    local_device: str = Field("cpu", pattern=r"^[a-z]+(:\d+)?$", description="a device such as cpu, cuda or cuda:0")
+    max_local_cpu_size: Real = Field(5.0, gt=0, description="a number of GB above 0")
+    max_local_device_size: Real = Field(0.0, ge=0, description="a number of GB, or 0 for no slab on the accelerator")
+    local_disk: Annotated[Path | None, BeforeValidator(_directory), BeforeValidator(_optional)] = Field(
+        None, description="one directory, written as a path or as file:///path"
+    )
+    max_local_disk_size: Real = Field(10.0, ge=0, description="a number of GB")
+    remote_url: Annotated[str | None, BeforeValidator(_unset), BeforeValidator(_optional)] = Field(
+        None, repr=False, description="left out: the Redis tier arrives in a later version"
+    )
+    remote_serde: Annotated[Literal["none"], BeforeValidator(lambda v: "none" if v == "naive" else v)] = Field(
+        "none", description="none (or naive, its other name)"
+    )
+    store_policy: Literal["write_through", "write_back"] = Field(
+        "write_through", description="write_through or write_back"
+    )
+    use_layerwise: bool = Field(True, description="true or false")
+
+    # Blending
+    enable_blending: bool = Field(False, description="true or false")
+    blend_preset: Annotated[Literal["cacheblend"] | None, BeforeValidator(_optional)] = Field(
+        None, description="cacheblend, or left out"
+    )
+    blend_special_str: Annotated[str, AfterValidator(_not_blank)] = Field(
+        " # # ", description="a separator with something other than spaces in it, such as ' # # '"
+    )
+    blend_strategy: Strategy = Field("query", description=f"one of {', '.join(get_args(Strategy))}")
+    blend_check_layers: Annotated[Layers, BeforeValidator(_items)] = Field(
+        (1,), description="increasing layer numbers from 1 on (re-rotated keys never deviate at layer 0)"
+    )
+    blend_recompute_ratios: Annotated[Ratios, BeforeValidator(_items)] = Field(
+        (0.15,), description="a share from 0 to 1 for each check layer, none larger than the one before"
+    )
+    blend_thresholds: Annotated[Thresholds | None, BeforeValidator(_items), BeforeValidator(_optional)] = Field(
+        None, description="a number from 0 on for each check layer, or left out"
+    )
+    blend_min_tokens: Whole = Field(256, ge=0, description="a whole number of tokens from 0 on")
+    blend_learn: bool = Field(True, description="true or false")
+
+    _origins: dict[str, str] = PrivateAttr(default_factory=dict)
+
+    def __init__(self, *sources: "Source", **arguments: object) -> None:
+        """Settings from `arguments`, then `sources`, the first that has a value wins; neither reads the environment."""
+        sources = (Source(arguments, _plain(), "argument {}".format), *sources)
+        if next((s.given["blend_preset"].value for s in sources if "blend_preset" in s.given), None) == "cacheblend":
+            sources = (*sources, Source(CACHEBLEND, _plain(), lambda _: "preset cacheblend"))
+        given = {name: entry for source in reversed(sources) for name, entry in source.given.items()}
+        try:
+            super().__init__(sources=sources)
+        except ValidationError as error:
+            bad = dict.fromkeys(str(problem["loc"][0]) for problem in error.errors(include_input=False))
+            said = [f"{_said(name, *given[name])} must be {type(self).model_fields[name].description}" for name in bad]
+            raise ConfigError("; ".join(said)) from None  # pydantic's own text adds types, and could add a password
+        self._origins = {name: entry.origin for name, entry in given.items()}
+        said = [f"{self._said(name)} contradicts {self._said(other)}: {why}" for name, other, why in _conflicts(self)]
+        if said:
+            raise ConfigError("; ".join(said))
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """The sources given to `__init__`; the built-in ones cannot say where a value stood, nor see a misspelt key."""
+        assert isinstance(init_settings, InitSettingsSource)
+        sources: tuple[PydanticBaseSettingsSource, ...] = init_settings.init_kwargs["sources"]
+        return sources
+
+    @classmethod
+    def load(cls, overrides: Mapping[str, object] | None = None, *, environ: Mapping[str, str] | None = None) -> Self:
+        """The effective settings of this process: overrides over environment over YAML over defaults.
+
+        Keys of `overrides` may start with `lmc.` or `lmcache.`; `environ` is `os.environ` if not given.
+        """
+        environ = os.environ if environ is None else environ
+        dotted = {prefix + name: name for prefix in ("", "lmc.", "lmcache.") for name in cls.model_fields}
+        return cls(
+            Source(overrides or {}, dotted, "override {}".format),
+            _environment(environ, "LMC_"),
+            _environment(environ, "LMCACHE_"),
+            _yaml_file(environ),
+        )
+
+    def origin(self, name: str) -> str:
+        """Where the effective value of `name` came from, in words; `KeyError` if there is no such setting."""
+        if name not in type(self).model_fields:
+            raise KeyError(name)
+        implied = self.enable_blending and name in IMPLIED
+        return self._origins.get(name, "implied by enable_blending" if implied else "default")
+
+    def _said(self, name: str) -> str:
+        return _said(name, getattr(self, name), self.origin(name))
+
+
+def shown(name: str, value: object) -> str:
+    """The value of setting `name` as a person may see it and could write it: without passwords."""
+    if name in SECRET and value is not None:
+        return "(not shown)"
+    text = str(value) if isinstance(value, Path) else repr(list(value) if isinstance(value, tuple) else value)
+    return re.sub(r"(?<=://)\S*@", "***@", text)
+
+
+def _said(name: str, value: object, origin: str) -> str:
+    return f"{name} = {shown(name, value)} ({origin})"
+
+
+def _conflicts(settings: Settings) -> Iterator[tuple[str, str, str]]:
+    """Pairs of settings that are each fine and cannot work together, and why."""
+    for name in IMPLIED:
+        if settings.enable_blending and not getattr(settings, name):
+            yield name, "enable_blending", f"blending needs {name}; leave it out or set it to true"
+    for name, value in CACHEBLEND.items():
+        if settings.blend_preset and getattr(settings, name) != value:
+            yield name, "blend_preset", f"the preset means {name} = {shown(name, value)}; leave one of the two out"
+    if settings.local_disk and not settings.max_local_disk_size:
+        yield "max_local_disk_size", "local_disk", "a disk tier needs more than 0 GB"
+    ratios, thresholds = settings.blend_recompute_ratios, settings.blend_thresholds
+    for name, values in (("blend_recompute_ratios", ratios), ("blend_thresholds", thresholds)):
+        if values is not None and len(values) != len(settings.blend_check_layers):
+            yield name, "blend_check_layers", "give one number for each check layer"
+    if settings.blend_strategy != "deviation":
+        if len(ratios) > 1:
+            yield "blend_recompute_ratios", "blend_strategy", "only the strategy deviation takes several ratios"
+        if thresholds is not None:
+            yield "blend_thresholds", "blend_strategy", "only the strategy deviation takes thresholds"
+
+
+class Given(NamedTuple):
+    """A value as it was written, and where."""
+
+    value: object
+    origin: str
+
+
+class Source(PydanticBaseSettingsSource):
+    """One place where settings stand. A key that is no setting's spelling is refused here."""
+
+    def __init__(
+        self, written: Mapping[str, object], spellings: Mapping[str, str], origin: Callable[[str], str]
+    ) -> None:
+        super().__init__(Settings)
+        self.given: dict[str, Given] = {}
+        unknown = [key for key in written if key not in spellings]
+        if unknown:
+            raise ConfigError("; ".join(_unknown(key, spellings, origin(key)) for key in unknown))
+        for key, value in written.items():
+            name, entry = spellings[key], Given(value, origin(key))
+            if name in self.given:  # "lmc.chunk_size" beside "lmcache.chunk_size"
+                twice = f"{_said(name, *self.given[name])} is set again"
+                raise ConfigError(f"{twice}, to {shown(name, value)} ({entry.origin}): leave one of the two out")
+            self.given[name] = entry
+
+    def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
+        """What pydantic-settings asks a source for one field."""
+        entry = self.given.get(field_name)
+        return (entry.value if entry else None), field_name, False
+
+    def __call__(self) -> dict[str, Any]:
+        """What pydantic-settings merges, the first source winning."""
+        return {name: entry.value for name, entry in self.given.items()}
+
+
+def _plain() -> dict[str, str]:
+    return {name: name for name in Settings.model_fields}
+
+
+def _environment(environ: Mapping[str, str], prefix: str) -> Source:
+    written = {key: value for key, value in environ.items() if key.startswith(prefix) and key not in HARMLESS}
+    return Source(written, {prefix + name.upper(): name for name in Settings.model_fields}, "environment {}".format)
+
+
+def _yaml_file(environ: Mapping[str, str]) -> Source:
+    variable = next((name for name in CONFIG_FILES if environ.get(name)), None)
+    if variable is None:
+        return Source({}, {}, str)
+    path = Path(os.path.expanduser(environ[variable]))
+    origin = f"YAML {path}"
+    try:
+        document = yaml.safe_load(path.read_bytes())
+    except OSError as error:
+        wanted = "give the path of a readable YAML file, or unset the variable"
+        raise ConfigError(f"{variable} = {path} (environment): {error.strerror}; {wanted}") from error
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date such as 2024-99-99
+        mark = getattr(error, "problem_mark", None)
+        where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        problem = getattr(error, "problem", None) or getattr(error, "reason", "a value that cannot be read")
+        # `from None`: the parser's own text quotes the line, which may hold a password
+        raise ConfigError(f"{origin}{where} (from {variable}) is no YAML: {problem}") from None
+    if document is None:
+        document = {}
+    if not isinstance(document, dict):
+        kind = type(document).__name__
+        raise ConfigError(f"{origin} (from {variable}) holds a {kind}; it must be a mapping such as 'chunk_size: 256'")
+    return Source({str(key): value for key, value in document.items()}, _plain(), lambda _: origin)
+
+
+def _unknown(key: str, spellings: Mapping[str, str], origin: str) -> str:
+    """The answer to a key that no setting has; its value is left out, it may be anything."""
+    name = re.sub(r"^(lmcache|lmc)[._]", "", key.lower())
+    instead = next((text for pattern, text in INSTEAD.items() if fnmatchcase(name, pattern)), None)
+    if instead:
+        return f"{key} ({origin}) is a setting of LMCache that lmc does not have: {instead}"
+    near = difflib.get_close_matches(name, Settings.model_fields, n=1)
+    if near:
+        spelt = next(known for known, field in spellings.items() if field == near[0])
+        return f"unknown setting {key} ({origin}): did you mean {spelt}?"
+    return f"unknown setting {key} ({origin}): there are {', '.join(Settings.model_fields)}"
+
+
+# What lmc does instead, by the names of LMCache's settings (shell patterns, the first that fits).
+_NO_PEERS = "this version sends nothing between hosts; remove it"
+_NO_TRANSPORT = "bytes move between device, memory and disk without a transport library; remove it"
+_SYNCHRONOUS = "a lookup is answered at once from memory and never waited for; remove it"
+_UP_FRONT = "memory is taken once at start, all of max_local_cpu_size; remove it"
+_NO_PINS = "a pin ends with the request that holds it, so none has to be timed out; remove it"
+INSTEAD: Mapping[str, str] = {
+    "extra_config": "every setting stands at the top level; move the ones that lmc has there and remove the rest",
+    "cache_policy": "the least recently used chunk is evicted first; remove it",
+    "pre_caching_hash_algorithm": "keys are sha256, the same in every process; remove it, and PYTHONHASHSEED with it",
+    "min_retrieve_tokens": "exact hits have no lower bound; for blending set blend_min_tokens",
+    "save_only_first_rank": "what is saved follows from the model; remove it",
+    "lookup_*": _SYNCHRONOUS,
+    "external_lookup_client": _SYNCHRONOUS,
+    "enable_scheduler_bypass_lookup": _SYNCHRONOUS,
+    "blocking_timeout_secs": _SYNCHRONOUS,
+    "enable_async_loading": "loading always runs beside computing, layer by layer; remove it",
+    "pin_*": _NO_PINS,
+    "reserve_local_cpu_size": _UP_FRONT,
+    "enable_lazy_memory_allocator": _UP_FRONT,
+    "lazy_memory_*": _UP_FRONT,
+    "local_cpu_use_hugepages": "the kernel's own page policy holds; remove it",
+    "numa_mode": "memory lies where the starting process may allocate; bind that process with numactl, and remove it",
+    "local_disk_path_sharding": "one directory serves all devices; set local_disk, and remove it",
+    "use_odirect": "direct I/O is used where the file system has it; remove it",
+    "disk_io_threads": "the store sizes its own threads; remove it",
+    "retrieve_locations": "device, memory and disk are asked in that order; remove it",
+    "store_location": "say with local_cpu and local_disk where to store; remove it",
+    "remote_storage_plugins": "there is no plugin for remote stores; remove it",
+    "storage_plugins": "the tiers are memory and disk; set local_disk, and remove it",
+    "gds_*": "the disk tier reads with direct I/O into pinned memory; set local_disk, and remove it",
+    "use_gds": "the disk tier reads with direct I/O into pinned memory; set local_disk, and remove it",
+    "nixl_*": _NO_TRANSPORT,
+    "enable_nixl": _NO_TRANSPORT,
+    "maru_*": _NO_TRANSPORT,
+    "transfer_channel": _NO_TRANSPORT,
+    "*p2p*": _NO_PEERS,
+    "enable_pd": _NO_PEERS,
+    "pd_*": _NO_PEERS,
+    "enable_controller": _NO_PEERS,
+    "controller_*": _NO_PEERS,
+    "*instance_id": _NO_PEERS,
+    "*worker_ports": _NO_PEERS,
+    "*worker_ids": _NO_PEERS,
+    "mp_host": _NO_PEERS,
+    "mp_port": _NO_PEERS,
+    "remote_config_url": "settings come from this host's YAML and environment; remove it",
+    "internal_api_server*": "no port is opened for it; `lmc config` shows the settings, and remove it",
+    "enable_kv_events": "the engine's own switch for KV events counts; remove it",
+    "py_enable_gc": "the garbage collector is left as it is; remove it",
+}

@@ -1,0 +1,48 @@
+"""The legend of tensor dimensions, and the byte sizes that follow from a model.
+
+L  layers            K  2: key, value      T  tokens
+H  KV heads          D  head dim           B  pages          P  tokens a page
+Q  query heads       E  hidden size        R  rotated dims   V  vocabulary
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+KV = 2  # K: a key and a value
+ALIGN = 4096  # direct I/O wants addresses, offsets and sizes in multiples of this
+GIB = 1 << 30
+
+
+def aligned(size: int) -> int:
+    """`size` bytes rounded up to whole blocks of direct I/O."""
+    return -(-size // ALIGN) * ALIGN
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVShape:
+    """What one token's KV looks like in one model (per rank)."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token in one layer."""
+        return (
+            KV  # key and value
+            * self.kv_heads
+            * self.head_dim
+            * self.dtype.itemsize
+        )
+
+    def part_bytes(self, tokens: int) -> int:
+        """Bytes of a chunk's part: `tokens` tokens in one layer, `[K, T, H, D]`."""
+        return tokens * self.token_bytes
+
+    def part(self, raw: torch.Tensor, tokens: int) -> torch.Tensor:
+        """A part's bytes as a tensor: uint8 `[n]` -> `[K, T, H, D]`, no copy."""
+        used = raw[: self.part_bytes(tokens)]
+        return used.view(self.dtype).view(KV, tokens, self.kv_heads, self.head_dim)

@@ -1,0 +1,221 @@
+"""Records on their way from tiers to slots of the host: one load per key whoever asks, layer by layer.
+
+Part of the store, which decides what to load, shares its lock, and says what a tier's failure means. A load's slot belongs to it until
+it ends; a load that failed leaves its slot to those who read it, since parts that had arrived may still be in use.
+"""
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import torch
+
+from lmc.errors import ChunkLost, CorruptRecord
+from lmc.keys import ChunkKey
+from lmc.storage.attempts import Attempts
+from lmc.storage.ledger import Ledger, Slot
+from lmc.storage.record import RecordMeta
+from lmc.storage.slab import Slab
+from lmc.storage.tier import Reader, Tier
+
+log = logging.getLogger(__name__)
+
+READ_AHEAD_BYTES = 1 << 20  # parts smaller than this are read several at a time: a request costs more than its bytes
+
+
+@dataclass(slots=True)
+class Level:
+    """A slab with its ledger: one kind of memory."""
+
+    name: str
+    slab: Slab
+    ledger: Ledger
+    metas: dict[Slot, RecordMeta] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, name: str, slab: Slab) -> "Level":
+        """An empty level."""
+        return cls(name, slab, Ledger(slab.slots))
+
+    def commit(self, slot: Slot, meta: RecordMeta) -> None:
+        """The bytes of a reserved slot are there."""
+        self.ledger.commit(slot, meta.key)
+        self.metas[slot] = meta
+
+    def drop(self, key: ChunkKey) -> None:
+        """Forget `key`, in however many slots it is; who holds one keeps it until released."""
+        while (slot := self.ledger.find(key)) is not None:
+            self.ledger.drop(slot)
+
+
+@dataclass(slots=True, eq=False)
+class Load:
+    """One record on its way from a tier to a slot."""
+
+    key: ChunkKey
+    tier: Tier
+    slot: Slot
+    readers: int = 1
+    ready: int = 0  # parts that have arrived and were verified
+    started: bool = False  # a thread is at it
+    done: bool = False
+    failed: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Pin:
+    """A chunk that is held for reading: in memory, or arriving."""
+
+    key: ChunkKey
+    source: str  # where it was found: "device", "host", or a tier's name
+    level: Level
+    slot: Slot
+    load: Load | None
+    changed: threading.Condition
+
+    def part(self, layer: int) -> torch.Tensor:
+        """Part `layer`: uint8 `[stride]`. Waits until it has arrived; raise `ChunkLost` if it never will."""
+        load = self.load
+        if load is not None and load.ready <= layer:
+            with self.changed:
+                self.changed.wait_for(lambda: load.ready > layer or load.failed)
+            if load.ready <= layer:
+                raise ChunkLost([self.key])
+        return self.level.slab.part(self.slot, layer)
+
+
+class Loads:
+    """All loads under way, and the threads that do them. Every method but `close` wants the store's lock held."""
+
+    def __init__(self, host: Level, changed: threading.Condition, attempt: Attempts, threads: int) -> None:
+        self.bytes: Counter[str] = Counter()  # loaded, by tier
+        self._host, self._changed, self._attempt = host, changed, attempt
+        self._loads: dict[ChunkKey, Load] = {}
+        self._threads = max(1, threads)
+        self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="lmc-load")
+
+    def __contains__(self, key: ChunkKey) -> bool:
+        return key in self._loads
+
+    def join(self, key: ChunkKey) -> Load | None:
+        """The load of `key`, if there is one, with one reader more."""
+        load = self._loads.get(key)
+        if load is not None:
+            load.readers += 1
+        return load
+
+    def start(self, key: ChunkKey, tier: Tier, slot: Slot) -> Load:
+        """A new load into a reserved slot; nothing moves before `run`."""
+        assert key not in self._loads
+        load = self._loads[key] = Load(key, tier, slot)
+        return load
+
+    def run(self, loads: Sequence[Load]) -> None:
+        """Every thread walks its share layer by layer, so that layer 0 of all chunks is there before layer 1 of any."""
+        for share in range(min(self._threads, len(loads))):
+            self._pool.submit(self._work, loads[share :: self._threads])
+
+    def leave(self, load: Load) -> None:
+        """A reader goes before the load has ended well; the last one ends what no thread has begun, or frees the failed slot."""
+        load.readers -= 1  # at zero its thread stops at the next part
+        if load.readers == 0 and load.failed:
+            self._host.ledger.abort(load.slot)
+        elif load.readers == 0 and not load.started:
+            self._end(load, None)
+
+    def disown(self, key: ChunkKey) -> None:
+        """What arrives under `key` is not kept."""
+        self._loads.pop(key, None)
+
+    def close(self) -> None:
+        """Wait for the loads under way, and stop the threads."""
+        self._pool.shutdown()
+
+    # -- in the threads ----------------------------------------------------------------------------------------------
+
+    def _work(self, loads: Sequence[Load]) -> None:
+        readers: dict[Load, Reader] = {}
+        try:
+            for load in loads:
+                if not self._begin(load):
+                    continue
+                reader = self._attempt(load.tier, lambda load=load: self._open(load))  # type: ignore[misc]
+                if reader is None:
+                    self._finish(load, None)
+                else:
+                    readers[load] = reader
+            self._read_in_step(readers)
+        except Exception:
+            log.exception("lmc loading failed; what had not arrived is a miss")
+            raise
+        finally:
+            for load, reader in readers.items():
+                self._attempt(load.tier, reader.close)
+            for load in loads:
+                self._finish(load, None)  # nothing to do for those that ended well
+
+    def _begin(self, load: Load) -> bool:
+        with self._changed:
+            load.started = True
+            return not load.done
+
+    def _open(self, load: Load) -> Reader | None:
+        reader = load.tier.open(load.key)
+        slab = self._host.slab
+        if reader is not None and (reader.meta.parts != slab.parts or reader.meta.stored_part > slab.stride):
+            reader.close()
+            load.tier.delete(load.key)
+            raise CorruptRecord("a record of another shape under this key")
+        return reader
+
+    def _read_in_step(self, readers: dict[Load, Reader]) -> None:
+        slab = self._host.slab
+        step = max(1, READ_AHEAD_BYTES // slab.stride)
+        for first in range(0, slab.parts, step):
+            count = min(step, slab.parts - first)
+            for load, reader in readers.items():
+                if load.done or self._cancelled(load):
+                    continue
+                memory = slab.memory(load.slot, first, count, reader.meta.stored_part)
+                if self._attempt(load.tier, lambda r=reader, m=memory: r.read(first, count, m) or True) is None:  # type: ignore[misc]  # noqa: B023
+                    self._finish(load, None)
+                    continue
+                with self._changed:
+                    load.ready = first + count
+                    self.bytes[load.tier.name] += count * reader.meta.stored_part
+                    self._changed.notify_all()
+                if load.ready == slab.parts:
+                    self._finish(load, reader.meta)
+
+    def _cancelled(self, load: Load) -> bool:
+        with self._changed:  # asked and ended under one lock: somebody may be joining
+            if load.readers == 0:
+                self._end(load, None)
+            return load.done
+
+    def _finish(self, load: Load, meta: RecordMeta | None) -> None:
+        with self._changed:
+            self._end(load, meta)
+
+    def _end(self, load: Load, meta: RecordMeta | None) -> None:
+        """With the record's meta it is a hit from now on; with None, or disowned, a miss for all who wait."""
+        if load.done:
+            return
+        load.done = True
+        ours = self._loads.get(load.key) is load
+        if ours:
+            del self._loads[load.key]
+        ledger = self._host.ledger
+        if meta is not None and ours:
+            self._host.commit(load.slot, meta)
+            for _ in range(load.readers):
+                ledger.hold(load.slot)
+            ledger.release([load.slot])
+        else:
+            load.failed = True
+            if load.readers == 0:
+                ledger.abort(load.slot)
+        self._changed.notify_all()

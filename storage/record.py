@@ -1,0 +1,112 @@
+"""The record: a chunk as one safetensors file, which any safetensors tool can open.
+
+    0     u64 length | JSON header, padded with spaces to whole blocks of 4096 bytes
+    4096  part 0 | part 1 | …      one U8 tensor `layer.i` per part, each padded with zeros to whole blocks
+
+`__metadata__` holds what the store needs and a checksum (xxh3-64) per part and of itself. A header is accepted only if
+encoding what it says gives the same bytes again, so a flipped bit anywhere in a record is an error or is found by a checksum.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import xxhash
+
+from lmc.errors import CorruptRecord
+from lmc.keys import FORMAT, ChunkKey
+from lmc.shapes import ALIGN, aligned
+
+HEADER_LIMIT = 1 << 20  # bytes; a hostile length must not make us allocate
+PARTS_LIMIT = 4096
+PART_LIMIT = 1 << 40  # bytes
+NO_CODEC = "none"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordMeta:
+    """What is known of a record beside its parts."""
+
+    key: ChunkKey
+    namespace: bytes  # digest
+    tokens: int
+    first: int  # position of the first token where it was computed; keys in the parts are rotated to it
+    parts: int
+    part_bytes: int  # that mean something; a part is stored in `aligned(part_bytes)`
+    codec: str = NO_CODEC
+    checksums: tuple[int, ...] = ()  # xxh3-64 of each stored part
+
+    @property
+    def stored_part(self) -> int:
+        """Bytes of a part in the file."""
+        return aligned(self.part_bytes)
+
+
+def checksum(part: memoryview | bytes) -> int:
+    """xxh3-64: at memory speed, and without the GIL."""
+    return int(xxhash.xxh3_64_intdigest(part))
+
+
+def split_parts(memory: Sequence[memoryview], part: int) -> list[memoryview]:
+    """Views of single parts, whether or not the memory holds several side by side."""
+    return [view[at : at + part] for view in memory for at in range(0, len(view), part)]
+
+
+def encode_header(meta: RecordMeta) -> bytes:
+    """The header's bytes, a multiple of 4096."""
+    body: dict[str, object] = {"__metadata__": _metadata(meta)}
+    for part in range(meta.parts):
+        start = part * meta.stored_part
+        body[f"layer.{part}"] = {
+            "dtype": "U8",
+            "shape": [meta.stored_part],
+            "data_offsets": [start, start + meta.stored_part],
+        }
+    text = json.dumps(body, separators=(",", ":")).encode()
+    size = aligned(8 + len(text)) - 8
+    return size.to_bytes(8, "little") + text.ljust(size)
+
+
+def header_size(prefix: bytes) -> int:
+    """How many bytes the header takes, from its first 8; raise `CorruptRecord` if that cannot be."""
+    size = 8 + int.from_bytes(prefix[:8], "little")
+    if len(prefix) < 8 or size % ALIGN or not ALIGN <= size <= HEADER_LIMIT:
+        raise CorruptRecord(f"header length {size}")
+    return size
+
+
+def decode_header(blob: bytes) -> RecordMeta:
+    """What a header says; raise `CorruptRecord` if it is not exactly what `encode_header` would write."""
+    try:
+        text = json.loads(blob[8:])["__metadata__"]
+        meta = RecordMeta(
+            key=ChunkKey(bytes.fromhex(text["key"])),
+            namespace=bytes.fromhex(text["namespace"]),
+            tokens=int(text["tokens"]),
+            first=int(text["first"]),
+            parts=int(text["parts"]),
+            part_bytes=int(text["part_bytes"]),
+            codec=str(text["codec"]),
+            checksums=tuple(int(c, 16) for c in text["checksums"].split(",")),
+        )
+    except (ValueError, OverflowError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CorruptRecord(f"unreadable header: {error}") from error
+    if not 0 < meta.parts <= PARTS_LIMIT or not 0 < meta.part_bytes <= PART_LIMIT or len(meta.checksums) != meta.parts:
+        raise CorruptRecord("impossible sizes in header")
+    if encode_header(meta) != blob:
+        raise CorruptRecord("header is not what was written")
+    return meta
+
+
+def _metadata(meta: RecordMeta) -> dict[str, str]:
+    said = {
+        "format": f"lmc-{FORMAT}",
+        "key": meta.key.hex(),
+        "namespace": meta.namespace.hex(),
+        "checksums": ",".join(f"{c:016x}" for c in meta.checksums),
+    }
+    for field in fields(meta):
+        said.setdefault(field.name, str(getattr(meta, field.name)))
+    # decode_header re-encodes what it read and compares: a flip inside any value above makes another digest than the stored one.
+    said["digest"] = f"{checksum(json.dumps(said).encode()):016x}"
+    return said

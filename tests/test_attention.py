@@ -1,0 +1,59 @@
+"""Scattered queries see every key up to their position, and none behind it."""
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lmc.blend.attention import BLOCK, attend, attention_paid
+
+
+def by_definition(query, keys, positions, scale, visible=None):  # noqa: ANN001, ANN201
+    """Attention weights [Q, T, N], one head at a time, in float64."""
+    group = query.shape[1] // keys.shape[0]
+    expanded = keys.repeat_interleave(group, dim=0).double()
+    logits = torch.einsum("tqd,qnd->qtn", query.double(), expanded) * scale
+    hidden = torch.arange(keys.shape[1])[None] > positions[:, None]
+    if visible is not None:
+        hidden = hidden | ~visible[None]
+    return logits.masked_fill(hidden[None], float("-inf")).softmax(-1)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 3), st.integers(1, 3), st.sets(st.integers(0, 40), min_size=1), st.integers(0, 5), st.randoms(use_true_random=False))
+def test_outputs_and_scores_equal_attention_by_definition(heads: int, group: int, chosen: set[int], beyond: int, random) -> None:  # noqa: ANN001
+    torch.manual_seed(random.randrange(1000))
+    positions = torch.tensor(sorted(chosen))
+    length = int(positions[-1]) + 1 + beyond
+    query, keys, values = torch.randn(len(positions), heads * group, 8), torch.randn(heads, length, 8), torch.randn(heads, length, 8)
+    visible = torch.rand(length) < 0.7
+    visible[positions] = True
+
+    weights = by_definition(query, keys, positions, 0.4, visible)
+    wanted = torch.einsum("qtn,qnd->tqd", weights, values.repeat_interleave(group, dim=0).double())
+
+    assert torch.allclose(attend(query, keys, values, positions, 0.4, visible).double(), wanted, atol=1e-5)
+    assert torch.allclose(attention_paid(query, keys, positions, 0.4, visible).double(), weights.mean(0).amax(0), atol=1e-6)
+
+
+def test_more_queries_than_a_block_are_answered_alike() -> None:
+    torch.manual_seed(0)
+    count = 2 * BLOCK + 3
+    positions = torch.arange(count) * 2
+    query, keys, values = torch.randn(count, 2, 8), torch.randn(1, 2 * count, 8), torch.randn(1, 2 * count, 8)
+
+    together = attend(query, keys, values, positions, 0.3)
+
+    weights = by_definition(query, keys, positions, 0.3)
+    assert torch.allclose(together.double(), torch.einsum("qtn,nd->tqd", weights, values[0].double()), atol=1e-5)
+
+
+def test_a_later_key_changes_nothing() -> None:
+    torch.manual_seed(0)
+    positions = torch.tensor([1, 4, 9])
+    query, keys, values = torch.randn(3, 2, 8), torch.randn(2, 12, 8), torch.randn(2, 12, 8)
+    before = attend(query, keys, values, positions, 0.3)
+
+    keys[:, 5:] = 1e4
+    values[:, 5:] = 1e4
+
+    assert torch.equal(attend(query, keys, values, positions, 0.3)[:2], before[:2])

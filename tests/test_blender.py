@@ -1,0 +1,263 @@
+"""Blended KV: right where it is computed, exact where it must be, and never from the future."""
+
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+from models import FAMILIES, ROPES, SEPARATOR, random_model, random_tokens
+from transformers import DynamicCache
+
+from lmc.blend.blender import Blend, Placed
+from lmc.blend.layers import DecoderLayers
+from lmc.blend.segments import Segments, join, split
+from lmc.blend.select import STRATEGIES, Policy
+from lmc.errors import UnsupportedModel
+
+ALL = Policy(strategy="all")
+
+
+def prefill(model, tokens: list[int]) -> tuple[list[torch.Tensor], torch.Tensor]:  # noqa: ANN001
+    """KV `[K, T, H, D]` per layer and the last logits, by the model itself."""
+    cache = DynamicCache()
+    with torch.inference_mode():
+        logits = model(input_ids=torch.tensor([tokens]), past_key_values=cache, use_cache=True).logits[0, -1]
+    return [torch.stack((c.keys[0].transpose(0, 1), c.values[0].transpose(0, 1))) for c in cache.layers], logits
+
+
+class Scene:
+    """A prompt with documents, some of which are stored, as the blender meets it."""
+
+    def __init__(self, model, documents: list[list[int]], known: set[int], system: int = 13, prefix: int = 0) -> None:  # noqa: ANN001
+        self.model, self.layers = model, DecoderLayers(model)
+        self.prompt = join(random_tokens(system, 50), documents, random_tokens(11, 51), SEPARATOR)
+        self.segments: Segments = split(self.prompt, (SEPARATOR,))
+        self.pieces: list[Placed] = []
+        self.kv: list[list[torch.Tensor]] = []
+        if prefix:
+            self.pieces.append(Placed(at=0, tokens=prefix, first=0, offset=0))
+            self.kv.append([layer[:, :prefix] for layer in prefill(model, self.prompt)[0]])
+        for index, span in enumerate(self.segments.documents):
+            if index in known and span.start >= prefix:
+                self.pieces.append(Placed(at=span.start, tokens=len(span), first=0, offset=0))
+                self.kv.append(prefill(model, self.prompt[span.start : span.stop])[0])
+
+    def reader(self) -> Iterator[tuple[int, list[torch.Tensor]]]:
+        for layer in range(self.layers.shape.layers):
+            yield layer, [kv[layer] for kv in self.kv]
+
+    def blend(self, policy: Policy) -> Blend:
+        blend = Blend(self.layers, self.prompt, self.pieces, self.segments.question, policy)
+        with torch.inference_mode():
+            self.steps = list(blend.steps(self.reader()))
+        return blend
+
+
+def documents_of(count: int, seed: int = 0) -> list[list[int]]:
+    sizes = random.Random(seed)
+    return [random_tokens(sizes.randrange(1, 40), 100 * seed + i) for i in range(count)]
+
+
+@pytest.mark.parametrize("rope", ["plain", "llama3", "yarn"])
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("strategy", ["all", "query", "deviation"])
+def test_at_ratio_one_the_result_is_full_prefill(family: str, rope: str, strategy: str) -> None:
+    model = random_model(family, rope)
+    scene = Scene(model, documents_of(5), known={0, 1, 3, 4})  # document 2 is a gap
+    kv, logits = prefill(model, scene.prompt)
+
+    result = scene.blend(Policy(strategy=strategy, ratios=(1.0,))).result
+
+    assert result.logits is not None
+    assert (result.logits - logits).abs().max() <= 1e-4
+    for layer, wanted in enumerate(kv):
+        assert torch.allclose(result.keys[layer].transpose(0, 1), wanted[0], atol=1e-4)
+        assert torch.allclose(result.values[layer].transpose(0, 1), wanted[1], atol=1e-4)
+
+
+@pytest.mark.parametrize("count", range(1, 13))
+def test_one_to_twelve_documents_in_any_order_with_gaps_and_an_exact_prefix(count: int) -> None:
+    model = random_model("qwen3", "llama3")
+    shuffle = random.Random(count)
+    documents = documents_of(count, seed=count)
+    shuffle.shuffle(documents)
+    known = {i for i in range(count) if shuffle.random() < 0.7} or {0}
+    scene = Scene(model, documents, known, system=shuffle.choice([0, 1, 20]), prefix=shuffle.choice([0, 5]) if count > 1 else 0)
+    _, logits = prefill(model, scene.prompt)
+
+    for strategy in ("query", "deviation", "head", "union", "random"):
+        result = scene.blend(Policy(strategy=strategy, ratios=(1.0,))).result
+        assert result.logits is not None
+        assert (result.logits - logits).abs().max() <= 1e-4, strategy
+
+
+@pytest.mark.parametrize("strategy", sorted(set(STRATEGIES) - {"none"}))
+def test_a_later_token_changes_no_earlier_key(strategy: str) -> None:
+    """The canary: with a mask that aligns the last query with the last key, tokens in the middle see the future."""
+    model = random_model()
+    scene = Scene(model, documents_of(4, seed=3), known={0, 1, 2, 3})
+    policy = Policy(strategy=strategy, ratios=(0.4,))
+    before = scene.blend(policy).result
+    last = scene.segments.documents[3]
+    changed = [*scene.prompt]
+    changed[last.start : last.stop] = random_tokens(len(last), 999)
+    scene.prompt = changed
+    scene.kv[3] = prefill(model, changed[last.start : last.stop])[0]
+
+    after = scene.blend(policy).result
+
+    for layer in range(scene.layers.shape.layers):
+        common = torch.isin(before.repaired[layer], after.repaired[layer])
+        same = before.repaired[layer][common]
+        same = same[same < last.start]
+        fresh = torch.arange(scene.segments.system.stop)
+        if strategy in ("all", "head"):  # whose choice does not depend on content: every layer's inputs are the same
+            assert len(same) > 0
+            assert torch.equal(before.keys[layer][:, same], after.keys[layer][:, same])
+        assert torch.equal(before.keys[layer][:, fresh], after.keys[layer][:, fresh])
+
+
+def test_a_recomputed_key_equals_the_one_computed_with_no_future_at_all() -> None:
+    """The same canary from the other side: cutting the prompt behind a document leaves its repaired keys as they were."""
+    model = random_model()
+    documents = documents_of(3, seed=5)
+    long, short = Scene(model, documents, {0, 1, 2}), Scene(model, documents[:2], {0, 1})
+    policy = Policy(strategy="head", ratios=(0.5,))
+    a, b = long.blend(Policy(strategy="all")).result, short.blend(Policy(strategy="all")).result
+    stop = short.segments.documents[1].stop
+    for layer in range(4):
+        assert torch.allclose(a.keys[layer][:, :stop], b.keys[layer][:, :stop], atol=1e-5)
+    assert long.blend(policy).result.charged_budget == pytest.approx(0.5, abs=0.02)
+
+
+def test_layer_zero_does_not_deviate() -> None:
+    """A stored key of layer 0 depends on its token alone: after re-rotation there is nothing to find, so checking there is refused."""
+    model = random_model(rope="yarn")
+    scene = Scene(model, documents_of(3), known={0, 1, 2})
+    wanted = prefill(model, scene.prompt)[0]
+
+    blind = scene.blend(Policy(strategy="none")).result
+
+    first = blind.keys[0].transpose(0, 1)
+    assert (first - wanted[0][0]).abs().max() <= 1e-5
+    assert (blind.keys[2].transpose(0, 1) - wanted[2][0]).abs().max() > 0.1
+
+
+def test_a_document_at_position_zero_and_an_exact_prefix_stay_exact() -> None:
+    model = random_model()
+    at_zero = Scene(model, documents_of(3), known={0, 1, 2}, system=0)
+    # Without a system text the prompt starts with a separator; a document at position 0 has none before it.
+    at_zero.prompt = at_zero.prompt[len(SEPARATOR) :]
+    at_zero.segments = split(at_zero.prompt, (SEPARATOR,))
+    first = at_zero.segments.system
+    at_zero.pieces = [Placed(at=p.at - len(SEPARATOR), tokens=p.tokens, first=p.first, offset=0) for p in at_zero.pieces]
+    wanted = prefill(model, at_zero.prompt)[0]
+
+    result = at_zero.blend(Policy(strategy="query", ratios=(0.2,))).result
+
+    assert result.reused == sum(len(span) for span in at_zero.segments.documents)
+    for layer in range(4):
+        assert not torch.isin(torch.arange(first.stop), result.repaired[layer]).any()
+        assert torch.allclose(result.keys[layer].transpose(0, 1)[: first.stop], wanted[layer][0][: first.stop], atol=1e-5)
+
+    prefixed = Scene(model, documents_of(3), known={1, 2}, prefix=20)
+    wanted = prefill(model, prefixed.prompt)[0]
+    result = prefixed.blend(Policy(strategy="deviation", ratios=(0.2,))).result
+    for layer in range(4):
+        assert torch.equal(result.keys[layer].transpose(0, 1)[:20], wanted[layer][0][:20])
+
+
+def test_the_set_only_shrinks_with_depth() -> None:
+    """CacheBlend's gradual filtering: check layers 1 and 2 with falling ratios."""
+    scene = Scene(random_model(layers=5), documents_of(6, seed=2), known=set(range(6)))
+    policy = Policy(strategy="deviation", ratios=(0.5, 0.2), check_layers=(1, 2))
+
+    result = scene.blend(policy).result
+
+    sets = [set(positions.tolist()) for positions in result.repaired]
+    assert len(sets[0]) == len(sets[1]) == result.reused
+    assert len(sets[2]) == int(result.reused * 0.5)
+    assert len(sets[3]) == len(sets[4]) == int(result.reused * 0.2)
+    assert all(deeper <= upper for upper, deeper in zip(sets, sets[1:], strict=False))
+    assert result.charged == sum(map(len, sets))
+
+
+def test_a_threshold_that_nothing_reaches_repairs_nothing_behind_the_check_layer() -> None:
+    scene = Scene(random_model(), documents_of(4), known={0, 1, 2, 3})
+    result = scene.blend(Policy(strategy="deviation", ratios=(0.5,), thresholds=(1e9,))).result
+    assert [len(positions) for positions in result.repaired[2:]] == [0, 0]
+
+
+def test_the_charged_budget_counts_check_layers_in_full() -> None:
+    scene = Scene(random_model(layers=4), documents_of(8), known=set(range(8)))
+    n = scene.blend(Policy(strategy="none")).result.reused
+    k = int(n * 0.15)
+    assert scene.blend(Policy(strategy="deviation")).result.charged == 2 * n + 2 * k
+    assert scene.blend(Policy(strategy="query")).result.charged == 4 * k
+    assert scene.blend(Policy(strategy="none")).result.charged == 0
+    assert scene.blend(ALL).result.charged_budget == 1.0
+
+
+def test_every_step_is_a_layer_and_the_reader_is_pulled_once_for_each() -> None:
+    scene = Scene(random_model(layers=4), documents_of(3), known={0, 2})
+    scene.blend(Policy(strategy="deviation"))
+    assert [step.layer for step in scene.steps] == [0, 1, 2, 3]
+    scene.blend(Policy(strategy="query"))
+    assert [step.layer for step in scene.steps] == [0, 1, 2, 3, 0, 1, 2, 3]
+
+
+def test_nothing_stored_is_an_ordinary_prefill() -> None:
+    model = random_model()
+    scene = Scene(model, documents_of(3), known=set())
+    result = scene.blend(Policy(strategy="query")).result
+    assert (result.logits - prefill(model, scene.prompt)[1]).abs().max() <= 1e-5
+    assert result.reused == 0
+    assert result.charged_budget == 0.0
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_query_strategy_repairs_what_the_question_attends_to(seed: int) -> None:
+    """Against the definition: max over question tokens, mean over heads, sum over layers, in the first pass over unrepaired KV."""
+    model = random_model(seed=seed)
+    scene = Scene(model, documents_of(4, seed=seed), known={0, 1, 2, 3})
+    fresh = [i for i in range(len(scene.prompt)) if not any(p.at <= i < p.at + p.tokens for p in scene.pieces)]
+    blind = scene.blend(Policy(strategy="none")).result  # its KV is what the first pass sees
+    question = scene.segments.question
+
+    scores = torch.zeros(len(scene.prompt))
+    for layer in range(4):
+        weights = questions_attention(model, scene, blind, layer, fresh)
+        scores += weights[:, [fresh.index(i) for i in range(question.start, question.stop)]].mean(0).amax(0)
+    reused = torch.tensor([i for i in range(len(scene.prompt)) if i not in set(fresh)])
+    wanted = reused[scores[reused].argsort(descending=True, stable=True)[: int(len(reused) * 0.2)]].sort().values
+
+    chosen = scene.blend(Policy(strategy="query", ratios=(0.2,))).result.repaired[0]
+    assert chosen.tolist() == wanted.tolist()
+
+
+def questions_attention(model, scene: Scene, blind, layer: int, fresh: list[int]) -> torch.Tensor:  # noqa: ANN001
+    """Attention [Q, T, N] of the fresh rows of a layer, from the layers' own projections run up to there."""
+    rows = torch.tensor(fresh)
+    cos, sin = scene.layers.rows(len(scene.prompt))
+    with torch.inference_mode():
+        hidden = scene.layers.embed(torch.tensor(scene.prompt)[rows])
+        for depth in range(layer + 1):
+            query, _, _ = scene.layers.qkv(depth, hidden, cos[rows], sin[rows])
+            group = query.shape[1] // blind.keys[depth].shape[0]
+            keys = blind.keys[depth].repeat_interleave(group, dim=0)
+            values = blind.values[depth].repeat_interleave(group, dim=0)
+            logits = torch.einsum("tqd,qnd->qtn", query, keys) * scene.layers.scale
+            hidden_keys = torch.arange(len(scene.prompt))[None] > rows[:, None]
+            weights = logits.masked_fill(hidden_keys, float("-inf")).softmax(-1)
+            hidden = scene.layers.finish(depth, hidden, torch.einsum("qtn,qnd->tqd", weights, values))
+    return weights
+
+
+def test_an_unsupported_family_and_a_dynamic_rope_are_refused() -> None:
+    model = random_model()
+    model.config.model_type = "gemma2"
+    with pytest.raises(UnsupportedModel, match="gemma2"):
+        DecoderLayers(model)
+    with pytest.raises(UnsupportedModel, match="dynamic"):
+        DecoderLayers(random_model(rope="dynamic"))
+    assert set(ROPES) == {"plain", "llama3", "yarn", "dynamic"}

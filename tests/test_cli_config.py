@@ -1,0 +1,102 @@
+"""What `lmc config` promises, and what every command promises about errors."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from lmc.cli import Commands, app
+from lmc.config import Settings
+from lmc.errors import CorruptRecord
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith(("LMC_", "LMCACHE_"))]:
+        monkeypatch.delenv(name)
+
+
+def rows(output: str) -> dict[str, list[str]]:
+    cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in output.splitlines() if "│" in line]
+    return {name: rest for name, *rest in cells}
+
+
+def test_config_has_one_row_for_each_setting_with_value_and_origin() -> None:
+    result = CliRunner().invoke(app, ["config"], env={"LMC_CHUNK_SIZE": "64", "LMC_ENABLE_BLENDING": "1"})
+    assert result.exit_code == 0
+    table = rows(result.stdout)
+    assert list(table) == list(Settings.model_fields)
+    assert table["chunk_size"] == ["64", "environment LMC_CHUNK_SIZE"]
+    assert table["use_layerwise"] == ["True", "implied by enable_blending"]
+    assert table["blend_special_str"] == ["' # # '", "default"]
+    assert table["blend_check_layers"] == ["[1]", "default"]
+
+
+def test_long_paths_are_not_cut_where_there_is_no_terminal(tmp_path: Path) -> None:
+    file = tmp_path / ("long-" * 40 + ".yaml")
+    disk = "/disk" + "/very-long-name" * 20
+    file.write_text(f"local_disk: {disk}")
+    result = CliRunner().invoke(app, ["config"], env={"LMC_CONFIG_FILE": str(file), "COLUMNS": "80"})
+    assert rows(result.stdout)["local_disk"] == [disk, f"YAML {file}"]
+
+
+def test_a_value_is_printed_as_it_is_even_if_it_looks_like_markup() -> None:
+    result = CliRunner().invoke(app, ["config"], env={"LMC_BLEND_SPECIAL_STR": "[red]:smile:[/red]"})
+    assert rows(result.stdout)["blend_special_str"][0] == "'[red]:smile:[/red]'"
+
+
+def test_a_config_error_is_one_line_on_stderr_and_exit_code_2() -> None:
+    result = CliRunner().invoke(app, ["config"], env={"LMC_CHUNK_SIZE": "0"})
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert result.stderr == (
+        "error: chunk_size = '0' (environment LMC_CHUNK_SIZE) must be a whole number of tokens, at least 1\n"
+    )
+
+
+def test_a_password_is_never_printed() -> None:
+    result = CliRunner().invoke(app, ["config"], env={"LMC_REMOTE_URL": "redis://:hunter2@host"})
+    assert result.exit_code == 2
+    assert "hunter2" not in result.output
+
+
+def test_any_error_of_lmc_in_any_command_is_one_line_and_exit_code_2() -> None:
+    other = typer.Typer(cls=Commands)
+
+    @other.callback()
+    def root() -> None: ...
+
+    @other.command()
+    def check(path: str) -> None:
+        raise CorruptRecord(f"{path}\nis torn")
+
+    result = CliRunner().invoke(other, ["check", "a.safetensors"])
+    assert (result.exit_code, result.stdout, result.stderr) == (2, "", "error: a.safetensors is torn\n")
+
+
+def test_a_bug_is_not_mistaken_for_an_error_of_lmc() -> None:
+    other = typer.Typer(cls=Commands)
+
+    @other.callback()
+    def root() -> None: ...
+
+    @other.command()
+    def check() -> None:
+        raise ZeroDivisionError
+
+    assert isinstance(CliRunner().invoke(other, ["check"]).exception, ZeroDivisionError)
+
+
+def test_the_entry_point_runs_as_a_process() -> None:
+    command = [sys.executable, "-c", "from lmc.cli import main; main()", "config"]
+    root = Path(__file__).parent.parent
+    done = subprocess.run(command, env={"LMC_CHNK_SIZE": "1"}, cwd=root, capture_output=True, check=False)
+    assert done.returncode == 2
+    assert done.stdout == b""
+    assert done.stderr.decode().splitlines() == [
+        "error: unknown setting LMC_CHNK_SIZE (environment LMC_CHNK_SIZE): did you mean LMC_CHUNK_SIZE?"
+    ]

@@ -1,0 +1,431 @@
+"""What `Settings` promises: LMCache's names and files as they stand, one precedence, nothing quietly ignored."""
+
+import json
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from lmc.config import CACHEBLEND, IMPLIED, INSTEAD, Settings, shown
+from lmc.errors import ConfigError, LmcError
+
+PUBLISHED = json.loads((Path(__file__).parent / "data" / "cacheblend.json").read_text())
+
+
+def from_yaml(tmp_path: Path, text: str, **environ: str) -> Settings:
+    file = tmp_path / "lmc.yaml"
+    file.write_text(text)
+    return Settings.load(environ={"LMC_CONFIG_FILE": str(file), **environ})
+
+
+def refusal(overrides: Mapping[str, object] | None = None, **environ: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        Settings.load(overrides, environ=environ)
+    return str(caught.value)
+
+
+def test_the_list_of_settings_is_frozen() -> None:
+    assert list(Settings.model_fields) == [
+        "chunk_size",
+        "save_unfull_chunk",
+        "save_decode_cache",
+        "local_cpu",
+        "local_device",
+        "max_local_cpu_size",
+        "max_local_device_size",
+        "local_disk",
+        "max_local_disk_size",
+        "remote_url",
+        "remote_serde",
+        "store_policy",
+        "use_layerwise",
+        "enable_blending",
+        "blend_preset",
+        "blend_special_str",
+        "blend_strategy",
+        "blend_check_layers",
+        "blend_recompute_ratios",
+        "blend_thresholds",
+        "blend_min_tokens",
+        "blend_learn",
+    ]
+
+
+class TestDefaults:
+    def test_nothing_given_means_the_defaults(self) -> None:
+        settings = Settings.load(environ={})
+        assert settings.model_dump() == Settings().model_dump()
+        assert {settings.origin(name) for name in Settings.model_fields} == {"default"}
+
+    def test_the_published_defaults_are_ours(self) -> None:
+        settings = Settings()
+        for name, value in PUBLISHED["defaults"].items():
+            ours = getattr(settings, name)
+            assert (list(ours) if isinstance(ours, tuple) else ours) == value
+
+    def test_a_settings_value_cannot_be_changed(self) -> None:
+        with pytest.raises(ValidationError):
+            Settings().chunk_size = 16
+
+    def test_settings_travel_to_other_processes_with_their_origins(self) -> None:
+        settings = pickle.loads(pickle.dumps(Settings.load({"lmc.chunk_size": 16}, environ={})))
+        assert (settings.chunk_size, settings.origin("chunk_size")) == (16, "override lmc.chunk_size")
+
+    def test_the_origin_of_no_setting_is_a_key_error(self) -> None:
+        with pytest.raises(KeyError):
+            Settings().origin("chunk_sizes")
+
+
+class TestPublishedCacheBlend:
+    def test_its_environment_is_accepted_as_it_stands(self) -> None:
+        settings = Settings.load(environ=PUBLISHED["environment_as_published"])
+        assert settings.enable_blending
+        assert settings.blend_special_str == " # # "
+        assert settings.blend_check_layers == (1,)
+        assert settings.blend_recompute_ratios == (0.15,)
+        assert settings.origin("use_layerwise") == "environment LMCACHE_USE_LAYERWISE"
+
+    def test_its_yaml_is_accepted_as_it_stands(self, tmp_path: Path) -> None:
+        settings = from_yaml(tmp_path, PUBLISHED["yaml_as_published"])
+        assert settings.enable_blending
+        assert settings.local_device == "cpu"
+        assert settings.blend_special_str == " # # "
+        assert settings.origin("blend_check_layers") == f"YAML {tmp_path}/lmc.yaml"
+
+
+class TestPrecedence:
+    def test_overrides_beat_lmc_variables_beat_lmcache_variables_beat_yaml_beat_defaults(self, tmp_path: Path) -> None:
+        file = tmp_path / "x.yaml"
+        file.write_text("chunk_size: 1\nblend_min_tokens: 1\nmax_local_cpu_size: 1\nmax_local_disk_size: 1")
+        environ = {
+            "LMC_CONFIG_FILE": str(file),
+            "LMCACHE_CHUNK_SIZE": "2",
+            "LMCACHE_BLEND_MIN_TOKENS": "2",
+            "LMCACHE_MAX_LOCAL_CPU_SIZE": "2",
+            "LMC_CHUNK_SIZE": "3",
+            "LMC_BLEND_MIN_TOKENS": "3",
+        }
+        settings = Settings.load({"chunk_size": 4}, environ=environ)
+        effective = {name: (getattr(settings, name), settings.origin(name)) for name in Settings.model_fields}
+        assert effective["chunk_size"] == (4, "override chunk_size")
+        assert effective["blend_min_tokens"] == (3, "environment LMC_BLEND_MIN_TOKENS")
+        assert effective["max_local_cpu_size"] == (2.0, "environment LMCACHE_MAX_LOCAL_CPU_SIZE")
+        assert effective["max_local_disk_size"] == (1.0, f"YAML {file}")
+        assert effective["local_device"] == ("cpu", "default")
+
+    def test_the_order_of_variables_in_the_environment_does_not_matter(self) -> None:
+        both = {"LMC_CHUNK_SIZE": "3", "LMCACHE_CHUNK_SIZE": "2"}
+        assert Settings.load(environ=both).chunk_size == 3
+        assert Settings.load(environ=dict(reversed(both.items()))).chunk_size == 3
+
+    def test_a_bad_value_that_a_later_source_replaces_does_no_harm(self) -> None:
+        assert Settings.load({"chunk_size": 64}, environ={"LMC_CHUNK_SIZE": "many"}).chunk_size == 64
+
+    @pytest.mark.parametrize("key", ["chunk_size", "lmc.chunk_size", "lmcache.chunk_size"])
+    def test_override_keys_may_have_a_prefix(self, key: str) -> None:
+        settings = Settings.load({key: 16}, environ={})
+        assert (settings.chunk_size, settings.origin("chunk_size")) == (16, f"override {key}")
+
+    def test_one_setting_twice_in_the_overrides_is_an_error(self) -> None:
+        said = refusal({"lmc.chunk_size": 16, "lmcache.chunk_size": 32})
+        assert "chunk_size = 16 (override lmc.chunk_size)" in said
+        assert "32 (override lmcache.chunk_size)" in said
+
+    def test_arguments_are_validated_alike_and_read_no_environment(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("LMC_CHUNK_SIZE", "64")
+        assert Settings().chunk_size == 256
+        assert Settings(chunk_size="32").origin("chunk_size") == "argument chunk_size"
+        assert Settings.load().chunk_size == 64
+
+    def test_other_programs_variables_are_none_of_our_business(self) -> None:
+        environ = {"PATH": "/bin", "LMCX_CHUNK_SIZE": "1", "VLLM_LMC_X": "1"}
+        assert Settings.load(environ=environ).chunk_size == 256
+
+    @pytest.mark.parametrize("key", ["USE_EXPERIMENTAL", "TRACK_USAGE", "LOG_LEVEL"])
+    def test_lmcaches_harmless_variables_are_ignored_under_its_name_only(self, key: str) -> None:
+        assert Settings.load(environ={f"LMCACHE_{key}": "True"}).chunk_size == 256
+        assert f"LMC_{key}" in refusal(**{f"LMC_{key}": "True"})
+
+
+class TestYaml:
+    def test_an_empty_file_sets_nothing(self, tmp_path: Path) -> None:
+        assert from_yaml(tmp_path, "# nothing\n").model_dump() == Settings().model_dump()
+
+    def test_lmc_config_file_is_read_instead_of_lmcaches(self, tmp_path: Path) -> None:
+        ours, theirs = tmp_path / "a.yaml", tmp_path / "b.yaml"
+        ours.write_text("chunk_size: 16")
+        theirs.write_text("chunk_size: 32")
+        both = {"LMCACHE_CONFIG_FILE": str(theirs), "LMC_CONFIG_FILE": str(ours)}
+        assert Settings.load(environ=both).chunk_size == 16
+        assert Settings.load(environ={"LMCACHE_CONFIG_FILE": str(theirs)}).chunk_size == 32
+
+    @pytest.mark.parametrize(
+        ("text", "said"),
+        [
+            ("- 1\n- 2", "holds a list; it must be a mapping"),
+            ("chunk_size", "holds a str; it must be a mapping"),
+            ("chunk_size: [1", "line 1, column 15 (from LMC_CONFIG_FILE) is no YAML"),
+            ("chunk_size: 2024-99-99", "is no YAML"),
+            ("chunk_size:", "chunk_size = None (YAML"),
+            ("chunk_sizes: 1", "did you mean chunk_size?"),
+            ("1: 2", "unknown setting 1 (YAML"),
+        ],
+    )
+    def test_a_file_that_cannot_be_right_is_refused_with_its_name(self, tmp_path: Path, text: str, said: str) -> None:
+        with pytest.raises(ConfigError) as caught:
+            from_yaml(tmp_path, text)
+        assert f"YAML {tmp_path}/lmc.yaml" in str(caught.value)
+        assert said in str(caught.value)
+
+    def test_bytes_that_are_no_text_are_refused(self, tmp_path: Path) -> None:
+        file = tmp_path / "x.yaml"
+        file.write_bytes(b"\xff\xfe\xfa")
+        assert "is no YAML" in refusal(LMC_CONFIG_FILE=str(file))
+
+    def test_a_missing_file_is_an_error_and_not_no_settings(self, tmp_path: Path) -> None:
+        said = refusal(LMCACHE_CONFIG_FILE=str(tmp_path / "gone.yaml"))
+        assert said.startswith(f"LMCACHE_CONFIG_FILE = {tmp_path}/gone.yaml (environment): No such file")
+
+    def test_a_broken_line_is_not_quoted_for_it_may_hold_a_password(self, tmp_path: Path) -> None:
+        file = tmp_path / "x.yaml"
+        file.write_text("remote_url: [redis://:hunter2@host")
+        assert "hunter2" not in refusal(LMC_CONFIG_FILE=str(file))
+
+
+class TestValues:
+    @pytest.mark.parametrize("written", ["1,4", " 1 , 4 ", "[1, 4]", [1, 4], (1, 4)])
+    def test_lists_may_be_written_as_commas_json_or_yaml(self, written: object) -> None:
+        given = {"blend_check_layers": written, "blend_recompute_ratios": "0.15,0.1", "blend_strategy": "deviation"}
+        settings = Settings.load(given, environ={})
+        assert settings.blend_check_layers == (1, 4)
+        assert settings.blend_recompute_ratios == (0.15, 0.1)
+
+    @pytest.mark.parametrize("written", [2, "2", [2], "[2]"])
+    def test_a_single_item_needs_no_list(self, written: object) -> None:
+        assert Settings(blend_check_layers=written).blend_check_layers == (2,)
+
+    @pytest.mark.parametrize(
+        ("written", "path"), [("file:///kv/a/", "/kv/a"), ("/kv/a", "/kv/a"), (Path("/kv"), "/kv")]
+    )
+    def test_a_directory_is_a_path_or_a_file_url(self, written: object, path: str) -> None:
+        assert Settings(local_disk=written).local_disk == Path(path)
+
+    def test_a_tilde_is_the_home_directory(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("HOME", "/home/someone")
+        assert Settings(local_disk="~/kv").local_disk == Path("/home/someone/kv")
+        assert Settings(local_disk="file://~/kv").local_disk == Path("/home/someone/kv")
+
+    @pytest.mark.parametrize("name", ["local_disk", "remote_url", "blend_thresholds", "blend_preset"])
+    @pytest.mark.parametrize("text", ["", "None", "null"])
+    def test_an_environment_can_say_not_set(self, name: str, text: str) -> None:
+        assert getattr(Settings.load(environ={f"LMC_{name.upper()}": text}), name) is None
+
+    def test_naive_is_another_name_of_the_serde_none(self) -> None:
+        assert Settings(remote_serde="naive").remote_serde == "none"
+
+    @pytest.mark.parametrize(
+        ("name", "value"),
+        [
+            ("chunk_size", 0),
+            ("chunk_size", 1.5),
+            ("chunk_size", True),
+            ("local_cpu", "perhaps"),
+            ("local_device", "my gpu"),
+            ("max_local_cpu_size", 0),
+            ("max_local_cpu_size", "inf"),
+            ("max_local_cpu_size", "5GB"),
+            ("max_local_device_size", -1),
+            ("max_local_disk_size", -1),
+            ("local_disk", "file://kv/a"),
+            ("local_disk", "s3://kv/a"),
+            ("local_disk", "file:/kv"),
+            ("local_disk", "/kv/a,/kv/b"),
+            ("local_disk", "~nobody-by-this-name/kv"),
+            ("remote_serde", "cachegen"),
+            ("store_policy", "write_around"),
+            ("blend_special_str", ""),
+            ("blend_special_str", "   "),
+            ("blend_strategy", "Query"),
+            ("blend_check_layers", (0,)),  # deviation at layer 0 is exactly zero
+            ("blend_check_layers", "0,1"),
+            ("blend_check_layers", (2, 1)),
+            ("blend_check_layers", (1, 1)),
+            ("blend_check_layers", ()),
+            ("blend_check_layers", [True]),
+            ("blend_check_layers", "[1"),
+            ("blend_recompute_ratios", 1.01),
+            ("blend_recompute_ratios", -0.1),
+            ("blend_recompute_ratios", "nan"),
+            ("blend_recompute_ratios", (0.1, 0.2)),  # the set may only shrink
+            ("blend_thresholds", -1),
+            ("blend_min_tokens", -1),
+            ("blend_preset", "epic"),
+            ("blend_learn", None),
+        ],
+    )
+    def test_a_bad_value_is_refused_with_key_value_origin_and_remedy(self, name: str, value: object) -> None:
+        said = refusal({f"lmcache.{name}": value})
+        assert said.startswith(f"{name} = {shown(name, value)} (override lmcache.{name}) must be ")
+        assert said.endswith(str(Settings.model_fields[name].description))
+        with pytest.raises(ConfigError) as caught:
+            Settings(**{name: value})
+        assert f"(argument {name}) must be " in str(caught.value)
+
+    def test_every_bad_value_is_said_at_once(self) -> None:
+        said = refusal({"blend_learn": "x"}, LMC_CHUNK_SIZE="0", LMCACHE_LOCAL_CPU="2")
+        assert said == (
+            "chunk_size = '0' (environment LMC_CHUNK_SIZE) must be a whole number of tokens, at least 1; "
+            "local_cpu = '2' (environment LMCACHE_LOCAL_CPU) must be true or false; "
+            "blend_learn = 'x' (override blend_learn) must be true or false"
+        )
+
+    def test_a_config_error_is_one_of_lmcs_errors_and_a_value_error(self) -> None:
+        with pytest.raises(LmcError) as caught:
+            Settings(chunk_size=0)
+        assert isinstance(caught.value, ValueError)
+
+    def test_a_remote_url_is_refused_in_this_version_without_showing_its_password(self) -> None:
+        with pytest.raises(ConfigError) as caught:
+            Settings(remote_url="redis://:hunter2@host:6379")
+        said = str(caught.value)
+        assert "remote_url = (not shown) (argument remote_url)" in said
+        assert "Redis tier arrives in a later version" in said
+        assert "hunter2" not in said
+        assert caught.value.__cause__ is None
+        assert "hunter2" not in str(caught.value.__context__)
+
+    def test_a_password_in_the_wrong_setting_is_masked(self) -> None:
+        said = refusal(LMC_LOCAL_DISK="redis://:hunter2@host")
+        assert "local_disk = 'redis://***@host'" in said
+
+
+class TestCombinations:
+    def test_blending_implies_layerwise_and_unfull_chunks(self) -> None:
+        settings = Settings.load(environ={"LMC_ENABLE_BLENDING": "1"})
+        assert [getattr(settings, name) for name in IMPLIED] == [True, True]
+        assert [settings.origin(name) for name in IMPLIED] == ["implied by enable_blending"] * 2
+
+    @pytest.mark.parametrize("name", IMPLIED)
+    def test_blending_without_what_it_implies_is_refused_with_both_origins(self, name: str, tmp_path: Path) -> None:
+        file = tmp_path / "x.yaml"
+        file.write_text(f"{name}: false")
+        assert not getattr(Settings.load(environ={"LMC_CONFIG_FILE": str(file)}), name)
+        said = refusal(LMC_CONFIG_FILE=str(file), LMC_ENABLE_BLENDING="true")
+        assert said.startswith(
+            f"{name} = False (YAML {file}) contradicts enable_blending = True (environment LMC_ENABLE_BLENDING)"
+        )
+
+    @pytest.mark.parametrize(
+        ("given", "pair"),
+        [
+            ({"local_disk": "/kv", "max_local_disk_size": 0}, ("max_local_disk_size", "local_disk")),
+            ({"blend_check_layers": (1, 4)}, ("blend_recompute_ratios", "blend_check_layers")),
+            (
+                {"blend_strategy": "deviation", "blend_thresholds": (0.1, 0.2)},
+                ("blend_thresholds", "blend_check_layers"),
+            ),
+            (
+                {"blend_check_layers": (1, 4), "blend_recompute_ratios": (0.2, 0.1)},
+                ("blend_recompute_ratios", "blend_strategy"),
+            ),
+            ({"blend_thresholds": 0.1}, ("blend_thresholds", "blend_strategy")),
+        ],
+    )
+    def test_settings_that_cannot_work_together_are_refused_by_name(
+        self, given: dict[str, object], pair: tuple[str, str]
+    ) -> None:
+        with pytest.raises(ConfigError) as caught:
+            Settings(**given)
+        first, second = str(caught.value).split(" contradicts ")
+        assert first.startswith(f"{pair[0]} = ")
+        assert second.startswith(f"{pair[1]} = ")
+
+    def test_deviation_takes_a_falling_schedule_with_thresholds(self) -> None:
+        settings = Settings(
+            blend_strategy="deviation",
+            blend_check_layers="1,4,9",
+            blend_recompute_ratios="0.2,0.2,0.1",
+            blend_thresholds="0,0.01,2",
+        )
+        assert settings.blend_thresholds == (0.0, 0.01, 2.0)
+
+
+class TestPreset:
+    def test_cacheblend_means_deviation_at_15_percent_on_layer_1(self) -> None:
+        settings = Settings.load(environ={"LMC_BLEND_PRESET": "cacheblend"})
+        assert settings.blend_strategy == "deviation"
+        assert settings.blend_check_layers == (1,)
+        assert settings.blend_recompute_ratios == (0.15,)
+        assert {settings.origin(name) for name in CACHEBLEND} == {"preset cacheblend"}
+
+    def test_it_may_be_repeated_by_hand(self) -> None:
+        settings = Settings.load({"blend_preset": "cacheblend"}, environ=PUBLISHED["environment_as_published"])
+        assert settings.origin("blend_check_layers") == "environment LMCACHE_BLEND_CHECK_LAYERS"
+        assert settings.origin("blend_strategy") == "preset cacheblend"
+
+    def test_a_setting_of_any_source_that_contradicts_it_is_refused(self, tmp_path: Path) -> None:
+        file = tmp_path / "x.yaml"
+        file.write_text("blend_recompute_ratios: [0.3]")
+        said = refusal({"lmc.blend_preset": "cacheblend"}, LMC_CONFIG_FILE=str(file))
+        assert said.startswith(f"blend_recompute_ratios = [0.3] (YAML {file}) contradicts blend_preset = 'cacheblend'")
+        assert "(override lmc.blend_preset)" in said
+
+    def test_a_later_source_can_take_it_back(self) -> None:
+        settings = Settings.load({"blend_preset": None}, environ={"LMC_BLEND_PRESET": "cacheblend"})
+        assert (settings.blend_preset, settings.blend_strategy) == (None, "query")
+
+
+class TestUnknownKeys:
+    def test_a_misspelt_key_is_answered_with_a_suggestion(self) -> None:
+        assert refusal(LMC_CHNK_SIZE="1") == (
+            "unknown setting LMC_CHNK_SIZE (environment LMC_CHNK_SIZE): did you mean LMC_CHUNK_SIZE?"
+        )
+        assert "did you mean LMCACHE_BLEND_RECOMPUTE_RATIOS?" in refusal(LMCACHE_BLEND_RECOMPUTE_RATIO="1")
+        assert "did you mean LMC_CHUNK_SIZE?" in refusal(LMC_chunk_size="1")
+        assert "did you mean local_disk?" in refusal({"lmcache.local_dsk": "/kv"})
+        with pytest.raises(ConfigError, match="did you mean chunk_size"):
+            Settings(chunksize=1)
+
+    def test_a_key_like_no_other_is_answered_with_the_list(self) -> None:
+        said = refusal({"zzz": 1})
+        assert all(name in said for name in Settings.model_fields)
+
+    @pytest.mark.parametrize("key", ["sources", "_env_file", "self"])
+    def test_no_internal_name_is_a_setting(self, key: str) -> None:
+        assert f"unknown setting {key} (override {key})" in refusal({key: "x"})
+
+    def test_the_value_of_an_unknown_key_is_not_shown(self) -> None:
+        assert "hunter2" not in refusal(LMC_REDIS_PASSWORD="hunter2")
+
+    @pytest.mark.parametrize(
+        ("name", "instead"),
+        [
+            ("cache_policy", "least recently used"),
+            ("pre_caching_hash_algorithm", "sha256"),
+            ("enable_p2p", "nothing between hosts"),
+            ("p2p_init_ports", "nothing between hosts"),
+            ("enable_controller", "nothing between hosts"),
+            ("lmcache_instance_id", "nothing between hosts"),
+            ("lookup_timeout_ms", "answered at once"),
+            ("min_retrieve_tokens", "blend_min_tokens"),
+            ("numa_mode", "numactl"),
+            ("nixl_buffer_size", "without a transport library"),
+            ("pd_role", "nothing between hosts"),
+            ("extra_config", "top level"),
+        ],
+    )
+    def test_a_setting_that_only_lmcache_has_is_answered_with_what_lmc_does(
+        self, name: str, instead: str, tmp_path: Path
+    ) -> None:
+        for said in (refusal({f"lmcache.{name}": 1}), refusal({name: 1}), refusal(**{f"LMCACHE_{name.upper()}": "1"})):
+            assert "is a setting of LMCache that lmc does not have" in said
+            assert instead in said
+        with pytest.raises(ConfigError, match=r"that lmc does not have") as caught:
+            from_yaml(tmp_path, f"{name}: 1")
+        assert f"{name} (YAML {tmp_path}/lmc.yaml)" in str(caught.value)
+
+    def test_no_answer_hides_a_setting_of_ours(self) -> None:
+        for name in Settings.model_fields:
+            assert name not in INSTEAD

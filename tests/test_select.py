@@ -1,0 +1,75 @@
+"""From evidence to the tokens that are recomputed."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from lmc.blend.select import HEAD_TOKENS, STRATEGIES, Evidence, budget, by_deviation
+
+VECTORS = json.loads((Path(__file__).parent / "data" / "cacheblend.json").read_text())
+OFFSETS = torch.tensor([0, 1, 2, 3, 0, 1, 2, 3, 4, 5])  # two documents, of 4 and 6 tokens
+
+
+def evidence(**scores: list[float]) -> Evidence:
+    return Evidence(offset=OFFSETS, **{name: torch.tensor(values, dtype=torch.float) for name, values in scores.items()})
+
+
+@pytest.mark.parametrize("case", VECTORS["cases"], ids=str)
+def test_deviation_selects_as_published(case: dict) -> None:
+    if "k" in case:
+        assert budget(case["n"], case["ratio"]) == case["k"]
+    else:
+        scores = evidence(deviation=case["deviation"])
+        assert by_deviation(scores, budget(10, case["ratio"])).tolist() == case["indices"]
+
+
+def test_a_ratio_of_zero_selects_nothing_and_of_one_everything() -> None:
+    assert budget(10, 0.0) == 0
+    assert budget(10, 1.0) == 10
+    assert budget(0, 0.5) == 0
+
+
+def test_equal_scores_are_taken_in_order_of_position() -> None:
+    assert by_deviation(evidence(deviation=[1] * 10), 3).tolist() == [0, 1, 2]
+
+
+def test_a_threshold_is_relative_and_the_ratio_caps_it() -> None:
+    scores = evidence(deviation=[4, 9, 1, 0, 0, 0, 0, 0, 0, 1], magnitude=[10, 100, 2, 1, 1, 1, 1, 1, 1, 1])
+    assert by_deviation(scores, 10, threshold=0.3).tolist() == [0, 2, 9]
+    assert by_deviation(scores, 2, threshold=0.3).tolist() == [0]
+
+
+def test_heads_are_the_first_tokens_of_every_document() -> None:
+    assert STRATEGIES["head"](evidence(), 4).tolist() == [0, 1, 4, 5]
+
+
+def test_the_query_strategy_takes_what_the_question_attends_to() -> None:
+    assert STRATEGIES["query"](evidence(attention=[0, 0.1, 0, 0.9, 0, 0, 0, 0, 0, 0.5]), 2).tolist() == [3, 9]
+
+
+def test_the_union_takes_heads_first_and_spends_the_rest_on_the_question() -> None:
+    offsets = torch.cat([torch.arange(20), torch.arange(20)])
+    attention = torch.zeros(40)
+    attention[[15, 33]] = torch.tensor([0.5, 0.7])
+    scores = Evidence(offset=offsets, attention=attention)
+    heads = [*range(HEAD_TOKENS), *range(20, 20 + HEAD_TOKENS)]
+
+    assert STRATEGIES["union"](scores, 4).tolist() == [0, 1, 20, 21]
+    assert STRATEGIES["union"](scores, 2 * HEAD_TOKENS + 1).tolist() == sorted([*heads, 33])
+
+
+def test_controls() -> None:
+    assert STRATEGIES["none"](evidence(), 5).tolist() == []
+    assert STRATEGIES["all"](evidence(), 5).tolist() == list(range(10))
+    assert STRATEGIES["random"](evidence(), 5).tolist() == STRATEGIES["random"](evidence(), 5).tolist()
+    assert len(STRATEGIES["random"](evidence(), 5)) == 5
+
+
+@pytest.mark.parametrize("strategy", sorted(STRATEGIES))
+def test_every_choice_is_ascending_and_unique(strategy: str) -> None:
+    torch.manual_seed(0)
+    scores = Evidence(offset=OFFSETS, deviation=torch.rand(10), magnitude=torch.rand(10), attention=torch.rand(10))
+    chosen = STRATEGIES[strategy](scores, 4).tolist()
+    assert chosen == sorted(set(chosen))

@@ -1,0 +1,273 @@
+"""CachedModel: what a user of transformers sees."""
+
+import logging
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from models import SEPARATOR, VOCABULARY, random_model, random_tokens
+from transformers import DynamicCache
+
+from lmc.blend.segments import join
+from lmc.blend.select import Policy
+from lmc.config import Settings
+from lmc.connectors.transformers import CachedModel
+from lmc.errors import ConfigError, InputError, NoMemory, UnsupportedModel
+
+EVERYTHING = Policy(strategy="query", ratios=(1.0,))
+DOCUMENTS = [random_tokens(20 + 5 * i, i) for i in range(6)]
+SYSTEM = random_tokens(9, 70)
+
+
+def settings(**changes: object) -> Settings:
+    values = {"chunk_size": 16, "max_local_cpu_size": 0.02, "enable_blending": True, "blend_min_tokens": 0, **changes}
+    return Settings(**values)  # type: ignore[arg-type]
+
+
+def prompt(*order: int, question: int = 0) -> list[int]:
+    return join(SYSTEM, [DOCUMENTS[i] for i in order], random_tokens(7, 80 + question), SEPARATOR)
+
+
+@pytest.fixture
+def cached() -> Iterator[CachedModel]:
+    with CachedModel(random_model(), settings(), SEPARATOR) as model:
+        yield model
+        assert model.engine.store_of_chunks.held() == 0
+        model.engine.store_of_chunks.check()
+
+
+def test_known_documents_are_reused_wherever_they_stand(cached: CachedModel) -> None:
+    for document in DOCUMENTS[:4]:
+        cached.learn(document)
+
+    report = cached.prefill(prompt(2, 0, 3)).report
+
+    assert report.reused == len(DOCUMENTS[2]) + len(DOCUMENTS[0]) + len(DOCUMENTS[3])
+    assert report.unknown == 0
+    assert report.charged_budget == pytest.approx(0.15, abs=0.02)
+    assert max(report.computed) < report.tokens
+    assert report.loaded.keys() == {"host"}
+
+
+def test_at_ratio_one_blending_is_full_prefill(cached: CachedModel) -> None:
+    for document in DOCUMENTS[:4]:
+        cached.learn(document)
+    ids = prompt(3, 5, 1, 0)
+
+    full = cached.prefill(ids, "full")
+    blend = cached.prefill(ids, "blend", policy=EVERYTHING)
+
+    assert (full.logits - blend.logits).abs().max() <= 1e-4
+    assert blend.report.reused == sum(len(DOCUMENTS[i]) for i in (3, 1, 0))
+
+
+def test_blind_reuse_is_something_else(cached: CachedModel) -> None:
+    for document in DOCUMENTS[:3]:
+        cached.learn(document)
+    full = cached.prefill(prompt(0, 1, 2), "full").logits
+    assert (cached.prefill(prompt(0, 1, 2), "reuse").logits - full).abs().max() > 0.1
+
+
+def test_an_unknown_document_is_computed_and_then_known(cached: CachedModel) -> None:
+    first = cached.prefill(prompt(0, 1)).report
+    assert (first.reused, first.unknown) == (0, 2)
+
+    second = cached.prefill(prompt(1, 0)).report
+
+    assert second.unknown == 0
+    assert second.reused == len(DOCUMENTS[0]) + len(DOCUMENTS[1])
+
+
+def test_learning_can_be_switched_off() -> None:
+    with CachedModel(random_model(), settings(blend_learn=False), SEPARATOR) as cached:
+        cached.prefill(prompt(0, 1))
+        assert cached.prefill(prompt(0, 1)).report.unknown == 2
+
+
+def test_the_system_text_is_an_exact_prefix_of_the_next_prompt(cached: CachedModel) -> None:
+    cached.prefill(prompt(0, 1))
+    assert cached.prefill(prompt(1, 0)).report.exact == len(SYSTEM)
+
+
+def test_a_thousand_prompts_of_shuffled_known_documents_create_no_chunk(cached: CachedModel) -> None:
+    """The peers' stores chain documents to what stands before them, and drown in copies within 60 to 90 novel orders."""
+    for document in DOCUMENTS:
+        cached.learn(document)
+    cached.prefill(prompt(0, 1))
+    before = cached.engine.store_of_chunks.keys()
+    shuffle = random.Random(1)
+
+    for question in range(1000):
+        order = shuffle.sample(range(len(DOCUMENTS)), 4)
+        report = cached.prefill(prompt(*order, question=question)).report
+        assert report.reused == sum(len(DOCUMENTS[i]) for i in order)
+
+    assert cached.engine.store_of_chunks.keys() == before
+
+
+def test_exact_reuse_of_a_conversation_includes_what_was_generated(cached: CachedModel) -> None:
+    first = random_tokens(40, 1)
+    answer, _ = cached.generate(first, "exact", max_new_tokens=12, do_sample=False)
+    second = first + answer + random_tokens(10, 2)
+
+    reused = cached.prefill(second, "exact")
+
+    assert reused.report.exact == (len(first) + len(answer) - 1) // 16 * 16
+    assert (reused.logits - cached.prefill(second, "full").logits).abs().max() <= 1e-4
+
+
+def test_generation_continues_from_a_blended_cache_as_from_the_models_own(cached: CachedModel) -> None:
+    for document in DOCUMENTS[:3]:
+        cached.learn(document)
+    ids = prompt(2, 1, 0)
+    cached.policy = EVERYTHING
+    blended, report = cached.generate(ids, "blend", max_new_tokens=10, do_sample=False)
+    own = cached.model.generate(torch.tensor([ids]), max_new_tokens=10, do_sample=False)[0, len(ids) :].tolist()
+    assert report.reused > 0
+    assert blended == own
+
+
+def test_a_blended_cache_is_never_stored_as_exact(cached: CachedModel) -> None:
+    for document in DOCUMENTS[:2]:
+        cached.learn(document)
+    ids = prompt(0, 1)
+    done = cached.prefill(ids)
+    with pytest.raises(InputError, match="blended"):
+        cached.keep(ids, done.cache)
+    assert cached.engine.lookup(ids) == 0  # the system text alone is shorter than a chunk
+    assert cached.engine.lookup(SYSTEM) == len(SYSTEM)
+
+
+def test_documents_survive_a_restart_on_disk(tmp_path: Path) -> None:
+    with CachedModel(random_model(), settings(local_disk=tmp_path), SEPARATOR) as cached:
+        for document in DOCUMENTS[:3]:
+            cached.learn(document)
+        wanted = cached.prefill(prompt(2, 0, 1)).logits
+    with CachedModel(random_model(), settings(local_disk=tmp_path), SEPARATOR) as cached:
+        assert cached.learn(DOCUMENTS[0]) == 0
+        done = cached.prefill(prompt(2, 0, 1))
+        assert torch.equal(done.logits, wanted)
+        assert done.report.loaded["disk"] > 0
+
+
+def test_another_model_or_tenant_finds_nothing(tmp_path: Path) -> None:
+    with CachedModel(random_model(seed=0), settings(local_disk=tmp_path), SEPARATOR) as cached:
+        cached.learn(DOCUMENTS[0])
+    for model, salt in ((random_model(seed=1), ""), (random_model(seed=0, rms_norm_eps=1e-5), ""), (random_model(seed=0), "tenant")):
+        with CachedModel(model, settings(local_disk=tmp_path), SEPARATOR, cache_salt=salt) as other:
+            assert other.engine.find_document(DOCUMENTS[0], 0) is None
+
+
+def test_a_record_that_rots_while_its_prompt_is_planned_costs_time_not_truth(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The plan counts on a chunk whose part 2 turns out corrupt while layer 2 is awaited: the prompt is planned again without it."""
+    with CachedModel(random_model(), settings(local_disk=tmp_path), SEPARATOR) as cached:
+        for document in DOCUMENTS[:3]:
+            cached.learn(document)
+    victim = max(tmp_path.rglob("*.safetensors"), key=lambda path: path.stat().st_size)
+    blob = bytearray(victim.read_bytes())
+    blob[4096 + 2 * 4096 + 5] ^= 1
+    victim.write_bytes(blob)
+    with CachedModel(random_model(), settings(local_disk=tmp_path), SEPARATOR) as cached, caplog.at_level(logging.WARNING):
+        ids = prompt(0, 1, 2)
+        done = cached.prefill(ids, policy=EVERYTHING)
+        assert done.report.unknown == 1
+        assert (done.logits - cached.prefill(ids, "full").logits).abs().max() <= 1e-4
+        assert cached.prefill(ids).report.unknown == 0  # and it was learned anew
+        assert cached.engine.store_of_chunks.held() == 0
+
+
+def test_few_stored_tokens_are_not_worth_blending(cached: CachedModel) -> None:
+    with CachedModel(random_model(), settings(blend_min_tokens=100), SEPARATOR) as picky:
+        picky.learn(DOCUMENTS[0])
+        report = picky.prefill(prompt(0)).report
+    assert report.reused == 0
+    assert "blend_min_tokens" in report.note
+
+
+def test_a_device_slab_serves_what_was_read_before() -> None:
+    with CachedModel(random_model(), settings(max_local_device_size=0.01), SEPARATOR) as cached:
+        for document in DOCUMENTS[:3]:
+            cached.learn(document)
+        report = cached.prefill(prompt(0, 1, 2)).report
+        assert report.loaded["device"] > 0
+
+
+@pytest.mark.parametrize("how", ["blend", "reuse", "exact", "full"])
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        ([], "empty"),
+        ([3] * 1025, "1025 tokens, the model takes 1024"),
+        ([3, VOCABULARY], "vocabulary"),
+        ([3, -1], "vocabulary"),
+    ],
+)
+def test_a_prompt_that_cannot_be_served_is_refused_by_name(cached: CachedModel, how: str, ids: list[int], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        cached.prefill(ids, how)  # type: ignore[arg-type]
+
+
+def test_documents_of_no_token_and_of_one(cached: CachedModel) -> None:
+    with pytest.raises(InputError, match="empty"):
+        cached.learn([])
+    assert cached.learn([5]) == 1
+    ids = join(SYSTEM, [[5], DOCUMENTS[0]], random_tokens(3, 9), SEPARATOR)
+    assert cached.prefill(ids, policy=EVERYTHING).report.reused == 1
+
+
+@pytest.mark.parametrize("ids", [[5], [*SEPARATOR], [*SEPARATOR, *SEPARATOR, 5], [*DOCUMENTS[0], *SEPARATOR], [5, 6, 7]])
+def test_odd_prompts_are_answered_as_full_prefill_would(cached: CachedModel, ids: list[int]) -> None:
+    cached.learn(DOCUMENTS[0])
+    cached.learn([5])
+    wanted = cached.prefill(ids, "full").logits
+    for how in ("blend", "exact", "exact", "blend"):
+        assert (cached.prefill(ids, how, policy=EVERYTHING).logits - wanted).abs().max() <= 1e-4  # type: ignore[arg-type]
+
+
+def test_an_unknown_way_is_refused(cached: CachedModel) -> None:
+    with pytest.raises(InputError, match="'blend', 'reuse', 'exact' or 'full'"):
+        cached.prefill([3, 4], "blnd")  # type: ignore[arg-type]
+
+
+def test_start_refuses_what_cannot_work() -> None:
+    with pytest.raises(UnsupportedModel, match="dynamic"):
+        CachedModel(random_model(rope="dynamic"), settings(), SEPARATOR)
+    with pytest.raises(ConfigError, match="blend_check_layers: 9"):
+        CachedModel(random_model(), settings(blend_check_layers=[9], blend_strategy="deviation"), SEPARATOR)
+    with pytest.raises(ConfigError, match="separator_ids"):
+        CachedModel(random_model(), settings(), [])
+    with pytest.raises(NoMemory, match="does not fit"):
+        CachedModel(random_model(), settings(max_local_cpu_size=1e6), SEPARATOR)
+    with pytest.raises(NoMemory, match="holds no chunk"):
+        CachedModel(random_model(), settings(max_local_cpu_size=1e-6), SEPARATOR)
+
+
+def test_a_window_bounds_what_can_be_served() -> None:
+    cached = CachedModel(random_model("mistral", sliding_window=32), settings(), SEPARATOR)
+    with cached, pytest.raises(InputError, match="the model takes 32"):
+        cached.prefill(random_tokens(33, 1))
+
+
+def test_a_model_that_fails_the_self_test_is_served_in_full(caplog: pytest.LogCaptureFixture) -> None:
+    """A model whose layers do something that ours do not know (here: a logit scale in the attention)."""
+    model = random_model()
+    for layer in model.model.layers:
+        layer.self_attn.register_forward_hook(lambda _module, _inputs, output: (output[0] * 1.5, *output[1:]))
+    with caplog.at_level(logging.ERROR), CachedModel(model, settings(), SEPARATOR) as cached:
+        cached.learn(DOCUMENTS[0])
+        done = cached.prefill(prompt(0))
+        assert torch.equal(done.logits, cached.prefill(prompt(0), "full").logits)
+    assert [record.levelname for record in caplog.records] == ["ERROR"]
+    assert "self-test" in done.report.note
+
+
+def test_a_prefilled_cache_is_a_transformers_cache(cached: CachedModel) -> None:
+    cached.learn(DOCUMENTS[0])
+    done = cached.prefill(prompt(0))
+    assert isinstance(done.cache, DynamicCache)
+    assert done.cache.get_seq_length() == len(prompt(0))
+    assert done.logits.shape == (VOCABULARY,)
