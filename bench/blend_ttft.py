@@ -2,8 +2,9 @@
 
     python bench/blend_ttft.py [--layers 12] [--tokens 2048] [--strategy query] [--ratio 0.15]
 
-The ceiling is 1/f, f = c/L + r·(1 − c/L) + q/N: what computing only this share of the tokens could give if everything else were free (c: layers run
-in full for the evidence, 1.15 for a check at layer 1 and 0 for the question's; r: ratio; q of N tokens are always fresh).
+The ceiling is 1/f, f = c/L + r·(1 − c/L) + q/N: what computing only this share of the tokens could give if everything else
+were free (c: layers run in full for the evidence, 1.15 for a check at layer 1 and 0 for the question's; r: ratio; q of N
+tokens are always fresh).
 """
 
 import argparse
@@ -11,11 +12,12 @@ import random
 from collections import Counter
 
 import torch
-from common import SEPARATOR, closing_line, machine, median, prompt_of, random_llama, tokens_of
+from common import closing_line, machine, median, prompt_of
 
 from lmc.blend.select import Policy
 from lmc.config import Settings
 from lmc.connectors.transformers import CachedModel
+from lmc.demo import SEPARATOR, random_llama, random_tokens
 
 CHECK_COST = {"deviation": 1.15}
 
@@ -32,18 +34,22 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     settings = Settings(enable_blending=True, max_local_cpu_size=2.0)
-    with CachedModel(random_llama(options.layers), settings, SEPARATOR) as cached:
+    with CachedModel(random_llama(options.layers, 768), settings, SEPARATOR) as cached:
         size = options.tokens // options.documents - 4
-        documents = [tokens_of(size, i) for i in range(options.documents)]
+        documents = [random_tokens(size, i) for i in range(options.documents)]
         for document in documents:
             cached.learn(document)
         order = random.Random(0)
-        prompts = [prompt_of(documents, order.sample(range(options.documents), options.documents), seed=i) for i in range(16)]
+        prompts = [
+            prompt_of(documents, order.sample(range(options.documents), options.documents), seed=i) for i in range(16)
+        ]
         results = {}
         cached.prefill(prompts[-1], "blend")  # learns the system text
         full = median(lambda i: cached.prefill(prompts[i], "full").report.seconds, options.repeats)
         print(f"{machine()}\n{options.layers} layers, {len(prompts[0])} tokens, one thread; full prefill {full:.3f} s")
-        for strategy, ratio in dict.fromkeys([(options.strategy, options.ratio), ("query", 0.05), ("deviation", 0.15), ("none", 0.0)]):
+        for strategy, ratio in dict.fromkeys(
+            [(options.strategy, options.ratio), ("query", 0.05), ("deviation", 0.15), ("none", 0.0)]
+        ):
             policy = Policy(strategy=strategy, ratios=(ratio,))
             reports = []
 
@@ -65,7 +71,8 @@ def main() -> None:
             )
         best = results[options.strategy, options.ratio]
         line = {
-            "bench": "blend_ttft", "layers": options.layers, "tokens": len(prompts[0]), "ratio": options.ratio, "strategy": options.strategy,
+            "bench": "blend_ttft", "layers": options.layers, "tokens": len(prompts[0]), "ratio": options.ratio,
+            "strategy": options.strategy,
             "full_s": round(full, 4), "blend_s": round(best["blend_s"], 4), "speedup": round(best["speedup"], 2),
             "ceiling": round(best["ceiling"], 2), "fraction": round(best["speedup"] / best["ceiling"], 3),
         }  # fmt: skip

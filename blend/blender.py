@@ -26,12 +26,11 @@ QUESTION_ROWS = 64  # the last tokens of the question score the documents; more 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placed:
-    """A stored piece and where it goes: `tokens` tokens computed from position `first` on, used from `at` on."""
+    """A stored piece and where it goes: `tokens` tokens computed from position `first` of their document on, used from `at` on."""
 
     at: int
     tokens: int
     first: int
-    offset: int  # of its first token in its document
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +83,9 @@ class Blend:
         exact = _exact_reach(pieces)
         loose = [p for p in pieces if p.at >= exact]
         self._reused = self._stored[self._stored >= exact]
-        self._offset = torch.cat([_positions(p.offset, p.tokens, device) for p in loose]) if loose else self._reused
+        self._loose = torch.zeros_like(self._known)  # the same as a mask
+        self._loose[self._reused] = True
+        self._offset = torch.cat([_positions(p.first, p.tokens, device) for p in loose]) if loose else self._reused
         self._fresh = (~self._known).nonzero().flatten()
         empty = (shape.kv_heads, length, shape.head_dim)
         self.result = Blended(
@@ -182,7 +183,7 @@ class Blend:
 
     def _shrink(self, check: int, layer: int, rows: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         """Indices into `rows` that go on: the fresh ones, and those that deviate most from what was loaded."""
-        candidates = torch.isin(rows, self._reused).nonzero().flatten()
+        candidates = self._loose[rows].nonzero().flatten()
         loaded = self.result.keys[layer][:, rows[candidates]].transpose(0, 1).float()  # [T, H, D]
         deviation, magnitude = ((x * x).sum((1, 2)) for x in (key[candidates].float() - loaded, loaded))
         evidence = Evidence(
@@ -221,7 +222,7 @@ class Blend:
         self.result.values[layer].index_copy_(1, rows, value.transpose(0, 1))
 
     def _count(self, layer: int, rows: torch.Tensor) -> None:
-        repaired = rows[torch.isin(rows, self._reused)] if len(self._reused) else rows[:0]
+        repaired = rows[self._loose[rows]]
         self.result.computed[layer] += len(rows)
         self.result.charged += len(repaired)
         if len(repaired):

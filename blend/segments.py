@@ -83,15 +83,14 @@ def _find(tokens: Sequence[int], variants: Variants) -> list[Span]:
     by_first: dict[int, list[tuple[int, ...]]] = {}
     for variant in variants:
         by_first.setdefault(variant[0], []).append(variant)
-    cuts, at = [], 0
-    while at < len(tokens):
-        for variant in by_first.get(tokens[at], ()):
+    cuts: list[Span] = []
+    for at, token in enumerate(tokens):
+        if token not in by_first or (cuts and at < cuts[-1].stop):
+            continue
+        for variant in by_first[token]:
             if tuple(tokens[at : at + len(variant)]) == variant:
                 cuts.append(Span(at, at + len(variant)))
-                at += len(variant)
                 break
-        else:
-            at += 1
     return cuts
 
 

@@ -1,6 +1,6 @@
 """lmc for transformers: a causal language model whose prompts are prefilled from stored KV.
 
-    cached = CachedModel(model, settings, separator_variants(tokenizer.encode, settings.blend_special_str))
+    cached, tokenizer = CachedModel.load("path/or/id", settings)
     cached.learn(document_ids)
     done = cached.prefill(prompt_ids, how="blend")       # logits, a transformers cache, a report
     model.generate(ids, past_key_values=done.cache)      # continues from there
@@ -8,7 +8,6 @@
 One prompt at a time; not thread-safe, as the model is not.
 """
 
-import hashlib
 import json
 import logging
 import time
@@ -16,18 +15,19 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer
 
-from lmc.blend.blender import Blend, Blended, Placed
+from lmc.blend.blender import Blend, Placed
 from lmc.blend.layers import DecoderLayers
-from lmc.blend.segments import Segments, Span, Variants, split
+from lmc.blend.segments import Segments, Span, Variants, separator_variants, split
 from lmc.blend.select import Policy
 from lmc.config import Settings
-from lmc.engine import CacheEngine, Kind, LayerKV, Piece, trim
+from lmc.connectors.hf import cache_of, fingerprint, load, rows_of
+from lmc.engine import CacheEngine, Kind, Piece, trim
 from lmc.errors import ChunkLost, ConfigError, InputError
 from lmc.keys import Namespace
 
@@ -87,7 +87,7 @@ class CachedModel:
         """
         if not separator_ids:
             raise ConfigError("separator_ids is empty: give the token ids of blend_special_str")
-        self._variants = _variants(separator_ids)
+        self.separators: Variants = _variants(separator_ids)
         self.model, self.settings = model.eval(), settings
         self.layers = DecoderLayers(model)
         deepest = max(settings.blend_check_layers)
@@ -104,6 +104,13 @@ class CachedModel:
         self.blends = self._self_test()
         self.engine = CacheEngine(settings, self.layers.shape, self._namespace(cache_salt), device=self.layers.device)
         self._to_learn: list[list[int]] = []
+
+    @classmethod
+    def load(cls, name: str | Path, settings: Settings, *, cache_salt: str = "") -> tuple["CachedModel", Any]:
+        """The model in a directory or under a hub's id, cached, and its tokenizer."""
+        model, tokenizer = load(name)
+        variants = separator_variants(tokenizer.encode, settings.blend_special_str)
+        return cls(model, settings, variants, cache_salt=cache_salt), tokenizer
 
     def __enter__(self) -> "CachedModel":
         return self
@@ -127,7 +134,7 @@ class CachedModel:
         if self.engine.find_document(document, 0) is not None:
             return 0
         return self.engine.store(
-            Kind.DOCUMENT, document, _rows(self._forward(document, DynamicCache()).past_key_values)
+            Kind.DOCUMENT, document, rows_of(self._forward(document, DynamicCache()).past_key_values)
         )
 
     def learn_pending(self) -> int:
@@ -145,7 +152,7 @@ class CachedModel:
         if getattr(cache, "lmc_approximate", False):
             raise InputError("this cache was blended or blindly reused: it must not be stored as exact")
         tokens = self._checked(token_ids, "prompt")[: cache.get_seq_length()]
-        return self.engine.store(Kind.EXACT, tokens, _rows(cache))
+        return self.engine.store(Kind.EXACT, tokens, rows_of(cache))
 
     # -- prefilling --------------------------------------------------------------------------------------------------
 
@@ -183,7 +190,7 @@ class CachedModel:
         out = self.model.generate(
             input_ids=ids, attention_mask=torch.ones_like(ids), past_key_values=done.cache, **options
         )[0].tolist()
-        if how in ("exact", "full"):
+        if how == "exact":
             self.keep(out[:-1] if self.settings.save_decode_cache else prompt, done.cache)
         self.learn_pending()
         return out[len(prompt) :], done.report
@@ -193,7 +200,7 @@ class CachedModel:
             return self._whole(prompt, started, how)
         if how == "exact":
             return self._exact(prompt, started)
-        segments = split(prompt, self._variants)
+        segments = split(prompt, self.separators)
         plan, unknown = self._plan(prompt, segments)
         known = sum(piece.tokens for piece in plan)
         note = self._why_not(known)
@@ -245,8 +252,7 @@ class CachedModel:
     ) -> Prefilled:
         if how == "reuse":
             policy = Policy(strategy="none")
-        starts = {offset: span.start for span in segments.documents for offset in range(span.start, span.stop)}
-        placed = [Placed(at=p.at, tokens=p.tokens, first=p.first, offset=p.at - starts.get(p.at, p.at)) for p in plan]
+        placed = [Placed(at=p.at, tokens=p.tokens, first=p.first) for p in plan]
         loaded: Counter[str] = Counter()
         with torch.inference_mode(), closing(self.engine.layers(plan, loaded)) as reader:
             blend = Blend(self.layers, prompt, placed, segments.question, policy)
@@ -255,7 +261,7 @@ class CachedModel:
         result = blend.result
         assert result.logits is not None
         seconds = self._elapsed(started)
-        cache = _cache(result)
+        cache = cache_of(list(zip(result.keys, result.values, strict=True)))
         known = sum(piece.tokens for piece in plan)
         cache.lmc_approximate = result.reused > 0
         report = Report(
@@ -281,11 +287,11 @@ class CachedModel:
             for _, parts in reader:
                 both = torch.cat(parts, dim=1).to(self.layers.device)  # [K, T, H, D]
                 kv.append((both[0].transpose(0, 1), both[1].transpose(0, 1)))
-        cache = _cache_of(kv)
+        cache = cache_of(kv)
         out = self._forward(prompt[reach:], cache)
         logits = out.logits[0, -1]
         seconds = self._elapsed(started)
-        self.engine.store(Kind.EXACT, prompt, _rows(cache))
+        self.engine.store(Kind.EXACT, prompt, rows_of(cache))
         return Prefilled(logits=logits, cache=cache, report=self._plain_report("exact", prompt, reach, seconds, loaded))
 
     def _whole(self, prompt: list[int], started: float, how: How, note: str = "", unknown: int = 0) -> Prefilled:
@@ -298,7 +304,7 @@ class CachedModel:
     def _keep_system(self, prompt: list[int], system: Span, done: Prefilled) -> None:
         """The text before the first document is exact whatever follows: stored for the next prompt."""
         if len(system):
-            rows = [(keys[: system.stop], values[: system.stop]) for keys, values in _rows(done.cache)]
+            rows = [(keys[: system.stop], values[: system.stop]) for keys, values in rows_of(done.cache)]
             self.engine.store(Kind.EXACT, prompt[: system.stop], rows)
 
     def _plain_report(
@@ -373,7 +379,7 @@ class CachedModel:
         shape, config = self.layers.shape, self.model.config
         return Namespace(
             kind="tokens",
-            model=_fingerprint(self.model),
+            model=fingerprint(self.model),
             dtype=str(shape.dtype),
             layers=shape.layers,
             kv_heads=shape.kv_heads,
@@ -388,34 +394,3 @@ def _variants(separator_ids: Variants | Sequence[int]) -> Variants:
     one = tuple(i for i in separator_ids if isinstance(i, int))
     several = tuple(tuple(v) for v in separator_ids if not isinstance(v, int))
     return (one,) if one else several
-
-
-def _fingerprint(model: Any) -> str:
-    """Config and a few values of every weight: the same model loaded from elsewhere has the same, a fine-tuned one has another."""
-    config = {k: v for k, v in model.config.to_dict().items() if not k.startswith("_") and k != "transformers_version"}
-    digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
-    for name, weight in model.named_parameters():
-        flat = weight.detach().flatten()
-        sample = flat[:: max(1, flat.numel() // 16)][:16].float().cpu()
-        digest.update(name.encode() + sample.numpy().tobytes())
-    return digest.hexdigest()
-
-
-def _rows(cache: DynamicCache) -> list[LayerKV]:
-    """Views `[T, H, D]` of a transformers cache `[1, H, T, D]`."""
-    return [(layer.keys[0].transpose(0, 1), layer.values[0].transpose(0, 1)) for layer in cache.layers]
-
-
-def _cache(result: Blended) -> DynamicCache:
-    return _cache_of(list(zip(result.keys, result.values, strict=True)))
-
-
-def _cache_of(kv: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> DynamicCache:
-    """A transformers cache around `[H, T, D]` tensors, without the copy that `update` would make."""
-    cache = DynamicCache()
-    for keys, values in kv:
-        layer = DynamicLayer()
-        layer.lazy_initialization(keys, values)
-        layer.keys, layer.values = keys[None], values[None]
-        cache.layers.append(layer)
-    return cache

@@ -4,18 +4,32 @@ A command raises what the library raises: `Commands` turns every `LmcError` into
 """
 
 import sys
-from typing import Any
+import time
+from contextlib import closing
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.progress import Progress, TaskID
 from rich.table import Table
 from rich.text import Text
 from typer.core import TyperGroup
 
 from lmc.config import Settings, shown
-from lmc.errors import LmcError
+from lmc.errors import ConfigError, InputError, LmcError
+from lmc.page import write_page
+from lmc.questions import read_collection, sample
+from lmc.shapes import GIB
+from lmc.storage.disk import DiskTier
 
+if TYPE_CHECKING:
+    from lmc.demo import Outcome
+
+SHIPPED = Path(__file__).parent.parent / "examples" / "small_model"  # in a clone
 FAILED = 2  # the exit code of a command that lmc refused
+UNBOUNDED = 1 << 62  # bytes: looking at a tier evicts nothing
 UNCUT = 1 << 16  # columns: where nobody looks at the output, nothing has to fit
 
 
@@ -44,6 +58,92 @@ def lmc() -> None:
 def config() -> None:
     """Show every setting, its effective value, and where that comes from."""
     console().print(settings_table(Settings.load()))
+
+
+@app.command()
+def check(
+    directory: Annotated[Path, typer.Argument(help="a disk tier")],
+    fix: Annotated[bool, typer.Option("--fix", help="remove what is wrong; nothing right is removed")] = False,
+) -> None:
+    """Verify every byte of a disk tier. Exit code 1 if something is wrong and was not mended."""
+    with closing(DiskTier(directory, capacity=UNBOUNDED, read_only=not fix)) as tier:
+        records = sum(1 for _ in tier.entries())
+        findings = tier.check(fix)
+    for finding in findings:
+        console().print(Text(f"{finding.where}: {finding.problem}{' (removed)' if finding.fixed else ''}"))
+    console().print(f"{records} records, {len(findings)} wrong" + (", all removed" if fix and findings else ""))
+    if any(not finding.fixed for finding in findings):
+        raise typer.Exit(1)
+
+
+@app.command()
+def stat(directory: Annotated[Path, typer.Argument(help="a disk tier")]) -> None:
+    """What a disk tier holds: records, bytes, age of the last use."""
+    with closing(DiskTier(directory, capacity=UNBOUNDED, read_only=True)) as tier:
+        entries = list(tier.entries())
+    table = Table("records", "GiB", "least recently used", "most recently used")
+    used = [datetime.fromtimestamp(entry.used, UTC).strftime("%Y-%m-%d %H:%M:%S UTC") for entry in entries]
+    total = sum(entry.bytes for entry in entries)
+    table.add_row(str(len(entries)), f"{total / GIB:.3f}", used[0] if used else "-", used[-1] if used else "-")
+    console().print(table)
+
+
+@app.command()
+def demo(
+    model: Annotated[
+        Path | None, typer.Option(help="directory or hub id of a Llama, Mistral, Qwen2 or Qwen3 model")
+    ] = None,
+    documents: Annotated[Path | None, typer.Option(help="directory of .txt files")] = None,
+    questions: Annotated[Path | None, typer.Option(help="JSON file of questions and answers")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="write all numbers here")] = None,
+    page: Annotated[Path, typer.Option(help="the HTML page with pictures")] = Path(".demo/demo.html"),
+    cache: Annotated[Path, typer.Option(help="disk tier of the documents' KV")] = Path(".demo/cache"),
+    limit: Annotated[int | None, typer.Option(min=1, help="ask only so many questions")] = None,
+    large: Annotated[bool, typer.Option(help="also time a 100M model with random weights")] = True,
+    seed: Annotated[int | None, typer.Option(help="of the documents' orders; default: another one every time")] = None,
+) -> None:
+    """Ask questions over documents in ever new orders, in four ways, and show what each costs and gets right."""
+    try:
+        from lmc import demo as demos
+    except ImportError as error:
+        raise ConfigError(f"the demo needs {error.name}: pip install 'lmc[transformers]'") from error
+    if not SHIPPED.is_dir() and not (model and documents and questions):
+        raise InputError(
+            "the small model is not in the wheel: run from a clone, or give --model, --documents and --questions"
+        )
+    collection = read_collection(documents or SHIPPED / "documents", questions or SHIPPED / "questions.json")
+    if limit is not None:
+        collection = sample(collection, limit)
+    bar = Progress(console=Console(stderr=True), transient=True)
+    tasks: dict[str, TaskID] = {}
+
+    def progress(what: str, done: int, of: int) -> None:
+        if what not in tasks:
+            tasks[what] = bar.add_task(what, total=of)
+        bar.update(tasks[what], completed=done)
+
+    with bar:
+        outcome = demos.run(
+            model or SHIPPED / "model",
+            collection,
+            demos.demo_settings(cache),
+            seed=int(time.time()) if seed is None else seed,
+            large=large,
+            progress=progress,
+        )
+    show(outcome, page)
+    if json_file is not None:
+        json_file.write_text(outcome.json() + "\n")
+
+
+def show(outcome: "Outcome", page: Path) -> None:
+    """Print the demo's table and write its page."""
+    heading, (columns, rows) = outcome.heading(), outcome.table()
+    table = Table(*columns)
+    for row in rows:
+        table.add_row(*map(Text, row))
+    console().print(Text(heading), table, Text(f"pictures of {len(outcome.pictures)} prompts: {page}"), sep="\n")
+    write_page(page, heading, columns, rows, outcome.pictures)
 
 
 def settings_table(settings: Settings) -> Table:

@@ -15,6 +15,7 @@ import logging
 import mmap
 import os
 import re
+import stat
 import threading
 import time
 from collections import OrderedDict
@@ -310,7 +311,10 @@ class DiskReader:
         self._tier = tier
         self.fd = open_to_read(path)
         try:
-            size = os.fstat(self.fd).st_size
+            status = os.fstat(self.fd)
+            size = status.st_size
+            if not stat.S_ISREG(status.st_mode):
+                raise OSError(errno.ENXIO, "not a file, though named like a record", str(path))
             if size == 0 or size % ALIGN:  # direct I/O reads whole blocks only
                 raise CorruptRecord(f"a file of {size} bytes")
             self.meta, self._start = self._header()

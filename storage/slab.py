@@ -16,6 +16,8 @@ from lmc.errors import NoMemory
 from lmc.shapes import GIB, aligned
 from lmc.storage.ledger import Slot
 
+CONTAINER = Path("/sys/fs/cgroup")
+
 
 class Slab:
     """`slots` × `[L parts]` of uint8 on one device. On the host, parts are page-aligned (for direct I/O) and pinned under CUDA."""
@@ -46,7 +48,7 @@ class Slab:
             if torch.cuda.is_available():
                 _pin(flat)
                 # An address that is still registered could not be page-locked again by the next slab.
-                weakref.finalize(self._map, torch.cuda.cudart().cudaHostUnregister, flat.data_ptr()).atexit = False
+                weakref.finalize(self, torch.cuda.cudart().cudaHostUnregister, flat.data_ptr()).atexit = False
         else:
             flat = torch.zeros(self.bytes, dtype=torch.uint8, device=self.device)
         self._parts = flat.view(slots, parts, self.stride)
@@ -126,11 +128,10 @@ def _room(device: torch.device) -> int:
 
 def _container_limit() -> int:
     """What a container (cgroup v2) leaves us, which /proc/meminfo does not know. Page cache that nobody uses counts as free."""
-    group = Path("/sys/fs/cgroup")
     try:
-        limit = (group / "memory.max").read_text().strip()
-        used = int((group / "memory.current").read_text())
-        idle = re.search(r"^inactive_file (\d+)$", (group / "memory.stat").read_text(), re.MULTILINE)
+        limit = (CONTAINER / "memory.max").read_text().strip()
+        used = int((CONTAINER / "memory.current").read_text())
+        idle = re.search(r"^inactive_file (\d+)$", (CONTAINER / "memory.stat").read_text(), re.MULTILINE)
     except (OSError, ValueError):
         return 1 << 62
     return 1 << 62 if limit == "max" else int(limit) - used + (int(idle[1]) if idle else 0)

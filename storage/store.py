@@ -234,7 +234,8 @@ class Store:
         """
         meta = level.metas[slot]
         if level is not self._host:
-            self._copy(level, slot, self._host, meta, then_down=False)
+            copy = self._copy(level, slot, self._host, meta)
+            self._host.ledger.release([copy] if copy is not None else [])
         elif self._tiers and not self._full():
             self._queue(self._write_down, meta, [level.slab.snapshot(slot, meta.parts, meta.stored_part)])
 
@@ -270,27 +271,30 @@ class Store:
         try:
             if event is not None:
                 event.synchronize()
-            if level is not self._host:
-                self._copy(level, slot, self._host, meta, then_down=True)
-            elif level.ledger.key_of(slot) == meta.key:  # not forgotten meanwhile
+            if level is self._host:
                 self._write_down(meta, self._memory(level, slot))
+            elif (copy := self._copy(level, slot, self._host, meta)) is not None:
+                self._copy_down(self._host, copy, meta, None)
         finally:
             with self._changed:
                 level.ledger.release([slot])
 
     def _copy_up(self, slot: Slot, meta: RecordMeta) -> None:
         try:
-            self._copy(self._host, slot, self._levels[0], meta, then_down=False)
+            copy = self._copy(self._host, slot, self._levels[0], meta)
+            if copy is not None:
+                with self._changed:
+                    self._levels[0].ledger.release([copy])
         finally:
             with self._changed:
                 self._host.ledger.release([slot])
 
-    def _copy(self, source: Level, slot: Slot, target: Level, meta: RecordMeta, *, then_down: bool) -> None:
-        """Copy a slot that nobody evicts to another level, unless it is there or there is no room."""
+    def _copy(self, source: Level, slot: Slot, target: Level, meta: RecordMeta) -> Slot | None:
+        """Copy a slot that nobody evicts to another level; the new slot is held. None if it is there, or there is no room."""
         with self._changed:
             new = self._reserve(target) if target.ledger.find(meta.key) is None else None
         if new is None:
-            return
+            return None
         try:
             target.slab.slot(new).copy_(source.slab.slot(slot))
         except BaseException:
@@ -300,11 +304,9 @@ class Store:
         with self._changed:
             if source.ledger.key_of(slot) != meta.key:  # forgotten meanwhile
                 target.ledger.abort(new)
-                return
+                return None
             target.commit(new, meta)
-            if then_down:
-                self._send_down(target, new)
-            target.ledger.release([new])
+            return new
 
     def _memory(self, level: Level, slot: Slot) -> list[memoryview]:
         """The stored parts of a slot, where a tier can read them."""

@@ -39,8 +39,8 @@ def random_model(family: str = "llama", rope: str = "plain", layers: int = 4, se
     config_type, model_type = FAMILIES[family]
     values: dict[str, Any] = {
         "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": layers, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 1024, "rope_parameters": ROPES[rope], "initializer_range": 0.15,
-        **options,
+        "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 1024, "rope_parameters": ROPES[rope],
+        "initializer_range": 0.15, **options,
     }
     torch.manual_seed(seed)
     return model_type(config_type(**values)).eval()

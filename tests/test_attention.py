@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from lmc.blend.attention import BLOCK, attend, attention_paid
 
 
-def by_definition(query, keys, positions, scale, visible=None):  # noqa: ANN001, ANN201
+def by_definition(query, keys, positions, scale, visible=None):
     """Attention weights [Q, T, N], one head at a time, in float64."""
     group = query.shape[1] // keys.shape[0]
     expanded = keys.repeat_interleave(group, dim=0).double()
@@ -20,7 +20,7 @@ def by_definition(query, keys, positions, scale, visible=None):  # noqa: ANN001,
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(1, 3), st.integers(1, 3), st.sets(st.integers(0, 40), min_size=1), st.integers(0, 5), st.randoms(use_true_random=False))
-def test_outputs_and_scores_equal_attention_by_definition(heads: int, group: int, chosen: set[int], beyond: int, random) -> None:  # noqa: ANN001
+def test_outputs_and_scores_equal_attention_by_definition(heads: int, group: int, chosen: set[int], beyond: int, random) -> None:
     torch.manual_seed(random.randrange(1000))
     positions = torch.tensor(sorted(chosen))
     length = int(positions[-1]) + 1 + beyond

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Iterator
+from itertools import pairwise
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from lmc.errors import UnsupportedModel
 ALL = Policy(strategy="all")
 
 
-def prefill(model, tokens: list[int]) -> tuple[list[torch.Tensor], torch.Tensor]:  # noqa: ANN001
+def prefill(model, tokens: list[int]) -> tuple[list[torch.Tensor], torch.Tensor]:
     """KV `[K, T, H, D]` per layer and the last logits, by the model itself."""
     cache = DynamicCache()
     with torch.inference_mode():
@@ -28,18 +29,18 @@ def prefill(model, tokens: list[int]) -> tuple[list[torch.Tensor], torch.Tensor]
 class Scene:
     """A prompt with documents, some of which are stored, as the blender meets it."""
 
-    def __init__(self, model, documents: list[list[int]], known: set[int], system: int = 13, prefix: int = 0) -> None:  # noqa: ANN001
+    def __init__(self, model, documents: list[list[int]], known: set[int], system: int = 13, prefix: int = 0) -> None:
         self.model, self.layers = model, DecoderLayers(model)
         self.prompt = join(random_tokens(system, 50), documents, random_tokens(11, 51), SEPARATOR)
         self.segments: Segments = split(self.prompt, (SEPARATOR,))
         self.pieces: list[Placed] = []
         self.kv: list[list[torch.Tensor]] = []
         if prefix:
-            self.pieces.append(Placed(at=0, tokens=prefix, first=0, offset=0))
+            self.pieces.append(Placed(at=0, tokens=prefix, first=0))
             self.kv.append([layer[:, :prefix] for layer in prefill(model, self.prompt)[0]])
         for index, span in enumerate(self.segments.documents):
             if index in known and span.start >= prefix:
-                self.pieces.append(Placed(at=span.start, tokens=len(span), first=0, offset=0))
+                self.pieces.append(Placed(at=span.start, tokens=len(span), first=0))
                 self.kv.append(prefill(model, self.prompt[span.start : span.stop])[0])
 
     def reader(self) -> Iterator[tuple[int, list[torch.Tensor]]]:
@@ -82,7 +83,9 @@ def test_one_to_twelve_documents_in_any_order_with_gaps_and_an_exact_prefix(coun
     documents = documents_of(count, seed=count)
     shuffle.shuffle(documents)
     known = {i for i in range(count) if shuffle.random() < 0.7} or {0}
-    scene = Scene(model, documents, known, system=shuffle.choice([0, 1, 20]), prefix=shuffle.choice([0, 5]) if count > 1 else 0)
+    scene = Scene(
+        model, documents, known, system=shuffle.choice([0, 1, 20]), prefix=shuffle.choice([0, 5]) if count > 1 else 0
+    )
     _, logits = prefill(model, scene.prompt)
 
     for strategy in ("query", "deviation", "head", "union", "random"):
@@ -150,7 +153,7 @@ def test_a_document_at_position_zero_and_an_exact_prefix_stay_exact() -> None:
     at_zero.prompt = at_zero.prompt[len(SEPARATOR) :]
     at_zero.segments = split(at_zero.prompt, (SEPARATOR,))
     first = at_zero.segments.system
-    at_zero.pieces = [Placed(at=p.at - len(SEPARATOR), tokens=p.tokens, first=p.first, offset=0) for p in at_zero.pieces]
+    at_zero.pieces = [Placed(at=p.at - len(SEPARATOR), tokens=p.tokens, first=p.first) for p in at_zero.pieces]
     wanted = prefill(model, at_zero.prompt)[0]
 
     result = at_zero.blend(Policy(strategy="query", ratios=(0.2,))).result
@@ -158,7 +161,9 @@ def test_a_document_at_position_zero_and_an_exact_prefix_stay_exact() -> None:
     assert result.reused == sum(len(span) for span in at_zero.segments.documents)
     for layer in range(4):
         assert not torch.isin(torch.arange(first.stop), result.repaired[layer]).any()
-        assert torch.allclose(result.keys[layer].transpose(0, 1)[: first.stop], wanted[layer][0][: first.stop], atol=1e-5)
+        assert torch.allclose(
+            result.keys[layer].transpose(0, 1)[: first.stop], wanted[layer][0][: first.stop], atol=1e-5
+        )
 
     prefixed = Scene(model, documents_of(3), known={1, 2}, prefix=20)
     wanted = prefill(model, prefixed.prompt)[0]
@@ -178,7 +183,7 @@ def test_the_set_only_shrinks_with_depth() -> None:
     assert len(sets[0]) == len(sets[1]) == result.reused
     assert len(sets[2]) == int(result.reused * 0.5)
     assert len(sets[3]) == len(sets[4]) == int(result.reused * 0.2)
-    assert all(deeper <= upper for upper, deeper in zip(sets, sets[1:], strict=False))
+    assert all(deeper <= upper for upper, deeper in pairwise(sets))
     assert result.charged == sum(map(len, sets))
 
 
@@ -235,7 +240,7 @@ def test_the_query_strategy_repairs_what_the_question_attends_to(seed: int) -> N
     assert chosen.tolist() == wanted.tolist()
 
 
-def questions_attention(model, scene: Scene, blind, layer: int, fresh: list[int]) -> torch.Tensor:  # noqa: ANN001
+def questions_attention(model, scene: Scene, blind, layer: int, fresh: list[int]) -> torch.Tensor:
     """Attention [Q, T, N] of the fresh rows of a layer, from the layers' own projections run up to there."""
     rows = torch.tensor(fresh)
     cos, sin = scene.layers.rows(len(scene.prompt))

@@ -42,7 +42,7 @@ TOKENIZERS = {
 
 
 @pytest.fixture(params=TOKENIZERS)
-def encode(request: pytest.FixtureRequest):  # noqa: ANN201
+def encode(request: pytest.FixtureRequest):
     tokenizer = TOKENIZERS[request.param]
     return lambda text: tokenizer.encode(text).ids
 
@@ -55,7 +55,7 @@ def encode(request: pytest.FixtureRequest):  # noqa: ANN201
         "the system # # The cat # # A dog # # Who",
     ],
 )
-def test_a_prompt_encoded_as_one_text_is_cut(encode, prompt: str) -> None:  # noqa: ANN001
+def test_a_prompt_encoded_as_one_text_is_cut(encode, prompt: str) -> None:
     segments = split(encode(prompt), separator_variants(encode, " # # "))
 
     assert len(segments.documents) == prompt.count("# #") - 1
@@ -63,7 +63,7 @@ def test_a_prompt_encoded_as_one_text_is_cut(encode, prompt: str) -> None:  # no
     assert len(segments.question) > 0
 
 
-def test_a_prompt_joined_from_pieces_gives_the_pieces_back(encode) -> None:  # noqa: ANN001
+def test_a_prompt_joined_from_pieces_gives_the_pieces_back(encode) -> None:
     variants = separator_variants(encode, " # # ")
     system, documents, question = encode("be brief"), [encode("the cat sat"), encode("a dog")], encode("who sat?")
     for separator in (encode(" # # "), encode("# #")):
@@ -75,7 +75,7 @@ def test_a_prompt_joined_from_pieces_gives_the_pieces_back(encode) -> None:  # n
         assert [[token for token in part if token != 0] for part in cut] == without_bos
 
 
-def test_one_number_sign_cuts_nothing(encode) -> None:  # noqa: ANN001
+def test_one_number_sign_cuts_nothing(encode) -> None:
     tokens = encode("a dog # barked at night")
     segments = split(tokens, separator_variants(encode, " # # "))
     assert segments.documents == ()
@@ -106,6 +106,6 @@ def test_cuts(tokens: list[int], system: tuple, documents: list[tuple], question
     assert segments.question == Span(*question)
 
 
-def test_a_special_string_without_tokens_is_refused(encode) -> None:  # noqa: ANN001
+def test_a_special_string_without_tokens_is_refused(encode) -> None:
     with pytest.raises(InputError, match="blend_special_str"):
         separator_variants(encode, "  ")

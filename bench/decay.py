@@ -1,0 +1,45 @@
+"""1000 prompts of known documents in novel orders: whether speed lasts, and whether the store grows.
+
+python bench/decay.py
+"""
+
+import argparse
+import random
+import statistics
+
+import torch
+from common import closing_line, machine, prompt_of
+
+from lmc.config import Settings
+from lmc.connectors.transformers import CachedModel
+from lmc.demo import SEPARATOR, random_llama, random_tokens
+
+PROMPTS, DOCUMENTS, TOKENS = 1000, 12, 128
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--keep", action="store_true", help="write bench/results/decay.json")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    settings = Settings(enable_blending=True, max_local_cpu_size=0.25, chunk_size=64)
+    with CachedModel(random_llama(6, 256), settings, SEPARATOR) as cached:
+        documents = [random_tokens(TOKENS, i) for i in range(DOCUMENTS)]
+        for document in documents:
+            cached.learn(document)
+        cached.prefill(prompt_of(documents, range(6)))
+        before = cached.engine.store_of_chunks.keys()
+        order, seconds = random.Random(0), []
+        for number in range(PROMPTS):
+            prompt = prompt_of(documents, order.sample(range(DOCUMENTS), 6), seed=number)
+            seconds.append(cached.prefill(prompt).report.seconds)
+        new = len(cached.engine.store_of_chunks.keys() - before)
+    first, last = statistics.median(seconds[:100]), statistics.median(seconds[-100:])
+    hundreds = [statistics.median(seconds[i : i + 100]) * 1e3 for i in range(0, PROMPTS, 100)]
+    print(f"{machine()}\nmedian ms of each hundred: {', '.join(f'{ms:.1f}' for ms in hundreds)}")
+    line = {"bench": "decay", "prompts": PROMPTS, "first_over_last": round(first / last, 3), "new_chunks": new}
+    closing_line(line, "decay" if options.keep else None)
+
+
+if __name__ == "__main__":
+    main()

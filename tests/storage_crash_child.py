@@ -1,0 +1,47 @@
+"""Forks writers that are there to be killed: imports once, then one child for each line "directory seed" on standard input."""
+
+import os
+import random
+import sys
+
+from storage_fakes import PART_BYTES, PARTS, get, key_of, put
+
+from lmc.errors import ChunkLost
+from lmc.storage.disk import DiskTier
+from lmc.storage.slab import Slab
+from lmc.storage.store import Policy, Store
+
+
+def write_until_killed(directory: str, capacity: int, seed: int) -> None:
+    dice = random.Random(seed)
+    tier = DiskTier(directory, capacity)
+    policy = dice.choice(list(Policy))
+    store = Store(Slab(8, PARTS, PART_BYTES), [tier], policy=policy)
+    parent = os.getppid()
+    while os.getppid() == parent:
+        key = key_of(dice.randrange(200))
+        try:
+            if get(store, key) is None:
+                put(store, key)
+        except ChunkLost:
+            continue
+
+
+def main() -> None:
+    for line in sys.stdin:
+        directory, capacity, seed = line.rstrip("\n").rsplit(" ", 2)
+        child = os.fork()
+        if child == 0:
+            write_until_killed(directory, int(capacity), int(seed))
+        say(child)
+        _, status = os.waitpid(child, 0)
+        say(os.WTERMSIG(status) if os.WIFSIGNALED(status) else f"ended: {status}")
+
+
+def say(what: object) -> None:
+    sys.stdout.write(f"{what}\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

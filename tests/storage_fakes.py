@@ -1,0 +1,246 @@
+"""Records with contents that follow from their keys, and tiers in memory, for the tests of the storage layer."""
+
+import hashlib
+import mmap
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+import torch
+
+from lmc.errors import CorruptRecord
+from lmc.keys import ChunkKey
+from lmc.storage.record import RecordMeta, checksum, decode_header, encode_header, header_size, split_parts
+from lmc.storage.store import Store
+from lmc.storage.tier import Entry, Finding, Reader, Wrapped, Written
+
+NAMESPACE = bytes(32)
+PARTS = 3
+PART_BYTES = 4096
+RECORD_BYTES = 4096 + PARTS * PART_BYTES
+
+
+def key_of(name: int | str) -> ChunkKey:
+    return ChunkKey(hashlib.sha256(f"chunk {name}".encode()).digest())
+
+
+def content(key: bytes, part: int, size: int = PART_BYTES, version: int = 0) -> bytes:
+    """What part `part` under `key` must be."""
+    return hashlib.shake_128(b"%s %d %d" % (key, part, version)).digest(size)
+
+
+def meta_of(key: ChunkKey, parts: int = PARTS, part_bytes: int = PART_BYTES) -> RecordMeta:
+    return RecordMeta(key=key, namespace=NAMESPACE, tokens=16, first=32, parts=parts, part_bytes=part_bytes)
+
+
+def memory(size: int, offset: int = 0) -> memoryview:
+    """Writable bytes, aligned for direct I/O unless `offset` says otherwise."""
+    return memoryview(mmap.mmap(-1, size + offset))[offset:]
+
+
+def stored(meta: RecordMeta, version: int = 0, offset: int = 0) -> memoryview:
+    """The parts of a record side by side, each padded with zeros to whole blocks."""
+    whole = memory(meta.parts * meta.stored_part, offset)
+    for part in range(meta.parts):
+        start = part * meta.stored_part
+        whole[start : start + meta.part_bytes] = content(meta.key, part, meta.part_bytes, version)
+    return whole
+
+
+def raw_record(meta: RecordMeta) -> bytes:
+    """A whole record as a file holds it, made without any tier."""
+    parts = stored(meta)
+    sums = tuple(checksum(part) for part in split_parts([parts], meta.stored_part))
+    return encode_header(replace(meta, checksums=sums)) + bytes(parts)
+
+
+def put(store: Store, key: ChunkKey, version: int = 0) -> bool:
+    """Write the chunk of `key`; False if the store had nothing to do or no room."""
+    parts = store._host.slab.parts
+    size = store._host.slab.part_bytes
+    with store.writing(meta_of(key, parts, size)) as slot:
+        if slot is None:
+            return False
+        for part in range(parts):
+            slot[part, :size] = as_tensor(content(key, part, size, version))
+    return True
+
+
+def as_tensor(blob: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(blob), dtype=torch.uint8)
+
+
+def get(store: Store, key: ChunkKey) -> list[bytes] | None:
+    """All parts of `key` as bytes, or None if it is a miss."""
+    with store.pinned([key]) as (pin,):
+        return None if pin is None else [pin_bytes(pin, part) for part in range(store._host.slab.parts)]
+
+
+def pin_bytes(pin: object, part: int) -> bytes:
+    size = pin.level.slab.part_bytes  # type: ignore[attr-defined]
+    return bytes(pin.part(part)[:size].tolist())  # type: ignore[attr-defined]
+
+
+def expected(key: ChunkKey, parts: int = PARTS, size: int = PART_BYTES, version: int = 0) -> list[bytes]:
+    return [content(key, part, size, version) for part in range(parts)]
+
+
+class DictTier:
+    """A tier in memory: the bytes of record files in a dict."""
+
+    name = "dict"
+
+    def __init__(self) -> None:
+        self.records: OrderedDict[ChunkKey, bytearray] = OrderedDict()
+        self.used: dict[ChunkKey, float] = {}
+        self._clock = 0
+        self._mutex = threading.Lock()
+
+    def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        with self._mutex:
+            return [key in self.records for key in keys]
+
+    def open(self, key: ChunkKey) -> "DictReader | None":
+        with self._mutex:
+            record = self.records.get(key)
+            if record is None:
+                return None
+            self._touch(key)
+        try:
+            return DictReader(self, key, record)
+        except CorruptRecord:
+            self.delete(key)
+            raise
+
+    def write(self, meta: RecordMeta, parts: Sequence[memoryview]) -> Written:
+        if self.contains([meta.key])[0]:
+            return Written.PRESENT
+        views = split_parts(parts, meta.stored_part)
+        header = encode_header(replace(meta, checksums=tuple(checksum(view) for view in views)))
+        with self._mutex:
+            self.records[meta.key] = bytearray(header + b"".join(views))
+            self._touch(meta.key)
+        return Written.STORED
+
+    def delete(self, key: ChunkKey) -> bool:
+        with self._mutex:
+            return self.records.pop(key, None) is not None
+
+    def entries(self) -> Iterator[Entry]:
+        with self._mutex:
+            return iter([Entry(key=k, bytes=len(r), used=self.used.get(k, 0)) for k, r in self.records.items()])
+
+    def check(self, fix: bool = False) -> list[Finding]:
+        findings = []
+        for key, record in list(self.records.items()):
+            try:
+                reader = DictReader(self, key, record)
+                for part in range(reader.meta.parts):
+                    reader.verified(part)
+            except CorruptRecord as error:
+                findings.append(Finding(where=key.hex(), problem=str(error), fixed=fix))
+                if fix:
+                    self.delete(key)
+        return findings
+
+    def close(self) -> None:
+        pass
+
+    def _touch(self, key: ChunkKey) -> None:
+        self._clock += 1
+        self.used[key] = self._clock
+        self.records.move_to_end(key)
+
+
+class DictReader:
+    def __init__(self, tier: DictTier, key: ChunkKey, record: bytearray) -> None:
+        self._tier, self._record = tier, record
+        self._start = header_size(bytes(record[:8]))
+        self.meta = decode_header(bytes(record[: self._start]))
+        if self.meta.key != key or len(record) != self._start + self.meta.parts * self.meta.stored_part:
+            raise CorruptRecord("the record of another key, or of another size")
+
+    def read(self, first: int, count: int, into: Sequence[memoryview]) -> None:
+        try:
+            for part, view in enumerate(split_parts(into, self.meta.stored_part), first):
+                view[:] = self.verified(part)
+        except CorruptRecord:
+            self._tier.delete(self.meta.key)
+            raise
+
+    def verified(self, part: int) -> bytes:
+        start = self._start + part * self.meta.stored_part
+        blob = bytes(self._record[start : start + self.meta.stored_part])
+        if checksum(blob) != self.meta.checksums[part]:
+            raise CorruptRecord(f"part {part}")
+        return blob
+
+    def close(self) -> None:
+        pass
+
+
+class Broken(Wrapped):
+    """A tier of which every verb fails."""
+
+    def __init__(self, error: Callable[[], Exception]) -> None:
+        super().__init__(DictTier())
+        self.name, self._error = "broken", error
+
+    def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        raise self._error()
+
+    def open(self, key: ChunkKey) -> Reader | None:
+        raise self._error()
+
+    def write(self, meta: RecordMeta, parts: Sequence[memoryview]) -> Written:
+        raise self._error()
+
+    def delete(self, key: ChunkKey) -> bool:
+        raise self._error()
+
+    def entries(self) -> Iterator[Entry]:
+        raise self._error()
+
+    def close(self) -> None:
+        raise self._error()
+
+
+class Gated(Wrapped):
+    """A tier whose reads of parts and writes wait until the test opens a gate: slow, but with no clock."""
+
+    def __init__(self, inner: DictTier, parts: int = PARTS) -> None:
+        super().__init__(inner)
+        self.read_gates = [threading.Event() for _ in range(parts)]
+        self.write_gate = threading.Event()
+        self.write_gate.set()
+        self.reading = threading.Event()  # a read has begun
+        self.writing = threading.Event()
+
+    def open(self, key: ChunkKey) -> Reader | None:
+        reader = self.inner.open(key)
+        return reader and _GatedReader(reader, self)
+
+    def write(self, meta: RecordMeta, parts: Sequence[memoryview]) -> Written:
+        self.writing.set()
+        assert self.write_gate.wait(60)
+        return self.inner.write(meta, parts)
+
+    def open_all(self) -> None:
+        self.write_gate.set()
+        for gate in self.read_gates:
+            gate.set()
+
+
+class _GatedReader:
+    def __init__(self, inner: Reader, tier: Gated) -> None:
+        self._inner, self._tier, self.meta = inner, tier, inner.meta
+
+    def read(self, first: int, count: int, into: Sequence[memoryview]) -> None:
+        self._tier.reading.set()
+        for part in range(first, first + count):
+            assert self._tier.read_gates[part].wait(60)
+        self._inner.read(first, count, into)
+
+    def close(self) -> None:
+        self._inner.close()

@@ -1,0 +1,623 @@
+"""The disk tier: the contract, and what a directory adds to it (restarts, other files, full disks, other processes)."""
+
+import errno
+import logging
+import os
+import random
+import shutil
+import stat
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from storage_fakes import PART_BYTES, PARTS, RECORD_BYTES, content, key_of, memory, meta_of, raw_record, stored
+from tier_contract import TierContract, read, write
+
+from lmc.errors import CorruptRecord, TierUnusable
+from lmc.keys import ChunkKey
+from lmc.storage import disk
+from lmc.storage.disk import DiskTier
+from lmc.storage.tier import Written
+
+K0, K1, K2, K3 = map(key_of, range(4))
+ROOM = 100 * RECORD_BYTES
+
+
+def path_of(root: Path, key: ChunkKey) -> Path:
+    return root / "records" / key.hex()[:2] / f"{key.hex()}.safetensors"
+
+
+def used(root: Path) -> int:
+    """Bytes of all files under `root`, counted around the tier."""
+    total = 0
+    for folder, _, names in os.walk(root):
+        for name in names:
+            try:
+                total += os.lstat(os.path.join(folder, name)).st_size
+            except FileNotFoundError:
+                continue  # renamed or evicted meanwhile
+    return total
+
+
+@pytest.fixture
+def tier(tmp_path):
+    tier = DiskTier(tmp_path / "tier", ROOM)
+    yield tier
+    tier.close()
+
+
+class TestDiskTier(TierContract):
+    @pytest.fixture
+    def tier(self, tmp_path):
+        tier = DiskTier(tmp_path / "tier", ROOM)
+        yield tier
+        assert tier.bytes == used(tier.root), "what the tier counts is what is there"
+        tier.close()
+
+    def raw_read(self, tier, key):
+        path = path_of(tier.root, key)
+        return path.read_bytes() if path.exists() else None
+
+    def raw_write(self, tier, key, blob):
+        path_of(tier.root, key).write_bytes(blob)
+
+
+class TestDiskTierWithoutDirectIO(TestDiskTier):
+    """A filesystem that refuses O_DIRECT, as tmpfs did before Linux 6.6."""
+
+    @pytest.fixture
+    def tier(self, tmp_path, monkeypatch):
+        plain = os.open
+
+        def no_direct(path, flags, *rest, **named):
+            if flags & os.O_DIRECT:
+                raise OSError(errno.EINVAL, "no direct I/O here")
+            return plain(path, flags, *rest, **named)
+
+        monkeypatch.setattr(os, "open", no_direct)
+        tier = DiskTier(tmp_path / "tier", ROOM)
+        yield tier
+        tier.close()
+
+
+# -- restarts --------------------------------------------------------------------------------------------------------
+
+
+def test_a_restart_keeps_the_records_and_the_order_of_their_use(tmp_path):
+    """Files had times of some milliseconds' grain, so that a quick sequence of uses came back in any order."""
+    tier = DiskTier(tmp_path, ROOM)
+    keys = [key_of(i) for i in range(30)]
+    for key in keys:
+        write(tier, key)
+    random.Random(3).shuffle(keys)
+    for key in keys:
+        assert read(tier, key) is not None
+    tier.close()
+    tier = DiskTier(tmp_path, ROOM)
+    assert [entry.key for entry in tier.entries()] == keys
+    assert tier.contains([*keys, key_of("no")]) == [True] * 30 + [False]
+    assert tier.bytes == 30 * RECORD_BYTES
+    tier.close()
+    tier = DiskTier(tmp_path, 3 * RECORD_BYTES)
+    assert [entry.key for entry in tier.entries()] == keys[-3:], "a smaller bound is applied at start"
+    tier.close()
+
+
+def test_files_of_killed_writers_are_swept_at_start_and_others_left(tmp_path):
+    """A folder in tmp/ that was named like a record kept the tier from opening."""
+    DiskTier(tmp_path, ROOM).close()
+    tmp = tmp_path / "tmp"
+    (tmp / "17.safetensors").write_bytes(b"torn")
+    (tmp / "model.safetensors").write_bytes(b"not ours")
+    (tmp / "18.safetensors").mkdir()
+    tier = DiskTier(tmp_path, ROOM)
+    assert sorted(path.name for path in tmp.iterdir()) == ["18.safetensors", "model.safetensors"]
+    assert list(tier.entries()) == []
+    tier.close()
+
+
+def test_a_file_that_vanished_behind_our_back_is_a_miss_and_is_no_longer_counted(tier):
+    write(tier, K0)
+    path_of(tier.root, K0).unlink()
+    assert tier.open(K0) is None
+    assert tier.contains([K0]) == [False]
+    assert tier.bytes == 0
+    write(tier, K0)
+
+
+# -- the bound -------------------------------------------------------------------------------------------------------
+
+
+def test_the_least_recently_used_record_goes_first(tmp_path):
+    tier = DiskTier(tmp_path, 3 * RECORD_BYTES)
+    for key in (K0, K1, K2):
+        write(tier, key)
+    read(tier, K0)
+    write(tier, K3)
+    assert tier.contains([K0, K1, K2, K3]) == [True, False, True, True]
+    assert (tier.evictions, tier.bytes, used(tmp_path)) == (1, 3 * RECORD_BYTES, 3 * RECORD_BYTES)
+    tier.close()
+
+
+def test_a_record_larger_than_the_tier_is_refused_and_evicts_nothing(tmp_path):
+    tier = DiskTier(tmp_path, 2 * RECORD_BYTES)
+    write(tier, K0)
+    large = meta_of(K1, 3 * PARTS)
+    assert tier.write(large, [stored(large)]) is Written.REFUSED
+    assert tier.contains([K0, K1]) == [True, False]
+    tier.close()
+
+
+def test_several_writers_together_stay_within_the_bound(tmp_path, monkeypatch):
+    """Room for two; four writers at once: those for whom nothing can be evicted are refused. They went beyond the bound."""
+    tier = DiskTier(tmp_path, 2 * RECORD_BYTES)
+    plain, everybody = DiskTier._write_aside, threading.Barrier(3)
+
+    def in_company(self, *arguments):
+        plain(self, *arguments)
+        everybody.wait(60)  # the two that write, and the test
+
+    monkeypatch.setattr(DiskTier, "_write_aside", in_company)
+    outcomes = []
+    writers = [
+        threading.Thread(target=lambda key=key: outcomes.append(tier.write(meta_of(key), [stored(meta_of(key))])))
+        for key in (K0, K1)
+    ]
+    for writer in writers:
+        writer.start()
+    while tier.bytes < 2 * RECORD_BYTES:
+        pass
+    assert tier.write(meta_of(K2), [stored(meta_of(K2))]) is Written.REFUSED
+    assert used(tmp_path) <= tier.bytes == 2 * RECORD_BYTES
+    everybody.wait(60)
+    for writer in writers:
+        writer.join()
+    assert outcomes == [Written.STORED] * 2
+    tier.close()
+
+
+def test_the_bound_holds_at_every_moment_under_concurrent_writers_and_readers(tmp_path):
+    tier = DiskTier(tmp_path, 5 * RECORD_BYTES)
+    keys, wrong, over, stop = [key_of(i) for i in range(20)], [], [], threading.Event()
+
+    def work(seed: int) -> None:
+        dice = random.Random(seed)
+        for _ in range(60):
+            key = dice.choice(keys)
+            match dice.randrange(5):
+                case 0:
+                    tier.delete(key)
+                case 1 | 2:
+                    found = read(tier, key)
+                    if found is not None and found != bytes(stored(meta_of(key))):
+                        wrong.append(key)
+                case _:
+                    tier.write(meta_of(key), [stored(meta_of(key))])
+
+    def watch() -> None:
+        while not stop.is_set():
+            if tier.bytes > tier.capacity:
+                over.append(tier.bytes)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    stop.set()
+    watcher.join()
+    assert (wrong, over) == ([], [])
+    assert tier.bytes == used(tmp_path) <= tier.capacity
+    assert tier.check() == []
+    assert {entry.key for entry in tier.entries()} == {key for key in keys if tier.contains([key]) == [True]}
+    tier.close()
+
+
+def test_a_reader_that_came_too_early_does_not_make_the_tier_forget_a_newer_record(tier, monkeypatch):
+    """Open finds no file; then a writer brings it; then open takes the key out of the index: the file was never counted again."""
+    plain = disk.open_to_read
+
+    def overtaken(path):
+        try:
+            return plain(path)
+        except FileNotFoundError:
+            write(tier, K0)
+            raise
+
+    monkeypatch.setattr(disk, "open_to_read", overtaken)
+    assert tier.open(K0) is None
+    monkeypatch.undo()
+    assert tier.contains([K0]) == [True]
+    assert tier.bytes == RECORD_BYTES
+
+
+def test_two_writers_of_one_key_leave_one_record(tier, monkeypatch):
+    plain = DiskTier._write_aside
+
+    def overtaken(self, *arguments):
+        monkeypatch.undo()
+        write(tier, K0)
+        plain(self, *arguments)
+
+    monkeypatch.setattr(DiskTier, "_write_aside", overtaken)
+    write(tier, K0)
+    assert tier.bytes == used(tier.root) == RECORD_BYTES
+    assert read(tier, K0) == bytes(stored(meta_of(K0)))
+
+
+def test_an_eviction_that_fails_leaves_the_record_readable(tmp_path, monkeypatch):
+    """On a disk that turned read-only every write took one more record out of the index, though none could be removed."""
+    tier = DiskTier(tmp_path, RECORD_BYTES)
+    write(tier, K0)
+
+    def refuse(self, missing_ok=False):
+        raise OSError(errno.EROFS, "read-only file system")
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    for _ in range(3):
+        with pytest.raises(OSError, match="read-only"):
+            tier.write(meta_of(K1), [stored(meta_of(K1))])
+    monkeypatch.undo()
+    assert tier.contains([K0]) == [True]
+    assert read(tier, K0) == bytes(stored(meta_of(K0)))
+    assert tier.bytes == RECORD_BYTES
+    tier.close()
+
+
+# -- other files -----------------------------------------------------------------------------------------------------
+
+
+def test_foreign_files_are_never_served_and_never_removed(tmp_path):
+    tier = DiskTier(tmp_path, 3 * RECORD_BYTES)
+    write(tier, K0)
+    tier.close()
+    shard = path_of(tmp_path, K0).parent
+    foreign = [
+        tmp_path / "notes.txt",
+        tmp_path / "records" / "model.safetensors",
+        tmp_path / "records" / "zz" / f"{K1.hex()}.safetensors",  # in the wrong folder
+        shard / "model.safetensors",
+        shard / f"{K0.hex()}.safetensors.bak",
+        shard / f"{K0.hex().upper()}.safetensors",
+        shard / ("0" * 63 + ".safetensors"),
+    ]
+    for path in foreign:
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(raw_record(meta_of(K1)))
+    tier = DiskTier(tmp_path, 3 * RECORD_BYTES)
+    assert [entry.key for entry in tier.entries()] == [K0]
+    assert tier.check(fix=True) == []
+    assert tier.contains([K1]) == [False]
+    for key in map(key_of, range(10, 16)):
+        write(tier, key)
+    tier.close()
+    assert [path.read_bytes() == raw_record(meta_of(K1)) for path in foreign] == [True] * len(foreign)
+
+
+def test_what_is_named_like_a_record_but_is_no_file_is_never_served(tmp_path, caplog):
+    """A pipe under a record's name made its reader wait for ever; a link could show any file outside."""
+    DiskTier(tmp_path, ROOM).close()
+    outside = tmp_path / "outside"
+    outside.write_bytes(raw_record(meta_of(K2)))
+    for key in (K0, K1, K2):
+        path_of(tmp_path, key).parent.mkdir(exist_ok=True)
+    path_of(tmp_path, K0).mkdir()
+    os.mkfifo(path_of(tmp_path, K1))
+    path_of(tmp_path, K2).symlink_to(outside)
+    tier = DiskTier(tmp_path, ROOM)
+    assert list(tier.entries()) == []
+    assert tier.contains([K0, K1, K2]) == [False] * 3
+    for key in (K0, K1, K2):
+        with pytest.raises(OSError, match=r"(directory|not a file|symbolic)"):
+            tier.open(key)
+    assert tier.check(fix=True) == []
+    assert outside.exists()
+    assert os.path.lexists(path_of(tmp_path, K1))
+    tier.close()
+
+
+def test_garbage_under_a_record_s_name_is_found_wrong_once_and_is_gone(tmp_path):
+    DiskTier(tmp_path, ROOM).close()
+    dice = random.Random(4)
+    keys = [key_of(i) for i in range(40)]
+    for key in keys:
+        path_of(tmp_path, key).parent.mkdir(exist_ok=True)
+        path_of(tmp_path, key).write_bytes(dice.randbytes(dice.choice([0, 3, 4096, 5000, 12288])))
+    tier = DiskTier(tmp_path, ROOM)
+    for key in keys:
+        with pytest.raises(CorruptRecord):
+            tier.open(key)
+    assert (tier.corrupt, tier.bytes, used(tmp_path)) == (40, 0, 0)
+    tier.close()
+
+
+def test_a_thousand_flipped_bits_and_not_one_wrong_byte(tmp_path):
+    tier = DiskTier(tmp_path, ROOM)
+    dice, served = random.Random(5), 0
+    original = raw_record(meta_of(K0))
+    right = bytes(stored(meta_of(K0)))
+    for _ in range(1000):
+        write(tier, K0)
+        blob = bytearray(original)
+        bit = dice.randrange(len(blob) * 8)
+        blob[bit // 8] ^= 1 << bit % 8
+        path_of(tmp_path, K0).write_bytes(blob)
+        try:
+            found = read(tier, K0)
+        except CorruptRecord:
+            continue
+        served += 1
+        assert found == right
+    assert served == 0
+    assert tier.corrupt == 1000
+    tier.close()
+
+
+def test_a_check_does_not_remove_what_it_cannot_read_for_the_moment(tier, monkeypatch):
+    """With too many open files every record seemed wrong, and a check with fix removed them all."""
+    write(tier, K0)
+
+    def refuse(path):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(disk, "open_to_read", refuse)
+    assert [(f.problem, f.fixed) for f in tier.check(fix=True)] == [("[Errno 24] Too many open files", False)]
+    monkeypatch.undo()
+    assert read(tier, K0) == bytes(stored(meta_of(K0)))
+
+
+# -- other processes, other rights -----------------------------------------------------------------------------------
+
+
+def test_a_directory_in_use_is_refused_in_this_process_and_in_another(tmp_path):
+    tier = DiskTier(tmp_path, ROOM)
+    with pytest.raises(TierUnusable, match="in use by another process"):
+        DiskTier(tmp_path, ROOM)
+    script = (
+        "import sys\nfrom lmc.errors import TierUnusable\nfrom lmc.storage.disk import DiskTier\n"
+        "try: DiskTier(sys.argv[1], 10**6)\nexcept TierUnusable as error: print(error)\n"
+    )
+    run = subprocess.run([sys.executable, "-c", script, tmp_path], capture_output=True, text=True, check=True)
+    assert "in use by another process" in run.stdout
+    tier.close()
+    DiskTier(tmp_path, ROOM).close()
+
+
+@pytest.mark.parametrize("where", ["file", "file/below"])
+def test_a_place_that_cannot_be_written_is_refused_with_its_name(tmp_path, where):
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(TierUnusable, match=rf"cannot write to disk tier .*{where}"):
+        DiskTier(tmp_path / where, ROOM)
+
+
+def test_a_directory_that_cannot_be_listed_is_refused_and_is_not_left_locked(tmp_path, monkeypatch):
+    """The constructor raised a bare error and kept the lock."""
+
+    def refuse(path):
+        raise PermissionError(errno.EACCES, "Permission denied", path)
+
+    monkeypatch.setattr(disk.os, "scandir", refuse)
+    with pytest.raises(TierUnusable, match=r"cannot read disk tier .*Permission denied"):
+        DiskTier(tmp_path, ROOM)
+    monkeypatch.undo()
+    DiskTier(tmp_path, ROOM).close()
+
+
+def test_a_read_only_tier_reads_while_the_owner_writes(tmp_path):
+    with pytest.raises(TierUnusable, match="no disk tier"):
+        DiskTier(tmp_path, ROOM, read_only=True)
+    owner = DiskTier(tmp_path, ROOM)
+    write(owner, K0)
+    guest = DiskTier(tmp_path, ROOM, read_only=True)
+    assert read(guest, K0) == bytes(stored(meta_of(K0)))
+    write(owner, K1)
+    assert guest.contains([K0, K1, K2]) == [True, True, False]
+    assert read(guest, K1) == bytes(stored(meta_of(K1)))
+    assert guest.write(meta_of(K2), [stored(meta_of(K2))]) is Written.REFUSED
+    owner.delete(K0)
+    assert guest.open(K0) is None
+    assert guest.check() == []
+    guest.close()
+    owner.close()
+
+
+def test_a_read_only_tier_removes_nothing(tmp_path):
+    """Its delete removed the owner's record."""
+    owner = DiskTier(tmp_path, ROOM)
+    write(owner, K0)
+    write(owner, K1)
+    path_of(tmp_path, K1).write_bytes(b"garbage")
+    (tmp_path / "tmp" / "9.safetensors").write_bytes(b"torn")
+    guest = DiskTier(tmp_path, 1, read_only=True)
+    assert guest.delete(K0) is False
+    with pytest.raises(CorruptRecord):
+        guest.open(K1)
+    assert [finding.fixed for finding in guest.check(fix=True)] == [False, False]
+    guest.close()
+    assert path_of(tmp_path, K0).exists()
+    assert path_of(tmp_path, K1).exists()
+    owner.close()
+
+
+def test_nobody_else_may_read_what_is_stored(tmp_path):
+    tier = DiskTier(tmp_path / "tier", ROOM)
+    write(tier, K0)
+    tier.close()
+    modes = {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "tier").rglob("*") if path.is_file()}
+    folders = [tmp_path / "tier", *(path for path in (tmp_path / "tier").rglob("*") if path.is_dir())]
+    assert modes == {0o600}
+    assert {stat.S_IMODE(path.stat().st_mode) for path in folders} == {0o700}
+
+
+# -- full disks and other filesystems --------------------------------------------------------------------------------
+
+
+class SmallDisk:
+    """Answers `pwritev` as a disk with `room` bytes would; a removed file makes room again."""
+
+    def __init__(self, root: Path, room: int) -> None:
+        self.root, self.room, self.plain = root, room, os.pwritev
+
+    def __call__(self, fd, views, offset):
+        size = sum(map(len, views))
+        if used(self.root) - os.fstat(fd).st_size + offset + size > self.room:
+            half = views[0][: len(views[0]) // 2 // 4096 * 4096]
+            if len(half) and offset == 0:
+                self.plain(fd, [half], offset)  # as much as still fits, then no more
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return self.plain(fd, views, offset)
+
+
+def test_a_full_disk_costs_older_records_then_the_new_one_and_reading_goes_on(tmp_path, monkeypatch, caplog):
+    tier = DiskTier(tmp_path, ROOM)
+    full = SmallDisk(tmp_path, 2 * RECORD_BYTES)
+    monkeypatch.setattr(os, "pwritev", full)
+    write(tier, K0)
+    write(tier, K1)
+    write(tier, K2)
+    assert tier.contains([K0, K1, K2]) == [False, True, True], "an older record made room"
+    assert caplog.records == []
+    full.room = 0  # somebody else took it all
+    with caplog.at_level(logging.WARNING):
+        assert tier.write(meta_of(K3), [stored(meta_of(K3))]) is Written.REFUSED
+        assert tier.write(meta_of(K0), [stored(meta_of(K0))]) is Written.REFUSED
+    assert len(caplog.records) == 1
+    assert "no space left" in caplog.text
+    assert read(tier, K2) == bytes(stored(meta_of(K2)))
+    assert list((tmp_path / "tmp").iterdir()) == []
+    assert tier.bytes == used(tmp_path) == RECORD_BYTES
+    full.room = ROOM
+    tier._paused_until = 0.0
+    write(tier, K3)
+    tier.close()
+
+
+def test_two_writers_on_a_full_disk_complain_once(tmp_path, monkeypatch, caplog):
+    tier = DiskTier(tmp_path, ROOM)
+    together = threading.Barrier(2)
+
+    def full(fd, views, offset):
+        together.wait(60)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "pwritev", full)
+    writers = [threading.Thread(target=tier.write, args=(meta_of(key), [stored(meta_of(key))])) for key in (K0, K1)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+    assert len(caplog.records) == 1
+    assert tier.bytes == 0
+    tier.close()
+
+
+@pytest.fixture
+def small_mount(tmp_path):
+    """A real filesystem of 1 MiB, where this process may mount one."""
+    place = tmp_path / "small"
+    place.mkdir()
+    run = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", place], capture_output=True, check=False)
+    if run.returncode:
+        yield None
+        return
+    yield place
+    subprocess.run(["umount", "-l", place], check=True)
+
+
+def test_a_really_full_filesystem_evicts_and_goes_on(small_mount, tmp_path, monkeypatch):
+    if small_mount is None:
+        small_mount = tmp_path
+        monkeypatch.setattr(os, "pwritev", SmallDisk(tmp_path, 1 << 20))
+    tier = DiskTier(small_mount, 1 << 30)
+    keys = [key_of(i) for i in range(100)]
+    outcomes = [tier.write(meta_of(key), [stored(meta_of(key))]) for key in keys]
+    assert outcomes == [Written.STORED] * 100
+    assert tier.contains(keys[-10:]) == [True] * 10
+    assert 30 <= tier.evictions < 90
+    assert tier.check() == []
+    tier.close()
+
+
+def test_memory_filesystems_work(tmp_path):
+    shm = Path("/dev/shm")
+    place = (shm if shm.is_dir() and os.access(shm, os.W_OK) else tmp_path) / f"lmc-test-{os.getpid()}"
+    try:
+        tier = DiskTier(place, ROOM)
+        for key in (K0, K1):
+            write(tier, key)
+            assert read(tier, key) == bytes(stored(meta_of(key)))
+        reader = tier.open(K0)
+        into = memory(PART_BYTES, offset=5)
+        reader.read(2, 1, [into])
+        reader.close()
+        assert bytes(into) == content(K0, 2)
+        assert tier.check() == []
+        tier.close()
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+
+
+def test_a_record_of_thousands_of_parts_is_written_and_read(tmp_path):
+    """More views than one call of the kernel takes, and a header of several blocks."""
+    tier = DiskTier(tmp_path, 1 << 26)
+    meta = meta_of(K0, parts=2500, part_bytes=8)
+    whole = stored(meta)
+    views = [whole[at : at + 4096] for at in range(0, len(whole), 4096)]
+    assert tier.write(meta, views) is Written.STORED
+    into = [memory(4096) for _ in range(2500)]
+    reader = tier.open(K0)
+    reader.read(0, 2500, into)
+    reader.close()
+    assert b"".join(into) == bytes(whole)
+    tier.close()
+
+
+def test_a_short_write_is_continued(tier, monkeypatch):
+    plain = os.pwritev
+    monkeypatch.setattr(os, "pwritev", lambda fd, views, offset: plain(fd, [views[0][:4096]], offset))
+    write(tier, K0)
+    monkeypatch.undo()
+    assert read(tier, K0) == bytes(stored(meta_of(K0)))
+
+
+def test_a_short_read_is_continued(tier, monkeypatch):
+    write(tier, K0)
+    plain = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda fd, views, offset: plain(fd, [views[0][:4096]], offset))
+    assert read(tier, K0) == bytes(stored(meta_of(K0)))
+
+
+def test_a_failed_write_leaves_nothing_behind(tier, monkeypatch):
+    def fail(fd, views, offset):
+        raise OSError(errno.EIO, "I/O error")
+
+    monkeypatch.setattr(os, "pwritev", fail)
+    with pytest.raises(OSError, match="I/O error"):
+        tier.write(meta_of(K0), [stored(meta_of(K0))])
+    assert (tier.bytes, used(tier.root), tier.contains([K0])) == (0, 0, [False])
+
+
+def test_readers_give_back_their_files(tier):
+    """Also when the record is wrong, or the time of its use cannot be written."""
+    write(tier, K0)
+    before = len(os.listdir("/proc/self/fd")) if Path("/proc/self/fd").exists() else 0
+    for _ in range(20):
+        read(tier, K0)
+    path_of(tier.root, K0).write_bytes(b"garbage")
+    with pytest.raises(CorruptRecord):
+        tier.open(K0)
+    assert (len(os.listdir("/proc/self/fd")) if before else 0) == before
+
+
+def test_a_use_whose_time_cannot_be_kept_is_still_a_hit(tier, monkeypatch):
+    write(tier, K0)
+
+    def refuse(fd):
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(disk, "touch", refuse)
+    assert read(tier, K0) == bytes(stored(meta_of(K0)))

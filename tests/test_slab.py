@@ -1,0 +1,112 @@
+"""The slab: equal, aligned slots, and nothing of an older chunk in a newer record."""
+
+import pytest
+import torch
+
+from lmc.errors import NoMemory
+from lmc.shapes import GIB
+from lmc.storage import slab as slab_module
+from lmc.storage.ledger import Slot
+from lmc.storage.slab import Slab
+
+S0, S1 = Slot(0), Slot(1)
+
+
+@pytest.mark.parametrize(
+    ("part_bytes", "stride"), [(1, 4096), (4095, 4096), (4096, 4096), (4097, 8192), (3 * 4096, 3 * 4096)]
+)
+def test_every_part_starts_on_a_page_whatever_its_size(part_bytes, stride):
+    slab = Slab(3, 2, part_bytes)
+    assert (slab.stride, slab.bytes) == (stride, 3 * 2 * stride)
+    first = slab.part(S0, 0).data_ptr()
+    assert first % 4096 == 0
+    places = [slab.part(Slot(slot), part).data_ptr() - first for slot in range(3) for part in range(2)]
+    assert places == [i * stride for i in range(6)]
+    assert slab.slot(S1).shape == (2, stride)
+
+
+def test_a_new_slab_is_zero():
+    assert not Slab(2, 2, 5000)._parts.any()
+
+
+def test_memory_is_one_view_over_adjoining_parts_and_shows_the_same_bytes():
+    slab = Slab(2, 3, 4096)
+    for part in range(3):
+        slab.part(S1, part).fill_(part + 1)
+    [view] = slab.memory(S1, 1, 2, 4096)
+    assert bytes(view) == bytes([2]) * 4096 + bytes([3]) * 4096
+    view[:] = bytes(8192)
+    assert [int(slab.part(S1, part).sum()) for part in range(3)] == [4096, 0, 0]
+
+
+def test_memory_is_a_view_per_part_where_less_than_a_part_is_asked_for():
+    slab = Slab(2, 3, 8192)
+    for part in range(3):
+        slab.part(S1, part).fill_(part + 1)
+    views = slab.memory(S1, 0, 3, 4096)
+    assert [bytes(view) for view in views] == [bytes([part + 1]) * 4096 for part in range(3)]
+
+
+def test_sealing_zeroes_the_tail_of_the_last_block_and_nothing_else():
+    """A short chunk in a slot that held a full one would carry the full one's last bytes into its record."""
+    slab = Slab(2, 2, 3 * 4096)
+    slab._parts.fill_(7)
+    slab.seal(S1, 4100)
+    for part in slab.slot(S1):
+        assert bool((part[:4100] == 7).all())
+        assert not part[4100:8192].any()
+        assert bool((part[8192:] == 7).all())
+    assert bool((slab.slot(S0) == 7).all())
+
+
+def test_sealing_whole_blocks_changes_nothing():
+    slab = Slab(1, 2, 8192)
+    slab._parts.fill_(7)
+    slab.seal(S0, 4096)
+    assert bool((slab.slot(S0) == 7).all())
+
+
+def test_a_snapshot_is_a_copy_of_the_parts_side_by_side():
+    slab = Slab(2, 3, 8192)
+    for part in range(3):
+        slab.part(S1, part).fill_(part + 1)
+    copy = slab.snapshot(S1, 3, 4096)
+    slab.slot(S1).zero_()
+    assert bytes(copy) == b"".join(bytes([part + 1]) * 4096 for part in range(3))
+    assert torch.frombuffer(copy, dtype=torch.uint8).data_ptr() % 4096 == 0
+
+
+def test_a_slab_that_does_not_fit_says_what_was_asked_and_what_is_there(monkeypatch):
+    monkeypatch.setattr(slab_module, "_room", lambda device: 3 * GIB)
+    with pytest.raises(
+        NoMemory, match=r"5\.00 GiB does not fit on cpu: 3\.00 GiB are available; lower max_local_cpu_size"
+    ):
+        Slab(5, 1, GIB)
+
+
+def test_a_slab_that_the_system_cannot_map_is_no_memory(monkeypatch):
+    """Under a limit on address space the mapping itself fails; that was a bare OSError."""
+    monkeypatch.setattr(slab_module, "_room", lambda device: 1 << 80)
+    with pytest.raises(NoMemory, match="GiB"):
+        Slab(2, 2, 1 << 60)
+
+
+def test_a_budget_that_holds_no_chunk_says_both_sizes():
+    with pytest.raises(NoMemory, match=r"0\.500 GiB holds no chunk: one takes 2\.000 GiB"):
+        Slab.of_size(GIB / 2, 2, GIB)
+
+
+def test_a_budget_buys_whole_slots():
+    assert Slab.of_size(5 * 2 * 4096 + 8191, 2, 4000).slots == 5
+
+
+def test_a_container_s_limit_counts_and_idle_page_cache_is_room(monkeypatch, tmp_path):
+    """Weights that were read from disk fill a container's page cache, which counts as its memory: nothing seemed to fit."""
+    (tmp_path / "memory.max").write_text("1000\n")
+    (tmp_path / "memory.current").write_text("900\n")
+    monkeypatch.setattr(slab_module, "CONTAINER", tmp_path)
+    assert slab_module._container_limit() > 1 << 60, "half of the facts is none"
+    (tmp_path / "memory.stat").write_text("anon 1\ninactive_file 700\nactive_file 3\n")
+    assert slab_module._container_limit() == 800
+    (tmp_path / "memory.max").write_text("max\n")
+    assert slab_module._container_limit() > 1 << 60

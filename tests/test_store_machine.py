@@ -1,0 +1,174 @@
+"""The whole store against a dict: whatever a pin delivers is what was stored under its key, or it is a miss."""
+
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from storage_fakes import PART_BYTES, PARTS, DictTier, content, get, key_of, meta_of, pin_bytes, put
+from test_disk import path_of
+
+from lmc.errors import ChunkLost
+from lmc.storage import loads
+from lmc.storage.disk import DiskTier
+from lmc.storage.slab import Slab
+from lmc.storage.store import Policy, Store
+from lmc.storage.tier import Faulty
+
+KEYS = [key_of(i) for i in range(8)]
+CAPACITY = 6 * (4096 + PARTS * PART_BYTES)
+keys = st.sampled_from(KEYS)
+VERBS = ("open", "read", "write")
+
+
+class StoreAgainstDict(RuleBasedStateMachine):
+    """Bytes under a key change only after the key was forgotten: then the older ones are never seen again."""
+
+    @initialize(
+        device=st.sampled_from([0, 2]), slots=st.integers(1, 5), policy=st.sampled_from(Policy), disk=st.booleans()
+    )
+    def begin(self, device, slots, policy, disk):
+        loads.READ_AHEAD_BYTES = 1
+        self.shape, self.policy = (device, slots), policy
+        self.folder = tempfile.TemporaryDirectory() if disk else None
+        self.dict = None if disk else DictTier()
+        self.failing: set[str] = set()
+        self.version = dict.fromkeys(KEYS, 0)
+        self.holds: list = []  # (exit stack, [(key, version, pin)])
+        self.open()
+
+    def open(self):
+        device, slots = self.shape
+        self.inner = self.dict or DiskTier(self.folder.name, CAPACITY)
+        tier = Faulty(self.inner, lambda verb, key: OSError("due") if verb in self.failing else None)
+        slab = Slab(device, PARTS, PART_BYTES) if device else None
+        self.store = Store(Slab(slots, PARTS, PART_BYTES), [tier], device=slab, policy=self.policy)
+
+    @rule(key=keys)
+    def write(self, key):
+        put(self.store, key, self.version[key])
+
+    @rule(key=keys)
+    def write_and_fail(self, key):
+        try:
+            with self.store.writing(meta_of(key)) as slot:
+                if slot is not None:
+                    slot.fill_(255)
+                raise KeyError
+        except KeyError:
+            pass
+
+    @rule(key=keys)
+    def read(self, key):
+        try:
+            found = get(self.store, key)
+        except ChunkLost:
+            return
+        assert found is None or found == self.expected(key, self.version[key])
+
+    @rule(wanted=st.lists(keys, max_size=4), parts=st.integers(0, PARTS))
+    def read_some_layers_of_several(self, wanted, parts):
+        with self.store.pinned(wanted) as pins:
+            for part in range(parts):
+                for key, pin in zip(wanted, pins, strict=True):
+                    self.read_part(key, self.version[key], pin, part)
+
+    @precondition(lambda self: len(self.holds) < 3)
+    @rule(wanted=st.lists(keys, min_size=1, max_size=2))
+    def hold(self, wanted):
+        stack = ExitStack()
+        pins = stack.enter_context(self.store.pinned(wanted))
+        self.holds.append((stack, [(key, self.version[key], pin) for key, pin in zip(wanted, pins, strict=True)]))
+
+    @precondition(lambda self: self.holds)
+    @rule(pick=st.integers(0, 2), parts=st.lists(st.integers(0, PARTS - 1), max_size=3))
+    def read_what_is_held(self, pick, parts):
+        for key, version, pin in self.holds[pick % len(self.holds)][1]:
+            for part in parts:
+                self.read_part(key, version, pin, part)
+
+    @precondition(lambda self: self.holds)
+    @rule(pick=st.integers(0, 2))
+    def let_go(self, pick):
+        self.holds.pop(pick % len(self.holds))[0].close()
+
+    @rule(key=keys)
+    def forget(self, key):
+        self.store.forget(key)
+        assert self.store.lookup([key]) == [None]
+        self.version[key] += 1
+
+    @rule(verbs=st.sets(st.sampled_from(VERBS), max_size=2))
+    def let_the_tier_fail_at(self, verbs):
+        self.failing = verbs
+
+    @rule(key=keys, at=st.integers(0, 4096 + PARTS * PART_BYTES - 1))
+    def damage_the_record(self, key, at):
+        self.store.flush()
+        if self.dict is not None:
+            record = self.dict.records.get(key)
+            if record is not None:
+                changed = bytearray(record)
+                changed[at] ^= 16
+                self.dict.records[key] = changed
+            return
+        path = path_of(Path(self.folder.name), key)
+        if path.exists():
+            blob = bytearray(path.read_bytes())
+            blob[at] ^= 16
+            path.write_bytes(blob)
+
+    @rule()
+    def restart(self):
+        self.let_all_go()
+        self.store.close()
+        assert self.store.held() == 0
+        self.open()
+
+    @rule()
+    def flush(self):
+        self.store.flush()
+
+    @invariant()
+    def ledgers_are_right(self):
+        self.store.check()
+        if self.folder is not None:
+            assert self.inner.bytes <= CAPACITY
+
+    def teardown(self):
+        if not hasattr(self, "store"):
+            return
+        self.let_all_go()
+        self.store.flush()
+        assert self.store.held() == 0
+        self.store.close()
+        assert self.store.held() == 0
+        self.store.check()
+        self.inner.check(fix=True)
+        assert self.inner.check() == []
+        if self.folder is not None:
+            self.folder.cleanup()
+
+    def let_all_go(self):
+        while self.holds:
+            self.holds.pop()[0].close()
+
+    def read_part(self, key, version, pin, part):
+        if pin is None:
+            return
+        try:
+            found = pin_bytes(pin, part)
+        except ChunkLost:
+            return
+        assert found == content(key, part, PART_BYTES, version)
+
+    def expected(self, key, version):
+        return [content(key, part, PART_BYTES, version) for part in range(PARTS)]
+
+
+TestStoreAgainstDict = StoreAgainstDict.TestCase
+TestStoreAgainstDict.settings = settings(
+    max_examples=150, stateful_step_count=40, deadline=None, derandomize=True, database=None
+)
