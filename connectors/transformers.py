@@ -14,9 +14,9 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from transformers import DynamicCache
@@ -27,47 +27,19 @@ from lmc.blend.segments import Segments, Span, Variants, separator_variants, spl
 from lmc.blend.select import Policy
 from lmc.config import Settings
 from lmc.connectors.hf import cache_of, fingerprint, load, rows_of
+from lmc.connectors.report import How, Prefilled, Report
 from lmc.engine import CacheEngine, Kind, Piece, trim
 from lmc.errors import ChunkLost, ConfigError, InputError
-from lmc.keys import Namespace
+from lmc.keys import ChunkKey, Namespace
 
 log = logging.getLogger(__name__)
 
-How = Literal["blend", "reuse", "exact", "full"]
 SELF_TEST_TOKENS = 64
 TOLERANCE = {
     torch.float32: 1e-3,
     torch.float16: 5e-2,
     torch.bfloat16: 2e-1,
 }  # of the self-test, relative to the largest logit
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
-    """What one prefill took. Tokens are counted per layer, bytes by where they came from."""
-
-    how: str
-    tokens: int
-    computed: tuple[int, ...]  # tokens computed in each layer, over all passes
-    exact: int  # tokens whose KV was taken as full prefill would give it
-    reused: int  # tokens whose KV came from documents computed alone
-    charged_budget: float  # of the reused tokens, the share that was computed anyway, over all layers
-    loaded: dict[str, int]  # bytes from "device", "host", "disk", …
-    unknown: int  # documents that were not stored; they are learned afterwards
-    seconds: float  # until the logits were there
-    repaired: tuple[torch.Tensor, ...] = field(
-        default=(), repr=False
-    )  # per layer, positions of reused tokens computed anew
-    note: str = ""  # why something else was done than was asked for
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prefilled:
-    """A prompt's KV and the logits of its last token."""
-
-    logits: torch.Tensor  # [V]
-    cache: DynamicCache
-    report: Report
 
 
 class CachedModel:
@@ -171,12 +143,13 @@ class CachedModel:
         self.learn_pending()
         prompt = self._checked(prompt_ids, "prompt")
         started = time.perf_counter()
-        try:
-            return self._prefill(prompt, how, policy or self.policy, started)
-        except ChunkLost as lost:
-            log.warning("%s; prefilling without them", lost)
-            # The store has forgotten them by now, so the second plan does not contain them; a third round would be a defect of ours.
-            return self._prefill(prompt, how, policy or self.policy, started)
+        lost: set[ChunkKey] = set()
+        while True:  # every round loses at least one chunk more, so the last one has nothing to lose
+            try:
+                return self._prefill(prompt, how, policy or self.policy, started, lost)
+            except ChunkLost as error:
+                log.warning("%s; prefilling without", error)
+                lost.update(map(ChunkKey, error.keys))
 
     def generate(self, prompt_ids: Sequence[int], how: How = "blend", **options: Any) -> tuple[list[int], Report]:
         """Prefill, then let the model generate (`options` as for `model.generate`); return the new tokens and the report.
@@ -195,13 +168,13 @@ class CachedModel:
         self.learn_pending()
         return out[len(prompt) :], done.report
 
-    def _prefill(self, prompt: list[int], how: How, policy: Policy, started: float) -> Prefilled:
+    def _prefill(self, prompt: list[int], how: How, policy: Policy, started: float, lost: set[ChunkKey]) -> Prefilled:
         if how == "full":
             return self._whole(prompt, started, how)
         if how == "exact":
-            return self._exact(prompt, started)
+            return self._exact(prompt, started, lost)
         segments = split(prompt, self.separators)
-        plan, unknown = self._plan(prompt, segments)
+        plan, unknown = self._plan(prompt, segments, lost)
         known = sum(piece.tokens for piece in plan)
         note = self._why_not(known)
         if note:
@@ -223,10 +196,10 @@ class CachedModel:
             return f"{known} stored tokens are fewer than blend_min_tokens={self.settings.blend_min_tokens}"
         return ""
 
-    def _plan(self, prompt: list[int], segments: Segments) -> tuple[list[Piece], list[Span]]:
+    def _plan(self, prompt: list[int], segments: Segments, lost: set[ChunkKey]) -> tuple[list[Piece], list[Span]]:
         """Pieces for the exact prefix and every known document behind it, and the documents that are not known."""
         limit = len(prompt) - 1  # the last token is always computed, for its logits
-        prefixes = [self.engine.find_prefix(prompt), self.engine.find_prefix(prompt[: segments.system.stop])]
+        prefixes = [self._prefix(prompt, lost), self._prefix(prompt[: segments.system.stop], lost)]
         plan = trim(max(prefixes, key=lambda pieces: sum(p.tokens for p in pieces)), 0, limit)
         reach = sum(piece.tokens for piece in plan)
         unknown = []
@@ -234,7 +207,7 @@ class CachedModel:
             if span.stop <= reach:
                 continue
             pieces = self.engine.find_document(prompt[span.start : span.stop], span.start)
-            if pieces is None:
+            if pieces is None or any(piece.key in lost for piece in pieces):
                 unknown.append(span)
             else:
                 plan += trim(pieces, max(reach, span.start), limit)
@@ -278,8 +251,11 @@ class CachedModel:
         )
         return Prefilled(logits=result.logits, cache=cache, report=report)
 
-    def _exact(self, prompt: list[int], started: float) -> Prefilled:
-        plan = trim(self.engine.find_prefix(prompt), 0, len(prompt) - 1)
+    def _prefix(self, tokens: list[int], lost: set[ChunkKey]) -> list[Piece]:
+        return list(takewhile(lambda piece: piece.key not in lost, self.engine.find_prefix(tokens)))
+
+    def _exact(self, prompt: list[int], started: float, lost: set[ChunkKey]) -> Prefilled:
+        plan = trim(self._prefix(prompt, lost), 0, len(prompt) - 1)
         reach = sum(piece.tokens for piece in plan)
         loaded: Counter[str] = Counter()
         kv = []

@@ -20,7 +20,8 @@ import torch
 
 from lmc.blend.segments import join, split
 from lmc.config import Settings
-from lmc.connectors.transformers import CachedModel, How, Prefilled, Report
+from lmc.connectors.report import How, Prefilled, Report
+from lmc.connectors.transformers import CachedModel
 from lmc.page import Picture
 from lmc.questions import Collection, Example, Prompts
 

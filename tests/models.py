@@ -26,7 +26,11 @@ FAMILIES = {
 ROPES: dict[str, dict[str, Any]] = {
     "plain": {"rope_type": "default", "rope_theta": 10000.0},
     "llama3": {
-        "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "rope_type": "llama3",
+        "rope_theta": 10000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
         "original_max_position_embeddings": 64,
     },
     "yarn": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 256},
@@ -38,9 +42,17 @@ def random_model(family: str = "llama", rope: str = "plain", layers: int = 4, se
     """A model with weights large enough that attention is far from uniform."""
     config_type, model_type = FAMILIES[family]
     values: dict[str, Any] = {
-        "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": layers, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 1024, "rope_parameters": ROPES[rope],
-        "initializer_range": 0.15, **options,
+        "vocab_size": VOCABULARY,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 1024,
+        "rope_parameters": ROPES[rope],
+        "initializer_range": 0.15,
+        **options,
     }
     torch.manual_seed(seed)
     return model_type(config_type(**values)).eval()

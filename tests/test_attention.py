@@ -19,12 +19,24 @@ def by_definition(query, keys, positions, scale, visible=None):
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.integers(1, 3), st.integers(1, 3), st.sets(st.integers(0, 40), min_size=1), st.integers(0, 5), st.randoms(use_true_random=False))
-def test_outputs_and_scores_equal_attention_by_definition(heads: int, group: int, chosen: set[int], beyond: int, random) -> None:
+@given(
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.sets(st.integers(0, 40), min_size=1),
+    st.integers(0, 5),
+    st.randoms(use_true_random=False),
+)
+def test_outputs_and_scores_equal_attention_by_definition(
+    heads: int, group: int, chosen: set[int], beyond: int, random
+) -> None:
     torch.manual_seed(random.randrange(1000))
     positions = torch.tensor(sorted(chosen))
     length = int(positions[-1]) + 1 + beyond
-    query, keys, values = torch.randn(len(positions), heads * group, 8), torch.randn(heads, length, 8), torch.randn(heads, length, 8)
+    query, keys, values = (
+        torch.randn(len(positions), heads * group, 8),
+        torch.randn(heads, length, 8),
+        torch.randn(heads, length, 8),
+    )
     visible = torch.rand(length) < 0.7
     visible[positions] = True
 
@@ -32,7 +44,9 @@ def test_outputs_and_scores_equal_attention_by_definition(heads: int, group: int
     wanted = torch.einsum("qtn,qnd->tqd", weights, values.repeat_interleave(group, dim=0).double())
 
     assert torch.allclose(attend(query, keys, values, positions, 0.4, visible).double(), wanted, atol=1e-5)
-    assert torch.allclose(attention_paid(query, keys, positions, 0.4, visible).double(), weights.mean(0).amax(0), atol=1e-6)
+    assert torch.allclose(
+        attention_paid(query, keys, positions, 0.4, visible).double(), weights.mean(0).amax(0), atol=1e-6
+    )
 
 
 def test_more_queries_than_a_block_are_answered_alike() -> None:

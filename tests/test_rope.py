@@ -76,7 +76,9 @@ def test_only_the_rotated_dimensions_turn(interleaved: bool) -> None:
     pairs = [(0, 1), (2, 3)] if interleaved else [(0, 2), (1, 3)]
     for (i, j), a in zip(pairs, angle[0], strict=True):
         turned = torch.polar(torch.ones(()), a) * torch.complex(keys[:, 0, i], keys[:, 0, j])
-        assert torch.allclose(torch.stack((turned.real, turned.imag)), torch.stack((out[:, 0, i], out[:, 0, j])), atol=1e-6)
+        assert torch.allclose(
+            torch.stack((turned.real, turned.imag)), torch.stack((out[:, 0, i], out[:, 0, j])), atol=1e-6
+        )
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope", "proportional", "something-new"])

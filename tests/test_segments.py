@@ -6,7 +6,13 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from lmc.blend.segments import Span, join, separator_variants, split
 from lmc.errors import InputError
 
-TEXT = ["the cat sat on the mat.", "a dog # barked # at night", "who sat where?", "\nAnd then they all went home\n", "# # #"]
+TEXT = [
+    "the cat sat on the mat.",
+    "a dog # barked # at night",
+    "who sat where?",
+    "\nAnd then they all went home\n",
+    "# # #",
+]
 
 
 def byte_level(*, bos: bool = False, prefix_space: bool = False) -> Tokenizer:
@@ -15,7 +21,10 @@ def byte_level(*, bos: bool = False, prefix_space: bool = False) -> Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix_space)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=400, special_tokens=["<s>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+        vocab_size=400,
+        special_tokens=["<s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
     )
     tokenizer.train_from_iterator(TEXT * 20, trainer)
     if bos:

@@ -13,7 +13,9 @@ OFFSETS = torch.tensor([0, 1, 2, 3, 0, 1, 2, 3, 4, 5])  # two documents, of 4 an
 
 
 def evidence(**scores: list[float]) -> Evidence:
-    return Evidence(offset=OFFSETS, **{name: torch.tensor(values, dtype=torch.float) for name, values in scores.items()})
+    return Evidence(
+        offset=OFFSETS, **{name: torch.tensor(values, dtype=torch.float) for name, values in scores.items()}
+    )
 
 
 @pytest.mark.parametrize("case", VECTORS["cases"], ids=str)

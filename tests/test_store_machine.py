@@ -30,7 +30,7 @@ class StoreAgainstDict(RuleBasedStateMachine):
         device=st.sampled_from([0, 2]), slots=st.integers(1, 5), policy=st.sampled_from(Policy), disk=st.booleans()
     )
     def begin(self, device, slots, policy, disk):
-        loads.READ_AHEAD_BYTES = 1
+        self.read_ahead, loads.READ_AHEAD_BYTES = loads.READ_AHEAD_BYTES, 1
         self.shape, self.policy = (device, slots), policy
         self.folder = tempfile.TemporaryDirectory() if disk else None
         self.dict = None if disk else DictTier()
@@ -140,6 +140,7 @@ class StoreAgainstDict(RuleBasedStateMachine):
     def teardown(self):
         if not hasattr(self, "store"):
             return
+        loads.READ_AHEAD_BYTES = self.read_ahead
         self.let_all_go()
         self.store.flush()
         assert self.store.held() == 0

@@ -155,7 +155,11 @@ def test_documents_survive_a_restart_on_disk(tmp_path: Path) -> None:
 def test_another_model_or_tenant_finds_nothing(tmp_path: Path) -> None:
     with CachedModel(random_model(seed=0), settings(local_disk=tmp_path), SEPARATOR) as cached:
         cached.learn(DOCUMENTS[0])
-    for model, salt in ((random_model(seed=1), ""), (random_model(seed=0, rms_norm_eps=1e-5), ""), (random_model(seed=0), "tenant")):
+    for model, salt in (
+        (random_model(seed=1), ""),
+        (random_model(seed=0, rms_norm_eps=1e-5), ""),
+        (random_model(seed=0), "tenant"),
+    ):
         with CachedModel(model, settings(local_disk=tmp_path), SEPARATOR, cache_salt=salt) as other:
             assert other.engine.find_document(DOCUMENTS[0], 0) is None
 
@@ -171,13 +175,39 @@ def test_a_record_that_rots_while_its_prompt_is_planned_costs_time_not_truth(
     blob = bytearray(victim.read_bytes())
     blob[4096 + 2 * 4096 + 5] ^= 1
     victim.write_bytes(blob)
-    with CachedModel(random_model(), settings(local_disk=tmp_path), SEPARATOR) as cached, caplog.at_level(logging.WARNING):
+    with (
+        CachedModel(random_model(), settings(local_disk=tmp_path), SEPARATOR) as cached,
+        caplog.at_level(logging.WARNING),
+    ):
         ids = prompt(0, 1, 2)
         done = cached.prefill(ids, policy=EVERYTHING)
         assert done.report.unknown == 1
         assert (done.logits - cached.prefill(ids, "full").logits).abs().max() <= 1e-4
         assert cached.prefill(ids).report.unknown == 0  # and it was learned anew
         assert cached.engine.store_of_chunks.held() == 0
+
+
+def test_a_slab_too_small_for_the_prompt_costs_time_not_truth(tmp_path: Path) -> None:
+    """Five documents on disk, room for two chunks in memory: what does not fit is computed."""
+    with CachedModel(random_model(), settings(local_disk=tmp_path), SEPARATOR) as cached:
+        for document in DOCUMENTS[:5]:
+            cached.learn(document)
+    two_chunks = 2.5 * 4 * 4096 / 2**30
+    with CachedModel(random_model(), settings(local_disk=tmp_path, max_local_cpu_size=two_chunks), SEPARATOR) as cached:
+        ids = prompt(0, 1, 2, 3, 4)
+        wanted = cached.prefill(ids, "full").logits
+        for how in ("blend", "exact", "blend", "exact"):
+            assert (cached.prefill(ids, how, policy=EVERYTHING).logits - wanted).abs().max() <= 1e-4  # type: ignore[arg-type]
+            cached.engine.store_of_chunks.flush()
+            assert cached.engine.store_of_chunks.held() == 0
+
+
+def test_a_document_that_stands_twice_is_reused_twice(cached: CachedModel) -> None:
+    cached.learn(DOCUMENTS[0])
+    ids = prompt(0, 0)
+    done = cached.prefill(ids, policy=EVERYTHING)
+    assert done.report.reused == 2 * len(DOCUMENTS[0])
+    assert (done.logits - cached.prefill(ids, "full").logits).abs().max() <= 1e-4
 
 
 def test_few_stored_tokens_are_not_worth_blending(cached: CachedModel) -> None:
@@ -206,7 +236,9 @@ def test_a_device_slab_serves_what_was_read_before() -> None:
         ([3, -1], "vocabulary"),
     ],
 )
-def test_a_prompt_that_cannot_be_served_is_refused_by_name(cached: CachedModel, how: str, ids: list[int], message: str) -> None:
+def test_a_prompt_that_cannot_be_served_is_refused_by_name(
+    cached: CachedModel, how: str, ids: list[int], message: str
+) -> None:
     with pytest.raises(InputError, match=message):
         cached.prefill(ids, how)  # type: ignore[arg-type]
 
@@ -219,7 +251,9 @@ def test_documents_of_no_token_and_of_one(cached: CachedModel) -> None:
     assert cached.prefill(ids, policy=EVERYTHING).report.reused == 1
 
 
-@pytest.mark.parametrize("ids", [[5], [*SEPARATOR], [*SEPARATOR, *SEPARATOR, 5], [*DOCUMENTS[0], *SEPARATOR], [5, 6, 7]])
+@pytest.mark.parametrize(
+    "ids", [[5], [*SEPARATOR], [*SEPARATOR, *SEPARATOR, 5], [*DOCUMENTS[0], *SEPARATOR], [5, 6, 7]]
+)
 def test_odd_prompts_are_answered_as_full_prefill_would(cached: CachedModel, ids: list[int]) -> None:
     cached.learn(DOCUMENTS[0])
     cached.learn([5])

@@ -1,0 +1,37 @@
+"""What a prefill gives back: logits, a cache, and what it took."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from transformers import DynamicCache
+
+How = Literal["blend", "reuse", "exact", "full"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What one prefill took. Tokens are counted per layer, bytes by where they came from."""
+
+    how: str
+    tokens: int
+    computed: tuple[int, ...]  # tokens computed in each layer, over all passes
+    exact: int  # tokens whose KV was taken as full prefill would give it
+    reused: int  # tokens whose KV came from documents computed alone
+    charged_budget: float  # of the reused tokens, the share that was computed anyway, over all layers
+    loaded: dict[str, int]  # bytes from "device", "host", "disk", …
+    unknown: int  # documents that were not stored; they are learned afterwards
+    seconds: float  # until the logits were there
+    repaired: tuple[torch.Tensor, ...] = field(
+        default=(), repr=False
+    )  # per layer, positions of reused tokens computed anew
+    note: str = ""  # why something else was done than was asked for
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prefilled:
+    """A prompt's KV and the logits of its last token."""
+
+    logits: torch.Tensor  # [V]
+    cache: DynamicCache
+    report: Report
