@@ -27,7 +27,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--documents", type=int, default=8)
-    parser.add_argument("--strategy", default="query")
+    parser.add_argument("--strategy", default=Settings().blend_strategy)
     parser.add_argument("--ratio", type=float, default=0.15)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--keep", action="store_true", help="write bench/results/blend_ttft.json")
@@ -48,7 +48,13 @@ def main() -> None:
         full = median(lambda i: cached.prefill(prompts[i], "full").report.seconds, options.repeats)
         print(f"{machine()}\n{options.layers} layers, {len(prompts[0])} tokens, one thread; full prefill {full:.3f} s")
         for strategy, ratio in dict.fromkeys(
-            [(options.strategy, options.ratio), ("query", 0.05), ("deviation", 0.15), ("none", 0.0)]
+            [
+                (options.strategy, options.ratio),
+                ("query", 0.15),
+                (options.strategy, 0.05),
+                ("deviation", 0.15),
+                ("none", 0.0),
+            ]
         ):
             policy = Policy(strategy=strategy, ratios=(ratio,))
             reports = []

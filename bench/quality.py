@@ -30,7 +30,7 @@ def accuracy(
     right, charged = defaultdict(list), 0.0
     for example in examples:
         done = cached.prefill(example.prompt, how, policy=policy)  # type: ignore[arg-type]
-        right[example.question.kind].append(answers(cached, done, example.answer, tokenizer))
+        right[example.question.kind].append(answers(cached, done, example.prompt, example.answer, tokenizer))
         charged += done.report.charged_budget / len(examples)
     return {kind: sum(hits) / len(hits) for kind, hits in right.items()}, charged
 

@@ -52,7 +52,8 @@ def attention_paid(
         hidden |= ~visible
     paid = torch.zeros(hidden.shape, device=keys.device)
     for head in range(heads):  # one head at a time: [G·T, N] stays in cache, [Q, T, N] does not
-        q = query[:, head * group : (head + 1) * group].transpose(0, 1)  # [G, T, D]
-        logits = (q @ keys[head].T).float().mul_(scale).masked_fill_(hidden, float("-inf"))
+        q = query[:, head * group : (head + 1) * group].transpose(0, 1).float()  # [G, T, D]
+        # Scaled before the product, in float32: large keys (Qwen2's biases) overflow half precision.
+        logits = ((q * scale) @ keys[head].float().T).masked_fill_(hidden, float("-inf"))
         paid += logits.softmax(-1).sum(0)
     return paid.amax(0) / (heads * group)

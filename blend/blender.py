@@ -68,6 +68,7 @@ class Blend:
         self, layers: DecoderLayers, tokens: Sequence[int], pieces: Sequence[Placed], question: Span, policy: Policy
     ) -> None:
         """`pieces` ascend and do not overlap; the last token of the prompt is in none of them."""
+        policy.check_depth(layers.shape.layers)
         self._layers, self._policy = layers, policy
         shape, device, length = layers.shape, layers.device, len(tokens)
         self._question = min(
@@ -87,10 +88,11 @@ class Blend:
         self._loose[self._reused] = True
         self._offset = torch.cat([_positions(p.first, p.tokens, device) for p in loose]) if loose else self._reused
         self._fresh = (~self._known).nonzero().flatten()
+        # Zeros, not whatever memory holds: a masked key still meets a zero weight, and 0 × NaN is NaN.
         empty = (shape.kv_heads, length, shape.head_dim)
         self.result = Blended(
-            keys=[torch.empty(empty, dtype=shape.dtype, device=device) for _ in range(shape.layers)],
-            values=[torch.empty(empty, dtype=shape.dtype, device=device) for _ in range(shape.layers)],
+            keys=[torch.zeros(empty, dtype=shape.dtype, device=device) for _ in range(shape.layers)],
+            values=[torch.zeros(empty, dtype=shape.dtype, device=device) for _ in range(shape.layers)],
             reused=len(self._reused),
             computed=[0] * shape.layers,
             repaired=[self._reused[:0]] * shape.layers,
@@ -112,6 +114,13 @@ class Blend:
             yield from self._pass(reader, self._rows(self._reused), self._policy.check_layers)
         else:
             yield from self._pass(reader, self._rows(self._choose(Evidence(offset=self._offset))))
+
+    def run(self, reader: Reader) -> Blended:
+        """All steps at once."""
+        with torch.inference_mode():
+            for _ in self.steps(reader):
+                pass
+        return self.result
 
     # -- one pass through the layers ---------------------------------------------------------------------------------
 
@@ -167,7 +176,7 @@ class Blend:
         rows = self._fresh
         edges = (rows[1:] != rows[:-1] + 1).nonzero().flatten() + 1
         runs = rows.tensor_split(edges.cpu())
-        first_known = int(self._stored[0])
+        first_known = int(self._reused[0])
         short = [
             run for run in runs if len(run) <= 2 * QUESTION_ROWS or run[0] >= self._question or run[-1] < first_known
         ]
@@ -230,10 +239,12 @@ class Blend:
 
     def _turn_of(self, piece: Placed) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin `[T, R/2]` that move a piece to its place; the same for all layers."""
-        half, end = self._cos.shape[-1] // 2, piece.first + piece.tokens
-        cos, sin = (self._cos, self._sin) if end <= len(self._cos) else self._layers.rows(end)
-        old, new = slice(piece.first, end), slice(piece.at, piece.at + piece.tokens)
-        return turn_between(cos[old, :half], sin[old, :half], self._cos[new, :half], self._sin[new, :half])
+        assert (
+            piece.first <= piece.at
+        )  # a document stands at or behind the position it was computed at: its rows are in the table
+        half, cos, sin = self._cos.shape[-1] // 2, self._cos, self._sin
+        old, new = slice(piece.first, piece.first + piece.tokens), slice(piece.at, piece.at + piece.tokens)
+        return turn_between(cos[old, :half], sin[old, :half], cos[new, :half], sin[new, :half])
 
 
 def _positions(start: int, count: int, device: torch.device) -> torch.Tensor:

@@ -21,7 +21,7 @@ def check_rope(parameters: Mapping[str, object]) -> None:
     if kind not in SHIFT_INVARIANT:
         raise UnsupportedModel(
             f"RoPE of type {kind!r} cannot be re-rotated exactly: its frequencies depend on the length of the prompt or are unknown to lmc "
-            f"(supported: {', '.join(SHIFT_INVARIANT)}); use how='exact', which needs no re-rotation"
+            f"(supported: {', '.join(SHIFT_INVARIANT)})"
         )
 
 

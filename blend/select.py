@@ -9,7 +9,9 @@ from dataclasses import dataclass
 
 import torch
 
-HEAD_TOKENS = 8  # of each document, that `union` repairs before it asks the question; attention sinks saturate near 16
+from lmc.errors import ConfigError
+
+HEAD_TOKENS = 8  # of each document, that `union` repairs whatever the question; published gains saturate near 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,11 +58,16 @@ def by_query(evidence: Evidence, count: int) -> torch.Tensor:
 
 
 def by_union(evidence: Evidence, count: int) -> torch.Tensor:
-    """The first `HEAD_TOKENS` of each document, the rest of the budget by the question's attention."""
+    """The first `HEAD_TOKENS` of each document, for half of the budget at most, and what the question attends to for the rest.
+
+    What a document takes over from the ones before it tends to sit in its first tokens, where no question looks.
+    """
     assert evidence.attention is not None
-    heads = (HEAD_TOKENS - evidence.offset).clamp_min(0)  # earlier heads first, 0 behind them
-    # Softmax sums are below the number of layers; any head outranks any attention.
-    return highest(evidence.attention.double() + heads.double() * 1e6, count)
+    heads = by_head(evidence, count // 2)
+    heads = heads[evidence.offset[heads] < HEAD_TOKENS]
+    attention = evidence.attention.clone()
+    attention[heads] = float("-inf")
+    return torch.cat((heads, highest(attention, count - len(heads)))).sort().values
 
 
 def by_chance(evidence: Evidence, count: int) -> torch.Tensor:
@@ -94,9 +101,31 @@ NEEDS_QUESTION = frozenset({"query", "union"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """How much to recompute, chosen how. `check_layers` and the schedule of ratios are the deviation's."""
+    """How much to recompute, chosen how. `check_layers`, a schedule of ratios and thresholds are the deviation's."""
 
     strategy: str
     ratios: tuple[float, ...] = (0.15,)
     check_layers: tuple[int, ...] = (1,)
     thresholds: tuple[float, ...] | None = None
+
+    def __post_init__(self) -> None:
+        """Raise `ConfigError` for what no blend could do."""
+        if self.strategy not in STRATEGIES:
+            raise ConfigError(f"blend strategy {self.strategy!r}: use one of {', '.join(STRATEGIES)}")
+        if not self.ratios or not all(0 <= ratio <= 1 for ratio in self.ratios):
+            raise ConfigError(f"blend ratios {self.ratios}: each must be between 0 and 1")
+        if self.strategy != "deviation":
+            return
+        if not self.check_layers or min(self.check_layers) < 1:
+            raise ConfigError(
+                f"blend check layers {self.check_layers}: 1 is the first at which a stored key can deviate"
+            )
+        if len(self.ratios) != len(self.check_layers) or len(self.thresholds or self.ratios) != len(self.ratios):
+            raise ConfigError("blend check layers, ratios and thresholds must be equally many")
+
+    def check_depth(self, layers: int) -> None:
+        """Raise `ConfigError` if a model of so many layers has no such check layer."""
+        if self.strategy == "deviation" and max(self.check_layers) >= layers:
+            raise ConfigError(
+                f"blend_check_layers: {max(self.check_layers)}, but the model has layers 0 to {layers - 1}"
+            )

@@ -26,14 +26,35 @@ def load(name: str | Path) -> tuple[Any, Any]:
         raise UnsupportedModel(f"cannot load a causal language model from {name}: {first}") from error
 
 
+def forward(model: Any, tokens: Sequence[int], cache: DynamicCache) -> Any:
+    """The model's own forward behind what `cache` holds; logits of the last token only."""
+    ids = torch.tensor([list(tokens)], device=model.device)
+    with torch.inference_mode():
+        return model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+
+
+# What of a config changes KV and does not show in the weights.
+KV_FIELDS = (
+    "model_type", "hidden_act", "rms_norm_eps", "num_attention_heads", "num_key_value_heads", "head_dim", "rope_parameters",
+    "sliding_window", "use_sliding_window", "max_window_layers", "layer_types", "attention_bias", "mlp_bias",
+)  # fmt: skip
+
+
 def fingerprint(model: Any) -> str:
-    """Config and a few values of every weight: the same model loaded from elsewhere has the same, a fine-tuned one has another."""
-    config = {k: v for k, v in model.config.to_dict().items() if not k.startswith("_") and k != "transformers_version"}
+    """The same for the same weights, wherever they were loaded from, and another if a single value differs.
+
+    Of every weight: the sums of its rows, as integers, so that no rounding hides a change and a GPU computes it.
+    """
+    config = {name: getattr(model.config, name, None) for name in KV_FIELDS}
     digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
     for name, weight in model.named_parameters():
-        flat = weight.detach().flatten()
-        sample = flat[:: max(1, flat.numel() // 16)][:16].float().cpu()
-        digest.update(name.encode() + sample.numpy().tobytes())
+        words = weight.detach().view(
+            {2: torch.int16, 4: torch.int32, 8: torch.int64, 1: torch.int8}[weight.element_size()]
+        )
+        rows = words if words.dim() < 2 else words.flatten(1).sum(1, dtype=torch.int64)
+        digest.update(
+            f"{name} {tuple(weight.shape)} {weight.dtype}".encode() + rows.cpu().contiguous().numpy().tobytes()
+        )
     return digest.hexdigest()
 
 

@@ -30,8 +30,8 @@ class Report:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prefilled:
-    """A prompt's KV and the logits of its last token."""
+    """The logits of a prompt's last token, and the KV of all tokens before it: what `model.generate` continues from."""
 
     logits: torch.Tensor  # [V]
-    cache: DynamicCache
+    cache: DynamicCache  # [1, H, T - 1, D] per layer; generate computes the last prompt token itself
     report: Report

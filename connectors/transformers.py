@@ -3,7 +3,7 @@
     cached, tokenizer = CachedModel.load("path/or/id", settings)
     cached.learn(document_ids)
     done = cached.prefill(prompt_ids, how="blend")       # logits, a transformers cache, a report
-    model.generate(ids, past_key_values=done.cache)      # continues from there
+    model.generate(ids, past_key_values=done.cache)      # continues from there: `ids` is the prompt
 
 One prompt at a time; not thread-safe, as the model is not.
 """
@@ -26,20 +26,23 @@ from lmc.blend.layers import DecoderLayers
 from lmc.blend.segments import Segments, Span, Variants, separator_variants, split
 from lmc.blend.select import Policy
 from lmc.config import Settings
-from lmc.connectors.hf import cache_of, fingerprint, load, rows_of
+from lmc.connectors.hf import cache_of, fingerprint, forward, load, rows_of
 from lmc.connectors.report import How, Prefilled, Report
+from lmc.connectors.selftest import proves_itself
 from lmc.engine import CacheEngine, Kind, Piece, trim
 from lmc.errors import ChunkLost, ConfigError, InputError
 from lmc.keys import ChunkKey, Namespace
 
 log = logging.getLogger(__name__)
 
-SELF_TEST_TOKENS = 64
-TOLERANCE = {
-    torch.float32: 1e-3,
-    torch.float16: 5e-2,
-    torch.bfloat16: 2e-1,
-}  # of the self-test, relative to the largest logit
+# Options of model.generate that make several sequences, or another result, of the one cache.
+ONE_SEQUENCE = {
+    "num_beams": 1,
+    "num_return_sequences": 1,
+    "return_dict_in_generate": False,
+    "use_cache": True,
+    "past_key_values": None,
+}
 
 
 class CachedModel:
@@ -57,23 +60,17 @@ class CachedModel:
 
         `separator_ids` is one token sequence, or all that the special string can come out as (`segments.separator_variants`).
         """
-        if not separator_ids:
-            raise ConfigError("separator_ids is empty: give the token ids of blend_special_str")
         self.separators: Variants = _variants(separator_ids)
         self.model, self.settings = model.eval(), settings
         self.layers = DecoderLayers(model)
-        deepest = max(settings.blend_check_layers)
-        if deepest >= self.layers.shape.layers:
-            raise ConfigError(
-                f"blend_check_layers: {deepest}, but the model has layers 0 to {self.layers.shape.layers - 1}"
-            )
         self.policy = Policy(
             strategy=settings.blend_strategy,
             ratios=settings.blend_recompute_ratios,
             check_layers=settings.blend_check_layers,
             thresholds=settings.blend_thresholds,
         )
-        self.blends = self._self_test()
+        self.policy.check_depth(self.layers.shape.layers)
+        self.blends = proves_itself(model, self.layers)
         self.engine = CacheEngine(settings, self.layers.shape, self._namespace(cache_salt), device=self.layers.device)
         self._to_learn: list[list[int]] = []
 
@@ -87,34 +84,45 @@ class CachedModel:
     def __enter__(self) -> "CachedModel":
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            self._to_learn = []  # something is wrong already: no more work than writing down
         self.close()
 
     def close(self) -> None:
         """Learn what is still to be learned, write everything down."""
-        self.learn_pending()
-        self.engine.close()
+        try:
+            self.learn_pending()
+        finally:
+            self.engine.close()
 
     # -- learning ----------------------------------------------------------------------------------------------------
 
     def learn(self, document_ids: Sequence[int]) -> int:
         """Prefill a document alone and store its KV; return how many chunks are new (0 if it was known).
 
-        Raises `InputError` if it is empty, too long for the model, or has tokens out of the vocabulary.
+        Raises `InputError` if it is empty, too long for the model or for memory, or has tokens out of the vocabulary.
         """
         document = self._checked(document_ids, "document")
+        if not self.engine.fits(document):
+            raise InputError(
+                f"a document of {len(document)} tokens does not fit into the slab: raise max_local_cpu_size"
+            )
         if self.engine.find_document(document, 0) is not None:
             return 0
         return self.engine.store(
-            Kind.DOCUMENT, document, rows_of(self._forward(document, DynamicCache()).past_key_values)
+            Kind.DOCUMENT, document, rows_of(forward(self.model, document, DynamicCache()).past_key_values)
         )
 
     def learn_pending(self) -> int:
         """Learn the unknown documents of earlier prompts; return how many there were."""
         pending, self._to_learn = self._to_learn, []
-        for document in pending:
-            self.learn(document)
-        return len(pending)
+        learned = [self.learn(document) for document in pending if self.engine.fits(document)]
+        return len(learned)
+
+    def knows(self, document_ids: Sequence[int]) -> bool:
+        """Whether a document is stored, in memory or on a tier."""
+        return self.engine.find_document(self._checked(document_ids, "document"), 0) is not None
 
     def keep(self, token_ids: Sequence[int], cache: DynamicCache) -> int:
         """Store an exact cache, prompt and generated tokens alike, for later prompts that start with it; return new chunks.
@@ -123,8 +131,12 @@ class CachedModel:
         """
         if getattr(cache, "lmc_approximate", False):
             raise InputError("this cache was blended or blindly reused: it must not be stored as exact")
-        tokens = self._checked(token_ids, "prompt")[: cache.get_seq_length()]
-        return self.engine.store(Kind.EXACT, tokens, rows_of(cache))
+        tokens, held = self._checked(token_ids, "prompt"), cache.get_seq_length()
+        if cache.layers[0].keys.shape[0] != 1 or held not in (len(tokens) - 1, len(tokens)):
+            raise InputError(
+                f"the cache holds {held} tokens of {len(cache.layers[0].keys)} sequences, which are not these {len(tokens)}"
+            )
+        return self.engine.store(Kind.EXACT, tokens[:held], rows_of(cache))
 
     # -- prefilling --------------------------------------------------------------------------------------------------
 
@@ -140,31 +152,41 @@ class CachedModel:
         """
         if how not in ("blend", "reuse", "exact", "full"):
             raise InputError(f"how={how!r}: use 'blend', 'reuse', 'exact' or 'full'")
-        self.learn_pending()
+        if how in ("blend", "reuse") and not self.settings.enable_blending:
+            raise ConfigError(f"how={how!r} needs enable_blending: true in the settings")
         prompt = self._checked(prompt_ids, "prompt")
         started = time.perf_counter()
+        self.learn_pending()
         lost: set[ChunkKey] = set()
         while True:  # every round loses at least one chunk more, so the last one has nothing to lose
             try:
-                return self._prefill(prompt, how, policy or self.policy, started, lost)
+                done = self._prefill(prompt, how, policy or self.policy, started, lost)
             except ChunkLost as error:
                 log.warning("%s; prefilling without", error)
                 lost.update(map(ChunkKey, error.keys))
+            else:
+                done.cache.crop(-1)
+                return done
 
     def generate(self, prompt_ids: Sequence[int], how: How = "blend", **options: Any) -> tuple[list[int], Report]:
         """Prefill, then let the model generate (`options` as for `model.generate`); return the new tokens and the report.
 
         Exact turns are kept with what was generated (if `save_decode_cache`), so that the next turn of a conversation starts behind them.
         """
+        refused = [name for name, fine in ONE_SEQUENCE.items() if options.get(name, fine) != fine]
+        if refused:
+            raise InputError(
+                f"generate: {', '.join(refused)} cannot be used here; call model.generate on a prefilled cache yourself"
+            )
         done = self.prefill(prompt_ids, how)
         prompt = list(prompt_ids)
         ids = torch.tensor([prompt], device=self.layers.device)
-        done.cache.crop(-1)  # generate computes the last prompt token again, for its logits
         out = self.model.generate(
             input_ids=ids, attention_mask=torch.ones_like(ids), past_key_values=done.cache, **options
         )[0].tolist()
-        if how == "exact":
-            self.keep(out[:-1] if self.settings.save_decode_cache else prompt, done.cache)
+        if how == "exact" and self.settings.save_decode_cache:
+            held = min(done.cache.get_seq_length(), self.layers.positions)
+            self.engine.store(Kind.EXACT, out[:held], rows_of(done.cache))
         self.learn_pending()
         return out[len(prompt) :], done.report
 
@@ -199,7 +221,10 @@ class CachedModel:
     def _plan(self, prompt: list[int], segments: Segments, lost: set[ChunkKey]) -> tuple[list[Piece], list[Span]]:
         """Pieces for the exact prefix and every known document behind it, and the documents that are not known."""
         limit = len(prompt) - 1  # the last token is always computed, for its logits
-        prefixes = [self._prefix(prompt, lost), self._prefix(prompt[: segments.system.stop], lost)]
+        before = prompt[: segments.system.stop]
+        # A document at position 0 is as exact there as it is alone.
+        first = [piece for piece in self.engine.find_document(before, 0) or [] if piece.key not in lost]
+        prefixes = [self._prefix(prompt, lost), self._prefix(before, lost), first]
         plan = trim(max(prefixes, key=lambda pieces: sum(p.tokens for p in pieces)), 0, limit)
         reach = sum(piece.tokens for piece in plan)
         unknown = []
@@ -227,11 +252,8 @@ class CachedModel:
             policy = Policy(strategy="none")
         placed = [Placed(at=p.at, tokens=p.tokens, first=p.first) for p in plan]
         loaded: Counter[str] = Counter()
-        with torch.inference_mode(), closing(self.engine.layers(plan, loaded)) as reader:
-            blend = Blend(self.layers, prompt, placed, segments.question, policy)
-            for _ in blend.steps(reader):
-                pass
-        result = blend.result
+        with closing(self.engine.layers(plan, loaded)) as reader:
+            result = Blend(self.layers, prompt, placed, segments.question, policy).run(reader)
         assert result.logits is not None
         seconds = self._elapsed(started)
         cache = cache_of(list(zip(result.keys, result.values, strict=True)))
@@ -264,7 +286,7 @@ class CachedModel:
                 both = torch.cat(parts, dim=1).to(self.layers.device)  # [K, T, H, D]
                 kv.append((both[0].transpose(0, 1), both[1].transpose(0, 1)))
         cache = cache_of(kv)
-        out = self._forward(prompt[reach:], cache)
+        out = forward(self.model, prompt[reach:], cache)
         logits = out.logits[0, -1]
         seconds = self._elapsed(started)
         self.engine.store(Kind.EXACT, prompt, rows_of(cache))
@@ -272,7 +294,7 @@ class CachedModel:
 
     def _whole(self, prompt: list[int], started: float, how: How, note: str = "", unknown: int = 0) -> Prefilled:
         cache = DynamicCache()
-        logits = self._forward(prompt, cache).logits[0, -1]
+        logits = forward(self.model, prompt, cache).logits[0, -1]
         seconds = self._elapsed(started)
         report = self._plain_report(how, prompt, 0, seconds, Counter(), note, unknown)
         return Prefilled(logits=logits, cache=cache, report=report)
@@ -309,12 +331,6 @@ class CachedModel:
 
     # -- the model ---------------------------------------------------------------------------------------------------
 
-    def _forward(self, tokens: Sequence[int], cache: DynamicCache) -> Any:
-        """The model's own forward behind what `cache` holds."""
-        ids = torch.tensor([list(tokens)], device=self.layers.device)
-        with torch.inference_mode():
-            return self.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-
     def _elapsed(self, started: float) -> float:
         if self.layers.device.type == "cuda":
             torch.cuda.synchronize()
@@ -329,27 +345,6 @@ class CachedModel:
         if min(tokens) < 0 or max(tokens) >= self.layers.vocabulary:
             raise InputError(f"the {what} has tokens outside of the vocabulary of {self.layers.vocabulary}")
         return tokens
-
-    def _self_test(self) -> bool:
-        """Whether our layer loop computes what the model computes; if not, blending is off and everything else goes on."""
-        generator = torch.Generator().manual_seed(0)
-        count = min(SELF_TEST_TOKENS, self.layers.positions)
-        tokens = torch.randint(self.layers.vocabulary, (count,), generator=generator).tolist()
-        expected = self._forward(tokens, DynamicCache()).logits[0, -1].float()
-        with torch.inference_mode():
-            blend = Blend(self.layers, tokens, [], Span(0, count), Policy(strategy="none"))
-            for _ in blend.steps(iter(())):
-                pass
-        assert blend.result.logits is not None
-        worst = float((blend.result.logits.float() - expected).abs().max() / expected.abs().max().clamp_min(1e-6))
-        good = worst <= TOLERANCE[self.layers.shape.dtype]
-        if not good:
-            log.error(
-                "blending is off: on %d random tokens lmc's layers differ from the model's by %.2g (relative)",
-                count,
-                worst,
-            )
-        return good
 
     def _namespace(self, cache_salt: str) -> Namespace:
         shape, config = self.layers.shape, self.model.config
@@ -367,6 +362,12 @@ class CachedModel:
 
 
 def _variants(separator_ids: Variants | Sequence[int]) -> Variants:
-    one = tuple(i for i in separator_ids if isinstance(i, int))
-    several = tuple(tuple(v) for v in separator_ids if not isinstance(v, int))
-    return (one,) if one else several
+    """One sequence or several, as a tuple of sequences."""
+    nested = [variant for variant in separator_ids if isinstance(variant, Sequence)]
+    if not nested and len(separator_ids):
+        return (tuple(int(token) for token in separator_ids),)  # type: ignore[arg-type]
+    if not nested or len(nested) < len(separator_ids) or not all(nested):
+        raise ConfigError(
+            "separator_ids: give the token ids of blend_special_str, or several such sequences, none of them empty"
+        )
+    return tuple(tuple(int(token) for token in variant) for variant in nested)

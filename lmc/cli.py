@@ -66,6 +66,8 @@ def check(
     fix: Annotated[bool, typer.Option("--fix", help="remove what is wrong; nothing right is removed")] = False,
 ) -> None:
     """Verify every byte of a disk tier. Exit code 1 if something is wrong and was not mended."""
+    with closing(DiskTier(directory, capacity=UNBOUNDED, read_only=True)):
+        pass  # raises if there is no tier: a repair must not make one
     with closing(DiskTier(directory, capacity=UNBOUNDED, read_only=not fix)) as tier:
         records = sum(1 for _ in tier.entries())
         findings = tier.check(fix)

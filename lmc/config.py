@@ -40,6 +40,12 @@ def _number(value: object) -> object:
     return value
 
 
+def _always(value: bool) -> bool:
+    if not value:
+        raise ValueError("there is no other way")
+    return value
+
+
 def _optional(value: object) -> object:
     """How an environment, which knows only text, says "not set"."""
     return None if isinstance(value, str) and value.strip().lower() in {"", "none", "null"} else value
@@ -113,8 +119,13 @@ class Settings(BaseSettings):
     save_decode_cache: bool = Field(True, description="true or false")
 
     # Where, and how much of it (GB are 2**30 bytes)
-    local_cpu: bool = Field(True, description="true or false")
-    local_device: str = Field("cpu", pattern=r"^[a-z]+(:\d+)?$", description="a device such as cpu, cuda or cuda:0")
+    local_cpu: Annotated[bool, AfterValidator(_always)] = Field(
+        True,
+        description="true, as bytes pass through memory on their way to every tier; to use less of it lower max_local_cpu_size",
+    )
+    local_device: Literal["cpu"] = Field(
+        "cpu", description="cpu; for a slab on the accelerator set max_local_device_size"
+    )
     max_local_cpu_size: Real = Field(5.0, gt=0, description="a number of GB above 0")
     max_local_device_size: Real = Field(0.0, ge=0, description="a number of GB, or 0 for no slab on the accelerator")
     local_disk: Annotated[Path | None, BeforeValidator(_directory), BeforeValidator(_optional)] = Field(
@@ -140,7 +151,7 @@ class Settings(BaseSettings):
     blend_special_str: Annotated[str, AfterValidator(_not_blank)] = Field(
         " # # ", description="a separator with something other than spaces in it, such as ' # # '"
     )
-    blend_strategy: Strategy = Field("query", description=f"one of {', '.join(get_args(Strategy))}")
+    blend_strategy: Strategy = Field("union", description=f"one of {', '.join(get_args(Strategy))}")
     blend_check_layers: Annotated[Layers, BeforeValidator(_items)] = Field(
         (1,), description="increasing layer numbers from 1 on (re-rotated keys never deviate at layer 0)"
     )
@@ -354,7 +365,7 @@ INSTEAD: Mapping[str, str] = {
     "use_odirect": "direct I/O is used where the file system has it; remove it",
     "disk_io_threads": "the store sizes its own threads; remove it",
     "retrieve_locations": "device, memory and disk are asked in that order; remove it",
-    "store_location": "say with local_cpu and local_disk where to store; remove it",
+    "store_location": "chunks go through memory to local_disk, if that is set; remove it",
     "remote_storage_plugins": "there is no plugin for remote stores; remove it",
     "storage_plugins": "the tiers are memory and disk; set local_disk, and remove it",
     "gds_*": "the disk tier reads with direct I/O into pinned memory; set local_disk, and remove it",

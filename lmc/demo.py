@@ -61,16 +61,19 @@ class Tally:
 # -- running -----------------------------------------------------------------------------------------------------------
 
 
-def answers(cached: CachedModel, done: Prefilled, wanted: str, tokenizer: Any) -> bool:
+def answers(cached: CachedModel, done: Prefilled, prompt: list[int], wanted: str, tokenizer: Any) -> bool:
     """Whether greedy decoding from a prefilled prompt begins with the wanted answer."""
-    limit = len(tokenizer.encode(" " + wanted, add_special_tokens=False)) + 1
     said = [int(done.logits.argmax())]
-    with torch.inference_mode():
-        while len(said) < limit and not tokenizer.decode(said).strip().startswith(wanted):
-            ids = torch.tensor([said[-1:]], device=cached.layers.device)
-            logits = cached.model(input_ids=ids, past_key_values=done.cache, use_cache=True).logits
-            said.append(int(logits[0, -1].argmax()))
-    return bool(tokenizer.decode(said).strip().lower().startswith(wanted.lower()))
+    if not _begins(tokenizer.decode(said), wanted):
+        limit = len(tokenizer.encode(" " + wanted, add_special_tokens=False)) + 1
+        ids = torch.tensor([prompt], device=cached.layers.device)
+        options = {"max_new_tokens": limit, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+        said = cached.model.generate(input_ids=ids, past_key_values=done.cache, **options)[0, len(prompt) :].tolist()
+    return _begins(tokenizer.decode(said), wanted)
+
+
+def _begins(said: str, wanted: str) -> bool:
+    return said.strip().lower().startswith(wanted.lower())
 
 
 def run_questions(
@@ -85,14 +88,16 @@ def run_questions(
             model = prefixed if how == "exact" else cached
             done[how] = model.prefill(example.prompt, how)
         for how, prefilled in done.items():
-            right[how] = answers(cached, prefilled, example.answer, tokenizer)
+            right[how] = answers(cached, prefilled, example.prompt, example.answer, tokenizer)
         yield example, done, right
 
 
 def learn_all(cached: CachedModel, prompts: Prompts) -> tuple[int, float]:
     """Learn every document; return how many were stored already, and the seconds for the rest."""
     started = time.perf_counter()
-    known = sum(cached.learn(tokens) == 0 for tokens in prompts.tokens.values())
+    known = sum(cached.knows(tokens) for tokens in prompts.tokens.values())
+    for tokens in prompts.tokens.values():
+        cached.learn(tokens)
     return known, time.perf_counter() - started
 
 
@@ -275,13 +280,13 @@ def draw(
     cached: CachedModel, example: Example, done: dict[How, Prefilled], right: dict[How, bool], tokenizer: Any
 ) -> Picture:
     """One example as layers × tokens: how far blindly reused keys are from full prefill's, and what the blend computed anew."""
-    length = len(example.prompt)
+    length = len(example.prompt) - 1  # a cache ends before the last token
     segments = split(example.prompt, cached.separators)
     rows, marks = [], []
     for layer, repaired in enumerate(done["blend"].report.repaired):
         wanted = done["full"].cache.layers[layer].keys[0, :, :length]
         blind = done["reuse"].cache.layers[layer].keys[0, :, :length]
-        rows.append(((blind - wanted).float().norm(dim=(0, 2)) / wanted.float().norm(dim=(0, 2))).tolist())
+        rows.append([*((blind - wanted).float().norm(dim=(0, 2)) / wanted.float().norm(dim=(0, 2))).tolist(), 0.0])
         marks.append(repaired.tolist())
     return Picture(
         title=f"{example.question.kind}: “{example.question.question}” → {example.answer}",

@@ -5,7 +5,7 @@ layers                       the plan's KV, layer by layer, while the next layer
 store                        KV of a prompt's prefix, or of a document computed alone
 """
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -14,7 +14,7 @@ import torch
 
 from lmc.config import Settings
 from lmc.errors import ChunkLost
-from lmc.keys import ChunkKey, Namespace, chunk_bounds, document_keys, exact_keys
+from lmc.keys import ChunkKey, Namespace, chunk_bounds, document_keys, exact_keys, exact_root, next_key
 from lmc.shapes import GIB, KVShape
 from lmc.storage.disk import DiskTier
 from lmc.storage.record import RecordMeta
@@ -22,6 +22,7 @@ from lmc.storage.slab import Slab
 from lmc.storage.store import Policy, Store
 from lmc.storage.tier import Tier
 
+TAILS = 4096  # places at which tails are remembered
 LayerKV = tuple[torch.Tensor, torch.Tensor]  # keys and values [T, H, D]
 
 
@@ -68,6 +69,9 @@ class CacheEngine:
             tiers = []
             if settings.local_disk is not None:
                 tiers.append(DiskTier(settings.local_disk, int(settings.max_local_disk_size * GIB)))
+        self._slots = host.slots
+        # Lengths of partly full exact chunks, by the key before them: turns of conversations, system texts.
+        self._tails: OrderedDict[ChunkKey, set[int]] = OrderedDict()
         self.store_of_chunks = Store(host, tiers, device=slab, policy=Policy(settings.store_policy))
 
     # -- plans -------------------------------------------------------------------------------------------------------
@@ -82,13 +86,18 @@ class CacheEngine:
         return sum(piece.tokens for piece in self.find_prefix(tokens))
 
     def find_prefix(self, tokens: Sequence[int]) -> list[Piece]:
-        """The longest run of exact chunks from the start of `tokens`; a partly full last chunk only if `tokens` ends with it."""
+        """The longest run of exact chunks from the start of `tokens`.
+
+        A partly full chunk ends the run: one that `tokens` ends with, or one that this engine stored (its length is not in its key,
+        so those of earlier processes are not looked for).
+        """
         plan = []
         for piece, place in self._places(Kind.EXACT, tokens, 0):
             if place is None:
                 break
             plan.append(piece)
-        return plan
+        tail = self._find_tail(tokens, plan)
+        return [*plan, tail] if tail else plan
 
     def find_document(self, tokens: Sequence[int], at: int) -> list[Piece] | None:
         """The whole document `tokens` for use from position `at` on, or None if any chunk of it is missing."""
@@ -135,30 +144,55 @@ class CacheEngine:
         """
         assert len(kv) == self.shape.layers
         assert kv[0][0].shape[0] >= len(tokens)
-        new = 0
-        for piece, place in self._places(kind, tokens, 0):
+        new, parent = 0, exact_root(self.namespace)
+        for piece, place in self._places(kind, tokens, 0)[: self._slots]:  # more would evict the first ones again
             full = piece.stored == self.chunk_size
-            if place is not None or not (full or kind is Kind.DOCUMENT or self.settings.save_unfull_chunk):
-                continue
-            with self.store_of_chunks.writing(self._meta(piece)) as slot:
-                if slot is None:
-                    continue
-                rows = slice(piece.at, piece.at + piece.stored)
-                for raw, (keys, values) in zip(slot, kv, strict=True):
-                    part = self.shape.part(raw, piece.stored)
-                    part[0].copy_(keys[rows])
-                    part[1].copy_(values[rows])
-            new += 1
+            if kind is Kind.EXACT and not full:
+                if not self.settings.save_unfull_chunk:
+                    break
+                self._remember_tail(parent, piece.stored)
+            parent = piece.key
+            if place is None:
+                new += self._store_chunk(piece, kv)
         return new
 
-    def forget(self, plan: Sequence[Piece]) -> None:
-        """Remove a plan's chunks everywhere."""
-        for piece in plan:
-            self.store_of_chunks.forget(piece.key)
+    def _store_chunk(self, piece: Piece, kv: Sequence[LayerKV]) -> bool:
+        with self.store_of_chunks.writing(self._meta(piece)) as slot:
+            if slot is None:
+                return False
+            rows = slice(piece.at, piece.at + piece.stored)
+            for raw, (keys, values) in zip(slot, kv, strict=True):
+                part = self.shape.part(raw, piece.stored)
+                part[0].copy_(keys[rows])
+                part[1].copy_(values[rows])
+        return True
+
+    def fits(self, tokens: Sequence[int]) -> bool:
+        """Whether all chunks of `tokens` can be in memory at once, which using them needs."""
+        return len(chunk_bounds(len(tokens), self.chunk_size)) <= self._slots
 
     def close(self) -> None:
         """Write down what is not on a tier yet, and close everything."""
         self.store_of_chunks.close()
+
+    def _remember_tail(self, parent: ChunkKey, length: int) -> None:
+        self._tails.setdefault(parent, set()).add(length)
+        self._tails.move_to_end(parent)
+        while len(self._tails) > TAILS:
+            self._tails.popitem(last=False)
+
+    def _find_tail(self, tokens: Sequence[int], plan: Sequence[Piece]) -> Piece | None:
+        """The longest partly full chunk that is known to follow `plan` and whose tokens come next."""
+        at = sum(piece.tokens for piece in plan)
+        if at % self.chunk_size:
+            return None
+        parent = plan[-1].key if plan else exact_root(self.namespace)
+        lengths = self._tails.get(parent, set())
+        for length in sorted((n for n in lengths if n <= len(tokens) - at), reverse=True):
+            key = next_key(parent, tokens[at : at + length])
+            if self.store_of_chunks.lookup([key])[0]:
+                return Piece(key=key, stored=length, skip=0, tokens=length, at=at, first=at)
+        return None
 
     def _places(self, kind: Kind, tokens: Sequence[int], at: int) -> list[tuple[Piece, str | None]]:
         keys = self.keys(kind, tokens)

@@ -49,7 +49,17 @@ def exact_keys(namespace: bytes, tokens: Sequence[int], chunk_size: int) -> list
     `key_i = sha256(key_{i-1} ‖ tokens as uint32 little-endian)`, `key_{-1} = sha256(namespace)`.
     Raises `InputError` for a token that is no uint32.
     """
-    return _chain(hashlib.sha256(namespace).digest(), tokens, chunk_size)
+    return _chain(exact_root(namespace), tokens, chunk_size)
+
+
+def exact_root(namespace: bytes) -> ChunkKey:
+    """What the first exact key chains to: `key_{-1}`."""
+    return ChunkKey(hashlib.sha256(namespace).digest())
+
+
+def next_key(parent: ChunkKey, tokens: Sequence[int]) -> ChunkKey:
+    """The key of the chunk `tokens` behind the chunk `parent`."""
+    return _chain(parent, tokens, len(tokens))[0]
 
 
 def document_keys(namespace: bytes, tokens: Sequence[int], chunk_size: int) -> list[ChunkKey]:

@@ -54,31 +54,52 @@ def read_collection(documents: Path, questions: Path) -> Collection:
 
     The questions' file is a list of `{"question", "answer"}`, or a mapping with `questions`, `system` and `last_named`.
     """
-    texts = (
-        {path.stem: path.read_text().strip() for path in sorted(documents.glob("*.txt"))} if documents.is_dir() else {}
-    )
-    if not texts:
-        raise InputError(f"no .txt files in {documents}: give a directory of text documents")
-    try:
-        content = json.loads(questions.read_text())
-    except OSError as error:
-        raise InputError(f"cannot read {questions}: {error.strerror}") from error
-    except ValueError as error:
-        raise InputError(f"{questions} is no JSON: {error}") from error
+    texts = _texts(documents)
+    content = _json(questions)
     if isinstance(content, list):
         content = {"questions": content}
     try:
         asked = [Question(**entry) for entry in content["questions"]]
     except (TypeError, KeyError) as error:
         raise InputError(f'{questions}: each question is {{"question": …, "answer": …}}; {error}') from error
+    last_named = content.get("last_named", {})
+    for question in asked:
+        refers = (
+            question.answer is None
+            and question.document in texts
+            and len(texts) > 1
+            and texts.keys() == last_named.keys()
+        )
+        if not (isinstance(question.question, str) and (isinstance(question.answer, str) or refers)):
+            raise InputError(
+                f"{questions}: {question.question!r} needs an answer in text, or null with its `document` and `last_named` of all documents"
+            )
     if not asked:
         raise InputError(f"{questions} has no questions")
-    return Collection(
-        system=content.get("system", "Answer from the documents."),
-        documents={name: text for name, text in texts.items() if text},
-        questions=asked,
-        last_named=content.get("last_named", {}),
-    )
+    system = content.get("system", "Answer from the documents.")
+    return Collection(system=system, documents=texts, questions=asked, last_named=last_named)
+
+
+def _texts(folder: Path) -> dict[str, str]:
+    texts = {}
+    for path in sorted(folder.glob("*.txt")) if folder.is_dir() else []:
+        try:
+            texts[path.stem] = path.read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise InputError(f"cannot read {path} as UTF-8 text: {error}") from error
+    texts = {name: text for name, text in texts.items() if text}
+    if not texts:
+        raise InputError(f"no .txt files with text in {folder}: give a directory of text documents")
+    return texts
+
+
+def _json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise InputError(f"{path} is no JSON: {error}") from error
 
 
 class Retriever:

@@ -1,7 +1,6 @@
 """Where the bytes are: one allocation per device, made at start, cut into equal slots of L parts.
 
-A slab knows nothing of keys or of who uses a slot (that is the ledger's). Beside each slot stands a small header in the same kind of
-memory, `layers_ready`, so that a reader can take part i as soon as it has arrived while the others are still on their way.
+A slab knows nothing of keys or of who uses a slot (that is the ledger's), nor of what has arrived in it (that is a load's).
 """
 
 import mmap
@@ -34,7 +33,6 @@ class Slab:
             * self.stride  # one part, rounded up to whole blocks
         )
         _check_room(self.bytes, self.device)
-        self.layers_ready = [0] * slots
         if self.device.type == "cpu":
             # Anonymous pages: aligned, zero, and charged to the process only when first touched.
             try:

@@ -61,11 +61,12 @@ def test_stat_counts_records(tier: Path) -> None:
     assert " 5 " in out
 
 
-@pytest.mark.parametrize("command", ["check", "stat"])
-def test_a_directory_that_is_no_tier_is_named(command: str, tmp_path: Path) -> None:
-    code, _, err = lmc(command, tmp_path / "nowhere")
+@pytest.mark.parametrize("words", [["check"], ["stat"], ["check", "--fix"]])
+def test_a_directory_that_is_no_tier_is_named_and_left_alone(words: list[str], tmp_path: Path) -> None:
+    code, _, err = lmc(*words, tmp_path / "nowhere")
     assert code == 2
     assert "nowhere" in err
+    assert not (tmp_path / "nowhere").exists()
 
 
 def test_fix_refuses_a_tier_that_another_process_uses(tier: Path) -> None:
@@ -117,9 +118,34 @@ def test_the_demo_takes_other_documents_and_plain_questions(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
+    ("questions", "message"),
+    [
+        ([], "has no questions"),
+        ([{"answer": "Mara"}], "each question is"),
+        ([{"question": "who", "answer": 7}], "needs an answer in text"),
+        ([{"question": "who", "answer": None}], "needs an answer in text"),
+        ({"queries": []}, "each question is"),
+    ],
+)
+def test_questions_that_cannot_be_asked_are_named(tmp_path: Path, questions: object, message: str) -> None:
+    (tmp_path / "q.json").write_text(json.dumps(questions))
+    code, _, err = run_demo(tmp_path, "--questions", tmp_path / "q.json")
+    assert code == 2
+    assert message in err
+
+
+@pytest.mark.parametrize("content", [b"  \n", b"\xff\xfe\x00"])
+def test_documents_without_text_are_named(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "a.txt").write_bytes(content)
+    code, _, err = run_demo(tmp_path, "--documents", tmp_path)
+    assert code == 2
+    assert str(tmp_path) in err
+
+
+@pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--documents", "nowhere"], "no .txt files in nowhere"),
+        (["--documents", "nowhere"], "no .txt files with text in nowhere"),
         (["--questions", "nowhere.json"], "cannot read nowhere.json"),
         (["--questions", str(SMALL / "README.md")], "is no JSON"),
         (["--model", "nowhere/at-all"], "cannot load a causal language model from nowhere/at-all"),

@@ -232,6 +232,8 @@ class TestValues:
             ("chunk_size", 1.5),
             ("chunk_size", True),
             ("local_cpu", "perhaps"),
+            ("local_cpu", "False"),
+            ("local_device", "cuda:0"),
             ("local_device", "my gpu"),
             ("max_local_cpu_size", 0),
             ("max_local_cpu_size", "inf"),
@@ -274,10 +276,10 @@ class TestValues:
         assert f"(argument {name}) must be " in str(caught.value)
 
     def test_every_bad_value_is_said_at_once(self) -> None:
-        said = refusal({"blend_learn": "x"}, LMC_CHUNK_SIZE="0", LMCACHE_LOCAL_CPU="2")
+        said = refusal({"blend_learn": "x"}, LMC_CHUNK_SIZE="0", LMCACHE_USE_LAYERWISE="2")
         assert said == (
             "chunk_size = '0' (environment LMC_CHUNK_SIZE) must be a whole number of tokens, at least 1; "
-            "local_cpu = '2' (environment LMCACHE_LOCAL_CPU) must be true or false; "
+            "use_layerwise = '2' (environment LMCACHE_USE_LAYERWISE) must be true or false; "
             "blend_learn = 'x' (override blend_learn) must be true or false"
         )
 
@@ -374,7 +376,7 @@ class TestPreset:
 
     def test_a_later_source_can_take_it_back(self) -> None:
         settings = Settings.load({"blend_preset": None}, environ={"LMC_BLEND_PRESET": "cacheblend"})
-        assert (settings.blend_preset, settings.blend_strategy) == (None, "query")
+        assert (settings.blend_preset, settings.blend_strategy) == (None, "union")
 
 
 class TestUnknownKeys:

@@ -30,7 +30,10 @@ def scene() -> Iterator[tuple[CachedModel, object, dict[str, list[Example]]]]:
 
 def score(scene, kind: str, how: str, policy: Policy | None = None) -> float:  # type: ignore[no-untyped-def]
     cached, tokenizer, examples = scene
-    right = [answers(cached, cached.prefill(e.prompt, how, policy=policy), e.answer, tokenizer) for e in examples[kind]]
+    right = [
+        answers(cached, cached.prefill(e.prompt, how, policy=policy), e.prompt, e.answer, tokenizer)
+        for e in examples[kind]
+    ]
     return sum(right) / len(right)
 
 

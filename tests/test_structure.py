@@ -81,9 +81,9 @@ def test_public_names_are_frozen() -> None:
     from lmc.engine import CacheEngine
 
     methods = {name for name in vars(connector.CachedModel) if not name.startswith("_")}
-    assert methods == {"load", "close", "learn", "learn_pending", "keep", "prefill", "generate"}
+    assert methods == {"load", "close", "learn", "learn_pending", "knows", "keep", "prefill", "generate"}
     assert {name for name in vars(CacheEngine) if not name.startswith("_")} == {
-        "keys", "lookup", "find_prefix", "find_document", "layers", "retrieve", "store", "forget", "close",
+        "keys", "lookup", "find_prefix", "find_document", "layers", "retrieve", "store", "fits", "close",
     }  # fmt: skip
 
 

@@ -13,6 +13,7 @@ from transformers import DynamicCache
 from lmc.blend.segments import join
 from lmc.blend.select import Policy
 from lmc.config import Settings
+from lmc.connectors.hf import fingerprint
 from lmc.connectors.transformers import CachedModel
 from lmc.errors import ConfigError, InputError, NoMemory, UnsupportedModel
 
@@ -114,7 +115,7 @@ def test_exact_reuse_of_a_conversation_includes_what_was_generated(cached: Cache
 
     reused = cached.prefill(second, "exact")
 
-    assert reused.report.exact == (len(first) + len(answer) - 1) // 16 * 16
+    assert reused.report.exact == len(first) + len(answer) - 1  # whole chunks and the partly full one behind them
     assert (reused.logits - cached.prefill(second, "full").logits).abs().max() <= 1e-4
 
 
@@ -136,8 +137,7 @@ def test_a_blended_cache_is_never_stored_as_exact(cached: CachedModel) -> None:
     done = cached.prefill(ids)
     with pytest.raises(InputError, match="blended"):
         cached.keep(ids, done.cache)
-    assert cached.engine.lookup(ids) == 0  # the system text alone is shorter than a chunk
-    assert cached.engine.lookup(SYSTEM) == len(SYSTEM)
+    assert cached.engine.lookup(ids) == len(SYSTEM)  # what comes before all documents, and nothing else
 
 
 def test_documents_survive_a_restart_on_disk(tmp_path: Path) -> None:
@@ -262,6 +262,20 @@ def test_odd_prompts_are_answered_as_full_prefill_would(cached: CachedModel, ids
         assert (cached.prefill(ids, how, policy=EVERYTHING).logits - wanted).abs().max() <= 1e-4  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"strategy": "qeury"}, "use one of"),
+        ({"strategy": "query", "ratios": (7.0,)}, "between 0 and 1"),
+        ({"strategy": "deviation", "check_layers": (0,)}, "1 is the first"),
+        ({"strategy": "deviation", "check_layers": (1, 2)}, "equally many"),
+    ],
+)
+def test_a_policy_that_cannot_be_is_refused(values: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Policy(**values)
+
+
 def test_an_unknown_way_is_refused(cached: CachedModel) -> None:
     with pytest.raises(InputError, match="'blend', 'reuse', 'exact' or 'full'"):
         cached.prefill([3, 4], "blnd")  # type: ignore[arg-type]
@@ -270,8 +284,9 @@ def test_an_unknown_way_is_refused(cached: CachedModel) -> None:
 def test_start_refuses_what_cannot_work() -> None:
     with pytest.raises(UnsupportedModel, match="dynamic"):
         CachedModel(random_model(rope="dynamic"), settings(), SEPARATOR)
+    deep = settings(blend_check_layers=[9], blend_strategy="deviation")
     with pytest.raises(ConfigError, match="blend_check_layers: 9"):
-        CachedModel(random_model(), settings(blend_check_layers=[9], blend_strategy="deviation"), SEPARATOR)
+        CachedModel(random_model(), deep, SEPARATOR)
     with pytest.raises(ConfigError, match="separator_ids"):
         CachedModel(random_model(), settings(), [])
     with pytest.raises(NoMemory, match="does not fit"):
@@ -303,5 +318,143 @@ def test_a_prefilled_cache_is_a_transformers_cache(cached: CachedModel) -> None:
     cached.learn(DOCUMENTS[0])
     done = cached.prefill(prompt(0))
     assert isinstance(done.cache, DynamicCache)
-    assert done.cache.get_seq_length() == len(prompt(0))
+    assert done.cache.get_seq_length() == len(prompt(0)) - 1
     assert done.logits.shape == (VOCABULARY,)
+
+
+@pytest.mark.parametrize("how", ["full", "exact", "blend"])
+def test_model_generate_continues_from_a_prefilled_cache(cached: CachedModel, how: str) -> None:
+    """The line of the README: `model.generate(prompt, past_key_values=done.cache)`."""
+    cached.policy = EVERYTHING
+    for document in DOCUMENTS[:2]:
+        cached.learn(document)
+    ids = torch.tensor([prompt(0, 1)])
+    own = cached.model.generate(ids, max_new_tokens=8, do_sample=False)
+    done = cached.prefill(prompt(0, 1), how)  # type: ignore[arg-type]
+    assert torch.equal(cached.model.generate(ids, past_key_values=done.cache, max_new_tokens=8, do_sample=False), own)
+
+
+def test_a_cache_of_other_tokens_is_never_stored(cached: CachedModel) -> None:
+    ids = random_tokens(40, 3)
+    cache = cached.prefill(ids, "full").cache
+    with pytest.raises(InputError, match="the cache holds 39 tokens"):
+        cached.keep([*ids, 5, 6], cache)
+    assert cached.keep(ids, cache) > 0
+    assert cached.engine.lookup(ids) == 39
+
+
+@pytest.mark.parametrize(
+    "option", [{"num_beams": 2}, {"num_return_sequences": 2}, {"return_dict_in_generate": True}, {"use_cache": False}]
+)
+def test_options_that_need_other_caches_are_refused_by_name(cached: CachedModel, option: dict) -> None:
+    with pytest.raises(InputError, match=next(iter(option))):
+        cached.generate(random_tokens(10, 1), "full", **option)
+
+
+def test_a_conversation_that_outgrows_the_model_still_gets_its_answer() -> None:
+    with CachedModel(random_model(max_position_embeddings=96), settings(), SEPARATOR) as cached:
+        answer, _ = cached.generate(random_tokens(90, 1), "exact", max_new_tokens=12, do_sample=False)
+        assert len(answer) == 12
+
+
+def test_a_short_conversation_is_reused_at_the_default_chunk_size() -> None:
+    with CachedModel(random_model(), settings(chunk_size=256), SEPARATOR) as cached:
+        turn = random_tokens(30, 1)
+        for question in range(4):
+            answer, report = cached.generate(turn, "exact", max_new_tokens=5, do_sample=False)
+            assert report.exact == (0 if question == 0 else len(turn) - 8)
+            turn = [*turn, *answer, *random_tokens(7, question)]
+
+
+def test_a_document_at_the_start_of_a_prompt_is_exact(cached: CachedModel) -> None:
+    """Nothing stands before it: alone and here are the same."""
+    cached.learn(DOCUMENTS[4])
+    cached.learn(DOCUMENTS[1])
+    ids = join(DOCUMENTS[4], [DOCUMENTS[1]], random_tokens(5, 9), SEPARATOR)
+    report = cached.prefill(ids).report
+    assert report.exact == len(DOCUMENTS[4])
+    assert report.reused == len(DOCUMENTS[1])
+
+
+@pytest.mark.parametrize("strategy", ["query", "union", "deviation", "head", "random", "none"])
+def test_what_is_stored_as_exact_after_approximate_blends_is_exact(cached: CachedModel, strategy: str) -> None:
+    """Long system texts that share a chunk, unknown documents of every length between known ones, little repaired."""
+    for document in DOCUMENTS:
+        cached.learn(document)
+    shuffle = random.Random(3)
+    system = random_tokens(16, 500)
+    for turn in range(6):
+        text = system + random_tokens(shuffle.choice([0, 5, 40, 190]), 600 + turn)
+        unknown = [random_tokens(shuffle.choice([3, 60, 200]), 700 + turn + i) for i in range(2)]
+        parts = [*unknown, *shuffle.sample(DOCUMENTS, 2)]
+        shuffle.shuffle(parts)
+        ids = join(text, parts, random_tokens(6, turn), SEPARATOR)
+        cached.prefill(ids, policy=Policy(strategy=strategy, ratios=(0.1,)))
+        exact, full = cached.prefill(ids, "exact"), cached.prefill(ids, "full")
+        assert exact.report.exact >= len(text)
+        assert (exact.logits - full.logits).abs().max() <= 1e-4
+        for mine, own in zip(exact.cache.layers, full.cache.layers, strict=True):
+            assert (mine.keys - own.keys).abs().max() <= 1e-4
+
+
+def test_a_document_that_memory_cannot_hold_is_refused_and_not_learned() -> None:
+    two_chunks = 2.5 * 4 * 4096 / 2**30
+    with CachedModel(random_model(), settings(max_local_cpu_size=two_chunks), SEPARATOR) as cached:
+        cached.learn(DOCUMENTS[0])
+        with pytest.raises(InputError, match="max_local_cpu_size"):
+            cached.learn(random_tokens(100, 1))
+        ids = join(SYSTEM, [random_tokens(100, 1)], random_tokens(3, 1), SEPARATOR)
+        wanted = cached.prefill(ids, "full").logits
+        for how in ("blend", "exact", "blend"):
+            assert (cached.prefill(ids, how).logits - wanted).abs().max() <= 1e-4  # type: ignore[arg-type]
+
+
+def test_blending_needs_to_be_switched_on() -> None:
+    with CachedModel(random_model(), settings(enable_blending=False), SEPARATOR) as cached:
+        with pytest.raises(ConfigError, match="enable_blending"):
+            cached.prefill(prompt(0))
+        assert cached.prefill(prompt(0), "exact").report.exact == 0
+
+
+def test_an_error_inside_the_block_lets_go_of_the_directory(tmp_path: Path) -> None:
+    with (
+        pytest.raises(ZeroDivisionError),
+        CachedModel(random_model(), settings(local_disk=tmp_path), SEPARATOR) as cached,
+    ):
+        cached.prefill(1 / 0)  # type: ignore[arg-type]
+    CachedModel(random_model(), settings(local_disk=tmp_path), SEPARATOR).close()
+
+
+def test_one_layer_cannot_be_checked_at_layer_one_but_blends_by_question() -> None:
+    with CachedModel(random_model(layers=1), settings(), SEPARATOR) as cached:
+        cached.learn(DOCUMENTS[0])
+        assert cached.prefill(prompt(0)).report.reused == len(DOCUMENTS[0])
+        with pytest.raises(ConfigError, match="blend_check_layers: 1"):
+            cached.prefill(prompt(0), policy=Policy(strategy="deviation"))
+
+
+def test_the_same_weights_have_the_same_fingerprint_and_one_value_changes_it(tmp_path: Path) -> None:
+    model = random_model()
+    before = fingerprint(model)
+    model.save_pretrained(tmp_path)
+    assert fingerprint(type(model).from_pretrained(tmp_path)) == before
+    with torch.no_grad():
+        model.model.layers[2].mlp.up_proj.weight[5, 7] += 1e-6
+    assert fingerprint(model) != before
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_blended(dtype: torch.dtype) -> None:
+    with CachedModel(random_model().to(dtype), settings(), SEPARATOR) as cached:
+        assert cached.blends
+        for document in DOCUMENTS[:3]:
+            cached.learn(document)
+        full = cached.prefill(prompt(2, 0, 1), "full").logits.float()
+        blend = cached.prefill(prompt(2, 0, 1), policy=EVERYTHING).logits.float()
+        assert (full - blend).abs().max() <= 0.05 * full.abs().max()
+
+
+def test_a_rotation_that_does_nothing_fails_the_self_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lmc.blend.blender.rotate", lambda keys, _cos, _sin, out: out.copy_(keys))
+    with CachedModel(random_model(), settings(), SEPARATOR) as cached:
+        assert not cached.blends
