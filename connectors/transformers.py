@@ -192,20 +192,27 @@ class CachedModel:
 
     def _prefill(self, prompt: list[int], how: How, policy: Policy, started: float, lost: set[ChunkKey]) -> Prefilled:
         if how == "full":
-            return self._whole(prompt, started, how)
-        if how == "exact":
-            return self._exact(prompt, started, lost)
+            return self._by_model(prompt, [], how, started)
         segments = split(prompt, self.separators)
-        plan, unknown = self._plan(prompt, segments, lost)
-        known = sum(piece.tokens for piece in plan)
-        note = self._why_not(known)
-        if note:
-            done = self._whole(prompt, started, how, note, len(unknown))
+        unknown: list[Span] = []
+        note = ""
+        if how == "exact":
+            plan = trim(self._prefix(prompt, lost), 0, len(prompt) - 1)
         else:
+            plan, unknown = self._plan(prompt, segments, lost)
+            note = self._why_not(sum(piece.tokens for piece in plan))
+        if note:
+            done = self._by_model(prompt, [], how, started, note, len(unknown))
+        elif self.blends and plan:
+            # For exact prefixes too: transformers' attention behind a cache reads a whole mask, ours no key that is hidden.
             done = self._blended(prompt, segments, plan, how, policy, started, len(unknown))
-        if self.settings.blend_learn:
+        else:
+            done = self._by_model(prompt, plan, how, started)
+        if how == "exact":
+            self.engine.store(Kind.EXACT, prompt, rows_of(done.cache))
+        elif self.settings.blend_learn:
             self._to_learn = [prompt[span.start : span.stop] for span in unknown]
-        self._keep_system(prompt, segments.system, done)
+        self._keep_system(prompt, segments.system, done.cache)
         return done
 
     def _why_not(self, known: int) -> str:
@@ -276,58 +283,37 @@ class CachedModel:
     def _prefix(self, tokens: list[int], lost: set[ChunkKey]) -> list[Piece]:
         return list(takewhile(lambda piece: piece.key not in lost, self.engine.find_prefix(tokens)))
 
-    def _exact(self, prompt: list[int], started: float, lost: set[ChunkKey]) -> Prefilled:
-        plan = trim(self._prefix(prompt, lost), 0, len(prompt) - 1)
-        reach = sum(piece.tokens for piece in plan)
+    def _by_model(
+        self, prompt: list[int], plan: list[Piece], how: How, started: float, note: str = "", unknown: int = 0
+    ) -> Prefilled:
+        """The model's own prefill behind an exact prefix, or of the whole prompt."""
         loaded: Counter[str] = Counter()
         kv = []
         with closing(self.engine.layers(plan, loaded)) as reader:
             for _, parts in reader:
                 both = torch.cat(parts, dim=1).to(self.layers.device)  # [K, T, H, D]
                 kv.append((both[0].transpose(0, 1), both[1].transpose(0, 1)))
-        cache = cache_of(kv)
-        out = forward(self.model, prompt[reach:], cache)
-        logits = out.logits[0, -1]
-        seconds = self._elapsed(started)
-        self.engine.store(Kind.EXACT, prompt, rows_of(cache))
-        return Prefilled(logits=logits, cache=cache, report=self._plain_report("exact", prompt, reach, seconds, loaded))
-
-    def _whole(self, prompt: list[int], started: float, how: How, note: str = "", unknown: int = 0) -> Prefilled:
-        cache = DynamicCache()
-        logits = forward(self.model, prompt, cache).logits[0, -1]
-        seconds = self._elapsed(started)
-        report = self._plain_report(how, prompt, 0, seconds, Counter(), note, unknown)
-        return Prefilled(logits=logits, cache=cache, report=report)
-
-    def _keep_system(self, prompt: list[int], system: Span, done: Prefilled) -> None:
-        """The text before the first document is exact whatever follows: stored for the next prompt."""
-        if len(system):
-            rows = [(keys[: system.stop], values[: system.stop]) for keys, values in rows_of(done.cache)]
-            self.engine.store(Kind.EXACT, prompt[: system.stop], rows)
-
-    def _plain_report(
-        self,
-        how: How,
-        prompt: list[int],
-        exact: int,
-        seconds: float,
-        loaded: "Counter[str]",
-        note: str = "",
-        unknown: int = 0,
-    ) -> Report:
-        computed = (len(prompt) - exact,) * self.layers.shape.layers
-        return Report(
+        cache, reach = cache_of(kv), sum(piece.tokens for piece in plan)
+        logits = forward(self.model, prompt[reach:], cache).logits[0, -1]
+        report = Report(
             how=how,
             tokens=len(prompt),
-            computed=computed,
-            exact=exact,
+            computed=(len(prompt) - reach,) * self.layers.shape.layers,
+            exact=reach,
             reused=0,
             charged_budget=0.0,
             loaded=dict(loaded),
             unknown=unknown,
-            seconds=seconds,
+            seconds=self._elapsed(started),
             note=note,
         )
+        return Prefilled(logits=logits, cache=cache, report=report)
+
+    def _keep_system(self, prompt: list[int], system: Span, cache: DynamicCache) -> None:
+        """The text before the first document is exact whatever follows: stored for the next prompt."""
+        if len(system):
+            rows = [(keys[: system.stop], values[: system.stop]) for keys, values in rows_of(cache)]
+            self.engine.store(Kind.EXACT, prompt[: system.stop], rows)
 
     # -- the model ---------------------------------------------------------------------------------------------------
 

@@ -314,6 +314,19 @@ def test_a_model_that_fails_the_self_test_is_served_in_full(caplog: pytest.LogCa
     assert "self-test" in done.report.note
 
 
+def test_a_model_that_fails_the_self_test_still_reuses_exact_prefixes() -> None:
+    model = random_model()
+    for layer in model.model.layers:
+        layer.self_attn.register_forward_hook(lambda _module, _inputs, output: (output[0] * 1.5, *output[1:]))
+    with CachedModel(model, settings(), SEPARATOR) as cached:
+        ids = random_tokens(50, 1)
+        cached.prefill(ids, "exact")
+        longer = ids + random_tokens(20, 2)
+        again = cached.prefill(longer, "exact")
+        assert again.report.exact == 50
+        assert (again.logits - cached.prefill(longer, "full").logits).abs().max() <= 1e-4
+
+
 def test_a_prefilled_cache_is_a_transformers_cache(cached: CachedModel) -> None:
     cached.learn(DOCUMENTS[0])
     done = cached.prefill(prompt(0))
