@@ -7,12 +7,10 @@ were free (c: layers run in full for the evidence, 1.15 for a check at layer 1 a
 tokens are always fresh).
 """
 
-import argparse
 import random
 from collections import Counter
 
-import torch
-from common import closing_line, machine, median, prompt_of
+from common import closing_line, machine, median, parser, prompt_of
 
 from lmc.blend.select import Policy
 from lmc.config import Settings
@@ -23,16 +21,14 @@ CHECK_COST = {"deviation": 1.15}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--tokens", type=int, default=2048)
-    parser.add_argument("--documents", type=int, default=8)
-    parser.add_argument("--strategy", default=Settings().blend_strategy)
-    parser.add_argument("--ratio", type=float, default=0.15)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--keep", action="store_true", help="write bench/results/blend_ttft.json")
-    options = parser.parse_args()
-    torch.set_num_threads(1)
+    arguments = parser(__doc__, "blend_ttft")
+    arguments.add_argument("--layers", type=int, default=12)
+    arguments.add_argument("--tokens", type=int, default=2048)
+    arguments.add_argument("--documents", type=int, default=8)
+    arguments.add_argument("--strategy", default=Settings().blend_strategy)
+    arguments.add_argument("--ratio", type=float, default=0.15)
+    arguments.add_argument("--repeats", type=int, default=5)
+    options = arguments.parse_args()
     settings = Settings(enable_blending=True, max_local_cpu_size=2.0)
     with CachedModel(random_llama(options.layers, 768), settings, SEPARATOR) as cached:
         size = options.tokens // options.documents - 4

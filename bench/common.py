@@ -1,5 +1,6 @@
 """What the benchmarks share: prompts of known documents, medians, and the closing line of JSON."""
 
+import argparse
 import json
 import platform
 import statistics
@@ -10,6 +11,14 @@ import torch
 
 from lmc.blend.segments import join
 from lmc.demo import SEPARATOR, random_tokens
+
+
+def parser(doc: str | None, name: str) -> argparse.ArgumentParser:
+    """Arguments that every benchmark has; and one thread, which every benchmark runs on."""
+    torch.set_num_threads(1)
+    options = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--keep", action="store_true", help=f"write bench/results/{name}.json")
+    return options
 
 
 def prompt_of(documents: Sequence[Sequence[int]], order: Sequence[int], question: int = 24, seed: int = 0) -> list[int]:

@@ -3,12 +3,10 @@
 python bench/decay.py
 """
 
-import argparse
 import random
 import statistics
 
-import torch
-from common import closing_line, machine, prompt_of
+from common import closing_line, machine, parser, prompt_of
 
 from lmc.config import Settings
 from lmc.connectors.transformers import CachedModel
@@ -18,10 +16,8 @@ PROMPTS, DOCUMENTS, TOKENS = 1000, 12, 128
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--keep", action="store_true", help="write bench/results/decay.json")
-    options = parser.parse_args()
-    torch.set_num_threads(1)
+    arguments = parser(__doc__, "decay")
+    options = arguments.parse_args()
     settings = Settings(enable_blending=True, max_local_cpu_size=0.25, chunk_size=64)
     with CachedModel(random_llama(6, 256), settings, SEPARATOR) as cached:
         documents = [random_tokens(TOKENS, i) for i in range(DOCUMENTS)]

@@ -3,10 +3,9 @@
 python bench/keys.py
 """
 
-import argparse
 import time
 
-from common import closing_line, machine
+from common import closing_line, machine, parser
 
 from lmc.keys import exact_keys
 
@@ -14,9 +13,8 @@ TOKENS, CHUNK, REPEATS = 50_000, 256, 200
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--keep", action="store_true", help="write bench/results/keys.json")
-    options = parser.parse_args()
+    arguments = parser(__doc__, "keys")
+    options = arguments.parse_args()
     tokens = [(i * 2_654_435_761) % 151_936 for i in range(TOKENS)]
     seconds = []
     for _ in range(REPEATS):

@@ -6,14 +6,13 @@ A prompt of 8 documents whose chunks lie on disk only. Every part takes at least
 included); the consumer computes as long per layer (busy, in torch, on one thread). Without overlap the total would be 2.0.
 """
 
-import argparse
 import tempfile
 import time
 from contextlib import closing
 from pathlib import Path
 
 import torch
-from common import closing_line, machine
+from common import closing_line, machine, parser
 
 from lmc.config import Settings
 from lmc.demo import random_tokens
@@ -36,10 +35,8 @@ def busy(seconds: float, matrix: torch.Tensor) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--keep", action="store_true", help="write bench/results/overlap.json")
-    options = parser.parse_args()
-    torch.set_num_threads(1)
+    arguments = parser(__doc__, "overlap")
+    options = arguments.parse_args()
     documents = [random_tokens(256, i) for i in range(DOCUMENTS)]
     namespace = Namespace(
         kind="tokens", model="bench", dtype="float32", layers=LAYERS, kv_heads=8, head_dim=64, rope="", chunk_size=256

@@ -5,12 +5,10 @@
 gap closed = (accuracy − blind reuse) / (full prefill − blind reuse). Every question is asked in several shuffled orders.
 """
 
-import argparse
 from collections import defaultdict
 from pathlib import Path
 
-import torch
-from common import closing_line, machine
+from common import closing_line, machine, parser
 
 from lmc.blend.select import Policy
 from lmc.config import Settings
@@ -36,11 +34,9 @@ def accuracy(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--orders", type=int, default=4)
-    parser.add_argument("--keep", action="store_true", help="write bench/results/quality.json")
-    options = parser.parse_args()
-    torch.set_num_threads(1)
+    arguments = parser(__doc__, "quality")
+    arguments.add_argument("--orders", type=int, default=4)
+    options = arguments.parse_args()
     settings = Settings(enable_blending=True, max_local_cpu_size=0.5)
     collection = read_collection(SHIPPED / "documents", SHIPPED / "questions.json")
     cached, tokenizer = CachedModel.load(SHIPPED / "model", settings)

@@ -71,9 +71,8 @@ class Blend:
         policy.check_depth(layers.shape.layers)
         self._layers, self._policy = layers, policy
         shape, device, length = layers.shape, layers.device, len(tokens)
-        self._question = min(
-            question.start, length - 1
-        )  # a prompt that ends with a separator is asked by its last token
+        # A prompt that ends with a separator is asked by its last token.
+        self._question = min(question.start, length - 1)
         self._tokens = torch.tensor(tokens, device=device)
         self._cos, self._sin = layers.rows(length)
         kept = [_positions(p.at, p.tokens, device) for p in pieces]
@@ -105,9 +104,8 @@ class Blend:
         elif self._policy.strategy in NEEDS_QUESTION:
             attention = torch.zeros(len(self._tokens), device=self._layers.device)
             yield from self._ask(reader, attention)
-            self._fresh = self._fresh[
-                self._fresh > self._reused[0]
-            ]  # what comes before all reused tokens is exact by now
+            # What comes before all reused tokens is exact by now.
+            self._fresh = self._fresh[self._fresh > self._reused[0]]
             chosen = self._choose(Evidence(offset=self._offset, attention=attention[self._reused]))
             yield from self._pass(iter(()), self._rows(chosen))
         elif self._policy.strategy == "deviation":
@@ -129,16 +127,13 @@ class Blend:
         hidden = self._layers.embed(self._tokens[rows])
         last = self._layers.shape.layers - 1
         for layer in range(last + 1):
-            self._place(layer, reader)
-            query, key, value = self._layers.qkv(layer, hidden, self._cos[rows], self._sin[rows])
-            self._count(layer, rows)
+            query, key, value = self._enter(layer, hidden, rows, reader)
             keep = None
             if layer in checks:
                 keep = self._shrink(checks.index(layer), layer, rows, key)
             elif layer == last:
-                keep = torch.tensor(
-                    [len(rows) - 1], device=rows.device
-                )  # of the last layer only the last token's output is read
+                # Of the last layer only the last token's output is read.
+                keep = torch.tensor([len(rows) - 1], device=rows.device)
             self._patch(layer, rows, key, value)
             if keep is not None:
                 rows, hidden, query = rows[keep], hidden[keep], query[keep]
@@ -160,9 +155,7 @@ class Blend:
         hidden = self._layers.embed(self._tokens[rows])
         last = self._layers.shape.layers - 1
         for layer in range(last + 1):
-            self._place(layer, reader)
-            query, key, value = self._layers.qkv(layer, hidden, self._cos[rows], self._sin[rows])
-            self._count(layer, rows)
+            query, key, value = self._enter(layer, hidden, rows, reader)
             self._patch(layer, rows, key, value)
             keys, values = self.result.keys[layer], self.result.values[layer]
             attention += attention_paid(query[asking], keys, rows[asking], self._layers.scale, visible)
@@ -171,17 +164,22 @@ class Blend:
                 hidden = self._layers.finish(layer, hidden, attended)
             yield Step(layer, len(rows))
 
+    def _enter(
+        self, layer: int, hidden: torch.Tensor, rows: torch.Tensor, reader: Reader
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Stored KV of a layer in its place, and query, key and value of the rows that are computed."""
+        self._place(layer, reader)
+        self._count(layer, rows)
+        return self._layers.qkv(layer, hidden, self._cos[rows], self._sin[rows])
+
     def _small_fresh(self) -> torch.Tensor:
         """Fresh tokens but those of unknown documents: runs between known tokens that are longer than a question could be asked over."""
         rows = self._fresh
         edges = (rows[1:] != rows[:-1] + 1).nonzero().flatten() + 1
         runs = rows.tensor_split(edges.cpu())
-        first_known = int(self._reused[0])
-        short = [
-            run for run in runs if len(run) <= 2 * QUESTION_ROWS or run[0] >= self._question or run[-1] < first_known
-        ]
-        tail = rows[rows >= self._question]
-        chosen: torch.Tensor = torch.cat([*short, tail]).unique()
+        first = int(self._reused[0])  # before it nothing is left out: what is computed there is exact
+        short = [run for run in runs if len(run) <= 2 * QUESTION_ROWS or run[-1] < first]
+        chosen: torch.Tensor = torch.cat([*short, rows[rows >= self._question]]).unique()
         return chosen
 
     # -- evidence and choice -----------------------------------------------------------------------------------------
