@@ -24,6 +24,7 @@ bench: $(VENV)/ready
 	$(BIN)/python bench/blend_ttft.py --keep
 	$(BIN)/python bench/decay.py --keep
 	$(BIN)/python bench/quality.py --keep
+	$(BIN)/lmc demo --seed 1 --json bench/results/demo.json
 
 # torch by its exact version first: a plain torch may bring gigabytes of CUDA that no test here uses.
 $(VENV)/ready: pyproject.toml

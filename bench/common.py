@@ -1,16 +1,14 @@
-"""What the benchmarks share: prompts of known documents, medians, and the closing line of JSON."""
+"""What the benchmarks share: prompts of known documents, arguments, and the closing line of JSON."""
 
 import argparse
 import json
-import platform
-import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from lmc.blend.segments import join
-from lmc.demo import SEPARATOR, random_tokens
+from lmc.demo import SEPARATOR, machine, random_tokens
 
 
 def parser(doc: str | None, name: str) -> argparse.ArgumentParser:
@@ -31,29 +29,11 @@ def prompt_of(documents: Sequence[Sequence[int]], order: Sequence[int], question
     )
 
 
-def median(run: Callable[[int], float], repeats: int) -> float:
-    """The median of `run(0)` … `run(repeats - 1)`, after one run that does not count."""
-    run(repeats)
-    return statistics.median(run(i) for i in range(repeats))
-
-
-def closing_line(result: dict[str, object], name: str | None = None) -> None:
-    """Print the result as the last line; with a name, also keep it beside the benchmark with the machine's name."""
+def closing_line(result: dict[str, object], name: str | None = None, also: dict[str, object] | None = None) -> None:
+    """Print the result as the last line; with a name, keep it and what is `also` known in `bench/results`, with the machine's name."""
     if name:
-        kept = {**result, "machine": machine()}
+        kept = {**result, **(also or {}), "machine": machine()}
         path = Path(__file__).parent / "results" / f"{name}.json"
         path.parent.mkdir(exist_ok=True)
         path.write_text(json.dumps(kept, indent=1) + "\n")
     print(json.dumps(result))
-
-
-def machine() -> str:
-    """Processor, cores and torch: what a number is worth nothing without."""
-    model = platform.processor() or platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        names = [
-            line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")
-        ]
-        model = f"{names[0]}, {len(names)} cores" if names else model
-    return f"{model}; torch {torch.__version__}"

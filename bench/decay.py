@@ -6,11 +6,11 @@ python bench/decay.py
 import random
 import statistics
 
-from common import closing_line, machine, parser, prompt_of
+from common import closing_line, parser, prompt_of
 
 from lmc.config import Settings
 from lmc.connectors.transformers import CachedModel
-from lmc.demo import SEPARATOR, random_llama, random_tokens
+from lmc.demo import SEPARATOR, machine, random_llama, random_tokens
 
 PROMPTS, DOCUMENTS, TOKENS = 1000, 12, 128
 

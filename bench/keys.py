@@ -5,8 +5,9 @@ python bench/keys.py
 
 import time
 
-from common import closing_line, machine, parser
+from common import closing_line, parser
 
+from lmc.demo import machine
 from lmc.keys import exact_keys
 
 TOKENS, CHUNK, REPEATS = 50_000, 256, 200

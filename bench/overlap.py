@@ -12,10 +12,10 @@ from contextlib import closing
 from pathlib import Path
 
 import torch
-from common import closing_line, machine, parser
+from common import closing_line, parser
 
 from lmc.config import Settings
-from lmc.demo import random_tokens
+from lmc.demo import machine, random_tokens
 from lmc.engine import CacheEngine, Kind
 from lmc.keys import Namespace
 from lmc.shapes import KVShape

@@ -1,6 +1,6 @@
 """Accuracy of every strategy at every ratio on the shipped model, by class of question, with the charged budget and the gap that it closes.
 
-    python bench/quality.py [--orders 4]
+    python bench/quality.py [--orders 2]
 
 gap closed = (accuracy − blind reuse) / (full prefill − blind reuse). Every question is asked in several shuffled orders.
 """
@@ -8,12 +8,12 @@ gap closed = (accuracy − blind reuse) / (full prefill − blind reuse). Every 
 from collections import defaultdict
 from pathlib import Path
 
-from common import closing_line, machine, parser
+from common import closing_line, parser
 
 from lmc.blend.select import Policy
 from lmc.config import Settings
 from lmc.connectors.transformers import CachedModel
-from lmc.demo import answers, learn_all
+from lmc.demo import answers, learn_all, machine
 from lmc.questions import Example, Prompts, read_collection
 
 RATIOS = (0.0, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0)
@@ -35,7 +35,7 @@ def accuracy(
 
 def main() -> None:
     arguments = parser(__doc__, "quality")
-    arguments.add_argument("--orders", type=int, default=4)
+    arguments.add_argument("--orders", type=int, default=2)
     options = arguments.parse_args()
     settings = Settings(enable_blending=True, max_local_cpu_size=0.5)
     collection = read_collection(SHIPPED / "documents", SHIPPED / "questions.json")
@@ -84,10 +84,8 @@ def main() -> None:
         "bench": "quality", "full": full, "blind": blind, "default": default["strategy"], "ratio": default["ratio"],
         "charged": default["charged"], "accuracy": default["accuracy"], "gap_closed": default["gap_closed"],
     }  # fmt: skip
-    if options.keep:
-        closing_line({**line, "questions": count, "rows": rows}, "quality")
-    else:
-        closing_line(line)
+    also = {"orders": options.orders, "questions": count, "rows": rows}
+    closing_line(line, "quality" if options.keep else None, also)
 
 
 def shown(shares: dict[str, float]) -> str:

@@ -50,9 +50,8 @@ class Blended:
     logits: torch.Tensor | None = None  # [V] at the last token
     reused: int = 0  # tokens whose KV could be approximate: what a ratio refers to
     computed: list[int] = field(default_factory=list)  # tokens computed in each layer, over all passes
-    repaired: list[torch.Tensor] = field(
-        default_factory=list
-    )  # per layer, positions of reused tokens whose KV was computed anew
+    # per layer, positions of reused tokens whose KV was computed anew
+    repaired: list[torch.Tensor] = field(default_factory=list)
     charged: int = 0  # token-layers of reusable tokens that were computed
 
     @property
@@ -87,11 +86,10 @@ class Blend:
         self._loose[self._reused] = True
         self._offset = torch.cat([_positions(p.first, p.tokens, device) for p in loose]) if loose else self._reused
         self._fresh = (~self._known).nonzero().flatten()
-        # Zeros, not whatever memory holds: a masked key still meets a zero weight, and 0 × NaN is NaN.
         empty = (shape.kv_heads, length, shape.head_dim)
         self.result = Blended(
-            keys=[torch.zeros(empty, dtype=shape.dtype, device=device) for _ in range(shape.layers)],
-            values=[torch.zeros(empty, dtype=shape.dtype, device=device) for _ in range(shape.layers)],
+            keys=[torch.empty(empty, dtype=shape.dtype, device=device) for _ in range(shape.layers)],
+            values=[torch.empty(empty, dtype=shape.dtype, device=device) for _ in range(shape.layers)],
             reused=len(self._reused),
             computed=[0] * shape.layers,
             repaired=[self._reused[:0]] * shape.layers,
@@ -146,18 +144,22 @@ class Blend:
     def _ask(self, reader: Reader, attention: torch.Tensor) -> Iterator[Step]:
         """The question alone over the unrepaired KV, adding to `attention [T]` what it pays in each layer.
 
-        With it run the separators and the system text, without which it would see a prompt unlike any; unknown documents are left out.
+        With it runs what comes before all reused tokens, which is exact and done by that. Separators and unknown documents are not
+        there yet: running them here too would cost as much as the question itself, and changed no choice that we measured.
         """
-        rows = self._small_fresh()
+        rows = self._fresh[(self._fresh < self._reused[0]) | (self._fresh >= self._question)]
         asking = (rows >= self._question).nonzero().flatten()[-QUESTION_ROWS:]
         visible = self._known.clone()
         visible[rows] = True
+        hidden_rows = (~visible).nonzero().flatten()
         hidden = self._layers.embed(self._tokens[rows])
         last = self._layers.shape.layers - 1
         for layer in range(last + 1):
             query, key, value = self._enter(layer, hidden, rows, reader)
             self._patch(layer, rows, key, value)
             keys, values = self.result.keys[layer], self.result.values[layer]
+            # Zeros, not whatever memory holds: a masked key still meets a zero weight, and 0 × NaN is NaN.
+            keys[:, hidden_rows] = values[:, hidden_rows] = 0
             attention += attention_paid(query[asking], keys, rows[asking], self._layers.scale, visible)
             if layer < last:
                 attended = attend(query, keys, values, rows, self._layers.scale, visible)
@@ -171,16 +173,6 @@ class Blend:
         self._place(layer, reader)
         self._count(layer, rows)
         return self._layers.qkv(layer, hidden, self._cos[rows], self._sin[rows])
-
-    def _small_fresh(self) -> torch.Tensor:
-        """Fresh tokens but those of unknown documents: runs between known tokens that are longer than a question could be asked over."""
-        rows = self._fresh
-        edges = (rows[1:] != rows[:-1] + 1).nonzero().flatten() + 1
-        runs = rows.tensor_split(edges.cpu())
-        first = int(self._reused[0])  # before it nothing is left out: what is computed there is exact
-        short = [run for run in runs if len(run) <= 2 * QUESTION_ROWS or run[-1] < first]
-        chosen: torch.Tensor = torch.cat([*short, rows[rows >= self._question]]).unique()
-        return chosen
 
     # -- evidence and choice -----------------------------------------------------------------------------------------
 
@@ -237,9 +229,8 @@ class Blend:
 
     def _turn_of(self, piece: Placed) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin `[T, R/2]` that move a piece to its place; the same for all layers."""
-        assert (
-            piece.first <= piece.at
-        )  # a document stands at or behind the position it was computed at: its rows are in the table
+        # a document stands at or behind the position it was computed at: its rows are in the table
+        assert piece.first <= piece.at
         half, cos, sin = self._cos.shape[-1] // 2, self._cos, self._sin
         old, new = slice(piece.first, piece.first + piece.tokens), slice(piece.at, piece.at + piece.tokens)
         return turn_between(cos[old, :half], sin[old, :half], cos[new, :half], sin[new, :half])

@@ -20,11 +20,10 @@ class Report:
     reused: int  # tokens whose KV came from documents computed alone
     charged_budget: float  # of the reused tokens, the share that was computed anyway, over all layers
     loaded: dict[str, int]  # bytes from "device", "host", "disk", …
-    unknown: int  # documents that were not stored; they are learned afterwards
+    unknown: int  # documents that were not stored, and are learned afterwards, or that memory had no room for
     seconds: float  # until the logits were there
-    repaired: tuple[torch.Tensor, ...] = field(
-        default=(), repr=False
-    )  # per layer, positions of reused tokens computed anew
+    # per layer, positions of reused tokens computed anew
+    repaired: tuple[torch.Tensor, ...] = field(default=(), repr=False)
     note: str = ""  # why something else was done than was asked for
 
 

@@ -15,7 +15,12 @@ from lmc.connectors.hf import forward, rows_of
 log = logging.getLogger(__name__)
 
 SYSTEM, FIRST, SECOND, QUESTION = 7, 20, 25, 12  # tokens of the prompt that is tried
-TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}  # relative to the largest value
+TOLERANCE = {
+    torch.float64: 1e-4,
+    torch.float32: 1e-4,
+    torch.float16: 1e-2,
+    torch.bfloat16: 5e-2,
+}  # relative to the largest value
 
 
 def proves_itself(model: Any, layers: DecoderLayers) -> bool:

@@ -10,6 +10,7 @@ One prompt at a time; not thread-safe, as the model is not.
 
 import json
 import logging
+import operator
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -60,9 +61,9 @@ class CachedModel:
 
         `separator_ids` is one token sequence, or all that the special string can come out as (`segments.separator_variants`).
         """
-        self.separators: Variants = _variants(separator_ids)
         self.model, self.settings = model.eval(), settings
         self.layers = DecoderLayers(model)
+        self.separators: Variants = _variants(separator_ids, self.layers.vocabulary)
         self.policy = Policy(
             strategy=settings.blend_strategy,
             ratios=settings.blend_recompute_ratios,
@@ -110,9 +111,8 @@ class CachedModel:
             )
         if self.engine.find_document(document, 0) is not None:
             return 0
-        return self.engine.store(
-            Kind.DOCUMENT, document, rows_of(forward(self.model, document, DynamicCache()).past_key_values)
-        )
+        kv = rows_of(forward(self.model, document, DynamicCache()).past_key_values)
+        return self.engine.store(Kind.DOCUMENT, document, kv, patient=True)
 
     def learn_pending(self) -> int:
         """Learn the unknown documents of earlier prompts; return how many there were."""
@@ -199,15 +199,14 @@ class CachedModel:
         if how == "exact":
             plan = trim(self._prefix(prompt, lost), 0, len(prompt) - 1)
         else:
-            plan, unknown = self._plan(prompt, segments, lost)
-            note = self._why_not(sum(piece.tokens for piece in plan))
-        if note:
-            done = self._by_model(prompt, [], how, started, note, len(unknown))
-        elif self.blends and plan:
+            prefix, documents, unknown = self._plan(prompt, segments, lost)
+            note = self._why_not(sum(piece.tokens for piece in documents))
+            plan = prefix if note else prefix + documents
+        if self.blends and plan:
             # For exact prefixes too: transformers' attention behind a cache reads a whole mask, ours no key that is hidden.
-            done = self._blended(prompt, segments, plan, how, policy, started, len(unknown))
+            done = self._blended(prompt, segments, plan, how, policy, started, note, len(unknown))
         else:
-            done = self._by_model(prompt, plan, how, started)
+            done = self._by_model(prompt, plan, how, started, note, len(unknown))
         if how == "exact":
             self.engine.store(Kind.EXACT, prompt, rows_of(done.cache))
         elif self.settings.blend_learn:
@@ -215,25 +214,26 @@ class CachedModel:
         self._keep_system(prompt, segments.system, done.cache)
         return done
 
-    def _why_not(self, known: int) -> str:
-        """Why a prompt is better, or has to be, computed in full."""
+    def _why_not(self, documents: int) -> str:
+        """Why a prompt is better, or has to be, computed behind its exact prefix, if `documents` tokens could be reused."""
         if not self.blends:
             return "blending is off: the self-test failed for this model"
-        if known == 0:
-            return "nothing of this prompt is stored"
-        if known < self.settings.blend_min_tokens:
-            return f"{known} stored tokens are fewer than blend_min_tokens={self.settings.blend_min_tokens}"
+        if documents and documents < self.settings.blend_min_tokens:
+            return f"{documents} tokens of stored documents are fewer than blend_min_tokens={self.settings.blend_min_tokens}"
         return ""
 
-    def _plan(self, prompt: list[int], segments: Segments, lost: set[ChunkKey]) -> tuple[list[Piece], list[Span]]:
-        """Pieces for the exact prefix and every known document behind it, and the documents that are not known."""
+    def _plan(
+        self, prompt: list[int], segments: Segments, lost: set[ChunkKey]
+    ) -> tuple[list[Piece], list[Piece], list[Span]]:
+        """Pieces for the exact prefix, pieces for every known document behind it, and the documents that are not known."""
         limit = len(prompt) - 1  # the last token is always computed, for its logits
         before = prompt[: segments.system.stop]
         # A document at position 0 is as exact there as it is alone.
-        first = [piece for piece in self.engine.find_document(before, 0) or [] if piece.key not in lost]
+        first = list(takewhile(lambda piece: piece.key not in lost, self.engine.find_document(before, 0) or []))
         prefixes = [self._prefix(prompt, lost), self._prefix(before, lost), first]
-        plan = trim(max(prefixes, key=lambda pieces: sum(p.tokens for p in pieces)), 0, limit)
-        reach = sum(piece.tokens for piece in plan)
+        prefix = trim(max(prefixes, key=lambda pieces: sum(p.tokens for p in pieces)), 0, limit)
+        reach = sum(piece.tokens for piece in prefix)
+        known: list[Piece] = []
         unknown = []
         for span in segments.documents:
             if span.stop <= reach:
@@ -242,8 +242,8 @@ class CachedModel:
             if pieces is None or any(piece.key in lost for piece in pieces):
                 unknown.append(span)
             else:
-                plan += trim(pieces, max(reach, span.start), limit)
-        return plan, unknown
+                known += trim(pieces, max(reach, span.start), limit)
+        return prefix, known, unknown
 
     def _blended(
         self,
@@ -253,6 +253,7 @@ class CachedModel:
         how: How,
         policy: Policy,
         started: float,
+        note: str,
         unknown: int,
     ) -> Prefilled:
         if how == "reuse":
@@ -276,6 +277,7 @@ class CachedModel:
             loaded=dict(loaded),
             unknown=unknown,
             seconds=seconds,
+            note=note,
             repaired=tuple(result.repaired),
         )
         return Prefilled(logits=result.logits, cache=cache, report=report)
@@ -323,7 +325,7 @@ class CachedModel:
         return time.perf_counter() - started
 
     def _checked(self, token_ids: Sequence[int], what: str) -> list[int]:
-        tokens = [int(token) for token in token_ids]
+        tokens = _integers(token_ids, what)
         if not tokens:
             raise InputError(f"the {what} is empty")
         if len(tokens) > self.layers.positions:
@@ -347,13 +349,31 @@ class CachedModel:
         )
 
 
-def _variants(separator_ids: Variants | Sequence[int]) -> Variants:
+def _integers(token_ids: Any, what: str) -> list[int]:
+    """Token ids as integers: of a list, an array or tensor `[T]`, or one of `[1, T]` as tokenizers return it."""
+    listed = token_ids.tolist() if hasattr(token_ids, "tolist") else token_ids
+    if isinstance(listed, list | tuple) and len(listed) == 1 and isinstance(listed[0], list | tuple):
+        listed = listed[0]
+    try:
+        return [operator.index(token) for token in listed]
+    except TypeError as error:
+        raise InputError(
+            f"the {what} must be a sequence of integer token ids, one prompt at a time: {error}"
+        ) from error
+
+
+def _variants(separator_ids: Variants | Sequence[int], vocabulary: int) -> Variants:
     """One sequence or several, as a tuple of sequences."""
-    nested = [variant for variant in separator_ids if isinstance(variant, Sequence)]
-    if not nested and len(separator_ids):
-        return (tuple(int(token) for token in separator_ids),)  # type: ignore[arg-type]
-    if not nested or len(nested) < len(separator_ids) or not all(nested):
+    try:
+        listed: list[Any] = list(separator_ids)
+        nested = listed if listed and isinstance(listed[0], list | tuple) else [listed]
+        variants = tuple(tuple(operator.index(token) for token in variant) for variant in nested)
+    except TypeError as error:
         raise ConfigError(
-            "separator_ids: give the token ids of blend_special_str, or several such sequences, none of them empty"
+            f"separator_ids must be token ids of blend_special_str, or several sequences of them: {error}"
+        ) from error
+    if not all(variants) or any(not 0 <= token < vocabulary for variant in variants for token in variant):
+        raise ConfigError(
+            f"separator_ids {separator_ids}: a sequence is empty, or not in the vocabulary of {vocabulary}"
         )
-    return tuple(tuple(int(token) for token in variant) for variant in nested)
+    return variants

@@ -9,6 +9,7 @@ from pathlib import Path
 from lmc.blend.segments import join
 from lmc.config import Settings
 from lmc.connectors.transformers import CachedModel
+from lmc.errors import LmcError
 
 HERE = Path(__file__).parent / "small_model"
 model_name = sys.argv[1] if len(sys.argv) > 1 else HERE / "model"
@@ -17,7 +18,10 @@ folder = Path(sys.argv[2]) if len(sys.argv) > 2 else HERE / "documents"
 # Settings come from LMC_* variables or a YAML file as well; what is given here wins.
 settings = Settings.load({"enable_blending": True, "max_local_cpu_size": 0.5, "local_disk": ".demo/rag"})
 
-cached, tokenizer = CachedModel.load(model_name, settings)
+try:
+    cached, tokenizer = CachedModel.load(model_name, settings)
+except LmcError as error:
+    sys.exit(f"error: {error}")
 
 
 def encode(text: str) -> list[int]:
@@ -28,6 +32,8 @@ def encode(text: str) -> list[int]:
 with cached:  # closing writes to disk what is not there yet
     # 1. Once per document, ahead of time: prefill it alone and keep its KV. Documents that are on disk already cost nothing.
     documents = [encode(path.read_text().strip()) for path in sorted(folder.glob("*.txt"))[:6]]
+    if not documents:
+        sys.exit(f"no .txt files in {folder}")
     new = sum(cached.learn(document) > 0 for document in documents)
     print(f"{len(documents)} documents, {new} of them prefilled now, the others found on disk")
 

@@ -113,6 +113,8 @@ def demo(
         raise InputError(
             "the small model is not in the wheel: run from a clone, or give --model, --documents and --questions"
         )
+    for output in filter(None, (page, json_file)):
+        writable(output)
     collection = read_collection(documents or SHIPPED / "documents", questions or SHIPPED / "questions.json")
     if limit is not None:
         collection = sample(collection, limit)
@@ -136,6 +138,15 @@ def demo(
     show(outcome, page)
     if json_file is not None:
         json_file.write_text(outcome.json() + "\n")
+
+
+def writable(output: Path) -> None:
+    """Raise `InputError` now if a file could not be written later, after minutes of work."""
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.open("a").close()
+    except OSError as error:
+        raise InputError(f"cannot write {output}: {error.strerror}") from error
 
 
 def show(outcome: "Outcome", page: Path) -> None:

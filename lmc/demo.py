@@ -7,6 +7,7 @@
 """
 
 import json
+import platform
 import random
 import statistics
 import time
@@ -28,6 +29,7 @@ from lmc.questions import Collection, Example, Prompts
 WAYS: tuple[How, ...] = ("full", "exact", "reuse", "blend")
 LARGE_LAYERS, LARGE_HIDDEN, LARGE_TOKENS, LARGE_DOCUMENTS, LARGE_PROMPTS = 12, 768, 2048, 8, 3
 THREADS = 1  # a second one helps little at these sizes, and on a busy machine its barriers cost tens of times what it computes
+PREFIX_BLOCK = 16  # tokens
 VOCABULARY, SEPARATOR = 4096, (1, 2)  # of models with random weights
 
 
@@ -63,17 +65,17 @@ class Tally:
 
 def answers(cached: CachedModel, done: Prefilled, prompt: list[int], wanted: str, tokenizer: Any) -> bool:
     """Whether greedy decoding from a prefilled prompt begins with the wanted answer."""
-    said = [int(done.logits.argmax())]
-    if not _begins(tokenizer.decode(said), wanted):
-        limit = len(tokenizer.encode(" " + wanted, add_special_tokens=False)) + 1
-        ids = torch.tensor([prompt], device=cached.layers.device)
-        options = {"max_new_tokens": limit, "do_sample": False, "attention_mask": torch.ones_like(ids)}
-        said = cached.model.generate(input_ids=ids, past_key_values=done.cache, **options)[0, len(prompt) :].tolist()
-    return _begins(tokenizer.decode(said), wanted)
+    limit = len(tokenizer.encode(" " + wanted, add_special_tokens=False)) + 1  # one more: the answer may go on
+    ids = torch.tensor([prompt], device=cached.layers.device)
+    options = {"max_new_tokens": limit, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+    said = cached.model.generate(input_ids=ids, past_key_values=done.cache, **options)[0, len(prompt) :].tolist()
+    return begins(tokenizer.decode(said, skip_special_tokens=True), wanted)
 
 
-def _begins(said: str, wanted: str) -> bool:
-    return said.strip().lower().startswith(wanted.lower())
+def begins(said: str, wanted: str) -> bool:
+    """Whether an answer begins with the wanted words, and not with a longer word."""
+    said, wanted = said.strip().lower(), wanted.lower()
+    return said.startswith(wanted) and not said[len(wanted) : len(wanted) + 1].isalnum()
 
 
 def run_questions(
@@ -90,6 +92,18 @@ def run_questions(
         for how, prefilled in done.items():
             right[how] = answers(cached, prefilled, example.prompt, example.answer, tokenizer)
         yield example, done, right
+
+
+def machine() -> str:
+    """Processor, cores and torch: what a number is worth nothing without."""
+    model = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        names = [
+            line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")
+        ]
+        model = f"{names[0]}, {len(names)} cores" if names else model
+    return f"{model}; torch {torch.__version__}"
 
 
 def learn_all(cached: CachedModel, prompts: Prompts) -> tuple[int, float]:
@@ -110,12 +124,17 @@ def demo_settings(cache: Path) -> Settings:
     return Settings.load(wanted)
 
 
-def beside(settings: Settings) -> Settings:
+def beside(settings: Settings, **changes: object) -> Settings:
     """Settings of a second cache in the same process: memory only, so that it takes nobody's directory."""
     values = {
         name: value for name, value in settings.model_dump().items() if name not in ("local_disk", "blend_preset")
     }
-    return Settings(**{**values, "max_local_cpu_size": min(0.5, float(settings.max_local_cpu_size))})
+    return Settings(**{**values, "max_local_cpu_size": 1.5, **changes})
+
+
+def prefix_cache(settings: Settings) -> Settings:
+    """The prefix-caching baseline: chunks as small as vLLM's blocks, so that it finds all there is to find."""
+    return beside(settings, chunk_size=PREFIX_BLOCK)
 
 
 def random_llama(layers: int, hidden: int) -> Any:
@@ -147,8 +166,8 @@ def run_large(settings: Settings) -> tuple[str, dict[str, dict[str, Any]]]:
     documents = [random_tokens(LARGE_TOKENS // LARGE_DOCUMENTS - 4, i) for i in range(LARGE_DOCUMENTS)]
     system, shuffle = random_tokens(24, 1_000), random.Random(0)
     tallies: dict[str, Tally] = {how: Tally() for how in WAYS}
-    alone = beside(settings)
-    with CachedModel(model, alone, SEPARATOR) as cached, CachedModel(model, alone, SEPARATOR) as prefixed:
+    caches = CachedModel(model, beside(settings), SEPARATOR), CachedModel(model, prefix_cache(settings), SEPARATOR)
+    with caches[0] as cached, caches[1] as prefixed:
         for document in documents:
             cached.learn(document)
         for number in range(LARGE_PROMPTS + 1):
@@ -235,7 +254,7 @@ def run(
     tallies: dict[str, Tally] = {how: Tally() for how in WAYS}
     examples, pictures, drawn = [], [], set()
     total = len(collection.questions)
-    with cached, CachedModel(cached.model, beside(settings), cached.separators) as prefixed:
+    with cached, CachedModel(cached.model, prefix_cache(settings), cached.separators) as prefixed:
         known, seconds = learn_all(cached, prompts)
         warm = prompts.example(collection.questions[0], seed)
         for how in WAYS:
@@ -271,6 +290,7 @@ def run(
         "ratio": settings.blend_recompute_ratios[0],
         "disk": str(settings.local_disk),
         "threads": THREADS,
+        "machine": machine(),
         "seed": seed,
     }
     return Outcome(facts=facts, models=models, examples=examples, pictures=pictures)

@@ -137,10 +137,11 @@ class CacheEngine:
         """All layers at once: `[K, T, H, D]` each, of the plan's pieces side by side, copied."""
         return [torch.cat(parts, dim=1) for _, parts in self.layers(plan)]
 
-    def store(self, kind: Kind, tokens: Sequence[int], kv: Sequence[LayerKV]) -> int:
+    def store(self, kind: Kind, tokens: Sequence[int], kv: Sequence[LayerKV], *, patient: bool = False) -> int:
         """Keep the KV of `tokens`, computed from position 0 on; return how many chunks are new.
 
-        A partly full last chunk is kept for documents always and for prefixes if `save_unfull_chunk`. What does not fit now is not kept.
+        A partly full last chunk is kept for documents always and for prefixes if `save_unfull_chunk`. What does not fit now is not kept;
+        if `patient`, room is waited for, so that nothing is lost on a slow tier.
         """
         assert len(kv) == self.shape.layers
         assert kv[0][0].shape[0] >= len(tokens)
@@ -153,6 +154,8 @@ class CacheEngine:
                 self._remember_tail(parent, piece.stored)
             parent = piece.key
             if place is None:
+                if patient:
+                    self.store_of_chunks.flush()
                 new += self._store_chunk(piece, kv)
         return new
 

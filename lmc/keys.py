@@ -23,7 +23,7 @@ class Namespace:
     """Everything that must agree for KV bytes to mean the same: a change in any field makes other keys."""
 
     kind: str  # "tokens" [K, T, H, D], or "pages" as the engine lays them out
-    model: str  # fingerprint of config and a sample of the weights, never a path
+    model: str  # fingerprint of config and weights, never a path
     dtype: str
     layers: int
     kv_heads: int

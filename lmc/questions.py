@@ -70,7 +70,10 @@ def read_collection(documents: Path, questions: Path) -> Collection:
             and len(texts) > 1
             and texts.keys() == last_named.keys()
         )
-        if not (isinstance(question.question, str) and (isinstance(question.answer, str) or refers)):
+        if not (
+            isinstance(question.question, str)
+            and ((isinstance(question.answer, str) and question.answer.strip()) or refers)
+        ):
             raise InputError(
                 f"{questions}: {question.question!r} needs an answer in text, or null with its `document` and `last_named` of all documents"
             )

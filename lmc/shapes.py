@@ -11,7 +11,7 @@ import torch
 
 KV = 2  # K: a key and a value
 ALIGN = 4096  # direct I/O wants addresses, offsets and sizes in multiples of this
-GIB = 1 << 30
+MIB, GIB = 1 << 20, 1 << 30
 
 
 def aligned(size: int) -> int:

@@ -29,13 +29,18 @@ class Attempts:
         try:
             return operation()
         except (OSError, CorruptRecord) as error:
-            now = time.monotonic()
             with self._mutex:
                 self.failed[tier.name] += 1
                 failures = self.failed[tier.name]
-                silent = now - self._complained.get(tier.name, -COMPLAINT_SECONDS) < COMPLAINT_SECONDS
-                if not silent:
-                    self._complained[tier.name] = now
-            if not silent:
-                log.warning("tier %s: %s; treated as a miss (%d failures so far)", tier.name, error, failures)
+            self.complain(tier.name, f"tier {tier.name}: {error}; treated as a miss ({failures} failures so far)")
             return None
+
+    def complain(self, about: str, text: str) -> None:
+        """Log a warning, unless there was one about the same a short while ago."""
+        now = time.monotonic()
+        with self._mutex:
+            silent = now - self._complained.get(about, -COMPLAINT_SECONDS) < COMPLAINT_SECONDS
+            if not silent:
+                self._complained[about] = now
+        if not silent:
+            log.warning("%s", text)

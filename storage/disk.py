@@ -18,6 +18,7 @@ import re
 import stat
 import threading
 import time
+import weakref
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -58,7 +59,9 @@ class DiskTier:
         self._direct = hasattr(os, "O_DIRECT")
         if read_only and not self._records.is_dir():
             raise TierUnusable(f"no disk tier at {self.root}: it has no records directory")
-        self._lock: int | None = None if read_only else self._take()
+        lock = None if read_only else self._take()
+        # Also when nobody calls close: a dropped tier must not keep its directory from the next one in this process.
+        self._let_go = weakref.finalize(self, os.close, lock) if lock is not None else lambda: None
         try:
             self._start()
         except OSError as error:
@@ -169,9 +172,7 @@ class DiskTier:
 
     def close(self) -> None:
         """Let go of the directory."""
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+        self._let_go()
 
     def _take(self) -> int:
         try:
@@ -191,7 +192,7 @@ class DiskTier:
                     f"cannot lock disk tier {self.root}: {error.strerror}; choose another directory"
                 ) from error
             raise TierUnusable(
-                f"disk tier {self.root} is in use by another process; give each process a directory of its own"
+                f"disk tier {self.root} is in use by another process, or was not closed in this one; give each a directory of its own"
             ) from error
         return lock
 

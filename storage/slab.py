@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from lmc.errors import NoMemory
-from lmc.shapes import GIB, aligned
+from lmc.shapes import GIB, MIB, aligned
 from lmc.storage.ledger import Slot
 
 CONTAINER = Path("/sys/fs/cgroup")
@@ -56,7 +56,9 @@ class Slab:
         """As many slots as `budget` bytes hold; raise `NoMemory` if that is none."""
         slot_bytes = parts * aligned(part_bytes)
         if budget < slot_bytes:
-            raise NoMemory(f"a slab of {budget / GIB:.3f} GiB holds no chunk: one takes {slot_bytes / GIB:.3f} GiB")
+            raise NoMemory(
+                f"a slab of {budget / MIB:.3f} MiB holds no chunk: one takes {slot_bytes / MIB:.3f} MiB; raise its size"
+            )
         return cls(int(budget // slot_bytes), parts, part_bytes, device)
 
     def slot(self, slot: Slot) -> torch.Tensor:

@@ -119,7 +119,10 @@ class Store:
         with self._changed:
             slot = None
             if meta.key not in self._being_written and meta.key not in self._loads and self._place(meta.key) is None:
-                slot = self._reserve(level)
+                for level in self._levels:  # a small device slab may be full of slots on their way down
+                    slot = self._reserve(level)
+                    if slot is not None:
+                        break
             if slot is not None:
                 self._being_written.add(meta.key)
         if slot is None:
@@ -242,6 +245,10 @@ class Store:
     def _full(self) -> bool:
         full = self._queued >= self._queue_limit
         self._dropped += full
+        if full:
+            self._try.complain(
+                "spill", "the write queue is full: chunks stay in memory only, and are lost if evicted before the end"
+            )
         return full
 
     def _drop(self, key: ChunkKey) -> None:

@@ -263,15 +263,15 @@ def test_the_query_strategy_repairs_what_the_question_attends_to(seed: int) -> N
     """Against the definition: max over question tokens, mean over heads, sum over layers, in the first pass over unrepaired KV."""
     model = random_model(seed=seed)
     scene = Scene(model, documents_of(4, seed=seed), known={0, 1, 2, 3})
-    fresh = [i for i in range(len(scene.prompt)) if not any(p.at <= i < p.at + p.tokens for p in scene.pieces)]
-    blind = scene.blend(Policy(strategy="none")).result  # its KV is what the first pass sees
     question = scene.segments.question
+    fresh = [*range(scene.pieces[0].at), *range(question.start, question.stop)]  # separators are not there yet
+    blind = scene.blend(Policy(strategy="none")).result  # its KV is what the first pass sees
 
     scores = torch.zeros(len(scene.prompt))
     for layer in range(4):
         weights = questions_attention(model, scene, blind, layer, fresh)
         scores += weights[:, [fresh.index(i) for i in range(question.start, question.stop)]].mean(0).amax(0)
-    reused = torch.tensor([i for i in range(len(scene.prompt)) if i not in set(fresh)])
+    reused = torch.tensor(every_reused(scene))
     wanted = reused[scores[reused].argsort(descending=True, stable=True)[: int(len(reused) * 0.2)]].sort().values
 
     chosen = scene.blend(Policy(strategy="query", ratios=(0.2,))).result.repaired[0]
@@ -285,12 +285,15 @@ def questions_attention(model, scene: Scene, blind, layer: int, fresh: list[int]
     with torch.inference_mode():
         hidden = scene.layers.embed(torch.tensor(scene.prompt)[rows])
         for depth in range(layer + 1):
-            query, _, _ = scene.layers.qkv(depth, hidden, cos[rows], sin[rows])
-            group = query.shape[1] // blind.keys[depth].shape[0]
-            keys = blind.keys[depth].repeat_interleave(group, dim=0)
-            values = blind.values[depth].repeat_interleave(group, dim=0)
+            query, key, value = scene.layers.qkv(depth, hidden, cos[rows], sin[rows])
+            keys, values = blind.keys[depth].clone(), blind.values[depth].clone()
+            keys[:, rows], values[:, rows] = key.transpose(0, 1), value.transpose(0, 1)
+            group = query.shape[1] // keys.shape[0]
+            keys, values = keys.repeat_interleave(group, dim=0), values.repeat_interleave(group, dim=0)
             logits = torch.einsum("tqd,qnd->qtn", query, keys) * scene.layers.scale
+            there = torch.tensor([*fresh, *every_reused(scene)])
             hidden_keys = torch.arange(len(scene.prompt))[None] > rows[:, None]
+            hidden_keys |= ~torch.isin(torch.arange(len(scene.prompt)), there)[None]
             weights = logits.masked_fill(hidden_keys, float("-inf")).softmax(-1)
             hidden = scene.layers.finish(depth, hidden, torch.einsum("qtn,qnd->tqd", weights, values))
     return weights

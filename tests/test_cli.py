@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from lmc.cli import app
 from lmc.config import Settings
 from lmc.connectors.transformers import CachedModel
+from lmc.demo import begins
 
 SMALL = Path(__file__).parent.parent / "examples" / "small_model"
 
@@ -103,6 +104,13 @@ def test_the_demo_asks_in_four_ways_and_a_second_run_finds_its_documents(tmp_pat
     assert "24 documents were found on disk" in out
 
 
+def test_an_answer_is_right_if_it_begins_with_the_wanted_words() -> None:
+    assert begins(" Mara .", "Mara")
+    assert begins("Mara", "mara")
+    assert not begins("Marathon", "Mara")
+    assert not begins("", "Mara")
+
+
 def test_the_demo_takes_other_documents_and_plain_questions(tmp_path: Path) -> None:
     documents = tmp_path / "texts"
     documents.mkdir()
@@ -124,6 +132,7 @@ def test_the_demo_takes_other_documents_and_plain_questions(tmp_path: Path) -> N
         ([{"answer": "Mara"}], "each question is"),
         ([{"question": "who", "answer": 7}], "needs an answer in text"),
         ([{"question": "who", "answer": None}], "needs an answer in text"),
+        ([{"question": "who", "answer": ""}], "needs an answer in text"),
         ({"queries": []}, "each question is"),
     ],
 )
@@ -148,6 +157,8 @@ def test_documents_without_text_are_named(tmp_path: Path, content: bytes) -> Non
         (["--documents", "nowhere"], "no .txt files with text in nowhere"),
         (["--questions", "nowhere.json"], "cannot read nowhere.json"),
         (["--questions", str(SMALL / "README.md")], "is no JSON"),
+        (["--model", "/nowhere/at/all"], "there is no such directory"),
+        (["--json", "/proc/nowhere.json"], "cannot write /proc/nowhere.json"),
         (["--model", "nowhere/at-all"], "cannot load a causal language model from nowhere/at-all"),
     ],
 )

@@ -92,7 +92,7 @@ def test_a_slab_that_the_system_cannot_map_is_no_memory(monkeypatch):
 
 
 def test_a_budget_that_holds_no_chunk_says_both_sizes():
-    with pytest.raises(NoMemory, match=r"0\.500 GiB holds no chunk: one takes 2\.000 GiB"):
+    with pytest.raises(NoMemory, match=r"512\.000 MiB holds no chunk: one takes 2048\.000 MiB"):
         Slab.of_size(GIB / 2, 2, GIB)
 
 

@@ -1,5 +1,6 @@
 """CachedModel: what a user of transformers sees."""
 
+import gc
 import logging
 import random
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from lmc.config import Settings
 from lmc.connectors.hf import fingerprint
 from lmc.connectors.transformers import CachedModel
 from lmc.errors import ConfigError, InputError, NoMemory, UnsupportedModel
+from lmc.storage.tier import Delayed
 
 EVERYTHING = Policy(strategy="query", ratios=(1.0,))
 DOCUMENTS = [random_tokens(20 + 5 * i, i) for i in range(6)]
@@ -314,6 +316,64 @@ def test_a_model_that_fails_the_self_test_is_served_in_full(caplog: pytest.LogCa
     assert "self-test" in done.report.note
 
 
+def test_a_corpus_larger_than_memory_is_learned_whole_onto_a_slow_disk(tmp_path: Path) -> None:
+    """Learning waits for the disk; a full write queue would drop chunks that are then evicted, and the documents with them."""
+    slots = 6.5 * 4 * 4096 / 2**30
+    corpus = [random_tokens(30, 900 + i) for i in range(25)]
+    with CachedModel(random_model(), settings(local_disk=tmp_path, max_local_cpu_size=slots), SEPARATOR) as cached:
+        (disk,) = cached.engine.store_of_chunks._tiers
+        cached.engine.store_of_chunks._tiers[0] = Delayed(disk, per_write=0.01)
+        for document in corpus:
+            cached.learn(document)
+    with CachedModel(random_model(), settings(local_disk=tmp_path), SEPARATOR) as cached:
+        assert all(cached.knows(document) for document in corpus)
+
+
+def test_a_document_larger_than_the_device_slab_is_kept_on_the_host() -> None:
+    two_chunks = 2.5 * 4 * 4096 / 2**30
+    with CachedModel(random_model(), settings(max_local_device_size=two_chunks), SEPARATOR) as cached:
+        long = random_tokens(160, 1)
+        assert cached.learn(long) == 10
+        assert cached.knows(long)
+
+
+def test_an_exact_prefix_is_kept_when_documents_are_too_few_to_blend() -> None:
+    with CachedModel(random_model(), settings(blend_min_tokens=100), SEPARATOR) as cached:
+        cached.learn(DOCUMENTS[0])
+        cached.prefill(prompt(0))
+        report = cached.prefill(prompt(0)).report
+        assert (report.exact, report.reused) == (len(SYSTEM), 0)
+        assert "blend_min_tokens" in report.note
+
+
+@pytest.mark.parametrize("ids", ["text", None, [3.7], [[3, 4], [5, 6]], [None], 7, {"input_ids": [3]}])
+def test_what_is_no_sequence_of_token_ids_is_refused(cached: CachedModel, ids: object) -> None:
+    with pytest.raises(InputError, match="integer token ids"):
+        cached.prefill(ids)  # type: ignore[arg-type]
+
+
+def test_token_ids_may_be_a_tensor_as_tokenizers_return_it(cached: CachedModel) -> None:
+    ids = random_tokens(9, 1)
+    wanted = cached.prefill(ids, "full").logits
+    for given in (torch.tensor(ids), torch.tensor([ids]), tuple(ids), [ids]):
+        assert torch.equal(cached.prefill(given, "full").logits, wanted)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("separators", ["# #", None, [500], [[1], []], [[1, None]]])
+def test_separators_that_cannot_be_found_are_refused(separators: object) -> None:
+    with pytest.raises(ConfigError, match="separator_ids"):
+        CachedModel(random_model(), settings(), separators)  # type: ignore[arg-type]
+
+
+def test_a_dropped_model_gives_its_directory_back(tmp_path: Path) -> None:
+    cached = CachedModel(random_model(), settings(local_disk=tmp_path), SEPARATOR)
+    cached.learn(DOCUMENTS[0])
+    cached.engine.store_of_chunks.flush()
+    del cached
+    gc.collect()
+    CachedModel(random_model(), settings(local_disk=tmp_path), SEPARATOR).close()
+
+
 def test_a_model_that_fails_the_self_test_still_reuses_exact_prefixes() -> None:
     model = random_model()
     for layer in model.model.layers:
@@ -453,10 +513,14 @@ def test_the_same_weights_have_the_same_fingerprint_and_one_value_changes_it(tmp
     assert fingerprint(type(model).from_pretrained(tmp_path)) == before
     with torch.no_grad():
         model.model.layers[2].mlp.up_proj.weight[5, 7] += 1e-6
-    assert fingerprint(model) != before
+    changed = fingerprint(model)
+    assert changed != before
+    with torch.no_grad():  # a permutation, which sums would not see
+        model.model.layers[1].mlp.down_proj.weight.copy_(model.model.layers[1].mlp.down_proj.weight.flip(1))
+    assert fingerprint(model) != changed
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_half_precision_is_blended(dtype: torch.dtype) -> None:
     with CachedModel(random_model().to(dtype), settings(), SEPARATOR) as cached:
         assert cached.blends
