@@ -290,12 +290,10 @@ class CachedModel:
     ) -> Prefilled:
         """The model's own prefill behind an exact prefix, or of the whole prompt."""
         loaded: Counter[str] = Counter()
-        kv = []
-        with closing(self.engine.layers(plan, loaded)) as reader:
-            for _, parts in reader:
-                both = torch.cat(parts, dim=1).to(self.layers.device)  # [K, T, H, D]
-                kv.append((both[0].transpose(0, 1), both[1].transpose(0, 1)))
-        cache, reach = cache_of(kv), sum(piece.tokens for piece in plan)
+        stored = [
+            kv.to(self.layers.device).transpose(1, 2) for kv in self.engine.retrieve(plan, loaded)
+        ]  # [K, H, T, D]
+        cache, reach = cache_of([(kv[0], kv[1]) for kv in stored]), sum(piece.tokens for piece in plan)
         logits = forward(self.model, prompt[reach:], cache).logits[0, -1]
         report = Report(
             how=how,

@@ -7,6 +7,7 @@ store                        KV of a prompt's prefix, or of a document computed 
 
 from collections import Counter, OrderedDict
 from collections.abc import Generator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -133,9 +134,10 @@ class CacheEngine:
                 if torch.cuda.is_available():
                     torch.cuda.current_stream().synchronize()  # copies out of the slots must end before the pins do
 
-    def retrieve(self, plan: Sequence[Piece]) -> list[torch.Tensor]:
-        """All layers at once: `[K, T, H, D]` each, of the plan's pieces side by side, copied."""
-        return [torch.cat(parts, dim=1) for _, parts in self.layers(plan)]
+    def retrieve(self, plan: Sequence[Piece], loaded: "Counter[str] | None" = None) -> list[torch.Tensor]:
+        """All layers at once: `[K, T, H, D]` each, of the plan's pieces side by side, copied; otherwise as `layers`."""
+        with closing(self.layers(plan, loaded)) as reader:
+            return [torch.cat(parts, dim=1) for _, parts in reader]
 
     def store(self, kind: Kind, tokens: Sequence[int], kv: Sequence[LayerKV], *, patient: bool = False) -> int:
         """Keep the KV of `tokens`, computed from position 0 on; return how many chunks are new.
