@@ -20,7 +20,8 @@ from lmc.shapes import GIB, KVShape
 from lmc.storage.disk import DiskTier
 from lmc.storage.record import RecordMeta
 from lmc.storage.slab import Slab
-from lmc.storage.store import Policy, Store
+from lmc.storage.stats import Policy
+from lmc.storage.store import Store
 from lmc.storage.tier import Tier
 
 TAILS = 4096  # places at which tails are remembered

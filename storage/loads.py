@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from enum import Enum
 
 import torch
 
@@ -18,7 +19,7 @@ from lmc.keys import ChunkKey
 from lmc.storage.attempts import Attempts
 from lmc.storage.ledger import Ledger, Slot
 from lmc.storage.record import RecordMeta
-from lmc.storage.slab import Slab
+from lmc.storage.slab import LOST, Slab
 from lmc.storage.tier import Reader, Tier
 
 log = logging.getLogger(__name__)
@@ -44,11 +45,26 @@ class Level:
         """The bytes of a reserved slot are there."""
         self.ledger.commit(slot, meta.key)
         self.metas[slot] = meta
+        self.slab.label(slot, meta.key, meta.parts)
 
     def drop(self, key: ChunkKey) -> None:
         """Forget `key`, in however many slots it is; who holds one keeps it until released."""
         while (slot := self.ledger.find(key)) is not None:
             self.ledger.drop(slot)
+
+
+@dataclass(slots=True, eq=False)
+class Writing:
+    """A slot that is being filled; ends with `commit` or `abort`, whoever fills it."""
+
+    meta: RecordMeta
+    level: Level
+    slot: Slot
+
+    @property
+    def parts(self) -> torch.Tensor:
+        """Where to write: uint8 `[L, stride]`."""
+        return self.level.slab.slot(self.slot)
 
 
 @dataclass(slots=True, eq=False)
@@ -65,6 +81,14 @@ class Load:
     failed: bool = False
 
 
+class PinState(Enum):
+    """How far a pinned chunk has come."""
+
+    READY = "ready"
+    COMING = "coming"  # parts of it may be there
+    LOST = "lost"
+
+
 @dataclass(slots=True, eq=False)
 class Pin:
     """A chunk that is held for reading: in memory, or arriving."""
@@ -75,6 +99,12 @@ class Pin:
     slot: Slot
     load: Load | None
     changed: threading.Condition
+
+    def state(self) -> "PinState":
+        """What a reader in another process may count on, without waiting."""
+        if self.load is None or (self.load.done and not self.load.failed):
+            return PinState.READY
+        return PinState.LOST if self.load.failed else PinState.COMING
 
     def part(self, layer: int) -> torch.Tensor:
         """Part `layer`: uint8 `[stride]`. Waits until it has arrived; raise `ChunkLost` if it never will."""
@@ -110,6 +140,7 @@ class Loads:
     def start(self, key: ChunkKey, tier: Tier, slot: Slot) -> Load:
         """A new load into a reserved slot; nothing moves before `run`."""
         assert key not in self._loads
+        self._host.slab.label(slot, key, 0)
         load = self._loads[key] = Load(key, tier, slot)
         return load
 
@@ -185,6 +216,7 @@ class Loads:
                     continue
                 with self._changed:
                     load.ready = first + count
+                    slab.label(load.slot, load.key, load.ready)
                     self.bytes[load.tier.name] += count * reader.meta.stored_part
                     self._changed.notify_all()
                 if load.ready == slab.parts:
@@ -216,6 +248,7 @@ class Loads:
             ledger.release([load.slot])
         else:
             load.failed = True
+            self._host.slab.label(load.slot, load.key, LOST)
             if load.readers == 0:
                 ledger.abort(load.slot)
         self._changed.notify_all()

@@ -34,6 +34,7 @@ class RecordMeta:
     parts: int
     part_bytes: int  # that mean something; a part is stored in `aligned(part_bytes)`
     codec: str = NO_CODEC
+    label: str = ""  # whatever its writer wants to find again with the record
     checksums: tuple[int, ...] = ()  # xxh3-64 of each stored part
 
     @property
@@ -87,6 +88,7 @@ def decode_header(blob: bytes) -> RecordMeta:
             parts=int(text["parts"]),
             part_bytes=int(text["part_bytes"]),
             codec=str(text["codec"]),
+            label=str(text.get("label", "")),
             checksums=tuple(int(c, 16) for c in text["checksums"].split(",")),
         )
     except (ValueError, OverflowError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -107,6 +109,8 @@ def _metadata(meta: RecordMeta) -> dict[str, str]:
     }
     for field in fields(meta):
         said.setdefault(field.name, str(getattr(meta, field.name)))
+    if not meta.label:
+        del said["label"]
     # decode_header re-encodes what it read and compares: a flip inside any value above makes another digest than the stored one.
     said["digest"] = f"{checksum(json.dumps(said).encode()):016x}"
     return said

@@ -1,28 +1,57 @@
 """Where the bytes are: one allocation per device, made at start, cut into equal slots of L parts.
 
-A slab knows nothing of keys or of who uses a slot (that is the ledger's), nor of what has arrived in it (that is a load's).
+A slab knows nothing of who uses a slot (that is the ledger's). Where other processes read and fill slots, the slab is shared memory
+without a name: they open it through its owner (`Slab.attach`), and it goes with the last process that maps it, however that ends.
+Behind the slots it then has a label for each: which chunk it holds, and how many of its parts have arrived.
 """
 
 import mmap
 import os
 import re
 import weakref
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from lmc.errors import NoMemory
+from lmc.errors import NoMemory, StorageError
+from lmc.keys import ChunkKey
 from lmc.shapes import GIB, MIB, aligned
 from lmc.storage.ledger import Slot
 
 CONTAINER = Path("/sys/fs/cgroup")
+LOST = -1  # as a count of parts: what was promised will not arrive
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlabAt:
+    """Where a shared slab is, for another process of this host."""
+
+    path: str  # the owner's open file, under /proc
+    slots: int
+    parts: int
+    part_bytes: int
+
+
+def tag_of(key: ChunkKey) -> int:
+    """What a label says of a chunk: the first 63 bits of its key."""
+    return int.from_bytes(key[:8], "little") >> 1
 
 
 class Slab:
     """`slots` × `[L parts]` of uint8 on one device. On the host, parts are page-aligned (for direct I/O) and pinned under CUDA."""
 
-    def __init__(self, slots: int, parts: int, part_bytes: int, device: torch.device | str = "cpu") -> None:
-        """Raise `NoMemory` with the sum that was asked and what is there."""
+    def __init__(
+        self,
+        slots: int,
+        parts: int,
+        part_bytes: int,
+        device: torch.device | str = "cpu",
+        *,
+        shared: bool = False,
+        at: SlabAt | None = None,
+    ) -> None:
+        """Raise `NoMemory` with the sum that was asked and what is there. `at` maps the slab of another process."""
         assert min(slots, parts, part_bytes) > 0
         self.slots, self.parts, self.part_bytes = slots, parts, part_bytes
         self.stride = aligned(part_bytes)
@@ -32,17 +61,15 @@ class Slab:
             * parts  # layers of one
             * self.stride  # one part, rounded up to whole blocks
         )
-        _check_room(self.bytes, self.device)
+        self.labels: torch.Tensor | None = None  # int64 [slots, 2]: tag, parts that have arrived
+        if at is None:
+            _check_room(self.bytes, self.device)
         if self.device.type == "cpu":
-            # Anonymous pages: aligned, zero, and charged to the process only when first touched.
-            try:
-                self._map = mmap.mmap(-1, self.bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            except (OSError, OverflowError) as error:  # a limit on address space, or no overcommit
-                raise NoMemory(
-                    f"a slab of {self.bytes / GIB:.2f} GiB: the system has no such memory ({error})"
-                ) from error
+            self._map = self._shared_map(at) if shared or at else _private_map(self.bytes)
             self._view = memoryview(self._map)
-            flat = torch.frombuffer(self._map, dtype=torch.uint8)
+            flat = torch.frombuffer(self._map, dtype=torch.uint8, count=self.bytes)
+            if shared or at:
+                self.labels = torch.frombuffer(self._map, dtype=torch.int64, offset=self.bytes).view(slots, 2)
             if torch.cuda.is_available():
                 _pin(flat)
                 # An address that is still registered could not be page-locked again by the next slab.
@@ -52,14 +79,40 @@ class Slab:
         self._parts = flat.view(slots, parts, self.stride)
 
     @classmethod
-    def of_size(cls, budget: float, parts: int, part_bytes: int, device: torch.device | str = "cpu") -> "Slab":
+    def attach(cls, at: SlabAt) -> "Slab":
+        """The shared slab of another process; raise `StorageError` if it cannot be opened."""
+        return cls(at.slots, at.parts, at.part_bytes, at=at)
+
+    @property
+    def at(self) -> SlabAt:
+        """Where other processes find this shared slab."""
+        path = f"/proc/{os.getpid()}/fd/{self._file}"
+        return SlabAt(path=path, slots=self.slots, parts=self.parts, part_bytes=self.part_bytes)
+
+    def label(self, slot: Slot, key: ChunkKey, ready: int) -> None:
+        """Say to other processes what is in `slot` and how many of its parts have arrived."""
+        if self.labels is not None:
+            self.labels[slot, 1] = 0  # never new parts under an old tag, nor old ones under a new tag
+            self.labels[slot, 0] = tag_of(key)
+            self.labels[slot, 1] = ready
+
+    def ready(self, slot: Slot, tag: int) -> int:
+        """How many parts of the chunk `tag` have arrived in `slot`; `LOST` if it holds another or they never will."""
+        assert self.labels is not None
+        found, ready = self.labels[slot].tolist()
+        return ready if found == tag else LOST
+
+    @classmethod
+    def of_size(
+        cls, budget: float, parts: int, part_bytes: int, device: torch.device | str = "cpu", *, shared: bool = False
+    ) -> "Slab":
         """As many slots as `budget` bytes hold; raise `NoMemory` if that is none."""
         slot_bytes = parts * aligned(part_bytes)
         if budget < slot_bytes:
             raise NoMemory(
                 f"a slab of {budget / MIB:.3f} MiB holds no chunk: one takes {slot_bytes / MIB:.3f} MiB; raise its size"
             )
-        return cls(int(budget // slot_bytes), parts, part_bytes, device)
+        return cls(int(budget // slot_bytes), parts, part_bytes, device, shared=shared)
 
     def slot(self, slot: Slot) -> torch.Tensor:
         """All parts of `slot`: uint8 `[L, stride]`."""
@@ -95,6 +148,34 @@ class Slab:
         event = torch.cuda.Event()
         event.record()
         return event
+
+    def _shared_map(self, at: SlabAt | None) -> mmap.mmap:
+        size = self.bytes + self.slots * 16  # two int64 a label
+        if at is None:
+            # A file without a name: neither a container's small /dev/shm nor a killed process can get in the way.
+            self._file = os.memfd_create("lmc-slab", os.MFD_CLOEXEC)
+            weakref.finalize(self, os.close, self._file)
+            os.ftruncate(self._file, size)
+            return mmap.mmap(self._file, size)
+        try:
+            file = os.open(at.path, os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            raise StorageError(
+                f"cannot open the slab of the scheduler at {at.path} ({error.strerror}): its workers must run on the same host, "
+                "in the same PID namespace and as the same user"
+            ) from error
+        try:
+            return mmap.mmap(file, size)
+        finally:
+            os.close(file)
+
+
+def _private_map(size: int) -> mmap.mmap:
+    """Anonymous pages: aligned, zero, and charged to the process only when first touched."""
+    try:
+        return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError) as error:  # a limit on address space, or no overcommit
+        raise NoMemory(f"a slab of {size / GIB:.2f} GiB: the system has no such memory ({error})") from error
 
 
 def _pin(flat: torch.Tensor) -> None:

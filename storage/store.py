@@ -15,41 +15,19 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
-from enum import Enum
 
 import torch
 
 from lmc.keys import ChunkKey
 from lmc.storage.attempts import Attempts
 from lmc.storage.ledger import Slot
-from lmc.storage.loads import Level, Loads, Pin
+from lmc.storage.loads import Level, Loads, Pin, Writing
 from lmc.storage.record import RecordMeta
 from lmc.storage.slab import Slab
+from lmc.storage.stats import Policy, StoreStats
 from lmc.storage.tier import Tier, Written
 
 log = logging.getLogger(__name__)
-
-
-class Policy(Enum):
-    """When a chunk goes down to the next place."""
-
-    WRITE_THROUGH = "write_through"
-    WRITE_BACK = "write_back"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoreStats:
-    """Counts since start."""
-
-    hits: dict[str, int]  # chunks pinned, by place
-    misses: int
-    bytes_loaded: dict[str, int]  # from tiers, by name
-    writes: dict[str, int]  # records stored, by tier
-    dropped_writes: int  # the queue was full
-    failed: dict[str, int]  # operations a tier failed at: each was a miss or a write that did not happen
-    no_room: int  # chunks that found every slot held
-    evictions: dict[str, int]
 
 
 class Store:
@@ -99,11 +77,50 @@ class Store:
 
         Leaving early cancels the loads that nobody else waits for, and waits for them to stop.
         """
-        pins = self._acquire(keys)
+        pins = self.acquire(keys)
         try:
             yield pins
         finally:
-            self._give_back([pin for pin in pins if pin is not None])
+            self.release([pin for pin in pins if pin is not None])
+
+    def acquire(self, keys: Sequence[ChunkKey]) -> list[Pin | None]:
+        """As `pinned`, for whoever cannot hold them inside one block: `release` must follow."""
+        places = self.lookup(keys)
+        tiers = {tier.name: tier for tier in self._tiers}
+        with self._changed:
+            # First all that is in memory: room for a load must not come from what this very call asks for.
+            pins = [self._hold(key) or self._join(key) for key in keys]
+            loads = []
+            for i, (key, place) in enumerate(zip(keys, places, strict=True)):
+                if pins[i] is None and place in tiers:
+                    pins[i] = self._join(key)  # `key` may be in `keys` twice
+                    if pins[i] is None and (slot := self._reserve(self._host)) is not None:
+                        load = self._loads.start(key, tiers[place], slot)
+                        pins[i] = Pin(key, place, self._host, slot, load, self._changed)
+                        loads.append(load)
+            self._loads.run(loads)
+            for pin in pins:
+                if pin is None:
+                    self._misses += 1
+                else:
+                    self._hits[pin.source] += 1
+        return pins
+
+    def release(self, pins: Sequence[Pin], *, wait: bool = True) -> None:
+        """Give pins back. Loads that nobody else waits for are cancelled, and waited for; do without only if no one reads the slots."""
+        with self._changed:
+            left = []
+            held: dict[str, list[Slot]] = {level.name: [] for level in self._levels}
+            for pin in pins:
+                if pin.load is None or (pin.load.done and not pin.load.failed):
+                    held[pin.level.name].append(pin.slot)
+                else:
+                    self._loads.leave(pin.load)
+                    left.append(pin.load)
+            self._promote(held["host"])
+            for level in self._levels:
+                level.ledger.release(held[level.name])
+            self._changed.wait_for(lambda: not wait or all(load.done or load.readers for load in left))
 
     # -- storing -----------------------------------------------------------------------------------------------------
 
@@ -113,35 +130,48 @@ class Store:
 
         None if there is nothing to do: the key is in memory already, another thread is writing it, or every slot is held.
         """
+        writing = self.begin(meta)
+        if writing is None:
+            yield None
+            return
+        try:
+            yield writing.parts
+        except BaseException:
+            self.abort(writing)
+            raise
+        self.commit(writing)
+
+    def begin(self, meta: RecordMeta) -> Writing | None:
+        """As `writing`, for whoever cannot fill the slot inside one block: `commit` or `abort` must follow."""
         level = self._levels[0]
         assert meta.parts == level.slab.parts
         assert meta.part_bytes <= level.slab.part_bytes
         with self._changed:
-            slot = None
-            if meta.key not in self._being_written and meta.key not in self._loads and self._place(meta.key) is None:
-                for level in self._levels:  # a small device slab may be full of slots on their way down
-                    slot = self._reserve(level)
-                    if slot is not None:
-                        break
-            if slot is not None:
-                self._being_written.add(meta.key)
-        if slot is None:
-            yield None
-            return
-        try:
-            yield level.slab.slot(slot)
-            level.slab.seal(slot, meta.part_bytes)
-        except BaseException:
-            with self._changed:
-                self._being_written.discard(meta.key)
-                level.ledger.abort(slot)
-            raise
+            if meta.key in self._being_written or meta.key in self._loads or self._place(meta.key) is not None:
+                return None
+            for level in self._levels:  # a small device slab may be full of slots on their way down
+                slot = self._reserve(level)
+                if slot is not None:
+                    self._being_written.add(meta.key)
+                    return Writing(meta, level, slot)
+        return None
+
+    def commit(self, writing: Writing) -> None:
+        """The bytes are there: the chunk is found from now on."""
+        meta, level, slot = writing.meta, writing.level, writing.slot
+        level.slab.seal(slot, meta.part_bytes)
         with self._changed:
             self._being_written.discard(meta.key)
             level.commit(slot, meta)
             if self._policy is Policy.WRITE_THROUGH:
                 self._send_down(level, slot)
             level.ledger.release([slot])
+
+    def abort(self, writing: Writing) -> None:
+        """Give the slot back as if nothing had been begun."""
+        with self._changed:
+            self._being_written.discard(writing.meta.key)
+            writing.level.ledger.abort(writing.slot)
 
     def forget(self, key: ChunkKey) -> None:
         """Remove a chunk everywhere: its bytes turned out not to be what its key says."""
@@ -339,28 +369,6 @@ class Store:
 
     # -- inside: pins ------------------------------------------------------------------------------------------------
 
-    def _acquire(self, keys: Sequence[ChunkKey]) -> list[Pin | None]:
-        places = self.lookup(keys)
-        tiers = {tier.name: tier for tier in self._tiers}
-        with self._changed:
-            # First all that is in memory: room for a load must not come from what this very call asks for.
-            pins = [self._hold(key) or self._join(key) for key in keys]
-            loads = []
-            for i, (key, place) in enumerate(zip(keys, places, strict=True)):
-                if pins[i] is None and place in tiers:
-                    pins[i] = self._join(key)  # `key` may be in `keys` twice
-                    if pins[i] is None and (slot := self._reserve(self._host)) is not None:
-                        load = self._loads.start(key, tiers[place], slot)
-                        pins[i] = Pin(key, place, self._host, slot, load, self._changed)
-                        loads.append(load)
-            self._loads.run(loads)
-            for pin in pins:
-                if pin is None:
-                    self._misses += 1
-                else:
-                    self._hits[pin.source] += 1
-        return pins
-
     def _hold(self, key: ChunkKey) -> Pin | None:
         for level in self._levels:
             slot = level.ledger.find(key)
@@ -372,21 +380,6 @@ class Store:
     def _join(self, key: ChunkKey) -> Pin | None:
         load = self._loads.join(key)
         return Pin(key, load.tier.name, self._host, load.slot, load, self._changed) if load else None
-
-    def _give_back(self, pins: Sequence[Pin]) -> None:
-        with self._changed:
-            left = []
-            held: dict[str, list[Slot]] = {level.name: [] for level in self._levels}
-            for pin in pins:
-                if pin.load is None or (pin.load.done and not pin.load.failed):
-                    held[pin.level.name].append(pin.slot)
-                else:
-                    self._loads.leave(pin.load)
-                    left.append(pin.load)
-            self._promote(held["host"])
-            for level in self._levels:
-                level.ledger.release(held[level.name])
-            self._changed.wait_for(lambda: all(load.done or load.readers for load in left))
 
     def _promote(self, slots: Sequence[Slot]) -> None:
         """What was read from the host goes up to the device, in the background, for the next time."""
