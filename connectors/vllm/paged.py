@@ -1,0 +1,115 @@
+"""The engine's KV cache as lmc reads and writes it: whole pages of any layout, and, where the layout is known, single tokens.
+
+vLLM 0.32 gives every layer one logical view `[B, H, N, C]` (blocks, KV heads, slots of a block, key and value side by side); how that
+lies in memory is in its strides. Whole pages can be copied whatever is in them. A kernel may use smaller blocks than the
+scheduler: the view then has several rows for each of the scheduler's blocks.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from lmc.errors import UnsupportedModel
+from lmc.shapes import KV
+
+CPU_LAYOUTS = ("vec", "vec16")  # instruction sets whose pages are [K block transposed | V block]
+
+
+class Pages:
+    """All layers' pages, addressed by the scheduler's block numbers."""
+
+    def __init__(self, caches: Mapping[str, torch.Tensor], blocks: int) -> None:
+        views, seen = [], set()
+        for cache in caches.values():
+            place = (cache.data_ptr(), cache.shape, cache.stride())
+            if place not in seen:  # layers that share their cache are one
+                seen.add(place)
+                views.append(_page_major(cache, blocks))
+        self._views = views
+        self.layers = len(views)
+        self.page_bytes = tuple(view[0].numel() * view.dtype.itemsize for view in views)
+
+    @property
+    def layout(self) -> str:
+        """What must agree for two caches' pages to mean the same."""
+        return ";".join(f"{tuple(view.shape[1:])}{view.dtype}{view[0].stride()}" for view in self._views[:1])
+
+    def save(self, layer: int, blocks: Sequence[int], part: torch.Tensor) -> None:
+        """Copy pages of `blocks` side by side into `part`, uint8 `[n]`."""
+        for at, start, count in _runs(blocks):
+            self._in_part(layer, part, at, count).copy_(self._views[layer][start : start + count], non_blocking=True)
+
+    def load(self, layer: int, blocks: Sequence[int], part: torch.Tensor, first: int) -> None:
+        """Copy pages of `part`, from its page `first` on, into `blocks`."""
+        for at, start, count in _runs(blocks):
+            source = self._in_part(layer, part, first + at, count)
+            self._views[layer][start : start + count].copy_(source, non_blocking=True)
+
+    def _in_part(self, layer: int, part: torch.Tensor, page: int, count: int) -> torch.Tensor:
+        view, size = self._views[layer], self.page_bytes[layer]
+        return part[page * size : (page + count) * size].view(view.dtype).view(count, *view.shape[1:])
+
+
+class TokenAccess:
+    """Keys and values of single tokens in one attention layer's cache, by slot number (block × block size + offset)."""
+
+    def __init__(self, attention: Any, cache: torch.Tensor) -> None:
+        """Raise `UnsupportedModel` for a cache in which a token's key and value cannot be told apart."""
+        self._attention, self._cache = attention, cache
+        self.head_dim: int = attention.head_size
+        if cache.dim() != 4 or cache.shape[3] != KV * self.head_dim:
+            raise UnsupportedModel("its KV cache does not hold a key and a value for each head and token")
+        if not cache.dtype.is_floating_point or cache.dtype.itemsize == 1:
+            raise UnsupportedModel(f"its KV cache is quantised ({cache.dtype})")
+        if not hasattr(attention.impl, "do_kv_cache_update"):
+            raise UnsupportedModel(
+                f"its attention backend {attention.attn_backend.get_name()} has no writer of its own"
+            )
+        blocks, self.kv_heads, self._size, _ = cache.shape
+        self._cpu = attention.attn_backend.get_name() == "CPU_ATTN"
+        if self._cpu:
+            if attention.isa not in CPU_LAYOUTS:
+                raise UnsupportedModel(f"keys cannot be read from pages of the CPU kernel {attention.isa!r}")
+            page = cache.view(blocks, self.kv_heads, KV * self._size * self.head_dim)
+            half = self._size * self.head_dim
+            self._keys = page[..., :half].view(blocks, self.kv_heads, self.head_dim, self._size)
+            self._values = page[..., half:].view(blocks, self.kv_heads, self._size, self.head_dim)
+
+    def gather(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values `[T, H, D]` of `slots [T]`."""
+        block, offset = slots // self._size, slots % self._size
+        if self._cpu:
+            return self._keys[block, :, :, offset], self._values[block, :, offset]
+        both = self._cache[block, :, offset]  # [T, H, C]
+        return both[..., : self.head_dim], both[..., self.head_dim :]
+
+    def keys_of(self, blocks: torch.Tensor, tokens: int) -> torch.Tensor:
+        """Keys `[H, T, D]` of the first `tokens` tokens in whole kernel blocks `[B]`."""
+        # [B, H, N, D] either way
+        keys = self._keys[blocks].transpose(2, 3) if self._cpu else self._cache[blocks][..., : self.head_dim]
+        return keys.transpose(0, 1).flatten(1, 2)[:, :tokens]  # [H, T, D]
+
+    def scatter(self, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Write keys and values `[T, H, D]` with the backend's own writer, which knows its layout."""
+        self._attention.impl.do_kv_cache_update(
+            self._attention, keys.contiguous(), values.contiguous(), self._cache, slots
+        )
+
+
+def _page_major(cache: torch.Tensor, blocks: int) -> torch.Tensor:
+    """The cache `[B, …]` with a page's dimensions in the order they have in memory; `[B, ratio, …]` if the kernel's blocks are smaller."""
+    assert cache.shape[0] % blocks == 0, "the cache is not made of the scheduler's blocks"
+    strides = cache.stride()
+    inner = sorted(range(1, cache.dim()), key=lambda d: -strides[d])
+    pages: torch.Tensor = cache.permute(0, *inner).unflatten(0, (blocks, cache.shape[0] // blocks))
+    return pages
+
+
+def _runs(blocks: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """Runs of consecutive numbers: index of the first, the first, how many."""
+    at = 0
+    for i in range(1, len(blocks) + 1):
+        if i == len(blocks) or blocks[i] != blocks[i - 1] + 1:
+            yield at, blocks[at], i - at
+            at = i

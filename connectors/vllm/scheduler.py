@@ -1,0 +1,300 @@
+"""The scheduler's side: what each request is promised, what workers are told, what is kept.
+
+Called by the connector with the engine's requests and block pool, of which it uses what any version has: ids, tokens, hashes,
+reference counts. Never blocks: a chunk that is still on its way is waited for by being asked again. No vLLM is imported.
+"""
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from lmc.blend.segments import Variants, split
+from lmc.config import Settings
+from lmc.connectors.vllm.isolation import cached_blocks, salt, salt_of
+from lmc.connectors.vllm.keeper import Keeper
+from lmc.connectors.vllm.library import Library
+from lmc.connectors.vllm.messages import BlendJob, LoadJob, StepPlan, StepReport
+from lmc.connectors.vllm.planner import Planner
+from lmc.connectors.vllm.requests import Options
+from lmc.connectors.vllm.served import Claim, Document, Role, Served
+from lmc.errors import InputError
+from lmc.storage.loads import PinState
+
+log = logging.getLogger(__name__)
+
+Tables = Callable[[str], Sequence[int]]  # the block table of a scheduled request
+
+
+class Scheduler:
+    """One engine's requests over one library."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        library: Library,
+        pool: Any,
+        *,
+        variants: Variants | None,
+        first_token: int | None,
+        blends: bool,
+        batch_tokens: int,
+    ) -> None:
+        self._settings, self._library, self._pool = settings, library, pool
+        self._variants, self._first_token, self._blends = variants, first_token, blends
+        self._planner = Planner(settings, library)
+        self._keeper = Keeper(settings, library, pool, batch_tokens=batch_tokens)
+        self._served: dict[str, Served] = {}
+        self._jobs: list[LoadJob | BlendJob] = []
+        self._told: set[str] = set()
+        self.counts: Counter[str] = Counter()
+
+    # -- requests come and go ----------------------------------------------------------------------------------------
+
+    def arrive(self, request: Any) -> None:
+        """Look at a new request; start to fetch what lies on slower tiers."""
+        served = self._classify(request)
+        self._served[served.id] = served
+        self.counts["requests"] += 1
+        if served.role is Role.BLEND:
+            self._find_own_blend(served)
+        self._planner.prefetch(served)
+
+    def claim(self, request: Any, local: int) -> int | None:
+        """How many tokens behind `local` will be loaded; None to be asked again. The same answer until something changes."""
+        served = self._served.get(request.request_id)
+        if served is None or served.given_up or request.skip_reading_prefix_cache:
+            return 0
+        if served.claim is None or served.claim.local != local:
+            served.claim = self._planner.plan(served, local)
+        return None if served.claim is None else served.claim.stop - local
+
+    def allocated(self, request: Any, blocks: Sequence[int], tokens: int) -> None:
+        """The engine has taken a claim of `tokens`, and these are the request's blocks."""
+        served = self._served.get(request.request_id)
+        if served is None or not tokens:
+            return
+        claim = served.claim
+        assert claim is not None
+        assert claim.stop - claim.local == tokens, "the engine loads another number of tokens than it was promised"
+        served.claim, served.loading = None, True
+        served.exact_tokens += max(0, claim.exact - claim.local)
+        copies = self._planner.copies(served, claim, blocks)
+        ready = all(pin.state() is PinState.READY for pin in served.pins.values())
+        if claim.parts:
+            self._isolate(served, claim)
+            self._jobs.append(self._blend_job(served, claim, blocks, copies=copies, ready=ready))
+            self.counts["blends"] += 1
+        else:
+            self._jobs.append(LoadJob(request=served.id, copies=copies, ready=ready))
+            self.counts["loads"] += 1
+        for place, count in served.sources.items():
+            self.counts[f"tokens_from_{place}"] += count
+
+    def sources(self, request: Any, tokens: int) -> dict[str, int]:
+        """Where `tokens` loaded tokens come from, by place; what is computed on the way is "computed"."""
+        served = self._served.get(request.request_id)
+        found = dict(served.sources) if served else {}
+        found["computed"] = tokens - sum(found.values())
+        return {place: count for place, count in found.items() if count > 0}
+
+    def finished(self, request: Any, blocks: Sequence[int]) -> dict[str, object] | None:
+        """A request has ended: its last blocks are kept, its unknown documents will be learned. Returns facts for the response."""
+        served = self._served.get(request.request_id)
+        if served is None:
+            return None
+        if not served.loading:  # else a worker may be reading; it is told, and reports
+            self._keeper.save_tail(served, blocks)
+            self._forget(served)
+        for span in served.unknown if self._settings.blend_learn else ():
+            self._keeper.queue(served.namespace, tuple(request.prompt_token_ids[span.start : span.stop]))
+        return served.facts()
+
+    # -- a step ------------------------------------------------------------------------------------------------------
+
+    def plan(self, scheduled: dict[str, int], tables: Tables) -> StepPlan:
+        """What workers have to do in this step."""
+        for request, tokens in scheduled.items():
+            served = self._served.get(request)
+            if served is not None:
+                computed = served.request.num_computed_tokens + tokens
+                self._keeper.save_due(served, computed, lambda request=request: tables(request))  # type: ignore[misc]
+        self._give_up_on_late_loads()
+        learn = self._keeper.learn_next()
+        plan = StepPlan(
+            slab=self._library.slab_at,
+            stages=self._library.stages,
+            scheduled=sum(scheduled.values()),
+            loads=self._jobs,
+            saves=self._keeper.take_saves(),
+            learn=[learn] if learn else [],
+        )
+        self._jobs = []
+        return plan
+
+    def reported(self, report: StepReport, received: set[str]) -> None:
+        """What workers have done; `received` are requests whose load is over on all ranks."""
+        for request in report.lost & self._served.keys():
+            self._served[request].given_up = True
+            self.counts["failed_loads"] += 1
+        for request, facts in report.blended.items():
+            self.counts["token_layers"] += int(facts["token_layers"])  # type: ignore[call-overload]
+            if request in self._served:
+                self._served[request].blended = facts
+        for request in received & self._served.keys():
+            served = self._served[request]
+            served.loading = False
+            if served.request.is_finished():
+                self._forget(served)
+            else:
+                self._release(served)
+        self._library.jobs.report(report.done, report.failed)
+
+    @property
+    def busy(self) -> bool:
+        """Whether the engine has to go on stepping for us."""
+        return self._keeper.busy
+
+    def numbers(self) -> dict[str, int]:
+        """Counts since start, by the names of `stats.COUNTERS`."""
+        stats, stored = self._library.store.stats(), self._library.jobs.stored
+        return {
+            **self.counts,
+            "stored_chunks": stored["chunks"],
+            "stored_tokens": stored["tokens"],
+            "evicted_chunks": sum(stats.evictions.values()),
+            "dropped_writes": stats.dropped_writes,
+            "no_room": stats.no_room,
+            "failed_tier_operations": sum(stats.failed.values()),
+        }
+
+    @property
+    def library(self) -> Library:
+        """Where everything is."""
+        return self._library
+
+    # -- what a request is -------------------------------------------------------------------------------------------
+
+    def _classify(self, request: Any) -> Served:
+        now, given = time.monotonic(), request.kv_transfer_params
+        try:
+            options = Options.read(given.get("lmc") if isinstance(given, dict) else None, request.num_prompt_tokens)
+            policy = options.policy(self._settings)
+        except InputError as error:
+            self._refuse("wishes", f"a request is served without blending: {error}")
+            return Served(request=request, role=Role.EXACT, arrived=now, note=str(error))
+        served = Served(request=request, role=Role.EXACT, arrived=now, policy=policy)
+        asked = options.learn or options.documents is not None
+        if not asked and not (self._blends and options.blend and self._variants):
+            return served
+        if request.prompt_token_ids is None:
+            return served
+        served.namespace = self._library.document_namespace(request.cache_salt or "")
+        if not options.learn:
+            self._find_documents(served, options)
+        if asked or served.documents:
+            served.note = self._why_not(request, options.learn)
+            if not served.note:
+                served.role = Role.LEARN if options.learn else Role.BLEND
+        return served
+
+    def _why_not(self, request: Any, learn: bool) -> str:
+        """Why a request that would be blended or learned is served exactly instead; empty if nothing is in the way."""
+        for there, why in (
+            (not self._blends, "blending is off: the log says why at the start of the engine"),
+            (request.lora_request is not None, "requests with LoRA are not blended"),
+            (bool(request.mm_features), "requests with multimodal input are not blended"),
+            (request.prompt_embeds is not None, "requests with prompt embeddings are not blended"),
+            (
+                learn and request.prompt_token_ids[0] == self._first_token,
+                "a document to learn must not begin with the BOS token: inside a prompt it has none (add_special_tokens: false)",
+            ),
+        ):
+            if there:
+                self._refuse(why, f"{why}; served exactly")
+                return why
+        return ""
+
+    def _refuse(self, about: str, text: str) -> None:
+        self.counts["refused"] += 1
+        if about not in self._told:
+            self._told.add(about)
+            log.warning("%s (said once, counted as lmc:refused)", text)
+
+    def _find_documents(self, served: Served, options: Options) -> None:
+        prompt = served.request.prompt_token_ids
+        if options.documents is not None:
+            spans = options.documents
+            served.question = spans[-1].stop if spans else 0
+        else:
+            assert self._variants is not None
+            segments = split(prompt, self._variants)
+            spans, served.question = segments.documents, segments.question.start
+        served.question = min(served.question, len(prompt) - 1)  # whoever asks nothing lets the last token ask
+        for span in spans:
+            keys = self._library.document_keys(served.namespace, prompt[span.start : span.stop])
+            served.documents.append(Document(span=span, keys=keys))
+
+    # -- isolation ---------------------------------------------------------------------------------------------------
+
+    def _find_own_blend(self, served: Served) -> None:
+        """If the engine still has the blocks of the very same blend, let it find them."""
+        request, known = served.request, [document.span for document in self._planner.known(served)]
+        if not known:
+            return
+        block, exact = known[0].start // self._library.block_size, list(request.block_hashes)
+        if block >= len(exact):
+            return
+        assert served.policy is not None
+        salt(request, block, salt_of(request.prompt_token_ids, known, served.policy))
+        if cached_blocks(self._pool, request.block_hashes) > max(block, cached_blocks(self._pool, exact)):
+            served.approximate, served.salted = known[0].start, True
+        else:
+            request.block_hashes[:] = exact
+
+    def _isolate(self, served: Served, claim: Claim) -> None:
+        first = claim.parts[0].at
+        served.approximate = first if served.approximate is None else min(first, served.approximate)
+        if not served.salted:
+            assert served.policy is not None
+            secret = salt_of(served.request.prompt_token_ids, claim.reused, served.policy)
+            salt(served.request, first // self._library.block_size, secret)
+            served.salted = True
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _blend_job(self, served: Served, claim: Claim, blocks: Sequence[int], *, copies: Any, ready: bool) -> BlendJob:
+        policy = served.policy
+        assert policy is not None
+        return BlendJob(
+            request=served.id,
+            tokens=tuple(served.request.prompt_token_ids[: claim.stop]),
+            blocks=tuple(blocks[: -(-claim.stop // self._library.block_size)]),
+            start=claim.local,
+            exact=claim.exact,
+            question=claim.question,
+            copies=copies,
+            documents=tuple(claim.parts),
+            ready=ready,
+            strategy=policy.strategy,
+            ratios=policy.ratios,
+            check_layers=policy.check_layers,
+            thresholds=policy.thresholds,
+        )
+
+    def _give_up_on_late_loads(self) -> None:
+        """Parts that a slow tier still owes: workers see that they will not come, and the engine computes."""
+        now = time.monotonic()
+        for served in self._served.values():
+            if served.loading and now - served.arrived > 2 * self._settings.load_deadline:
+                late = [key for key, pin in served.pins.items() if pin.state() is PinState.COMING]
+                self._library.let_go([served.pins.pop(key) for key in late])
+
+    def _release(self, served: Served) -> None:
+        self._library.let_go(list(served.pins.values()))
+        served.pins.clear()
+
+    def _forget(self, served: Served) -> None:
+        self._release(served)
+        del self._served[served.id]

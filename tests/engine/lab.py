@@ -1,0 +1,224 @@
+"""A vLLM engine in this process with the connector, and what tests want to know of it."""
+
+import gc
+import os
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+# Before vLLM is imported. One thread: on two shared cores an OpenMP barrier costs more than the work.
+QUIET = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+os.environ.update(QUIET)
+
+import transformers  # noqa: E402
+from vllm import LLM, SamplingParams  # noqa: E402
+from vllm.config import KVTransferConfig  # noqa: E402
+from vllm.distributed import cleanup_dist_env_and_memory  # noqa: E402
+
+BLOCK = 32
+SETTINGS = {"enable_blending": True, "max_local_cpu_size": 0.25, "blend_min_tokens": 16, "chunk_size": 128}
+SIZES = {
+    "vocab_size": 1024,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 4096,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 512,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 1024}
+FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "llama": (transformers.LlamaConfig, {"head_dim": 32}),
+    "llama3": (transformers.LlamaConfig, {"head_dim": 32, "rope_parameters": LLAMA3}),
+    "yarn": (transformers.LlamaConfig, {"head_dim": 32, "rope_parameters": YARN}),
+    "qwen2": (transformers.Qwen2Config, {}),
+    "qwen3": (transformers.Qwen3Config, {"head_dim": 32}),
+    "mistral": (transformers.MistralConfig, {"head_dim": 32, "sliding_window": None}),
+    "gemma3": (transformers.Gemma3TextConfig, {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 128}),
+}
+
+
+def make_model(family: str, folder: Path) -> Path:
+    """A small model with random weights, the same every time."""
+    path = folder / family
+    if not path.exists():
+        import torch
+
+        kind, options = FAMILIES[family]
+        torch.manual_seed(0)
+        transformers.AutoModelForCausalLM.from_config(kind(**{**SIZES, **options})).save_pretrained(path)
+    return path
+
+
+def words(count: int, seed: int) -> list[int]:
+    """Random tokens, the same for the same seed."""
+    draw = random.Random(seed)
+    return [draw.randrange(4, 1020) for _ in range(count)]
+
+
+class Prompt:
+    """A system text, documents, a question; where the documents are."""
+
+    def __init__(self, documents: Sequence[Sequence[int]], system: int = 37, question: int = 23, seed: int = 1000) -> None:
+        self.tokens = words(system, seed)
+        self.spans = []
+        for document in documents:
+            self.spans.append([len(self.tokens), len(self.tokens) + len(document)])
+            self.tokens = [*self.tokens, *document]
+        self.tokens = [*self.tokens, *words(question, seed + 1)]
+
+    def blend(self, **wishes: Any) -> dict[str, Any]:
+        """What to ask of lmc."""
+        return {"documents": self.spans, **wishes}
+
+
+class Lab:
+    """An engine with its insides."""
+
+    def __init__(self, llm: LLM) -> None:
+        self.llm = llm
+        self.core = llm.llm_engine.engine_core.engine_core
+        self.scheduler = self.core.scheduler
+        self.connector = self.scheduler.connector
+        self.pool = self.scheduler.kv_cache_manager.block_pool
+        self.free_at_start = self.pool.get_num_free_blocks()
+
+    def parameters(self, lmc: dict[str, Any] | None = None, tokens: int = 8, **more: Any) -> SamplingParams:
+        """Greedy, with logprobs."""
+        extra = {"kv_transfer_params": {"lmc": lmc}} if lmc is not None else None
+        options = {"temperature": 0, "detokenize": False, "ignore_eos": True, "logprobs": 1, **more}
+        return SamplingParams(max_tokens=tokens, extra_args=extra, **options)
+
+    def ask(self, tokens: Sequence[int], lmc: dict[str, Any] | None = None, count: int = 8, **more: Any) -> Any:
+        """One request, alone."""
+        return self.ask_all([(tokens, lmc)], count, **more)[0]
+
+    def ask_all(self, requests: Sequence[tuple[Sequence[int], dict[str, Any] | None]], count: int = 8, **more: Any) -> Any:
+        """Several at once; `salt` of cache_salt may be among the keywords."""
+        salt = more.pop("salt", None)
+        prompts = [{"prompt_token_ids": list(tokens), **({"cache_salt": salt} if salt else {})} for tokens, _ in requests]
+        return self.llm.generate(prompts, [self.parameters(lmc, count, **more) for _, lmc in requests], use_tqdm=False)
+
+    def vanilla(self, tokens: Sequence[int], count: int = 8) -> Any:
+        """What the engine answers without any cache; its caches are empty afterwards."""
+        self.forget()
+        out = self.ask(tokens, {"blend": False}, count)
+        self.forget()
+        return out
+
+    def learn(self, documents: Sequence[Sequence[int]], **more: Any) -> None:
+        """Keep documents' KV; the engine's own prefix cache is empty afterwards."""
+        for document in documents:
+            self.ask(document, {"learn": True}, 1, **more)
+        self.settle()
+        self.forget_prefixes()
+
+    def settle(self) -> int:
+        """Step until nothing is left to do: saves, learning."""
+        steps = 0
+        while self.scheduler.has_requests() and steps < 2000:
+            self.core.step_fn()
+            steps += 1
+        assert not self.scheduler.has_requests()
+        return steps
+
+    def forget_prefixes(self) -> None:
+        """Empty the engine's own prefix cache."""
+        self.settle()
+        assert self.llm.reset_prefix_cache()
+
+    def forget(self) -> None:
+        """Empty all caches, ours too."""
+        self.forget_prefixes()
+        library = self.connector._scheduler.library
+        library.store.flush()
+        library.forget_all()
+
+    @property
+    def numbers(self) -> dict[str, int]:
+        """What lmc has counted."""
+        return self.connector._scheduler.numbers()
+
+    def check(self) -> None:
+        """Nothing is held, nothing has leaked."""
+        self.settle()
+        library = self.connector._scheduler.library
+        library.store.flush()
+        assert self.pool.get_num_free_blocks() == self.free_at_start
+        assert library.store.held() == 0
+        assert not library.jobs.under_way
+        assert not self.connector._scheduler._served
+        library.store.check()
+
+
+@contextmanager
+def engine(model: Path, settings: dict[str, Any] | None = None, **options: Any) -> Iterator[Lab]:
+    """A fresh engine in this process."""
+    transfer = options.pop("transfer", {})
+    llm = LLM(
+        str(model),
+        kv_transfer_config=KVTransferConfig(
+            **{
+                "kv_connector": "LMCConnector",
+                "kv_role": "kv_both",
+                "kv_load_failure_policy": "recompute",
+                "kv_connector_extra_config": {**SETTINGS, **(settings or {})},
+                **transfer,
+            }
+        ),
+        **{
+            "skip_tokenizer_init": True,
+            "enforce_eager": True,
+            "max_model_len": 2048,
+            "dtype": "float32",
+            "disable_log_stats": True,
+            "block_size": BLOCK,
+            "max_num_batched_tokens": 256,
+            **options,
+        },
+    )
+    try:
+        yield Lab(llm)
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+        del llm
+        gc.collect()
+        cleanup_dist_env_and_memory()
+
+
+def answer(out: Any) -> list[int]:
+    """The tokens of an answer."""
+    return list(out.outputs[0].token_ids)
+
+
+def facts(out: Any) -> dict[str, Any]:
+    """What lmc says of a request."""
+    return (out.kv_transfer_params or {}).get("lmc", {})
+
+
+def distance(one: Any, other: Any) -> float:
+    """The largest difference of the chosen tokens' logprobs."""
+    pairs = zip(one.outputs[0].logprobs, other.outputs[0].logprobs, strict=True)
+    return max(abs(next(iter(a.values())).logprob - next(iter(b.values())).logprob) for a, b in pairs)

@@ -1,0 +1,103 @@
+"""At ratio 1 the blend is the engine's own prefill, whatever the model, the strategy and the engine's options."""
+
+import pytest
+
+from lab import Prompt, answer, distance, engine, facts, words
+
+SAME = 1e-5  # logprobs, float32
+DOCUMENTS = [words(150, 1), words(300, 2), words(150, 3), words(90, 4)]
+ORDER = [DOCUMENTS[i] for i in (2, 0, 3, 1)]
+LONG = {"max_model_len": 2048}
+
+# One engine each: family, settings, engine options
+ENGINES = {
+    "llama": ("llama", {}, {}),
+    "llama3": ("llama3", {}, {}),
+    "yarn": ("yarn", {}, {}),
+    "qwen2": ("qwen2", {}, {}),
+    "qwen3": ("qwen3", {}, {}),
+    "mistral": ("mistral", {}, {}),
+    "no prefix caching": ("llama", {}, {"enable_prefix_caching": False}),
+    "small steps": ("llama", {}, {"max_num_batched_tokens": 64, "max_num_seqs": 8}),
+    "one large step": ("llama", {}, {"max_num_batched_tokens": 2048}),
+    "large blocks": ("llama", {"chunk_size": 256}, {"block_size": 128}),
+    "compiled": ("llama", {}, {"enforce_eager": False}),
+}
+
+
+@pytest.fixture(scope="module", params=ENGINES, ids=lambda name: name.replace(" ", "-"))
+def lab(request, models):
+    family, settings, options = ENGINES[request.param]
+    with engine(models(family), settings, **options) as found:
+        found.name = request.param
+        yield found
+
+
+def same(found, wanted) -> bool:
+    return answer(found) == answer(wanted) and distance(found, wanted) <= SAME
+
+
+@pytest.mark.parametrize("strategy", ["query", "union", "deviation", "head", "all"])
+def test_at_ratio_1_the_blend_is_full_prefill(lab, strategy):
+    prompt = Prompt(ORDER)
+    wanted = lab.vanilla(prompt.tokens)
+    lab.learn(DOCUMENTS)
+    forget_pages(lab)
+    found = lab.ask(prompt.tokens, prompt.blend(strategy=strategy, ratio=1.0))
+    assert facts(found)["reused_tokens"] == sum(map(len, ORDER))
+    assert same(found, wanted)
+    lab.check()
+
+
+def test_an_approximate_blend_is_not_full_prefill(lab):
+    """The control: the blend above really does use the stored KV."""
+    prompt = Prompt(ORDER)
+    wanted = lab.vanilla(prompt.tokens)
+    lab.learn(DOCUMENTS)
+    forget_pages(lab)
+    assert distance(lab.ask(prompt.tokens, prompt.blend(strategy="none")), wanted) > 100 * SAME
+
+
+def test_pages_that_are_loaded_again_are_what_was_computed(lab):
+    tokens = words(700, 9)
+    wanted = lab.vanilla(tokens)
+    lab.ask(tokens)
+    lab.forget_prefixes()
+    found = lab.ask(tokens)
+    size = lab.scheduler.block_size
+    assert facts(found)["exact_tokens"] == 700 // size * size
+    assert same(found, wanted)
+    lab.check()
+
+
+def test_six_requests_at_once(lab):
+    """Blends, plain prompts and prompts with a common beginning, in the same steps."""
+    first, second = Prompt(ORDER), Prompt(ORDER[::-1], system=80, seed=2000)
+    plain = [words(200, 20), first.tokens[:300], DOCUMENTS[0] + words(30, 21)]
+    prompts = [first.tokens, plain[0], second.tokens, plain[1], first.tokens, plain[2]]
+    wanted = [lab.vanilla(tokens) for tokens in prompts]
+    lab.learn(DOCUMENTS)
+    forget_pages(lab)
+    exact = [first.blend(ratio=1.0), None, second.blend(ratio=1.0), None, first.blend(ratio=1.0), None]
+    found = lab.ask_all(list(zip(prompts, exact, strict=True)))
+    assert [same(a, b) for a, b in zip(found, wanted, strict=True)] == [True] * 6
+    lab.check()
+
+
+def test_a_blend_behind_a_prefix_that_the_engine_has(lab):
+    prompt = Prompt(ORDER)
+    wanted = lab.vanilla(prompt.tokens)
+    lab.learn(DOCUMENTS)
+    forget_pages(lab)
+    lab.ask(prompt.tokens[:230] + words(10, 30), {"blend": False}, 1)
+    found = lab.ask(prompt.tokens, prompt.blend(ratio=1.0))
+    assert same(found, wanted)
+    lab.check()
+
+
+def forget_pages(lab) -> None:
+    """Forget exact chunks, so that only documents can be reused."""
+    library = lab.connector._scheduler.library
+    library.store.flush()
+    for key in {key for key, _ in library.prefixes._index.values()}:
+        library.store.forget(key)
