@@ -354,7 +354,7 @@ INSTEAD: Mapping[str, str] = {
     "lookup_*": _SYNCHRONOUS,
     "external_lookup_client": _SYNCHRONOUS,
     "enable_scheduler_bypass_lookup": _SYNCHRONOUS,
-    "blocking_timeout_secs": _SYNCHRONOUS,
+    "blocking_timeout_secs": "set load_deadline, the seconds for which a request of vLLM waits for a tier",
     "enable_async_loading": "loading always runs beside computing, layer by layer; remove it",
     "pin_*": _NO_PINS,
     "reserve_local_cpu_size": _UP_FRONT,

@@ -73,11 +73,16 @@ def chunk_bounds(tokens: int, chunk_size: int) -> list[tuple[int, int]]:
     return list(pairwise(edges))
 
 
-def _chain(parent: bytes, tokens: Sequence[int], chunk_size: int) -> list[ChunkKey]:
+def check_tokens(tokens: Sequence[int]) -> "array[int]":
+    """Token ids as uint32; raise `InputError` for what is none."""
     try:
-        packed = memoryview(array("I", tokens)).cast("B")  # 4 bytes a token, little-endian on every machine we run on
+        return array("I", tokens)
     except (OverflowError, TypeError) as error:
         raise InputError(f"token ids must be integers from 0 to 2**32 - 1: {error}") from error
+
+
+def _chain(parent: bytes, tokens: Sequence[int], chunk_size: int) -> list[ChunkKey]:
+    packed = memoryview(check_tokens(tokens)).cast("B")  # 4 bytes a token, little-endian on every machine we run on
     keys, step, sha256 = [], 4 * chunk_size, hashlib.sha256
     for start in range(0, len(packed), step):
         h = sha256(parent)

@@ -19,7 +19,7 @@ from lmc.keys import ChunkKey
 from lmc.storage.attempts import Attempts
 from lmc.storage.ledger import Ledger, Slot
 from lmc.storage.record import RecordMeta
-from lmc.storage.slab import LOST, Slab
+from lmc.storage.slab import Slab
 from lmc.storage.tier import Reader, Tier
 
 log = logging.getLogger(__name__)
@@ -51,6 +51,7 @@ class Level:
         """Forget `key`, in however many slots it is; who holds one keeps it until released."""
         while (slot := self.ledger.find(key)) is not None:
             self.ledger.drop(slot)
+            self.slab.lose(slot)
 
 
 @dataclass(slots=True, eq=False)
@@ -134,6 +135,8 @@ class Loads:
         """The load of `key`, if there is one, with one reader more."""
         load = self._loads.get(key)
         if load is not None:
+            if load.readers == 0:
+                self._host.slab.label(load.slot, key, load.ready)
             load.readers += 1
         return load
 
@@ -156,6 +159,9 @@ class Loads:
             self._host.ledger.abort(load.slot)
         elif load.readers == 0 and not load.started:
             self._end(load, None)
+        elif load.readers == 0:
+            # Its thread may hang in the tier: whoever still looks at the slot need not wait for that.
+            self._host.slab.lose(load.slot)
 
     def disown(self, key: ChunkKey) -> None:
         """What arrives under `key` is not kept."""
@@ -215,8 +221,8 @@ class Loads:
                     self._finish(load, None)
                     continue
                 with self._changed:
+                    slab.label(load.slot, load.key, first + count)
                     load.ready = first + count
-                    slab.label(load.slot, load.key, load.ready)
                     self.bytes[load.tier.name] += count * reader.meta.stored_part
                     self._changed.notify_all()
                 if load.ready == slab.parts:
@@ -236,19 +242,19 @@ class Loads:
         """With the record's meta it is a hit from now on; with None, or disowned, a miss for all who wait."""
         if load.done:
             return
-        load.done = True
         ours = self._loads.get(load.key) is load
+        load.failed = meta is None or not ours
+        load.done = True  # after `failed`: a pin's state is read without the lock
         if ours:
             del self._loads[load.key]
         ledger = self._host.ledger
-        if meta is not None and ours:
+        if meta is not None and not load.failed:
             self._host.commit(load.slot, meta)
             for _ in range(load.readers):
                 ledger.hold(load.slot)
             ledger.release([load.slot])
         else:
-            load.failed = True
-            self._host.slab.label(load.slot, load.key, LOST)
+            self._host.slab.lose(load.slot)
             if load.readers == 0:
                 ledger.abort(load.slot)
         self._changed.notify_all()

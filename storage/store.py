@@ -251,6 +251,7 @@ class Store:
             self._no_room += 1
             return None
         level.metas.pop(slots[0], None)
+        level.slab.lose(slots[0])  # other processes may still be reading what was let go too early
         return slots[0]
 
     def _send_down(self, level: Level, slot: Slot) -> None:

@@ -40,6 +40,7 @@ def test_the_list_of_settings_is_frozen() -> None:
         "remote_url",
         "remote_serde",
         "store_policy",
+        "load_deadline",
         "use_layerwise",
         "enable_blending",
         "blend_preset",

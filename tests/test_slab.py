@@ -1,15 +1,24 @@
 """The slab: equal, aligned slots, and nothing of an older chunk in a newer record."""
 
+import gc
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 import torch
 
-from lmc.errors import NoMemory
+from lmc.errors import NoMemory, StorageError
+from lmc.keys import ChunkKey
 from lmc.shapes import GIB
 from lmc.storage import slab as slab_module
 from lmc.storage.ledger import Slot
-from lmc.storage.slab import Slab
+from lmc.storage.slab import LOST, Slab, SlabAt, tag_of
 
 S0, S1 = Slot(0), Slot(1)
+KEY = ChunkKey(bytes(range(32)))
 
 
 @pytest.mark.parametrize(
@@ -110,3 +119,127 @@ def test_a_container_s_limit_counts_and_idle_page_cache_is_room(monkeypatch, tmp
     assert slab_module._container_limit() == 800
     (tmp_path / "memory.max").write_text("max\n")
     assert slab_module._container_limit() > 1 << 60
+
+
+# -- shared with other processes -------------------------------------------------------------------------------------
+
+OWNER = """
+import sys
+from lmc.storage.slab import Slab
+slab = Slab(3, 2, 5000, shared=True)
+slab.part(1, 1)[:3] = 7
+slab.label(1, bytes(range(32)), 2)
+print(slab.at.path, flush=True)
+sys.stdin.readline()
+"""
+READER = """
+import sys
+from lmc.storage.slab import Slab, SlabAt
+slab = Slab.attach(SlabAt(path=sys.argv[1], slots=3, parts=2, part_bytes=5000))
+print(slab.ready(1, int(sys.argv[2])), slab.ready(1, 5), slab.ready(2, 5), slab.part(1, 1)[:4].tolist(), flush=True)
+slab.part(2, 0)[4999] = 9
+"""
+
+
+def child(script: str, *arguments: object) -> subprocess.Popen:
+    command = [sys.executable, "-c", script, *map(str, arguments)]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def mapped(inode: int) -> bool:
+    """Whether this process maps that slab."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return any("memfd:lmc-slab" in line and line.split()[4] == str(inode) for line in lines)
+
+
+def opened(inode: int) -> bool:
+    """Whether this process has that slab's file open."""
+    files = [path for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+    return any("memfd:lmc-slab" in os.readlink(file) and file.stat().st_ino == inode for file in files)
+
+
+def test_another_process_sees_labels_and_bytes_and_writes_what_the_owner_sees():
+    slab = Slab(3, 2, 5000, shared=True)
+    slab.part(S1, 1)[:3] = 7
+    slab.label(S1, KEY, 2)
+    said, _ = child(READER, slab.at.path, tag_of(KEY)).communicate(timeout=60)
+    assert said == "2 -1 -1 [7, 7, 7, 0]\n"
+    assert int(slab.part(Slot(2), 0)[4999]) == 9
+
+
+def test_what_was_mapped_outlives_its_owner_and_nothing_else_is_left_of_it():
+    """An owner that is killed leaves no name behind: the memory goes with the last process that maps it."""
+    owner = child(OWNER)
+    try:
+        at = SlabAt(path=owner.stdout.readline().strip(), slots=3, parts=2, part_bytes=5000)
+        slab = Slab.attach(at)
+        assert os.readlink(at.path) == "/memfd:lmc-slab (deleted)", "it never had a name"
+        inode = os.stat(at.path).st_ino
+    finally:
+        owner.kill()
+        owner.communicate()
+    assert slab.ready(S1, tag_of(KEY)) == 2
+    assert slab.part(S1, 1)[:4].tolist() == [7, 7, 7, 0]
+    slab.part(S1, 1)[:] = 3
+    assert bool((slab.slot(S1)[1] == 3).all())
+    with pytest.raises(StorageError, match=r"cannot open the slab of the scheduler at .*on the same host"):
+        Slab.attach(at)
+    assert mapped(inode)
+    del slab
+    gc.collect()
+    assert not mapped(inode)
+
+
+def test_a_shared_slab_that_is_dropped_closes_its_file():
+    slab = Slab(2, 2, 4096, shared=True)
+    inode = os.stat(slab.at.path).st_ino
+    assert mapped(inode)
+    assert opened(inode)
+    del slab
+    gc.collect()
+    assert not mapped(inode)
+    assert not opened(inode)
+
+
+@pytest.mark.parametrize(
+    "path", ["/proc/0/fd/3", "/proc/self/fd/9999", "/nowhere", "/proc", "/dev/null", "/proc/self/maps"]
+)
+def test_a_place_that_is_no_slab_is_a_storage_error(path):
+    with pytest.raises(StorageError, match="cannot open the slab"):
+        Slab.attach(SlabAt(path=path, slots=3, parts=2, part_bytes=5000))
+
+
+def test_a_smaller_slab_than_was_said_is_a_storage_error():
+    """A process id that was used again leads to somebody else's file: mapping it was a bare ValueError."""
+    slab = Slab(2, 2, 4096, shared=True)
+    with pytest.raises(StorageError, match="cannot open the slab"):
+        Slab.attach(replace(slab.at, slots=200))
+
+
+def test_a_shared_slab_that_the_system_cannot_map_is_no_memory(monkeypatch):
+    monkeypatch.setattr(slab_module, "_room", lambda device: 1 << 80)
+    with pytest.raises(NoMemory, match="GiB"):
+        Slab(2, 2, 1 << 60, shared=True)
+
+
+def test_a_label_counts_parts_until_the_chunk_is_lost():
+    slab = Slab(2, 3, 4096, shared=True)
+    assert slab.ready(S1, tag_of(KEY)) == LOST
+    for ready in (0, 2, 3):
+        slab.label(S1, KEY, ready)
+        assert slab.ready(S1, tag_of(KEY)) == ready
+        assert slab.ready(S1, tag_of(KEY) + 1) == LOST
+    slab.lose(S1)
+    assert slab.ready(S1, tag_of(KEY)) == LOST
+
+
+def test_a_private_slab_takes_labels_and_keeps_none():
+    slab = Slab(2, 3, 4096)
+    slab.label(S1, KEY, 3)
+    slab.lose(S1)
+    assert slab.labels is None
+
+
+def test_a_tag_fits_a_label_whatever_the_key():
+    assert tag_of(ChunkKey(b"\xff" * 32)) == (1 << 63) - 1
+    assert tag_of(ChunkKey(bytes(32))) == 0

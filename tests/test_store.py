@@ -27,7 +27,8 @@ from tier_contract import TierContract, read
 from lmc.errors import ChunkLost, CorruptRecord
 from lmc.storage import loads
 from lmc.storage.disk import DiskTier
-from lmc.storage.slab import Slab
+from lmc.storage.loads import PinState
+from lmc.storage.slab import LOST, Slab, tag_of
 from lmc.storage.store import Policy, Store
 from lmc.storage.tier import Counted, Delayed, Faulty, Wrapped
 
@@ -797,3 +798,174 @@ def test_closing_while_others_read_and_write_ends(make, tier):
     begun.wait(60)
     store.close()
     assert [thread.result for thread in threads] == [None] * 3
+
+
+# -- slots that others fill and read -----------------------------------------------------------------------------------
+
+
+def begin(store, key):
+    """A writing whose slot is filled, as another process would."""
+    writing = store.begin(meta_of(key))
+    if writing is not None:
+        for part in range(PARTS):
+            writing.parts[part, :PART_BYTES] = as_tensor(content(key, part))
+    return writing
+
+
+def shared(make, *tiers, slots=4, **options):
+    """A store over a shared slab, and that slab."""
+    slab = Slab(slots, PARTS, PART_BYTES, shared=True)
+    store = make(*tiers, slots=slots, **options)
+    store._host.slab = slab
+    return store, slab
+
+
+def test_a_chunk_is_found_when_it_is_committed_and_not_before(make):
+    store = make()
+    writing = begin(store, K0)
+    assert store.lookup([K0]) == [None]
+    assert store.held() == 1
+    store.commit(writing)
+    assert get(store, K0) == expected(K0)
+    assert store.held() == 0
+
+
+def test_what_is_aborted_leaves_nothing(make):
+    store = make()
+    store.abort(begin(store, K0))
+    assert store.lookup([K0]) == [None]
+    assert store.held() == 0
+    store.commit(begin(store, K0))
+    assert get(store, K0) == expected(K0)
+
+
+def test_one_key_is_begun_once(make):
+    store = make()
+    writing = begin(store, K0)
+    assert begin(store, K0) is None
+    store.commit(writing)
+    assert begin(store, K0) is None
+
+
+def test_a_full_store_begins_nothing_and_counts_it(make):
+    store = make(slots=2)
+    writings = [begin(store, K0), begin(store, K1)]
+    assert begin(store, K2) is None
+    assert store.stats().no_room == 1
+    for writing in writings:
+        store.abort(writing)
+
+
+def test_what_was_committed_goes_down_to_the_tiers(make, tier):
+    store = make(tier)
+    store.commit(begin(store, K0))
+    store.flush()
+    assert list(tier.records) == [K0]
+
+
+def test_after_the_end_nothing_is_begun_and_what_was_begun_can_still_be_given_back(make, tier):
+    store = make(tier)
+    first, second = begin(store, K0), begin(store, K1)
+    store.close()
+    assert begin(store, K2) is None
+    store.commit(first)
+    store.abort(second)
+    assert store.held() == 0
+
+
+def test_pins_that_were_acquired_hold_until_released(make):
+    store = make(slots=2)
+    put(store, K0)
+    pins = store.acquire([K0, K1, K0])
+    assert [pin and pin.state() for pin in pins] == [PinState.READY, None, PinState.READY]
+    assert put(store, K1)
+    assert put(store, K2), "only the other slot is taken"
+    assert store.lookup([K0, K1, K2]) == ["host", None, "host"]
+    store.release([pin for pin in pins if pin])
+    assert store.held() == 0
+
+
+def test_a_pin_says_how_far_its_chunk_has_come_without_waiting(make, tier):
+    gate = Gated(fill(tier, K0))
+    store, slab = shared(make, gate)
+    (pin,) = store.acquire([K0])
+    assert pin.state() is PinState.COMING
+    gate.read_gates[0].set()
+    pin.part(0)
+    assert pin.state() is PinState.COMING
+    assert slab.ready(pin.slot, tag_of(K0)) == 1
+    gate.open_all()
+    pin.part(PARTS - 1)
+    store.release([pin])
+    (pin,) = store.acquire([K0])
+    assert pin.state() is PinState.READY
+    assert slab.ready(pin.slot, tag_of(K0)) == PARTS
+    store.release([pin])
+
+
+def test_a_failed_load_is_lost_to_its_pin_and_to_other_processes(make, tier):
+    gate = Gated(Faulty(fill(tier, K0), lambda verb, key: OSError("gone") if verb == "read" else None))
+    store, slab = shared(make, gate)
+    (pin,) = store.acquire([K0])
+    gate.open_all()
+    with pytest.raises(ChunkLost):
+        pin.part(0)
+    assert pin.state() is PinState.LOST
+    assert slab.ready(pin.slot, tag_of(K0)) == LOST
+    assert store.held() == 1, "parts that had arrived may be in use"
+    store.release([pin])
+    assert store.held() == 0
+
+
+def test_a_load_that_everybody_left_is_lost_at_once_and_back_if_somebody_returns(make, tier):
+    """Only its thread said so, and that may hang in the tier."""
+    gate = Gated(fill(tier, K0))
+    store, slab = shared(make, gate)
+    (pin,) = store.acquire([K0])
+    gate.read_gates[0].set()
+    pin.part(0)
+    assert gate.reading.wait(60)
+    store.release([pin], wait=False)
+    assert slab.ready(pin.slot, tag_of(K0)) == LOST
+    (again,) = store.acquire([K0])
+    assert again.slot == pin.slot
+    assert slab.ready(pin.slot, tag_of(K0)) == 1
+    gate.open_all()
+    assert pin_bytes(again, PARTS - 1) == content(K0, PARTS - 1)
+    store.release([again])
+
+
+def test_leaving_a_load_that_nobody_began_gives_its_slot_back(make, tier):
+    gate = Gated(fill(tier, K0, K1, K2))
+    store = make(gate, load_threads=1)
+    first = store.acquire([K0])
+    assert gate.reading.wait(60)
+    second = store.acquire([K1, K2])  # in the queue of the only thread
+    assert store.held() == 3
+    store.release([pin for pin in second if pin], wait=False)
+    assert store.held() == 1
+    gate.open_all()
+    store.release([pin for pin in first if pin])
+
+
+def test_a_slot_that_is_taken_for_another_chunk_loses_its_old_one_before_the_first_byte(make):
+    """Whoever still read the old chunk saw a whole one under its label while the new one's bytes came in."""
+    store, slab = shared(make, slots=1)
+    put(store, K0)
+    slot = store._host.ledger.find(K0)
+    assert slab.ready(slot, tag_of(K0)) == PARTS
+    writing = store.begin(meta_of(K1))
+    assert slab.ready(slot, tag_of(K0)) == LOST
+    store.commit(writing)
+    assert slab.ready(slot, tag_of(K1)) == PARTS
+    assert slab.ready(slot, tag_of(K0)) == LOST
+
+
+def test_what_is_forgotten_is_lost_to_those_who_read_it_in_other_processes(make, tier):
+    store, slab = shared(make, tier)
+    put(store, K0)
+    (pin,) = store.acquire([K0])
+    store.forget(K0)
+    assert slab.ready(pin.slot, tag_of(K0)) == LOST
+    store.release([pin])
+    assert store.held() == 0

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from vllm.config import VllmConfig
+from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -18,6 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 from vllm.tokenizers import cached_tokenizer_from_config
+from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.outputs import KVConnectorOutput
@@ -26,7 +28,7 @@ from lmc.blend.segments import Variants, separator_variants
 from lmc.config import Settings
 from lmc.connectors.vllm.library import Library
 from lmc.connectors.vllm.messages import StepPlan, StepReport, WorkerFacts
-from lmc.connectors.vllm.plugin import loaded_model
+from lmc.connectors.vllm.plugin import join_log, loaded_model
 from lmc.connectors.vllm.scheduler import Scheduler
 from lmc.connectors.vllm.stats import LmcPromMetrics, LmcStats
 from lmc.connectors.vllm.worker import Worker
@@ -68,6 +70,7 @@ class LMCConnector(KVConnectorBase_V1):
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: Any) -> None:
         """Read the settings; raise `ConfigError` for what cannot work."""
+        join_log()
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         assert transfer is not None
@@ -157,6 +160,7 @@ class LMCConnector(KVConnectorBase_V1):
         if refused and self.settings.enable_blending:
             log.warning("blending is off: %s. Exact offload goes on.", refused)
         variants, first_token = self._separators() if not refused else (None, None)
+        log.info("%s", self._said(library, blends=not refused))
         self._scheduler = Scheduler(
             self.settings,
             library,
@@ -165,6 +169,19 @@ class LMCConnector(KVConnectorBase_V1):
             first_token=first_token,
             blends=not refused,
             batch_tokens=self._config.scheduler_config.max_num_batched_tokens,
+            tells=bool(self._config.kv_events_config and self._config.kv_events_config.enable_kv_cache_events),
+        )
+
+    def _said(self, library: Library, *, blends: bool) -> str:
+        """What a person who starts the engine wants to see."""
+        settings = self.settings
+        how = (
+            f"blending by {settings.blend_strategy} {settings.blend_recompute_ratios[0]:g}" if blends else "no blending"
+        )
+        disk = f"{settings.local_disk} ({settings.max_local_disk_size:g} GB)" if settings.local_disk else "no disk"
+        room = f"{library.slots} chunks of {library.chunk} tokens in memory"
+        return (
+            f"lmc: {how}, {room} ({settings.max_local_cpu_size:g} GB), {disk}, {len(library.store.keys())} chunks found"
         )
 
     def _separators(self) -> tuple[Variants | None, int | None]:
@@ -246,9 +263,27 @@ class LMCConnector(KVConnectorBase_V1):
         if self._scheduler is not None:
             self._scheduler.library.close()
 
-    def take_events(self) -> Iterable[Any]:
-        """None yet."""
-        return ()
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        """Blocks that came to memory ("CPU") or disk ("STORAGE"), or went."""
+        if self._scheduler is None or self._scheduler.events is None:
+            return
+        size = self._config.cache_config.block_size
+        for change in self._scheduler.events.take():
+            told, hashes = change.told, [maybe_convert_block_hash(h) for h in change.told.hashes]
+            if not change.stored:
+                yield BlockRemoved(block_hashes=[hashes[i] for i in change.blocks], medium=change.medium)
+                continue
+            for place in change.blocks:  # one event a block: its parent is another one than its neighbour's
+                parent = told.hashes[place - 1] if place else told.parent
+                yield BlockStored(
+                    block_hashes=[hashes[place]],
+                    parent_block_hash=None if parent is None else maybe_convert_block_hash(parent),
+                    token_ids=list(told.tokens[place * size : (place + 1) * size]),
+                    block_size=size,
+                    lora_id=told.lora_id,
+                    medium=change.medium,
+                    lora_name=told.lora_name,
+                )
 
     # -- numbers -----------------------------------------------------------------------------------------------------
 

@@ -4,12 +4,14 @@ Pages are copied by workers behind the step that completes them; until every ran
 engine does not give them to another request.
 """
 
+import functools
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from lmc.config import Settings
+from lmc.connectors.vllm.events import Events, told_of
 from lmc.connectors.vllm.library import Library
 from lmc.connectors.vllm.messages import LearnJob, SaveJob
 from lmc.connectors.vllm.served import Role, Served
@@ -17,7 +19,8 @@ from lmc.keys import chunk_bounds
 
 log = logging.getLogger(__name__)
 
-TO_LEARN = 256  # documents that wait to be learned; what is dropped is met again
+# Documents that wait to be learned, and no more tokens than memory holds; what is dropped is met again.
+TO_LEARN = 256
 
 Table = Callable[[], Sequence[int]]  # a request's blocks, asked for only if needed
 
@@ -25,7 +28,10 @@ Table = Callable[[], Sequence[int]]  # a request's blocks, asked for only if nee
 class Keeper:
     """Saves and learns for one engine."""
 
-    def __init__(self, settings: Settings, library: Library, pool: Any, *, batch_tokens: int) -> None:
+    def __init__(
+        self, settings: Settings, library: Library, pool: Any, *, batch_tokens: int, events: Events | None = None
+    ) -> None:
+        self._events = events
         self._settings, self._library, self._pool = settings, library, pool
         self._spare = -(-batch_tokens // library.block_size)  # blocks that learning leaves for a prompt
         self._saves: list[SaveJob] = []
@@ -45,26 +51,32 @@ class Keeper:
     def save_due(self, served: Served, computed: int, table: Table) -> None:
         """Chunks that are full once `computed` tokens are: full blocks with a hash, exact ones only."""
         chunk, n = self._library.chunk, self._library.prefixes.blocks
-        if served.role is Role.LEARN and not served.learned and computed >= served.request.num_prompt_tokens:
-            self._save_document(served, table())
+        if served.role is Role.LEARN:  # and no more: its pages would be the same bytes once more
+            if not served.tried and computed >= served.request.num_prompt_tokens:
+                served.tried = True
+                self._save_document(served, table())
+            return
+        table = functools.cache(table)  # the engine makes a list of a long prompt's blocks each time
         for index in range(served.saved, self._storable(served, computed) // chunk):
             served.saved = index + 1
             self._save(served, table, index * n, n)
 
     def save_tail(self, served: Served, blocks: Sequence[int]) -> None:
         """At the end: the full blocks behind the last full chunk, as a chunk that is partly full."""
-        if not self._settings.save_unfull_chunk:
+        if not self._settings.save_unfull_chunk or served.role is Role.LEARN:
             return
         # The last sampled token has no KV.
         tokens = self._storable(served, min(served.request.num_computed_tokens, served.request.num_tokens - 1))
         first = tokens // self._library.chunk * self._library.prefixes.blocks
         count = tokens // self._library.block_size - first
-        if count > 0:
+        if count > 0 and tokens // self._library.chunk >= served.saved:
             self._save(served, lambda: blocks, first, count)
 
     def queue(self, namespace: bytes, tokens: tuple[int, ...]) -> None:
         """A document that was met and not known: learned when there is time."""
-        if (namespace, tokens) not in self._to_learn and len(self._to_learn) < TO_LEARN:
+        waiting = sum(len(others) for _, others in self._to_learn)
+        room = len(self._to_learn) < TO_LEARN and waiting + len(tokens) <= self._library.slots * self._library.chunk
+        if room and (namespace, tokens) not in self._to_learn:
             self._to_learn.append((namespace, tokens))
 
     def learn_next(self) -> LearnJob | None:
@@ -73,7 +85,7 @@ class Keeper:
             return None
         namespace, tokens = self._to_learn[0]
         need = -(-len(tokens) // self._library.block_size)
-        if need + self._spare > len(self._pool.blocks):
+        if need + self._spare >= len(self._pool.blocks):  # one of them is the null block, and never free
             self._to_learn.popleft()
             log.warning("a document of %d tokens is too long to be learned beside a prompt", len(tokens))
             return None
@@ -87,7 +99,8 @@ class Keeper:
         job = self._library.jobs.begin([w for w in writings if w], lambda: self._pool.free_blocks(blocks))
         self._learning = job
         slots = tuple(w.slot if w else -1 for w in writings)
-        return LearnJob(job=job, tokens=tokens, blocks=tuple(b.block_id for b in blocks), slots=slots)
+        numbers = tuple(block.block_id for block in blocks)
+        return LearnJob(job=job, tokens=tokens, blocks=numbers, chunk=self._library.chunk, slots=slots)
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
@@ -102,17 +115,22 @@ class Keeper:
         writing = self._library.begin_pages(served.request.block_hashes[first : first + count])
         if writing is not None:
             blocks = tuple(table()[first : first + count])
+            if len(blocks) < count or any(self._pool.blocks[block].is_null for block in blocks):
+                self._library.store.abort(writing)  # a sliding window has passed there
+                return
             job = self._library.jobs.begin([writing], self._hold(blocks))
             self._saves.append(SaveJob(job=job, slot=writing.slot, blocks=blocks))
+            if self._events:
+                self._events.expect(writing.meta.key, told_of(served.request, first, count, self._library.block_size))
 
     def _save_document(self, served: Served, blocks: Sequence[int]) -> None:
         """The prompt of a request that is a document: its keys and values, read from its pages."""
-        served.learned = True
         tokens = served.request.prompt_token_ids
         writings = self._library.begin_document(served.namespace, tokens)
         if writings is None:
             served.learned = all(self._library.store.lookup(self._library.document_keys(served.namespace, tokens)))
             return
+        served.learned = True
         table = tuple(blocks[: -(-len(tokens) // self._library.block_size)])
         for writing, bounds in zip(writings, chunk_bounds(len(tokens), self._library.chunk), strict=True):
             if writing is not None:

@@ -23,6 +23,7 @@ from lmc.storage.record import RecordMeta
 from lmc.storage.slab import Slab
 from lmc.storage.stats import Policy
 from lmc.storage.store import Store
+from lmc.storage.tier import Tier
 
 log = logging.getLogger(__name__)
 
@@ -68,6 +69,11 @@ class Jobs:
                 del self.under_way[job]
                 self._end(filling)
 
+    def fail_all(self) -> None:
+        """What is under way will not be kept."""
+        for filling in self.under_way.values():
+            filling.failed = True
+
     def drop_all(self) -> None:
         """At the end: nobody will report any more."""
         for filling in self.under_way.values():
@@ -89,8 +95,16 @@ class Jobs:
 class Library:
     """Chunks of one model, for all tenants."""
 
-    def __init__(self, settings: Settings, workers: Sequence[WorkerFacts], block_size: int, hashing: str) -> None:
-        """Make the slab and open the tiers; raise `ConfigError`, `NoMemory` or `TierUnusable`."""
+    def __init__(
+        self,
+        settings: Settings,
+        workers: Sequence[WorkerFacts],
+        block_size: int,
+        hashing: str,
+        *,
+        tiers: Sequence[Tier] | None = None,
+    ) -> None:
+        """Make the slab and open the tiers (the settings', if none are given); raise `ConfigError`, `NoMemory` or `TierUnusable`."""
         if settings.chunk_size % block_size:
             near = max(1, round(settings.chunk_size / block_size)) * block_size
             raise ConfigError(
@@ -109,7 +123,7 @@ class Library:
         self.slab_at, self._part_bytes = slab.at, part
         self.slots = slab.slots
         self.stages = tuple(len(w.page_bytes) for w in sorted(workers, key=lambda w: w.rank) if w.rank[1] == 0)
-        self._tiers = open_tiers(settings)
+        self._tiers = open_tiers(settings) if tiers is None else list(tiers)
         self.store = Store(slab, self._tiers, policy=Policy(settings.store_policy))
         self.jobs = Jobs(len(workers), self.store)
         layout = "|".join(f"{w.rank}{w.page_bytes}{w.layout}" for w in workers)
@@ -132,9 +146,9 @@ class Library:
         return document_keys(namespace, tokens, self.chunk)
 
     def begin_pages(self, hashes: Sequence[bytes]) -> Writing | None:
-        """A slot for the chunk of these blocks; None if there is one, or no room."""
+        """A slot for the chunk of these blocks; None if there is one that serves them, or no room."""
         key = self.prefixes.key(hashes[-1])
-        if self.store.lookup([key])[0] is not None:
+        if any(self.store.lookup([key, *self.prefixes.holders(hashes)])):
             return None
         label = self.prefixes.remember(key, hashes)
         return self.store.begin(self._meta(key, self._pages, len(hashes) * self.block_size, 0, self._part_bytes, label))
@@ -167,7 +181,8 @@ class Library:
             self.store.release(list(pins), wait=False)
 
     def forget_all(self) -> None:
-        """Remove every chunk that nobody holds: the weights have changed, or somebody wants to measure."""
+        """Remove every chunk, also from under those who read it: the weights have changed, or somebody wants to measure."""
+        self.jobs.fail_all()  # chunks under way would become visible afterwards
         known = self.store.keys()
         for key in known:
             self.store.forget(key)
@@ -214,7 +229,7 @@ class Library:
         """Bring the index of blocks back from the records of earlier processes. Reads one header each."""
         for tier in self._tiers:
             for entry in tier.entries():
-                with contextlib.suppress(OSError, CorruptRecord):
+                with contextlib.suppress(OSError, CorruptRecord, ValueError):  # the last: a label that is none
                     reader = tier.open(entry.key)
                     if reader is not None:
                         with contextlib.closing(reader):

@@ -81,7 +81,8 @@ class LearnJob:
     job: int
     tokens: tuple[int, ...]
     blocks: tuple[int, ...]
-    slots: tuple[int, ...]
+    chunk: int  # tokens of a full one
+    slots: tuple[int, ...]  # -1 for a chunk that is stored already
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

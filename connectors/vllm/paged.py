@@ -20,20 +20,18 @@ class Pages:
     """All layers' pages, addressed by the scheduler's block numbers."""
 
     def __init__(self, caches: Mapping[str, torch.Tensor], blocks: int) -> None:
-        views, seen = [], set()
+        views, seen, layouts = [], set(), []
         for cache in caches.values():
             place = (cache.data_ptr(), cache.shape, cache.stride())
             if place not in seen:  # layers that share their cache are one
                 seen.add(place)
-                views.append(_page_major(cache, blocks))
+                inner = _order(cache)
+                views.append(_page_major(cache, blocks, inner))
+                layouts.append(f"{tuple(views[-1].shape[1:])}{cache.dtype}{inner}")
         self._views = views
+        self.layout = ";".join(dict.fromkeys(layouts))  # what must agree for two caches' pages to mean the same
         self.layers = len(views)
         self.page_bytes = tuple(view[0].numel() * view.dtype.itemsize for view in views)
-
-    @property
-    def layout(self) -> str:
-        """What must agree for two caches' pages to mean the same."""
-        return ";".join(f"{tuple(view.shape[1:])}{view.dtype}{view[0].stride()}" for view in self._views[:1])
 
     def save(self, layer: int, blocks: Sequence[int], part: torch.Tensor) -> None:
         """Copy pages of `blocks` side by side into `part`, uint8 `[n]`."""
@@ -97,11 +95,15 @@ class TokenAccess:
         )
 
 
-def _page_major(cache: torch.Tensor, blocks: int) -> torch.Tensor:
+def _order(cache: torch.Tensor) -> tuple[int, ...]:
+    """A page's dimensions in the order they have in memory. (How far apart they are there may depend on the number of blocks.)"""
+    strides = cache.stride()
+    return tuple(sorted(range(1, cache.dim()), key=lambda d: -strides[d]))
+
+
+def _page_major(cache: torch.Tensor, blocks: int, inner: Sequence[int]) -> torch.Tensor:
     """The cache `[B, …]` with a page's dimensions in the order they have in memory; `[B, ratio, …]` if the kernel's blocks are smaller."""
     assert cache.shape[0] % blocks == 0, "the cache is not made of the scheduler's blocks"
-    strides = cache.stride()
-    inner = sorted(range(1, cache.dim()), key=lambda d: -strides[d])
     pages: torch.Tensor = cache.permute(0, *inner).unflatten(0, (blocks, cache.shape[0] // blocks))
     return pages
 

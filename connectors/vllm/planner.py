@@ -4,8 +4,7 @@ A plan is one of two. Exact: pages of leading blocks, whatever the model. Blend:
 of which on KV is approximate; chosen if it reuses `blend_min_tokens` that are not exact.
 """
 
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from lmc.blend.select import NEEDS_QUESTION
 from lmc.config import Settings
@@ -18,26 +17,28 @@ from lmc.storage.loads import Pin, PinState
 from lmc.storage.slab import tag_of
 
 MEMORY = "host"
+NULL = 0  # the engine's block that stands for none
 
 
 class Planner:
     """Plans for requests, from one library."""
 
-    def __init__(self, settings: Settings, library: Library) -> None:
-        self._settings, self._library = settings, library
+    def __init__(self, settings: Settings, library: Library, clock: Callable[[], float]) -> None:
+        self._settings, self._library, self._clock = settings, library, clock
 
     def plan(self, served: Served, local: int) -> Claim | None:
         """The best for a request of which the engine has `local` tokens; None if something is on its way and there is time to wait."""
-        late = time.monotonic() - served.arrived > self._settings.load_deadline
+        late, store = self._late(served), self._library.store
         hits = self._hits(served)
         documents = self.known(served)
-        self._pin(served, [hit.key for hit in hits] + [key for document in documents for key in document.keys])
+        keys = [hit.key for hit in hits] + [key for document in documents for key in document.keys]
+        if late:  # what would have to be loaded comes too late
+            keys = [key for key, place in zip(keys, store.lookup(keys), strict=True) if place == MEMORY]
+        self._pin(served, keys)
         for key in [key for key, pin in served.pins.items() if not _usable(pin, late)]:
+            served.lost.add(key)
             self._library.let_go([served.pins.pop(key)])
-        if any(
-            pin.state() is PinState.COMING and pin.load is not None and not pin.load.ready
-            for pin in served.pins.values()
-        ):
+        if self.waits(served):
             return None
         hits = _leading(hits, served.pins)
         documents = [d for d in documents if all(key in served.pins for key in d.keys)]
@@ -45,6 +46,13 @@ class Planner:
         used = {hit.key for hit in claim.hits} | set(claim.part_keys)
         self._library.let_go([served.pins.pop(key) for key in list(served.pins) if key not in used])
         return claim
+
+    def waits(self, served: Served) -> bool:
+        """Whether something is pinned of which nothing has arrived, and there is time."""
+        return not self._late(served) and any(
+            pin.state() is PinState.COMING and pin.load is not None and not pin.load.ready
+            for pin in served.pins.values()
+        )
 
     def prefetch(self, served: Served) -> None:
         """Start to load what lies on slower tiers; half of the slots at most are held for requests that wait."""
@@ -70,8 +78,10 @@ class Planner:
 
     def copies(self, served: Served, claim: Claim, blocks: Sequence[int]) -> tuple[PageCopy, ...]:
         """Pages behind what the engine has, out of the exact chunks."""
-        n = self._library.prefixes.blocks
-        have, copies = claim.local // self._library.block_size, []
+        n, copies = self._library.prefixes.blocks, []
+        # Where a sliding window has passed there is the null block, which is nobody's to write.
+        passed = next((at for at, block in enumerate(blocks) if block != NULL), len(blocks))
+        have = max(claim.local // self._library.block_size, passed)
         for hit in claim.hits:
             at = hit.chunk * n
             first = max(0, have - at)
@@ -82,11 +92,16 @@ class Planner:
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
+    def _late(self, served: Served) -> bool:
+        return served.asked is not None and self._clock() - served.asked > self._settings.load_deadline
+
     def _hits(self, served: Served) -> list[Hit]:
         return self._library.prefixes.find(served.request.block_hashes, self._library.store.lookup)
 
     def _pin(self, served: Served, keys: Sequence[ChunkKey]) -> None:
-        served.pins.update(self._library.pin([key for key in keys if key not in served.pins]))
+        served.pins.update(
+            self._library.pin([key for key in keys if key not in served.pins and key not in served.lost])
+        )
 
     def _exact(self, served: Served, local: int, hits: list[Hit]) -> Claim:
         stop = max(local, min(self._reach(hits), served.request.num_tokens))
@@ -141,14 +156,13 @@ class Planner:
 
     def _count(self, served: Served, claim: Claim) -> None:
         """Tokens by the place they come from."""
-        served.sources.clear()
         size, n = self._library.block_size, self._library.prefixes.blocks
         for hit in claim.hits:
             start = hit.chunk * n * size
             tokens = min(start + hit.blocks * size, claim.stop) - max(start, claim.local)
-            served.sources[served.pins[hit.key].source] += max(0, tokens)
+            claim.sources[served.pins[hit.key].source] += max(0, tokens)
         for part, key in zip(claim.parts, claim.part_keys, strict=True):
-            served.sources[served.pins[key].source] += part.tokens
+            claim.sources[served.pins[key].source] += part.tokens
 
 
 def _usable(pin: Pin, late: bool) -> bool:

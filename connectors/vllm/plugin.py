@@ -5,6 +5,7 @@ named by `kv_connector_module_path`) the model is found on the stack of the call
 """
 
 import functools
+import logging
 import sys
 from typing import Any
 
@@ -20,6 +21,7 @@ def register() -> None:
 
     if NAME not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector(NAME, MODULE, CLASS)
+    join_log()
     original = WorkerWrapperBase.initialize_from_config
     if hasattr(original, "lmc"):
         return
@@ -31,6 +33,15 @@ def register() -> None:
 
     remembering.lmc = True  # type: ignore[attr-defined]
     WorkerWrapperBase.initialize_from_config = remembering
+
+
+def join_log() -> None:
+    """Let lmc's log lines go where vLLM's go, at its level, unless the application has said where."""
+    ours, theirs = logging.getLogger("lmc"), logging.getLogger("vllm")
+    if not ours.hasHandlers():
+        for handler in theirs.handlers:
+            ours.addHandler(handler)
+        ours.setLevel(theirs.level)
 
 
 def loaded_model() -> Any | None:

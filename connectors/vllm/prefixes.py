@@ -48,6 +48,11 @@ class Prefixes:
             self._index.popitem(last=False)
         return "".join(found[:SHORT].hex() for found in hashes)
 
+    def holders(self, hashes: Sequence[bytes]) -> list[ChunkKey]:
+        """The longer chunk, if one is known, that begins with these blocks."""
+        key, place = self._index.get(hashes[-1][:SHORT], (None, -1))
+        return [key] if key is not None and place == len(hashes) - 1 else []
+
     def recall(self, key: ChunkKey, label: str) -> None:
         """As `remember`, from a label."""
         raw = bytes.fromhex(label)

@@ -12,6 +12,7 @@ from typing import Any
 
 from lmc.blend.segments import Variants, split
 from lmc.config import Settings
+from lmc.connectors.vllm.events import Events
 from lmc.connectors.vllm.isolation import cached_blocks, salt, salt_of
 from lmc.connectors.vllm.keeper import Keeper
 from lmc.connectors.vllm.library import Library
@@ -19,7 +20,8 @@ from lmc.connectors.vllm.messages import BlendJob, LoadJob, StepPlan, StepReport
 from lmc.connectors.vllm.planner import Planner
 from lmc.connectors.vllm.requests import Options
 from lmc.connectors.vllm.served import Claim, Document, Role, Served
-from lmc.errors import InputError
+from lmc.errors import ConfigError, InputError
+from lmc.keys import check_tokens
 from lmc.storage.loads import PinState
 
 log = logging.getLogger(__name__)
@@ -40,11 +42,17 @@ class Scheduler:
         first_token: int | None,
         blends: bool,
         batch_tokens: int,
+        tells: bool = False,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._settings, self._library, self._pool = settings, library, pool
         self._variants, self._first_token, self._blends = variants, first_token, blends
-        self._planner = Planner(settings, library)
-        self._keeper = Keeper(settings, library, pool, batch_tokens=batch_tokens)
+        self._clock = clock
+        self._planner = Planner(settings, library, clock)
+        if blends:
+            Options().policy(settings).check_depth(sum(library.stages))
+        self.events = Events(library) if tells else None
+        self._keeper = Keeper(settings, library, pool, batch_tokens=batch_tokens, events=self.events)
         self._served: dict[str, Served] = {}
         self._jobs: list[LoadJob | BlendJob] = []
         self._told: set[str] = set()
@@ -57,6 +65,8 @@ class Scheduler:
         served = self._classify(request)
         self._served[served.id] = served
         self.counts["requests"] += 1
+        if request.skip_reading_prefix_cache:
+            return
         if served.role is Role.BLEND:
             self._find_own_blend(served)
         self._planner.prefetch(served)
@@ -66,6 +76,10 @@ class Scheduler:
         served = self._served.get(request.request_id)
         if served is None or served.given_up or request.skip_reading_prefix_cache:
             return 0
+        if served.asked is None:
+            served.asked = self._clock()
+        elif served.claim is None and self._planner.waits(served):
+            return None
         if served.claim is None or served.claim.local != local:
             served.claim = self._planner.plan(served, local)
         return None if served.claim is None else served.claim.stop - local
@@ -78,7 +92,8 @@ class Scheduler:
         claim = served.claim
         assert claim is not None
         assert claim.stop - claim.local == tokens, "the engine loads another number of tokens than it was promised"
-        served.claim, served.loading = None, True
+        served.claim, served.loading, served.asked = None, True, self._clock()
+        served.sources = claim.sources
         served.exact_tokens += max(0, claim.exact - claim.local)
         copies = self._planner.copies(served, claim, blocks)
         ready = all(pin.state() is PinState.READY for pin in served.pins.values())
@@ -118,6 +133,7 @@ class Scheduler:
         for request, tokens in scheduled.items():
             served = self._served.get(request)
             if served is not None:
+                self._release(served)  # a claim that the engine did not take
                 computed = served.request.num_computed_tokens + tokens
                 self._keeper.save_due(served, computed, lambda request=request: tables(request))  # type: ignore[misc]
         self._give_up_on_late_loads()
@@ -136,7 +152,9 @@ class Scheduler:
     def reported(self, report: StepReport, received: set[str]) -> None:
         """What workers have done; `received` are requests whose load is over on all ranks."""
         for request in report.lost & self._served.keys():
-            self._served[request].given_up = True
+            served = self._served[request]
+            served.given_up, served.exact_tokens = True, 0
+            served.sources.clear()
             self.counts["failed_loads"] += 1
         for request, facts in report.blended.items():
             self.counts["token_layers"] += int(facts["token_layers"])  # type: ignore[call-overload]
@@ -177,19 +195,26 @@ class Scheduler:
     # -- what a request is -------------------------------------------------------------------------------------------
 
     def _classify(self, request: Any) -> Served:
-        now, given = time.monotonic(), request.kv_transfer_params
+        given = request.kv_transfer_params
         try:
             options = Options.read(given.get("lmc") if isinstance(given, dict) else None, request.num_prompt_tokens)
-            policy = options.policy(self._settings)
-        except InputError as error:
+            served = Served(request=request, role=Role.EXACT, policy=options.policy(self._settings))
+            self._find_role(served, options)
+        except (InputError, ConfigError) as error:
             self._refuse("wishes", f"a request is served without blending: {error}")
-            return Served(request=request, role=Role.EXACT, arrived=now, note=str(error))
-        served = Served(request=request, role=Role.EXACT, arrived=now, policy=policy)
-        asked = options.learn or options.documents is not None
+            return Served(request=request, role=Role.EXACT, note=str(error))
+        return served
+
+    def _find_role(self, served: Served, options: Options) -> None:
+        request = served.request
+        asked = options.learn or (options.blend and options.documents is not None)
         if not asked and not (self._blends and options.blend and self._variants):
-            return served
+            return
         if request.prompt_token_ids is None:
-            return served
+            return
+        assert served.policy is not None
+        served.policy.check_depth(sum(self._library.stages))
+        check_tokens(request.prompt_token_ids)
         served.namespace = self._library.document_namespace(request.cache_salt or "")
         if not options.learn:
             self._find_documents(served, options)
@@ -197,7 +222,6 @@ class Scheduler:
             served.note = self._why_not(request, options.learn)
             if not served.note:
                 served.role = Role.LEARN if options.learn else Role.BLEND
-        return served
 
     def _why_not(self, request: Any, learn: bool) -> str:
         """Why a request that would be blended or learned is served exactly instead; empty if nothing is in the way."""
@@ -285,15 +309,16 @@ class Scheduler:
 
     def _give_up_on_late_loads(self) -> None:
         """Parts that a slow tier still owes: workers see that they will not come, and the engine computes."""
-        now = time.monotonic()
+        now = self._clock()
         for served in self._served.values():
-            if served.loading and now - served.arrived > 2 * self._settings.load_deadline:
+            if served.loading and served.asked is not None and now - served.asked > self._settings.load_deadline:
                 late = [key for key, pin in served.pins.items() if pin.state() is PinState.COMING]
                 self._library.let_go([served.pins.pop(key) for key in late])
 
     def _release(self, served: Served) -> None:
         self._library.let_go(list(served.pins.values()))
         served.pins.clear()
+        served.claim = served.asked = None
 
     def _forget(self, served: Served) -> None:
         self._release(served)

@@ -41,6 +41,7 @@ class Claim:
     part_keys: list[ChunkKey] = field(default_factory=list)  # of each part
     question: int = 0
     reused: list[Span] = field(default_factory=list)  # documents of which something is reused
+    sources: Counter[str] = field(default_factory=Counter)  # tokens by the place they come from
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -49,18 +50,20 @@ class Served:
 
     request: Any
     role: Role
-    arrived: float
     policy: Policy | None = None
     namespace: bytes = b""  # of its documents: with the tenant's salt
     documents: list[Document] = field(default_factory=list)
     question: int = 0
     pins: dict[ChunkKey, Pin] = field(default_factory=dict)
+    lost: set[ChunkKey] = field(default_factory=set)  # chunks that did not come: not asked for again
     claim: Claim | None = None
+    asked: float | None = None  # when it was first asked for, or began to load: from then on a slow tier is waited for
     loading: bool = False  # a worker is at it
     given_up: bool = False  # a load failed, or came too late: nothing more is loaded
     salted: bool = False  # its block hashes are no longer those of its tokens alone
     approximate: int | None = None  # from this position on KV is not exact, and stays out of our exact chunks
     saved: int = 0  # full chunks that need no more looking at
+    tried: bool = False  # to learn it
     learned: bool = False
     unknown: list[Span] = field(default_factory=list)
     exact_tokens: int = 0  # loaded

@@ -55,12 +55,12 @@ class LmcPromMetrics(KVConnectorPromMetrics):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        self._counters = {
-            name: self.make_per_engine(
-                self._counter_cls(name=f"lmc:{name}", documentation=f"lmc: {what}", labelnames=labelnames)
-            )
-            for name, what in COUNTERS.items()
-        }
+        self._counters = {}
+        for name, what in COUNTERS.items():
+            counter = self._counter_cls(name=f"lmc:{name}", documentation=f"lmc: {what}", labelnames=labelnames)
+            self._counters[name] = {
+                engine: counter.labels(*values) for engine, values in per_engine_labelvalues.items()
+            }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Add increments."""

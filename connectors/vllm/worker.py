@@ -123,6 +123,8 @@ class Worker:
             return "the loaded model was not found in this worker (is another plugin in the way?)"
         try:
             layers = NativeLayers(model, self._config, self._kv_cache_config, caches)
+            if layers.depth != self._pages.layers:
+                raise UnsupportedModel("its layers share their KV caches")
             prove(model, layers, self._config, self._kv_cache_config.num_blocks)
         except UnsupportedModel as error:
             return str(error)
@@ -266,13 +268,11 @@ class Worker:
     def _learn(self, job: LearnJob) -> Generator[Cost, None, None]:
         layers = self._layers
         assert layers is not None
-        assert self._slab is not None
         tokens = torch.tensor(job.tokens, device=layers.device)
         blocks = torch.tensor(job.blocks, device=layers.device)
         yield from prefill(layers, tokens, blocks, self._rows)
-        chunk = self._slab.part_bytes // self._shape.token_bytes
         for index, slot in enumerate(job.slots):
-            start, stop = index * chunk, min((index + 1) * chunk, len(job.tokens))
+            start, stop = index * job.chunk, min((index + 1) * job.chunk, len(job.tokens))
             if slot >= 0:
                 self._save_tokens(slot, blocks, start, stop)
             yield (stop - start) * layers.depth // COPY_COST + 1

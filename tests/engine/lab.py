@@ -19,7 +19,8 @@ QUIET = {
     "VLLM_NO_USAGE_STATS": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }
-os.environ.update(QUIET)
+for name, value in QUIET.items():
+    os.environ.setdefault(name, value)
 
 import transformers  # noqa: E402
 from vllm import LLM, SamplingParams  # noqa: E402
@@ -56,6 +57,12 @@ FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
     "qwen2": (transformers.Qwen2Config, {}),
     "qwen3": (transformers.Qwen3Config, {"head_dim": 32}),
     "mistral": (transformers.MistralConfig, {"head_dim": 32, "sliding_window": None}),
+    "mixtral": (transformers.MixtralConfig, {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 32}),
+    "phi3": (transformers.Phi3Config, {}),
+    "qwen3moe": (
+        transformers.Qwen3MoeConfig,
+        {"head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128},
+    ),
     "gemma3": (transformers.Gemma3TextConfig, {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 128}),
 }
 
@@ -81,7 +88,9 @@ def words(count: int, seed: int) -> list[int]:
 class Prompt:
     """A system text, documents, a question; where the documents are."""
 
-    def __init__(self, documents: Sequence[Sequence[int]], system: int = 37, question: int = 23, seed: int = 1000) -> None:
+    def __init__(
+        self, documents: Sequence[Sequence[int]], system: int = 37, question: int = 23, seed: int = 1000
+    ) -> None:
         self.tokens = words(system, seed)
         self.spans = []
         for document in documents:
@@ -115,10 +124,14 @@ class Lab:
         """One request, alone."""
         return self.ask_all([(tokens, lmc)], count, **more)[0]
 
-    def ask_all(self, requests: Sequence[tuple[Sequence[int], dict[str, Any] | None]], count: int = 8, **more: Any) -> Any:
+    def ask_all(
+        self, requests: Sequence[tuple[Sequence[int], dict[str, Any] | None]], count: int = 8, **more: Any
+    ) -> Any:
         """Several at once; `salt` of cache_salt may be among the keywords."""
         salt = more.pop("salt", None)
-        prompts = [{"prompt_token_ids": list(tokens), **({"cache_salt": salt} if salt else {})} for tokens, _ in requests]
+        prompts = [
+            {"prompt_token_ids": list(tokens), **({"cache_salt": salt} if salt else {})} for tokens, _ in requests
+        ]
         return self.llm.generate(prompts, [self.parameters(lmc, count, **more) for _, lmc in requests], use_tqdm=False)
 
     def vanilla(self, tokens: Sequence[int], count: int = 8) -> Any:
@@ -173,11 +186,10 @@ class Lab:
         library.store.check()
 
 
-@contextmanager
-def engine(model: Path, settings: dict[str, Any] | None = None, **options: Any) -> Iterator[Lab]:
-    """A fresh engine in this process."""
+def launch(model: Path, settings: dict[str, Any] | None = None, **options: Any) -> LLM:
+    """A fresh engine; `transfer` among the options changes how the connector is named."""
     transfer = options.pop("transfer", {})
-    llm = LLM(
+    return LLM(
         str(model),
         kv_transfer_config=KVTransferConfig(
             **{
@@ -199,6 +211,12 @@ def engine(model: Path, settings: dict[str, Any] | None = None, **options: Any) 
             **options,
         },
     )
+
+
+@contextmanager
+def engine(model: Path, settings: dict[str, Any] | None = None, **options: Any) -> Iterator[Lab]:
+    """A fresh engine in this process."""
+    llm = launch(model, settings, **options)
     try:
         yield Lab(llm)
     finally:

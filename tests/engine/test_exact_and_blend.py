@@ -7,7 +7,6 @@ from lab import Prompt, answer, distance, engine, facts, words
 SAME = 1e-5  # logprobs, float32
 DOCUMENTS = [words(150, 1), words(300, 2), words(150, 3), words(90, 4)]
 ORDER = [DOCUMENTS[i] for i in (2, 0, 3, 1)]
-LONG = {"max_model_len": 2048}
 
 # One engine each: family, settings, engine options
 ENGINES = {
@@ -17,6 +16,9 @@ ENGINES = {
     "qwen2": ("qwen2", {}, {}),
     "qwen3": ("qwen3", {}, {}),
     "mistral": ("mistral", {}, {}),
+    "mixtral": ("mixtral", {}, {}),
+    "phi3": ("phi3", {}, {}),
+    "qwen3moe": ("qwen3moe", {}, {}),
     "no prefix caching": ("llama", {}, {"enable_prefix_caching": False}),
     "small steps": ("llama", {}, {"max_num_batched_tokens": 64, "max_num_seqs": 8}),
     "one large step": ("llama", {}, {"max_num_batched_tokens": 2048}),

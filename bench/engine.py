@@ -1,0 +1,253 @@
+"""A vLLM engine in a process of its own, for benchmarks that set two of them side by side. Needs the environment of `make test-engine`."""
+
+import multiprocessing
+import os
+import random
+import tempfile
+import time
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "2",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+SETTINGS = {"enable_blending": True, "max_local_cpu_size": 2.0, "load_deadline": 60.0}
+BLOCK = 32
+
+
+def make_model(folder: str, layers: int = 12, hidden: int = 1024) -> str:
+    """A Llama with random weights (12 layers of 1024: 144M parameters), saved for vLLM."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    path = f"{folder}/llama-{layers}-{hidden}"
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=1024,
+        hidden_size=hidden,
+        intermediate_size=hidden * 11 // 4,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // 64,
+        num_key_value_heads=hidden // 128,
+        head_dim=64,
+        max_position_embeddings=8192,
+        tie_word_embeddings=False,
+    )
+    LlamaForCausalLM(config).save_pretrained(path)
+    return path
+
+
+def words(count: int, seed: int) -> list[int]:
+    """Random tokens, the same for the same seed."""
+    draw = random.Random(seed)
+    return [draw.randrange(4, 1020) for _ in range(count)]
+
+
+def prompt_of(documents: Sequence[Sequence[int]], seed: int, question: int = 32) -> tuple[list[int], list[list[int]]]:
+    """System text, documents in this order, an own question: tokens, and where the documents are."""
+    tokens, spans = words(32, 10**6), []
+    for document in documents:
+        spans.append([len(tokens), len(tokens) + len(document)])
+        tokens = [*tokens, *document]
+    return [*tokens, *words(question, 10**7 + seed)], spans
+
+
+class Engine:
+    """A child process with an engine; every method asks it and waits."""
+
+    def __init__(self, model: str, *, lmc: dict[str, Any] | None, **options: Any) -> None:
+        """With `lmc` None there is no connector: vLLM as it is."""
+        os.environ.update(ENVIRONMENT)  # before the child imports torch, which reads it once
+        context = multiprocessing.get_context("spawn")
+        self._pipe, other = context.Pipe()
+        self._process = context.Process(target=_serve, args=(other, model, lmc, options), daemon=True)
+        self._process.start()
+        assert self._pipe.recv() == "ready"
+
+    def ask(self, tokens: Sequence[int], lmc: dict[str, Any] | None = None, count: int = 1) -> dict[str, Any]:
+        """One request alone: `seconds` until its last token, `facts` of lmc, its `tokens`, `parts` of a blend in seconds."""
+        return self._call("ask", list(tokens), lmc, count)
+
+    def many(self, prompts: Sequence[Sequence[int]], count: int) -> dict[str, Any]:
+        """Several requests at once: `seconds` for all, and the `ttft` of each."""
+        return self._call("many", [list(tokens) for tokens in prompts], count)
+
+    def beside(self, running: Sequence[int], tokens: Sequence[int], lmc: dict[str, Any] | None) -> dict[str, Any]:
+        """A prompt that arrives while another request decodes: `ttft` of the one, worst `gap` between tokens of the other."""
+        return self._call("beside", list(running), list(tokens), lmc)
+
+    def forget_prefixes(self) -> None:
+        """Do what is left to do, then empty the engine's own prefix cache."""
+        self._call("forget_prefixes")
+
+    def forget_everything(self) -> None:
+        """Empty our caches too."""
+        self._call("forget_everything")
+
+    def numbers(self) -> dict[str, Any]:
+        """What lmc has counted."""
+        return self._call("numbers")
+
+    def close(self) -> None:
+        """End the process."""
+        self._pipe.send(("close", ()))
+        self._process.join(20)
+        self._process.kill()
+
+    def _call(self, name: str, *arguments: Any) -> Any:
+        self._pipe.send((name, arguments))
+        answer = self._pipe.recv()
+        if isinstance(answer, str):
+            raise RuntimeError(answer)
+        return answer
+
+
+# -- in the child ----------------------------------------------------------------------------------------------------
+
+
+def _serve(pipe: Connection, model: str, lmc: dict[str, Any] | None, options: dict[str, Any]) -> None:
+    host = _Host(model, lmc, options)
+    pipe.send("ready")
+    while True:
+        name, arguments = pipe.recv()
+        if name == "close":
+            os._exit(0)  # an engine's own ending takes seconds
+        try:
+            pipe.send(getattr(host, name)(*arguments))
+        except Exception as error:  # noqa: BLE001 - told to the parent, which raises it
+            pipe.send(f"{type(error).__name__}: {error}")
+
+
+class _Host:
+    """The engine itself."""
+
+    def __init__(self, model: str, lmc: dict[str, Any] | None, options: dict[str, Any]) -> None:
+        from vllm import LLM
+        from vllm.config import KVTransferConfig
+
+        if lmc is not None:
+            options["kv_transfer_config"] = KVTransferConfig(
+                kv_connector="LMCConnector",
+                kv_role="kv_both",
+                kv_load_failure_policy="recompute",
+                kv_connector_extra_config={**SETTINGS, **lmc},
+            )
+        chosen = {
+            "skip_tokenizer_init": True,
+            "enforce_eager": True,
+            "max_model_len": 4096,
+            "dtype": "float32",
+            "disable_log_stats": True,
+            "block_size": BLOCK,
+            "max_num_batched_tokens": 4096,
+        }
+        self.llm = LLM(model, **{**chosen, **options})
+        self.engine = self.llm.llm_engine
+        self.core = self.engine.engine_core.engine_core
+        self.parts = _Parts() if lmc is not None else None
+
+    def ask(self, tokens: list[int], lmc: dict[str, Any] | None, count: int) -> dict[str, Any]:
+        if self.parts:
+            self.parts.clear()
+        started = time.perf_counter()
+        (out,) = self.llm.generate([{"prompt_token_ids": tokens}], _parameters(lmc, count), use_tqdm=False)
+        seconds = time.perf_counter() - started
+        facts = (out.kv_transfer_params or {}).get("lmc", {})
+        parts = dict(self.parts.seconds) if self.parts else {}
+        return {"seconds": seconds, "facts": facts, "tokens": list(out.outputs[0].token_ids), "parts": parts}
+
+    def many(self, prompts: list[list[int]], count: int) -> dict[str, Any]:
+        started, first = time.perf_counter(), {}
+        for i, tokens in enumerate(prompts):
+            self.engine.add_request(str(i), {"prompt_token_ids": tokens}, _parameters(None, count))
+        while self.engine.has_unfinished_requests():
+            for out in self.engine.step():
+                if out.outputs[0].token_ids:
+                    first.setdefault(out.request_id, time.perf_counter() - started)
+        return {"seconds": time.perf_counter() - started, "ttft": list(first.values())}
+
+    def beside(self, running: list[int], tokens: list[int], lmc: dict[str, Any] | None) -> dict[str, Any]:
+        self.engine.add_request("running", {"prompt_token_ids": running}, _parameters(None, 400))
+        for _ in range(8):
+            self.engine.step()
+        started = last = time.perf_counter()
+        self.engine.add_request("new", {"prompt_token_ids": tokens}, _parameters(lmc, 1))
+        ttft, gaps = 0.0, []
+        while not ttft:
+            for out in self.engine.step():
+                now = time.perf_counter()
+                if out.request_id.startswith("running"):
+                    gaps.append(now - last)
+                    last = now
+                elif out.outputs[0].token_ids:
+                    ttft = now - started
+        self.engine.abort_request(["running"], internal=False)
+        while self.engine.has_unfinished_requests():
+            self.engine.step()
+        return {"ttft": ttft, "gap": max(gaps), "gaps": gaps}
+
+    def forget_prefixes(self) -> dict[str, Any]:
+        while self.core.scheduler.has_requests():
+            self.core.step_fn()
+        assert self.llm.reset_prefix_cache()
+        return {}
+
+    def forget_everything(self) -> dict[str, Any]:
+        self.forget_prefixes()
+        library = self.core.scheduler.connector._scheduler.library
+        library.store.flush()
+        library.forget_all()
+        return {}
+
+    def numbers(self) -> dict[str, Any]:
+        return dict(self.core.scheduler.connector._scheduler.numbers())
+
+
+class _Parts:
+    """Seconds of each part of a blend, by clocks around the functions that do them."""
+
+    def __init__(self) -> None:
+        from lmc.connectors.vllm import blend
+        from lmc.connectors.vllm.native import NativeLayers
+
+        self.seconds: dict[str, float] = {}
+        for owner, name, part in (
+            (NativeLayers, "run", "layers"),
+            (NativeLayers, "project", "projections"),
+            (NativeLayers, "batches", "metadata"),
+            (blend, "attention_paid", "scores"),
+            (blend.PagedBlend, "_place", "re-rotate and place"),
+        ):
+            setattr(owner, name, self._clocked(getattr(owner, name), part))
+
+    def clear(self) -> None:
+        self.seconds.clear()
+
+    def _clocked(self, function: Any, part: str) -> Any:
+        def clocked(*arguments: Any, **named: Any) -> Any:
+            started = time.perf_counter()
+            try:
+                return function(*arguments, **named)
+            finally:
+                self.seconds[part] = self.seconds.get(part, 0.0) + time.perf_counter() - started
+
+        return clocked
+
+
+def _parameters(lmc: dict[str, Any] | None, count: int) -> Any:
+    from vllm import SamplingParams
+
+    extra = {"kv_transfer_params": {"lmc": lmc}} if lmc is not None else None
+    return SamplingParams(max_tokens=count, temperature=0, detokenize=False, ignore_eos=True, extra_args=extra)
+
+
+def in_folder() -> "tempfile.TemporaryDirectory[str]":
+    """Where models are made."""
+    return tempfile.TemporaryDirectory(prefix="lmc-bench-")

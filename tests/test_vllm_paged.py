@@ -1,0 +1,127 @@
+"""Whole pages of caches of every layout, copied to a slot and back, and nothing beside them."""
+
+import itertools
+
+import pytest
+import torch
+
+from lmc.connectors.vllm.paged import Pages
+
+L, B, H, N, C = 2, 6, 3, 4, 5
+DIMENSIONS = "LBHNC"
+LAYOUTS = ["LBHNC", "LBNHC", "BLHNC", "BLNHC", "BHLNC", "LHBNC"]
+
+
+def caches_of(layout: str, *, blocks=B, ratio=1, dtype=torch.float32, layers=L, heads=H, fill=True):
+    """Views [B, H, N, C] of each layer, as the engine gives them, over one allocation in the order of `layout`."""
+    sizes = dict(zip(DIMENSIONS, (layers, blocks * ratio, heads, N, C), strict=True))
+    raw = torch.zeros([sizes[d] for d in layout], dtype=dtype)
+    if fill:
+        raw.copy_(torch.arange(raw.numel()).view(raw.shape) % 251)
+    logical = raw.permute([layout.index(d) for d in DIMENSIONS])
+    return {f"layer {i}": logical[i] for i in range(layers)}
+
+
+def part_of(pages: Pages, layer: int, count: int) -> torch.Tensor:
+    return torch.full((count * pages.page_bytes[layer] + 64,), 0xAB, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
+@pytest.mark.parametrize("ratio", [1, 2])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_pages_come_back_as_they_were_and_nothing_beside_them_changes(layout, ratio, dtype):
+    given = caches_of(layout, ratio=ratio, dtype=dtype)
+    before = {name: cache.clone() for name, cache in given.items()}
+    pages = Pages(given, B)
+    blocks, moved = [4, 1, 2], [0, 3, 5]
+    parts = [part_of(pages, layer, 3) for layer in range(L)]
+    for layer in range(L):
+        pages.save(layer, blocks, parts[layer])
+        assert bool((parts[layer][-64:] == 0xAB).all())
+        pages.load(layer, moved, parts[layer], 0)
+    for name, cache in given.items():
+        rows, old = cache.unflatten(0, (B, ratio)), before[name].unflatten(0, (B, ratio))
+        for source, target in zip(blocks, moved, strict=True):
+            assert torch.equal(rows[target], old[source])
+        assert torch.equal(rows[blocks], old[blocks])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_load_may_begin_at_any_page_of_the_part(layout):
+    given = caches_of(layout)
+    pages = Pages(given, B)
+    part = part_of(pages, 1, 3)
+    pages.save(1, [3, 4, 5], part)
+    expected = given["layer 1"][[4, 5]].clone()
+    pages.load(1, [0, 2], part, 1)
+    assert torch.equal(given["layer 1"][[0, 2]], expected)
+
+
+@pytest.mark.parametrize(("one", "other"), list(itertools.combinations(LAYOUTS, 2)))
+def test_equal_layouts_mean_equal_bytes(one, other):
+    """Two engines may share pages if, and only if, they say the same of them."""
+    texts, bytes_ = [], []
+    for layout in (one, other):
+        given = caches_of(layout, fill=False)
+        for layer, cache in enumerate(given.values()):
+            cache.copy_(torch.arange(B * H * N * C).view(B, H, N, C) + layer)
+        pages = Pages(given, B)
+        part = part_of(pages, 0, 2)
+        pages.save(0, [1, 3], part)
+        texts.append(pages.layout)
+        bytes_.append(part)
+    assert (texts[0] == texts[1]) == torch.equal(*bytes_)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_layout_does_not_depend_on_how_many_blocks_or_layers_there_are(layout):
+    """Strides over blocks were part of it: with another amount of memory an engine found none of its chunks again."""
+    few, many = (Pages(caches_of(layout, blocks=blocks, layers=layers), blocks) for blocks, layers in ((6, 2), (60, 4)))
+    assert few.layout == many.layout
+
+
+def test_the_layout_says_what_is_in_every_layer():
+    mixed = {**caches_of("LBHNC", layers=1), "other": caches_of("LBNHC", layers=1)["layer 0"]}
+    assert Pages(mixed, B).layout != Pages(caches_of("LBHNC"), B).layout
+
+
+def test_kernel_blocks_that_are_smaller_go_with_their_page():
+    given = caches_of("LBHNC", ratio=2)
+    pages = Pages(given, B)
+    assert pages.page_bytes == (2 * H * N * C * 4,) * L
+    part = part_of(pages, 0, 1)
+    pages.save(0, [2], part)
+    assert torch.equal(part[:-64].view(torch.float32).view(2, H, N, C), given["layer 0"][4:6])
+
+
+def test_blocks_that_do_not_fit_are_refused():
+    with pytest.raises(AssertionError, match="not made of the scheduler's blocks"):
+        Pages(caches_of("LBHNC"), B - 1)
+
+
+def test_layers_that_share_a_cache_are_copied_once():
+    given = caches_of("LBHNC")
+    pages = Pages({**given, "layer 2": given["layer 0"]}, B)
+    assert pages.layers == L
+    assert len(pages.page_bytes) == L
+
+
+@pytest.mark.parametrize("blocks", [[], [0], [5], [0, 1, 2, 3, 4, 5], [5, 4, 3], [1, 2, 4, 5, 0], [3, 3]])
+def test_any_run_of_blocks_keeps_its_order(blocks):
+    given = caches_of("BLHNC")
+    pages = Pages(given, B)
+    part = part_of(pages, 0, len(blocks))
+    pages.save(0, blocks, part)
+    found = part[: len(blocks) * pages.page_bytes[0]].view(torch.float32).view(len(blocks), H, N, C)
+    assert torch.equal(found, given["layer 0"][blocks])
+
+
+def test_one_head_is_as_good_as_many():
+    for layout in LAYOUTS:
+        given = caches_of(layout, heads=1)
+        pages = Pages(given, B)
+        part = part_of(pages, 0, 1)
+        pages.save(0, [1], part)
+        expected = given["layer 0"][1].clone()
+        pages.load(0, [5], part, 0)
+        assert torch.equal(given["layer 0"][5], expected)

@@ -1,0 +1,971 @@
+"""The scheduler's side of the vLLM connector, with an engine made of fakes: what is promised, kept, isolated and given back."""
+
+import random
+
+import pytest
+import torch
+from storage_fakes import DictTier, Gated
+from vllm_fakes import APPROXIMATE, BLOCK, CHUNK, LAYERS, PAGE, SEPARATOR, Lab, page, served, token_bytes
+
+from lmc.connectors.vllm.messages import BlendJob, LoadJob, StepReport
+from lmc.connectors.vllm.served import Role
+from lmc.errors import ConfigError
+from lmc.storage import loads
+from lmc.storage.disk import DiskTier
+from lmc.storage.loads import PinState
+from lmc.storage.tier import Faulty
+
+MB = 1 << 20
+SYSTEM, QUESTION = [50, 51, 52, 53, 54], [70, 71, 72, 73, 74]
+DOC_A, DOC_B = [100 + i for i in range(12)], [200 + i for i in range(20)]
+PLAIN = [300 + i for i in range(40)]
+
+
+def prompt(*documents, system=SYSTEM, question=QUESTION):
+    tokens = list(system)
+    for document in documents:
+        tokens += [*SEPARATOR, *document]
+    return [*tokens, *SEPARATOR, *question]
+
+
+@pytest.fixture(autouse=True)
+def part_by_part(monkeypatch):
+    monkeypatch.setattr(loads, "READ_AHEAD_BYTES", 1)
+
+
+@pytest.fixture
+def make():
+    """Makes labs; at the end of the test nothing may be held by anybody."""
+    made = []
+
+    def make_lab(*tiers, **options):
+        lab = Lab(tiers, **options)
+        made.append((lab, tiers))
+        return lab
+
+    yield make_lab
+    for lab, tiers in made:
+        for tier in tiers:
+            if isinstance(tier, Gated):
+                tier.open_all()
+        lab.check()
+        lab.library.close()
+
+
+def learn(lab, *documents, **more):
+    for i, document in enumerate(documents):
+        lab.serve(f"learn {i} {len(document)} {more}", document, {"learn": True}, **more)
+    lab.forget_prefixes()
+
+
+def gated():
+    return Gated(DictTier(), parts=LAYERS)
+
+
+def fill(tier, *prompts, documents=(), **options):
+    """Records of these prompts and documents in a tier, by a lab that is gone."""
+    lab = Lab([tier], **options)
+    for i, tokens in enumerate(prompts):
+        lab.serve(f"fill {i}", tokens, {"blend": False})
+    learn(lab, *documents)
+    lab.check()
+    lab.library.close()
+
+
+# -- exact ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_saved_prompt_is_loaded_again_byte_for_byte(make):
+    lab = make()
+    lab.serve("one", PLAIN)
+    lab.forget_prefixes()
+    request = lab.arrive("two", PLAIN)
+    assert lab.admit(request) == 40
+    lab.step()
+    assert lab.right(request, 40)
+    assert request.num_computed_tokens == 39
+    lab.compute(request, 1)
+    assert lab.finish(request) == {"exact_tokens": 40, "tokens_from": {"host": 40}}
+    assert lab.scheduler.numbers()["loads"] == 1
+
+
+def test_only_what_the_engine_does_not_have_is_loaded(make):
+    lab = make()
+    lab.serve("one", PLAIN)
+    lab.settle()
+    for block_hash in list(lab.pool.cached)[3:]:
+        lab.pool.cached.pop(block_hash).block_hash = None
+    request = lab.arrive("two", PLAIN)
+    assert lab.admit(request) == 40 - 3 * BLOCK
+    plan = lab.step()
+    assert [copy.first for copy in plan.loads[0].copies] == [1, 0, 0, 0]
+    assert lab.right(request, 40)
+    lab.finish(request)
+
+
+def test_a_prompt_that_goes_another_way_inside_a_chunk_gets_its_leading_blocks(make):
+    lab = make()
+    lab.serve("one", PLAIN)
+    lab.forget_prefixes()
+    request = lab.serve("two", [*PLAIN[:21], 9, 9, 9, 9])
+    assert request.loaded == 20
+    lab.forget_prefixes()
+
+
+def test_chunks_survive_a_restart_on_disk(make, tmp_path):
+    fill(DiskTier(tmp_path, MB), PLAIN)
+    lab = make(DiskTier(tmp_path, MB))
+    request = lab.arrive("two", [*PLAIN[:36], 1, 2, 3, 4])  # ends inside a chunk: only labels bring that back
+    assert lab.wait(lambda: lab.admit(request)) == 36
+    lab.load(request)
+    assert lab.right(request, 36)
+    assert lab.finish(request)["tokens_from"] == {"disk": 36}
+
+
+def test_decoded_tokens_are_kept_and_the_last_one_is_not(make):
+    lab = make()
+    lab.serve("one", PLAIN[:6], output=range(10))
+    lab.forget_prefixes()
+    again = lab.arrive("two", [*PLAIN[:6], *range(10)])
+    assert lab.admit(again) == 12, "the sixteenth token was sampled and never computed"
+    lab.step()
+    assert lab.right(again, 12)
+    lab.finish(again)
+
+
+def test_without_save_decode_cache_only_the_prompt_is_kept(make):
+    lab = make(settings={"save_decode_cache": False})
+    lab.serve("one", PLAIN[:6], output=range(20))
+    lab.forget_prefixes()
+    assert lab.serve("two", [*PLAIN[:6], *range(20)]).loaded == 4
+
+
+def test_without_save_unfull_chunk_only_full_chunks_are_kept(make):
+    lab = make(settings={"save_unfull_chunk": False, "enable_blending": False}, blends=False)
+    lab.serve("one", PLAIN[:15])
+    lab.forget_prefixes()
+    assert lab.serve("two", PLAIN[:20]).loaded == 8
+
+
+def test_an_end_that_a_stored_chunk_serves_takes_no_slot(make):
+    """Each prompt that ended inside a stored chunk kept a copy of the chunk's beginning, in a slot of its own."""
+    lab = make()
+    lab.serve("one", PLAIN[:8])
+    lab.forget_prefixes()
+    assert lab.serve("two", PLAIN[:6]).loaded == 4
+    lab.settle()
+    assert lab.scheduler.numbers()["stored_chunks"] == 1
+
+
+def test_a_chunk_under_way_is_saved_once(make):
+    lab = make()
+    one, two = lab.arrive("one", PLAIN[:8]), lab.arrive("two", PLAIN[:8])
+    lab.admit(one), lab.admit(two)
+    for request in (one, two):
+        for layer in range(LAYERS):
+            for i in range(2):
+                lab.workers.pages[layer, lab.tables[request.request_id][i]] = page(PLAIN, i, layer)
+    plan = lab.step({"one": 8, "two": 8})
+    assert len(plan.saves) == 1
+    one.num_computed_tokens = two.num_computed_tokens = 8
+    lab.finish(one), lab.finish(two)
+
+
+def test_a_chunk_is_visible_when_every_rank_has_reported_and_its_blocks_are_held_till_then(make):
+    lab = make(ranks=2)
+    request = lab.arrive("one", PLAIN[:8])
+    lab.admit(request)
+    plan = lab.scheduler.plan({"one": 8}, lambda name: lab.tables[name])
+    (save,) = plan.saves
+    key = lab.library.prefixes.key(request.block_hashes[1])
+    lab.scheduler.finished(request, [])
+    lab.pool.free_blocks([lab.pool.blocks[b] for b in lab.tables["one"]])
+    for _ in range(2):
+        assert lab.store.lookup([key]) == [None]
+        assert [lab.pool.blocks[b].ref_cnt for b in save.blocks] == [1, 1]
+        lab.scheduler.reported(StepReport(done={save.job: 1}), set())
+    assert lab.store.lookup([key]) == ["host"]
+    lab.scheduler.reported(StepReport(done={save.job: 1}), set())  # a report about nothing
+
+
+def test_reports_of_ranks_add_up_and_one_failure_is_enough(make):
+    lab = make(ranks=2)
+    request = lab.arrive("one", PLAIN[:8])
+    lab.admit(request)
+    (save,) = lab.scheduler.plan({"one": 8}, lambda name: lab.tables[name]).saves
+    merged = StepReport(done={save.job: 1}).merge(StepReport(done={save.job: 1}, failed={save.job}))
+    lab.scheduler.reported(merged, set())
+    assert lab.store.lookup([lab.library.prefixes.key(request.block_hashes[1])]) == [None]
+    lab.finish(request)
+
+
+def test_a_window_s_missing_blocks_are_never_saved(make):
+    """The engine puts its null block where a sliding window has passed: its bytes were saved as the prompt's."""
+    lab = make()
+    request = lab.arrive("one", PLAIN[:16])
+    lab.admit(request)
+    gone, lab.tables["one"][0] = lab.tables["one"][0], 0
+    plan = lab.scheduler.plan({"one": 16}, lambda name: lab.tables[name])
+    assert [save.blocks for save in plan.saves] == [tuple(lab.tables["one"][2:4])]
+    lab.workers.step(plan, set())
+    lab.scheduler.reported(StepReport(done={plan.saves[0].job: 1}), set())
+    lab.tables["one"][0] = gone
+    lab.finish(request)
+
+
+def test_nothing_is_loaded_into_the_null_block(make):
+    lab = make()
+    lab.serve("one", PLAIN)
+    lab.forget_prefixes()
+    request = lab.arrive("two", PLAIN)
+    tokens = lab.scheduler.claim(request, 0)
+    table = [0, 0, 0, *range(4, 11)]
+    lab.scheduler.allocated(request, table, tokens)
+    (job,) = lab.scheduler.plan({}, lambda name: table).loads
+    assert [(copy.blocks, copy.first) for copy in job.copies][:2] == [((4,), 1), ((5, 6), 0)]
+    lab.scheduler.reported(StepReport(), {"two"})
+    request.num_computed_tokens = 0
+    lab.scheduler.finished(request, [])
+
+
+def test_a_slab_full_of_held_chunks_saves_nothing_and_loads_on(make):
+    lab = make(slots=2)
+    lab.serve("one", PLAIN[:16])
+    lab.forget_prefixes()
+    holder = lab.arrive("holder", PLAIN[:16])
+    assert lab.scheduler.claim(holder, 0) == 16
+    other = lab.serve("other", [7] * 24)
+    assert other.facts is None
+    assert lab.store.stats().no_room > 0
+    assert lab.admit(holder) == 16
+    lab.step()
+    assert lab.right(holder, 16)
+    lab.finish(holder)
+
+
+# -- slow and failing tiers -------------------------------------------------------------------------------------------
+
+
+def test_a_claim_waits_for_a_slow_tier_and_goes_on_at_the_deadline(make):
+    tier = gated()
+    fill(tier.inner, PLAIN[:16])
+    lab = make(tier)
+    request = lab.arrive("one", PLAIN[:16])
+    for lab.now in (0.0, 1.0, 2.0):
+        assert lab.scheduler.claim(request, 0) is None
+    lab.now = 2.1
+    assert lab.scheduler.claim(request, 0) == 0
+    tier.open_all()
+    assert lab.store.held() <= 2  # a thread may still be at it
+    assert lab.scheduler.claim(request, 0) == 0, "a claim is an answer"
+    lab.finish(request)
+
+
+def test_the_time_in_the_queue_is_not_the_tier_s(make):
+    """A busy engine looks at a request seconds after it arrived: everything on disk was late before it was asked for."""
+    tier = gated()
+    fill(tier.inner, PLAIN[:16])
+    lab = make(tier, slots=2)
+    lab.arrive("first", [7] * 8)
+    request = lab.arrive("one", PLAIN[:16])
+    lab.now = 30.0
+    assert lab.scheduler.claim(request, 0) is None
+    tier.open_all()
+    assert lab.wait(lambda: lab.admit(request)) == 16
+    lab.now = 60.0  # and it waited for blocks in the meantime
+    lab.load(request)
+    assert lab.right(request, 16)
+    lab.finish(request)
+    lab.finish(lab.requests["first"])
+
+
+def test_waiting_asks_nothing_of_the_store(make):
+    """Every step of a waiting request hashed and looked up its whole prompt again."""
+    tier = gated()
+    fill(tier.inner, PLAIN[:16])
+    lab = make(tier)
+    request = lab.arrive("one", PLAIN[:16])
+    assert lab.scheduler.claim(request, 0) is None
+    asked = []
+    tier.contains = lambda keys: asked.extend(keys) or [False] * len(keys)
+    assert lab.scheduler.claim(request, 0) is None
+    assert asked == []
+    del tier.contains
+    lab.finish(request)
+
+
+def test_a_claim_is_made_when_the_first_part_is_there_and_the_load_goes_on_beside(make):
+    tier = gated()
+    fill(tier.inner, PLAIN[:16])
+    lab = make(tier)
+    request = lab.arrive("one", PLAIN[:16])
+    tier.read_gates[0].set()
+    assert lab.wait(lambda: lab.admit(request)) == 16
+    plan = lab.step()
+    assert not plan.loads[0].ready
+    assert "one" in lab.workers.loading
+    tier.open_all()
+    while "one" in lab.workers.loading:
+        lab.step()
+    assert lab.right(request, 16)
+    lab.finish(request)
+
+
+def test_a_load_that_stays_late_is_given_up_and_computed(make):
+    """A read that hung in a dead mount held the request for ever: only the thread that hung could say that nothing comes."""
+    tier = gated()
+    fill(tier.inner, PLAIN[:16])
+    lab = make(tier)
+    request = lab.arrive("one", PLAIN[:16])
+    tier.read_gates[0].set()
+    assert lab.wait(lambda: lab.admit(request)) == 16
+    lab.step()
+    lab.now = 2.0
+    lab.step()
+    assert "one" in lab.workers.loading
+    lab.now = 2.1
+    lab.step()  # though the tier still hangs
+    assert request.num_computed_tokens == 0
+    assert lab.scheduler.claim(request, 0) == 0
+    lab.compute(request, 16)
+    lab.finish(request)
+
+
+def test_a_failed_load_is_not_tried_again(make):
+    failing = []
+    faulty = Faulty(DictTier(), lambda verb, key: OSError("gone") if failing else None)
+    fill(faulty.inner, PLAIN[:16])
+    tier = Gated(faulty, parts=LAYERS)
+    lab = make(tier)
+    request = lab.arrive("one", PLAIN[:16])
+    tier.read_gates[0].set()
+    assert lab.wait(lambda: lab.admit(request)) == 16
+    failing.append(True)
+    tier.open_all()
+    lab.load(request)
+    assert request.num_computed_tokens == 0
+    assert served(lab, "one").given_up
+    failing.clear()
+    assert lab.scheduler.claim(request, 0) == 0
+    lab.compute(request, 16)
+    assert lab.finish(request) is None, "nothing was loaded"
+    assert lab.scheduler.numbers()["failed_loads"] == 1
+
+
+def test_a_tier_that_fails_at_everything_costs_a_hit_and_nothing_else(make):
+    tier = Faulty(DictTier(), lambda verb, key: OSError("gone"))
+    fill(tier.inner, PLAIN[:16])
+    lab = make(tier)
+    request = lab.serve("one", PLAIN[:16])
+    assert request.loaded == 0
+
+
+def test_prefetching_holds_half_of_the_slots_at_most(make):
+    tier = gated()
+    fill(tier.inner, PLAIN)
+    lab = make(tier, slots=4)
+    requests = [lab.arrive(str(i), PLAIN[:32]) for i in range(3)]
+    assert lab.store.held() == 2
+    for request in requests:
+        lab.finish(request)
+
+
+# -- claims -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_claim_is_stable_while_nothing_changes_and_follows_what_the_engine_has(make):
+    lab = make()
+    lab.serve("one", PLAIN)
+    lab.forget_prefixes()
+    request = lab.arrive("two", PLAIN)
+    assert [lab.scheduler.claim(request, 0) for _ in range(3)] == [40] * 3
+    lab.library.forget_all()  # the claim's chunks are pinned: it stands, and a load would say that they are lost
+    assert lab.scheduler.claim(request, 0) == 40
+    assert lab.scheduler.claim(request, 8) == 0
+    lab.serve("three", PLAIN)
+    assert lab.scheduler.claim(request, 16) == 24
+    lab.finish(request)
+
+
+def test_a_claim_that_the_engine_does_not_take_is_let_go_when_the_request_runs(make):
+    lab = make()
+    lab.serve("one", PLAIN)
+    lab.settle()
+    request = lab.arrive("two", PLAIN)
+    assert lab.scheduler.claim(request, 0) == 40
+    assert lab.store.held() == 5
+    lab.tables["two"] = [block.block_id for block in lab.pool.get_new_blocks(10)]
+    lab.compute(request, 4)
+    lab.store.flush()
+    assert lab.store.held() == 0
+    lab.finish(request)
+
+
+def test_a_request_that_reads_no_prefix_holds_nothing(make):
+    tier = gated()
+    fill(tier.inner, PLAIN[:16])
+    lab = make(tier)
+    request = lab.arrive("one", PLAIN[:16], skip_reading_prefix_cache=True)
+    assert lab.store.held() == 0
+    assert lab.scheduler.claim(request, 0) == 0
+    lab.finish(request)
+
+
+def test_a_preempted_request_finds_what_it_has_saved(make):
+    """The claim of its first admission, which found nothing, was answered again."""
+    lab = make()
+    request = lab.arrive("one", PLAIN[:18])
+    assert lab.admit(request) == 0
+    lab.decode(request, [1])
+    lab.settle()
+    lab.preempt(request)
+    lab.pool.forget()
+    assert lab.admit(request) == 16
+    lab.step()
+    assert lab.right(request, 16)
+    lab.compute(request, 3)
+    lab.finish(request)
+
+
+def test_a_preempted_blend_is_computed_exactly_and_stays_isolated(make):
+    lab = make()
+    learn(lab, DOC_A)
+    tokens = prompt(DOC_A, system=range(9))
+    request = lab.arrive("one", tokens)
+    assert lab.admit(request) == len(tokens)
+    lab.step()
+    lab.compute(request, 1)
+    lab.settle()
+    lab.preempt(request)
+    lab.pool.forget()
+    assert lab.admit(request) == 8, "the chunk before the document"
+    lab.step()
+    lab.compute(request, request.num_tokens - request.num_computed_tokens)
+    lab.finish(request)
+    lab.forget_prefixes()
+    assert lab.serve("plain", tokens, {"blend": False}).loaded == 8
+
+
+STAGES = ("arrived", "waiting", "claimed", "queued", "loading", "loaded", "computing")
+
+
+@pytest.mark.parametrize("lmc", [None, {"blend": False}])
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_abort_leaves_nothing_behind(make, stage, lmc):
+    tokens = prompt(DOC_A, DOC_B)
+    tier = gated()
+    fill(tier.inner, tokens[:24], documents=[DOC_A, DOC_B])
+    lab = make(tier)
+    request = lab.arrive("one", tokens, lmc)
+
+    def reach():
+        if stage == "arrived":
+            return
+        assert lab.scheduler.claim(request, 0) is None
+        if stage == "waiting":
+            return
+        tier.read_gates[0].set()
+        lab.wait(lambda: lab.scheduler.claim(request, 0))
+        if stage == "claimed":
+            return
+        lab.admit(request)
+        if stage == "queued":
+            lab.workers.held_back = True
+        lab.step()
+        if stage in ("queued", "loading"):
+            return
+        tier.open_all()
+        while "one" in lab.workers.loading:
+            lab.step()
+        if stage == "loaded":
+            return
+        lab.compute(request, 1)
+
+    reach()
+    lab.finish(request)  # and `make` proves that nothing is held
+    tier.open_all()
+
+
+# -- blends -----------------------------------------------------------------------------------------------------------
+
+
+def test_learned_documents_are_reused_in_any_order(make):
+    lab = make()
+    learn(lab, DOC_A, DOC_B)
+    tokens = prompt(DOC_B, DOC_A)
+    request = lab.arrive("one", tokens)
+    assert lab.admit(request) == len(tokens)
+    (job,) = lab.step().loads
+    assert isinstance(job, BlendJob)
+    assert [(p.at, p.tokens, p.first, p.skip, p.stored) for p in job.documents] == [
+        (7, 8, 0, 0, 8), (15, 8, 8, 0, 8), (23, 4, 16, 0, 4), (29, 8, 0, 0, 8), (37, 4, 8, 0, 4),
+    ]  # fmt: skip
+    found = lab.workers.documents["one"]
+    assert torch.equal(found[7], token_bytes(DOC_B, 0, 8, 0))
+    assert torch.equal(found[37], token_bytes(DOC_A, 8, 12, 0))
+    assert (job.start, job.exact, job.question, len(job.tokens)) == (0, 0, 43, 48)
+    lab.compute(request, 1)
+    assert lab.finish(request)["tokens_from"] == {"host": 32}
+
+
+def test_approximate_positions_are_never_saved(make):
+    """Neither as chunks, nor as the tail, nor decoded."""
+    lab = make()
+    learn(lab, DOC_A)
+    tokens = prompt(DOC_A, system=range(9))
+    lab.serve("one", tokens, output=range(20))
+    lab.settle()
+    lab.pool.forget()
+    assert lab.serve("two", [*tokens, *range(20)], {"blend": False}).loaded == 8
+    for slot in range(lab.library.slots):
+        assert not (lab.workers.slab.slot(slot)[:, : 2 * PAGE] == APPROXIMATE).all(1).any()
+
+
+def test_a_plain_request_never_meets_approximate_blocks(make):
+    lab = make()
+    learn(lab, DOC_A)
+    tokens = prompt(DOC_A)
+    lab.serve("blended", tokens)
+    plain = lab.arrive("plain", tokens, {"blend": False})
+    assert lab.look(plain) == 4
+    lab.admit(plain)
+    lab.step()
+    lab.compute(plain, plain.num_tokens - plain.num_computed_tokens)
+    assert lab.right(plain, len(tokens))
+    lab.finish(plain)
+
+
+def test_the_salted_chain_goes_on_into_what_is_decoded(make):
+    lab = make()
+    learn(lab, DOC_A)
+    tokens = prompt(DOC_A)
+    request = lab.arrive("one", tokens)
+    exact = list(request.block_hashes)
+    lab.admit(request)
+    assert request.block_hashes[0] == exact[0]
+    assert not set(request.block_hashes[1:]) & set(exact)
+    lab.step()
+    lab.decode(request, range(9))
+    assert len(request.block_hashes) == request.num_tokens // BLOCK
+    lab.finish(request)
+    again = lab.arrive("two", [*tokens, *range(9)], {"blend": False})
+    assert lab.look(again) == 4
+    lab.finish(again)
+
+
+def test_a_repeat_of_the_same_blend_finds_its_own_blocks_and_another_does_not(make):
+    lab = make()
+    learn(lab, DOC_A)
+    tokens = prompt(DOC_A)
+    lab.serve("one", tokens)
+    same = lab.arrive("same", tokens)
+    assert lab.look(same) == 24
+    lab.admit(same)
+    lab.compute(same, same.num_tokens - same.num_computed_tokens)
+    lab.finish(same)
+    for name, lmc, other in (
+        ("policy", {"ratio": 0.5}, tokens),
+        ("strategy", {"strategy": "none"}, tokens),
+        ("question", None, prompt(DOC_A, question=[1, 2, 3, 4, 5])),
+    ):
+        assert lab.look(lab.arrive(name, other, lmc)) == 4
+        lab.finish(lab.requests[name])
+
+
+def test_a_repeat_saves_nothing_approximate_either(make):
+    lab = make()
+    learn(lab, DOC_A)
+    tokens = prompt(DOC_A)
+    lab.serve("one", tokens)
+    lab.settle()
+    stored = lab.scheduler.numbers()["stored_chunks"]
+    lab.serve("same", tokens, output=range(20))
+    lab.settle()
+    assert lab.scheduler.numbers()["stored_chunks"] == stored
+
+
+def test_exact_blocks_of_the_engine_win_over_a_shorter_blend(make):
+    lab = make()
+    tokens = prompt(DOC_A)
+    lab.serve("plain", tokens, {"blend": False})
+    lab.settle()
+    learned = lab.serve("learn", DOC_A, {"learn": True})
+    assert learned.facts == {"learned": True}
+    lab.settle()
+    request = lab.arrive("one", tokens)
+    assert lab.look(request) == 24
+    assert lab.scheduler.claim(request, 24) == 0
+    lab.finish(request)
+
+
+def test_documents_between_exact_chunks_and_the_question_start_where_the_exact_ends(make):
+    lab = make(settings={"blend_learn": False})
+    tokens = prompt(DOC_A, DOC_B)
+    lab.serve("plain", tokens[:13], {"blend": False})
+    learn(lab, DOC_A, DOC_B)
+    request = lab.arrive("one", tokens)
+    assert lab.admit(request) == len(tokens)
+    (job,) = lab.step().loads
+    assert (job.exact, job.documents[0].at, job.documents[0].skip, job.documents[0].first) == (12, 12, 5, 5)
+    assert lab.right(request, 12)
+    assert served(lab, "one").approximate == 12
+    lab.compute(request, 1)
+    lab.finish(request)
+
+
+@pytest.mark.parametrize(
+    ("about", "more"),
+    [
+        ("LoRA", {"lora_request": object()}),
+        ("multimodal", {"mm_features": [object()]}),
+        ("embeddings", {"prompt_embeds": object()}),
+    ],
+)
+def test_what_cannot_be_blended_is_served_exactly_and_counted(make, about, more):
+    lab = make()
+    learn(lab, DOC_A)
+    request = lab.serve("one", prompt(DOC_A), **more)
+    assert about in request.facts["note"]
+    assert request.loaded == 0
+    assert lab.scheduler.counts["refused"] == 1
+
+
+def test_blend_false_is_obeyed_whatever_else_is_said(make):
+    """With `documents` beside it the request was blended all the same."""
+    lab = make()
+    learn(lab, DOC_A)
+    request = lab.serve("one", prompt(DOC_A), {"blend": False, "documents": [[7, 19]]})
+    assert request.loaded == 0
+
+
+def test_a_wish_that_cannot_be_meant_is_noted_and_served_exactly(make):
+    lab = make()
+    learn(lab, DOC_A)
+    for i, wish in enumerate(({"strategy": ["query"]}, {3: 4}, {"documents": [[-1, 4]]}, 7, {"ratio": 10**5000})):
+        request = lab.serve(f"bad {i}", prompt(DOC_A), wish)
+        assert request.loaded in (0, 4, 24, 28)
+        assert request.facts["note"]
+        lab.forget_prefixes()
+
+
+@pytest.mark.parametrize("token", [-1, 2**32, 2**70])
+@pytest.mark.parametrize("where", ["system", "document"])
+def test_a_token_that_is_no_token_hurts_nobody(make, token, where):
+    lab = make()
+    learn(lab, DOC_A)
+    tokens = prompt(DOC_A, system=[token, 2, 3, 4, 5]) if where == "system" else prompt([*DOC_A, token])
+    request = lab.arrive("one", tokens)
+    lab.scheduler.claim(request, 0)
+    lab.finish(request)
+    lab.finish(lab.arrive("two", [token, 5, 6], {"learn": True}))
+
+
+def test_check_layers_that_the_model_does_not_have_are_refused_at_start():
+    deep = {"blend_strategy": "deviation", "blend_check_layers": (2,)}
+    with pytest.raises(ConfigError, match="layers 0 to 1"):
+        Lab(settings=deep)
+
+
+# -- learning ---------------------------------------------------------------------------------------------------------
+
+
+def test_unknown_documents_are_learned_in_lent_blocks_that_come_back(make):
+    lab = make()
+    request = lab.arrive("one", prompt(DOC_A, DOC_B))
+    assert lab.scheduler.claim(request, 0) == 0
+    assert lab.finish(request)["unknown_documents"] == 2
+    free = lab.pool.get_num_free_blocks()
+    plan = lab.scheduler.plan({}, lab.tables.get)
+    (job,) = plan.learn
+    assert job.tokens == tuple(DOC_A)
+    assert len(job.blocks) == 3
+    assert lab.pool.get_num_free_blocks() == free - 3
+    assert not lab.scheduler.plan({}, lab.tables.get).learn, "one at a time"
+    report, _, _ = lab.workers.step(plan, set())
+    lab.scheduler.reported(report, set())
+    lab.settle()
+    assert lab.pool.get_num_free_blocks() == free
+    assert lab.serve("two", prompt(DOC_B, DOC_A)).loaded == len(prompt(DOC_A, DOC_B))
+
+
+def test_a_document_that_failed_to_be_learned_is_met_again(make):
+    lab = make()
+    lab.workers.failing = True
+    lab.serve("one", prompt(DOC_A))
+    lab.settle()
+    lab.workers.failing = False
+    lab.forget_prefixes()
+    lab.serve("two", prompt(DOC_A))
+    lab.forget_prefixes()
+    assert lab.serve("three", prompt(DOC_A, system=[8, 9])).loaded == 23
+
+
+def test_one_document_in_many_requests_is_learned_once(make):
+    lab = make()
+    requests = [lab.arrive(str(i), prompt(DOC_A)) for i in range(5)]
+    for request in requests:
+        lab.finish(request)
+    lab.settle()
+    assert lab.scheduler.numbers()["stored_chunks"] == 2
+
+
+def test_nobody_waits_forever_for_a_document_that_needs_the_last_block(make):
+    """All blocks but the null one are free at most: a document that needed one more kept an idle engine stepping."""
+    lab = make(blocks=8, batch_tokens=16, slots=16)
+    for need in range(1, 8):
+        request = lab.arrive(str(need), prompt([1000 + need * 100 + i for i in range(need * BLOCK)]))
+        lab.finish(request)
+    lab.settle()
+    assert lab.scheduler.numbers()["stored_chunks"] == 1 + 1 + 2
+
+
+def test_learning_waits_while_the_engine_needs_its_blocks(make):
+    lab = make(blocks=16)
+    request = lab.arrive("busy", PLAIN)
+    lab.admit(request)
+    lab.finish(lab.arrive("one", prompt(DOC_A)))
+    assert not lab.step().learn
+    lab.finish(request)
+    assert lab.step().learn
+
+
+def test_what_waits_to_be_learned_is_bounded(make):
+    lab = make(slots=4)
+    for i in range(400):
+        lab.finish(lab.arrive(str(i), prompt([1000 + i] * CHUNK)))
+    assert sum(len(tokens) for _, tokens in lab.scheduler._keeper._to_learn) <= 4 * CHUNK
+
+
+def test_a_document_larger_than_the_slab_is_left_alone(make):
+    lab = make(slots=2)
+    document = [500 + i for i in range(3 * CHUNK)]
+    lab.finish(lab.arrive("one", prompt(document)))
+    lab.settle()
+    assert "stored_chunks" not in lab.scheduler.numbers() or not lab.scheduler.numbers()["stored_chunks"]
+    request = lab.serve("two", document, {"learn": True}, output=[1, 2, 3])
+    assert not (request.facts or {}).get("learned")
+
+
+def test_a_document_that_cannot_be_learned_is_not_hashed_in_every_step(make, monkeypatch):
+    lab = make(slots=2)
+    request = lab.arrive("one", [500 + i for i in range(3 * CHUNK)], {"learn": True})
+    lab.admit(request)
+    asked = []
+    begin = lab.library.begin_document
+    monkeypatch.setattr(lab.library, "begin_document", lambda *given: asked.append(1) or begin(*given))
+    lab.decode(request, range(5))
+    assert len(asked) == 1
+    lab.finish(request)
+
+
+def test_a_document_to_learn_must_not_begin_with_the_first_token(make):
+    lab = make()
+    request = lab.serve("one", [1, *DOC_A], {"learn": True})
+    assert "BOS" in request.facts["note"]
+    assert lab.store.lookup(lab.library.document_keys(lab.library.document_namespace(""), [1, *DOC_A])) == [None, None]
+
+
+def test_two_learn_requests_for_one_document_store_it_once(make):
+    lab = make()
+    one, two = (lab.arrive(name, DOC_A, {"learn": True}) for name in ("one", "two"))
+    lab.admit(one), lab.admit(two)
+    lab.compute(one, 12), lab.compute(two, 12)
+    assert lab.finish(one) == {"learned": True}
+    lab.finish(two)
+    lab.settle()
+    assert lab.scheduler.numbers()["stored_chunks"] == 2
+
+
+def test_tenants_share_neither_documents_nor_prefixes(make):
+    lab = make(slots=64)
+    learn(lab, DOC_A, cache_salt="one tenant")
+    lab.serve("plain", PLAIN, cache_salt="one tenant")
+    lab.forget_prefixes()
+    for salt in (None, "another"):
+        assert lab.serve(f"blend {salt}", prompt(DOC_A), cache_salt=salt).loaded == 0
+        assert lab.serve(f"exact {salt}", PLAIN, cache_salt=salt).loaded == 0
+        lab.scheduler._keeper._to_learn.clear()
+        lab.forget_prefixes()
+    assert lab.serve("mine", prompt(DOC_A), cache_salt="one tenant").loaded == len(prompt(DOC_A))
+    assert lab.serve("mine too", PLAIN, cache_salt="one tenant").loaded == 40
+
+
+def test_an_unknown_document_is_learned_for_the_tenant_that_brought_it(make):
+    lab = make()
+    lab.serve("one", prompt(DOC_A), cache_salt="one tenant")
+    lab.forget_prefixes()
+    request = lab.arrive("two", prompt(DOC_A))
+    assert lab.scheduler.claim(request, 0) == 0
+    lab.finish(request)
+    assert lab.serve("three", prompt(DOC_A, system=[8, 9]), cache_salt="one tenant").loaded == 23
+
+
+# -- start, forgetting, end -------------------------------------------------------------------------------------------
+
+
+def test_blocks_that_do_not_divide_a_chunk_are_refused_with_the_nearest_that_do():
+    with pytest.raises(ConfigError, match=r"set chunk_size .* to 8"):
+        Lab(settings={"chunk_size": 9})
+
+
+def test_what_is_saved_with_old_weights_is_not_kept_when_everything_is_forgotten(make):
+    """A chunk under way when the cache was reset became visible afterwards."""
+    lab = make()
+    request = lab.arrive("one", PLAIN[:16])
+    lab.admit(request)
+    plan = lab.scheduler.plan({"one": 16}, lambda name: lab.tables[name])
+    lab.library.forget_all()
+    report, _, _ = lab.workers.step(plan, set())
+    lab.scheduler.reported(report, set())
+    assert lab.store.keys() == set()
+    lab.finish(request)
+
+
+def test_a_load_under_way_fails_when_everything_is_forgotten(make):
+    lab = make()
+    lab.serve("one", PLAIN)
+    lab.forget_prefixes()
+    request = lab.arrive("two", PLAIN)
+    assert lab.admit(request) == 40
+    lab.library.forget_all()
+    (job,) = lab.step().loads
+    assert isinstance(job, LoadJob)
+    assert request.num_computed_tokens == 0
+    lab.finish(request)
+
+
+def test_shutdown_with_jobs_under_way_leaves_nothing_behind():
+    tier = gated()
+    fill(tier.inner, PLAIN[:16])
+    tier.open_all()
+    lab = Lab([tier])
+    request = lab.arrive("one", [7] * 16)
+    lab.admit(request)
+    waiting = lab.arrive("two", PLAIN[:16])
+    plan = lab.scheduler.plan({"one": 16}, lambda name: lab.tables[name])
+    lab.library.close()
+    report, _, _ = lab.workers.step(plan, set())
+    lab.scheduler.reported(report, set())
+    lab.library.close()
+    lab.scheduler.claim(waiting, 0)
+    lab.finish(waiting), lab.finish(request)
+    assert not lab.scheduler._served
+    assert lab.store.held() == 0
+    assert not any(block.ref_cnt for block in lab.pool.blocks)
+
+
+def test_a_record_with_a_strange_label_does_not_keep_the_engine_from_starting(make):
+    tier = DictTier()
+    lab = Lab([tier])
+    key = lab.library.prefixes.key(b"x" * 32)
+    writing = lab.store.begin(lab.library._meta(key, lab.library._pages, 8, 0, 2 * PAGE, "no hash at all"))
+    lab.store.commit(writing)
+    lab.library.close()
+    assert key in tier.records
+    make(tier)
+
+
+def test_a_slot_that_is_filled_anew_is_lost_to_whoever_still_reads_it(make):
+    """A late load was let go, its slot taken for another chunk: until that one was whole the old label stood over its bytes."""
+    lab = make(slots=1)
+    lab.serve("one", PLAIN[:8])
+    lab.settle()
+    (pin,) = lab.library.pin([lab.library.prefixes.key(lab.requests["one"].block_hashes[1])]).values()
+    assert pin.state() is PinState.READY
+    lab.library.let_go([pin])
+    tag = int.from_bytes(pin.key[:8], "little") >> 1
+    assert lab.workers.slab.ready(pin.slot, tag) == LAYERS
+    writing = lab.library.begin_pages([b"a" * 32, b"b" * 32])
+    assert lab.workers.slab.ready(pin.slot, tag) == -1
+    lab.store.abort(writing)
+
+
+# -- anything in any order --------------------------------------------------------------------------------------------
+
+WISHES = (None, None, {"blend": False}, {"learn": True}, {"strategy": "none"}, {"ratio": 2})
+TEXTS = [
+    *(prompt(*order, system=SYSTEM[:n]) for order in ((DOC_A, DOC_B), (DOC_B, DOC_A), (DOC_A,)) for n in (0, 5)),
+    PLAIN,
+    PLAIN[:21],
+    DOC_A,
+    DOC_B,
+]
+
+
+class Anything:
+    """Requests that come, go on and go away as dice say."""
+
+    def __init__(self, lab, dice):
+        self.lab, self.dice, self.alive = lab, dice, {}
+
+    def act(self):
+        self.lab.now += self.dice.choice([0, 0, 0.1, 3])
+        self.lab.workers.failing = self.dice.random() < 0.1
+        drawn = self.dice.random()
+        if drawn < 0.1 or not self.alive:
+            name, salt = f"request {len(self.lab.requests)}", self.dice.choice([None, None, "tenant"])
+            wish = self.dice.choice(WISHES)
+            self.alive[name] = self.lab.arrive(name, self.dice.choice(TEXTS), wish, cache_salt=salt)
+        elif drawn < 0.9:
+            request = self.dice.choice(list(self.alive.values()))
+            self.move(request)
+            self.check(request)
+        elif drawn < 0.95:
+            self.lab.finish(self.alive.pop(self.dice.choice(list(self.alive))))
+        elif drawn < 0.96:
+            self.lab.library.forget_all()
+        else:
+            self.lab.step()
+
+    def move(self, request):
+        lab, name = self.lab, request.request_id
+        if name not in lab.tables:
+            if lab.pool.get_num_free_blocks() >= request.num_tokens // BLOCK + 4:
+                lab.admit(request)
+        elif served(lab, name).loading:
+            lab.workers.held_back = self.dice.random() < 0.5
+            lab.step()
+            lab.workers.held_back = False
+        elif request.num_computed_tokens < request.num_tokens:
+            lab.compute(request, self.dice.randint(1, request.num_tokens - request.num_computed_tokens))
+        elif len(lab.tables[name]) * BLOCK > request.num_tokens:
+            request.append([self.dice.randrange(10)])
+        else:
+            lab.preempt(request)
+
+    def check(self, request):
+        state = served(self.lab, request.request_id)
+        if request.request_id in self.lab.tables and not state.loading:
+            exact = request.num_computed_tokens
+            if state.approximate is not None:
+                exact = min(exact, state.approximate)
+            assert self.lab.right(request, exact)
+
+
+@pytest.mark.parametrize("slots", [3, 24])
+@pytest.mark.parametrize("seed", range(12))
+def test_whatever_happens_in_whatever_order_nothing_is_held_and_no_exact_page_is_wrong(make, seed, slots):
+    dice = random.Random(seed)
+    faulty = Faulty(DictTier(), lambda verb, key: OSError("gone") if dice.random() < 0.1 else None)
+    lab = make(*([faulty] if seed % 3 else []), slots=slots, blocks=48)
+    anything = Anything(lab, dice)
+    for _ in range(200):
+        anything.act()
+    for request in anything.alive.values():
+        lab.finish(request)
+    lab.workers.failing = False
+
+
+def test_roles_follow_wishes(make):
+    lab = make()
+    for name, tokens, lmc, role in (
+        ("plain", PLAIN, None, Role.EXACT),
+        ("documents", prompt(DOC_A), None, Role.BLEND),
+        ("spans", PLAIN, {"documents": [[4, 12]]}, Role.BLEND),
+        ("off", prompt(DOC_A), {"blend": False}, Role.EXACT),
+        ("learn", PLAIN, {"learn": True}, Role.LEARN),
+    ):
+        request = lab.arrive(name, tokens, lmc)
+        assert served(lab, name).role is role
+        lab.finish(request)
+    lab.scheduler._keeper._to_learn.clear()

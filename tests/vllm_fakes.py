@@ -1,0 +1,421 @@
+"""An engine without vLLM: requests, a block pool, pages and workers, for the tests of the connector's scheduler side.
+
+A page's bytes follow from the prompt up to its end, so that a wrong page is seen; what a blend computes is marked.
+"""
+
+import hashlib
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import torch
+
+from lmc.config import Settings
+from lmc.connectors.vllm.library import Library
+from lmc.connectors.vllm.messages import BlendJob, LoadJob, SaveJob, StepPlan, StepReport, WorkerFacts
+from lmc.connectors.vllm.scheduler import Scheduler
+from lmc.shapes import GIB
+from lmc.storage.slab import LOST, Slab
+
+BLOCK, CHUNK, LAYERS, HEADS, DIM = 4, 8, 2, 1, 8
+PAGE = 2 * HEADS * DIM * 4 * BLOCK  # bytes
+SEPARATOR = (90, 91)
+APPROXIMATE = 0xEE
+
+
+class Block:
+    def __init__(self, number):
+        self.block_id, self.ref_cnt, self.is_null, self.block_hash = number, 0, number == 0, None
+
+
+class Pool:
+    """As vLLM's block pool: block 0 is null, free blocks keep their hash until they are taken."""
+
+    def __init__(self, count):
+        self.blocks = [Block(i) for i in range(count)]
+        self.free = deque(self.blocks[1:])
+        self.cached = {}
+
+    def get_num_free_blocks(self):
+        return len(self.free)
+
+    def get_cached_block(self, block_hash, groups):
+        assert groups == [0]
+        found = self.cached.get(block_hash)
+        return [found] if found else None
+
+    def get_new_blocks(self, count):
+        if count > len(self.free):
+            raise ValueError("not so many free blocks")
+        taken = [self.free.popleft() for _ in range(count)]
+        for block in taken:
+            if block.block_hash is not None:
+                del self.cached[block.block_hash]
+                block.block_hash = None
+            block.ref_cnt = 1
+        return taken
+
+    def touch(self, blocks):
+        for block in blocks:
+            if block.ref_cnt == 0 and not block.is_null:
+                self.free.remove(block)
+            block.ref_cnt += 1
+
+    def free_blocks(self, blocks):
+        for block in blocks:
+            assert block.ref_cnt > 0, "freed twice"
+            block.ref_cnt -= 1
+            if block.ref_cnt == 0 and not block.is_null:
+                self.free.append(block)
+
+    def enter(self, block, block_hash):
+        if block.block_hash is None and block_hash not in self.cached:
+            block.block_hash, self.cached[block_hash] = block_hash, block
+
+    def forget(self):
+        """As `reset_prefix_cache`."""
+        self.cached.clear()
+        for block in self.blocks:
+            block.block_hash = None
+
+
+@dataclass(eq=False)
+class Request:
+    """As vLLM's request, as far as the connector looks at it."""
+
+    request_id: str
+    prompt_token_ids: list
+    lmc: object = None
+    cache_salt: str | None = None
+    lora_request: object = None
+    mm_features: list = field(default_factory=list)
+    prompt_embeds: object = None
+    skip_reading_prefix_cache: bool = False
+    num_computed_tokens: int = 0
+    num_preemptions: int = 0
+    finished: bool = False
+
+    def __post_init__(self):
+        self.kv_transfer_params = None if self.lmc is None else {"lmc": self.lmc}
+        self.all_token_ids = list(self.prompt_token_ids)
+        self.block_hashes = []
+        self.update_block_hashes()
+
+    @property
+    def num_tokens(self):
+        return len(self.all_token_ids)
+
+    @property
+    def num_prompt_tokens(self):
+        return len(self.prompt_token_ids)
+
+    def is_finished(self):
+        return self.finished
+
+    def append(self, tokens):
+        self.all_token_ids += tokens
+        self.update_block_hashes()
+
+    def update_block_hashes(self):
+        self.block_hashes.extend(hashes_of(self.all_token_ids, self.block_hashes, self.cache_salt))
+
+
+def hashes_of(tokens, known=(), salt=None):
+    """Hashes of the full blocks behind the known ones."""
+    found = list(known)
+    for start in range(len(found) * BLOCK, len(tokens) - BLOCK + 1, BLOCK):
+        extra = salt if start == 0 else None
+        said = repr((found[-1] if found else None, list(tokens[start : start + BLOCK]), extra))
+        found.append(hashlib.sha256(said.encode()).digest())
+    return found[len(known) :]
+
+
+def page(tokens, block, layer):
+    """What exact pages hold."""
+    said = repr((list(tokens[: (block + 1) * BLOCK]), layer)).encode()
+    return torch.frombuffer(bytearray(hashlib.shake_128(said).digest(PAGE)), dtype=torch.uint8)
+
+
+def token_bytes(tokens, start, stop, layer):
+    """What a document's chunk holds."""
+    said = repr((list(tokens[:stop]), start, layer)).encode()
+    size = (stop - start) * PAGE // BLOCK
+    return torch.frombuffer(bytearray(hashlib.shake_128(said).digest(size)), dtype=torch.uint8)
+
+
+class Workers:
+    """All ranks as one: copies at once what has arrived."""
+
+    def __init__(self, blocks):
+        self.pages = torch.zeros((LAYERS, blocks, PAGE), dtype=torch.uint8)
+        self.loading, self.documents = {}, {}
+        self.held_back, self.failing = False, False
+        self.slab = None
+
+    def step(self, plan: StepPlan, cancelled: set[str]):
+        """Report, received requests, blocks that are wrong."""
+        self.slab = self.slab or Slab.attach(plan.slab)
+        report, received, bad = StepReport(), set(), set()
+        for job in plan.loads:
+            self.loading[job.request] = job
+        for job in list(self.loading.values()):
+            done = job.request in cancelled
+            if not done and not self.held_back:
+                state = self.load(job)
+                if state == LOST:
+                    report.lost.add(job.request)
+                    bad.update(b for copy in job.copies for b in copy.blocks)
+                    bad.update(job.blocks[job.start // BLOCK :] if isinstance(job, BlendJob) else ())
+                done = state != 0
+            if done:
+                received.add(job.request)
+                del self.loading[job.request]
+        for save in plan.saves:
+            self.save(save)
+        for work in (*plan.saves, *plan.learn):
+            report.done[work.job] = 1
+            if self.failing:
+                report.failed.add(work.job)
+        for learn in plan.learn:
+            for index, slot in enumerate(learn.slots):
+                start, stop = index * CHUNK, min((index + 1) * CHUNK, len(learn.tokens))
+                for layer in range(LAYERS) if slot >= 0 else ():
+                    part = token_bytes(learn.tokens, start, stop, layer)
+                    self.slab.part(slot, layer)[: len(part)] = part
+        return report, received, bad
+
+    def load(self, job: LoadJob | BlendJob):
+        wanted = [*job.copies, *(job.documents if isinstance(job, BlendJob) else ())]
+        ready = [self.slab.ready(part.slot, part.tag) for part in wanted]
+        if LOST in ready:
+            return LOST
+        if any(count < self.slab.parts for count in ready):
+            assert not job.ready
+            return 0
+        for copy in job.copies:
+            for i, block in enumerate(copy.blocks, copy.first):
+                for layer in range(LAYERS):
+                    self.pages[layer, block] = self.slab.part(copy.slot, layer)[i * PAGE : (i + 1) * PAGE]
+        if isinstance(job, BlendJob):
+            for i in range(job.exact // BLOCK, len(job.blocks)):
+                for layer in range(LAYERS):
+                    exact = (i + 1) * BLOCK <= job.documents[0].at
+                    self.pages[layer, job.blocks[i]] = page(job.tokens, i, layer) if exact else APPROXIMATE
+            self.documents[job.request] = {
+                part.at: self.slab.part(part.slot, 0)[: part.stored * PAGE // BLOCK].clone() for part in job.documents
+            }
+        return 1
+
+    def save(self, job: SaveJob):
+        for layer in range(LAYERS):
+            part = self.slab.part(job.slot, layer)
+            if job.tokens is None:
+                for i, block in enumerate(job.blocks):
+                    part[i * PAGE : (i + 1) * PAGE] = self.pages[layer, block]
+            else:
+                size = (job.tokens[1] - job.tokens[0]) * PAGE // BLOCK
+                part[:size] = token_bytes(self.prompts[job.blocks], *job.tokens, layer)
+
+    prompts: dict = {}  # noqa: RUF012 - block table -> tokens of a document to learn
+
+
+class Lab:
+    """A scheduler with everything around it, driven as vLLM does."""
+
+    def __init__(self, tiers=(), *, slots=16, blocks=64, ranks=1, batch_tokens=16, blends=True, settings=None):
+        self.now = 0.0
+        memory = slots * LAYERS * 4096 * ranks / GIB
+        given = {"chunk_size": CHUNK, "max_local_cpu_size": memory, "enable_blending": True, "blend_min_tokens": 4}
+        self.settings = Settings(**given | (settings or {}))
+        facts = [
+            WorkerFacts(
+                rank=(0, rank),
+                page_bytes=(PAGE,) * LAYERS,
+                layout="test",
+                fingerprint="model",
+                kv_heads=HEADS,
+                head_dim=DIM,
+                dtype="torch.float32",
+                rope="none",
+            )
+            for rank in range(ranks)
+        ]
+        self.library = Library(self.settings, facts, BLOCK, "sha256", tiers=tiers)
+        self.store, self.jobs = self.library.store, self.library.jobs
+        self.pool, self.workers = Pool(blocks), Workers(blocks)
+        self.scheduler = Scheduler(
+            self.settings,
+            self.library,
+            self.pool,
+            variants=(SEPARATOR,),
+            first_token=1,
+            blends=blends,
+            batch_tokens=batch_tokens,
+            clock=lambda: self.now,
+        )
+        self.tables, self.requests, self.cancelled = {}, {}, set()
+        self.loading = set()  # requests whose blocks are not theirs to free
+
+    # -- one verb of the engine each
+
+    def arrive(self, name, tokens, lmc=None, **more):
+        request = Request(name, list(tokens), lmc, **more)
+        self.requests[name] = request
+        self.scheduler.arrive(request)
+        return request
+
+    def look(self, request):
+        """Tokens the engine's own prefix cache has."""
+        most = (request.num_tokens - 1) // BLOCK
+        found = 0
+        while found < most and self.pool.get_cached_block(request.block_hashes[found], [0]):
+            found += 1
+        return 0 if request.skip_reading_prefix_cache else found * BLOCK
+
+    def admit(self, request):
+        """Ask for a claim and allocate; None if it is to be asked again, else the tokens that are loaded."""
+        local = self.look(request)
+        tokens = self.scheduler.claim(request, local)
+        if tokens is None:
+            return None
+        cached = [self.pool.cached[h] for h in request.block_hashes[: local // BLOCK]]
+        self.pool.touch(cached)
+        fresh = self.pool.get_new_blocks(-(-request.num_tokens // BLOCK) - len(cached))
+        table = [block.block_id for block in (*cached, *fresh)]
+        self.tables[request.request_id] = table
+        request.num_computed_tokens = local + tokens
+        if tokens:
+            self.loading.add(request.request_id)
+            self.scheduler.allocated(request, table, tokens)
+        return tokens
+
+    def step(self, scheduled=None):
+        """A step of everything but the computing; returns the plan."""
+        plan = self.scheduler.plan(scheduled or {}, lambda name: self.tables[name])
+        cancelled, self.cancelled = self.cancelled, set()
+        report, received, bad = self.workers.step(plan, cancelled)
+        for name in received:
+            self.arrived(self.requests[name], bad)
+        self.scheduler.reported(report, received)
+        return plan
+
+    def arrived(self, request, bad=frozenset()):
+        table = self.tables[request.request_id]
+        self.loading.remove(request.request_id)
+        if request.finished:
+            self.pool.free_blocks([self.pool.blocks[b] for b in reversed(table)])
+            return
+        wrong = next((i for i, block in enumerate(table) if block in bad), None)
+        if wrong is not None:
+            request.num_computed_tokens = wrong * BLOCK
+        if request.num_computed_tokens == request.num_tokens:
+            request.num_computed_tokens -= 1
+        self.enter(request)
+
+    def enter(self, request):
+        table = self.tables[request.request_id]
+        for i in range(request.num_computed_tokens // BLOCK):
+            self.pool.enter(self.pool.blocks[table[i]], request.block_hashes[i])
+
+    def compute(self, request, tokens):
+        """A step in which the engine computes tokens of one request."""
+        start, stop = request.num_computed_tokens, request.num_computed_tokens + tokens
+        table = self.tables[request.request_id]
+        self.workers.prompts[tuple(table[: -(-request.num_prompt_tokens // BLOCK)])] = request.prompt_token_ids
+        for i in range(start // BLOCK, stop // BLOCK):
+            for layer in range(LAYERS):
+                self.workers.pages[layer, table[i]] = page(request.all_token_ids, i, layer)
+        plan = self.step({request.request_id: tokens})
+        request.num_computed_tokens = stop
+        self.enter(request)
+        return plan
+
+    def decode(self, request, tokens):
+        for token in tokens:
+            self.compute(request, request.num_tokens - request.num_computed_tokens)
+            request.append([token])
+            while len(self.tables[request.request_id]) * BLOCK < request.num_tokens:
+                self.tables[request.request_id] += [b.block_id for b in self.pool.get_new_blocks(1)]
+
+    def preempt(self, request):
+        self.pool.free_blocks([self.pool.blocks[b] for b in reversed(self.tables.pop(request.request_id))])
+        request.num_computed_tokens, request.num_preemptions = 0, request.num_preemptions + 1
+
+    def finish(self, request):
+        """Ended or aborted; the facts for the response."""
+        request.finished = True
+        name = request.request_id
+        table = self.tables.get(name, [])
+        facts = self.scheduler.finished(request, table[: -(-request.num_computed_tokens // BLOCK)])
+        self.cancelled.add(name)
+        if name not in self.loading:
+            self.pool.free_blocks([self.pool.blocks[b] for b in reversed(table)])
+        return facts
+
+    # -- several of them
+
+    def serve(self, name, tokens, lmc=None, *, output=(), **more):
+        """A whole request, alone; its request."""
+        request = self.arrive(name, tokens, lmc, **more)
+        loaded = self.wait(lambda: self.admit(request))
+        request.loaded = loaded
+        self.load(request)
+        if output:
+            self.decode(request, output)
+        elif request.num_computed_tokens < request.num_tokens:
+            self.compute(request, request.num_tokens - request.num_computed_tokens)
+        request.facts = self.finish(request)
+        return request
+
+    def load(self, request):
+        """Step until what was claimed is there, or failed."""
+        while served(self, request.request_id).loading:
+            self.step()
+
+    def wait(self, ask):
+        """Ask as often as the engine would."""
+        for _ in range(100_000):
+            answer = ask()
+            if answer is not None:
+                return answer
+            self.step()
+        raise AssertionError("never answered")
+
+    def settle(self):
+        for _ in range(1000):
+            if not self.scheduler.busy:
+                break
+            self.step()
+        assert not self.scheduler.busy
+        self.step()
+        self.store.flush()
+
+    def forget_prefixes(self):
+        self.settle()
+        self.pool.forget()
+
+    def right(self, request, tokens, start=0):
+        """Whether pages of `[start, tokens)` are what an exact prefill leaves."""
+        table = self.tables[request.request_id]
+        return all(
+            torch.equal(self.workers.pages[layer, table[i]], page(request.all_token_ids, i, layer))
+            for i in range(start // BLOCK, tokens // BLOCK)
+            for layer in range(LAYERS)
+        )
+
+    def check(self):
+        """Nothing is held by anybody."""
+        self.settle()
+        due = time.monotonic() + 10
+        while self.store.held() and time.monotonic() < due:  # threads that were told to stop
+            time.sleep(0.001)
+        assert not self.scheduler._served
+        assert not self.jobs.under_way
+        assert [block.block_id for block in self.pool.blocks if block.ref_cnt] == []
+        assert self.store.held() == 0
+        self.store.check()
+
+
+def served(lab, name) -> SimpleNamespace:
+    return lab.scheduler._served[name]
