@@ -175,9 +175,8 @@ class LMCConnector(KVConnectorBase_V1):
     def _said(self, library: Library, *, blends: bool) -> str:
         """What a person who starts the engine wants to see."""
         settings = self.settings
-        how = (
-            f"blending by {settings.blend_strategy} {settings.blend_recompute_ratios[0]:g}" if blends else "no blending"
-        )
+        off = "no blending" if settings.enable_blending else "no blending (enable_blending is false)"
+        how = f"blending by {settings.blend_strategy} {settings.blend_recompute_ratios[0]:g}" if blends else off
         disk = f"{settings.local_disk} ({settings.max_local_disk_size:g} GB)" if settings.local_disk else "no disk"
         room = f"{library.slots} chunks of {library.chunk} tokens in memory"
         return (
@@ -262,6 +261,7 @@ class LMCConnector(KVConnectorBase_V1):
         """Write down what is not on a tier yet."""
         if self._scheduler is not None:
             self._scheduler.library.close()
+            log.info("lmc: the store is closed, all that was to be written is written")
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         """Blocks that came to memory ("CPU") or disk ("STORAGE"), or went."""

@@ -103,6 +103,7 @@ class StepPlan:
     stages: tuple[int, ...] = ()  # layers of each pipeline stage
     scheduled: int = 0  # tokens that the engine itself computes in this step
     loads: list[LoadJob | BlendJob] = field(default_factory=list)
+    late: list[str] = field(default_factory=list)  # requests whose loads wait for what does not come: they have failed
     saves: list[SaveJob] = field(default_factory=list)
     learn: list[LearnJob] = field(default_factory=list)
 

@@ -6,6 +6,7 @@ of which on KV is approximate; chosen if it reuses `blend_min_tokens` that are n
 
 from collections.abc import Callable, Sequence
 
+from lmc.blend.segments import Span
 from lmc.blend.select import NEEDS_QUESTION
 from lmc.config import Settings
 from lmc.connectors.vllm.library import Library
@@ -75,6 +76,12 @@ class Planner:
             else:
                 served.unknown.append(document.span)
         return known
+
+    def prospect(self, served: Served, local: int) -> tuple[int, list[Span]]:
+        """What a blend behind `local` tokens would reuse, if all that is stored arrives: its first position, and the documents."""
+        exact, last = max(local, self._reach(self._hits(served))), served.request.num_prompt_tokens - 1
+        spans = [d.span for d in self.known(served) if min(d.span.stop, last) > max(d.span.start, exact)]
+        return (max(spans[0].start, exact) if spans else 0), spans
 
     def copies(self, served: Served, claim: Claim, blocks: Sequence[int]) -> tuple[PageCopy, ...]:
         """Pages behind what the engine has, out of the exact chunks."""

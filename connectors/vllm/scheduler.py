@@ -136,13 +136,14 @@ class Scheduler:
                 self._release(served)  # a claim that the engine did not take
                 computed = served.request.num_computed_tokens + tokens
                 self._keeper.save_due(served, computed, lambda request=request: tables(request))  # type: ignore[misc]
-        self._give_up_on_late_loads()
+        late = self._give_up_on_late_loads()
         learn = self._keeper.learn_next()
         plan = StepPlan(
             slab=self._library.slab_at,
             stages=self._library.stages,
             scheduled=sum(scheduled.values()),
             loads=self._jobs,
+            late=late,
             saves=self._keeper.take_saves(),
             learn=[learn] if learn else [],
         )
@@ -264,16 +265,16 @@ class Scheduler:
 
     def _find_own_blend(self, served: Served) -> None:
         """If the engine still has the blocks of the very same blend, let it find them."""
-        request, known = served.request, [document.span for document in self._planner.known(served)]
-        if not known:
-            return
-        block, exact = known[0].start // self._library.block_size, list(request.block_hashes)
-        if block >= len(exact):
+        request, exact = served.request, list(served.request.block_hashes)
+        cached = cached_blocks(self._pool, exact)
+        first, reused = self._planner.prospect(served, cached * self._library.block_size)
+        block = first // self._library.block_size
+        if not reused or block >= len(exact):
             return
         assert served.policy is not None
-        salt(request, block, salt_of(request.prompt_token_ids, known, served.policy))
-        if cached_blocks(self._pool, request.block_hashes) > max(block, cached_blocks(self._pool, exact)):
-            served.approximate, served.salted = known[0].start, True
+        salt(request, block, salt_of(request.prompt_token_ids, reused, served.policy))
+        if cached_blocks(self._pool, request.block_hashes) > max(block, cached):
+            served.approximate, served.salted = first, True
         else:
             request.block_hashes[:] = exact
 
@@ -307,13 +308,18 @@ class Scheduler:
             thresholds=policy.thresholds,
         )
 
-    def _give_up_on_late_loads(self) -> None:
-        """Parts that a slow tier still owes: workers see that they will not come, and the engine computes."""
-        now = self._clock()
+    def _give_up_on_late_loads(self) -> list[str]:
+        """Requests to whom a slow tier still owes parts: workers end their loads, and the engine computes.
+
+        Labels alone would not tell: a part that newer requests still wait for is not lost.
+        """
+        now, given_up = self._clock(), []
         for served in self._served.values():
             if served.loading and served.asked is not None and now - served.asked > self._settings.load_deadline:
                 late = [key for key, pin in served.pins.items() if pin.state() is PinState.COMING]
                 self._library.let_go([served.pins.pop(key) for key in late])
+                given_up += [served.id] if late else []
+        return given_up
 
     def _release(self, served: Served) -> None:
         self._library.let_go(list(served.pins.values()))

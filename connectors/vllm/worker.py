@@ -121,6 +121,9 @@ class Worker:
     def _prepare_blending(self, caches: dict[str, torch.Tensor], model: Any | None) -> str:
         if model is None:
             return "the loaded model was not found in this worker (is another plugin in the way?)"
+        if self._config.lora_config is not None:
+            # Its layers apply what the engine's last batch asked for, row by row, to whatever rows come next.
+            return "LoRA is enabled (--enable-lora)"
         try:
             layers = NativeLayers(model, self._config, self._kv_cache_config, caches)
             if layers.depth != self._pages.layers:
@@ -128,6 +131,9 @@ class Worker:
             prove(model, layers, self._config, self._kv_cache_config.num_blocks)
         except UnsupportedModel as error:
             return str(error)
+        except Exception as error:
+            log.exception("lmc could not try whether this model can be blended")
+            return f"the self-test raised {type(error).__name__}: {error}"
         self._layers = layers
         return ""
 
@@ -137,6 +143,8 @@ class Worker:
         """Take what is new, and do a slice of what there is. Behind the forward."""
         if plan.slab is not None and self._slab is None:
             self._attach(plan.slab, plan.stages)
+        for request in self._loading.keys() & plan.late:
+            self._end(self._loading[request], self._loading[request].blocks)
         for job in plan.loads:
             if isinstance(job, BlendJob):
                 work = Work(self._blend(job), job.request, job.blocks[job.start // self._block_size :])

@@ -1,0 +1,82 @@
+"""An engine in processes of its own, as servers have it: what it answers to the same questions cold, reloaded and blended, as JSON.
+
+Run by `test_parallel.py` with a model and the engine's options; the last line it prints is the result.
+"""
+
+import json
+import sys
+import time
+from pathlib import Path
+
+from lab import Prompt, answer, distance, facts, launch, words
+
+SAME = 1e-5  # logprobs, float32
+DOCUMENTS = [words(150, 1), words(300, 2), words(150, 3), words(90, 4)]
+PROMPT = Prompt([DOCUMENTS[i] for i in (2, 0, 3, 1)])
+PLAIN = words(700, 9)
+SECONDS = 60.0
+
+
+class Child:
+    """Asks an engine that cannot be looked into."""
+
+    def __init__(self, llm) -> None:
+        self.llm = llm
+
+    def ask(self, tokens, lmc=None, count=8, **more):
+        from vllm import SamplingParams
+
+        extra = {"kv_transfer_params": {"lmc": lmc}} if lmc is not None else None
+        parameters = SamplingParams(
+            temperature=0, detokenize=False, ignore_eos=True, logprobs=1, max_tokens=count, extra_args=extra, **more
+        )
+        return self.llm.generate([{"prompt_token_ids": tokens}], parameters, use_tqdm=False)[0]
+
+    def forget(self, *, chunks: bool = False) -> None:
+        """Empty the engine's cache, and ours; refused while blocks are held by saves that are under way."""
+        end = time.monotonic() + SECONDS
+        while not self.llm.reset_prefix_cache(reset_connector=chunks):
+            assert time.monotonic() < end, "blocks are held for ever"
+            time.sleep(0.01)
+
+    def learned(self) -> None:
+        """Wait until documents that were met are known."""
+        end = time.monotonic() + SECONDS
+        while "unknown_documents" in facts(self.ask(PROMPT.tokens, PROMPT.blend(strategy="none"), 1)):
+            assert time.monotonic() < end, "the documents are never learned"
+            time.sleep(0.01)
+
+    def same(self, found, wanted) -> bool:
+        return answer(found) == answer(wanted) and distance(found, wanted) <= SAME
+
+
+def promises(child: Child) -> dict[str, object]:
+    """Name of a promise -> what was seen."""
+    seen: dict[str, object] = {}
+    wanted, plain = child.ask(PROMPT.tokens, {"blend": False}), child.ask(PLAIN)
+    child.forget()
+    found = child.ask(PLAIN)
+    seen["pages"], seen["pages are exact"] = facts(found), child.same(found, plain)
+    child.forget(chunks=True)
+    found = child.ask(PROMPT.tokens, PROMPT.blend())
+    seen["unknown"], seen["unknown documents do no harm"] = facts(found), child.same(found, wanted)
+    child.learned()
+    child.forget(chunks=True)
+    for document in DOCUMENTS:
+        seen["learned"] = facts(child.ask(document, {"learn": True}, 1))
+    for strategy in ("query", "union", "deviation", "none"):
+        child.forget()
+        found = child.ask(PROMPT.tokens, PROMPT.blend(strategy=strategy, ratio=1.0))
+        seen[f"{strategy} reused"] = facts(found).get("reused_tokens", 0)
+        seen[f"{strategy} is exact"] = child.same(found, wanted)
+    child.forget()
+    seen["plain after blends"] = child.same(child.ask(PROMPT.tokens), wanted)
+    child.forget()
+    return seen
+
+
+if __name__ == "__main__":
+    llm = launch(Path(sys.argv[1]), **json.loads(sys.argv[2]))
+    result = promises(Child(llm))
+    llm.llm_engine.engine_core.shutdown()
+    sys.stdout.write(json.dumps(result) + "\n")

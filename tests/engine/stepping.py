@@ -1,0 +1,131 @@
+"""Requests of a lab's engine step by step, and ways to get at what lies underneath: for tests of what goes wrong in the middle."""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from lab import Lab
+from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+from lmc.storage.tier import Faulty
+
+STEPS, SECONDS = 3000, 30.0  # whatever takes longer hangs
+
+
+class Steps:
+    """Some requests of one engine."""
+
+    def __init__(self, lab: Lab) -> None:
+        self.lab = lab
+        self.outputs: dict[str, Any] = {}  # by name, the newest of each
+        self._names = 0
+
+    def add(
+        self, tokens: Sequence[int], lmc: Any = None, count: int = 8, *, salt: str | None = None, **more: Any
+    ) -> str:
+        """A request comes; returns its name."""
+        self._names += 1
+        name = f"r{self._names}"
+        prompt = {"prompt_token_ids": list(tokens), **({"cache_salt": salt} if salt else {})}
+        self.lab.llm.llm_engine.add_request(name, prompt, self.lab.parameters(lmc, count, **more))
+        return name
+
+    def step(self, steps: int = 1) -> None:
+        """So many steps of the engine."""
+        for _ in range(steps):
+            for out in self.lab.llm.llm_engine.step():
+                self.outputs[out.request_id] = out
+
+    def until(self, reached: Callable[[], object]) -> None:
+        """Step until something is so."""
+        end = time.monotonic() + SECONDS
+        while not reached():
+            assert time.monotonic() < end, "it never comes to that"
+            self.step()
+
+    def run(self) -> None:
+        """Step until every request has its answer."""
+        steps = 0
+        while self.lab.llm.llm_engine.has_unfinished_requests():
+            assert steps < STEPS, "a request never ends"
+            self.step()
+            steps += 1
+
+    def abort(self, name: str) -> None:
+        """Its user has gone."""
+        self.lab.llm.llm_engine.abort_request([name])
+
+    def preempt(self, name: str) -> None:
+        """The engine needs its blocks: as `Scheduler.reset_prefix_cache` does it, without emptying the cache."""
+        scheduler, request = self.lab.scheduler, self.request(name)
+        scheduler.running.remove(request)
+        scheduler._preempt_request(request, time.monotonic(), drop_stale_output=True)
+        scheduler.prev_step_scheduled_req_ids.clear()
+
+    def request(self, name: str) -> Any:
+        """The engine's request."""
+        return next(r for i, r in self.lab.scheduler.requests.items() if i.rsplit("-", 1)[0] == name)
+
+    def served(self, name: str) -> Any:
+        """What our scheduler's side knows of it."""
+        return self.lab.connector._scheduler._served[self.request(name).request_id]
+
+    def loading(self, name: str) -> bool:
+        """Whether a worker is at it."""
+        return self.served(name).loading
+
+
+class Clock:
+    """Time as the scheduler's side sees it."""
+
+    def __init__(self, lab: Lab) -> None:
+        self.now = 0.0
+        scheduler = lab.connector._scheduler
+        scheduler._clock = scheduler._planner._clock = self
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Gate:
+    """A tier that hands out only so many parts until it is opened."""
+
+    def __init__(self, lab: Lab, parts: int = 0) -> None:
+        self._allowed = threading.Semaphore(parts)
+        tiers = lab.connector._scheduler.library.store._tiers
+        tiers[0] = Faulty(tiers[0], self._wait)
+
+    def open(self) -> None:
+        self._allowed.release(1000)
+
+    def _wait(self, verb: str, key: Any) -> Exception | None:
+        if verb == "read" and not self._allowed.acquire(timeout=SECONDS):
+            return OSError("nobody opened the gate")
+        return None
+
+
+def worker() -> Any:
+    """The worker's side in this process."""
+    return get_kv_transfer_group()._worker
+
+
+def poison() -> None:
+    """Fill the engine's pages, so that stale bytes are not right by chance."""
+    for view in worker()._pages._views:
+        view.fill_(3.0)
+
+
+def only_on_disk(lab: Lab) -> None:
+    """Take everything out of memory."""
+    store = lab.connector._scheduler.library.store
+    store.flush()
+    for key in list(store._host.ledger.keys()):
+        store._host.drop(key)
+
+
+def threads_are_done(lab: Lab) -> None:
+    """Loads that were given up end when their thread next looks."""
+    store = lab.connector._scheduler.library.store
+    with store._changed:
+        assert store._changed.wait_for(lambda: not store._loads._loads and not store.held(), SECONDS)

@@ -1,0 +1,376 @@
+"""Whatever fails, comes late, goes away or is preempted: right tokens, nothing held, no hang."""
+
+import itertools
+
+import pytest
+from lab import Prompt, answer, distance, engine, facts, words
+from stepping import Clock, Gate, Steps, only_on_disk, poison, threads_are_done, worker
+
+from lmc.storage import loads
+from lmc.storage.tier import Delayed
+
+SAME = 1e-5  # logprobs, float32
+DOCUMENTS = [words(150, 1), words(300, 2), words(150, 3), words(90, 4)]
+PROMPT = Prompt([DOCUMENTS[i] for i in (2, 0, 3, 1)])
+PLAIN = words(700, 9)
+EXACT = {"ratio": 1.0}
+SMALL = {"max_num_batched_tokens": 128, "long_prefill_token_threshold": 64, "max_num_seqs": 8}
+
+
+@pytest.fixture(scope="module")
+def shared(models, tmp_path_factory):
+    """An engine of small steps over a disk, and what it answers without any cache."""
+    with engine(models("llama"), {"local_disk": str(tmp_path_factory.mktemp("disk"))}, **SMALL) as lab:
+        lab.wanted = {len(tokens): lab.vanilla(tokens) for tokens in (PROMPT.tokens, PLAIN, PLAIN[:420])}
+        yield lab
+
+
+@pytest.fixture
+def lab(shared):
+    """The engine with empty caches, an honest disk and the documents learned; proven to hold nothing afterwards."""
+    scheduler = shared.connector._scheduler
+    disk, clock = scheduler.library.store._tiers[0], scheduler._clock
+    shared.forget()
+    shared.learn(DOCUMENTS)
+    poison()
+    yield shared
+    shared.settle()
+    threads_are_done(shared)
+    scheduler.library.store._tiers[0] = disk
+    scheduler._clock = scheduler._planner._clock = clock
+    shared.check()
+
+
+@pytest.fixture
+def steps(lab):
+    return Steps(lab)
+
+
+def right(lab, out, tokens) -> bool:
+    wanted = lab.wanted[len(tokens)]
+    return answer(out) == answer(wanted) and distance(out, wanted) <= SAME
+
+
+def store_plain(lab) -> None:
+    """Exact chunks of PLAIN in our store, and nowhere in the engine."""
+    lab.ask(PLAIN)
+    lab.forget_prefixes()
+    poison()
+
+
+# -- a slow disk ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_disk_slower_than_the_deadline_is_not_waited_for(lab, steps):
+    store_plain(lab)
+    only_on_disk(lab)
+    clock, gate = Clock(lab), Gate(lab)
+    late, other = steps.add(PLAIN), steps.add(PROMPT.tokens, {"blend": False})
+    steps.until(lambda: other in steps.outputs and steps.outputs[other].finished)
+    assert late not in steps.outputs, "it waits"
+    clock.now += 3.0
+    steps.run()
+    gate.open()
+    assert right(lab, steps.outputs[late], PLAIN)
+    assert right(lab, steps.outputs[other], PROMPT.tokens), "it did not wait for the slow one"
+    assert "exact_tokens" not in facts(steps.outputs[late])
+
+
+@pytest.mark.parametrize("what", ["pages", "documents"])
+def test_a_load_that_stalls_in_its_middle_is_given_up(lab, steps, monkeypatch, what):
+    monkeypatch.setattr(loads, "READ_AHEAD_BYTES", 1)  # one layer at a time
+    store_plain(lab)
+    only_on_disk(lab)
+    clock, gate = Clock(lab), Gate(lab, parts=9)  # of six chunks: layer 0 and some of layer 1
+    tokens, lmc = (PLAIN, None) if what == "pages" else (PROMPT.tokens, PROMPT.blend(**EXACT))
+    name = steps.add(tokens, lmc)
+    steps.until(lambda: steps.loading(name))
+    steps.step(20)
+    assert steps.loading(name)
+    clock.now += 5.0
+    steps.run()
+    gate.open()
+    assert right(lab, steps.outputs[name], tokens)
+    assert not {"exact_tokens", "reused_tokens", "tokens_from"} & set(facts(steps.outputs[name]))
+
+
+def test_a_load_that_stalls_is_given_up_though_others_still_wait_for_it(lab, steps, monkeypatch):
+    """With a tier that hangs and a popular prefix there is always a newer request that reads the same chunk."""
+    monkeypatch.setattr(loads, "READ_AHEAD_BYTES", 1)
+    store_plain(lab)
+    only_on_disk(lab)
+    clock, gate = Clock(lab), Gate(lab, parts=9)
+    first = steps.add(PLAIN)
+    steps.until(lambda: steps.loading(first))
+    clock.now += 1.5
+    second = steps.add(PLAIN)
+    steps.until(lambda: steps.loading(second))
+    clock.now += 1.0
+    steps.until(lambda: first in steps.outputs and steps.outputs[first].finished)
+    assert steps.loading(second)
+    clock.now += 1.5
+    steps.run()
+    gate.open()
+    assert right(lab, steps.outputs[first], PLAIN)
+    assert right(lab, steps.outputs[second], PLAIN)
+
+
+def test_a_slow_disk_within_the_deadline_is_used_layer_by_layer(lab, steps, monkeypatch):
+    monkeypatch.setattr(loads, "READ_AHEAD_BYTES", 1)
+    only_on_disk(lab)
+    tiers = lab.connector._scheduler.library.store._tiers
+    tiers[0] = Delayed(tiers[0], per_part=0.005)
+    out = lab.ask(PROMPT.tokens, PROMPT.blend(**EXACT))
+    assert facts(out)["tokens_from"] == {"disk": sum(map(len, DOCUMENTS))}
+    assert right(lab, out, PROMPT.tokens)
+
+
+# -- a full slab ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_slab_full_of_pinned_chunks_stores_and_loads_nothing_more(lab):
+    only_on_disk(lab)
+    ledger = lab.connector._scheduler.library.store._host.ledger
+    held = ledger.reserve(ledger.free)
+    outs = [lab.ask(PROMPT.tokens, PROMPT.blend(**EXACT)), lab.ask(PLAIN)]
+    lab.settle()
+    for slot in held:
+        ledger.abort(slot)
+    assert right(lab, outs[0], PROMPT.tokens)
+    assert right(lab, outs[1], PLAIN)
+    assert lab.numbers["no_room"] > 0
+
+
+# -- requests that are aborted -------------------------------------------------------------------------------------------
+
+
+def test_an_abort_before_a_load_lets_go_of_its_chunks(lab, steps):
+    only_on_disk(lab)
+    gate = Gate(lab)
+    name = steps.add(PROMPT.tokens, PROMPT.blend(**EXACT))
+    steps.step(3)
+    assert steps.served(name).pins
+    steps.abort(name)
+    gate.open()
+    assert right(lab, lab.ask(PROMPT.tokens, PROMPT.blend(**EXACT)), PROMPT.tokens)
+
+
+@pytest.mark.parametrize("what", ["pages", "documents"])
+def test_an_abort_in_the_middle_of_a_load_ends_it(lab, steps, monkeypatch, what):
+    monkeypatch.setattr(loads, "READ_AHEAD_BYTES", 1)
+    store_plain(lab)
+    only_on_disk(lab)
+    gate = Gate(lab, parts=9)
+    tokens, lmc = (PLAIN, None) if what == "pages" else (PROMPT.tokens, PROMPT.blend(**EXACT))
+    name = steps.add(tokens, lmc)
+    steps.until(lambda: steps.loading(name))
+    steps.abort(name)
+    lab.settle()  # the gate is still closed
+    assert lab.pool.get_num_free_blocks() == lab.free_at_start
+    gate.open()
+    assert right(lab, lab.ask(tokens, lmc), tokens)
+
+
+def test_an_abort_when_the_load_is_done_but_nothing_is_computed(lab, steps):
+    store_plain(lab)
+    name = steps.add(PLAIN)
+    steps.step()
+    assert steps.served(name).exact_tokens == 672
+    assert not steps.loading(name)
+    assert name not in steps.outputs
+    steps.abort(name)
+    lab.settle()
+    lab.forget_prefixes()
+    assert right(lab, lab.ask(PLAIN), PLAIN)
+
+
+def test_an_abort_at_any_step_of_a_blend(lab, steps):
+    """Also behind it, and while the engine answers: until the answer comes before the abort."""
+    seen = []
+    for count in itertools.count(1):
+        name = steps.add(PROMPT.tokens, PROMPT.blend(**EXACT))
+        steps.step(count)
+        if name in steps.outputs and steps.outputs[name].finished:
+            break
+        seen.append(steps.loading(name))
+        steps.abort(name)
+        lab.check()
+        lab.forget_prefixes()
+    assert seen.count(True) >= 4, "a blend takes several steps"
+    assert right(lab, steps.outputs[name], PROMPT.tokens)
+
+
+def test_an_abort_while_documents_are_learned(lab, steps):
+    """Of a request that is a document, of one whose unknown documents are queued, and of one that runs beside the learning."""
+    lab.forget()
+    for count in (1, 2, 3, 4, 6):
+        name = steps.add(DOCUMENTS[1], {"learn": True}, 2)
+        steps.step(count)
+        steps.abort(name)
+    beside = steps.add(PROMPT.tokens, PROMPT.blend(**EXACT), 1)
+    steps.run()
+    assert right_start(lab, steps.outputs[beside])
+    assert lab.connector._scheduler.busy
+    name = steps.add(PLAIN)
+    steps.step(2)
+    steps.abort(name)
+    lab.check()
+    lab.forget_prefixes()
+    forget_pages(lab)
+    poison()
+    out = lab.ask(PROMPT.tokens, PROMPT.blend(**EXACT))
+    assert facts(out)["reused_tokens"] == sum(map(len, DOCUMENTS))
+    assert right(lab, out, PROMPT.tokens)
+
+
+def right_start(lab, out) -> bool:
+    return answer(out) == answer(lab.wanted[len(PROMPT.tokens)])[: len(answer(out))]
+
+
+def forget_pages(lab) -> None:
+    library = lab.connector._scheduler.library
+    library.store.flush()
+    for key in {key for key, _ in library.prefixes._index.values()}:
+        library.store.forget(key)
+
+
+# -- what a worker finds -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def mislabelled(lab):
+    """Every slot that the next load wants holds another chunk when the worker looks."""
+    scheduler, slab = lab.connector._scheduler, lab.connector._scheduler.library.store._host.slab
+    plan, kept = scheduler.plan, slab.labels.clone()
+
+    def planned(*arguments):
+        found = plan(*arguments)
+        for job in found.loads:
+            for piece in (*job.copies, *getattr(job, "documents", ())):
+                slab.labels[piece.slot, 0] = 7
+        return found
+
+    scheduler.plan = planned
+    yield
+    scheduler.plan = plan
+    slab.labels.copy_(kept)
+
+
+@pytest.mark.parametrize("lmc", [None, PROMPT.blend(**EXACT)], ids=["pages", "documents"])
+def test_a_slot_that_holds_another_chunk_than_promised_is_not_used(lab, request, lmc):
+    store_plain(lab)
+    request.getfixturevalue("mislabelled")
+    failed = lab.numbers.get("failed_loads", 0)
+    tokens = PROMPT.tokens if lmc else PLAIN
+    out = lab.ask(tokens, lmc)
+    assert right(lab, out, tokens)
+    assert lab.numbers["failed_loads"] == failed + 1
+    assert "exact_tokens" not in facts(out)
+
+
+@pytest.mark.parametrize("method", ["run", "project"])
+@pytest.mark.parametrize("calls", [0, 3])
+def test_an_exception_inside_a_blend_is_computed_over(lab, steps, method, calls):
+    layers, left = worker()._layers, [calls]
+    original = getattr(layers, method)
+
+    def failing(*arguments):
+        left[0] -= 1
+        if left[0] == -1:
+            raise RuntimeError("a kernel has failed")
+        return original(*arguments)
+
+    setattr(layers, method, failing)
+    failed, other = steps.add(PROMPT.tokens, PROMPT.blend(**EXACT)), steps.add(PLAIN)
+    steps.run()
+    delattr(layers, method)
+    assert left[0] < 0
+    assert right(lab, steps.outputs[failed], PROMPT.tokens)
+    assert right(lab, steps.outputs[other], PLAIN)
+    lab.forget_prefixes()
+    again = lab.ask(PROMPT.tokens, PROMPT.blend(**EXACT))
+    assert right(lab, again, PROMPT.tokens)
+    assert facts(again)["reused_tokens"] > 0
+
+
+def test_an_exception_while_learning_loses_only_the_document(lab):
+    lab.forget()
+    layers = worker()._layers
+
+    def failing(*arguments):
+        raise RuntimeError("a kernel has failed")
+
+    layers.project = failing
+    lab.ask(PROMPT.tokens, PROMPT.blend(**EXACT))
+    lab.settle()
+    del layers.project
+    assert not any(document_places(lab))
+    lab.forget_prefixes()
+    lab.ask(PROMPT.tokens, PROMPT.blend(**EXACT))
+    lab.settle()
+    assert all(document_places(lab))
+
+
+def document_places(lab):
+    library = lab.connector._scheduler.library
+    space = library.document_namespace("")
+    return library.store.lookup([key for document in DOCUMENTS for key in library.document_keys(space, document)])
+
+
+def test_a_second_request_with_the_prefix_of_a_failed_load(lab, request, steps):
+    """The engine computes the first one's blocks again over several steps; the second must not find them before."""
+    store_plain(lab)
+    request.getfixturevalue("mislabelled")
+    first = steps.add(PLAIN[:420])
+    steps.until(lambda: steps.served(first).given_up)
+    seconds = []
+    while first not in steps.outputs:
+        seconds.append(steps.add(PLAIN))
+        steps.step()
+    steps.run()
+    assert len(seconds) >= 4
+    assert right(lab, steps.outputs[first], PLAIN[:420])
+    assert [right(lab, steps.outputs[name], PLAIN) for name in seconds] == [True] * len(seconds)
+
+
+# -- preemption ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ratio", [1.0, 0.0])
+def test_a_preempted_blend_leaves_nothing_approximate_behind(lab, steps, ratio):
+    """Preempted while it answers; its blocks are in the engine's cache under the blend's hashes, and part of them are taken away."""
+    wish = PROMPT.blend(strategy="head", ratio=ratio)
+    for empty in (False, True):
+        name = steps.add(PROMPT.tokens, wish, 200)
+        steps.until(lambda name=name: name in steps.outputs and len(answer(steps.outputs[name])) >= 100)
+        steps.preempt(name)
+        if empty:
+            assert lab.llm.reset_prefix_cache()
+            poison()
+        steps.run()
+        assert len(answer(steps.outputs[name])) == 200
+        lab.settle()
+        if ratio == 1.0:
+            assert answer(steps.outputs[name])[:8] == answer(lab.wanted[len(PROMPT.tokens)])
+        plain = lab.ask(PROMPT.tokens)
+        assert right(lab, plain, PROMPT.tokens)
+        lab.forget_prefixes()
+        poison()
+        plain = lab.ask(PROMPT.tokens)
+        assert right(lab, plain, PROMPT.tokens)
+        lab.forget_prefixes()
+        forget_pages(lab)
+
+
+def test_a_plain_request_that_is_preempted_loads_what_it_had_saved(lab, steps):
+    name = steps.add(PLAIN, None, 200)
+    steps.until(lambda: name in steps.outputs and len(answer(steps.outputs[name])) >= 100)
+    before = answer(steps.outputs[name])
+    steps.preempt(name)
+    assert lab.llm.reset_prefix_cache()
+    poison()
+    steps.run()
+    assert answer(steps.outputs[name])[: len(before)] == before
+    assert facts(steps.outputs[name])["exact_tokens"] >= 768, "six chunks of 128, of which the last holds its own words"
+    whole = answer(steps.outputs[name])
+    assert whole == answer(lab.vanilla(PLAIN, 200))

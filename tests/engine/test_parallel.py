@@ -1,0 +1,60 @@
+"""The same promises where nothing is in one process: scheduler and workers apart, tensor-parallel ranks, no plugin."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CHILD = Path(__file__).parent / "parallel_child.py"
+SECONDS = 240
+REUSED = 690
+APART = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+NO_PLUGIN = {"transfer": {"kv_connector_module_path": "lmc.connectors.vllm.connector"}}
+# Environment, engine options
+ENGINES = {
+    "processes, no plugin": ({**APART, "VLLM_PLUGINS": ""}, NO_PLUGIN),
+    "tensor parallel": ({**APART, "VLLM_CPU_OMP_THREADS_BIND": "0|1"}, {"tensor_parallel_size": 2}),
+}
+
+
+@pytest.fixture(scope="module", params=ENGINES, ids=lambda name: name.replace(", ", "-").replace(" ", "-"))
+def seen(request, models):
+    """What a child process saw, by promise."""
+    environment, options = ENGINES[request.param]
+    done = subprocess.run(
+        [sys.executable, str(CHILD), str(models("llama")), json.dumps(options)],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_pages_are_loaded_again_exactly(seen):
+    assert seen["pages"] == {"exact_tokens": 672, "tokens_from": {"host": 672}}
+    assert seen["pages are exact"]
+
+
+def test_documents_that_nobody_knows_are_computed_and_learned(seen):
+    assert seen["unknown"] == {"unknown_documents": 4}
+    assert seen["unknown documents do no harm"]
+    assert seen["learned"] == {"learned": True}
+
+
+@pytest.mark.parametrize("strategy", ["query", "union", "deviation"])
+def test_at_ratio_1_the_blend_is_full_prefill(seen, strategy):
+    assert seen[f"{strategy} reused"] == REUSED
+    assert seen[f"{strategy} is exact"]
+
+
+def test_blind_reuse_is_not_and_does_not_reach_plain_requests(seen):
+    """The control: stored KV is really used."""
+    assert seen["none reused"] == REUSED
+    assert not seen["none is exact"]
+    assert seen["plain after blends"]

@@ -1,0 +1,395 @@
+"""A server as `examples/serve_vllm.md` starts it: every command of that page, real clients, many users, a restart.
+
+LMC_SOAK_SECONDS (20) is how long eight users ask.
+"""
+
+import json
+import logging
+import os
+import random
+import re
+import socket
+import subprocess
+import threading
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from datetime import datetime
+from functools import cached_property
+from itertools import chain, pairwise
+from pathlib import Path
+
+import httpx
+import openai
+import psutil
+import pytest
+import transformers
+import yaml
+
+from lmc.config import Settings
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "examples/serve_vllm.md").read_text()
+DOCUMENTS = {path.stem: path.read_text().strip() for path in (ROOT / "examples/small_model/documents").glob("*.txt")}
+QUESTIONS = json.loads((ROOT / "examples/small_model/questions.json").read_text())
+SYSTEM, SPECIAL = QUESTIONS["system"], " # # "
+START_SECONDS, STOP_SECONDS = 120, 30
+# Taken away: it is no setting of lmc, which ends the start of an engine over it.
+SOAK_SECONDS, USERS = float(os.environ.pop("LMC_SOAK_SECONDS", "20")), 8
+BLOCKS = 512  # of 32 tokens: all of them are in use soon, so that memory can be flat
+INTERVAL = 9  # seconds, at least, between vLLM's lines of numbers
+
+
+def blocks(section: int, language: str) -> list[str]:
+    """Fenced blocks of a section of the page."""
+    (text,) = re.findall(rf"^## {section}\. .*?(?=^## |\Z)", PAGE, re.S | re.M)
+    return re.findall(rf"^```{language}\n(.*?)^```", text, re.S | re.M)
+
+
+@dataclass
+class Server:
+    """The page's server on a port and a directory of its own."""
+
+    folder: Path
+    port: int = 0
+    process: subprocess.Popen | None = None
+    server: psutil.Process | None = None
+    tree: list[psutil.Process] = field(default_factory=list)
+
+    def run(self, command: list[str], **options) -> subprocess.Popen:
+        environment = {key: value for key, value in os.environ.items() if not key.startswith(("LMC_", "VLLM_"))}
+        environment |= {"PATH": f"{Path(os.sys.executable).parent}:{os.environ['PATH']}", "HF_HUB_OFFLINE": "1"}
+        return subprocess.Popen(command, cwd=ROOT, env=environment, text=True, **options)
+
+    def here(self, text: str) -> str:
+        """A block of the page with this server's port and directory."""
+        return text.replace("8000", str(self.port)).replace("/var/tmp/lmc", str(self.folder / "disk"))
+
+    def execute(self, *command: str) -> str:
+        """Run a block to its end; return what it prints."""
+        process = self.run([self.here(part) for part in command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        said, _ = process.communicate(timeout=60)
+        assert process.returncode == 0, said
+        return said
+
+    def start(self) -> None:
+        if not self.port:
+            with socket.socket() as free:
+                free.bind(("", 0))
+                self.port = free.getsockname()[1]
+        script = self.here("\n".join(blocks(1, "sh"))).replace("--port", f"--num-gpu-blocks-override {BLOCKS} --port")
+        with self.log.open("a") as log:
+            self.process = self.run(["bash", "-ec", script], stdout=log, stderr=log, start_new_session=True)
+        deadline = time.monotonic() + START_SECONDS
+        while not self.answers():
+            assert self.process.poll() is None, self.said
+            assert time.monotonic() < deadline, self.said
+            time.sleep(0.3)
+        # Some shells let the last command take their place.
+        shell = psutil.Process(self.process.pid)
+        self.server = shell.children()[0] if "sh" in shell.name() else shell
+        self.tree = [self.server, *self.server.children(recursive=True)]
+
+    def answers(self) -> bool:
+        try:
+            return httpx.get(f"http://localhost:{self.port}/health").status_code == 200
+        except httpx.TransportError:
+            return False
+
+    def stop(self) -> None:
+        """As a person would: SIGTERM to the server; nothing of it may stay."""
+        if self.process is None:
+            return
+        self.server.terminate()
+        _, alive = psutil.wait_procs(self.tree, STOP_SECONDS)
+        for process in alive:
+            process.kill()
+        self.process.wait(STOP_SECONDS)
+        self.process = None
+        assert not alive
+
+    @property
+    def log(self) -> Path:
+        return self.folder / "log"
+
+    @property
+    def said(self) -> str:
+        return self.log.read_text()
+
+    @cached_property
+    def client(self) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"http://localhost:{self.port}/v1", api_key="none", max_retries=0, timeout=60)
+
+    def counters(self) -> Counter[str]:
+        text = httpx.get(f"http://localhost:{self.port}/metrics").text
+        return Counter({name: int(float(n)) for name, n in re.findall(r"^lmc:(\w+)_total\{.*\} (\S+)$", text, re.M)})
+
+    def memory(self) -> dict[str, float]:
+        """MB that are a process's own, by its name: without the slab, which is shared and of a fixed size."""
+        found: Counter[str] = Counter()
+        for process in self.tree:
+            info = process.memory_info()
+            found[process.name().removeprefix("VLLM::")] += (info.rss - info.shared) / 1e6
+        return dict(found)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    found = Server(tmp_path_factory.mktemp("server"))
+    try:
+        found.start()
+        yield found
+    finally:
+        found.stop()
+
+
+def prompt(names, question: str) -> str:
+    return SPECIAL.join([SYSTEM, *(DOCUMENTS[name] for name in names), question])
+
+
+def ask(server, text, **lmc):
+    """A completion; its first word, and what lmc says of it."""
+    options = {"extra_body": {"kv_transfer_params": {"lmc": lmc}}} if lmc else {}
+    done = server.client.completions.create(model="small", prompt=text, max_tokens=2, temperature=0, **options)
+    return done.choices[0].text.strip(), (done.kv_transfer_params or {}).get("lmc", {})
+
+
+NAMES = ["inn-01", "mill-01", "forge-01", "abbey-01", "farm-01", "harbour-01"]
+ASKED = "at the abbey , owner of goose"  # Kai
+
+
+def learned(server, names=NAMES) -> None:
+    """Ask once, and wait until the documents are learned."""
+    ask(server, prompt(names, ASKED))
+    deadline = time.monotonic() + 20
+    while ask(server, prompt(random.sample(names, len(names)), ASKED))[1].get("unknown_documents"):
+        assert time.monotonic() < deadline
+        time.sleep(0.5)
+
+
+# -- the page ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_page_asks_and_gets_what_it_says(server):
+    first, second = (server.execute("bash", "-c", block) for block in blocks(2, "sh"))
+    assert '"text":" Mara"' in first
+    assert '"kv_transfer_params":{"lmc":{"unknown_documents":2}}' in first
+    assert '"text":" Kai"' in second
+    assert '"reused_tokens":54' in second
+
+
+def test_the_page_s_python_learns_ahead_and_reuses(server):
+    (program,) = blocks(3, "python")
+    said = server.execute("python", "-c", program).splitlines()
+    assert said[:6] == ["{'lmc': {'learned': True}}"] * 6
+    assert said[6].startswith(" Kai ")
+    assert "'reused_tokens': 1013" in said[6]
+
+
+def test_the_page_s_misspelt_option_is_answered_with_a_note(server):
+    (block,) = blocks(4, "sh")
+    said = json.loads(server.execute("bash", "-c", block))
+    assert said["choices"][0]["text"] == " Tara"
+    assert said["kv_transfer_params"] == {"lmc": {"note": "lmc.ratio must be between 0 and 1, not 15"}}
+
+
+def test_the_page_s_options_are_all_there_are():
+    from dataclasses import fields
+
+    from lmc.connectors.vllm.requests import Options
+
+    (table,) = re.findall(r"^## 4\..*?(?=^## )", PAGE, re.S | re.M)
+    assert set(re.findall(r"^\| `(\w+):", table, re.M)) == {option.name for option in fields(Options)}
+
+
+def test_the_page_s_metrics_are_there(server):
+    (block,) = blocks(5, "sh")
+    assert "lmc:requests_total{" in server.execute("bash", "-c", block)
+
+
+def test_the_page_s_settings_are_settings(server):
+    (shell,), (text,), (flag,) = blocks(7, "sh"), blocks(7, "yaml"), blocks(7, "json")
+    assert "512" in server.execute("bash", "-c", shell)
+    assert Settings.load(yaml.safe_load(text), environ={}).chunk_size == 512
+    assert Settings.load(json.loads(flag)["kv_connector_extra_config"], environ={}).max_local_cpu_size == 40
+
+
+def test_the_page_s_line_at_start_is_the_log_s(server):
+    (line,) = re.findall(r"^    (lmc: blending by .*)$", PAGE, re.M)
+    assert server.here(line) in server.said
+
+
+# -- clients ----------------------------------------------------------------------------------------------------------
+
+
+def test_completions_chat_and_streams_answer_the_same(server):
+    learned(server)
+    text, other = prompt(NAMES[2:] + NAMES[:2], ASKED), prompt(NAMES[3:] + NAMES[:3], ASKED)
+    options = {"model": "small", "temperature": 0, "max_tokens": 2}
+    message = [{"role": "user", "content": other}]
+    done = server.client.completions.create(prompt=text, **options)
+    chat = server.client.chat.completions.create(messages=message, **options)
+    stream = server.client.completions.create(prompt=text, stream=True, **options)
+    streamed = "".join(part.choices[0].text for part in stream)
+    chats = server.client.chat.completions.create(messages=message, stream=True, **options)
+    chatted = "".join(part.choices[0].delta.content or "" for part in chats)
+    assert [done.choices[0].text, chat.choices[0].message.content, streamed, chatted] == [" Kai"] * 4
+    for found in (done, chat):
+        assert sum(found.kv_transfer_params["lmc"]["tokens_from"].values()) > 1000
+
+
+def test_metrics_are_the_sum_of_what_the_responses_say(server):
+    learned(server)
+    before = server.counters()
+    orders = [random.Random(seed).sample(NAMES, 5) for seed in range(6)]
+    found = [ask(server, prompt(order, ASKED)) for order in orders]
+    ask(server, prompt(NAMES, ASKED), blend=False)
+    ask(server, prompt(NAMES, ASKED), strategy="no such one")
+    deadline = time.monotonic() + 5
+    while (counted := server.counters() - before)["requests"] < 8 and time.monotonic() < deadline:
+        time.sleep(0.1)
+    facts = [said for _, said in found]
+    assert counted["requests"] == 8
+    assert counted["refused"] == 1
+    assert counted["blends"] == sum("reused_tokens" in said for said in facts) == 6
+    assert counted["token_layers"] == sum(said["token_layers"] for said in facts)
+    assert counted["tokens_from_host"] >= sum(said["tokens_from"]["host"] for said in facts)
+    assert counted["failed_loads"] == counted["failed_tier_operations"] == 0
+
+
+# -- many users -------------------------------------------------------------------------------------------------------
+
+
+class Soak:
+    """Eight users who ask about the shipped documents in all ways, until time is up."""
+
+    def __init__(self, server: Server, seconds: float) -> None:
+        self._server, self._seconds = server, seconds
+        tokenizer = transformers.AutoTokenizer.from_pretrained(ROOT / "examples/small_model/model")
+        # As the model was trained: every part encoded by itself.
+        self._encode = lambda text: tokenizer.encode(text, add_special_tokens=False)
+        self.right: Counter[str] = Counter()
+        self.asked: Counter[str] = Counter()
+        self.memory: list[tuple[float, int, dict[str, float]]] = []  # seconds, requests, MB by process
+
+    def run(self) -> None:
+        draw = random.Random(0)
+        self._chats = []  # of text in one piece the model makes what it can: full prefill says what is right
+        for names, question, _ in (self._draw(draw) for _ in range(16)):
+            text = prompt(names, question)
+            self._chats.append((text, ask(self._server, text, blend=False)[0]))
+        self._started = time.monotonic()
+        watch = threading.Thread(target=self._watch)
+        watch.start()
+        with ThreadPoolExecutor(USERS) as pool:
+            for user in [pool.submit(self._user, seed) for seed in range(USERS)]:
+                user.result()  # raises what a user has met
+        watch.join()
+
+    @property
+    def _passed(self) -> float:
+        return time.monotonic() - self._started
+
+    def _watch(self) -> None:
+        while self._passed < self._seconds:
+            self.memory.append((self._passed, self.asked.total(), self._server.memory()))
+            time.sleep(0.5)
+
+    def _draw(self, draw: random.Random) -> tuple[list[str], str, str]:
+        """Documents in an order, a question that one of them answers, and what is right."""
+        fact = draw.choice([q for q in QUESTIONS["questions"] if q["kind"] == "self"])
+        names = draw.sample([name for name in DOCUMENTS if name != fact["document"]], 5)
+        names.insert(draw.randrange(6), fact["document"])
+        return names, fact["question"], fact["answer"]
+
+    def _user(self, seed: int) -> None:
+        draw = random.Random(seed)
+        ways = {"blend": 8, "plain": 1, "chat": 2, "stream": 2, "deviation": 1, "leave": 1}
+        while self._passed < self._seconds:
+            (way,) = draw.choices(list(ways), list(ways.values()))
+            if way == "chat":
+                asked, wanted = draw.choice(self._chats)
+            else:
+                names, question, wanted = self._draw(draw)
+                parts = [SYSTEM, *(DOCUMENTS[name] for name in names), question]
+                asked = list(chain.from_iterable([*self._encode(SPECIAL), *self._encode(part)] for part in parts))
+                asked = asked[len(self._encode(SPECIAL)) :]
+            said = self._ask(way, asked)
+            self.asked[way] += 1
+            self.right[way] += said is None or said.strip().startswith(wanted)
+
+    def _ask(self, way: str, asked: str | list[int]) -> str | None:
+        """What is answered; None from who leaves before."""
+        client, options = self._server.client, {"model": "small", "temperature": 0, "max_tokens": 2}
+        if way == "chat":
+            message = {"role": "user", "content": asked}
+            return client.chat.completions.create(messages=[message], **options).choices[0].message.content
+        if way == "stream":
+            stream = client.completions.create(prompt=asked, stream=True, **options)
+            return "".join(part.choices[0].text for part in stream)
+        if way == "leave":
+            with client.completions.create(prompt=asked, stream=True, **{**options, "max_tokens": 200}):
+                return None
+        lmc = {"plain": {"blend": False}, "deviation": {"strategy": "deviation"}}.get(way, {})
+        return ask(self._server, asked, **lmc)[0]
+
+
+@pytest.fixture(scope="module")
+def soak(server):
+    found = Soak(server, SOAK_SECONDS)
+    found.run()
+    counts = f"asked {dict(found.asked)}, right {dict(found.right)}, {dict(server.counters())}"
+    logging.getLogger("soak").info("%s; %s", counts, found.memory[:: max(1, len(found.memory) // 12)])
+    return found
+
+
+def test_eight_users_get_right_answers(soak):
+    """Nobody met an error (that would have ended the fixture); the shipped model itself errs in one question of 80."""
+    assert soak.asked.total() > 2 * SOAK_SECONDS
+    assert soak.right.total() >= 0.97 * soak.asked.total()
+
+
+def test_memory_is_flat_after_the_warm_up(soak):
+    """The engine's core has our index and store. In the worker vLLM's own CPU kernels keep something for every number of rows they meet:
+    without lmc it grows by 0.2 MB a request over the first 2000. A leaked prompt would be 6.7 MB."""
+    half = len(soak.memory) // 2
+    (_, first, before), (_, last, after) = soak.memory[half], soak.memory[-1]
+    assert all(after[name] - before[name] <= 10 for name in before if name != "Worker")
+    assert after["Worker"] - before["Worker"] <= 0.6 * (last - first)
+
+
+def test_the_log_is_quiet(server, soak):
+    """No traceback; vLLM's line of numbers once an interval; each warning of ours once."""
+    assert "Traceback" not in server.said
+    assert " ERROR " not in server.said
+    numbers = re.findall(r"INFO (\d\d-\d\d \d\d:\d\d:\d\d) .*KV Transfer metrics: .*lmc", server.said)
+    times = [datetime.strptime(f"2000-{at}", "%Y-%m-%d %H:%M:%S") for at in numbers]
+    assert all((b - a).total_seconds() >= INTERVAL for a, b in pairwise(times))
+    others = re.findall(r"\] (.*lmc.*)$", server.said, re.M)
+    again = [text for text, count in Counter(others).items() if count > 1 and "KV Transfer metrics" not in text]
+    assert not again
+    counted = server.counters()
+    assert counted["failed_loads"] == counted["failed_tier_operations"] == 0
+
+
+# -- a restart --------------------------------------------------------------------------------------------------------
+
+
+def test_after_a_restart_documents_come_from_disk(server):
+    """The last test here: it stops the server."""
+    learned(server)
+    server.stop()
+    before = server.said
+    assert "lmc: the store is closed, all that was to be written is written" in before
+    stat, check = (server.execute("bash", "-c", line) for line in blocks(6, "sh")[0].splitlines())
+    assert re.search(r"[1-9]\d* +│", stat), stat
+    assert re.fullmatch(r"[1-9]\d* records, 0 wrong.*", check.strip(), re.S), check
+    server.start()
+    (found,) = re.findall(r"(\d+) chunks found", server.said.rpartition("lmc: blending")[2])
+    assert int(found) > 0
+    answer, facts = ask(server, prompt(NAMES[::-1], ASKED))
+    assert answer == "Kai"
+    assert facts["tokens_from"].keys() == {"disk"}
+    assert facts["tokens_from"]["disk"] >= facts["reused_tokens"] > 500
+    assert "Traceback" not in server.said[len(before) :]  # vLLM may leave one when it is stopped
