@@ -20,10 +20,13 @@ PROMPTS, TOKENS, NEW = 8, 512, 32
 def main() -> None:
     arguments = parser(__doc__, "vllm_overhead")
     arguments.add_argument("--repeats", type=int, default=7)
+    arguments.add_argument("--memory", action="store_true", help="no disk tier")
     options = arguments.parse_args()
     with in_folder() as folder, tempfile.TemporaryDirectory(prefix="lmc-bench-") as disk:
         model = make_model(folder)
-        settings = {"local_disk": disk, "max_local_disk_size": 4.0, "max_local_cpu_size": 1.0}
+        settings = {"max_local_cpu_size": 1.0}
+        if not options.memory:
+            settings |= {"local_disk": disk, "max_local_disk_size": 4.0}
         plain, ours = Engine(model, lmc=None), Engine(model, lmc=settings)
         ratios = {"throughput_ratio": [], "ttft_ratio": []}
         for number in range(options.repeats + 1):  # the first round warms up

@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 from storage_fakes import DictTier, Gated
-from vllm_fakes import APPROXIMATE, BLOCK, CHUNK, LAYERS, PAGE, SEPARATOR, Lab, page, served, token_bytes
+from vllm_fakes import APPROXIMATE, BLOCK, CHUNK, LAYERS, PAGE, SEPARATOR, Adapter, Lab, page, served, token_bytes
 
 from lmc.connectors.vllm.messages import BlendJob, LoadJob, StepReport
 from lmc.connectors.vllm.served import Role
@@ -101,6 +101,19 @@ def test_only_what_the_engine_does_not_have_is_loaded(make):
     assert [copy.first for copy in plan.loads[0].copies] == [1, 0, 0, 0]
     assert lab.right(request, 40)
     lab.finish(request)
+
+
+def test_an_adapter_that_was_changed_in_place_finds_nothing_of_its_old_self(make, tmp_path):
+    """The engine's hashes name an adapter's path; chunks on a disk may be older than what lies there."""
+    weights, adapter = tmp_path / "adapter.safetensors", Adapter(str(tmp_path))
+    weights.write_bytes(b"old")
+    lab = make()
+    lab.serve("one", PLAIN, lora_request=adapter)
+    lab.forget_prefixes()
+    assert lab.serve("two", PLAIN, lora_request=adapter).loaded == 40
+    lab.forget_prefixes()
+    weights.write_bytes(b"newer")
+    assert lab.serve("three", PLAIN, lora_request=adapter).loaded == 0
 
 
 def test_a_prompt_that_goes_another_way_inside_a_chunk_gets_its_leading_blocks(make):
@@ -616,7 +629,7 @@ def test_documents_between_exact_chunks_and_the_question_start_where_the_exact_e
 @pytest.mark.parametrize(
     ("about", "more"),
     [
-        ("LoRA", {"lora_request": object()}),
+        ("LoRA", {"lora_request": Adapter("nowhere")}),
         ("multimodal", {"mm_features": [object()]}),
         ("embeddings", {"prompt_embeds": object()}),
     ],

@@ -80,6 +80,15 @@ class Pool:
             block.block_hash = None
 
 
+@dataclass
+class Adapter:
+    """As vLLM's LoRARequest."""
+
+    path: str
+    name: str = "adapter"
+    adapter_id: int = 1
+
+
 @dataclass(eq=False)
 class Request:
     """As vLLM's request, as far as the connector looks at it."""

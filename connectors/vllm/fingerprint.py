@@ -1,5 +1,6 @@
 """What a model is, wherever it was loaded from: two engines share KV only if this is the same."""
 
+import contextlib
 import hashlib
 import json
 from pathlib import Path
@@ -33,6 +34,15 @@ def fingerprint(model_config: Any, model: Any | None) -> str:
             raw = weight.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
             digest.update(name.encode() + xxhash.xxh3_128_digest(raw))
     return digest.hexdigest()
+
+
+def adapter_stamp(path: str) -> bytes:
+    """What a LoRA adapter's files are now. The engine's hashes name its path only, and a disk outlives what lay there."""
+    said: list[object] = [path]
+    with contextlib.suppress(OSError):  # the engine says what is wrong with a path
+        found = [(file.name, file.stat()) for file in sorted(Path(path).glob("*"))]
+        said += [(name, stat.st_size, stat.st_mtime_ns) for name, stat in found]
+    return hashlib.sha256(repr(said).encode()).digest()
 
 
 def _folder(model_config: Any) -> Path | None:

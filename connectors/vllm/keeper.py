@@ -112,7 +112,7 @@ class Keeper:
         return tokens if served.approximate is None else min(tokens, served.approximate)
 
     def _save(self, served: Served, table: Table, first: int, count: int) -> None:
-        writing = self._library.begin_pages(served.request.block_hashes[first : first + count])
+        writing = self._library.begin_pages(served.hashes[first : first + count])
         if writing is not None:
             blocks = tuple(table()[first : first + count])
             if len(blocks) < count or any(self._pool.blocks[block].is_null for block in blocks):

@@ -103,7 +103,7 @@ class Planner:
         return served.asked is not None and self._clock() - served.asked > self._settings.load_deadline
 
     def _hits(self, served: Served) -> list[Hit]:
-        return self._library.prefixes.find(served.request.block_hashes, self._library.store.lookup)
+        return self._library.prefixes.find(served.hashes, self._library.store.lookup)
 
     def _pin(self, served: Served, keys: Sequence[ChunkKey]) -> None:
         served.pins.update(

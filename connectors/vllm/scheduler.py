@@ -13,6 +13,7 @@ from typing import Any
 from lmc.blend.segments import Variants, split
 from lmc.config import Settings
 from lmc.connectors.vllm.events import Events
+from lmc.connectors.vllm.fingerprint import adapter_stamp
 from lmc.connectors.vllm.isolation import cached_blocks, salt, salt_of
 from lmc.connectors.vllm.keeper import Keeper
 from lmc.connectors.vllm.library import Library
@@ -63,6 +64,8 @@ class Scheduler:
     def arrive(self, request: Any) -> None:
         """Look at a new request; start to fetch what lies on slower tiers."""
         served = self._classify(request)
+        if request.lora_request is not None:
+            served.adapter = adapter_stamp(request.lora_request.path)
         self._served[served.id] = served
         self.counts["requests"] += 1
         if request.skip_reading_prefix_cache:

@@ -1,6 +1,8 @@
 """What the scheduler's side knows of one request, and what it has found for it."""
 
+import hashlib
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -68,6 +70,8 @@ class Served:
     unknown: list[Span] = field(default_factory=list)
     exact_tokens: int = 0  # loaded
     sources: Counter[str] = field(default_factory=Counter)  # tokens by the place they came from
+    adapter: bytes = b""  # the stamp of a LoRA request's adapter
+    stamped: list[bytes] = field(default_factory=list)
     note: str = ""
     blended: dict[str, object] = field(default_factory=dict)
 
@@ -76,6 +80,16 @@ class Served:
         """The engine's id of the request."""
         found: str = self.request.request_id
         return found
+
+    @property
+    def hashes(self) -> Sequence[bytes]:
+        """What its exact blocks are stored under: the engine's hashes, which for LoRA do not say what the adapter is."""
+        found: Sequence[bytes] = self.request.block_hashes
+        if not self.adapter:
+            return found
+        for block in range(len(self.stamped), len(found)):
+            self.stamped.append(hashlib.sha256(self.adapter + found[block]).digest())
+        return self.stamped
 
     def facts(self) -> dict[str, object] | None:
         """For the response: what was reused, recomputed, and from where; None if lmc had nothing to do with it."""

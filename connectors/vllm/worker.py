@@ -40,6 +40,7 @@ log = logging.getLogger(__name__)
 LEAST_SHARE = (
     4  # a blend gets at least this part of a step, however much the engine computes itself; learning never more
 )
+LEAST_ROWS = 512  # that go through a layer together even if the engine takes fewer: each call reads all of its weights
 
 
 @dataclass(slots=True)
@@ -75,7 +76,8 @@ class Worker:
         self._copied: list[tuple[Any, int]] = []  # (event, job): saves whose copies are not known to be done
         self._ended: list[tuple[Any, str, tuple[int, ...]]] = []  # (event, request, bad blocks): likewise
         self._stream: Any = None
-        self._rows = int(config.scheduler_config.max_num_batched_tokens)
+        self._step_tokens = int(config.scheduler_config.max_num_batched_tokens)
+        self._rows = max(LEAST_ROWS, self._step_tokens)
 
     # -- start -------------------------------------------------------------------------------------------------------
 
@@ -153,7 +155,7 @@ class Worker:
             self._loading[job.request] = work
         for document in plan.learn:
             self._learning.append(Work(self._learn(document), job=document.job))
-        whole = self._rows * self._pages.layers
+        whole = self._step_tokens * self._pages.layers
         left = whole - plan.scheduled * self._pages.layers
         with torch.inference_mode():
             left = self._do(list(self._loading.values()), max(left, whole // LEAST_SHARE))

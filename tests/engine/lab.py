@@ -63,6 +63,25 @@ FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
         transformers.Qwen3MoeConfig,
         {"head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128},
     ),
+    "deepseek": (
+        transformers.DeepseekV2Config,
+        {
+            "num_key_value_heads": 8,
+            "q_lora_rank": None,
+            "kv_lora_rank": 512,
+            "qk_rope_head_dim": 64,
+            "qk_nope_head_dim": 32,
+            "v_head_dim": 32,
+            "head_dim": 64,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 64,
+            "n_shared_experts": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 4,
+        },
+    ),
     "gemma3": (transformers.Gemma3TextConfig, {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 128}),
 }
 
