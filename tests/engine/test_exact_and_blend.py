@@ -1,7 +1,6 @@
 """At ratio 1 the blend is the engine's own prefill, whatever the model, the strategy and the engine's options."""
 
 import pytest
-
 from lab import Prompt, answer, distance, engine, facts, words
 
 SAME = 1e-5  # logprobs, float32
