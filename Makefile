@@ -34,6 +34,12 @@ bench: $(VENV)/ready
 	$(BIN)/python bench/quality.py --keep
 	$(BIN)/lmc demo --seed 1 --json bench/results/demo.json
 
+bench-engine: $(ENGINE)/ready
+	$(ENGINE)/bin/python bench/vllm_ttft.py --keep
+	$(ENGINE)/bin/python bench/vllm_itl.py --keep
+	$(ENGINE)/bin/python bench/vllm_overhead.py --keep
+	$(ENGINE)/bin/python bench/vllm_decay.py --keep
+
 # torch by its exact version first: a plain torch may bring gigabytes of CUDA that no test here uses.
 $(VENV)/ready: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "lmc needs Python 3.11 or later; set PYTHON=..."; exit 1; }

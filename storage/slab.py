@@ -76,7 +76,8 @@ class Slab:
             flat = torch.frombuffer(self._map, dtype=torch.uint8, count=self.bytes)
             if shared or at:
                 self.labels = torch.frombuffer(self._map, dtype=torch.int64, offset=self.bytes).view(slots, 2)
-            if torch.cuda.is_available():
+            # Of a shared slab workers copy to and from the GPU; its owner does not, and would take a context on one for nothing.
+            if torch.cuda.is_available() and not shared:
                 _pin(flat)
                 # An address that is still registered could not be page-locked again by the next slab.
                 weakref.finalize(self, torch.cuda.cudart().cudaHostUnregister, flat.data_ptr()).atexit = False

@@ -173,11 +173,13 @@ class Store:
             self._being_written.discard(writing.meta.key)
             writing.level.ledger.abort(writing.slot)
 
-    def forget(self, key: ChunkKey) -> None:
-        """Remove a chunk everywhere: its bytes turned out not to be what its key says."""
+    def forget(self, key: ChunkKey, *, wait: bool = True) -> None:
+        """Remove a chunk everywhere: its bytes turned out not to be what its key says, or are of no use any more."""
         self._drop(key)
-        self._background.submit(self._delete, key).result()  # in the queue, behind writes of it that are under way
-        self._drop(key)  # what was loaded meanwhile
+        deleted = self._background.submit(self._delete, key)  # in the queue, behind writes of it that are under way
+        if wait:
+            deleted.result()
+            self._drop(key)  # what was loaded meanwhile
 
     def flush(self) -> None:
         """Wait until everything that was queued has been written."""

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from lmc.connectors.vllm.paged import Pages
+from lmc.errors import UnsupportedModel
 
 L, B, H, N, C = 2, 6, 3, 4, 5
 DIMENSIONS = "LBHNC"
@@ -95,7 +96,7 @@ def test_kernel_blocks_that_are_smaller_go_with_their_page():
 
 
 def test_blocks_that_do_not_fit_are_refused():
-    with pytest.raises(AssertionError, match="not made of the scheduler's blocks"):
+    with pytest.raises(UnsupportedModel, match="is not made of the engine.s"):
         Pages(caches_of("LBHNC"), B - 1)
 
 

@@ -7,6 +7,7 @@ import torch
 from storage_fakes import DictTier, Gated
 from vllm_fakes import APPROXIMATE, BLOCK, CHUNK, LAYERS, PAGE, SEPARATOR, Adapter, Lab, page, served, token_bytes
 
+from lmc.connectors.vllm.fingerprint import adapter_stamp
 from lmc.connectors.vllm.messages import BlendJob, LoadJob, StepReport
 from lmc.connectors.vllm.served import Role
 from lmc.errors import ConfigError
@@ -111,9 +112,34 @@ def test_an_adapter_that_was_changed_in_place_finds_nothing_of_its_old_self(make
     lab.serve("one", PLAIN, lora_request=adapter)
     lab.forget_prefixes()
     assert lab.serve("two", PLAIN, lora_request=adapter).loaded == 40
-    lab.forget_prefixes()
     weights.write_bytes(b"newer")
-    assert lab.serve("three", PLAIN, lora_request=adapter).loaded == 0
+    lab.forget_prefixes()
+    assert lab.serve("still what was loaded", PLAIN, lora_request=adapter).loaded == 40
+    lab.forget_prefixes()
+    again = Adapter(str(tmp_path), load_inplace=True)
+    assert lab.serve("loaded again", PLAIN, lora_request=again).loaded == 0
+
+
+def test_an_adapter_whose_files_cannot_be_seen_is_kept_for_this_process_only(make):
+    first, second = (adapter_stamp("someone/adapter") for _ in range(2))
+    assert first != second
+
+
+def test_after_a_reset_nothing_of_before_is_found_or_kept(make):
+    """The weights may have changed under the same files."""
+    lab, other = make(), PLAIN[::-1]
+    lab.serve("one", PLAIN)
+    lab.forget_prefixes()
+    running = lab.arrive("running", other)
+    lab.admit(running)
+    lab.scheduler.reset()
+    lab.compute(running, len(other))
+    lab.finish(running)
+    lab.forget_prefixes()
+    for tokens in (PLAIN, other):
+        assert lab.serve("again", tokens).loaded == 0
+        lab.forget_prefixes()
+        assert lab.serve("and again", tokens).loaded == 40
 
 
 def test_a_prompt_that_goes_another_way_inside_a_chunk_gets_its_leading_blocks(make):

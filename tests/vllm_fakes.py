@@ -84,9 +84,14 @@ class Pool:
 class Adapter:
     """As vLLM's LoRARequest."""
 
-    path: str
+    lora_path: str
     name: str = "adapter"
-    adapter_id: int = 1
+    lora_int_id: int = 1
+    load_inplace: bool = False
+
+    @property
+    def adapter_id(self):
+        return self.lora_int_id
 
 
 @dataclass(eq=False)

@@ -51,7 +51,7 @@ class PagedBlend:
         self._fresh = rest.nonzero().flatten()  # what nobody has computed
         self._turns = [self._turn_of(p) for p in job.documents]
         self._computed = 0  # token-layers
-        self._charged = 0  # of these, of reused tokens
+        self._charged = torch.zeros((), dtype=torch.long, device=device)  # of these, of reused tokens
         self._placed = -1  # layers whose documents are in the pages
 
     @property
@@ -63,7 +63,7 @@ class PagedBlend:
             "reused_tokens": len(self._reused),
             "fresh_tokens": len(self._fresh),
             "token_layers": self._computed,
-            "charged_budget": round(self._charged / (depth * len(self._reused)), 4),
+            "charged_budget": round(int(self._charged) / (depth * len(self._reused)), 4),
         }
 
     def steps(self) -> Iterator[Cost]:
@@ -154,7 +154,7 @@ class PagedBlend:
 
     def _choose(self, evidence: Evidence) -> torch.Tensor:
         count = budget(len(self._reused), self._job.ratios[0])
-        return self._reused[agreed(STRATEGIES[self._job.strategy](evidence, count))]
+        return self._reused[agreed(STRATEGIES[self._job.strategy](evidence, count), len(self._reused))]
 
     def _deviating(self, layer: int, hidden: Hidden, loaded: torch.Tensor) -> torch.Tensor:
         """Indices into the rows that go on. The pages hold fresh keys; `loaded [T, H, D]` are the ones they replaced."""
@@ -167,7 +167,7 @@ class PagedBlend:
         evidence = Evidence(offset=self._offset[candidates], deviation=deviation, magnitude=magnitude)
         thresholds = self._job.thresholds
         count = budget(len(self._reused), self._job.ratios[check])
-        chosen = agreed(by_deviation(evidence, count, thresholds[check] if thresholds else None))
+        chosen = agreed(by_deviation(evidence, count, thresholds[check] if thresholds else None), len(candidates))
         goes_on = ~there
         goes_on[there.nonzero().flatten()[chosen]] = True
         return goes_on.nonzero().flatten()
@@ -210,7 +210,7 @@ class PagedBlend:
 
     def _count(self, positions: torch.Tensor) -> Cost:
         self._computed += len(positions)
-        self._charged += int(self._is_reused[positions].sum())
+        self._charged += self._is_reused[positions].sum()  # on the device: nobody waits for it before the end
         return len(positions)
 
 

@@ -26,7 +26,7 @@ from vllm.v1.outputs import KVConnectorOutput
 
 from lmc.blend.segments import Variants, separator_variants
 from lmc.config import Settings
-from lmc.connectors.vllm.library import Library
+from lmc.connectors.vllm.library import Library, check_chunk_size
 from lmc.connectors.vllm.messages import StepPlan, StepReport, WorkerFacts
 from lmc.connectors.vllm.plugin import join_log, loaded_model
 from lmc.connectors.vllm.scheduler import Scheduler
@@ -49,8 +49,8 @@ class Handshake(KVConnectorHandshakeMetadata):
 class Metadata(KVConnectorMetadata):
     """A step's plan, on its way to the workers."""
 
-    def __init__(self, plan: StepPlan, finished: set[str]) -> None:
-        self.plan, self.finished = plan, finished
+    def __init__(self, plan: StepPlan) -> None:
+        self.plan = plan
 
 
 class WorkerMetadata(KVConnectorWorkerMetadata):
@@ -76,13 +76,12 @@ class LMCConnector(KVConnectorBase_V1):
         assert transfer is not None
         self._config = vllm_config
         self.settings = Settings.load(transfer.kv_connector_extra_config)
-        size = vllm_config.cache_config.block_size
-        if self.settings.chunk_size % size:
-            near = max(1, round(self.settings.chunk_size / size)) * size
+        parallel = vllm_config.parallel_config
+        if max(parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size) > 1:
             raise ConfigError(
-                f"chunk_size = {self.settings.chunk_size} is not a multiple of vLLM's block size of {size} tokens; set chunk_size "
-                f"(LMC_CHUNK_SIZE) to {near}, or --block-size to a divisor of it"
+                "context parallelism spreads a block's tokens over ranks, which lmc cannot keep: use it without lmc"
             )
+        check_chunk_size(self.settings, vllm_config.cache_config.block_size)
         self._scheduler: Scheduler | None = None
         self._worker: Worker | None = None
         self._counted: dict[str, int] = {}
@@ -153,9 +152,17 @@ class LMCConnector(KVConnectorBase_V1):
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
         """All workers are there: open the store."""
+        if not self._config.model_config.is_prefix_caching_supported:
+            log.warning("lmc does nothing for this model: what it pools needs every token of a prompt")
+            return
         workers = [metadata[rank].facts for rank in sorted(metadata)]
         cache = self._config.cache_config
-        library = Library(self.settings, workers, cache.block_size, cache.prefix_caching_hash_algo)
+        parallel, settings = self._config.parallel_config, self.settings
+        if parallel.data_parallel_size > 1 and settings.local_disk:  # one engine per directory
+            settings = settings.model_copy(
+                update={"local_disk": settings.local_disk / f"dp{parallel.data_parallel_index}"}
+            )
+        library = Library(settings, workers, cache.block_size, cache.prefix_caching_hash_algo)
         refused = next((facts.refused for facts in workers if facts.refused), "")
         if refused and self.settings.enable_blending:
             log.warning("blending is off: %s. Exact offload goes on.", refused)
@@ -225,14 +232,14 @@ class LMCConnector(KVConnectorBase_V1):
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Metadata:
         """The step's plan."""
         if self._scheduler is None:
-            return Metadata(StepPlan(), set())
+            return Metadata(StepPlan())
         state = scheduler_output.kv_connector_block_state
         assert state is not None
         plan = self._scheduler.plan(
             scheduler_output.num_scheduled_tokens,
             lambda request: (state.get_block_ids(request) or ([],))[0],
         )
-        return Metadata(plan, set())
+        return Metadata(plan)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """What the workers have done."""
@@ -254,7 +261,7 @@ class LMCConnector(KVConnectorBase_V1):
     def reset_cache(self) -> bool | None:
         """Forget every chunk."""
         if self._scheduler is not None:
-            self._scheduler.library.forget_all()
+            self._scheduler.reset()
         return True
 
     def shutdown(self) -> None:

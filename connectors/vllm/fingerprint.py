@@ -1,8 +1,8 @@
 """What a model is, wherever it was loaded from: two engines share KV only if this is the same."""
 
-import contextlib
 import hashlib
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +38,12 @@ def fingerprint(model_config: Any, model: Any | None) -> str:
 
 def adapter_stamp(path: str) -> bytes:
     """What a LoRA adapter's files are now. The engine's hashes name its path only, and a disk outlives what lay there."""
-    said: list[object] = [path]
-    with contextlib.suppress(OSError):  # the engine says what is wrong with a path
-        found = [(file.name, file.stat()) for file in sorted(Path(path).glob("*"))]
-        said += [(name, stat.st_size, stat.st_mtime_ns) for name, stat in found]
-    return hashlib.sha256(repr(said).encode()).digest()
+    try:
+        found = [(file.name, file.stat()) for file in sorted(Path(path).iterdir())]
+    except OSError:  # a hub's id, or something that the engine will complain of: nothing of it outlives this process
+        return os.urandom(32)
+    said = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in found]
+    return hashlib.sha256(repr((path, said)).encode()).digest()
 
 
 def _folder(model_config: Any) -> Path | None:

@@ -39,9 +39,14 @@ class Keeper:
         self._learning = 0  # the job under way
 
     @property
-    def busy(self) -> bool:
-        """Whether the engine has to go on stepping for us."""
-        return bool(self._saves or self._to_learn or self._library.jobs.under_way)
+    def saving(self) -> bool:
+        """Whether something is under way, or about to be."""
+        return bool(self._saves or self._library.jobs.under_way)
+
+    @property
+    def learning(self) -> bool:
+        """Whether a document waits to be learned."""
+        return bool(self._to_learn)
 
     def take_saves(self) -> list[SaveJob]:
         """For the next step."""

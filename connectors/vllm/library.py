@@ -5,6 +5,7 @@ No vLLM in here, and nothing about requests.
 
 import contextlib
 import logging
+import os
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -76,8 +77,8 @@ class Jobs:
 
     def drop_all(self) -> None:
         """At the end: nobody will report any more."""
+        self.fail_all()
         for filling in self.under_way.values():
-            filling.failed = True
             self._end(filling)
         self.under_way.clear()
 
@@ -90,6 +91,16 @@ class Jobs:
                 self.stored["chunks"] += 1
                 self.stored["tokens"] += writing.meta.tokens
         filling.done()
+
+
+def check_chunk_size(settings: Settings, block_size: int) -> None:
+    """Raise `ConfigError` if chunks are not made of whole blocks."""
+    if settings.chunk_size % block_size:
+        near = max(1, round(settings.chunk_size / block_size)) * block_size
+        raise ConfigError(
+            f"chunk_size = {settings.chunk_size} is not a multiple of the engine's block size of {block_size} tokens; set chunk_size "
+            f"(LMC_CHUNK_SIZE) to {near}, or --block-size to a divisor of it"
+        )
 
 
 class Library:
@@ -105,12 +116,7 @@ class Library:
         tiers: Sequence[Tier] | None = None,
     ) -> None:
         """Make the slab and open the tiers (the settings', if none are given); raise `ConfigError`, `NoMemory` or `TierUnusable`."""
-        if settings.chunk_size % block_size:
-            near = max(1, round(settings.chunk_size / block_size)) * block_size
-            raise ConfigError(
-                f"chunk_size = {settings.chunk_size} is not a multiple of the engine's block size of {block_size} tokens; "
-                f"set chunk_size (LMC_CHUNK_SIZE) to {near}"
-            )
+        check_chunk_size(settings, block_size)
         if len({w.fingerprint for w in workers}) > 1:
             raise ConfigError("the workers have loaded different models")
         self.settings, self.block_size, self.chunk = settings, block_size, settings.chunk_size
@@ -127,16 +133,16 @@ class Library:
         self.store = Store(slab, self._tiers, policy=Policy(settings.store_policy))
         self.jobs = Jobs(len(workers), self.store)
         layout = "|".join(f"{w.rank}{w.page_bytes}{w.layout}" for w in workers)
-        self._pages = self._namespace("pages", f"{layout}|block {block_size}|{hashing}", ranks, "")
-        self.prefixes = Prefixes(self._pages, per_chunk)
+        self._ranks, self._epoch = ranks, ""
+        self._layout = f"{layout}|block {block_size}|{hashing}"
+        self.prefixes = Prefixes(self._pages_namespace(), per_chunk)
         self._documents: OrderedDict[str, bytes] = OrderedDict()
-        self._ranks = ranks
         self._recall()
 
     def document_namespace(self, salt: str) -> bytes:
         """Of a tenant's documents."""
         if salt not in self._documents:
-            self._documents[salt] = self._namespace("tokens", self._first.rope, self._ranks, salt)
+            self._documents[salt] = self._namespace("tokens", self._first.rope, salt)
             while len(self._documents) > SALTS:
                 self._documents.popitem(last=False)
         return self._documents[salt]
@@ -150,8 +156,11 @@ class Library:
         key = self.prefixes.key(hashes[-1])
         if any(self.store.lookup([key, *self.prefixes.holders(hashes)])):
             return None
-        label = self.prefixes.remember(key, hashes)
-        return self.store.begin(self._meta(key, self._pages, len(hashes) * self.block_size, 0, self._part_bytes, label))
+        tokens, label = len(hashes) * self.block_size, self.prefixes.label(hashes)
+        writing = self.store.begin(self._meta(key, self._pages, tokens, 0, self._part_bytes, label))
+        if writing is not None:
+            self.prefixes.remember(key, hashes)
+        return writing
 
     def begin_document(self, namespace: bytes, tokens: Sequence[int]) -> list[Writing | None] | None:
         """Slots for a document's chunks, None for those that are stored; None altogether if nothing is to do or nothing fits."""
@@ -180,12 +189,18 @@ class Library:
         if pins:
             self.store.release(list(pins), wait=False)
 
-    def forget_all(self) -> None:
-        """Remove every chunk, also from under those who read it: the weights have changed, or somebody wants to measure."""
+    def forget_all(self, *, wait: bool = True) -> None:
+        """Remove every chunk, also from under those who read it."""
         self.jobs.fail_all()  # chunks under way would become visible afterwards
         known = self.store.keys()
         for key in known:
-            self.store.forget(key)
+            self.store.forget(key, wait=wait)
+
+    def begin_anew(self) -> None:
+        """From now on other keys: new weights may come from the same files, and nothing of theirs may be found by a later process."""
+        self._epoch = os.urandom(16).hex()
+        self._documents.clear()
+        self.prefixes = Prefixes(self._pages_namespace(), self.prefixes.blocks)
 
     def close(self) -> None:
         """Write down what is not on a tier yet, and close everything."""
@@ -197,16 +212,20 @@ class Library:
         dtype: torch.dtype = getattr(torch, self._first.dtype.removeprefix("torch."))
         return dtype.itemsize
 
-    def _namespace(self, kind: str, rope: str, ranks: int, salt: str) -> bytes:
-        first = self._first
+    def _pages_namespace(self) -> bytes:
+        self._pages = self._namespace("pages", self._layout, "")
+        return self._pages
+
+    def _namespace(self, kind: str, layout: str, salt: str) -> bytes:
+        first, ranks = self._first, self._ranks
         return Namespace(
             kind=kind,
-            model=first.fingerprint,
+            model=first.fingerprint + self._epoch,
             dtype=first.dtype,
             layers=self.parts // ranks,
             kv_heads=first.kv_heads,
             head_dim=first.head_dim,
-            rope=rope,
+            rope=layout,
             chunk_size=self.chunk,
             tensor_parallel=ranks,
             cache_salt=salt,

@@ -8,7 +8,8 @@ writes the rows' keys and values into the pages. Verified with vLLM 0.32 for the
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -38,13 +39,14 @@ class _Enough(Exception):
     """Ends a layer behind its projections: the rest of it is not needed."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Batch:
     """Consecutive rows that go through a layer together."""
 
     rows: slice
-    metadata: dict[str, Any]
+    common: CommonAttentionMetadata
     slots: dict[str, torch.Tensor]
+    metadata: dict[str, Any] = field(default_factory=dict)  # what the backend's builder has made of `common`
 
 
 @dataclass(slots=True)
@@ -68,8 +70,13 @@ class NativeLayers:
         architecture = type(model).__name__
         if architecture not in PROVEN:
             raise UnsupportedModel(f"{architecture} has not been proven (proven: {', '.join(PROVEN)})")
-        if config.parallel_config.pipeline_parallel_size > 1:
+        parallel = config.parallel_config
+        if parallel.pipeline_parallel_size > 1:
             raise UnsupportedModel("its layers are on several pipeline stages")
+        if parallel.data_parallel_size > 1 and parallel.is_moe_model is not False:
+            raise UnsupportedModel(
+                "its experts are shared with other data-parallel engines, which do not step with a blend"
+            )
         if len(kv_cache_config.kv_cache_groups) != 1:
             raise UnsupportedModel("its layers use several kinds of KV cache")
         parameters = getattr(model.config, "rope_parameters", None) or {"rope_type": "default"}
@@ -92,13 +99,19 @@ class NativeLayers:
         group = kv_cache_config.kv_cache_groups[0]
         self.block_size: int = group.kv_cache_spec.block_size
         self.device = next(iter(caches.values())).device
+        self._ratio = caches[self.attention[0].layer_name].shape[0] // kv_cache_config.num_blocks
+        spec = group.kv_cache_spec
+        if self._ratio > 1:
+            spec = spec.copy_with_new_block_size(self.block_size // self._ratio)
         # An own builder: the runner's keep plans and graph buffers of the step that is under way.
-        backend = self.attention[0].attn_backend
         with set_current_vllm_config(config):
-            self._builder = backend.get_builder_cls()(group.kv_cache_spec, group.layer_names, config, self.device)
+            builder = self.attention[0].attn_backend.get_builder_cls()
+            self._builder = builder(spec, group.layer_names, config, self.device)
+        self._built: Batch | None = None
+        # Builders of GPU backends have buffers for so many requests; on the CPU nothing is sized by it.
+        self._runs = config.scheduler_config.max_num_seqs if self.device.type != "cpu" else 1 << 30
         self._names: list[str] = group.layer_names
         self.access = [TokenAccess(a, caches[a.layer_name]) for a in self.attention]
-        self._ratio = caches[self.attention[0].layer_name].shape[0] // kv_cache_config.num_blocks
 
     @property
     def depth(self) -> int:
@@ -138,16 +151,18 @@ class NativeLayers:
     def batches(self, positions: torch.Tensor, blocks: torch.Tensor, size: int) -> list[Batch]:
         """Rows at ascending `positions [T]`, at most `size` at a time, with what the attention backend wants to know of them."""
         found = []
-        for start in range(0, len(positions), size):
-            rows = slice(start, min(start + size, len(positions)))
-            metadata, slots = self._metadata(positions[rows], blocks)
-            found.append(Batch(rows, dict.fromkeys(self._names, metadata), dict.fromkeys(self._names, slots)))
+        for rows in _cut(positions.cpu(), size, self._runs):
+            common = self._common(positions[rows], blocks)
+            found.append(Batch(rows, common, dict.fromkeys(self._names, common.slot_mapping)))
         return found
 
     def run(self, layer: int, hidden: Hidden, batch: Batch) -> None:
         """One layer for the rows of a batch, in place; their keys and values are in the pages afterwards."""
         with self.forward_context(batch):
-            hidden.states[batch.rows], hidden.residual[batch.rows] = self._call(layer, hidden, batch.rows)
+            states, residual = self._call(layer, hidden, batch.rows)
+        # In this order: a kernel that works in place may return the very rows it was given, as the residual of layer 0.
+        hidden.residual[batch.rows] = residual
+        hidden.states[batch.rows] = states
 
     def project(self, layer: int, hidden: Hidden, batch: Batch) -> torch.Tensor:
         """Only up to the projections: keys and values go into the pages; returns the queries `[T, Q, D]`. `hidden` stays as it is."""
@@ -191,6 +206,10 @@ class NativeLayers:
 
     def forward_context(self, batch: Batch) -> Any:
         """What the engine has to know around a call of the model or a layer for `batch`."""
+        if self._built is not batch:
+            # A builder may lend out its buffers: what it made for another batch meanwhile has changed ours.
+            made = self._builder.build(0, batch.common)
+            batch.metadata, self._built = dict.fromkeys(self._names, made), batch
         count = batch.rows.stop - batch.rows.start
         return set_forward_context(
             batch.metadata, self._config, num_tokens=count, slot_mapping=batch.slots, skip_compiled=True
@@ -205,17 +224,15 @@ class NativeLayers:
         finally:
             handle.remove()
 
-    def _metadata(self, positions: torch.Tensor, blocks: torch.Tensor) -> tuple[Any, torch.Tensor]:
+    def _common(self, positions: torch.Tensor, blocks: torch.Tensor) -> CommonAttentionMetadata:
         at = positions.cpu()
-        breaks = (at[1:] != at[:-1] + 1).nonzero().flatten() + 1
-        edges = torch.cat((torch.tensor([0]), breaks, torch.tensor([len(at)])))
+        edges = torch.cat((torch.tensor([0]), _breaks(at), torch.tensor([len(at)])))
         starts = edges.to(torch.int32)
         lengths = (at[edges[1:] - 1] + 1).to(torch.int32)
         runs = len(lengths)
-        slots = self.slots(blocks, positions)
         table = blocks[: -(-int(lengths.max()) // self.block_size)].to(torch.int32)
         table = self.kernel_blocks(table)
-        common = CommonAttentionMetadata(
+        return CommonAttentionMetadata(
             query_start_loc=starts.to(self.device),
             query_start_loc_cpu=starts,
             seq_lens=lengths.to(self.device),
@@ -225,11 +242,24 @@ class NativeLayers:
             max_query_len=int((edges[1:] - edges[:-1]).max()),
             max_seq_len=int(lengths.max()),
             block_table_tensor=table[None].expand(runs, -1).contiguous(),
-            slot_mapping=slots,
+            slot_mapping=self.slots(blocks, positions),
             positions=positions,
             causal=True,
         )
-        return self._builder.build(0, common), slots
+
+
+def _breaks(positions: torch.Tensor) -> torch.Tensor:
+    """Where a new run of consecutive positions begins."""
+    return (positions[1:] != positions[:-1] + 1).nonzero().flatten() + 1
+
+
+def _cut(positions: torch.Tensor, size: int, runs: int) -> list[slice]:
+    """Rows in pieces of at most `size` rows and `runs` runs."""
+    cuts = _breaks(positions)[runs - 1 :: runs].tolist()  # behind every so many runs
+    pieces = []
+    for start, stop in pairwise([0, *cuts, len(positions)]):
+        pieces += [slice(at, min(at + size, stop)) for at in range(start, stop, size)]
+    return pieces
 
 
 def _rope_of(layer: Any) -> Any:

@@ -103,7 +103,8 @@ def _order(cache: torch.Tensor) -> tuple[int, ...]:
 
 def _page_major(cache: torch.Tensor, blocks: int, inner: Sequence[int]) -> torch.Tensor:
     """The cache `[B, …]` with a page's dimensions in the order they have in memory; `[B, ratio, …]` if the kernel's blocks are smaller."""
-    assert cache.shape[0] % blocks == 0, "the cache is not made of the scheduler's blocks"
+    if cache.shape[0] % blocks:
+        raise UnsupportedModel(f"a cache of shape {tuple(cache.shape)} is not made of the engine's {blocks} blocks")
     pages: torch.Tensor = cache.permute(0, *inner).unflatten(0, (blocks, cache.shape[0] // blocks))
     return pages
 

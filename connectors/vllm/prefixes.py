@@ -39,14 +39,17 @@ class Prefixes:
         """Of the chunk whose last block has this hash."""
         return ChunkKey(hashlib.sha256(b"pages" + self._namespace + last).digest())
 
-    def remember(self, key: ChunkKey, hashes: Sequence[bytes]) -> str:
-        """A chunk with these blocks is stored; returns the label that brings the index back after a restart."""
+    def label(self, hashes: Sequence[bytes]) -> str:
+        """What brings a chunk's blocks back into the index after a restart."""
+        return "".join(found[:SHORT].hex() for found in hashes)
+
+    def remember(self, key: ChunkKey, hashes: Sequence[bytes]) -> None:
+        """A chunk with these blocks is stored."""
         for place, found in enumerate(hashes):
             self._index[found[:SHORT]] = (key, place)
             self._index.move_to_end(found[:SHORT])
         while len(self._index) > REMEMBERED:
             self._index.popitem(last=False)
-        return "".join(found[:SHORT].hex() for found in hashes)
 
     def holders(self, hashes: Sequence[bytes]) -> list[ChunkKey]:
         """The longer chunk, if one is known, that begins with these blocks."""

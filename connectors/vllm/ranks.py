@@ -12,10 +12,15 @@ def summed(evidence: torch.Tensor) -> torch.Tensor:
     return group.all_reduce(evidence) if group.world_size > 1 else evidence
 
 
-def agreed(chosen: torch.Tensor) -> torch.Tensor:
-    """The choice of rank 0: sums may differ in their last bit."""
+def agreed(chosen: torch.Tensor, of: int) -> torch.Tensor:
+    """The choice of rank 0 among `of` candidates: sums may differ in their last bit, and a threshold then chooses another number."""
     group = get_tp_group()
-    return group.broadcast(chosen.contiguous(), src=0) if group.world_size > 1 else chosen
+    if group.world_size == 1:
+        return chosen
+    mask = torch.zeros(of, dtype=torch.int32, device=chosen.device)
+    mask[chosen] = 1
+    agreed_on: torch.Tensor = group.broadcast(mask, src=0)
+    return agreed_on.nonzero().flatten()
 
 
 def all_of(good: Sequence[bool], device: torch.device) -> list[bool]:

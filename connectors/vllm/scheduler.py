@@ -29,6 +29,8 @@ log = logging.getLogger(__name__)
 
 Tables = Callable[[str], Sequence[int]]  # the block table of a scheduled request
 
+LEARN_SECONDS = 10.0  # for which an idle engine goes on learning; a shutdown or a pause waits for it
+
 
 class Scheduler:
     """One engine's requests over one library."""
@@ -57,6 +59,9 @@ class Scheduler:
         self._served: dict[str, Served] = {}
         self._jobs: list[LoadJob | BlendJob] = []
         self._told: set[str] = set()
+        self._introduced = False
+        self._seen = clock()  # when the last request ended
+        self._adapters: dict[tuple[int, str], bytes] = {}
         self.counts: Counter[str] = Counter()
 
     # -- requests come and go ----------------------------------------------------------------------------------------
@@ -65,7 +70,7 @@ class Scheduler:
         """Look at a new request; start to fetch what lies on slower tiers."""
         served = self._classify(request)
         if request.lora_request is not None:
-            served.adapter = adapter_stamp(request.lora_request.path)
+            served.adapter = self._adapter(request.lora_request)
         self._served[served.id] = served
         self.counts["requests"] += 1
         if request.skip_reading_prefix_cache:
@@ -119,6 +124,7 @@ class Scheduler:
 
     def finished(self, request: Any, blocks: Sequence[int]) -> dict[str, object] | None:
         """A request has ended: its last blocks are kept, its unknown documents will be learned. Returns facts for the response."""
+        self._seen = self._clock()
         served = self._served.get(request.request_id)
         if served is None:
             return None
@@ -140,6 +146,7 @@ class Scheduler:
                 computed = served.request.num_computed_tokens + tokens
                 self._keeper.save_due(served, computed, lambda request=request: tables(request))  # type: ignore[misc]
         late = self._give_up_on_late_loads()
+        self._introduced = True
         learn = self._keeper.learn_next()
         plan = StepPlan(
             slab=self._library.slab_at,
@@ -152,6 +159,13 @@ class Scheduler:
         )
         self._jobs = []
         return plan
+
+    def reset(self) -> None:
+        """Everything that was computed until now is of no use any more: the weights have changed, or somebody wants to measure."""
+        self._library.begin_anew()
+        self._library.forget_all(wait=False)
+        for served in self._served.values():
+            served.approximate = 0  # what it still computes lies on top of old KV
 
     def reported(self, report: StepReport, received: set[str]) -> None:
         """What workers have done; `received` are requests whose load is over on all ranks."""
@@ -175,8 +189,9 @@ class Scheduler:
 
     @property
     def busy(self) -> bool:
-        """Whether the engine has to go on stepping for us."""
-        return self._keeper.busy
+        """Whether the engine has to go on stepping for us: also once at the start, so that workers open the slab before a request comes."""
+        recent = self._clock() - self._seen < LEARN_SECONDS
+        return not self._introduced or self._keeper.saving or (recent and self._keeper.learning)
 
     def numbers(self) -> dict[str, int]:
         """Counts since start, by the names of `stats.COUNTERS`."""
@@ -264,6 +279,13 @@ class Scheduler:
             keys = self._library.document_keys(served.namespace, prompt[span.start : span.stop])
             served.documents.append(Document(span=span, keys=keys))
 
+    def _adapter(self, lora: Any) -> bytes:
+        """What an adapter was when the engine loaded it, as far as can be known: when it was first asked for."""
+        named = (lora.lora_int_id, lora.lora_path)
+        if named not in self._adapters or lora.load_inplace:
+            self._adapters[named] = adapter_stamp(lora.lora_path)
+        return self._adapters[named]
+
     # -- isolation ---------------------------------------------------------------------------------------------------
 
     def _find_own_blend(self, served: Served) -> None:
@@ -277,18 +299,20 @@ class Scheduler:
         assert served.policy is not None
         salt(request, block, salt_of(request.prompt_token_ids, reused, served.policy))
         if cached_blocks(self._pool, request.block_hashes) > max(block, cached):
-            served.approximate, served.salted = first, True
+            served.approximate, served.salted = first, block
         else:
             request.block_hashes[:] = exact
 
     def _isolate(self, served: Served, claim: Claim) -> None:
         first = claim.parts[0].at
         served.approximate = first if served.approximate is None else min(first, served.approximate)
-        if not served.salted:
+        block = first // self._library.block_size
+        # A salt of its arrival may begin too late: the exact blocks before it can have gone since.
+        if served.salted is None or block < served.salted:
             assert served.policy is not None
             secret = salt_of(served.request.prompt_token_ids, claim.reused, served.policy)
-            salt(served.request, first // self._library.block_size, secret)
-            served.salted = True
+            salt(served.request, block, secret)
+            served.salted = block
 
     # -- inside ------------------------------------------------------------------------------------------------------
 

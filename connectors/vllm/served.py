@@ -62,7 +62,7 @@ class Served:
     asked: float | None = None  # when it was first asked for, or began to load: from then on a slow tier is waited for
     loading: bool = False  # a worker is at it
     given_up: bool = False  # a load failed, or came too late: nothing more is loaded
-    salted: bool = False  # its block hashes are no longer those of its tokens alone
+    salted: int | None = None  # from this block on its hashes are no longer those of its tokens alone
     approximate: int | None = None  # from this position on KV is not exact, and stays out of our exact chunks
     saved: int = 0  # full chunks that need no more looking at
     tried: bool = False  # to learn it
@@ -71,7 +71,6 @@ class Served:
     exact_tokens: int = 0  # loaded
     sources: Counter[str] = field(default_factory=Counter)  # tokens by the place they came from
     adapter: bytes = b""  # the stamp of a LoRA request's adapter
-    stamped: list[bytes] = field(default_factory=list)
     note: str = ""
     blended: dict[str, object] = field(default_factory=dict)
 
@@ -87,9 +86,7 @@ class Served:
         found: Sequence[bytes] = self.request.block_hashes
         if not self.adapter:
             return found
-        for block in range(len(self.stamped), len(found)):
-            self.stamped.append(hashlib.sha256(self.adapter + found[block]).digest())
-        return self.stamped
+        return [hashlib.sha256(self.adapter + block).digest() for block in found]
 
     def facts(self) -> dict[str, object] | None:
         """For the response: what was reused, recomputed, and from where; None if lmc had nothing to do with it."""

@@ -2,8 +2,8 @@
 
 Work is a queue of generators, oldest first, that yield their cost in token-layers. A step does what is left of the engine's own
 measure (`max_num_batched_tokens` through all layers) behind the tokens that the engine computed itself, so that a running request
-never waits longer for its next token than it would behind a chunked prefill. Nothing in here raises: what fails is reported, and
-the engine computes it.
+never waits longer for its next token than it would behind a chunked prefill. What fails is reported, and the engine computes it; only
+where other ranks would wait for this one (tensor parallelism), and where the slab cannot be opened, an error ends the engine.
 """
 
 import logging
@@ -77,7 +77,7 @@ class Worker:
         self._ended: list[tuple[Any, str, tuple[int, ...]]] = []  # (event, request, bad blocks): likewise
         self._stream: Any = None
         self._step_tokens = int(config.scheduler_config.max_num_batched_tokens)
-        self._rows = max(LEAST_ROWS, self._step_tokens)
+        self._rows = self._step_tokens
 
     # -- start -------------------------------------------------------------------------------------------------------
 
@@ -87,6 +87,10 @@ class Worker:
         self._device = next(iter(caches.values())).device
         if self._device.type == "cuda":
             self._stream = torch.cuda.Stream()
+        else:
+            self._rows = max(
+                LEAST_ROWS, self._rows
+            )  # kernels of a GPU may have buffers for a step's tokens and no more
         refused = "blending is off (enable_blending)"
         if self._blends:
             refused = self._prepare_blending(caches, model)
@@ -129,7 +133,7 @@ class Worker:
         try:
             layers = NativeLayers(model, self._config, self._kv_cache_config, caches)
             if layers.depth != self._pages.layers:
-                raise UnsupportedModel("its layers share their KV caches")
+                raise UnsupportedModel("the engine has other KV caches than one for each of its layers")
             prove(model, layers, self._config, self._kv_cache_config.num_blocks)
         except UnsupportedModel as error:
             return str(error)
@@ -219,9 +223,10 @@ class Worker:
                     self._end(work, work.blocks)
                     break
                 except Exception:
+                    if get_tp_group().world_size > 1:
+                        raise  # the other ranks are on their way into a collective: an end is better than a hang
                     log.exception("lmc failed in a worker: the engine computes what it was to load")
-                    self._report.failed.add(work.job)
-                    self._end(work, work.blocks)
+                    self._end(work, work.blocks, failed=True)
                     break
                 if not cost:
                     break  # it waits for bytes: others may go on
@@ -230,7 +235,7 @@ class Worker:
                 break
         return left
 
-    def _end(self, work: Work, bad: tuple[int, ...]) -> None:
+    def _end(self, work: Work, bad: tuple[int, ...], *, failed: bool = False) -> None:
         work.steps.close()
         event = None
         if self._stream is not None:
@@ -243,6 +248,8 @@ class Worker:
             self._ended.append((event, work.request, bad))
         else:
             self._learning.remove(work)
+            if failed:
+                self._report.failed.add(work.job)
             self._copied.append((event, work.job))
 
     # -- inside: jobs ------------------------------------------------------------------------------------------------

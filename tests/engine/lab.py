@@ -26,6 +26,7 @@ import transformers  # noqa: E402
 from vllm import LLM, SamplingParams  # noqa: E402
 from vllm.config import KVTransferConfig  # noqa: E402
 from vllm.distributed import cleanup_dist_env_and_memory  # noqa: E402
+from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown  # noqa: E402
 
 BLOCK = 32
 SETTINGS = {"enable_blending": True, "max_local_cpu_size": 0.25, "blend_min_tokens": 16, "chunk_size": 128}
@@ -242,6 +243,7 @@ def engine(model: Path, settings: dict[str, Any] | None = None, **options: Any) 
         llm.llm_engine.engine_core.shutdown()
         del llm
         gc.collect()
+        ensure_kv_transfer_shutdown()  # the engine's own end leaves the worker's connector for the next engine
         cleanup_dist_env_and_memory()
 
 

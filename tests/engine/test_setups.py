@@ -65,20 +65,3 @@ def test_who_asks_for_a_blend_is_served_exactly_and_told(lab):
     assert answer(found) == answer(wanted)
     assert distance(found, wanted) <= SAME
     lab.check()
-
-
-def test_latent_pages_are_loaded_exactly(models):
-    """MLA: one page for all heads. Its kernel rounds otherwise behind a prefix than in a whole prompt, as far as the engine's own hits."""
-    with engine(models("deepseek")) as lab:
-        wanted = lab.vanilla(PLAIN)
-        lab.ask(PLAIN)
-        kept = lab.ask(PLAIN, {"blend": False})
-        lab.forget_prefixes()
-        poison()
-        found = lab.ask(PLAIN)
-        size = lab.scheduler.block_size
-        assert facts(found)["exact_tokens"] == 700 // size * size
-        assert answer(found) == answer(kept) == answer(wanted)
-        assert distance(found, wanted) <= 1e-3
-        assert distance(kept, wanted) <= 1e-3
-        lab.check()
