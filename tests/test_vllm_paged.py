@@ -96,7 +96,7 @@ def test_kernel_blocks_that_are_smaller_go_with_their_page():
 
 
 def test_blocks_that_do_not_fit_are_refused():
-    with pytest.raises(UnsupportedModel, match="is not made of the engine.s"):
+    with pytest.raises(UnsupportedModel, match="is not made of the engine"):
         Pages(caches_of("LBHNC"), B - 1)
 
 

@@ -36,7 +36,7 @@ QUESTIONS = json.loads((ROOT / "examples/small_model/questions.json").read_text(
 SYSTEM, SPECIAL = QUESTIONS["system"], " # # "
 START_SECONDS, STOP_SECONDS = 120, 30
 # Taken away: it is no setting of lmc, which ends the start of an engine over it.
-SOAK_SECONDS, USERS = float(os.environ.pop("LMC_SOAK_SECONDS", "20")), 8
+SOAK_SECONDS, USERS = float(os.environ.pop("LMC_SOAK_SECONDS", "10")), 8
 BLOCKS = 512  # of 32 tokens: all of them are in use soon, so that memory can be flat
 INTERVAL = 9  # seconds, at least, between vLLM's lines of numbers
 
