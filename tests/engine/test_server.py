@@ -1,6 +1,6 @@
 """A server as `examples/serve_vllm.md` starts it: every command of that page, real clients, many users, a restart.
 
-LMC_SOAK_SECONDS (20) is how long eight users ask.
+LMC_SOAK_SECONDS (10) is how long eight users ask.
 """
 
 import json
