@@ -10,6 +10,7 @@ from lmc.blend.blender import Blend, Placed
 from lmc.blend.layers import DecoderLayers
 from lmc.blend.segments import Span
 from lmc.blend.select import Policy
+from lmc.connectors.distance import far
 from lmc.connectors.hf import forward, rows_of
 
 log = logging.getLogger(__name__)
@@ -49,16 +50,10 @@ def proves_itself(model: Any, layers: DecoderLayers) -> bool:
         for ratio in (0.0, 1.0)
     )
     assert whole.logits is not None
-    worst = max(_distance(blind.keys[0], cache.layers[0].keys[0]), _distance(whole.logits, wanted))
+    worst = max(far(blind.keys[0], cache.layers[0].keys[0]), far(whole.logits, wanted))
     good = worst <= TOLERANCE[layers.shape.dtype]
     if not good:
         log.error(
             "blending is off: on %d random tokens lmc's layers differ from the model's by %.2g (relative)", count, worst
         )
     return good
-
-
-def _distance(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    """The largest difference, relative to the largest value; NaN counts as far."""
-    far = (found.float() - wanted.float()).abs().max() / wanted.float().abs().max().clamp_min(1e-6)
-    return float(far.nan_to_num(nan=float("inf")))

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from lmc.blend.attention import attention_paid
+from lmc.blend.blender import QUESTION_ROWS
 from lmc.blend.rope import rotate, turn_between
 from lmc.blend.select import NEEDS_QUESTION, STRATEGIES, Evidence, budget, by_deviation
 from lmc.connectors.vllm.messages import BlendJob, DocumentPart
@@ -18,13 +19,11 @@ from lmc.connectors.vllm.native import Batch, Hidden, NativeLayers
 from lmc.connectors.vllm.ranks import agreed, summed
 from lmc.shapes import KVShape
 
-QUESTION_ROWS = 64  # of a longer question, the last ones ask; more cost time and change no choice that we measured
 COPY_COST = 32  # tokens that are moved in the time in which one is computed: about 10 on GPUs, 100 on CPUs
 
 Part = Callable[[DocumentPart, int], torch.Tensor]  # a chunk's part for a layer of this rank, uint8 [n]
-Arrived = Callable[
-    [int], bool
-]  # whether that layer of all parts is there (agreed among ranks); raises if it never will be
+# Whether that layer of all parts is there (agreed among ranks); raises if it never will be.
+Arrived = Callable[[int], bool]
 Cost = int
 
 
@@ -59,7 +58,7 @@ class PagedBlend:
         """What it took, for the response."""
         depth = self._layers.depth
         return {
-            "strategy": self._job.strategy,
+            "strategy": self._job.policy.strategy,
             "reused_tokens": len(self._reused),
             "fresh_tokens": len(self._fresh),
             "token_layers": self._computed,
@@ -68,7 +67,7 @@ class PagedBlend:
 
     def steps(self) -> Iterator[Cost]:
         """Run it."""
-        strategy, fresh = self._job.strategy, self._fresh
+        strategy, fresh = self._job.policy.strategy, self._fresh
         if strategy in NEEDS_QUESTION:
             attention = torch.zeros(self._stop, device=self._layers.device)
             yield from self._ask(attention)
@@ -86,20 +85,16 @@ class PagedBlend:
     # -- passes ------------------------------------------------------------------------------------------------------
 
     def _through(self, positions: torch.Tensor) -> Iterator[Cost]:
-        """Rows through all layers. Of the last only keys and values: nobody reads what comes out of it."""
-        last = self._layers.depth - 1
+        """Rows through all layers."""
         if not len(positions):
-            yield from self._place_to(last)
+            yield from self._place_to(self._layers.depth - 1)
             return
         hidden = self._layers.embed(self._tokens, positions)
         batches = self._batches(positions)
-        for layer in range(last + 1):
+        for layer in range(self._layers.depth):
             yield from self._place_to(layer)
             for batch in batches:
-                if layer < last:
-                    self._layers.run(layer, hidden, batch)
-                else:
-                    self._layers.project(layer, hidden, batch)
+                self._layers.advance(layer, hidden, batch)
                 yield self._count(positions[batch.rows])
 
     def _ask(self, attention: torch.Tensor) -> Iterator[Cost]:
@@ -126,13 +121,13 @@ class PagedBlend:
 
     def _by_deviation(self) -> Iterator[Cost]:
         """Everything to the first check layer; there and at later ones only the fresh tokens and the most deviating go on."""
-        job, last = self._job, self._layers.depth - 1
+        job, checks = self._job, self._job.policy.check_layers
         positions = torch.arange(job.exact, self._stop, device=self._layers.device)
         hidden, batches = self._layers.embed(self._tokens, positions), self._batches(positions)
         self._placed = 0  # every row of layer 0 is computed: what is stored would be the same
-        for layer in range(last + 1):
+        for layer in range(self._layers.depth):
             yield from self._place_to(layer)
-            if layer in job.check_layers:
+            if layer in checks:
                 # Keys alone tell; the rest of the layer is for those who go on, whose projections are made twice.
                 loaded, _ = self._layers.access[layer].gather(self._slots)
                 for batch in batches:
@@ -143,30 +138,29 @@ class PagedBlend:
                 hidden = hidden.keep(keep)
                 batches = self._batches(hidden.positions)
             for batch in batches:
-                if layer < last:
-                    self._layers.run(layer, hidden, batch)
-                else:
-                    self._layers.project(layer, hidden, batch)
+                self._layers.advance(layer, hidden, batch)
                 rows = hidden.positions[batch.rows]
-                yield len(rows) if layer in job.check_layers else self._count(rows)
+                yield len(rows) if layer in checks else self._count(rows)
 
     # -- evidence and choice -----------------------------------------------------------------------------------------
 
     def _choose(self, evidence: Evidence) -> torch.Tensor:
-        count = budget(len(self._reused), self._job.ratios[0])
-        return self._reused[agreed(STRATEGIES[self._job.strategy](evidence, count), len(self._reused))]
+        policy = self._job.policy
+        count = budget(len(self._reused), policy.ratios[0])
+        return self._reused[agreed(STRATEGIES[policy.strategy](evidence, count), len(self._reused))]
 
     def _deviating(self, layer: int, hidden: Hidden, loaded: torch.Tensor) -> torch.Tensor:
         """Indices into the rows that go on. The pages hold fresh keys; `loaded [T, H, D]` are the ones they replaced."""
-        check = self._job.check_layers.index(layer)
+        policy = self._job.policy
+        check = policy.check_layers.index(layer)
         there = self._is_reused[hidden.positions]
         candidates = torch.searchsorted(self._reused, hidden.positions[there])  # into the reused tokens
         fresh, _ = self._layers.access[layer].gather(self._slots[candidates])
         before = loaded[candidates]
         deviation, magnitude = (summed((x * x).sum((1, 2))) for x in (fresh.float() - before, before))
         evidence = Evidence(offset=self._offset[candidates], deviation=deviation, magnitude=magnitude)
-        thresholds = self._job.thresholds
-        count = budget(len(self._reused), self._job.ratios[check])
+        thresholds = policy.thresholds
+        count = budget(len(self._reused), policy.ratios[check])
         chosen = agreed(by_deviation(evidence, count, thresholds[check] if thresholds else None), len(candidates))
         goes_on = ~there
         goes_on[there.nonzero().flatten()[chosen]] = True
@@ -177,7 +171,8 @@ class PagedBlend:
     def _place_to(self, layer: int) -> Iterator[Cost]:
         """Documents' KV of all layers up to this one, keys moved to their new positions, in the pages."""
         while self._placed < layer:
-            yield from self._wait(self._placed + 1)
+            while not self._arrived(self._placed + 1):
+                yield 0
             self._placed += 1
             self._place(self._placed)
             yield len(self._reused) // COPY_COST + 1
@@ -196,10 +191,6 @@ class PagedBlend:
             values[rows] = stored[1]
             at += piece.tokens
         self._layers.access[layer].scatter(self._slots, keys, values)
-
-    def _wait(self, layer: int) -> Iterator[Cost]:
-        while not self._arrived(layer):
-            yield 0
 
     def _turn_of(self, piece: DocumentPart) -> tuple[torch.Tensor, torch.Tensor]:
         old = self._layers.rows_of(piece.first, piece.tokens)
@@ -221,10 +212,7 @@ def prefill(layers: NativeLayers, tokens: torch.Tensor, blocks: torch.Tensor, ro
         hidden = layers.embed(tokens, positions)
         (batch,) = layers.batches(positions, blocks, rows)
         for layer in range(layers.depth):
-            if layer < layers.depth - 1:
-                layers.run(layer, hidden, batch)
-            else:
-                layers.project(layer, hidden, batch)
+            layers.advance(layer, hidden, batch)
             yield len(positions)
 
 

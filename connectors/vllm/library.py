@@ -4,7 +4,6 @@ No vLLM in here, and nothing about requests.
 """
 
 import contextlib
-import logging
 import os
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
@@ -25,8 +24,6 @@ from lmc.storage.slab import Slab
 from lmc.storage.stats import Policy
 from lmc.storage.store import Store
 from lmc.storage.tier import Tier
-
-log = logging.getLogger(__name__)
 
 SALTS = 4096  # tenants whose namespace is remembered
 
@@ -119,7 +116,7 @@ class Library:
         check_chunk_size(settings, block_size)
         if len({w.fingerprint for w in workers}) > 1:
             raise ConfigError("the workers have loaded different models")
-        self.settings, self.block_size, self.chunk = settings, block_size, settings.chunk_size
+        self.block_size, self.chunk = block_size, settings.chunk_size
         self._first = workers[0]
         ranks = max(w.rank[1] for w in workers) + 1
         per_chunk = self.chunk // block_size

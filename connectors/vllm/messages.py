@@ -5,6 +5,7 @@ The scheduler owns the store; a worker gets slot numbers and block numbers, move
 
 from dataclasses import dataclass, field
 
+from lmc.blend.select import Policy
 from lmc.storage.slab import SlabAt
 
 
@@ -68,10 +69,7 @@ class BlendJob:
     copies: tuple[PageCopy, ...]
     documents: tuple[DocumentPart, ...]
     ready: bool
-    strategy: str
-    ratios: tuple[float, ...]
-    check_layers: tuple[int, ...]
-    thresholds: tuple[float, ...] | None
+    policy: Policy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

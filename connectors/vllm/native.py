@@ -186,6 +186,13 @@ class NativeLayers:
                 return query
         raise AssertionError("the attention was not reached")
 
+    def advance(self, layer: int, hidden: Hidden, batch: Batch) -> None:
+        """`run`; of the last layer only `project`, as nobody reads what comes out of it."""
+        if layer < self.depth - 1:
+            self.run(layer, hidden, batch)
+        else:
+            self.project(layer, hidden, batch)
+
     @contextmanager
     def watching(self, layer: int, see: Callable[[torch.Tensor], None]) -> Iterator[None]:
         """Inside, `see` is given the queries `[T, Q, D]` of every call of a layer's attention."""

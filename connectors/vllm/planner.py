@@ -29,7 +29,7 @@ class Planner:
 
     def plan(self, served: Served, local: int) -> Claim | None:
         """The best for a request of which the engine has `local` tokens; None if something is on its way and there is time to wait."""
-        late, store = self._late(served), self._library.store
+        late, store = self.is_late(served), self._library.store
         hits = self._hits(served)
         documents = self.known(served)
         keys = [hit.key for hit in hits] + [key for document in documents for key in document.keys]
@@ -48,9 +48,13 @@ class Planner:
         self._library.let_go([served.pins.pop(key) for key in list(served.pins) if key not in used])
         return claim
 
+    def is_late(self, served: Served) -> bool:
+        """Whether the time that a slow tier is waited for is over."""
+        return served.asked is not None and self._clock() - served.asked > self._settings.load_deadline
+
     def waits(self, served: Served) -> bool:
         """Whether something is pinned of which nothing has arrived, and there is time."""
-        return not self._late(served) and any(
+        return not self.is_late(served) and any(
             pin.state() is PinState.COMING and pin.load is not None and not pin.load.ready
             for pin in served.pins.values()
         )
@@ -98,9 +102,6 @@ class Planner:
         return tuple(copies)
 
     # -- inside ------------------------------------------------------------------------------------------------------
-
-    def _late(self, served: Served) -> bool:
-        return served.asked is not None and self._clock() - served.asked > self._settings.load_deadline
 
     def _hits(self, served: Served) -> list[Hit]:
         return self._library.prefixes.find(served.hashes, self._library.store.lookup)

@@ -317,8 +317,7 @@ class Scheduler:
     # -- inside ------------------------------------------------------------------------------------------------------
 
     def _blend_job(self, served: Served, claim: Claim, blocks: Sequence[int], *, copies: Any, ready: bool) -> BlendJob:
-        policy = served.policy
-        assert policy is not None
+        assert served.policy is not None
         return BlendJob(
             request=served.id,
             tokens=tuple(served.request.prompt_token_ids[: claim.stop]),
@@ -329,10 +328,7 @@ class Scheduler:
             copies=copies,
             documents=tuple(claim.parts),
             ready=ready,
-            strategy=policy.strategy,
-            ratios=policy.ratios,
-            check_layers=policy.check_layers,
-            thresholds=policy.thresholds,
+            policy=served.policy,
         )
 
     def _give_up_on_late_loads(self) -> list[str]:
@@ -340,9 +336,9 @@ class Scheduler:
 
         Labels alone would not tell: a part that newer requests still wait for is not lost.
         """
-        now, given_up = self._clock(), []
+        given_up = []
         for served in self._served.values():
-            if served.loading and served.asked is not None and now - served.asked > self._settings.load_deadline:
+            if served.loading and self._planner.is_late(served):
                 late = [key for key, pin in served.pins.items() if pin.state() is PinState.COMING]
                 self._library.let_go([served.pins.pop(key) for key in late])
                 given_up += [served.id] if late else []

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 
 from lmc.blend.rope import rotate, turn_between
+from lmc.connectors.distance import far
 from lmc.connectors.vllm.native import NativeLayers
 from lmc.errors import UnsupportedModel
 
@@ -36,9 +37,9 @@ def prove(model: Any, layers: NativeLayers, config: Any, blocks: int) -> None:
             _loop(layers, tokens, positions, ours)
         _loop(layers, tokens[MOVED:], torch.arange(TOKENS - MOVED, device=device), alone)
         worst = max(
-            _far(a, b) for layer in range(layers.depth) for a, b in _pairs(layers, layer, everything, whole, ours)
+            far(a, b) for layer in range(layers.depth) for a, b in _pairs(layers, layer, everything, whole, ours)
         )
-        worst = max(worst, _far(*_moved(layers, whole, alone)))
+        worst = max(worst, far(*_moved(layers, whole, alone)))
         for access in layers.access:
             slots = layers.slots(
                 torch.cat((whole, ours, alone)), torch.arange(3 * need * layers.block_size, device=device)
@@ -62,9 +63,8 @@ def _forward(
 def _loop(layers: NativeLayers, tokens: torch.Tensor, positions: torch.Tensor, blocks: torch.Tensor) -> None:
     hidden = layers.embed(tokens, positions)
     (batch,) = layers.batches(positions, blocks, len(positions))
-    for layer in range(layers.depth - 1):
-        layers.run(layer, hidden, batch)
-    layers.project(layers.depth - 1, hidden, batch)
+    for layer in range(layers.depth):
+        layers.advance(layer, hidden, batch)
 
 
 def _pairs(
@@ -81,11 +81,6 @@ def _moved(layers: NativeLayers, whole: torch.Tensor, alone: torch.Tensor) -> tu
     wanted, _ = layers.access[0].gather(layers.slots(whole, old + MOVED))
     turn = turn_between(*layers.rows_of(0, count), *layers.rows_of(MOVED, count))
     return rotate(stored.transpose(0, 1), *turn, interleaved=layers.interleaved).transpose(0, 1), wanted
-
-
-def _far(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    far = (found.float() - wanted.float()).abs().max() / wanted.float().abs().max().clamp_min(1e-6)
-    return float(far.nan_to_num(nan=float("inf")))
 
 
 def _dtype(layers: NativeLayers) -> torch.dtype:

@@ -37,9 +37,7 @@ from lmc.storage.slab import LOST, Slab, SlabAt
 
 log = logging.getLogger(__name__)
 
-LEAST_SHARE = (
-    4  # a blend gets at least this part of a step, however much the engine computes itself; learning never more
-)
+LEAST_SHARE = 4  # a blend gets at least this part of a step, whatever the engine computes itself; learning never more
 LEAST_ROWS = 512  # that go through a layer together even if the engine takes fewer: each call reads all of its weights
 
 
@@ -84,41 +82,37 @@ class Worker:
     def register(self, caches: dict[str, torch.Tensor], model: Any | None) -> WorkerFacts:
         """Take the KV caches; say what they are, and whether this model can be blended (`model` is None if it was not found)."""
         self._pages = Pages(caches, self._kv_cache_config.num_blocks)
-        self._device = next(iter(caches.values())).device
+        cache = next(iter(caches.values()))
+        self._device = cache.device
         if self._device.type == "cuda":
             self._stream = torch.cuda.Stream()
-        else:
-            self._rows = max(
-                LEAST_ROWS, self._rows
-            )  # kernels of a GPU may have buffers for a step's tokens and no more
+        else:  # kernels of a GPU may have buffers for a step's tokens and no more
+            self._rows = max(LEAST_ROWS, self._rows)
         refused = "blending is off (enable_blending)"
         if self._blends:
             refused = self._prepare_blending(caches, model)
         access = self._layers.access[0] if self._layers else None
-        dtype = next(iter(caches.values())).dtype
         if access and self._layers:
             self._shape = KVShape(
-                layers=self._layers.depth, kv_heads=access.kv_heads, head_dim=access.head_dim, dtype=dtype
+                layers=self._layers.depth, kv_heads=access.kv_heads, head_dim=access.head_dim, dtype=cache.dtype
             )
-        groups = self._kv_cache_config.kv_cache_groups
-        backend = self._backend(groups)
         return WorkerFacts(
             rank=(get_pp_group().rank_in_group, get_tensor_model_parallel_rank()),
             page_bytes=self._pages.page_bytes,
-            layout=f"{backend} {self._pages.layout} {self._config.cache_config.cache_dtype}",
+            layout=f"{self._backend()} {self._pages.layout} {self._config.cache_config.cache_dtype}",
             fingerprint=fingerprint(self._config.model_config, model),
             kv_heads=access.kv_heads if access else 0,
             head_dim=access.head_dim if access else 0,
-            dtype=str(dtype),
+            dtype=str(cache.dtype),
             rope=self._layers.rope if self._layers else "",
             refused=refused,
         )
 
-    def _backend(self, groups: Any) -> str:
+    def _backend(self) -> str:
         layers = self._config.compilation_config.static_forward_context
         found = {
             f"{layers[name].attn_backend.get_name()}/{getattr(layers[name], 'isa', '')}"
-            for group in groups
+            for group in self._kv_cache_config.kv_cache_groups
             for name in group.layer_names
             if name in layers and hasattr(layers[name], "attn_backend")
         }
@@ -237,20 +231,24 @@ class Worker:
 
     def _end(self, work: Work, bad: tuple[int, ...], *, failed: bool = False) -> None:
         work.steps.close()
-        event = None
-        if self._stream is not None:
-            event = torch.cuda.Event()
-            event.record()
         if work.request:
             del self._loading[work.request]
             if bad:
                 self._report.lost.add(work.request)
-            self._ended.append((event, work.request, bad))
+            self._ended.append((self._event(), work.request, bad))
         else:
             self._learning.remove(work)
             if failed:
                 self._report.failed.add(work.job)
-            self._copied.append((event, work.job))
+            self._copied.append((self._event(), work.job))
+
+    def _event(self) -> Any:
+        """When the copies that were issued until now are done; None where they are done already."""
+        if self._stream is None:
+            return None
+        event = torch.cuda.Event()
+        event.record()
+        return event
 
     # -- inside: jobs ------------------------------------------------------------------------------------------------
 
@@ -306,10 +304,7 @@ class Worker:
             except Exception:
                 log.exception("lmc could not save a chunk")
                 self._report.failed.add(job.job)
-        event = None
-        if self._stream is not None:
-            event = torch.cuda.Event()
-            event.record()
+        event = self._event()
         self._copied += [(event, job.job) for job in jobs]
 
     def _save_tokens(self, slot: int, blocks: torch.Tensor, start: int, stop: int) -> None:

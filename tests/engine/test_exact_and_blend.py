@@ -40,10 +40,7 @@ def same(found, wanted) -> bool:
 
 @pytest.mark.parametrize("strategy", ["query", "union", "deviation", "head", "all"])
 def test_at_ratio_1_the_blend_is_full_prefill(lab, strategy):
-    prompt = Prompt(ORDER)
-    wanted = lab.vanilla(prompt.tokens)
-    lab.learn(DOCUMENTS)
-    forget_pages(lab)
+    prompt, wanted = only_documents_are_known(lab)
     found = lab.ask(prompt.tokens, prompt.blend(strategy=strategy, ratio=1.0))
     assert facts(found)["reused_tokens"] == sum(map(len, ORDER))
     assert same(found, wanted)
@@ -52,10 +49,7 @@ def test_at_ratio_1_the_blend_is_full_prefill(lab, strategy):
 
 def test_an_approximate_blend_is_not_full_prefill(lab):
     """The control: the blend above really does use the stored KV."""
-    prompt = Prompt(ORDER)
-    wanted = lab.vanilla(prompt.tokens)
-    lab.learn(DOCUMENTS)
-    forget_pages(lab)
+    prompt, wanted = only_documents_are_known(lab)
     assert distance(lab.ask(prompt.tokens, prompt.blend(strategy="none")), wanted) > 100 * SAME
 
 
@@ -86,14 +80,20 @@ def test_six_requests_at_once(lab):
 
 
 def test_a_blend_behind_a_prefix_that_the_engine_has(lab):
-    prompt = Prompt(ORDER)
-    wanted = lab.vanilla(prompt.tokens)
-    lab.learn(DOCUMENTS)
-    forget_pages(lab)
+    prompt, wanted = only_documents_are_known(lab)
     lab.ask(prompt.tokens[:230] + words(10, 30), {"blend": False}, 1)
     found = lab.ask(prompt.tokens, prompt.blend(ratio=1.0))
     assert same(found, wanted)
     lab.check()
+
+
+def only_documents_are_known(lab):
+    """A prompt of learned documents, and what the engine alone answers."""
+    prompt = Prompt(ORDER)
+    wanted = lab.vanilla(prompt.tokens)
+    lab.learn(DOCUMENTS)
+    forget_pages(lab)
+    return prompt, wanted
 
 
 def forget_pages(lab) -> None:
