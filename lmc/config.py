@@ -22,6 +22,8 @@ from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
 from lmc.errors import ConfigError
+from lmc.instead import INSTEAD
+from lmc.remote import parse_remote
 
 CACHEBLEND: Mapping[str, object] = {  # what `blend_preset: cacheblend` stands for: the published method
     "blend_strategy": "deviation",
@@ -82,10 +84,14 @@ def _not_blank(text: str) -> str:
     return text
 
 
-def _unset(value: object) -> object:
+def _remote(value: str | None) -> str | None:
     if value is not None:
-        raise ValueError("not in this version")
+        parse_remote(value)
     return value
+
+
+def _codec(value: object) -> object:
+    return "none" if value == "naive" else value  # LMCache's name for it
 
 
 def _rising(layers: tuple[int, ...]) -> tuple[int, ...]:
@@ -105,6 +111,8 @@ Real = Annotated[float, BeforeValidator(_number), Field(allow_inf_nan=False)]
 Layers = Annotated[tuple[Annotated[Whole, Field(ge=1)], ...], Field(min_length=1), AfterValidator(_rising)]
 Ratios = Annotated[tuple[Annotated[Real, Field(ge=0, le=1)], ...], Field(min_length=1), AfterValidator(_falling)]
 Thresholds = tuple[Annotated[Real, Field(ge=0)], ...]
+CODEC_WANTED = "none (or naive, its other name), lz4 or planes"
+Codec = Annotated[Literal["none", "lz4", "planes"], BeforeValidator(_codec)]
 Strategy = Literal["query", "deviation", "head", "union", "random", "all", "none"]
 
 
@@ -132,14 +140,26 @@ class Settings(BaseSettings):
         None, description="one directory, written as a path or as file:///path"
     )
     max_local_disk_size: Real = Field(10.0, ge=0, description="a number of GB")
-    remote_url: Annotated[str | None, BeforeValidator(_unset), BeforeValidator(_optional)] = Field(
-        None, repr=False, description="left out: the Redis tier arrives in a later version"
+    local_disk_serde: Codec = Field("none", description=CODEC_WANTED)
+    remote_url: Annotated[str | None, AfterValidator(_remote), BeforeValidator(_optional)] = Field(
+        None,
+        repr=False,
+        description="redis://[user:password@]host[:port][/db], rediss:// for TLS, unix:///path[?db=0], "
+        "redis-cluster://host:port,host:port or redis-sentinel://host:port,host:port/service[/db]; rediss-… with TLS",
     )
-    remote_serde: Annotated[Literal["none"], BeforeValidator(lambda v: "none" if v == "naive" else v)] = Field(
-        "none", description="none (or naive, its other name)"
+    remote_serde: Codec = Field("none", description=CODEC_WANTED)
+    remote_deadline: Real = Field(0.5, gt=0, description="a number of seconds above 0")
+    remote_ttl: Whole = Field(0, ge=0, description="a whole number of seconds, or 0 for chunks that stay until evicted")
+    remote_prefix: str = Field(
+        "lmc",
+        pattern=r"^[\w.:-]+$",
+        description="letters, digits and . : _ - that begin the names of our keys in Redis",
     )
     store_policy: Literal["write_through", "write_back"] = Field(
         "write_through", description="write_through or write_back"
+    )
+    load_policy: Literal["auto", "always", "never"] = Field(
+        "auto", description="auto (load what is faster loaded than computed), always, or never from tiers below memory"
     )
     load_deadline: Real = Field(2.0, gt=0, description="a number of seconds above 0")
     use_layerwise: bool = Field(True, description="true or false")
@@ -337,56 +357,3 @@ def _unknown(key: str, spellings: Mapping[str, str], origin: str) -> str:
         spelt = next(known for known, field in spellings.items() if field == near[0])
         return f"unknown setting {key} ({origin}): did you mean {spelt}?"
     return f"unknown setting {key} ({origin}): there are {', '.join(Settings.model_fields)}"
-
-
-# What lmc does instead, by the names of LMCache's settings (shell patterns, the first that fits).
-_NO_PEERS = "this version sends nothing between hosts; remove it"
-_NO_TRANSPORT = "bytes move between device, memory and disk without a transport library; remove it"
-_SYNCHRONOUS = "a lookup is answered at once from memory and never waited for; remove it"
-_UP_FRONT = "memory is taken once at start, all of max_local_cpu_size; remove it"
-_NO_PINS = "a pin ends with the request that holds it, so none has to be timed out; remove it"
-INSTEAD: Mapping[str, str] = {
-    "extra_config": "every setting stands at the top level; move the ones that lmc has there and remove the rest",
-    "cache_policy": "the least recently used chunk is evicted first; remove it",
-    "pre_caching_hash_algorithm": "keys are sha256, the same in every process; remove it, and PYTHONHASHSEED with it",
-    "min_retrieve_tokens": "exact hits have no lower bound; for blending set blend_min_tokens",
-    "save_only_first_rank": "what is saved follows from the model; remove it",
-    "lookup_*": _SYNCHRONOUS,
-    "external_lookup_client": _SYNCHRONOUS,
-    "enable_scheduler_bypass_lookup": _SYNCHRONOUS,
-    "blocking_timeout_secs": "set load_deadline, the seconds for which a request of vLLM waits for a tier",
-    "enable_async_loading": "loading always runs beside computing, layer by layer; remove it",
-    "pin_*": _NO_PINS,
-    "reserve_local_cpu_size": _UP_FRONT,
-    "enable_lazy_memory_allocator": _UP_FRONT,
-    "lazy_memory_*": _UP_FRONT,
-    "local_cpu_use_hugepages": "the kernel's own page policy holds; remove it",
-    "numa_mode": "memory lies where the starting process may allocate; bind that process with numactl, and remove it",
-    "local_disk_path_sharding": "one directory serves all devices; set local_disk, and remove it",
-    "use_odirect": "direct I/O is used where the file system has it; remove it",
-    "disk_io_threads": "the store sizes its own threads; remove it",
-    "retrieve_locations": "device, memory and disk are asked in that order; remove it",
-    "store_location": "chunks go through memory to local_disk, if that is set; remove it",
-    "remote_storage_plugins": "there is no plugin for remote stores; remove it",
-    "storage_plugins": "the tiers are memory and disk; set local_disk, and remove it",
-    "gds_*": "the disk tier reads with direct I/O into pinned memory; set local_disk, and remove it",
-    "use_gds": "the disk tier reads with direct I/O into pinned memory; set local_disk, and remove it",
-    "nixl_*": _NO_TRANSPORT,
-    "enable_nixl": _NO_TRANSPORT,
-    "maru_*": _NO_TRANSPORT,
-    "transfer_channel": _NO_TRANSPORT,
-    "*p2p*": _NO_PEERS,
-    "enable_pd": _NO_PEERS,
-    "pd_*": _NO_PEERS,
-    "enable_controller": _NO_PEERS,
-    "controller_*": _NO_PEERS,
-    "*instance_id": _NO_PEERS,
-    "*worker_ports": _NO_PEERS,
-    "*worker_ids": _NO_PEERS,
-    "mp_host": _NO_PEERS,
-    "mp_port": _NO_PEERS,
-    "remote_config_url": "settings come from this host's YAML and environment; remove it",
-    "internal_api_server*": "no port is opened for it; `lmc config` shows the settings, and remove it",
-    "enable_kv_events": "the engine's own switch for KV events counts; remove it",
-    "py_enable_gc": "the garbage collector is left as it is; remove it",
-}

@@ -44,6 +44,7 @@ class DiskTier:
     """Records in a directory of at most `capacity` bytes; the least recently used goes first."""
 
     name = "disk"
+    shared = False
 
     def __init__(self, root: Path | str, capacity: int, *, read_only: bool = False) -> None:
         """Take the directory and rebuild the index; raise `TierUnusable` if another process has it or it cannot be written."""
@@ -105,9 +106,9 @@ class DiskTier:
         """Write aside, then rename. A full disk costs older records first, then this one; reading goes on."""
         if self.contains([meta.key])[0]:
             return Written.PRESENT
-        meta = replace(meta, checksums=tuple(checksum(view) for view in split_parts(parts, meta.stored_part)))
+        meta = replace(meta, checksums=tuple(checksum(view) for view in split_parts(parts, meta.stored)))
         header = aligned_copy(encode_header(meta))
-        size = len(header) + meta.parts * meta.stored_part
+        size = len(header) + meta.offset(meta.parts)
         with self._mutex:
             if self.read_only or size > self.capacity or time.monotonic() < self._paused_until:
                 return Written.REFUSED
@@ -215,9 +216,9 @@ class DiskTier:
         """What is wrong with a record, if anything; nothing is removed."""
         try:
             with contextlib.closing(DiskReader(self._path(key), key, self)) as reader:
-                scratch = memoryview(mmap.mmap(-1, reader.meta.stored_part))
-                for part in range(reader.meta.parts):
-                    reader.verified(part, [scratch])
+                scratch = memoryview(mmap.mmap(-1, max(reader.meta.stored)))
+                for part, size in enumerate(reader.meta.stored):
+                    reader.verified(part, 1, [scratch[:size]])
         except FileNotFoundError:
             return None  # evicted by its owner meanwhile
         except (CorruptRecord, OSError) as error:
@@ -321,26 +322,29 @@ class DiskReader:
             self.meta, self._start = self._header()
             if self.meta.key != key:
                 raise CorruptRecord("the record of another key")
-            if size != self._start + self.meta.parts * self.meta.stored_part:
+            if size != self._start + self.meta.offset(self.meta.parts):
                 raise CorruptRecord("file size is not what the header says")
         except BaseException:
             os.close(self.fd)
             raise
 
+    def ask(self, first: int, count: int) -> None:
+        """Nothing: what is asked of a disk early only waits in another queue."""
+
     def read(self, first: int, count: int, into: Sequence[memoryview]) -> None:
         """Fill `into` with `count` parts and verify each; a wrong one deletes the record."""
-        assert sum(map(len, into)) == count * self.meta.stored_part
         try:
-            self.verified(first, into)
+            self.verified(first, count, into)
         except CorruptRecord:
             self._tier.discard(self.meta.key)
             raise
 
-    def verified(self, first: int, into: Sequence[memoryview]) -> None:
-        """Fill `into` from part `first` on; raise `CorruptRecord` for a wrong part, and leave it where it is."""
-        size = self.meta.stored_part
-        self._fill(into, self._start + first * size)
-        for part, view in enumerate(split_parts(into, size), first):
+    def verified(self, first: int, count: int, into: Sequence[memoryview]) -> None:
+        """Fill `into` with `count` parts; raise `CorruptRecord` for a wrong one, and leave it where it is."""
+        sizes = self.meta.stored[first : first + count]
+        assert sum(map(len, into)) == sum(sizes)
+        self._fill(into, self._start + self.meta.offset(first))
+        for part, view in enumerate(split_parts(into, sizes), first):
             if checksum(view) != self.meta.checksums[part]:
                 raise CorruptRecord(f"part {part} is not what was written")
 

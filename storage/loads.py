@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import zip_longest
 
 import torch
 
@@ -211,8 +212,12 @@ class Loads:
     def _read_in_step(self, readers: dict[Load, Reader]) -> None:
         slab = self._host.slab
         step = max(1, READ_AHEAD_BYTES // slab.stride)
-        for first in range(0, slab.parts, step):
-            count = min(step, slab.parts - first)
+        ranges = [(first, min(step, slab.parts - first)) for first in range(0, slab.parts, step)]
+        for (first, count), ahead in zip_longest(ranges, ranges[1:]):
+            if first == 0:
+                self._ask(readers, first, count)
+            if ahead is not None:  # on their way while these are read
+                self._ask(readers, *ahead)
             for load, reader in readers.items():
                 if load.done or self._cancelled(load):
                     continue
@@ -227,6 +232,11 @@ class Loads:
                     self._changed.notify_all()
                 if load.ready == slab.parts:
                     self._finish(load, reader.meta)
+
+    def _ask(self, readers: dict[Load, Reader], first: int, count: int) -> None:
+        for load, reader in readers.items():
+            if not load.done and self._attempt(load.tier, lambda r=reader: r.ask(first, count) or True) is None:  # type: ignore[misc]
+                self._finish(load, None)
 
     def _cancelled(self, load: Load) -> bool:
         with self._changed:  # asked and ended under one lock: somebody may be joining

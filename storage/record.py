@@ -3,6 +3,8 @@
     0     u64 length | JSON header, padded with spaces to whole blocks of 4096 bytes
     4096  part 0 | part 1 | …      one U8 tensor `layer.i` per part, each padded with zeros to whole blocks
 
+Parts are of one size, unless a codec made them smaller: then the header has the size of each.
+
 `__metadata__` holds what the store needs and a checksum (xxh3-64) per part and of itself. A header is accepted only if
 encoding what it says gives the same bytes again, so a flipped bit anywhere in a record is an error or is found by a checksum.
 """
@@ -10,6 +12,7 @@ encoding what it says gives the same bytes again, so a flipped bit anywhere in a
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from itertools import accumulate, pairwise
 
 import xxhash
 
@@ -35,12 +38,22 @@ class RecordMeta:
     part_bytes: int  # that mean something; a part is stored in `aligned(part_bytes)`
     codec: str = NO_CODEC
     label: str = ""  # whatever its writer wants to find again with the record
+    sizes: tuple[int, ...] = ()  # stored bytes of each part, if they differ
     checksums: tuple[int, ...] = ()  # xxh3-64 of each stored part
 
     @property
     def stored_part(self) -> int:
-        """Bytes of a part in the file."""
+        """Bytes of a part as it lies in memory, and in the record if no codec is at work."""
         return aligned(self.part_bytes)
+
+    @property
+    def stored(self) -> tuple[int, ...]:
+        """Bytes of each part in the record."""
+        return self.sizes or (self.stored_part,) * self.parts
+
+    def offset(self, part: int) -> int:
+        """Where part `part` begins, counted from the first; `offset(parts)` is the size of all."""
+        return sum(self.sizes[:part]) if self.sizes else part * self.stored_part
 
 
 def checksum(part: memoryview | bytes) -> int:
@@ -48,21 +61,25 @@ def checksum(part: memoryview | bytes) -> int:
     return int(xxhash.xxh3_64_intdigest(part))
 
 
-def split_parts(memory: Sequence[memoryview], part: int) -> list[memoryview]:
-    """Views of single parts, whether or not the memory holds several side by side."""
-    return [view[at : at + part] for view in memory for at in range(0, len(view), part)]
+def split_parts(memory: Sequence[memoryview], sizes: Sequence[int]) -> list[memoryview]:
+    """Views of single parts of these sizes, whether or not the memory holds several side by side."""
+    parts, views = [], iter(memory)
+    left = memoryview(b"")
+    for size in sizes:
+        if not left:
+            left = next(views)
+        assert len(left) >= size, "a part lies in two views"
+        parts.append(left[:size])
+        left = left[size:]
+    return parts
 
 
 def encode_header(meta: RecordMeta) -> bytes:
     """The header's bytes, a multiple of 4096."""
     body: dict[str, object] = {"__metadata__": _metadata(meta)}
-    for part in range(meta.parts):
-        start = part * meta.stored_part
-        body[f"layer.{part}"] = {
-            "dtype": "U8",
-            "shape": [meta.stored_part],
-            "data_offsets": [start, start + meta.stored_part],
-        }
+    edges = pairwise(accumulate(meta.stored, initial=0))
+    for part, (start, stop) in enumerate(edges):
+        body[f"layer.{part}"] = {"dtype": "U8", "shape": [stop - start], "data_offsets": [start, stop]}
     text = json.dumps(body, separators=(",", ":")).encode()
     size = aligned(8 + len(text)) - 8
     return size.to_bytes(8, "little") + text.ljust(size)
@@ -89,15 +106,22 @@ def decode_header(blob: bytes) -> RecordMeta:
             part_bytes=int(text["part_bytes"]),
             codec=str(text["codec"]),
             label=str(text.get("label", "")),
+            sizes=tuple(int(size) for size in text["sizes"].split(",")) if "sizes" in text else (),
             checksums=tuple(int(c, 16) for c in text["checksums"].split(",")),
         )
     except (ValueError, OverflowError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptRecord(f"unreadable header: {error}") from error
     if not 0 < meta.parts <= PARTS_LIMIT or not 0 < meta.part_bytes <= PART_LIMIT or len(meta.checksums) != meta.parts:
         raise CorruptRecord("impossible sizes in header")
+    if meta.sizes and (len(meta.sizes) != meta.parts or any(not _fits(size) for size in meta.sizes)):
+        raise CorruptRecord("impossible sizes of parts in header")
     if encode_header(meta) != blob:
         raise CorruptRecord("header is not what was written")
     return meta
+
+
+def _fits(size: int) -> bool:
+    return 0 < size <= PART_LIMIT and size % ALIGN == 0
 
 
 def _metadata(meta: RecordMeta) -> dict[str, str]:
@@ -107,10 +131,11 @@ def _metadata(meta: RecordMeta) -> dict[str, str]:
         "namespace": meta.namespace.hex(),
         "checksums": ",".join(f"{c:016x}" for c in meta.checksums),
     }
+    if meta.sizes:
+        said["sizes"] = ",".join(map(str, meta.sizes))
     for field in fields(meta):
-        said.setdefault(field.name, str(getattr(meta, field.name)))
-    if not meta.label:
-        del said["label"]
+        if field.name not in ("label", "sizes") or getattr(meta, field.name):
+            said.setdefault(field.name, str(getattr(meta, field.name)))
     # decode_header re-encodes what it read and compares: a flip inside any value above makes another digest than the stored one.
     said["digest"] = f"{checksum(json.dumps(said).encode()):016x}"
     return said

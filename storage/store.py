@@ -224,10 +224,10 @@ class Store:
             return sum(level.slab.slots - level.ledger.free for level in self._levels)
 
     def keys(self) -> set[ChunkKey]:
-        """Every key in memory or in a tier that can list its own."""
+        """Every key in memory or in a tier that nobody else uses."""
         with self._changed:
             known: set[ChunkKey] = set().union(*(level.ledger.keys() for level in self._levels))
-        for tier in self._tiers:
+        for tier in (tier for tier in self._tiers if not tier.shared):
             known |= self._try(tier, lambda tier=tier: {entry.key for entry in tier.entries()}) or set()  # type: ignore[misc]
         return known
 

@@ -46,6 +46,9 @@ class Reader(Protocol):
 
     meta: RecordMeta
 
+    def ask(self, first: int, count: int) -> None:
+        """Say that these parts are read next by this thread, after whatever it has asked for before: a tier far away sends for them."""
+
     def read(self, first: int, count: int, into: Sequence[memoryview]) -> None:
         """Fill `into` (one view per part, or one over all) with stored parts; raise `CorruptRecord` or `OSError`."""
 
@@ -57,6 +60,7 @@ class Tier(Protocol):
     """A place for records."""
 
     name: str
+    shared: bool  # with other processes, which read and write there too
 
     def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
         """Which of `keys` could be read now, as far as is known without reading them."""
@@ -85,7 +89,7 @@ class Wrapped:
 
     def __init__(self, inner: Tier) -> None:
         self.inner = inner
-        self.name = inner.name
+        self.name, self.shared = inner.name, inner.shared
 
     def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
         """As the inner tier."""
@@ -201,12 +205,12 @@ class Counted(Wrapped):
         outcome = self.inner.write(meta, parts)
         if outcome is Written.STORED:
             self.counts.written += 1
-            self.counts.bytes_written += meta.parts * meta.stored_part
+            self.counts.bytes_written += meta.offset(meta.parts)
         return outcome
 
     def _read(self, reader: Reader, first: int, count: int, into: Sequence[memoryview]) -> None:
         reader.read(first, count, into)
-        self.counts.bytes_read += count * reader.meta.stored_part
+        self.counts.bytes_read += sum(map(len, into))
 
 
 class _WrappedReader:
@@ -214,6 +218,9 @@ class _WrappedReader:
 
     def __init__(self, inner: Reader, read: Callable[[Reader, int, int, Sequence[memoryview]], None]) -> None:
         self.inner, self.meta, self._read = inner, inner.meta, read
+
+    def ask(self, first: int, count: int) -> None:
+        self.inner.ask(first, count)
 
     def read(self, first: int, count: int, into: Sequence[memoryview]) -> None:
         self._read(self.inner, first, count, into)

@@ -51,7 +51,7 @@ def stored(meta: RecordMeta, version: int = 0, offset: int = 0) -> memoryview:
 def raw_record(meta: RecordMeta) -> bytes:
     """A whole record as a file holds it, made without any tier."""
     parts = stored(meta)
-    sums = tuple(checksum(part) for part in split_parts([parts], meta.stored_part))
+    sums = tuple(checksum(part) for part in split_parts([parts], meta.stored))
     return encode_header(replace(meta, checksums=sums)) + bytes(parts)
 
 
@@ -90,6 +90,7 @@ class DictTier:
     """A tier in memory: the bytes of record files in a dict."""
 
     name = "dict"
+    shared = False
 
     def __init__(self) -> None:
         self.records: OrderedDict[ChunkKey, bytearray] = OrderedDict()
@@ -116,7 +117,7 @@ class DictTier:
     def write(self, meta: RecordMeta, parts: Sequence[memoryview]) -> Written:
         if self.contains([meta.key])[0]:
             return Written.PRESENT
-        views = split_parts(parts, meta.stored_part)
+        views = split_parts(parts, meta.stored)
         header = encode_header(replace(meta, checksums=tuple(checksum(view) for view in views)))
         with self._mutex:
             self.records[meta.key] = bytearray(header + b"".join(views))
@@ -158,20 +159,23 @@ class DictReader:
         self._tier, self._record = tier, record
         self._start = header_size(bytes(record[:8]))
         self.meta = decode_header(bytes(record[: self._start]))
-        if self.meta.key != key or len(record) != self._start + self.meta.parts * self.meta.stored_part:
+        if self.meta.key != key or len(record) != self._start + self.meta.offset(self.meta.parts):
             raise CorruptRecord("the record of another key, or of another size")
+
+    def ask(self, first: int, count: int) -> None:
+        pass
 
     def read(self, first: int, count: int, into: Sequence[memoryview]) -> None:
         try:
-            for part, view in enumerate(split_parts(into, self.meta.stored_part), first):
+            for part, view in enumerate(split_parts(into, self.meta.stored[first : first + count]), first):
                 view[:] = self.verified(part)
         except CorruptRecord:
             self._tier.delete(self.meta.key)
             raise
 
     def verified(self, part: int) -> bytes:
-        start = self._start + part * self.meta.stored_part
-        blob = bytes(self._record[start : start + self.meta.stored_part])
+        start = self._start + self.meta.offset(part)
+        blob = bytes(self._record[start : start + self.meta.stored[part]])
         if checksum(blob) != self.meta.checksums[part]:
             raise CorruptRecord(f"part {part}")
         return blob
@@ -235,6 +239,9 @@ class Gated(Wrapped):
 class _GatedReader:
     def __init__(self, inner: Reader, tier: Gated) -> None:
         self._inner, self._tier, self.meta = inner, tier, inner.meta
+
+    def ask(self, first: int, count: int) -> None:
+        self._inner.ask(first, count)
 
     def read(self, first: int, count: int, into: Sequence[memoryview]) -> None:
         self._tier.reading.set()

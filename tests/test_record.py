@@ -77,7 +77,7 @@ def test_safetensors_reads_the_same_bytes(tmp_path, parts, part_bytes):
 def test_parts_are_split_the_same_from_one_view_or_from_several():
     blob = bytes(range(12))
     for views in ([blob], [blob[:4], blob[4:]], [blob[:8], blob[8:]]):
-        assert split_parts(list(map(memoryview, views)), 4) == [blob[:4], blob[4:8], blob[8:]]
+        assert split_parts(list(map(memoryview, views)), (4, 4, 4)) == [blob[:4], blob[4:8], blob[8:]]
 
 
 def test_every_flipped_bit_in_a_header_is_refused():

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-FOUNDATION = {"lmc", "lmc.shapes", "lmc.keys", "lmc.errors", "lmc.config"}
+FOUNDATION = {"lmc", "lmc.shapes", "lmc.keys", "lmc.errors", "lmc.config", "lmc.instead", "lmc.remote"}
 # Who may import whom, beside the foundation.
 ALLOWED = {
     "storage": {"lmc.storage"},

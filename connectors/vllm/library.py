@@ -242,8 +242,11 @@ class Library:
         )
 
     def _recall(self) -> None:
-        """Bring the index of blocks back from the records of earlier processes. Reads one header each."""
-        for tier in self._tiers:
+        """Bring the index of blocks back from the records of earlier processes. Reads one header each.
+
+        Not from tiers that other processes fill as well: there whole chunks are found by their keys.
+        """
+        for tier in (tier for tier in self._tiers if not tier.shared):
             for entry in tier.entries():
                 with contextlib.suppress(OSError, CorruptRecord, ValueError):  # the last: a label that is none
                     reader = tier.open(entry.key)
