@@ -14,9 +14,11 @@ from enum import Enum
 import torch
 
 from lmc.config import Settings
-from lmc.errors import ChunkLost
+from lmc.errors import ChunkLost, ConfigError
 from lmc.keys import ChunkKey, Namespace, chunk_bounds, document_keys, exact_keys, exact_root, next_key
+from lmc.remote import parse_remote
 from lmc.shapes import GIB, KVShape
+from lmc.storage.codec import Coded
 from lmc.storage.disk import DiskTier
 from lmc.storage.record import RecordMeta
 from lmc.storage.slab import Slab
@@ -67,7 +69,7 @@ class CacheEngine:
         host = Slab.of_size(settings.max_local_cpu_size * GIB, shape.layers, part)
         on_device = settings.max_local_device_size * GIB
         slab = Slab.of_size(on_device, shape.layers, part, device) if on_device else None
-        tiers = open_tiers(settings) if tiers is None else tiers
+        tiers = open_tiers(settings, shape.dtype.itemsize) if tiers is None else tiers
         self._slots = host.slots
         # Lengths of partly full exact chunks, by the key before them: turns of conversations, system texts.
         self._tails: OrderedDict[ChunkKey, set[int]] = OrderedDict()
@@ -216,11 +218,35 @@ class CacheEngine:
         )
 
 
-def open_tiers(settings: Settings) -> list[Tier]:
-    """The tiers that the settings name, fastest first; raise `TierUnusable`."""
-    if settings.local_disk is None:
-        return []
-    return [DiskTier(settings.local_disk, int(settings.max_local_disk_size * GIB))]
+def open_tiers(settings: Settings, item_bytes: int) -> list[Tier]:
+    """The tiers that the settings name, fastest first; `item_bytes` of a number are what codecs split. Raise `TierUnusable`."""
+    tiers: list[Tier] = []
+    try:
+        if settings.local_disk is not None:
+            disk = DiskTier(settings.local_disk, int(settings.max_local_disk_size * GIB))
+            tiers.append(Coded(disk, settings.local_disk_serde, item_bytes))
+        if settings.remote_url is not None:
+            tiers.append(Coded(open_remote(settings), settings.remote_serde, item_bytes))
+    except BaseException:
+        for tier in tiers:
+            tier.close()
+        raise
+    return tiers
+
+
+def open_remote(settings: Settings) -> Tier:
+    """The Redis that the settings name; raise `TierUnusable`, or `ConfigError` if the package for it is missing."""
+    assert settings.remote_url is not None
+    try:
+        from lmc.storage.redis import RedisTier
+    except ImportError as error:
+        raise ConfigError(f"remote_url needs the package {error.name}: pip install 'lmc[redis]'") from None
+    return RedisTier(
+        parse_remote(settings.remote_url),
+        deadline=settings.remote_deadline,
+        ttl=settings.remote_ttl,
+        prefix=settings.remote_prefix,
+    )
 
 
 def trim(pieces: Sequence[Piece], start: int, stop: int) -> list[Piece]:

@@ -62,6 +62,10 @@ class Tier(Protocol):
     name: str
     shared: bool  # with other processes, which read and write there too
 
+    @property
+    def usable(self) -> bool:
+        """False while the place is known not to answer: then everything is a miss, at once."""
+
     def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
         """Which of `keys` could be read now, as far as is known without reading them."""
 
@@ -90,6 +94,11 @@ class Wrapped:
     def __init__(self, inner: Tier) -> None:
         self.inner = inner
         self.name, self.shared = inner.name, inner.shared
+
+    @property
+    def usable(self) -> bool:
+        """As the inner tier."""
+        return self.inner.usable
 
     def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
         """As the inner tier."""

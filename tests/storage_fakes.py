@@ -91,6 +91,7 @@ class DictTier:
 
     name = "dict"
     shared = False
+    usable = True
 
     def __init__(self) -> None:
         self.records: OrderedDict[ChunkKey, bytearray] = OrderedDict()

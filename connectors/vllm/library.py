@@ -126,7 +126,7 @@ class Library:
         self.slab_at, self._part_bytes = slab.at, part
         self.slots = slab.slots
         self.stages = tuple(len(w.page_bytes) for w in sorted(workers, key=lambda w: w.rank) if w.rank[1] == 0)
-        self._tiers = open_tiers(settings) if tiers is None else list(tiers)
+        self._tiers = open_tiers(settings, self._item_bytes) if tiers is None else list(tiers)
         self.store = Store(slab, self._tiers, policy=Policy(settings.store_policy))
         self.jobs = Jobs(len(workers), self.store)
         layout = "|".join(f"{w.rank}{w.page_bytes}{w.layout}" for w in workers)

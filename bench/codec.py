@@ -1,0 +1,167 @@
+"""What codecs save of KV, what they cost, and on which tiers that pays: ratio, encode and decode on one thread.
+
+    python bench/codec.py [--tokens 256] [--repeats 5]
+
+Reading a record of R raw bytes takes R/B from a tier of B bytes/s; encoded it takes ratio·R/B + R/decode, one after the other in one
+thread. So a codec pays below B = (1 − ratio)·decode; a record that does not get smaller is kept raw, and pays nowhere. The entropy of
+the planes' bytes is shown beside the ratio: what a coder of single bytes could reach. KV is that of the shipped model on its
+documents, of a model with random weights, and of normals with a scale per channel; one part per layer and chunk, as a store has them.
+"""
+
+import mmap
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from common import closing_line, parser
+from transformers import DynamicCache
+
+from lmc.config import Settings
+from lmc.connectors.hf import forward, load, rows_of
+from lmc.demo import machine, random_llama, random_tokens
+from lmc.questions import Prompts, read_collection
+from lmc.shapes import aligned
+from lmc.storage.codec import decode_part, encode_part
+
+SHIPPED = Path(__file__).parent.parent / "examples" / "small_model"
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+CODECS = {"lz4": lambda _: 1, "planes": lambda dtype: dtype.itemsize}
+TIERS = (0.5, 1.0, 2.0)  # GB/s
+Part = torch.Tensor  # [K, T, H, D] of one layer
+
+
+def parts_of(model: object, tokens: list[int]) -> list[Part]:
+    cache = forward(model, tokens, DynamicCache()).past_key_values
+    return [torch.stack(rows).clone() for rows in rows_of(cache)]
+
+
+def shipped(tokens: int) -> list[Part]:
+    """The documents one behind the other, as a prompt has them: chunks of the same size as the other sources'."""
+    model, tokenizer = load(SHIPPED / "model")
+    collection = read_collection(SHIPPED / "documents", SHIPPED / "questions.json")
+    documents = Prompts(collection, tokenizer, Settings().blend_special_str).tokens.values()
+    ids = [token for document in documents for token in document]
+    return [part for start in range(0, 4 * tokens, tokens) for part in parts_of(model, ids[start : start + tokens])]
+
+
+def random_weights(tokens: int) -> list[Part]:
+    return parts_of(random_llama(12, 768), random_tokens(tokens, 0))
+
+
+def normals(tokens: int) -> list[Part]:
+    """[K, T, 8, 128]: every channel has its own scale, spread over e^±1."""
+    torch.manual_seed(0)
+    return [torch.randn(2, tokens, 8, 128) * torch.exp(torch.randn(2, 1, 8, 128)) for _ in range(4)]
+
+
+SOURCES = {"shipped model": shipped, "random weights": random_weights, "scaled normals": normals}
+
+
+def memory(size: int) -> memoryview:
+    return memoryview(mmap.mmap(-1, size))
+
+
+def as_stored(part: Part, dtype: torch.dtype) -> memoryview:
+    raw = part.to(dtype).contiguous().view(torch.uint8).flatten()
+    view = memory(aligned(len(raw)))
+    torch.frombuffer(view, dtype=torch.uint8)[: len(raw)] = raw
+    return view
+
+
+def side_by_side(pieces: list[memoryview | bytes]) -> memoryview:
+    size = sum(map(len, pieces))
+    view = memory(aligned(size))
+    view[:size] = b"".join(pieces)
+    return view
+
+
+def best(repeats: int, run: Callable[[], object]) -> float:
+    """Seconds of the fastest of several runs: the machine may be busy with something else."""
+    seconds = []
+    for _ in range(repeats):
+        started = time.perf_counter()
+        run()
+        seconds.append(time.perf_counter() - started)
+    return min(seconds)
+
+
+def entropy(views: list[memoryview], planes: int) -> float:
+    """Bits per bit that a coder of single bytes needs, each plane of each part with its own table."""
+    bits = total = 0.0
+    for view in views:
+        for plane in torch.frombuffer(view, dtype=torch.uint8).view(-1, planes).T:
+            counts = torch.bincount(plane.long(), minlength=256).double()
+            share = counts[counts > 0] / len(plane)
+            bits += float(-(share * share.log2()).sum()) * len(plane)
+            total += 8 * len(plane)
+    return bits / total
+
+
+def measured(views: list[memoryview], planes: int, repeats: int) -> dict[str, float]:
+    scratch, into = memory(len(views[0])), memory(len(views[0]))
+    encoded = [side_by_side(encode_part(view, scratch, planes)) for view in views]
+    for view, part in zip(views, encoded, strict=True):
+        decode_part(part, into, planes)
+        assert into == view
+
+    def encode() -> None:
+        for view in views:
+            encode_part(view, scratch, planes)
+
+    def decode() -> None:
+        for part in encoded:
+            decode_part(part, into, planes)
+
+    raw = sum(map(len, views))
+    ratio, decode_rate = sum(map(len, encoded)) / raw, raw / best(repeats, decode)
+    row = {
+        "ratio": min(1.0, ratio),
+        "entropy": entropy(views, planes),
+        "encode_mb_s": raw / best(repeats, encode) / 1e6,
+        "decode_mb_s": decode_rate / 1e6,
+        "pays_below_gb_s": max(0.0, 1 - ratio) * decode_rate / 1e9,
+    }
+    # Raw bytes a second that a reader gets from a tier of so many stored bytes a second.
+    row |= {f"from_{tier}_gb_s": 1 / (ratio / tier + 1e9 / decode_rate) if ratio < 1 else tier for tier in TIERS}
+    return {name: round(value, 3 if value < 100 else 0) for name, value in row.items()}
+
+
+def rows(tokens: int, repeats: int) -> Iterator[dict[str, object]]:
+    for source, make in SOURCES.items():
+        parts = make(tokens)
+        for name, dtype in DTYPES.items():
+            views = [as_stored(part, dtype) for part in parts]
+            for codec, planes in CODECS.items():
+                found = measured(views, planes(dtype), repeats)
+                yield {"source": source, "dtype": name, "codec": codec, "part_bytes": len(views[0]), **found}
+
+
+def main() -> None:
+    arguments = parser(__doc__, "codec")
+    arguments.add_argument("--tokens", type=int, default=256)
+    arguments.add_argument("--repeats", type=int, default=5)
+    options = arguments.parse_args()
+    print(f"{machine()}\nencode and decode in MB/s of raw bytes; the last three: raw GB/s out of a tier of so many")
+    print(
+        "source           type  codec   ratio  entropy  encode  decode  pays below    "
+        + "  ".join(f"{t:4}" for t in TIERS)
+    )
+    table = []
+    for row in rows(options.tokens, options.repeats):
+        table.append(row)
+        gained = "  ".join(f"{row[f'from_{tier}_gb_s']:4.2f}" for tier in TIERS)
+        print(
+            f"{row['source']:15}  {row['dtype']:4}  {row['codec']:6}  {row['ratio']:5.3f}  {row['entropy']:7.3f}  {row['encode_mb_s']:6.0f}"
+            f"  {row['decode_mb_s']:6.0f}  {row['pays_below_gb_s']:5.2f} GB/s    {gained}"
+        )
+    line: dict[str, object] = {"bench": "codec"}
+    for row in table:
+        if row["source"] == "shipped model" and row["dtype"] == "bf16":
+            for name in ("ratio", "encode_mb_s", "decode_mb_s", "pays_below_gb_s"):
+                line[f"{row['codec']}_bf16_{name}"] = row[name]
+    closing_line(line, "codec" if options.keep else None, {"tokens": options.tokens, "rows": table})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,265 @@
+"""The servers of a Redis, of whatever kind: connections, discovery, TLS and logins by redis-py, and a circuit breaker for each."""
+
+import contextlib
+import ssl
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import redis
+from redis.backoff import NoBackoff
+from redis.cluster import ClusterNode, RedisCluster
+from redis.crc import key_slot
+from redis.exceptions import RedisClusterException
+from redis.retry import Retry
+from redis.sentinel import Sentinel
+
+from lmc.errors import TierUnusable
+from lmc.remote import Remote
+from lmc.storage.breaker import Breaker
+from lmc.storage.wire import ReplyError, Wire
+
+# Refusals that say something of the server rather than of the command.
+MOVED = ("MOVED", "ASK")
+AWAY = (*MOVED, "READONLY", "CLUSTERDOWN", "TRYAGAIN", "MASTERDOWN", "LOADING", "NOAUTH", "NOPERM")
+TROUBLES = (OSError, redis.RedisError, RedisClusterException, ReplyError)
+
+
+class Server:
+    """One server: a connection for each thread that asks it."""
+
+    def __init__(
+        self,
+        name: str,
+        pool: redis.ConnectionPool,
+        deadline: float,
+        greet: Callable[[Wire], None],
+        lost: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`greet` is what a new acquaintance begins with; `lost` is called each time that it cannot be made."""
+        self.name = name
+        self.breaker = Breaker(name, self._meet)
+        self._pool, self._deadline, self._greet, self._lost = pool, deadline, greet, lost
+        self._local = threading.local()
+        self._mutex = threading.Lock()
+        self._wires: dict[Wire, redis.Connection] = {}
+
+    @property
+    def usable(self) -> bool:
+        """Whether it is worth asking."""
+        return self.breaker.usable
+
+    @contextlib.contextmanager
+    def wire(self) -> Iterator[Wire]:
+        """This thread's connection. An error inside closes it, counts against the server, and leaves as `OSError`.
+
+        A refused command leaves as `ReplyError`, unless the refusal says that the server as a whole is of no use now.
+        """
+        if not self.usable:
+            raise OSError(f"{self.name} is away")
+        try:
+            yield self._wire()
+        except TROUBLES as error:
+            self._drop_wire()
+            if isinstance(error, ReplyError) and error.code not in AWAY:
+                raise
+            trouble = _as_os_error(self.name, error)
+            if isinstance(error, ReplyError) and error.code in MOVED:
+                self.breaker.open(trouble)  # and look for the others
+            else:
+                self.breaker.failed(trouble)
+            raise trouble from None
+        except BaseException:
+            self._drop_wire()  # who knows what is on its way
+            raise
+        else:
+            self.breaker.worked()
+
+    def close(self) -> None:
+        """Close all connections; whoever waits on one fails at once."""
+        with self._mutex:
+            wires = list(self._wires)
+        for wire in wires:
+            wire.close()
+        self.breaker.close(2 * self._deadline)
+        for wire in wires:
+            self._let_go(wire)
+
+    def _wire(self) -> Wire:
+        wire: Wire | None = getattr(self._local, "wire", None)
+        if wire is not None and wire in self._wires and wire.alive():
+            return wire
+        self._drop_wire()  # closed by the server while nobody used it
+        wire = self._local.wire = self._connect()
+        return wire
+
+    def _connect(self) -> Wire:
+        connection = self._pool.get_connection()
+        try:
+            assert connection._sock is not None  # redis-py has no public name for it; tests would notice a change
+            wire = Wire(connection._sock, self._deadline)
+        except BaseException:
+            connection.disconnect()
+            raise
+        with self._mutex:
+            self._wires[wire] = connection
+        return wire
+
+    def _drop_wire(self) -> None:
+        wire: Wire | None = getattr(self._local, "wire", None)
+        self._local.wire = None
+        if wire is not None:
+            self._let_go(wire)
+
+    def _let_go(self, wire: Wire) -> None:
+        with self._mutex:
+            connection = self._wires.pop(wire, None)
+        if connection is not None:
+            connection.disconnect()
+            self._pool.release(connection)
+
+    def _meet(self) -> None:
+        wire = None
+        try:
+            wire = self._connect()
+            self._greet(wire)
+        except TROUBLES as error:
+            self._lost()
+            raise _said(self.name, error) from None
+        finally:
+            if wire is not None:
+                self._let_go(wire)
+
+
+class Servers:
+    """All servers of a Redis: one, or a cluster's primaries."""
+
+    def __init__(self, remote: Remote, deadline: float, greet: Callable[[Wire], None]) -> None:
+        """Meet them; raise `TierUnusable` for a login, a database or a certificate that is refused. One that is away comes later.
+
+        `greet` is called with a connection to a server that is new, or was away.
+        """
+        self._remote, self._deadline, self._greet = remote, deadline, greet
+        self._nodes: dict[str, Server] = {}
+        self._cluster: RedisCluster | None = None
+        self._map: dict[int, str] = {}  # of a cluster: slot -> node
+        self._mutex = threading.Lock()
+        self._closed = False
+        if remote.kind == "cluster":
+            self._breaker = Breaker(str(remote), self._find_cluster)
+        else:
+            server = self._nodes[""] = Server(str(remote), self._pool(), deadline, greet)
+            self._breaker = server.breaker
+        try:
+            self._breaker.start()
+        except BaseException:
+            self.close()
+            raise
+
+    def of(self, key: bytes) -> Server | None:
+        """The server that has `key`; None if nobody knows now."""
+        if self._remote.kind != "cluster":
+            return self._nodes[""]
+        return self._nodes.get(self._map.get(key_slot(key), ""))
+
+    def all(self) -> list[Server]:
+        """Every server that chunks may be on."""
+        names = sorted(set(self._map.values())) if self._remote.kind == "cluster" else [""]
+        return [self._nodes[name] for name in names]
+
+    @property
+    def usable(self) -> bool:
+        """Whether any is worth asking."""
+        return any(server.usable for server in self.all())
+
+    def look_again(self) -> None:
+        """Get a cluster's map anew, if anybody there can tell it."""
+        with self._mutex, contextlib.suppress(*TROUBLES):
+            if self._cluster is not None and not self._closed:
+                self._cluster.nodes_manager.initialize()
+                self._take_map(self._cluster)
+
+    def close(self) -> None:
+        """Close all connections."""
+        self._closed = True
+        for server in list(self._nodes.values()):
+            server.close()
+        self._breaker.close(2 * self._deadline)
+        if self._cluster is not None:
+            self._cluster.close()
+
+    # -- clusters ----------------------------------------------------------------------------------------------------
+
+    def _find_cluster(self) -> None:
+        nodes = [ClusterNode(address.host, address.port) for address in self._remote.hosts]
+        try:
+            cluster = RedisCluster(startup_nodes=nodes, require_full_coverage=False, **self._options())
+        except TROUBLES as error:
+            raise _said(str(self._remote), error) from None
+        with self._mutex:
+            self._take_map(cluster)
+            self._cluster = cluster
+
+    def _take_map(self, cluster: RedisCluster) -> None:
+        for node in cluster.get_primaries():
+            if node.name not in self._nodes:
+                pool = cluster.get_redis_connection(node).connection_pool
+                name = f"Redis at {node.name}"
+                self._nodes[node.name] = Server(name, pool, self._deadline, self._greet_node, self.look_again)
+        # A map of our own: theirs is locked while it is made anew.
+        self._map = {slot: nodes[0].name for slot, nodes in cluster.nodes_manager.slots_cache.items() if nodes}
+
+    def _greet_node(self, wire: Wire) -> None:
+        wire.call("PING")
+        self.look_again()  # what has changed meanwhile?
+
+    # -- connections -------------------------------------------------------------------------------------------------
+
+    def _pool(self) -> redis.ConnectionPool:
+        remote, options = self._remote, self._options()
+        if remote.kind == "unix":
+            return redis.ConnectionPool(redis.UnixDomainSocketConnection, path=remote.path, db=remote.db, **options)
+        if remote.kind == "sentinel":
+            # Sentinels are asked one after the other when a connection is made: one deadline for all of them together.
+            patience = self._deadline / len(remote.hosts)
+            own = {**self._options(login=False), "socket_timeout": patience, "socket_connect_timeout": patience}
+            sentinel = Sentinel([tuple(host) for host in remote.hosts], sentinel_kwargs=own)
+            pool: redis.ConnectionPool = sentinel.master_for(remote.service, db=remote.db, **options).connection_pool
+            return pool
+        host, port = remote.hosts[0]
+        kind = redis.SSLConnection if options.pop("ssl", False) else redis.Connection
+        return redis.ConnectionPool(kind, host=host, port=port, db=remote.db, **options)
+
+    def _options(self, *, login: bool = True) -> dict[str, Any]:
+        options: dict[str, Any] = {
+            "socket_timeout": self._deadline,
+            "socket_connect_timeout": self._deadline,
+            "retry": Retry(NoBackoff(), 0),
+            "protocol": 2,
+            "client_name": "lmc",
+        }
+        if login:
+            options |= {"username": self._remote.username, "password": self._remote.password}
+        if self._remote.tls:
+            options |= {"ssl": True, **dict(self._remote.options)}
+        return options
+
+
+def _as_os_error(name: str, error: Exception) -> OSError:
+    kind = TimeoutError if isinstance(error, TimeoutError | redis.TimeoutError) else OSError
+    return kind(f"{name}: {error}")
+
+
+def _said(name: str, error: Exception) -> OSError | TierUnusable:
+    """Of a first meeting: `TierUnusable` for what waiting does not mend (a login, a permission, a database, a certificate)."""
+    if isinstance(error, ReplyError) and error.code not in AWAY[:-2]:
+        return TierUnusable(f"{name}: {error}")
+    seen: BaseException | None = error
+    while seen is not None:
+        refused = isinstance(seen, redis.AuthenticationError | redis.ResponseError)
+        if (refused and not isinstance(seen, redis.exceptions.ClusterError)) or isinstance(
+            seen, ssl.SSLCertVerificationError
+        ):
+            return TierUnusable(f"{name}: {error}")
+        seen = seen.__cause__ or seen.__context__
+    return _as_os_error(name, error)

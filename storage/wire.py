@@ -1,0 +1,297 @@
+"""RESP2 on a socket that somebody else has connected: commands out, replies in, payload straight from and to the caller's memory.
+
+Fetches of values are pipelined: they are asked for early, sent while no more than `WINDOW` bytes are on their way (what Redis has
+answered and nobody has read stays in its memory), and received in the order in which they were asked for. Knows nothing of chunks.
+Source of the protocol: the Redis serialization protocol specification.
+"""
+
+import contextlib
+import select
+import socket
+import ssl
+import struct
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+PIECE = 256 << 10  # bytes a system call: small enough to be hashed while they are in the cache of the processor
+WINDOW = 16 << 20  # bytes on their way to one connection
+BUFFER = 16 << 10
+REPLY_LIMIT = 4 << 20  # bytes of a reply that is no payload
+
+Reply: TypeAlias = "bytes | int | ReplyError | list[Reply] | None"
+Word = bytes | str | int
+
+
+class ReplyError(Exception):
+    """The server refused a command: its answer, whose first word says why."""
+
+    @property
+    def code(self) -> str:
+        """OOM, MOVED, WRONGTYPE, …"""
+        return str(self).partition(" ")[0]
+
+
+class WrongValue(Exception):
+    """A value that is not there, or not as long as was said."""
+
+
+class ProtocolError(OSError):
+    """What came is no RESP, or not what was asked for; the connection is of no use any more."""
+
+
+@dataclass(slots=True, eq=False)
+class Fetch:
+    """A value, or a range of one, that was asked for."""
+
+    command: bytes
+    length: int  # that the answer must have
+    gone: bool = False  # thrown away: it was in the way of another
+
+
+def command(*words: Word) -> bytes:
+    """A command as it is sent."""
+    blobs = [word if isinstance(word, bytes) else str(word).encode() for word in words]
+    return b"".join([b"*%d\r\n" % len(blobs), *(b"$%d\r\n%s\r\n" % (len(blob), blob) for blob in blobs)])
+
+
+class Wire:
+    """One connection. Used by one thread at a time; after an error it is closed and not used again."""
+
+    def __init__(self, sock: socket.socket, deadline: float) -> None:
+        """`deadline`: seconds without a byte after which a call raises `TimeoutError`."""
+        self._sock = sock
+        if isinstance(sock, ssl.SSLSocket):
+            self._gathers, self._wait_for_all = False, 0
+            sock.settimeout(deadline)
+        else:
+            # The kernel waits for whole pieces: fewer calls, each of which would have to get hold of the interpreter again.
+            self._gathers, self._wait_for_all = True, socket.MSG_WAITALL
+            sock.settimeout(None)
+            limit = struct.pack("@ll", int(deadline), int(deadline % 1 * 1e6) or 1)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+        self._buffer = memoryview(bytearray(BUFFER))
+        self._start = self._stop = 0  # what of the buffer has arrived and was not taken
+        self._held = bytearray()  # small things that wait for company
+        self._owed = 0  # answers to what was posted
+        self._queued: deque[Fetch] = deque()
+        self._coming: deque[Fetch] = deque()
+        self._bytes_coming = 0
+
+    # -- commands ----------------------------------------------------------------------------------------------------
+
+    def call(self, *words: Word) -> Reply:
+        """One command and its answer; raise `ReplyError` if it was refused."""
+        (answer,) = self.call_all([command(*words)])
+        return granted(answer)
+
+    def call_all(self, commands: Sequence[bytes]) -> list[Reply]:
+        """Commands in one go; an answer each, refusals among them."""
+        self.post(commands)
+        return self.collect()
+
+    def post(self, commands: Sequence[bytes]) -> None:
+        """Send commands; `collect` must follow, and nothing else before it."""
+        self.drain()
+        self.put(b"".join(commands))
+        self.flush()
+        self._owed = len(commands)
+
+    def collect(self) -> list[Reply]:
+        """The answers to what was posted."""
+        owed, self._owed = self._owed, 0
+        return [self.reply() for _ in range(owed)]
+
+    def put(self, blob: bytes) -> None:
+        """Send this together with what comes next."""
+        self._held += blob
+
+    def flush(self) -> None:
+        """Send what was put."""
+        self.send(memoryview(b""))
+
+    def send(self, view: memoryview) -> None:
+        """Send everything; raise `TimeoutError` if nothing is taken for too long."""
+        while self._held or view:
+            sent = self._sent(view[:PIECE])
+            ahead = min(sent, len(self._held))
+            del self._held[:ahead]
+            view = view[sent - ahead :]
+
+    def reply(self) -> Reply:
+        """The next answer."""
+        line = self._line()
+        kind, rest = line[:1], line[1:]
+        if kind == b"+":
+            return rest
+        if kind == b"-":
+            return ReplyError(rest.decode("utf-8", "replace"))
+        count = self._number(rest)
+        if kind == b":":
+            return count
+        if kind not in (b"$", b"*") or count > REPLY_LIMIT:
+            raise ProtocolError(f"an answer that cannot be: {line[:40]!r}")
+        if count < 0:
+            return None
+        if kind == b"*":
+            return [self.reply() for _ in range(count)]
+        blob = bytearray(count + 2)
+        self.receive(memoryview(blob))
+        return bytes(blob[:-2])
+
+    # -- fetches -----------------------------------------------------------------------------------------------------
+
+    def ask(self, fetches: Sequence[Fetch]) -> None:
+        """Queue fetches, and send as many as may be on their way."""
+        self._queued.extend(fetches)
+        self._pump()
+
+    def fetch(self, fetch: Fetch, into: Callable[[], None]) -> None:
+        """Have `into` receive the bytes of `fetch`; fetches that were asked for before it are thrown away.
+
+        Raise `WrongValue` or `ReplyError` if there is no such value; the connection is of no use then, as after every error.
+        """
+        assert not fetch.gone
+        while self._head() is not fetch:
+            self._discard()
+        self._pump()
+        line = self._line()
+        self._take()
+        if line[:1] == b"-":
+            raise ReplyError(line[1:].decode("utf-8", "replace"))
+        length = self._number(line[1:]) if line[:1] == b"$" else None
+        if length != fetch.length:
+            raise WrongValue(
+                "a value is missing"
+                if length == -1
+                else f"a value of another length than {fetch.length}: {line[:40]!r}"
+            )
+        into()
+        end = bytearray(2)
+        self.receive(memoryview(end))
+        if end != b"\r\n":
+            raise ProtocolError("a value without an end")
+
+    def drop(self, fetches: Sequence[Fetch]) -> None:
+        """Nobody wants these any more; those that were sent for are thrown away when they come."""
+        for fetch in fetches:
+            fetch.gone = True
+        self._queued = deque(fetch for fetch in self._queued if not fetch.gone)
+
+    def drain(self) -> None:
+        """Throw away what is on its way: nobody may want it any more."""
+        for fetch in self._queued:
+            fetch.gone = True
+        self._queued.clear()
+        while self._coming:
+            self._discard()
+
+    # -- bytes -------------------------------------------------------------------------------------------------------
+
+    def receive(self, view: memoryview, seen: Callable[[memoryview], None] | None = None) -> None:
+        """Fill `view`, showing each piece while it is in the cache; raise `ConnectionError` or `TimeoutError`."""
+        at = min(len(view), self._stop - self._start)
+        view[:at] = self._buffer[self._start : self._start + at]
+        self._start += at
+        if at and seen:
+            seen(view[:at])
+        while at < len(view):
+            piece = view[at : at + PIECE]
+            got = self._arrived(piece, self._wait_for_all)
+            if seen:
+                seen(piece[:got])
+            at += got
+
+    def alive(self) -> bool:
+        """Whether the server has not closed the connection meanwhile, as far as is known here."""
+        if self._coming or self._queued or self._owed:
+            return True
+        poll = select.poll()
+        poll.register(self._sock, select.POLLIN)
+        return not poll.poll(0) and self._start == self._stop
+
+    def close(self) -> None:
+        """Wake up whoever waits, from any thread; whoever made the socket closes it."""
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+
+    def _pump(self) -> None:
+        batch = []
+        while self._queued and (not self._coming or self._bytes_coming + self._queued[0].length <= WINDOW):
+            fetch = self._queued.popleft()
+            self._coming.append(fetch)
+            self._bytes_coming += fetch.length
+            batch.append(fetch.command)
+        if batch:
+            self.put(b"".join(batch))
+            self.flush()
+
+    def _take(self) -> Fetch:
+        fetch = self._coming.popleft()
+        self._bytes_coming -= fetch.length
+        return fetch
+
+    def _head(self) -> Fetch:
+        if not self._coming:
+            self._pump()
+        return self._coming[0]
+
+    def _discard(self) -> None:
+        fetch, line = self._head(), self._line()
+        self._take()
+        fetch.gone = True
+        length = self._number(line[1:]) if line[:1] == b"$" else -1
+        if length > fetch.length:
+            raise ProtocolError(f"a value of another length than {fetch.length}: {line[:40]!r}")
+        left = length + 2 if length >= 0 else 0  # the value and its end
+        scratch = memoryview(bytearray(min(left, PIECE)))
+        while left:
+            part = scratch[:left]
+            self.receive(part)
+            left -= len(part)
+
+    def _line(self) -> bytes:
+        while True:
+            held = bytes(self._buffer[self._start : self._stop])
+            end = held.find(b"\r\n")
+            if end >= 0:
+                self._start += end + 2
+                return held[:end]
+            if len(held) == BUFFER:
+                raise ProtocolError("a line without an end")
+            self._buffer[: len(held)] = held
+            self._start, self._stop = 0, len(held)
+            self._stop += self._arrived(self._buffer[self._stop :], 0)
+
+    def _arrived(self, view: memoryview, flags: int) -> int:
+        try:
+            got = self._sock.recv_into(view, len(view), flags)
+        except (BlockingIOError, TimeoutError):  # the kernel's way, and TLS's, to say that the time is over
+            raise TimeoutError("no answer within the deadline") from None
+        if got == 0:
+            raise ConnectionResetError("the server has closed the connection")
+        return got
+
+    def _sent(self, view: memoryview) -> int:
+        try:
+            if self._gathers:
+                return self._sock.sendmsg([self._held, view])
+            return self._sock.send(bytes(self._held) if self._held else view)
+        except (BlockingIOError, TimeoutError):
+            raise TimeoutError("nothing was taken within the deadline") from None
+
+    @staticmethod
+    def _number(text: bytes) -> int:
+        try:
+            return int(text)
+        except ValueError:
+            raise ProtocolError(f"no number: {text[:40]!r}") from None
+
+
+def granted(answer: Reply) -> Reply:
+    """An answer that is no refusal; raise it if it is one."""
+    if isinstance(answer, ReplyError):
+        raise answer
+    return answer
