@@ -1,4 +1,4 @@
-"""What a prefill gives back: logits, a cache, and what it took."""
+"""What a prefill takes from the store, and what it gives back: logits, a cache, and what it took."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -6,7 +6,31 @@ from typing import Literal
 import torch
 from transformers import DynamicCache
 
+from lmc.blend.segments import Span
+from lmc.engine import Piece
+
 How = Literal["blend", "reuse", "exact", "full"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """What of a prompt is taken from the store."""
+
+    exact: list[Piece] = field(default_factory=list)  # from the start
+    documents: list[Piece] = field(default_factory=list)  # behind it
+    unknown: list[Span] = field(default_factory=list)
+    skipped: int = 0  # tokens that are stored and left out
+    note: str = ""
+
+    @property
+    def pieces(self) -> list[Piece]:
+        """All of them."""
+        return self.exact + self.documents
+
+    @property
+    def tokens(self) -> int:
+        """In them."""
+        return sum(piece.tokens for piece in self.pieces)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +46,7 @@ class Report:
     loaded: dict[str, int]  # bytes from "device", "host", "disk", …
     unknown: int  # documents that were not stored, and are learned afterwards, or that memory had no room for
     seconds: float  # until the logits were there
+    skipped: int = 0  # tokens that are stored and were not loaded, as computing them was expected to be faster
     # per layer, positions of reused tokens computed anew
     repaired: tuple[torch.Tensor, ...] = field(default=(), repr=False)
     note: str = ""  # why something else was done than was asked for

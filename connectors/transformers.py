@@ -13,8 +13,9 @@ import logging
 import operator
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
+from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -28,11 +29,12 @@ from lmc.blend.segments import Segments, Span, Variants, separator_variants, spl
 from lmc.blend.select import Policy
 from lmc.config import Settings
 from lmc.connectors.hf import cache_of, fingerprint, forward, load, rows_of
-from lmc.connectors.report import How, Prefilled, Report
+from lmc.connectors.report import How, Planned, Prefilled, Report
 from lmc.connectors.selftest import proves_itself
-from lmc.engine import CacheEngine, Kind, Piece, trim
+from lmc.engine import MEMORY, CacheEngine, Kind, Piece, offer, trim
 from lmc.errors import ChunkLost, ConfigError, InputError
 from lmc.keys import ChunkKey, Namespace
+from lmc.storage.speed import LoadPolicy
 
 log = logging.getLogger(__name__)
 
@@ -111,7 +113,9 @@ class CachedModel:
             )
         if self.engine.find_document(document, 0) is not None:
             return 0
+        started = time.perf_counter()
         kv = rows_of(forward(self.model, document, DynamicCache()).past_key_values)
+        self._computed(len(document), 0, started)
         return self.engine.store(Kind.DOCUMENT, document, kv, patient=True)
 
     def learn_pending(self) -> int:
@@ -192,25 +196,19 @@ class CachedModel:
 
     def _prefill(self, prompt: list[int], how: How, policy: Policy, started: float, lost: set[ChunkKey]) -> Prefilled:
         if how == "full":
-            return self._by_model(prompt, [], how, started)
+            return self._by_model(prompt, Planned(), how, started)
+        policy = Policy(strategy="none", ratios=(0.0,)) if how == "reuse" else policy
         segments = split(prompt, self.separators)
-        unknown: list[Span] = []
-        note = ""
-        if how == "exact":
-            plan = trim(self._prefix(prompt, lost), 0, len(prompt) - 1)
-        else:
-            prefix, documents, unknown = self._plan(prompt, segments, lost)
-            note = self._why_not(sum(piece.tokens for piece in documents))
-            plan = prefix if note else prefix + documents
-        if self.blends and plan:
+        planned = self._worthwhile(prompt, segments, how, policy.ratios[-1], lost)
+        if self.blends and planned.tokens:
             # For exact prefixes too: transformers' attention behind a cache reads a whole mask, ours no key that is hidden.
-            done = self._blended(prompt, segments, plan, how, policy, started, note, len(unknown))
+            done = self._blended(prompt, segments, planned, how, policy, started)
         else:
-            done = self._by_model(prompt, plan, how, started, note, len(unknown))
+            done = self._by_model(prompt, planned, how, started)
         if how == "exact":
             self.engine.store(Kind.EXACT, prompt, rows_of(done.cache))
         elif self.settings.blend_learn:
-            self._to_learn = [prompt[span.start : span.stop] for span in unknown]
+            self._to_learn = [prompt[span.start : span.stop] for span in planned.unknown]
         self._keep_system(prompt, segments.system, done.cache)
         return done
 
@@ -222,15 +220,31 @@ class CachedModel:
             return f"{documents} tokens of stored documents are fewer than blend_min_tokens={self.settings.blend_min_tokens}"
         return ""
 
+    def _worthwhile(
+        self, prompt: list[int], segments: Segments, how: How, ratio: float, lost: set[ChunkKey]
+    ) -> Planned:
+        """The plan with all that is stored, or, if loading would take longer than computing, with what is in memory."""
+        planned = self._plan(prompt, segments, how, lambda piece: piece.key not in lost, lost)
+        wanted = offer(self.layers.shape, planned.exact, planned.documents, ratio=ratio, prompt=len(prompt))
+        choice = self.engine.speeds.choose(wanted, LoadPolicy(self.settings.load_policy))
+        if choice.load or not wanted.records:
+            return planned
+        near = self._plan(prompt, segments, how, lambda piece: piece.key not in lost and piece.place in MEMORY, lost)
+        note = "; ".join(filter(None, (near.note, choice.why)))
+        return replace(near, skipped=planned.tokens - near.tokens, note=note)
+
     def _plan(
-        self, prompt: list[int], segments: Segments, lost: set[ChunkKey]
-    ) -> tuple[list[Piece], list[Piece], list[Span]]:
-        """Pieces for the exact prefix, pieces for every known document behind it, and the documents that are not known."""
+        self, prompt: list[int], segments: Segments, how: How, usable: Callable[[Piece], bool], lost: set[ChunkKey]
+    ) -> Planned:
+        """Usable pieces for the exact prefix and for every known document behind it, and the documents that are not known."""
         limit = len(prompt) - 1  # the last token is always computed, for its logits
+        whole = list(takewhile(usable, self.engine.find_prefix(prompt)))
+        if how == "exact":
+            return Planned(exact=trim(whole, 0, limit))
         before = prompt[: segments.system.stop]
         # A document at position 0 is as exact there as it is alone.
-        first = list(takewhile(lambda piece: piece.key not in lost, self.engine.find_document(before, 0) or []))
-        prefixes = [self._prefix(prompt, lost), self._prefix(before, lost), first]
+        first = list(takewhile(usable, self.engine.find_document(before, 0) or []))
+        prefixes = [whole, list(takewhile(usable, self.engine.find_prefix(before))), first]
         prefix = trim(max(prefixes, key=lambda pieces: sum(p.tokens for p in pieces)), 0, limit)
         reach = sum(piece.tokens for piece in prefix)
         known: list[Piece] = []
@@ -242,59 +256,50 @@ class CachedModel:
             if pieces is None or any(piece.key in lost for piece in pieces):
                 unknown.append(span)
             else:
-                known += trim(pieces, max(reach, span.start), limit)
-        return prefix, known, unknown
+                known += trim([piece for piece in pieces if usable(piece)], max(reach, span.start), limit)
+        note = self._why_not(sum(piece.tokens for piece in known))
+        return Planned(exact=prefix, documents=[] if note else known, unknown=unknown, note=note)
 
     def _blended(
-        self,
-        prompt: list[int],
-        segments: Segments,
-        plan: list[Piece],
-        how: How,
-        policy: Policy,
-        started: float,
-        note: str,
-        unknown: int,
+        self, prompt: list[int], segments: Segments, planned: Planned, how: How, policy: Policy, started: float
     ) -> Prefilled:
-        if how == "reuse":
-            policy = Policy(strategy="none")
-        placed = [Placed(at=p.at, tokens=p.tokens, first=p.first) for p in plan]
+        placed = [Placed(at=p.at, tokens=p.tokens, first=p.first) for p in planned.pieces]
         loaded: Counter[str] = Counter()
-        with closing(self.engine.layers(plan, loaded)) as reader:
+        begun = time.perf_counter()
+        with closing(self.engine.layers(planned.pieces, loaded)) as reader:
             result = Blend(self.layers, prompt, placed, segments.question, policy).run(reader)
         assert result.logits is not None
-        seconds = self._elapsed(started)
+        exact = planned.tokens - result.reused
+        if not result.reused and loaded.keys() <= MEMORY:
+            self._computed(len(prompt) - exact, exact, begun)
         cache = cache_of(list(zip(result.keys, result.values, strict=True)))
-        known = sum(piece.tokens for piece in plan)
         cache.lmc_approximate = result.reused > 0
         report = Report(
             how=how,
             tokens=len(prompt),
             computed=tuple(result.computed),
-            exact=known - result.reused,
+            exact=exact,
             reused=result.reused,
             charged_budget=result.charged_budget,
             loaded=dict(loaded),
-            unknown=unknown,
-            seconds=seconds,
-            note=note,
+            unknown=len(planned.unknown),
+            skipped=planned.skipped,
+            seconds=self._elapsed(started),
+            note=planned.note,
             repaired=tuple(result.repaired),
         )
         return Prefilled(logits=result.logits, cache=cache, report=report)
 
-    def _prefix(self, tokens: list[int], lost: set[ChunkKey]) -> list[Piece]:
-        return list(takewhile(lambda piece: piece.key not in lost, self.engine.find_prefix(tokens)))
-
-    def _by_model(
-        self, prompt: list[int], plan: list[Piece], how: How, started: float, note: str = "", unknown: int = 0
-    ) -> Prefilled:
+    def _by_model(self, prompt: list[int], planned: Planned, how: How, started: float) -> Prefilled:
         """The model's own prefill behind an exact prefix, or of the whole prompt."""
         loaded: Counter[str] = Counter()
         stored = [
-            kv.to(self.layers.device).transpose(1, 2) for kv in self.engine.retrieve(plan, loaded)
+            kv.to(self.layers.device).transpose(1, 2) for kv in self.engine.retrieve(planned.exact, loaded)
         ]  # [K, H, T, D]
-        cache, reach = cache_of([(kv[0], kv[1]) for kv in stored]), sum(piece.tokens for piece in plan)
+        cache, reach = cache_of([(kv[0], kv[1]) for kv in stored]), planned.tokens
+        begun = time.perf_counter()
         logits = forward(self.model, prompt[reach:], cache).logits[0, -1]
+        self._computed(len(prompt) - reach, reach, begun)
         report = Report(
             how=how,
             tokens=len(prompt),
@@ -303,9 +308,10 @@ class CachedModel:
             reused=0,
             charged_budget=0.0,
             loaded=dict(loaded),
-            unknown=unknown,
+            unknown=len(planned.unknown),
+            skipped=planned.skipped,
             seconds=self._elapsed(started),
-            note=note,
+            note=planned.note,
         )
         return Prefilled(logits=logits, cache=cache, report=report)
 
@@ -316,6 +322,12 @@ class CachedModel:
             self.engine.store(Kind.EXACT, prompt[: system.stop], rows)
 
     # -- the model ---------------------------------------------------------------------------------------------------
+
+    def _computed(self, tokens: int, behind: int, started: float) -> None:
+        """What computing costs, from prefills that were mostly computing."""
+        seconds = self._elapsed(started)
+        if behind <= tokens:
+            self.engine.speeds.computed(tokens, seconds, length=2 * behind + tokens)
 
     def _elapsed(self, started: float) -> float:
         if self.layers.device.type == "cuda":

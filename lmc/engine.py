@@ -10,6 +10,7 @@ from collections.abc import Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from enum import Enum
+from itertools import dropwhile
 
 import torch
 
@@ -22,11 +23,13 @@ from lmc.storage.codec import Coded
 from lmc.storage.disk import DiskTier
 from lmc.storage.record import RecordMeta
 from lmc.storage.slab import Slab
+from lmc.storage.speed import Offer
 from lmc.storage.stats import Policy
 from lmc.storage.store import Store
 from lmc.storage.tier import Tier
 
 TAILS = 4096  # places at which tails are remembered
+MEMORY = frozenset({"device", "host"})  # places of chunks that need no loading; all others are tiers
 LayerKV = tuple[torch.Tensor, torch.Tensor]  # keys and values [T, H, D]
 
 
@@ -47,6 +50,7 @@ class Piece:
     tokens: int  # used ones
     at: int  # position in the prompt of the first used token
     first: int  # position at which that token was computed
+    place: str | None  # where it was when it was looked for; None: nowhere
 
 
 class CacheEngine:
@@ -74,6 +78,7 @@ class CacheEngine:
         # Lengths of partly full exact chunks, by the key before them: turns of conversations, system texts.
         self._tails: OrderedDict[ChunkKey, set[int]] = OrderedDict()
         self.store_of_chunks = Store(host, tiers, device=slab, policy=Policy(settings.store_policy))
+        self.speeds = self.store_of_chunks.speeds
 
     # -- plans -------------------------------------------------------------------------------------------------------
 
@@ -93,8 +98,8 @@ class CacheEngine:
         so those of earlier processes are not looked for).
         """
         plan = []
-        for piece, place in self._places(Kind.EXACT, tokens, 0):
-            if place is None:
+        for piece in self._pieces(Kind.EXACT, tokens, 0):
+            if piece.place is None:
                 break
             plan.append(piece)
         tail = self._find_tail(tokens, plan)
@@ -102,8 +107,8 @@ class CacheEngine:
 
     def find_document(self, tokens: Sequence[int], at: int) -> list[Piece] | None:
         """The whole document `tokens` for use from position `at` on, or None if any chunk of it is missing."""
-        found = self._places(Kind.DOCUMENT, tokens, at)
-        return [piece for piece, _ in found] if all(place for _, place in found) else None
+        found = self._pieces(Kind.DOCUMENT, tokens, at)
+        return found if all(piece.place for piece in found) else None
 
     # -- KV ----------------------------------------------------------------------------------------------------------
 
@@ -148,14 +153,14 @@ class CacheEngine:
         assert len(kv) == self.shape.layers
         assert kv[0][0].shape[0] >= len(tokens)
         new, parent = 0, exact_root(self.namespace)
-        for piece, place in self._places(kind, tokens, 0)[: self._slots]:  # more would evict the first ones again
+        for piece in self._pieces(kind, tokens, 0)[: self._slots]:  # more would evict the first ones again
             full = piece.stored == self.chunk_size
             if kind is Kind.EXACT and not full:
                 if not self.settings.save_unfull_chunk:
                     break
                 self._remember_tail(parent, piece.stored)
             parent = piece.key
-            if place is None:
+            if piece.place is None:
                 if patient:
                     self.store_of_chunks.flush()
                 new += self._store_chunk(piece, kv)
@@ -195,17 +200,18 @@ class CacheEngine:
         lengths = self._tails.get(parent, set())
         for length in sorted((n for n in lengths if n <= len(tokens) - at), reverse=True):
             key = next_key(parent, tokens[at : at + length])
-            if self.store_of_chunks.lookup([key])[0]:
-                return Piece(key=key, stored=length, skip=0, tokens=length, at=at, first=at)
+            place = self.store_of_chunks.lookup([key])[0]
+            if place:
+                return Piece(key=key, stored=length, skip=0, tokens=length, at=at, first=at, place=place)
         return None
 
-    def _places(self, kind: Kind, tokens: Sequence[int], at: int) -> list[tuple[Piece, str | None]]:
-        keys = self.keys(kind, tokens)
-        pieces = [
-            Piece(key=key, stored=stop - start, skip=0, tokens=stop - start, at=at + start, first=start)
-            for key, (start, stop) in zip(keys, chunk_bounds(len(tokens), self.chunk_size), strict=True)
+    def _pieces(self, kind: Kind, tokens: Sequence[int], at: int) -> list[Piece]:
+        keys, bounds = self.keys(kind, tokens), chunk_bounds(len(tokens), self.chunk_size)
+        places = self.store_of_chunks.lookup(keys)
+        return [
+            Piece(key=key, stored=stop - start, skip=0, tokens=stop - start, at=at + start, first=start, place=place)
+            for key, place, (start, stop) in zip(keys, places, bounds, strict=True)
         ]
-        return list(zip(pieces, self.store_of_chunks.lookup(keys), strict=True))
 
     def _meta(self, piece: Piece) -> RecordMeta:
         return RecordMeta(
@@ -259,3 +265,22 @@ def trim(pieces: Sequence[Piece], start: int, stop: int) -> list[Piece]:
             moved = replace(piece, skip=piece.skip + skip, tokens=tokens, at=piece.at + skip, first=piece.first + skip)
             kept.append(moved)
     return kept
+
+
+def offer(shape: KVShape, exact: Sequence[Piece], reused: Sequence[Piece], *, ratio: float, prompt: int) -> Offer:
+    """What of a plan would have to be loaded, and what that spares: all that is exact from the first such piece on, and the others."""
+    away = {piece.key: piece for piece in (*exact, *reused) if piece.place not in MEMORY}
+    records: Counter[str] = Counter()
+    sizes: Counter[str] = Counter()
+    for piece in away.values():
+        assert piece.place is not None
+        records[piece.place] += 1
+        sizes[piece.place] += shape.part_bytes(piece.stored) * shape.layers
+    return Offer(
+        records=records,
+        bytes=sizes,
+        exact=sum(piece.tokens for piece in dropwhile(lambda piece: piece.key not in away, exact)),
+        reused=sum(piece.tokens for piece in reused if piece.key in away),
+        ratio=ratio,
+        prompt=prompt,
+    )

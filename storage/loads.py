@@ -6,7 +6,7 @@ it ends; a load that failed leaves its slot to those who read it, since parts th
 
 import logging
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -21,6 +21,7 @@ from lmc.storage.attempts import Attempts
 from lmc.storage.ledger import Ledger, Slot
 from lmc.storage.record import RecordMeta
 from lmc.storage.slab import Slab
+from lmc.storage.speed import Batch, Speeds, Spent
 from lmc.storage.tier import Reader, Tier
 
 log = logging.getLogger(__name__)
@@ -124,6 +125,7 @@ class Loads:
 
     def __init__(self, host: Level, changed: threading.Condition, attempt: Attempts, threads: int) -> None:
         self.bytes: Counter[str] = Counter()  # loaded, by tier
+        self.speeds = Speeds()
         self._host, self._changed, self._attempt = host, changed, attempt
         self._loads: dict[ChunkKey, Load] = {}
         self._threads = max(1, threads)
@@ -150,8 +152,10 @@ class Loads:
 
     def run(self, loads: Sequence[Load]) -> None:
         """Every thread walks its share layer by layer, so that layer 0 of all chunks is there before layer 1 of any."""
-        for share in range(min(self._threads, len(loads))):
-            self._pool.submit(self._work, loads[share :: self._threads])
+        threads = min(self._threads, len(loads))
+        batch = Batch(self.speeds, threads)
+        for share in range(threads):
+            self._pool.submit(self._work, loads[share :: self._threads], batch)
 
     def leave(self, load: Load) -> None:
         """A reader goes before the load has ended well; the last one ends what no thread has begun, or frees the failed slot."""
@@ -174,26 +178,30 @@ class Loads:
 
     # -- in the threads ----------------------------------------------------------------------------------------------
 
-    def _work(self, loads: Sequence[Load]) -> None:
+    def _work(self, loads: Sequence[Load], batch: Batch) -> None:
         readers: dict[Load, Reader] = {}
+        spent, clock = batch.begin(), self.speeds.clock
         try:
             for load in loads:
                 if not self._begin(load):
                     continue
-                reader = self._attempt(load.tier, lambda load=load: self._open(load))  # type: ignore[misc]
+                started = clock()
+                reader = self._attempt(load.tier, "read", lambda load=load: self._open(load))  # type: ignore[misc]
+                spent[load.tier.name].opened(clock() - started)
                 if reader is None:
                     self._finish(load, None)
                 else:
                     readers[load] = reader
-            self._read_in_step(readers)
+            self._read_in_step(readers, spent)
         except Exception:
             log.exception("lmc loading failed; what had not arrived is a miss")
             raise
         finally:
             for load, reader in readers.items():
-                self._attempt(load.tier, reader.close)
+                self._attempt(load.tier, "read", reader.close)
             for load in loads:
                 self._finish(load, None)  # nothing to do for those that ended well
+            batch.end(spent)
 
     def _begin(self, load: Load) -> bool:
         with self._changed:
@@ -209,8 +217,8 @@ class Loads:
             raise CorruptRecord("a record of another shape under this key")
         return reader
 
-    def _read_in_step(self, readers: dict[Load, Reader]) -> None:
-        slab = self._host.slab
+    def _read_in_step(self, readers: dict[Load, Reader], spent: defaultdict[str, Spent]) -> None:
+        slab, clock = self._host.slab, self.speeds.clock
         step = max(1, READ_AHEAD_BYTES // slab.stride)
         ranges = [(first, min(step, slab.parts - first)) for first in range(0, slab.parts, step)]
         for (first, count), ahead in zip_longest(ranges, ranges[1:]):
@@ -222,20 +230,24 @@ class Loads:
                 if load.done or self._cancelled(load):
                     continue
                 memory = slab.memory(load.slot, first, count, reader.meta.stored_part)
-                if self._attempt(load.tier, lambda r=reader, m=memory: r.read(first, count, m) or True) is None:  # type: ignore[misc]  # noqa: B023
+                started = clock()
+                read = self._attempt(load.tier, "read", lambda r=reader, m=memory: r.read(first, count, m) or True)  # type: ignore[misc]  # noqa: B023
+                size = count * reader.meta.stored_part
+                spent[load.tier.name].read(clock() - started, size if read else 0)
+                if not read:
                     self._finish(load, None)
                     continue
                 with self._changed:
                     slab.label(load.slot, load.key, first + count)
                     load.ready = first + count
-                    self.bytes[load.tier.name] += count * reader.meta.stored_part
+                    self.bytes[load.tier.name] += size
                     self._changed.notify_all()
                 if load.ready == slab.parts:
                     self._finish(load, reader.meta)
 
     def _ask(self, readers: dict[Load, Reader], first: int, count: int) -> None:
         for load, reader in readers.items():
-            if not load.done and self._attempt(load.tier, lambda r=reader: r.ask(first, count) or True) is None:  # type: ignore[misc]
+            if not load.done and self._attempt(load.tier, "read", lambda r=reader: r.ask(first, count) or True) is None:  # type: ignore[misc]
                 self._finish(load, None)
 
     def _cancelled(self, load: Load) -> bool:

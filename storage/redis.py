@@ -9,6 +9,7 @@ another writer was faster. Connections are redis-py's (`servers.py`), the payloa
 """
 
 import contextlib
+import errno
 import logging
 import mmap
 import os
@@ -41,6 +42,7 @@ class RedisTier:
 
     name = "redis"
     shared = True
+    evictions = 0  # Redis evicts by itself, and tells nobody
 
     def __init__(self, remote: Remote, *, deadline: float = 0.5, ttl: int = 0, prefix: str = "lmc") -> None:
         """Meet the servers; raise `TierUnusable` for what waiting does not mend. One that is away is a warning, and joins later."""
@@ -298,7 +300,7 @@ class RedisTier:
                     scratch = memoryview(mmap.mmap(-1, max(reader.meta.stored)))
                     for part, size in enumerate(reader.meta.stored):
                         reader.verified(part, 1, [scratch[:size]])
-        except CorruptRecord as error:
+        except (CorruptRecord, FileNotFoundError) as error:
             return str(error)
         return ""
 
@@ -338,9 +340,12 @@ class RedisReader:
         except CorruptRecord:
             self._tier.discard(self.meta.key)
             raise
+        except FileNotFoundError:
+            self._tier.delete(self.meta.key)  # what is left of it
+            raise
 
     def verified(self, first: int, count: int, into: Sequence[memoryview]) -> None:
-        """Fill `into` with `count` parts; raise `CorruptRecord` for a wrong one, and leave it where it is."""
+        """Fill `into` with `count` parts; raise `CorruptRecord` for a wrong one, `FileNotFoundError` for one that is gone."""
         sizes = self.meta.stored[first : first + count]
         wanted = self.meta.checksums[first : first + count]
         cursor = Cursor(split_parts(into, sizes))
@@ -349,9 +354,9 @@ class RedisReader:
                 for fetch in self._fetches(wire, first, count):
                     wire.fetch(fetch, lambda size=fetch.length: cursor.receive(wire, size))  # type: ignore[misc]
         except WrongValue as error:
-            if not self._tier.contains([self.meta.key])[0]:
-                raise OSError("the record was removed while it was read") from None
-            raise CorruptRecord(str(error)) from None
+            if error.args == (0,):  # evicted by Redis, or the whole record was removed meanwhile
+                raise FileNotFoundError(errno.ENOENT, "a value is gone", self._names.header.decode()) from None
+            raise CorruptRecord(f"a value has {error} bytes, which is not its length") from None
         except ReplyError as error:
             raise CorruptRecord(f"a value that is none: {error}") from None
         for part, (found, right) in enumerate(zip(cursor.checksums(), wanted, strict=True), first):

@@ -17,7 +17,7 @@ from redis.sentinel import Sentinel
 from lmc.errors import TierUnusable
 from lmc.remote import Remote
 from lmc.storage.breaker import Breaker
-from lmc.storage.wire import ReplyError, Wire
+from lmc.storage.wire import ReplyError, Wire, WrongValue
 
 # Refusals that say something of the server rather than of the command.
 MOVED = ("MOVED", "ASK")
@@ -69,6 +69,9 @@ class Server:
             else:
                 self.breaker.failed(trouble)
             raise trouble from None
+        except WrongValue:
+            self.breaker.worked()
+            raise
         except BaseException:
             self._drop_wire()  # who knows what is on its way
             raise

@@ -14,6 +14,7 @@ import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -76,6 +77,8 @@ class Slab:
             flat = torch.frombuffer(self._map, dtype=torch.uint8, count=self.bytes)
             if shared or at:
                 self.labels = torch.frombuffer(self._map, dtype=torch.int64, offset=self.bytes).view(slots, 2)
+                # The same, for single numbers: of a tensor each takes 2 µs.
+                self._labels = self._view[self.bytes :].cast("q")
             # Of a shared slab workers copy to and from the GPU; its owner does not, and would take a context on one for nothing.
             if torch.cuda.is_available() and not shared:
                 _pin(flat)
@@ -84,6 +87,7 @@ class Slab:
         else:
             flat = torch.zeros(self.bytes, dtype=torch.uint8, device=self.device)
         self._parts = flat.view(slots, parts, self.stride)
+        self._written: dict[Slot, torch.cuda.Event] = {}  # on a GPU: what was last issued into each slot
 
     @classmethod
     def attach(cls, at: SlabAt) -> "Slab":
@@ -99,19 +103,20 @@ class Slab:
     def label(self, slot: Slot, key: ChunkKey, ready: int) -> None:
         """Say to other processes what is in `slot` and how many of its parts have arrived."""
         if self.labels is not None:
-            self.labels[slot, 1] = 0  # never new parts under an old tag, nor old ones under a new tag
-            self.labels[slot, 0] = tag_of(key)
-            self.labels[slot, 1] = ready
+            self._labels[2 * slot + 1] = 0  # never new parts under an old tag, nor old ones under a new tag
+            self._labels[2 * slot] = tag_of(key)
+            self._labels[2 * slot + 1] = ready
 
     def lose(self, slot: Slot) -> None:
         """Say to other processes that what was in `slot` is no more."""
         if self.labels is not None:
-            self.labels[slot, 1] = LOST
+            self._labels[2 * slot + 1] = LOST
 
     def ready(self, slot: Slot, tag: int) -> int:
         """How many parts of the chunk `tag` have arrived in `slot`; `LOST` if it holds another or they never will."""
         assert self.labels is not None
-        found, ready = self.labels[slot].tolist()
+        # The count first: a new one is never taken under an old tag.
+        ready, found = self._labels[2 * slot + 1], self._labels[2 * slot]
         return ready if found == tag else LOST
 
     @classmethod
@@ -142,24 +147,42 @@ class Slab:
         return [self._view[start + i * self.stride : start + i * self.stride + size] for i in range(count)]
 
     def seal(self, slot: Slot, size: int) -> None:
-        """Zero what lies behind `size` bytes in each part's last block, so that no older bytes travel with a record."""
+        """A slot was filled: zero what lies behind `size` bytes in each part's last block, so that no older bytes travel with a record."""
         end = aligned(size)
         if end != size:
             self._parts[slot, :, size:end] = 0
+        self.written(slot)
+
+    def written(self, slot: Slot) -> None:
+        """What this thread has issued into `slot` until now, which on a GPU may be on its way, comes before what is copied in or out."""
+        if self.device.type == "cuda":
+            event = self._written.setdefault(slot, torch.cuda.Event())
+            event.record(torch.cuda.current_stream(self.device))
+
+    def copy_from(self, slot: Slot, source: "Slab", there: Slot) -> None:
+        """Copy a whole slot of another slab, and wait for it. To and from a GPU on a stream of its own, beside the model's work."""
+        stream = self._stream or source._stream
+        if stream is None:
+            self._parts[slot].copy_(source._parts[there])
+            return
+        with torch.cuda.stream(stream):
+            for event in (source._written.get(there), self._written.get(slot)):
+                if event is not None:
+                    stream.wait_event(event)
+            self._parts[slot].copy_(source._parts[there], non_blocking=True)
+        stream.synchronize()
 
     def snapshot(self, slot: Slot, parts: int, size: int) -> memoryview:
         """A copy of the first `size` bytes of `parts` parts, side by side and aligned, in host memory that is not page-locked."""
+        if slot in self._written:
+            self._written[slot].synchronize()
         copy = mmap.mmap(-1, parts * size)
         torch.frombuffer(copy, dtype=torch.uint8).view(parts, size).copy_(self._parts[slot, :parts, :size])
         return memoryview(copy)
 
-    def event(self) -> "torch.cuda.Event | None":
-        """When the copies into a CUDA slab that were issued until now are done."""
-        if self.device.type != "cuda":
-            return None
-        event = torch.cuda.Event()
-        event.record()
-        return event
+    @cached_property
+    def _stream(self) -> "torch.cuda.Stream | None":
+        return torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
 
     def _shared_map(self, at: SlabAt | None) -> mmap.mmap:
         size = self.bytes + self.slots * 16  # two int64 a label

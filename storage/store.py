@@ -6,14 +6,12 @@ place where a tier's failure becomes a miss.
               whoever asks (single flight)
 
 Knows keys, parts and bytes; what a part means is its callers' affair. Thread-safe: one lock for the bookkeeping, none while bytes move
-(but for the copy that saves a chunk of write_back from eviction).
+(but for the copy that saves a chunk of write_back from eviction), and none to look up what is in memory.
 """
 
-import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -24,10 +22,10 @@ from lmc.storage.ledger import Slot
 from lmc.storage.loads import Level, Loads, Pin, Writing
 from lmc.storage.record import RecordMeta
 from lmc.storage.slab import Slab
+from lmc.storage.speed import Speeds
+from lmc.storage.spill import Spill
 from lmc.storage.stats import Policy, StoreStats
-from lmc.storage.tier import Tier, Written
-
-log = logging.getLogger(__name__)
+from lmc.storage.tier import Tier
 
 
 class Store:
@@ -45,27 +43,24 @@ class Store:
         self._host = Level.of("host", host)
         self._levels = [*([Level.of("device", device)] if device else []), self._host]
         self._tiers = list(tiers)
-        self._policy = policy
         self._changed = threading.Condition()
         self._try = Attempts()
         self._loads = Loads(self._host, self._changed, self._try, load_threads)
+        self._spill = Spill(self._levels, self._tiers, policy, self._changed, self._try)
         self._being_written: set[ChunkKey] = set()
-        self._queued = 0  # slots held by, or copied for, background work
-        self._queue_limit = max(1, host.slots // 2)
         self._closed = False
-        self._background = ThreadPoolExecutor(1, thread_name_prefix="lmc-spill")
         self._hits: Counter[str] = Counter()
-        self._writes: Counter[str] = Counter()
-        self._misses = self._dropped = self._no_room = 0
+        self._misses = 0
 
     # -- finding -----------------------------------------------------------------------------------------------------
 
     def lookup(self, keys: Sequence[ChunkKey]) -> list[str | None]:
         """Where each of `keys` is ("device", "host", a tier's name) or None. Holds nothing: it may be gone when it is read."""
-        with self._changed:
-            found = [self._place(key) for key in keys]
+        found = self._in_memory(keys)
         for tier in self._tiers:
             asked = [i for i, place in enumerate(found) if place is None]
+            if not asked:
+                break
             for i, there in zip(asked, self._ask(tier, [keys[i] for i in asked]), strict=True):
                 if there:
                     found[i] = tier.name
@@ -94,7 +89,7 @@ class Store:
             for i, (key, place) in enumerate(zip(keys, places, strict=True)):
                 if pins[i] is None and place in tiers:
                     pins[i] = self._join(key)  # `key` may be in `keys` twice
-                    if pins[i] is None and (slot := self._reserve(self._host)) is not None:
+                    if pins[i] is None and (slot := self._spill.reserve(self._host)) is not None:
                         load = self._loads.start(key, tiers[place], slot)
                         pins[i] = Pin(key, place, self._host, slot, load, self._changed)
                         loads.append(load)
@@ -110,17 +105,21 @@ class Store:
         """Give pins back. Loads that nobody else waits for are cancelled, and waited for; do without only if no one reads the slots."""
         with self._changed:
             left = []
-            held: dict[str, list[Slot]] = {level.name: [] for level in self._levels}
+            held: list[Pin] = []
             for pin in pins:
-                if pin.load is None or (pin.load.done and not pin.load.failed):
-                    held[pin.level.name].append(pin.slot)
+                load = pin.load
+                if load is None or (load.done and not load.failed):
+                    held.append(pin)
                 else:
-                    self._loads.leave(pin.load)
-                    left.append(pin.load)
-            self._promote(held["host"])
+                    self._loads.leave(load)
+                    left.append(load)
             for level in self._levels:
-                level.ledger.release(held[level.name])
-            self._changed.wait_for(lambda: not wait or all(load.done or load.readers for load in left))
+                slots = [pin.slot for pin in held if pin.level is level]
+                if level is self._host:
+                    self._spill.read(slots)
+                level.ledger.release(slots)
+            if wait and left:
+                self._changed.wait_for(lambda: all(load.done or load.readers for load in left))
 
     # -- storing -----------------------------------------------------------------------------------------------------
 
@@ -147,10 +146,10 @@ class Store:
         assert meta.parts == level.slab.parts
         assert meta.part_bytes <= level.slab.part_bytes
         with self._changed:
-            if meta.key in self._being_written or meta.key in self._loads or self._place(meta.key) is not None:
+            if meta.key in self._being_written or meta.key in self._loads or self._find(meta.key):
                 return None
             for level in self._levels:  # a small device slab may be full of slots on their way down
-                slot = self._reserve(level)
+                slot = self._spill.reserve(level)
                 if slot is not None:
                     self._being_written.add(meta.key)
                     return Writing(meta, level, slot)
@@ -163,60 +162,72 @@ class Store:
         with self._changed:
             self._being_written.discard(meta.key)
             level.commit(slot, meta)
-            if self._policy is Policy.WRITE_THROUGH:
-                self._send_down(level, slot)
+            self._spill.committed(level, slot)
             level.ledger.release([slot])
 
     def abort(self, writing: Writing) -> None:
         """Give the slot back as if nothing had been begun."""
+        writing.level.slab.written(writing.slot)
         with self._changed:
             self._being_written.discard(writing.meta.key)
             writing.level.ledger.abort(writing.slot)
 
-    def forget(self, key: ChunkKey, *, wait: bool = True) -> None:
-        """Remove a chunk everywhere: its bytes turned out not to be what its key says, or are of no use any more."""
-        self._drop(key)
-        deleted = self._background.submit(self._delete, key)  # in the queue, behind writes of it that are under way
+    def forget(self, key: ChunkKey, *, wait: bool = True, shared: bool = True) -> None:
+        """Remove a chunk: its bytes turned out not to be what its key says, or are of no use any more.
+
+        Everywhere, or but for the tiers that other processes use (not `shared`).
+        """
+        with self._changed:  # at once, so that nothing can be sent to a tier behind its deletion
+            self._drop(key)
+            deletions = self._spill.delete(key, shared=shared)
         if wait:
-            deleted.result()
-            self._drop(key)  # what was loaded meanwhile
+            for deletion in deletions:
+                deletion.result()
+            with self._changed:
+                self._drop(key)  # what was loaded meanwhile
 
     def flush(self) -> None:
         """Wait until everything that was queued has been written."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._queued == 0)
+        self._spill.flush()
 
     def close(self) -> None:
         """Write down what only memory holds, stop the threads, close the tiers. Memory can still be read; nothing new is taken."""
         with self._changed:
             if self._closed:
                 return
-            self._closed = True  # from now on no slot changes, but for what is being filled
+            self._closed = True
+            self._spill.stop()  # from now on no slot changes, but for what is being filled
         self._loads.close()
-        self.flush()
-        self._background.shutdown()
-        for level in self._levels:
-            for slot in map(Slot, range(level.slab.slots)):
-                if level.ledger.key_of(slot) is not None:
-                    self._write_down(level.metas[slot], self._memory(level, slot))
+        self._spill.close()
         for tier in self._tiers:
-            self._try(tier, tier.close)
+            self._try(tier, "write", tier.close)
 
     # -- looking at it -----------------------------------------------------------------------------------------------
 
     def stats(self) -> StoreStats:
         """Counts since start."""
+        moved = self._spill
         with self._changed:
+            own = {tier.name: tier.evictions for tier in self._tiers}
             return StoreStats(
                 hits=dict(self._hits),
                 misses=self._misses,
-                bytes_loaded=dict(self._loads.bytes),
-                writes=dict(self._writes),
-                dropped_writes=self._dropped,
+                bytes={**moved.bytes, **{(tier, "read"): count for tier, count in self._loads.bytes.items()}},
+                seconds=dict(self._try.seconds),
+                writes=dict(moved.writes),
+                dropped_writes=moved.dropped,
                 failed=dict(self._try.failed),
-                no_room=self._no_room,
-                evictions={level.name: level.ledger.evictions for level in self._levels},
+                corrupt=dict(self._try.corrupt),
+                no_room=moved.no_room,
+                evictions={**{level.name: level.ledger.evictions for level in self._levels}, **own},
+                queued=moved.queued,
+                usable={tier.name: tier.usable for tier in self._tiers},
             )
+
+    @property
+    def speeds(self) -> Speeds:
+        """How fast tiers have been, for whoever chooses between loading and computing."""
+        return self._loads.speeds
 
     def held(self) -> int:
         """Slots that are pinned or being written: zero when nobody is at work."""
@@ -228,7 +239,7 @@ class Store:
         with self._changed:
             known: set[ChunkKey] = set().union(*(level.ledger.keys() for level in self._levels))
         for tier in (tier for tier in self._tiers if not tier.shared):
-            known |= self._try(tier, lambda tier=tier: {entry.key for entry in tier.entries()}) or set()  # type: ignore[misc]
+            known |= self._try(tier, "lookup", lambda tier=tier: {entry.key for entry in tier.entries()}) or set()  # type: ignore[misc]
         return known
 
     def check(self) -> None:
@@ -237,160 +248,41 @@ class Store:
             for level in self._levels:
                 level.ledger.check()
 
-    # -- inside: memory (with the lock) ------------------------------------------------------------------------------
+    # -- inside --------------------------------------------------------------------------------------------------------
 
-    def _place(self, key: ChunkKey) -> str | None:
-        return next((level.name for level in self._levels if level.ledger.find(key) is not None), None)
-
-    def _reserve(self, level: Level) -> Slot | None:
-        if self._closed:
-            return None
-        if self._policy is Policy.WRITE_BACK:
-            for slot, _ in level.ledger.peek(1):
-                self._spill(level, slot)
-        slots = level.ledger.reserve()
-        if slots is None:
-            self._no_room += 1
-            return None
-        level.metas.pop(slots[0], None)
-        level.slab.lose(slots[0])  # other processes may still be reading what was let go too early
-        return slots[0]
-
-    def _send_down(self, level: Level, slot: Slot) -> None:
-        """Queue the copy of `slot` to the next place; the slot is held meanwhile."""
-        if self._closed or (level is self._host and not self._tiers) or self._full():
-            return
-        level.ledger.hold(slot)
-        self._queue(self._copy_down, level, slot, level.metas[slot], level.slab.event())
-
-    def _spill(self, level: Level, slot: Slot) -> None:
-        """Save a slot that is about to be evicted: its bytes are copied now, and written in the background.
-
-        It is not held meanwhile: a slot that is released goes to the tail of the queue, and another would be evicted in its place.
-        """
-        meta = level.metas[slot]
-        if level is not self._host:
-            copy = self._copy(level, slot, self._host, meta)
-            self._host.ledger.release([copy] if copy is not None else [])
-        elif self._tiers and not self._full():
-            self._queue(self._write_down, meta, [level.slab.snapshot(slot, meta.parts, meta.stored_part)])
-
-    def _full(self) -> bool:
-        full = self._queued >= self._queue_limit
-        self._dropped += full
-        if full:
-            self._try.complain(
-                "spill", "the write queue is full: chunks stay in memory only, and are lost if evicted before the end"
-            )
-        return full
-
-    def _drop(self, key: ChunkKey) -> None:
-        with self._changed:
-            self._loads.disown(key)
-            for level in self._levels:
-                level.drop(key)
-
-    # -- inside: background work -------------------------------------------------------------------------------------
-
-    def _queue(self, job: Callable[..., None], *arguments: object) -> None:
-        self._queued += 1
-        self._background.submit(self._work, job, *arguments)
-
-    def _work(self, job: Callable[..., None], *arguments: object) -> None:
-        try:
-            job(*arguments)
-        except Exception:
-            log.exception("lmc background work failed; the chunk stays where it was")
-            raise
-        finally:
-            with self._changed:
-                self._queued -= 1
-                self._changed.notify_all()
-
-    def _copy_down(self, level: Level, slot: Slot, meta: RecordMeta, event: "torch.cuda.Event | None") -> None:
-        try:
-            if event is not None:
-                event.synchronize()
-            if level is self._host:
-                self._write_down(meta, self._memory(level, slot))
-            elif (copy := self._copy(level, slot, self._host, meta)) is not None:
-                self._copy_down(self._host, copy, meta, None)
-        finally:
-            with self._changed:
-                level.ledger.release([slot])
-
-    def _copy_up(self, slot: Slot, meta: RecordMeta) -> None:
-        try:
-            copy = self._copy(self._host, slot, self._levels[0], meta)
-            if copy is not None:
-                with self._changed:
-                    self._levels[0].ledger.release([copy])
-        finally:
-            with self._changed:
-                self._host.ledger.release([slot])
-
-    def _copy(self, source: Level, slot: Slot, target: Level, meta: RecordMeta) -> Slot | None:
-        """Copy a slot that nobody evicts to another level; the new slot is held. None if it is there, or there is no room."""
-        with self._changed:
-            new = self._reserve(target) if target.ledger.find(meta.key) is None else None
-        if new is None:
-            return None
-        try:
-            target.slab.slot(new).copy_(source.slab.slot(slot))
-        except BaseException:
-            with self._changed:
-                target.ledger.abort(new)
-            raise
-        with self._changed:
-            if source.ledger.key_of(slot) != meta.key:  # forgotten meanwhile
-                target.ledger.abort(new)
-                return None
-            target.commit(new, meta)
-            return new
-
-    def _memory(self, level: Level, slot: Slot) -> list[memoryview]:
-        """The stored parts of a slot, where a tier can read them."""
-        meta = level.metas[slot]
-        if level is self._host:
-            return level.slab.memory(slot, 0, meta.parts, meta.stored_part)
-        return [level.slab.snapshot(slot, meta.parts, meta.stored_part)]
-
-    def _write_down(self, meta: RecordMeta, parts: Sequence[memoryview]) -> None:
-        for tier in self._tiers:
-            outcome = self._try(tier, lambda tier=tier: tier.write(meta, parts))  # type: ignore[misc]
-            if outcome is Written.STORED:
-                with self._changed:
-                    self._writes[tier.name] += 1
-
-    def _delete(self, key: ChunkKey) -> None:
-        for tier in self._tiers:
-            self._try(tier, lambda tier=tier: tier.delete(key))  # type: ignore[misc]
+    def _in_memory(self, keys: Sequence[ChunkKey]) -> list[str | None]:
+        """Without the lock: a request's question does not wait for whoever stores and loads."""
+        found: list[str | None] = [None] * len(keys)
+        for level in self._levels:
+            name = level.name
+            there = level.ledger.holds(keys)
+            found = [place or (name if held else None) for place, held in zip(found, there, strict=True)]
+        return found
 
     def _ask(self, tier: Tier, keys: Sequence[ChunkKey]) -> list[bool]:
-        answer = self._try(tier, lambda: tier.contains(keys)) if keys else []
+        answer = self._try(tier, "lookup", lambda: tier.contains(keys))
         return [False] * len(keys) if answer is None else answer
 
-    # -- inside: pins ------------------------------------------------------------------------------------------------
-
-    def _hold(self, key: ChunkKey) -> Pin | None:
+    def _find(self, key: ChunkKey) -> tuple[Level, Slot] | None:
         for level in self._levels:
             slot = level.ledger.find(key)
             if slot is not None:
-                level.ledger.hold(slot)
-                return Pin(key, level.name, level, slot, None, self._changed)
+                return level, slot
         return None
+
+    def _hold(self, key: ChunkKey) -> Pin | None:
+        found = self._find(key)
+        if found is None:
+            return None
+        level, slot = found
+        level.ledger.hold(slot)
+        return Pin(key, level.name, level, slot, None, self._changed)
 
     def _join(self, key: ChunkKey) -> Pin | None:
         load = self._loads.join(key)
         return Pin(key, load.tier.name, self._host, load.slot, load, self._changed) if load else None
 
-    def _promote(self, slots: Sequence[Slot]) -> None:
-        """What was read from the host goes up to the device, in the background, for the next time."""
-        if self._levels[0] is self._host or self._closed:
-            return
-        for slot in slots:
-            if self._queued >= self._queue_limit:
-                break
-            if self._host.ledger.key_of(slot) is not None:  # not forgotten meanwhile
-                self._host.ledger.hold(slot)
-                self._queue(self._copy_up, slot, self._host.metas[slot])
+    def _drop(self, key: ChunkKey) -> None:
+        self._loads.disown(key)
+        for level in self._levels:
+            level.drop(key)

@@ -1,8 +1,8 @@
 """What a tier is: a place that keeps records under keys, slower and larger than memory.
 
-A missing key is an answer, not an error. A tier may raise `OSError` or `CorruptRecord`; the store, and only the store, turns
-these into misses. `tests/tier_contract.py` is the contract: a tier without that test class does not exist. The wrappers at the
-end add delay, faults and counts to any tier.
+A missing key is an answer, not an error; so is `FileNotFoundError`, for what has gone while it was read. A tier may raise `OSError`
+or `CorruptRecord`; the store, and only the store, turns these into misses. `tests/tier_contract.py` is the contract: a tier without
+that test class does not exist. The wrappers at the end add delay, faults and counts to any tier.
 """
 
 import time
@@ -63,6 +63,10 @@ class Tier(Protocol):
     shared: bool  # with other processes, which read and write there too
 
     @property
+    def evictions(self) -> int:
+        """Records that it has removed to stay within its bound."""
+
+    @property
     def usable(self) -> bool:
         """False while the place is known not to answer: then everything is a miss, at once."""
 
@@ -99,6 +103,11 @@ class Wrapped:
     def usable(self) -> bool:
         """As the inner tier."""
         return self.inner.usable
+
+    @property
+    def evictions(self) -> int:
+        """As the inner tier."""
+        return self.inner.evictions
 
     def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
         """As the inner tier."""

@@ -34,7 +34,7 @@ class ReplyError(Exception):
 
 
 class WrongValue(Exception):
-    """A value that is not there, or not as long as was said."""
+    """A value that is missing, or of another length than was said. Its argument: how many bytes there are."""
 
 
 class ProtocolError(OSError):
@@ -151,7 +151,7 @@ class Wire:
     def fetch(self, fetch: Fetch, into: Callable[[], None]) -> None:
         """Have `into` receive the bytes of `fetch`; fetches that were asked for before it are thrown away.
 
-        Raise `WrongValue` or `ReplyError` if there is no such value; the connection is of no use then, as after every error.
+        Raise `WrongValue` if it is not there or of another length, and `ReplyError` if it is no value.
         """
         assert not fetch.gone
         while self._head() is not fetch:
@@ -162,12 +162,14 @@ class Wire:
         if line[:1] == b"-":
             raise ReplyError(line[1:].decode("utf-8", "replace"))
         length = self._number(line[1:]) if line[:1] == b"$" else None
-        if length != fetch.length:
-            raise WrongValue(
-                "a value is missing"
-                if length == -1
-                else f"a value of another length than {fetch.length}: {line[:40]!r}"
-            )
+        if length is None:
+            raise ProtocolError(f"no value, though one was asked for: {line[:40]!r}")
+        if length > fetch.length:
+            self.close()  # cheaper than to read all of it
+            raise WrongValue(length)
+        if length < fetch.length:
+            self._skip(length)
+            raise WrongValue(max(0, length))
         into()
         end = bytearray(2)
         self.receive(memoryview(end))
@@ -245,6 +247,9 @@ class Wire:
         length = self._number(line[1:]) if line[:1] == b"$" else -1
         if length > fetch.length:
             raise ProtocolError(f"a value of another length than {fetch.length}: {line[:40]!r}")
+        self._skip(length)
+
+    def _skip(self, length: int) -> None:
         left = length + 2 if length >= 0 else 0  # the value and its end
         scratch = memoryview(bytearray(min(left, PIECE)))
         while left:

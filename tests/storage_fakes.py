@@ -92,6 +92,7 @@ class DictTier:
     name = "dict"
     shared = False
     usable = True
+    evictions = 0
 
     def __init__(self) -> None:
         self.records: OrderedDict[ChunkKey, bytearray] = OrderedDict()

@@ -1,14 +1,18 @@
 """The disk tier: the contract, and what a directory adds to it (restarts, other files, full disks, other processes)."""
 
 import errno
+import json
 import logging
+import mmap
 import os
 import random
 import shutil
 import stat
 import subprocess
 import sys
+import tempfile
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +23,7 @@ from lmc.errors import CorruptRecord, TierUnusable
 from lmc.keys import ChunkKey
 from lmc.storage import disk
 from lmc.storage.disk import DiskTier
+from lmc.storage.record import RecordMeta, checksum, encode_header, split_parts
 from lmc.storage.tier import Written
 
 K0, K1, K2, K3 = map(key_of, range(4))
@@ -62,6 +67,14 @@ class TestDiskTier(TierContract):
 
     def raw_write(self, tier, key, blob):
         path_of(tier.root, key).write_bytes(blob)
+
+
+class TestDiskTierThatWritesWhileItSums(TestDiskTier):
+    """Records that are large enough for it: the header is written last."""
+
+    @pytest.fixture(autouse=True)
+    def always(self, monkeypatch):
+        monkeypatch.setattr(disk, "BESIDE_BYTES", 0)
 
 
 class TestDiskTierWithoutDirectIO(TestDiskTier):
@@ -357,6 +370,133 @@ def test_a_thousand_flipped_bits_and_not_one_wrong_byte(tmp_path):
     tier.close()
 
 
+PLAIN = meta_of(K0)
+CODED = replace(PLAIN, codec="lz4", sizes=(4096, 8192, 4096))  # as a codec leaves it: every part of its own size
+
+
+def raw(meta: RecordMeta, body: bytes) -> bytes:
+    """A record's file: the checksums are right, whatever else `meta` says."""
+    views = split_parts([memoryview(body)], CODED.stored if meta.sizes else PLAIN.stored)
+    sums = meta.checksums or tuple(map(checksum, views))
+    return encode_header(replace(meta, checksums=sums)) + body
+
+
+def sealed(header: bytes, changes: dict[str, str]) -> bytes:
+    """The header with other metadata, and the digest that belongs to it."""
+    text = json.loads(header[8:])
+    said = {**text["__metadata__"], **changes}
+    said.pop("digest")
+    said["digest"] = f"{checksum(json.dumps(said).encode()):016x}"
+    text["__metadata__"] = said
+    blob = json.dumps(text, separators=(",", ":")).encode()
+    size = -(-(8 + len(blob)) // 4096) * 4096
+    return (size - 8).to_bytes(8, "little") + blob.ljust(size - 8)
+
+
+def mutated(dice: random.Random, meta: RecordMeta, body: bytes) -> bytes:
+    """A record's file that has met with something, or was made by somebody who knows the format."""
+    blob = bytearray(raw(meta, body))
+    numbers = [
+        "0",
+        "-1",
+        "1",
+        "2",
+        "4",
+        "4096",
+        "8192",
+        "12288",
+        "16384",
+        str(1 << 40),
+        str(1 << 62),
+        "9" * 30,
+        "x",
+        "",
+    ]
+    match dice.randrange(7):
+        case 0:  # bits
+            for _ in range(dice.choice([1, 1, 3, 50])):
+                blob[dice.randrange(len(blob))] ^= 1 << dice.randrange(8)
+        case 1:  # an end too early, on a block or not
+            del blob[dice.choice([dice.randrange(len(blob)), dice.randrange(0, len(blob), 4096)]) :]
+        case 2:  # more behind the end
+            blob += dice.randbytes(dice.choice([1, 100, 4096, 8192, 40960]))
+        case 3:  # another length of the header
+            blob[:8] = dice.choice(
+                [dice.randbytes(8), (dice.randrange(-8, 1 << 17) * 4096 - 8).to_bytes(8, "little", signed=True)]
+            )
+        case 4:  # blocks exchanged
+            one, other = (4096 * dice.randrange(len(blob) // 4096) for _ in range(2))
+            blob[one : one + 4096], blob[other : other + 4096] = blob[other : other + 4096], blob[one : one + 4096]
+        case 5:  # metadata with a digest that is right
+            names = [
+                "parts",
+                "part_bytes",
+                "tokens",
+                "first",
+                "codec",
+                "key",
+                "namespace",
+                "checksums",
+                "sizes",
+                "label",
+            ]
+            value = dice.choice([*numbers, ",".join(dice.choice(numbers) for _ in range(dice.choice([2, 3, 3, 4])))])
+            blob[:4096] = sealed(bytes(blob[:4096]), {dice.choice(names): value})
+        case _:  # a header that is right in itself, and another file
+            other = replace(
+                meta,
+                parts=(parts := dice.choice([1, 2, 3, 3, 4, 400])),
+                part_bytes=dice.choice([1, 4095, 4096, 4097, 8192, 1 << 40]),
+                sizes=dice.choice(
+                    [(), meta.sizes, tuple(4096 * dice.choice([1, 1, 2, 3, 1 << 28]) for _ in range(parts))]
+                ),
+                checksums=tuple(map(checksum, split_parts([memoryview(body)], meta.stored))) + (0,) * 397,
+            )
+            other = replace(other, checksums=other.checksums[:parts])
+            blob[:4096] = encode_header(other)
+            if dice.random() < 0.5 and other.offset(parts) < 1 << 16:
+                blob = blob[: -len(body)] + body.ljust(other.offset(parts), b"\0")[: other.offset(parts)]
+    return bytes(blob)
+
+
+def test_five_thousand_mutated_files_are_misses_and_never_wrong_bytes(tmp_path, monkeypatch):
+    """Nor does any of them make us allocate more than there is in the file (a length of 1 MiB before 16 KiB of file did)."""
+    tier, dice, taken = DiskTier(tmp_path, ROOM), random.Random(7), []
+    path = path_of(tmp_path, K0)
+    path.parent.mkdir()
+    bodies = [
+        (meta, b"".join(content(K0, part, size) for part, size in enumerate(meta.stored))) for meta in (PLAIN, CODED)
+    ]
+    plain = mmap.mmap
+    monkeypatch.setattr(
+        mmap, "mmap", lambda fd, size, *rest, **named: taken.append(size) or plain(fd, size, *rest, **named)
+    )
+    right = wrong = 0
+    for number in range(5000):
+        meta, body = bodies[number % 2]
+        blob = mutated(dice, meta, body)
+        path.write_bytes(blob)
+        taken.clear()
+        try:
+            reader = tier.open(K0)
+            try:
+                for part, size in enumerate(reader.meta.stored):
+                    assert size <= len(blob)
+                    reader.read(part, 1, [into := memory(size)])
+                    assert checksum(into) == reader.meta.checksums[part]
+                    assert bytes(into) in bytes(body)
+                    right += 1
+            finally:
+                reader.close()
+        except CorruptRecord:
+            wrong += 1
+            assert not path.exists()
+        assert sum(taken) <= 2 * len(blob) + 4096  # header and parts, and the first block once a thread
+    assert wrong > 4000
+    assert right > 500, "records with another label, say: their bytes are right"
+    tier.close()
+
+
 def test_a_check_does_not_remove_what_it_cannot_read_for_the_moment(tier, monkeypatch):
     """With too many open files every record seemed wrong, and a check with fix removed them all."""
     write(tier, K0)
@@ -392,6 +532,40 @@ def test_a_place_that_cannot_be_written_is_refused_with_its_name(tmp_path, where
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(TierUnusable, match=rf"cannot write to disk tier .*{where}"):
         DiskTier(tmp_path / where, ROOM)
+
+
+@pytest.mark.parametrize("shut", ["records", "tmp"])
+def test_a_directory_without_the_right_to_write_is_refused_at_start(shut):
+    """With `records` or `tmp` of another user it opened, and every write failed."""
+    place = Path(tempfile.mkdtemp())  # not tmp_path, which only its owner can enter
+    root = place / "tier"
+    user = os.geteuid()
+    try:
+        DiskTier(root, ROOM).close()
+        place.chmod(0o755)
+        for folder in (root, root / "records", root / "tmp"):
+            folder.chmod(0o777)
+        (root / "lock").chmod(0o666)
+        (root / shut).chmod(0o555)
+        if user == 0:
+            os.seteuid(65534)
+        with pytest.raises(TierUnusable, match=r"cannot write to disk tier .*Permission denied"):
+            DiskTier(root, ROOM)
+    finally:
+        os.seteuid(user)
+        shutil.rmtree(place)
+
+
+def test_more_than_the_filesystem_has_is_refused_at_start_with_both_numbers(tmp_path):
+    there = os.statvfs(tmp_path)
+    whole = there.f_blocks * there.f_frsize
+    with pytest.raises(
+        TierUnusable, match=r"may take [\d.]+ GiB \(max_local_disk_size\), but its filesystem has [\d.]+ GiB"
+    ):
+        DiskTier(tmp_path, 2 * whole)
+    DiskTier(tmp_path, whole).close()  # the refused one has let go; and whether so much is free now is not asked
+    DiskTier(tmp_path, disk.UNBOUNDED).close()
+    DiskTier(tmp_path, 2 * whole, read_only=True).close()
 
 
 def test_a_directory_that_cannot_be_listed_is_refused_and_is_not_left_locked(tmp_path, monkeypatch):
@@ -443,12 +617,18 @@ def test_a_read_only_tier_removes_nothing(tmp_path):
     owner.close()
 
 
-def test_nobody_else_may_read_what_is_stored(tmp_path):
-    tier = DiskTier(tmp_path / "tier", ROOM)
-    write(tier, K0)
-    tier.close()
-    modes = {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "tier").rglob("*") if path.is_file()}
-    folders = [tmp_path / "tier", *(path for path in (tmp_path / "tier").rglob("*") if path.is_dir())]
+@pytest.mark.parametrize("umask", [0, 0o022, 0o077])
+def test_nobody_else_may_read_what_is_stored(tmp_path, umask):
+    """Whatever the process allows by default; missing folders above the tier were open to all."""
+    before = os.umask(umask)
+    try:
+        tier = DiskTier(tmp_path / "new" / "tier", ROOM)
+        write(tier, K0)
+        tier.close()
+    finally:
+        os.umask(before)
+    modes = {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "new").rglob("*") if path.is_file()}
+    folders = [tmp_path / "new", *(path for path in (tmp_path / "new").rglob("*") if path.is_dir())]
     assert modes == {0o600}
     assert {stat.S_IMODE(path.stat().st_mode) for path in folders} == {0o700}
 
@@ -532,7 +712,7 @@ def test_a_really_full_filesystem_evicts_and_goes_on(small_mount, tmp_path, monk
     if small_mount is None:
         small_mount = tmp_path
         monkeypatch.setattr(os, "pwritev", SmallDisk(tmp_path, 1 << 20))
-    tier = DiskTier(small_mount, 1 << 30)
+    tier = DiskTier(small_mount, disk.UNBOUNDED)
     keys = [key_of(i) for i in range(100)]
     outcomes = [tier.write(meta_of(key), [stored(meta_of(key))]) for key in keys]
     assert outcomes == [Written.STORED] * 100

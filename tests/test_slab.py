@@ -75,6 +75,37 @@ def test_sealing_whole_blocks_changes_nothing():
     assert bool((slab.slot(S0) == 7).all())
 
 
+def test_a_slot_is_copied_whole_from_another_slab_and_nothing_else():
+    one, other = Slab(2, 2, 5000), Slab(3, 2, 5000)
+    one.slot(S1).fill_(7)
+    other.copy_from(Slot(2), one, S1)
+    assert bool((other.slot(Slot(2)) == 7).all())
+    assert not other.slot(S0).any()
+    assert not other.slot(S1).any()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="streams are a GPU's")
+def test_a_copy_from_or_to_a_gpu_waits_for_what_was_issued_into_its_slots():
+    one, host = Slab(2, 2, 1 << 20, "cuda"), Slab(1, 2, 1 << 20)
+    torch.cuda._sleep(1 << 30)  # the model is busy for about a second
+    one.slot(S1).fill_(7)
+    one.seal(S1, 1 << 20)
+    host.copy_from(S0, one, S1)
+    assert bool((host.slot(S0) == 7).all())
+    torch.cuda._sleep(1 << 30)
+    one.slot(S0).fill_(1)
+    one.written(S0)  # and given up
+    one.copy_from(S0, host, S0)
+    assert bytes(one.snapshot(S0, 2, 4096)) == bytes([7]) * 8192
+
+
+def test_a_slab_in_host_memory_needs_no_stream_and_no_event():
+    slab = Slab(2, 2, 4096)
+    slab.seal(S0, 100)
+    slab.copy_from(S1, slab, S0)
+    assert (slab._stream, slab._written) == (None, {})
+
+
 def test_a_snapshot_is_a_copy_of_the_parts_side_by_side():
     slab = Slab(2, 3, 8192)
     for part in range(3):

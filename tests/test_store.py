@@ -2,6 +2,7 @@
 
 import logging
 import threading
+import time
 from contextlib import ExitStack, suppress
 
 import pytest
@@ -29,6 +30,7 @@ from lmc.storage import loads
 from lmc.storage.disk import DiskTier
 from lmc.storage.loads import PinState
 from lmc.storage.slab import LOST, Slab, tag_of
+from lmc.storage.spill import WRITERS
 from lmc.storage.store import Policy, Store
 from lmc.storage.tier import Counted, Delayed, Faulty, Wrapped
 
@@ -150,6 +152,25 @@ class Elsewhere(threading.Thread):
         return self._result
 
 
+def named(name):
+    tier = DictTier()
+    tier.name, tier.shared = name, True
+    return tier
+
+
+class Away(Wrapped):
+    """A tier that the test makes unusable, as a circuit breaker does."""
+
+    usable = True
+
+
+def wait_for(store, condition):
+    until = time.monotonic() + 60
+    while not condition(store.stats()):
+        assert time.monotonic() < until, store.stats()
+        time.sleep(1e-4)
+
+
 # -- memory ----------------------------------------------------------------------------------------------------------
 
 
@@ -161,6 +182,13 @@ def test_what_was_written_is_pinned_bit_equal_and_the_rest_is_a_miss(make):
     assert store.lookup([K1, K0]) == [None, "host"]
     stats = store.stats()
     assert (stats.hits, stats.misses) == ({"host": 1}, 1)
+
+
+def test_a_lookup_of_what_is_in_memory_waits_for_nobody(make):
+    store = make(device=2)
+    put(store, K0)
+    with store._changed:  # somebody is long at the books
+        assert Elsewhere(store.lookup, [K0, K1, K0]).result == ["device", None, "device"]
 
 
 def test_a_pinned_chunk_is_never_evicted(make):
@@ -301,6 +329,94 @@ def test_every_tier_gets_the_record_and_one_that_fails_costs_only_itself(make, t
     store.flush()
     assert list(tier.records) == [K0]
     assert store.stats().failed["broken"] >= 1
+
+
+def test_a_tier_that_hangs_does_not_hold_up_the_other_and_each_has_its_share_of_the_queue(make, tier):
+    hanging = Gated(named("remote"))
+    hanging.write_gate.clear()
+    store = make(hanging, tier, slots=8)  # four may be queued, two for each tier
+    for number, key in enumerate((K0, K1, K2, K3, K4), 1):
+        put(store, key)
+        wait_for(store, lambda stats, wanted=number: stats.writes == {"dict": wanted})
+    stats = store.stats()
+    assert (stats.queued, stats.dropped_writes) == (2, 3)
+    assert store.held() == 2, "a slot is held until every tier has its chunk"
+    hanging.open_all()
+    store.flush()
+    assert set(hanging.inner.records) == {K0, K1}
+    assert store.stats().queued == store.held() == 0
+    store.close()
+    assert set(hanging.inner.records) == {K0, K1, K2, K3, K4}
+
+
+@pytest.mark.parametrize("policy", Policy)
+def test_a_tier_that_is_not_usable_gets_nothing_until_it_is_again(make, tier, policy):
+    away = Away(named("remote"))
+    store = make(away, tier, slots=1, policy=policy)
+    away.usable = False
+    for key in (K0, K1):
+        put(store, key)
+        store.flush()
+    stats = store.stats()
+    assert stats.usable == {"remote": False, "dict": True}
+    assert (stats.dropped_writes, stats.failed) == (2 if policy is Policy.WRITE_THROUGH else 1, {})
+    away.usable = True
+    put(store, K2)
+    store.close()
+    assert set(tier.records) == {K0, K1, K2}
+    assert set(away.inner.records) == ({K2} if policy is Policy.WRITE_THROUGH else {K1, K2})
+
+
+def test_what_waits_for_a_tier_that_goes_away_is_dropped_and_does_not_wait_for_ever(make):
+    first, *behind = K0, K1, K2, K3
+    gated = Gated(named("remote"))  # which has one writer
+    gated.write_gate.clear()
+    away = Away(gated)
+    store = make(away, slots=20)
+    put(store, first)
+    assert gated.writing.wait(60)
+    for key in behind:
+        put(store, key)
+    away.usable = False
+    gated.open_all()
+    store.flush()
+    assert list(gated.inner.records) == [first]
+    assert store.stats().dropped_writes == 3
+
+
+def test_a_disk_has_two_writers(make, tmp_path):
+    """Twice the records a second where they are small: one is checked while the other is written."""
+    one, other = (
+        next(key for key in map(key_of, range(40)) if key[-1] % WRITERS == writer) for writer in range(WRITERS)
+    )
+    both = threading.Barrier(2)
+
+    class Meeting(Wrapped):
+        def write(self, meta, parts):
+            both.wait(60)
+            return self.inner.write(meta, parts)
+
+    store = make(Meeting(DiskTier(tmp_path, 1 << 24)))
+    put(store, one)
+    put(store, other)
+    store.flush()
+    assert store.stats().writes == {"disk": 2}
+
+
+def test_work_on_one_key_keeps_its_order(make, tier):
+    """A tier has several writers: a deletion must not overtake a write, nor a write a deletion."""
+    store = make(Delayed(tier, per_write=1e-4), slots=200)
+    for version in range(30):
+        for key in (K0, K1, K2):
+            assert put(store, key, version)
+            store.forget(key, wait=False)
+    for key in (K0, K1):
+        assert put(store, key, 99)
+    store.forget(K2)
+    store.flush()
+    assert store.stats().dropped_writes == 0
+    assert set(tier.records) == {K0, K1}
+    assert all(bytes(tier.records[key][4096:]) == bytes(stored(meta_of(key), 99)) for key in (K0, K1))
 
 
 def test_closing_twice_is_closing_once_and_a_closed_store_takes_nothing(make, tier):
@@ -734,6 +850,46 @@ def test_forget_removes_both_copies_of_a_chunk_that_was_written_and_loaded_at_on
         assert get(store, K0) == expected(K0), "from the tier meanwhile"
     store.forget(K0)
     assert store.lookup([K0]) == [None]
+
+
+# -- counts ----------------------------------------------------------------------------------------------------------
+
+
+def test_what_moves_and_how_long_it_takes_is_counted_by_tier_and_verb(make, tier, tmp_path):
+    record = 4096 + PARTS * PART_BYTES
+    store = make(DiskTier(tmp_path, 2 * record), Delayed(tier, per_part=0.01, per_write=0.02), slots=1)
+    for key in (K0, K1, K2):
+        put(store, key)
+        store.flush()
+    assert get(store, K0) == expected(K0)
+    stats, size = store.stats(), PARTS * PART_BYTES
+    assert stats.bytes == {("disk", "write"): 3 * size, ("dict", "write"): 3 * size, ("dict", "read"): size}
+    assert stats.bytes_loaded == {"dict": size}
+    assert stats.writes == {"disk": 3, "dict": 3}
+    assert stats.evictions == {"host": 3, "disk": 1, "dict": 0}
+    assert set(stats.seconds) >= {("disk", "write"), ("disk", "lookup"), ("dict", "write"), ("dict", "read")}
+    assert stats.seconds["dict", "read"] >= PARTS * 0.01
+    assert stats.seconds["dict", "write"] >= 3 * 0.02
+    assert (stats.queued, stats.usable) == (0, {"disk": True, "dict": True})
+
+
+def test_corrupt_records_are_counted_apart(make, tier):
+    fill(tier, K0, K1)
+    tier.records[K0][4096] ^= 1
+    store = make(Faulty(tier, lambda verb, key: OSError("gone") if key == K1 else None))
+    for key in (K0, K1):
+        with store.pinned([key]) as (pin,), pytest.raises(ChunkLost):
+            pin.part(0)
+    assert (store.stats().failed, store.stats().corrupt) == ({"dict": 2}, {"dict": 1})
+
+
+def test_what_is_counted_is_a_copy(make, tier):
+    store = make(tier)
+    before = store.stats()
+    put(store, K0)
+    get(store, K0)
+    store.flush()
+    assert (before.hits, before.writes, before.bytes) == ({}, {}, {})
 
 
 # -- everybody at once -----------------------------------------------------------------------------------------------

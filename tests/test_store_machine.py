@@ -1,5 +1,6 @@
 """The whole store against a dict: whatever a pin delivers is what was stored under its key, or it is a miss."""
 
+import shutil
 import tempfile
 from contextlib import ExitStack
 from pathlib import Path
@@ -18,33 +19,47 @@ from lmc.storage.store import Policy, Store
 from lmc.storage.tier import Faulty
 
 KEYS = [key_of(i) for i in range(8)]
+BELOW = [("dict",), ("disk",), ("disk", "remote")]  # tiers, fastest first
 CAPACITY = 6 * (4096 + PARTS * PART_BYTES)
 keys = st.sampled_from(KEYS)
 VERBS = ("open", "read", "write")
+
+
+class Unsteady(Faulty):
+    """A tier that fails at some verbs for a while, or is away."""
+
+    usable = True
+
+    def __init__(self, inner):
+        super().__init__(inner, lambda verb, key: OSError("due") if verb in self.failing else None)
+        self.failing: set[str] = set()
 
 
 class StoreAgainstDict(RuleBasedStateMachine):
     """Bytes under a key change only after the key was forgotten: then the older ones are never seen again."""
 
     @initialize(
-        device=st.sampled_from([0, 2]), slots=st.integers(1, 5), policy=st.sampled_from(Policy), disk=st.booleans()
+        device=st.sampled_from([0, 2]),
+        slots=st.integers(1, 5),
+        policy=st.sampled_from(Policy),
+        below=st.sampled_from(BELOW),
     )
-    def begin(self, device, slots, policy, disk):
+    def begin(self, device, slots, policy, below):
         self.read_ahead, loads.READ_AHEAD_BYTES = loads.READ_AHEAD_BYTES, 1
-        self.shape, self.policy = (device, slots), policy
-        self.folder = tempfile.TemporaryDirectory() if disk else None
-        self.dict = None if disk else DictTier()
-        self.failing: set[str] = set()
+        self.shape, self.policy, self.below = (device, slots), policy, below
+        self.folder = Path(tempfile.mkdtemp())
+        self.dicts = {name: DictTier() for name in below if name != "disk"}  # these outlive a restart, as servers do
+        for name, tier in self.dicts.items():
+            tier.name = name
         self.version = dict.fromkeys(KEYS, 0)
         self.holds: list = []  # (exit stack, [(key, version, pin)])
         self.open()
 
     def open(self):
         device, slots = self.shape
-        self.inner = self.dict or DiskTier(self.folder.name, CAPACITY)
-        tier = Faulty(self.inner, lambda verb, key: OSError("due") if verb in self.failing else None)
+        self.tiers = [Unsteady(self.dicts.get(name) or DiskTier(self.folder, CAPACITY)) for name in self.below]
         slab = Slab(device, PARTS, PART_BYTES) if device else None
-        self.store = Store(Slab(slots, PARTS, PART_BYTES), [tier], device=slab, policy=self.policy)
+        self.store = Store(Slab(slots, PARTS, PART_BYTES), self.tiers, device=slab, policy=self.policy)
 
     @rule(key=keys)
     def write(self, key):
@@ -100,21 +115,27 @@ class StoreAgainstDict(RuleBasedStateMachine):
         assert self.store.lookup([key]) == [None]
         self.version[key] += 1
 
-    @rule(verbs=st.sets(st.sampled_from(VERBS), max_size=2))
-    def let_the_tier_fail_at(self, verbs):
-        self.failing = verbs
+    @rule(pick=st.integers(0, 1), verbs=st.sets(st.sampled_from(VERBS), max_size=2))
+    def let_a_tier_fail_at(self, pick, verbs):
+        self.tiers[pick % len(self.tiers)].failing = verbs
 
-    @rule(key=keys, at=st.integers(0, 4096 + PARTS * PART_BYTES - 1))
-    def damage_the_record(self, key, at):
+    @rule(pick=st.integers(0, 1))
+    def let_a_tier_go_away_or_return(self, pick):
+        tier = self.tiers[pick % len(self.tiers)]
+        tier.usable = not tier.usable
+
+    @rule(pick=st.integers(0, 1), key=keys, at=st.integers(0, 4096 + PARTS * PART_BYTES - 1))
+    def damage_a_record(self, pick, key, at):
         self.store.flush()
-        if self.dict is not None:
-            record = self.dict.records.get(key)
+        name = self.below[pick % len(self.below)]
+        if name != "disk":
+            record = self.dicts[name].records.get(key)
             if record is not None:
                 changed = bytearray(record)
                 changed[at] ^= 16
-                self.dict.records[key] = changed
+                self.dicts[name].records[key] = changed
             return
-        path = path_of(Path(self.folder.name), key)
+        path = path_of(self.folder, key)
         if path.exists():
             blob = bytearray(path.read_bytes())
             blob[at] ^= 16
@@ -130,12 +151,13 @@ class StoreAgainstDict(RuleBasedStateMachine):
     @rule()
     def flush(self):
         self.store.flush()
+        assert self.store.stats().queued == 0
 
     @invariant()
     def ledgers_are_right(self):
         self.store.check()
-        if self.folder is not None:
-            assert self.inner.bytes <= CAPACITY
+        for tier in self.tiers:
+            assert tier.name != "disk" or tier.inner.bytes <= CAPACITY
 
     def teardown(self):
         if not hasattr(self, "store"):
@@ -147,10 +169,10 @@ class StoreAgainstDict(RuleBasedStateMachine):
         self.store.close()
         assert self.store.held() == 0
         self.store.check()
-        self.inner.check(fix=True)
-        assert self.inner.check() == []
-        if self.folder is not None:
-            self.folder.cleanup()
+        for tier in self.tiers:
+            tier.inner.check(fix=True)
+            assert tier.inner.check() == []
+        shutil.rmtree(self.folder)
 
     def let_all_go(self):
         while self.holds:
@@ -171,5 +193,5 @@ class StoreAgainstDict(RuleBasedStateMachine):
 
 TestStoreAgainstDict = StoreAgainstDict.TestCase
 TestStoreAgainstDict.settings = settings(
-    max_examples=150, stateful_step_count=40, deadline=None, derandomize=True, database=None
+    max_examples=600, stateful_step_count=40, deadline=None, derandomize=True, database=None
 )

@@ -3,7 +3,8 @@
 import gc
 import logging
 import random
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -15,9 +16,11 @@ from lmc.blend.segments import join
 from lmc.blend.select import Policy
 from lmc.config import Settings
 from lmc.connectors.hf import fingerprint
+from lmc.connectors.report import How, Report
 from lmc.connectors.transformers import CachedModel
 from lmc.errors import ConfigError, InputError, NoMemory, UnsupportedModel
-from lmc.storage.tier import Delayed
+from lmc.storage import speed
+from lmc.storage.tier import Counted, Delayed
 
 EVERYTHING = Policy(strategy="query", ratios=(1.0,))
 DOCUMENTS = [random_tokens(20 + 5 * i, i) for i in range(6)]
@@ -186,6 +189,7 @@ def test_a_record_that_rots_while_its_prompt_is_planned_costs_time_not_truth(
         assert done.report.unknown == 1
         assert (done.logits - cached.prefill(ids, "full").logits).abs().max() <= 1e-4
         assert cached.prefill(ids).report.unknown == 0  # and it was learned anew
+        cached.engine.store_of_chunks.flush()  # what was learned is held until it is written
         assert cached.engine.store_of_chunks.held() == 0
 
 
@@ -535,3 +539,187 @@ def test_a_rotation_that_does_nothing_fails_the_self_test(monkeypatch: pytest.Mo
     monkeypatch.setattr("lmc.blend.blender.rotate", lambda keys, _cos, _sin, out: out.copy_(keys))
     with CachedModel(random_model(), settings(), SEPARATOR) as cached:
         assert not cached.blends
+
+
+# -- loading or computing ---------------------------------------------------------------------------------------------
+
+CORPUS = [random_tokens(60, 300 + i) for i in range(40)]
+
+
+def asking(*order: int) -> list[int]:
+    return join(SYSTEM, [CORPUS[i] for i in order], random_tokens(7, 80), SEPARATOR)
+
+
+@pytest.fixture(scope="module")
+def corpus_on_disk(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("corpus")
+    with CachedModel(random_model(), settings(local_disk=path, chunk_size=64), SEPARATOR) as cached:
+        for document in CORPUS:
+            cached.learn(document)
+        cached.prefill(asking(0))
+    return path
+
+
+def over(path: Path, **changes: object) -> tuple[CachedModel, Delayed, Counted]:
+    """A model over the corpus's disk, which can be made slow, and counts."""
+    cached = CachedModel(random_model(), settings(local_disk=path, chunk_size=64, **changes), SEPARATOR)
+    tiers = cached.engine.store_of_chunks._tiers
+    counted = Counted(tiers[0])
+    tiers[0] = slow = Delayed(counted)
+    return cached, slow, counted
+
+
+def pretend(cached: CachedModel, *, byte: float, token: float = 1e-6) -> None:
+    """As if five loads had taken so long a byte, and five prefills so long a token."""
+    for _ in range(5):
+        cached.engine.speeds.loaded("disk", records=1, opening=0.0, bytes=1_000_000, reading=1_000_000 * byte)
+        cached.engine.speeds.computed(100_000, 100_000 * token, 100)
+
+
+@pytest.fixture(scope="module")
+def in_memory() -> Iterator[CachedModel]:
+    """What the answers have to be: the same documents, where nothing is ever loaded."""
+    with CachedModel(random_model(), settings(chunk_size=64), SEPARATOR) as cached:
+        for document in CORPUS:
+            cached.learn(document)
+        cached.prefill(asking(0))
+        yield cached
+
+
+def test_a_slow_disk_is_not_waited_for_and_is_found_again_when_it_is_fast(
+    corpus_on_disk: Path, in_memory: CachedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half a second for what the model computes in a few milliseconds."""
+    monkeypatch.setattr(speed, "TRIAL_SECONDS", 0.0)
+    monkeypatch.setattr(speed, "TRIAL_CHOICES", 2)
+    cached, slow, counted = over(corpus_on_disk)
+
+    def serve(i: int) -> Report:
+        """Documents that nobody has asked for yet."""
+        ids = asking(2 * i, 2 * i + 1)
+        done = cached.prefill(ids)
+        wanted = in_memory.prefill(ids, "full" if done.report.skipped else "blend")
+        assert (done.logits - wanted.logits).abs().max() <= 1e-4
+        assert done.report.unknown == 0
+        return done.report
+
+    with cached:
+        slow.per_part = 0.1
+        for i in range(3):
+            cached.prefill(asking(i, i), "full")
+            assert serve(i).loaded["disk"] > 0, "nothing was known"
+        until(lambda: cached.engine.speeds._reading["disk"].value)
+        before = counted.counts.opened
+        for i in (3, 4):
+            report = serve(i)
+            assert (report.skipped, report.reused) == (120, 0)
+            assert report.loaded.keys() <= {"host"}
+            assert "loading them would take about" in report.note
+        assert counted.counts.opened == before
+
+        slow.per_part, was = 0.0, cached.engine.speeds._reading["disk"].newest
+        assert serve(5).loaded["disk"] > 0, "a trial"
+        until(lambda: cached.engine.speeds._reading["disk"].newest < was / 5)
+        for _ in range(9):  # what this machine computes in the time of a read is not the point
+            cached.engine.speeds.computed(100_000, 1e5, len(asking(0, 1)))
+        for i in range(6, 10):
+            assert serve(i).loaded["disk"] > 0
+
+
+@pytest.mark.parametrize("how", ["blend", "reuse"])
+def test_what_is_stored_and_not_loaded_is_neither_learned_nor_written_again(corpus_on_disk: Path, how: How) -> None:
+    cached, _, counted = over(corpus_on_disk)
+    with cached:
+        pretend(cached, byte=1.0)
+        before = cached.engine.store_of_chunks.keys()
+        for _ in range(3):
+            done = cached.prefill(asking(0), how)
+            assert done.report.unknown == 0
+            assert done.report.skipped == 60 + len(SYSTEM)
+            assert (done.logits - cached.prefill(asking(0), "full").logits).abs().max() <= 1e-4
+        assert cached.learn_pending() == 0
+        assert cached.knows(CORPUS[0])
+        assert cached.engine.store_of_chunks.keys() == before
+        assert (counted.counts.opened, counted.counts.written) == (0, 0)
+
+
+def test_an_exact_prefix_on_a_slow_disk_is_computed_and_is_right(tmp_path: Path) -> None:
+    ids = random_tokens(150, 1)
+    with CachedModel(random_model(), settings(local_disk=tmp_path, chunk_size=64), SEPARATOR) as cached:
+        cached.prefill(ids, "exact")
+    cached, _, counted = over(tmp_path)
+    with cached:
+        pretend(cached, byte=1.0)
+        done = cached.prefill([*ids[:140], *random_tokens(20, 2)], "exact")
+        assert (done.report.exact, done.report.skipped) == (0, 128)
+        cached.engine.store_of_chunks.flush()
+        assert (counted.counts.opened, counted.counts.written) == (0, 1), (
+            "the new end, and not the first two chunks again"
+        )
+        wanted = cached.prefill([*ids[:140], *random_tokens(20, 2)], "full")
+        assert (done.logits - wanted.logits).abs().max() <= 1e-4
+
+
+def test_what_is_in_memory_is_reused_whatever_the_disk_is_like(corpus_on_disk: Path) -> None:
+    cached, _, _ = over(corpus_on_disk)
+    with cached:
+        assert cached.prefill(asking(0)).report.reused == 60
+        pretend(cached, byte=1.0)
+        done = cached.prefill(asking(1, 0, 2), policy=EVERYTHING)
+        assert (done.report.reused, done.report.skipped, done.report.unknown) == (60, 120, 0)
+        assert done.report.exact == len(SYSTEM)
+        assert (done.logits - cached.prefill(asking(1, 0, 2), "full").logits).abs().max() <= 1e-4
+
+
+def test_always_loads_and_never_reads_the_disk(corpus_on_disk: Path) -> None:
+    cached, _, counted = over(corpus_on_disk, load_policy="always")
+    with cached:
+        pretend(cached, byte=1.0)
+        for i in range(4):
+            report = cached.prefill(asking(i)).report
+            assert (report.reused, report.skipped, report.note) == (60, 0, "")
+    cached, _, counted = over(corpus_on_disk, load_policy="never")
+    with cached:
+        pretend(cached, byte=1e-12, token=1.0)
+        report = cached.prefill(asking(0)).report
+        assert (report.reused, report.skipped, report.unknown) == (0, 60 + len(SYSTEM), 0)
+        assert "load_policy is never" in report.note
+        assert cached.learn_pending() == 0
+        assert counted.counts.opened == 0
+
+
+def test_a_disk_that_is_faster_than_computing_changes_nothing(corpus_on_disk: Path) -> None:
+    cached, _, _ = over(corpus_on_disk)
+    with cached:
+        pretend(cached, byte=1e-12, token=1.0)
+        for i in range(6):
+            report = cached.prefill(asking(i)).report
+            assert (report.reused, report.skipped, report.note) == (60, 0, "")
+
+
+def test_a_load_that_spares_nothing_is_not_begun(corpus_on_disk: Path) -> None:
+    cached, _, _ = over(corpus_on_disk)
+    with cached:
+        cached.prefill(asking(0))
+        pretend(cached, byte=1e-9)
+        assert cached.prefill(asking(1), policy=EVERYTHING).report.skipped == 60
+
+
+def test_what_computing_takes_is_learned_from_what_was_computed_and_nothing_else(cached: CachedModel) -> None:
+    rates = cached.engine.speeds._computing
+    cached.learn(CORPUS[0])
+    assert set(rates) == {(60).bit_length()}
+    rates.clear()
+    cached.prefill(asking(0))
+    assert not rates, "most of that was reused"
+    ids = asking(1, 2)
+    assert cached.prefill(ids).report.exact == len(SYSTEM)
+    assert set(rates) == {(len(SYSTEM) + len(ids)).bit_length()}, "behind the system text, as a longer prompt's tokens"
+
+
+def until(true: Callable[[], object]) -> None:
+    """The thread that has loaded the last part says a moment later what the load took."""
+    due = time.monotonic() + 10
+    while not true():
+        assert time.monotonic() < due
+        time.sleep(0.001)

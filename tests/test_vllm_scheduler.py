@@ -14,7 +14,7 @@ from lmc.errors import ConfigError
 from lmc.storage import loads
 from lmc.storage.disk import DiskTier
 from lmc.storage.loads import PinState
-from lmc.storage.tier import Faulty
+from lmc.storage.tier import Counted, Faulty
 
 MB = 1 << 20
 SYSTEM, QUESTION = [50, 51, 52, 53, 54], [70, 71, 72, 73, 74]
@@ -407,6 +407,141 @@ def test_prefetching_holds_half_of_the_slots_at_most(make):
     assert lab.store.held() == 2
     for request in requests:
         lab.finish(request)
+
+
+# -- loading or computing ---------------------------------------------------------------------------------------------
+
+
+def pretend(lab, *, byte, token=1e-6):
+    """As if five loads had taken so long a byte, and five prefills so long a token."""
+    for _ in range(5):
+        lab.scheduler._planner._speeds.loaded("dict", records=1, opening=0.0, bytes=10**6, reading=10**6 * byte)
+        lab.scheduler._planner._speeds.computed(10**5, 10**5 * token, 100)
+
+
+def counted(*prompts, **options):
+    tier = Counted(DictTier())
+    fill(tier.inner, *prompts, **options)
+    return tier
+
+
+def test_what_is_faster_computed_is_not_loaded_not_waited_for_and_not_saved_again(make):
+    tier = counted(PLAIN)
+    lab = make(tier)
+    pretend(lab, byte=1.0)
+    request = lab.arrive("one", PLAIN)
+    assert lab.scheduler.claim(request, 0) == 0, "at once"
+    assert lab.admit(request) == 0
+    lab.compute(request, 40)
+    facts = lab.finish(request)
+    assert facts.pop("note").startswith("stored tokens were computed, in about 4e-05 s: loading them would take about")
+    assert facts == {"skipped_tokens": 40}
+    lab.settle()
+    assert (tier.counts.bytes_read, tier.counts.written) == (0, 0)
+    assert lab.scheduler.numbers()["loads_skipped"] == 1
+    assert lab.store.held() == 0
+
+
+def test_what_is_faster_loaded_is_loaded(make):
+    lab = make(counted(PLAIN))
+    pretend(lab, byte=1e-12, token=1.0)
+    request = lab.serve("one", PLAIN)
+    assert request.loaded == 40
+    assert request.facts == {"exact_tokens": 40, "tokens_from": {"dict": 40}}
+    assert "loads_skipped" not in lab.scheduler.numbers()
+
+
+def test_the_policies_always_and_never_ask_nobody(make):
+    lab = make(counted(PLAIN), settings={"load_policy": "always"})
+    pretend(lab, byte=1.0)
+    assert lab.serve("one", PLAIN).loaded == 40
+    tier = counted(PLAIN)
+    lab = make(tier, settings={"load_policy": "never"})
+    pretend(lab, byte=1e-12, token=1.0)
+    request = lab.serve("one", PLAIN)
+    assert request.loaded == 0
+    assert request.facts == {"skipped_tokens": 40, "note": "stored tokens were not loaded: load_policy is never"}
+    assert tier.counts.bytes_read == 0
+
+
+def test_never_means_never_also_for_what_was_in_memory_when_the_request_came(make):
+    tier = Counted(DictTier())
+    lab = make(tier, slots=5, settings={"load_policy": "never"})
+    lab.serve("fill", PLAIN)
+    lab.forget_prefixes()
+    request = lab.arrive("one", PLAIN)
+    lab.serve("other", [7] * 40)  # evicts it
+    lab.settle()
+    assert lab.wait(lambda: lab.admit(request)) == 0
+    assert tier.counts.bytes_read == 0
+    lab.compute(request, 40)
+    lab.finish(request)
+
+
+def test_what_is_in_memory_is_loaded_whatever_the_tier_is_like(make):
+    lab = make(counted(PLAIN))
+    assert lab.serve("one", PLAIN[:16]).loaded == 16
+    lab.forget_prefixes()
+    pretend(lab, byte=1.0)
+    request = lab.arrive("two", PLAIN)
+    assert lab.admit(request) == 16
+    lab.step()
+    assert lab.right(request, 16)
+    lab.compute(request, 24)
+    facts = lab.finish(request)
+    assert (facts["exact_tokens"], facts["skipped_tokens"]) == (16, 24)
+
+
+def test_documents_on_a_slow_tier_are_computed_and_not_learned_again(make):
+    lab = make(counted(documents=[DOC_A, DOC_B]))
+    assert lab.serve("one", prompt(DOC_A)).facts["tokens_from"] == {"dict": 12}
+    lab.forget_prefixes()
+    pretend(lab, byte=1.0)
+    request = lab.arrive("two", prompt(DOC_B, DOC_A, system=[8, 9]))
+    assert lab.wait(lambda: lab.admit(request)) == 45
+    (job,) = lab.step().loads
+    assert [part.at for part in job.documents] == [26, 34], "the document in memory"
+    lab.compute(request, 2)
+    facts = lab.finish(request)
+    assert facts["skipped_tokens"] == 20
+    assert facts["tokens_from"] == {"host": 12}
+    assert "unknown_documents" not in facts
+    assert not lab.scheduler._keeper.learning
+
+
+def test_what_the_engine_has_itself_is_neither_weighed_nor_loaded(make):
+    """A request waited for chunks on a slow tier though the engine had every token of them."""
+    tier = Counted(DictTier())
+    lab = make(tier, slots=5)
+    lab.serve("one", PLAIN)
+    lab.settle()
+    lab.serve("other", [7] * 40)
+    lab.settle()
+    for i, weigh in enumerate((False, True)):
+        if weigh:
+            pretend(lab, byte=1.0)
+        again = lab.arrive(f"again {i}", [*PLAIN, 1, 2, 3, 4])
+        assert lab.look(again) == 40
+        assert lab.scheduler.claim(again, 40) == 0
+        assert lab.finish(again) is None
+    assert tier.counts.bytes_read == 0
+
+
+def test_a_tier_that_is_fast_again_is_found_by_a_trial(make, monkeypatch):
+    lab = make(counted(*(PLAIN[i:] for i in range(12)), slots=64), slots=64)
+    pretend(lab, byte=1.0, token=0.1)
+    speeds = lab.scheduler._planner._speeds
+    clock, speeds.clock = speeds.clock, lambda: clock() + later
+    later, loaded = 0.0, []
+    for i in range(12):
+        if i == 8:
+            later = 10.0
+        loaded.append(lab.serve(str(i), PLAIN[i:]).loaded)
+        while i >= 8 and speeds._reading["dict"].newest == 1.0:
+            lab.step()
+        lab.forget_prefixes()
+    assert loaded[:8] == [0] * 8
+    assert all(loaded[8:])
 
 
 # -- claims -----------------------------------------------------------------------------------------------------------

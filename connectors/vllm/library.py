@@ -187,11 +187,11 @@ class Library:
             self.store.release(list(pins), wait=False)
 
     def forget_all(self, *, wait: bool = True) -> None:
-        """Remove every chunk, also from under those who read it."""
+        """Remove every chunk, also from under those who read it; what other processes share stays with them."""
         self.jobs.fail_all()  # chunks under way would become visible afterwards
         known = self.store.keys()
         for key in known:
-            self.store.forget(key, wait=wait)
+            self.store.forget(key, wait=wait, shared=False)
 
     def begin_anew(self) -> None:
         """From now on other keys: new weights may come from the same files, and nothing of theirs may be found by a later process."""

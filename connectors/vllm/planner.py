@@ -1,10 +1,13 @@
 """What can be reused for a request: exact chunks from its start, documents anywhere behind them. Pins what it plans with.
 
 A plan is one of two. Exact: pages of leading blocks, whatever the model. Blend: these, and parts of documents' chunks, from the first
-of which on KV is approximate; chosen if it reuses `blend_min_tokens` that are not exact.
+of which on KV is approximate; chosen if it reuses `blend_min_tokens` that are not exact. Either is made of what lies in memory alone
+if loading the rest would take longer than computing it.
 """
 
-from collections.abc import Callable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from lmc.blend.segments import Span
 from lmc.blend.select import NEEDS_QUESTION
@@ -16,9 +19,12 @@ from lmc.connectors.vllm.served import Claim, Document, Role, Served
 from lmc.keys import ChunkKey
 from lmc.storage.loads import Pin, PinState
 from lmc.storage.slab import tag_of
+from lmc.storage.speed import LoadPolicy, Offer, Speeds
 
 MEMORY = "host"
 NULL = 0  # the engine's block that stands for none
+PROMPTS = 0.9  # share of a step's tokens that are prompts', so that its time is theirs
+LIKE = 0.1  # by how much two such steps may differ, or how little a step has to do beside one
 
 
 class Planner:
@@ -26,14 +32,16 @@ class Planner:
 
     def __init__(self, settings: Settings, library: Library, clock: Callable[[], float]) -> None:
         self._settings, self._library, self._clock = settings, library, clock
+        self._speeds = library.store.speeds
+        self._pace = Pace(self._speeds)
 
     def plan(self, served: Served, local: int) -> Claim | None:
         """The best for a request of which the engine has `local` tokens; None if something is on its way and there is time to wait."""
         late, store = self.is_late(served), self._library.store
-        hits = self._hits(served)
+        hits = self._hits(served, local)
         documents = self.known(served)
         keys = [hit.key for hit in hits] + [key for document in documents for key in document.keys]
-        if late:  # what would have to be loaded comes too late
+        if late or served.memory_only:  # what would have to be loaded comes too late, or later than it is computed
             keys = [key for key, place in zip(keys, store.lookup(keys), strict=True) if place == MEMORY]
         self._pin(served, keys)
         for key in [key for key, pin in served.pins.items() if not _usable(pin, late)]:
@@ -59,13 +67,34 @@ class Planner:
             for pin in served.pins.values()
         )
 
-    def prefetch(self, served: Served) -> None:
-        """Start to load what lies on slower tiers; half of the slots at most are held for requests that wait."""
-        keys = [hit.key for hit in self._hits(served)] + [key for d in self.known(served) for key in d.keys]
-        places = self._library.store.lookup(keys)
-        away = [key for key, place in zip(keys, places, strict=True) if place not in (None, MEMORY)]
+    def prefetch(self, served: Served, local: int) -> None:
+        """Start to load what lies on slower tiers, if that is worth it for a request of which the engine has `local` tokens now.
+
+        Half of the slots at most are held for requests that wait.
+        """
+        hits, documents = self._hits(served, local), self.known(served)
+        keys = [hit.key for hit in hits] + [key for document in documents for key in document.keys]
+        places = dict(zip(keys, self._library.store.lookup(keys), strict=True))
+        away = {key: place for key, place in places.items() if place not in (None, MEMORY)}
+        offer = self._offer(served, local, hits, documents, away)
+        choice = self._speeds.choose(offer, LoadPolicy(self._settings.load_policy))
+        if not choice.load:
+            served.memory_only, served.skipped = True, offer.exact + offer.reused
+            if served.skipped:
+                served.note = "; ".join(filter(None, (served.note, choice.why)))
+            return
         room = self._library.slots // 2 - self._library.store.held()
-        self._pin(served, away[: max(0, room)])
+        self._pin(served, list(away)[: max(0, room)])
+
+    def watch(self, served: Mapping[str, Served], scheduled: Mapping[str, int], *, alone: bool) -> None:
+        """A step is planned: what the engine's own prefilling takes is learned, from steps beside which our workers compute nothing."""
+        step = Step(at=self._clock(), alone=alone, requests=frozenset(scheduled), tokens=sum(scheduled.values()))
+        for request in (served[name].request for name in scheduled if name in served):
+            tokens, before = scheduled[request.request_id], request.num_computed_tokens
+            if before < request.num_prompt_tokens:
+                step.prompts += tokens
+                step.reach += tokens * (2 * before + tokens)
+        self._pace.add(step)
 
     def known(self, served: Served) -> list[Document]:
         """Documents all of whose chunks are stored; the others are noted as unknown."""
@@ -83,7 +112,7 @@ class Planner:
 
     def prospect(self, served: Served, local: int) -> tuple[int, list[Span]]:
         """What a blend behind `local` tokens would reuse, if all that is stored arrives: its first position, and the documents."""
-        exact, last = max(local, self._reach(self._hits(served))), served.request.num_prompt_tokens - 1
+        exact, last = max(local, self._reach(self._hits(served, local))), served.request.num_prompt_tokens - 1
         spans = [d.span for d in self.known(served) if min(d.span.stop, last) > max(d.span.start, exact)]
         return (max(spans[0].start, exact) if spans else 0), spans
 
@@ -103,8 +132,32 @@ class Planner:
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
-    def _hits(self, served: Served) -> list[Hit]:
-        return self._library.prefixes.find(served.hashes, self._library.store.lookup)
+    def _hits(self, served: Served, local: int) -> list[Hit]:
+        """Exact chunks that bring something behind what the engine has: it waits for no others."""
+        found = self._library.prefixes.find(served.hashes, self._library.store.lookup)
+        return [hit for hit in found if self._end(hit) > local]
+
+    def _offer(
+        self, served: Served, local: int, hits: list[Hit], documents: list[Document], away: dict[ChunkKey, str]
+    ) -> Offer:
+        """What would have to be loaded of what the engine does not have, and the computing that it spares."""
+        chunk, prompt, slab = self._library.chunk, served.request.num_prompt_tokens, self._library.slab_at
+        assert slab is not None
+        size = slab.parts * slab.part_bytes  # of a full chunk
+        first = next((i for i, hit in enumerate(hits) if hit.key in away), len(hits))
+        reach, start = max(local, self._reach(hits)), max(local, self._reach(hits[:first]))
+        wanted, reused = {hit.key: size for hit in hits[first:] if hit.key in away}, 0
+        for document in documents:
+            tokens = max(0, min(document.span.stop, prompt - 1) - max(document.span.start, reach))
+            far = [(key, i) for i, key in enumerate(document.keys) if key in away] if tokens else []
+            reused += tokens if far else 0
+            wanted |= {key: size * min(chunk, len(document.span) - i * chunk) // chunk for key, i in far}
+        sizes: Counter[str] = Counter()
+        for key, count in wanted.items():
+            sizes[away[key]] += count
+        ratio = served.policy.ratios[-1] if served.policy else 0.0
+        records = Counter(away[key] for key in wanted)
+        return Offer(records=records, bytes=sizes, exact=reach - start, reused=reused, ratio=ratio, prompt=prompt)
 
     def _pin(self, served: Served, keys: Sequence[ChunkKey]) -> None:
         served.pins.update(
@@ -159,8 +212,11 @@ class Planner:
                 found.append((part, key))
         return found
 
+    def _end(self, hit: Hit) -> int:
+        return hit.chunk * self._library.chunk + hit.blocks * self._library.block_size
+
     def _reach(self, hits: Sequence[Hit]) -> int:
-        return sum(hit.blocks for hit in hits) * self._library.block_size
+        return self._end(hits[-1]) if hits else 0
 
     def _count(self, served: Served, claim: Claim) -> None:
         """Tokens by the place they come from."""
@@ -185,3 +241,51 @@ def _leading(hits: Sequence[Hit], pins: dict[ChunkKey, Pin]) -> list[Hit]:
             break
         kept.append(hit)
     return kept
+
+
+@dataclass(slots=True, kw_only=True)
+class Step:
+    """What the engine computes in one step; `alone` if our workers compute nothing beside it."""
+
+    at: float  # when it was planned
+    alone: bool
+    requests: frozenset[str]
+    tokens: int
+    prompts: int = 0  # tokens of prompts
+    reach: int = 0  # sum over these, of the length of a prompt whose tokens cost as much on average
+
+    @property
+    def prefills(self) -> bool:
+        """Whether prompts are nearly all of it."""
+        return self.alone and self.prompts >= max(1, PROMPTS * self.tokens)
+
+
+class Pace:
+    """What prefilling takes the engine, from the times at which steps are planned: the only ones that the scheduler's side sees.
+
+    Two prefilling steps of one size, one after the other: from planning the second to planning the next is the time of one of them,
+    whether the engine plans a step when the one before has ended, or while it runs (asynchronous scheduling).
+    One prefilling step before two that do little (a prompt alone, then its decoding): it takes from its planning to that of the last of
+    the three. That counts one small step too much in an engine that plans nothing ahead.
+    All three must be steps of the same request, or the engine may have idled between them.
+    """
+
+    def __init__(self, speeds: Speeds) -> None:
+        self._speeds = speeds
+        self._steps: deque[Step] = deque(maxlen=3)
+
+    def add(self, step: Step) -> None:
+        """The next step is planned."""
+        self._steps.append(step)
+        if len(self._steps) < 3:
+            return
+        one, two, now = self._steps
+        if not one.prefills or not (one.requests & two.requests and two.requests & now.requests):
+            return
+        if two.prefills and abs(one.prompts - two.prompts) <= LIKE * one.prompts:
+            self._observe(two, now.at - two.at)
+        elif two.alone and max(two.tokens, now.tokens) <= LIKE * one.tokens:
+            self._observe(one, now.at - one.at)
+
+    def _observe(self, step: Step, seconds: float) -> None:
+        self._speeds.computed(step.prompts, seconds, length=step.reach / step.prompts)

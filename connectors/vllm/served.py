@@ -58,6 +58,8 @@ class Served:
     question: int = 0
     pins: dict[ChunkKey, Pin] = field(default_factory=dict)
     lost: set[ChunkKey] = field(default_factory=set)  # chunks that did not come: not asked for again
+    memory_only: bool = False  # what lies on tiers is not loaded: computing it was expected to be faster
+    skipped: int = 0  # tokens of that kind
     claim: Claim | None = None
     asked: float | None = None  # when it was first asked for, or began to load: from then on a slow tier is waited for
     loading: bool = False  # a worker is at it
@@ -96,6 +98,8 @@ class Served:
         if self.sources:
             said["tokens_from"] = dict(self.sources)
         said.update(self.blended)
+        if self.skipped:
+            said["skipped_tokens"] = self.skipped
         if self.unknown:
             said["unknown_documents"] = len(self.unknown)
         if self.learned:
