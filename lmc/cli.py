@@ -5,8 +5,10 @@ A command raises what the library raises: `Commands` turns every `LmcError` into
 
 import sys
 import time
-from contextlib import closing
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from datetime import UTC, datetime
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,20 +19,26 @@ from rich.table import Table
 from rich.text import Text
 from typer.core import TyperGroup
 
+from lmc import top as tops
 from lmc.config import Settings, shown
 from lmc.errors import ConfigError, InputError, LmcError
+from lmc.keys import ChunkKey
+from lmc.looking import SHORT, Holding, Place, chosen, places, survey, total
 from lmc.page import write_page
 from lmc.questions import read_collection, sample
 from lmc.shapes import GIB
-from lmc.storage.disk import DiskTier
+from lmc.storage.tier import Tier
 
 if TYPE_CHECKING:
     from lmc.demo import Outcome
 
 SHIPPED = Path(__file__).parent.parent / "examples" / "small_model"  # in a clone
 FAILED = 2  # the exit code of a command that lmc refused
-UNBOUNDED = 1 << 62  # bytes: looking at a tier evicts nothing
 UNCUT = 1 << 16  # columns: where nobody looks at the output, nothing has to fit
+
+Directory = Annotated[
+    Path | None, typer.Argument(help="a disk tier; without it local_disk and remote_url of the settings")
+]
 
 
 class Commands(TyperGroup):
@@ -62,32 +70,66 @@ def config() -> None:
 
 @app.command()
 def check(
-    directory: Annotated[Path, typer.Argument(help="a disk tier")],
+    directory: Directory = None,
     fix: Annotated[bool, typer.Option("--fix", help="remove what is wrong; nothing right is removed")] = False,
 ) -> None:
-    """Verify every byte of a disk tier. Exit code 1 if something is wrong and was not mended."""
-    with closing(DiskTier(directory, capacity=UNBOUNDED, read_only=True)):
-        pass  # raises if there is no tier: a repair must not make one
-    with closing(DiskTier(directory, capacity=UNBOUNDED, read_only=not fix)) as tier:
-        records = sum(1 for _ in tier.entries())
-        findings = tier.check(fix)
-    for finding in findings:
-        console().print(Text(f"{finding.where}: {finding.problem}{' (removed)' if finding.fixed else ''}"))
-    console().print(f"{records} records, {len(findings)} wrong" + (", all removed" if fix and findings else ""))
-    if any(not finding.fixed for finding in findings):
+    """Verify every byte of a tier. Exit code 1 if something is wrong and was not mended."""
+    unmended = False
+    for place in places(directory):
+        with place.opened(change=fix) as tier:
+            records = sum(1 for _ in tier.entries())
+            findings = tier.check(fix)
+        for finding in findings:
+            console().print(Text(f"{finding.where}: {finding.problem}{' (removed)' if finding.fixed else ''}"))
+        mended = ", all removed" if fix and findings else ""
+        console().print(Text(f"{place.name}: {records} records, {len(findings)} wrong{mended}"))
+        unmended |= any(not finding.fixed for finding in findings)
+    if unmended:
         raise typer.Exit(1)
 
 
 @app.command()
-def stat(directory: Annotated[Path, typer.Argument(help="a disk tier")]) -> None:
-    """What a disk tier holds: records, bytes, age of the last use."""
-    with closing(DiskTier(directory, capacity=UNBOUNDED, read_only=True)) as tier:
-        entries = list(tier.entries())
-    table = Table("records", "GiB", "least recently used", "most recently used")
-    used = [datetime.fromtimestamp(entry.used, UTC).strftime("%Y-%m-%d %H:%M:%S UTC") for entry in entries]
-    total = sum(entry.bytes for entry in entries)
-    table.add_row(str(len(entries)), f"{total / GIB:.3f}", used[0] if used else "-", used[-1] if used else "-")
-    console().print(table)
+def stat(directory: Directory = None) -> None:
+    """What a tier holds, by namespace (model, its settings, tenant). Reads headers only."""
+    for place in places(directory):
+        with place.opened() as tier:
+            found, unreadable = survey(tier)
+        console().print(Text(place.name), holdings_table(found))
+        if unreadable:
+            console().print(f"{len(unreadable)} records have headers that cannot be read: see lmc check")
+
+
+@app.command()
+def clear(
+    directory: Directory = None,
+    namespace: Annotated[
+        str | None, typer.Option(help="first digits of the namespace whose records go; lmc stat lists them")
+    ] = None,
+    everything: Annotated[bool, typer.Option("--all", help="all records, of every namespace")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="do not ask")] = False,
+) -> None:
+    """Remove records from a tier: those of one namespace, or all. Other files stay."""
+    if everything == (namespace is not None):
+        raise InputError("say which records to remove: --namespace DIGITS, or --all")
+    with ExitStack() as open_tiers:
+        tiers = [(place, open_tiers.enter_context(place.opened(change=True))) for place in places(directory)]
+        doomed = doomed_records(tiers, namespace)
+        count = sum(map(len, doomed.values()))
+        where = " and ".join(place.name for place, _ in tiers)
+        if not yes:
+            typer.confirm(f"Remove {count} records from {where}?", abort=True)
+        removed = sum(tier.delete(key) for place, tier in tiers for key in doomed[place.name])
+    console().print(Text(f"{removed} records removed from {where}"))
+
+
+@app.command()
+def top(
+    url: Annotated[str, typer.Argument(help="where a vLLM server or serve_metrics shows its metrics")] = tops.URL,
+    interval: Annotated[float, typer.Option(min=0.1, help="seconds between two looks")] = 2.0,
+    once: Annotated[bool, typer.Option("--once", help="print the totals and end")] = False,
+) -> None:
+    """What a running store does: hits, bytes, seconds per GiB, failures, as rates per second."""
+    tops.top(url, interval, once, console())
 
 
 @app.command()
@@ -157,6 +199,49 @@ def show(outcome: "Outcome", page: Path) -> None:
         table.add_row(*map(Text, row))
     console().print(Text(heading), table, Text(f"pictures of {len(outcome.pictures)} prompts: {page}"), sep="\n")
     write_page(page, heading, columns, rows, outcome.pictures)
+
+
+def doomed_records(tiers: Sequence[tuple[Place, Tier]], namespace: str | None) -> dict[str, list[ChunkKey]]:
+    """By the name of the place: the keys of every record, or of those of one namespace; raise `InputError` if it is not one."""
+    if namespace is None:
+        return {place.name: [entry.key for entry in tier.entries()] for place, tier in tiers}
+    found = {}
+    for place, _ in tiers:
+        with place.opened() as tier:  # the tier that changes things would also note a use of whatever it opens
+            found[place.name] = survey(tier)[0]
+    digest = chosen(namespace, chain.from_iterable(found.values()))
+    return {name: there[digest].keys if digest in there else [] for name, there in found.items()}
+
+
+def holdings_table(found: Mapping[bytes, Holding]) -> Table:
+    """One row for each namespace, the largest first, and their total."""
+    table = Table(
+        "namespace",
+        "records",
+        "tokens",
+        "GiB",
+        "layers",
+        "bytes a token",
+        "codec",
+        "least recently used",
+        "most recently used",
+    )
+    rows = sorted(found.items(), key=lambda item: -item[1].bytes)
+    for name, held in [*((digest.hex()[:SHORT], held) for digest, held in rows), ("total", total(found.values()))]:
+        if name == "total":
+            table.add_section()
+        used = [datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M:%S UTC") for at in held.used] or ["-", "-"]
+        table.add_row(
+            name,
+            str(len(held.keys)),
+            str(held.tokens),
+            f"{held.bytes / GIB:.3f}",
+            ", ".join(map(str, sorted(held.layers))) or "-",
+            f"{held.bytes / held.tokens:.0f}" if held.tokens else "-",
+            ", ".join(sorted(held.codecs)) or "-",
+            *used,
+        )
+    return table
 
 
 def settings_table(settings: Settings) -> Table:

@@ -246,10 +246,18 @@ class Settings(BaseSettings):
 
 def shown(name: str, value: object) -> str:
     """The value of setting `name` as a person may see it and could write it: without passwords."""
-    if name in SECRET and value is not None:
-        return "(not shown)"
+    if name in SECRET and value is not None and not _names_a_redis(value):
+        return "(not shown)"  # nobody knows what of it is a password
     text = str(value) if isinstance(value, Path) else repr(list(value) if isinstance(value, tuple) else value)
     return re.sub(r"(?<=://)\S*@", "***@", text)
+
+
+def _names_a_redis(value: object) -> bool:
+    try:
+        parse_remote(str(value))
+    except ValueError:
+        return False
+    return True
 
 
 def _said(name: str, value: object, origin: str) -> str:

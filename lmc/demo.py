@@ -119,7 +119,12 @@ def demo_settings(cache: Path) -> Settings:
     """The user's settings, with what a demo needs where they say nothing: a directory to keep, blending, little memory."""
     given = Settings.load()
     wanted: dict[str, object] = {"enable_blending": True}
-    defaults = {"local_disk": str(cache), "max_local_cpu_size": 0.5, "max_local_disk_size": 2.0}
+    defaults = {
+        "local_disk": str(cache),
+        "max_local_cpu_size": 0.5,
+        "max_local_disk_size": 2.0,
+        "load_policy": "always",
+    }
     wanted |= {name: value for name, value in defaults.items() if given.origin(name) == "default"}
     return Settings.load(wanted)
 
@@ -127,7 +132,9 @@ def demo_settings(cache: Path) -> Settings:
 def beside(settings: Settings, **changes: object) -> Settings:
     """Settings of a second cache in the same process: memory only, so that it takes nobody's directory."""
     values = {
-        name: value for name, value in settings.model_dump().items() if name not in ("local_disk", "blend_preset")
+        name: value
+        for name, value in settings.model_dump().items()
+        if name not in ("local_disk", "remote_url", "blend_preset")
     }
     return Settings(**{**values, "max_local_cpu_size": 1.5, **changes})
 

@@ -1,17 +1,22 @@
-"""`lmc check`, `lmc stat` and `lmc demo` as a person would run them."""
+"""`lmc check`, `lmc stat`, `lmc clear` and `lmc demo` as a person would run them."""
 
 import json
 import os
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from models import SEPARATOR, random_model, random_tokens
+from storage_fakes import Broken, DictTier, key_of, meta_of, stored
 from typer.testing import CliRunner
 
+from lmc import engine
 from lmc.cli import app
 from lmc.config import Settings
 from lmc.connectors.transformers import CachedModel
 from lmc.demo import begins
+from lmc.storage.disk import UNBOUNDED, DiskTier
 
 SMALL = Path(__file__).parent.parent / "examples" / "small_model"
 
@@ -77,6 +82,192 @@ def test_fix_refuses_a_tier_that_another_process_uses(tier: Path) -> None:
         code, _, err = lmc("check", tier, "--fix")
     assert code == 2
     assert "in use by another process" in err
+
+
+# -- what tiers hold, by namespace -----------------------------------------------------------------------------------
+
+ONE, TWO, NEAR = bytes.fromhex("a1" * 32), bytes.fromhex("b2" * 32), bytes.fromhex("a1ff" * 16)
+
+
+def fill(root: Path, *records: tuple[int, bytes]) -> list[Path]:
+    """Records of 16 tokens by number and namespace; where each is."""
+    tier = DiskTier(root, UNBOUNDED)
+    paths = []
+    for number, namespace in records:
+        meta = replace(meta_of(key_of(number)), namespace=namespace)
+        tier.write(meta, [stored(meta)])
+        paths += root.rglob(f"{meta.key.hex()}.safetensors")
+    tier.close()
+    return paths
+
+
+def rows(out: str) -> list[list[str]]:
+    """The cells of the tables in `out`."""
+    lines = [[cell.strip() for cell in re.split("[│┃]", line)[1:-1]] for line in out.splitlines()]
+    return [cells for cells in lines if cells]
+
+
+@pytest.fixture
+def unset(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    for name in [name for name in os.environ if name.startswith(("LMC_", "LMCACHE_"))]:
+        monkeypatch.delenv(name)
+    return monkeypatch
+
+
+def test_stat_has_a_row_for_each_namespace_and_the_total(tmp_path: Path) -> None:
+    fill(tmp_path, (0, ONE), (1, TWO), (2, TWO))
+    code, out, _ = lmc("stat", tmp_path)
+    assert code == 0
+    found = [(row[:7], row[7] <= row[8]) for row in rows(out)[1:]]
+    assert found == [
+        (["b2" * 6, "2", "32", "0.000", "3", "1024", "none"], True),
+        (["a1" * 6, "1", "16", "0.000", "3", "1024", "none"], True),
+        (["total", "3", "48", "0.000", "3", "1024", "none"], True),
+    ]
+
+
+def test_stat_reads_no_part_and_changes_nothing(tmp_path: Path) -> None:
+    paths = fill(tmp_path, (0, ONE), (1, TWO))
+    paths[0].write_bytes(paths[0].read_bytes()[:4096] + bytes(3 * 4096))
+    paths[1].write_bytes(b"garbage")
+    before = [(path.read_bytes(), path.stat().st_mtime_ns) for path in paths]
+    code, out, _ = lmc("stat", tmp_path)
+    assert code == 0
+    assert rows(out)[-1][:2] == ["total", "1"]
+    assert "1 records have headers that cannot be read" in out
+    assert [(path.read_bytes(), path.stat().st_mtime_ns) for path in paths] == before
+
+
+def test_stat_of_an_empty_tier_is_a_total_of_nothing(tmp_path: Path) -> None:
+    fill(tmp_path)
+    code, out, _ = lmc("stat", tmp_path)
+    assert code == 0
+    assert rows(out)[1:] == [["total", "0", "0", "0.000", "-", "-", "-", "-", "-"]]
+
+
+def test_clear_removes_exactly_the_records_of_one_namespace(tmp_path: Path) -> None:
+    paths = fill(tmp_path, (0, ONE), (1, TWO), (2, TWO), (3, NEAR))
+    foreign = [tmp_path / "notes.txt", tmp_path / "records" / "model.safetensors", paths[1].with_name("x.safetensors")]
+    for path in foreign:
+        path.write_bytes(paths[1].read_bytes())
+    used = [path.stat().st_mtime_ns for path in (paths[0], paths[3])]
+    code, out, err = lmc("clear", tmp_path, "--namespace", "B2", "--yes")
+    assert (code, err) == (0, "")
+    assert "2 records removed" in out
+    assert [path.exists() for path in (*paths, *foreign)] == [True, False, False, True, True, True, True]
+    assert [path.stat().st_mtime_ns for path in (paths[0], paths[3])] == used, "the others were not used"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--namespace", "a1"], f"2 namespaces start with a1: {ONE.hex()}, {NEAR.hex()}; give more digits"),
+        (["--namespace", "c3"], "no namespace starts with c3: there are a1a1a1a1a1a1, a1ffa1ffa1ff, b2b2b2b2b2b2"),
+        (["--namespace", ""], "must be the first hex digits"),
+        (["--namespace", "../x"], "must be the first hex digits"),
+        ([], "say which records to remove: --namespace DIGITS, or --all"),
+        (["--all", "--namespace", "b2"], "say which records to remove"),
+    ],
+)
+def test_clear_refuses_what_is_not_exactly_one_namespace(tmp_path: Path, words: list[str], message: str) -> None:
+    paths = fill(tmp_path, (0, ONE), (1, TWO), (2, NEAR))
+    code, _, err = lmc("clear", tmp_path, "--yes", *words)
+    assert code == 2
+    assert message in err
+    assert all(path.exists() for path in paths)
+
+
+def test_clear_asks_before_it_removes(tmp_path: Path) -> None:
+    paths = fill(tmp_path, (0, ONE), (1, TWO))
+    for answer in ("n\n", ""):
+        result = CliRunner().invoke(app, ["clear", str(tmp_path), "--all"], input=answer)
+        assert result.exit_code == 1
+        assert f"Remove 2 records from disk tier {tmp_path}?" in result.stdout
+        assert all(path.exists() for path in paths)
+    result = CliRunner().invoke(app, ["clear", str(tmp_path), "--all"], input="y\n")
+    assert result.exit_code == 0
+    assert not any(path.exists() for path in paths)
+
+
+def test_clear_all_removes_unreadable_records_too_and_the_tier_works_on(tmp_path: Path) -> None:
+    paths = fill(tmp_path, (0, ONE), (1, TWO))
+    paths[0].write_bytes(b"garbage")
+    assert lmc("clear", tmp_path, "--all", "--yes")[0] == 0
+    assert not any(path.exists() for path in paths)
+    assert fill(tmp_path, (0, ONE)) == [paths[0]]
+
+
+def test_clear_refuses_a_tier_that_another_process_uses(tmp_path: Path) -> None:
+    paths = fill(tmp_path, (0, ONE))
+    owner = DiskTier(tmp_path, UNBOUNDED)
+    assert lmc("stat", tmp_path)[0] == 0
+    code, _, err = lmc("clear", tmp_path, "--all", "--yes")
+    owner.close()
+    assert code == 2
+    assert "in use by another process" in err
+    assert paths[0].exists()
+
+
+@pytest.mark.parametrize("words", [["check"], ["stat"], ["clear", "--all", "--yes"]])
+def test_without_a_directory_the_settings_say_where(
+    tmp_path: Path, words: list[str], unset: pytest.MonkeyPatch
+) -> None:
+    code, _, err = lmc(*words)
+    assert code == 2
+    assert "give its directory, or set local_disk or remote_url" in err
+    fill(tmp_path, (0, ONE))
+    unset.setenv("LMC_LOCAL_DISK", str(tmp_path))
+    code, out, _ = lmc(*words)
+    assert code == 0
+    assert f"disk tier {tmp_path}" in out
+
+
+def test_disk_and_remote_of_the_settings_are_both_looked_at_and_cleared(
+    tmp_path: Path, unset: pytest.MonkeyPatch
+) -> None:
+    fill(tmp_path, (0, ONE), (1, TWO))
+    remote = DictTier()
+    for number, namespace in ((0, ONE), (2, ONE), (3, NEAR)):
+        meta = replace(meta_of(key_of(number)), namespace=namespace)
+        remote.write(meta, [stored(meta)])
+    unset.setattr(engine, "open_remote", lambda settings: remote)
+    unset.setenv("LMC_LOCAL_DISK", str(tmp_path))
+    unset.setenv("LMC_REMOTE_URL", "redis://somebody:secret@cache:6380/1")
+
+    code, out, _ = lmc("stat")
+    assert code == 0
+    assert [row[:2] for row in rows(out) if row[0] == "total"] == [["total", "2"], ["total", "3"]]
+    assert "Redis at cache:6380" in out
+    assert "secret" not in out
+    assert "Redis at cache:6380: 3 records, 0 wrong" in lmc("check")[1]
+
+    code, _, err = lmc("clear", "--namespace", "a1", "--yes")  # one of the two is only in Redis
+    assert code == 2
+    assert "2 namespaces start with a1" in err
+    code, out, _ = lmc("clear", "--namespace", "a1a1", "--yes")
+    assert code == 0
+    assert "3 records removed" in out
+    assert list(remote.records) == [key_of(3)]
+    assert [row[0] for row in rows(lmc("stat", tmp_path)[1])[1:]] == ["b2" * 6, "total"]
+
+
+@pytest.mark.parametrize("words", [["check"], ["stat"], ["clear", "--all", "--yes"]])
+def test_a_remote_that_fails_is_one_clear_line(words: list[str], unset: pytest.MonkeyPatch) -> None:
+    unset.setattr(engine, "open_remote", lambda settings: Broken(lambda: ConnectionError("refused")))
+    unset.setenv("LMC_REMOTE_URL", "redis://cache")
+    code, _, err = lmc(*words)
+    assert code == 2
+    assert "error: Redis at cache:6379: refused" in err
+
+
+def test_a_remote_that_does_not_answer_is_not_an_empty_one(unset: pytest.MonkeyPatch) -> None:
+    away = DictTier()
+    away.usable = False
+    unset.setattr(engine, "open_remote", lambda settings: away)
+    unset.setenv("LMC_REMOTE_URL", "redis://cache")
+    code, _, err = lmc("stat")
+    assert code == 2
+    assert "Redis at cache:6379 does not answer" in err
 
 
 def run_demo(home: Path, *words: str | Path) -> tuple[int, str, str]:

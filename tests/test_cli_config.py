@@ -59,7 +59,10 @@ def test_a_config_error_is_one_line_on_stderr_and_exit_code_2() -> None:
 
 
 def test_a_password_is_never_printed() -> None:
-    result = CliRunner().invoke(app, ["config"], env={"LMC_REMOTE_URL": "redis://:hunter2@host"})
+    result = CliRunner().invoke(app, ["config"], env={"LMC_REMOTE_URL": "redis://lmc:hunter2@host:7000/1"})
+    assert rows(result.stdout)["remote_url"] == ["'redis://***@host:7000/1'", "environment LMC_REMOTE_URL"]
+    assert "hunter2" not in result.output
+    result = CliRunner().invoke(app, ["config"], env={"LMC_REMOTE_URL": "redis//lmc:hunter2@host"})
     assert result.exit_code == 2
     assert "hunter2" not in result.output
 

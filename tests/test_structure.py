@@ -16,7 +16,7 @@ FOUNDATION = {"lmc", "lmc.shapes", "lmc.keys", "lmc.errors", "lmc.config", "lmc.
 ALLOWED = {
     "storage": {"lmc.storage"},
     "blend": {"lmc.blend"},
-    "connectors": {"lmc.connectors", "lmc.blend", "lmc.engine", "lmc.storage"},
+    "connectors": {"lmc.connectors", "lmc.blend", "lmc.engine", "lmc.metrics", "lmc.storage"},
 }
 SOURCES = [path for folder in ("lmc", *ALLOWED) for path in sorted((ROOT / folder).rglob("*.py"))]
 

@@ -84,7 +84,7 @@ class LMCConnector(KVConnectorBase_V1):
         check_chunk_size(self.settings, vllm_config.cache_config.block_size)
         self._scheduler: Scheduler | None = None
         self._worker: Worker | None = None
-        self._counted: dict[str, int] = {}
+        self._counted: dict[str, float] = {}
         if role is KVConnectorRole.WORKER:
             self._worker = Worker(vllm_config, kv_cache_config, blends=self.settings.enable_blending)
         elif transfer.kv_load_failure_policy != "recompute":
@@ -299,9 +299,10 @@ class LMCConnector(KVConnectorBase_V1):
         if self._scheduler is None:
             return None
         counts = self._scheduler.numbers()
-        found = {name: count - self._counted.get(name, 0) for name, count in counts.items()}
-        self._counted = counts
-        return LmcStats(data={name: count for name, count in found.items() if count})
+        before, self._counted = self._counted, counts
+        # A number that is zero is told once: a rate needs a value before the first that counts.
+        found = {key: count - before.get(key, 0) for key, count in counts.items() if count != before.get(key)}
+        return LmcStats(data=found)
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> LmcStats:

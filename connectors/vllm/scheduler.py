@@ -23,6 +23,7 @@ from lmc.connectors.vllm.requests import Options
 from lmc.connectors.vllm.served import Claim, Document, Role, Served
 from lmc.errors import ConfigError, InputError
 from lmc.keys import check_tokens
+from lmc.metrics import flat
 from lmc.storage.loads import PinState
 
 log = logging.getLogger(__name__)
@@ -77,7 +78,9 @@ class Scheduler:
             return
         if served.role is Role.BLEND:
             self._find_own_blend(served)
-        self._planner.prefetch(served)
+        self._planner.prefetch(served, cached_blocks(self._pool, request.block_hashes) * self._library.block_size)
+        if served.skipped:
+            self.counts["loads_skipped"] += 1
 
     def claim(self, request: Any, local: int) -> int | None:
         """How many tokens behind `local` will be loaded; None to be asked again. The same answer until something changes."""
@@ -158,6 +161,8 @@ class Scheduler:
             learn=[learn] if learn else [],
         )
         self._jobs = []
+        blending = any(served.loading and served.approximate is not None for served in self._served.values())
+        self._planner.watch(self._served, scheduled, alone=not (blending or plan.learn))
         return plan
 
     def reset(self) -> None:
@@ -193,17 +198,15 @@ class Scheduler:
         recent = self._clock() - self._seen < LEARN_SECONDS
         return not self._introduced or self._keeper.saving or (recent and self._keeper.learning)
 
-    def numbers(self) -> dict[str, int]:
-        """Counts since start, by the names of `stats.COUNTERS`."""
-        stats, stored = self._library.store.stats(), self._library.jobs.stored
+    def numbers(self) -> dict[str, float]:
+        """Counts since start and gauges, by the keys of `lmc.metrics`."""
+        stored = self._library.jobs.stored
         return {
             **self.counts,
+            **flat(self._library.store.stats()),
             "stored_chunks": stored["chunks"],
             "stored_tokens": stored["tokens"],
-            "evicted_chunks": sum(stats.evictions.values()),
-            "dropped_writes": stats.dropped_writes,
-            "no_room": stats.no_room,
-            "failed_tier_operations": sum(stats.failed.values()),
+            "layers": sum(self._library.stages),
         }
 
     @property

@@ -1,43 +1,40 @@
-"""Numbers for vLLM's own log line and `/metrics`: counters since the last time, by name."""
+"""Numbers for vLLM's own log line and `/metrics`: what has changed since the last time, by the keys of `lmc.metrics`.
 
+Gauges travel as changes too: then a step's numbers are added up whatever they are, and so are those of several API servers, each
+of which is told of some steps.
+"""
+
+import contextlib
 from typing import Any
 
+from prometheus_client import REGISTRY, Counter, Gauge
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-COUNTERS = {
-    "requests": "requests seen",
-    "loads": "requests for which exact pages were loaded",
-    "blends": "requests whose documents were blended",
-    "refused": "requests served exactly although they asked for more",
-    "failed_loads": "loads that failed and were computed by the engine instead",
-    "tokens_from_host": "tokens whose KV came from memory",
-    "tokens_from_disk": "tokens whose KV came from disk",
-    "token_layers": "tokens computed by blends, times layers",
-    "stored_chunks": "chunks stored",
-    "stored_tokens": "tokens stored",
-    "evicted_chunks": "chunks evicted from memory",
-    "dropped_writes": "chunks that were not written down because the queue was full",
-    "no_room": "chunks that found every slot of the memory held",
-    "failed_tier_operations": "operations that a tier failed at, each a miss",
-}
+from lmc.metrics import NAMES, parted
+
+_registered: list[Any] = []  # of the last engine in this process: another one takes its place, as vLLM's own metrics do
 
 
 class LmcStats(KVConnectorStats):
-    """Increments of `COUNTERS`."""
+    """Changes by key, as `lmc.metrics.flat` names them."""
 
     def reset(self) -> None:
         """Nothing has happened."""
         self.data: dict[str, Any] = {}
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        """Add another's increments."""
-        for name, count in other.data.items():
-            self.data[name] = self.data.get(name, 0) + count
+        """Add another's changes."""
+        for key, change in other.data.items():
+            self.data[key] = self.data.get(key, 0) + change
         return self
 
     def reduce(self) -> dict[str, int | float]:
         """For the log line: what has happened in its interval."""
-        return {f"lmc {name.replace('_', ' ')}": count for name, count in self.data.items() if count}
+        return {
+            _said(key): change if isinstance(change, int) else float(f"{change:.3g}")
+            for key, change in self.data.items()
+            if change
+        }
 
     def is_empty(self) -> bool:
         """Whether nothing has happened."""
@@ -45,7 +42,7 @@ class LmcStats(KVConnectorStats):
 
 
 class LmcPromMetrics(KVConnectorPromMetrics):
-    """`lmc:*_total` in the engine's `/metrics`."""
+    """`lmc:*` in the engine's `/metrics`: vLLM's labels, and behind them ours."""
 
     def __init__(
         self,
@@ -55,15 +52,47 @@ class LmcPromMetrics(KVConnectorPromMetrics):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        self._counters = {}
-        for name, what in COUNTERS.items():
-            counter = self._counter_cls(name=f"lmc:{name}", documentation=f"lmc: {what}", labelnames=labelnames)
-            self._counters[name] = {
-                engine: counter.labels(*values) for engine, values in per_engine_labelvalues.items()
-            }
+        while _registered:
+            with contextlib.suppress(KeyError):  # somebody has emptied the registry
+                REGISTRY.unregister(_registered.pop())
+        self._metrics: dict[str, Any] = {}
+        for name in NAMES.values():
+            shape = {"name": f"lmc:{name.name}", "documentation": f"lmc: {name.what}"}
+            labels = [*labelnames, *name.labels]
+            if name.gauge:
+                metric = self._gauge_cls(**shape, labelnames=labels, multiprocess_mode="sum")
+            else:
+                metric = self._counter_cls(**shape, labelnames=labels)
+            self._metrics[name.name] = metric
+            if isinstance(metric, (Counter, Gauge)):  # Ray keeps its own books
+                _registered.append(metric)
+        self._children: dict[tuple[int, str], Any] = {}
+        self._levels: dict[tuple[int, str], float] = {}  # gauges
+        for engine in per_engine_labelvalues:
+            for name in NAMES.values():
+                if not name.labels:
+                    self._add(engine, name.name, 0)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Add increments."""
-        for name, count in transfer_stats_data.items():
-            if name in self._counters and count:
-                self._counters[name][engine_idx].inc(count)
+        """Add changes."""
+        for key, change in transfer_stats_data.items():
+            self._add(engine_idx, key, change)
+
+    def _add(self, engine: int, key: str, change: float) -> None:
+        name, labels = parted(key)
+        if name not in NAMES:
+            return
+        if (engine, key) not in self._children:
+            self._children[engine, key] = self._metrics[name].labels(*self.per_engine_labelvalues[engine], *labels)
+        child = self._children[engine, key]
+        if NAMES[name].gauge:
+            level = self._levels[engine, key] = self._levels.get((engine, key), 0) + change
+            child.set(level)
+        else:
+            child.inc(change)
+
+
+def _said(key: str) -> str:
+    name, labels = parted(key)
+    change = "change of " if name in NAMES and NAMES[name].gauge else ""
+    return f"lmc {change}{' '.join((name.replace('_', ' '), *labels))}"

@@ -29,7 +29,13 @@ from vllm.distributed import cleanup_dist_env_and_memory  # noqa: E402
 from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown  # noqa: E402
 
 BLOCK = 32
-SETTINGS = {"enable_blending": True, "max_local_cpu_size": 0.25, "blend_min_tokens": 16, "chunk_size": 128}
+SETTINGS = {
+    "enable_blending": True,
+    "max_local_cpu_size": 0.25,
+    "blend_min_tokens": 16,
+    "chunk_size": 128,
+    "load_policy": "always",  # models this small are computed faster than loaded
+}
 SIZES = {
     "vocab_size": 1024,
     "hidden_size": 256,
@@ -190,7 +196,7 @@ class Lab:
         library.forget_all()
 
     @property
-    def numbers(self) -> dict[str, int]:
+    def numbers(self) -> dict[str, float]:
         """What lmc has counted."""
         return self.connector._scheduler.numbers()
 

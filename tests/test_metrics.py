@@ -1,0 +1,444 @@
+"""Metrics: what a scrape says of a store, what `lmc top` makes of it, and that the board asks for what there is."""
+
+import io
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
+from itertools import combinations
+from pathlib import Path
+
+import prometheus_client
+import pytest
+from prometheus_client import CollectorRegistry
+from rich.console import Console
+from storage_fakes import PART_BYTES, PARTS, DictTier, get, key_of, put
+
+from lmc.errors import InputError
+from lmc.metrics import (
+    NAMES,
+    OF_REQUESTS,
+    OF_STORES,
+    Prefills,
+    StoreCollector,
+    flat,
+    key,
+    parted,
+    register,
+    serve_metrics,
+)
+from lmc.shapes import GIB
+from lmc.storage.slab import Slab
+from lmc.storage.stats import StoreStats
+from lmc.storage.store import Store
+from lmc.top import Sample, fetch, read, table, top
+
+K0, K1, K2 = map(key_of, range(3))
+BOARD = Path(__file__).parent.parent / "docs/grafana.json"
+
+NOTHING = StoreStats(
+    hits={},
+    misses=0,
+    bytes={},
+    seconds={},
+    writes={},
+    dropped_writes=0,
+    failed={},
+    corrupt={},
+    no_room=0,
+    evictions={"host": 0},
+    queued=0,
+    usable={"disk": True, "redis": False},
+)
+SOME = replace(
+    NOTHING,
+    hits={"host": 5, "disk": 2},
+    misses=1,
+    bytes={("disk", "read"): 3 * GIB, ("redis", "write"): 512},
+    seconds={("disk", "read"): 1.5, ("disk", "lookup"): 0.25},
+    writes={"disk": 4},
+    dropped_writes=6,
+    failed={"redis": 7},
+    corrupt={"disk": 8},
+    no_room=9,
+    evictions={"host": 10},
+    queued=11,
+)
+
+
+@contextmanager
+def store_over(tier=None):
+    with closing(Store(Slab(4, PARTS, PART_BYTES), [tier] if tier else [])) as store:
+        yield store
+
+
+@contextmanager
+def served(registry, port=0):
+    """The address of a registry's metrics."""
+    server, thread = prometheus_client.start_http_server(port, "127.0.0.1", registry)
+    try:
+        yield f"http://127.0.0.1:{server.server_port}/metrics"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def registry_of(stats: StoreStats) -> CollectorRegistry:
+    registry = CollectorRegistry()
+    registry.register(StoreCollector(lambda: stats))
+    return registry
+
+
+def shown(url: str, **options) -> dict[str, list[str]]:
+    """What `lmc top --once` prints: the words of each line by its title."""
+    console = Console(file=io.StringIO(), width=200)
+    top(url, 1.0, True, console)
+    return cells(console.file.getvalue())
+
+
+def cells(text: str) -> dict[str, list[str]]:
+    """The columns of a printed table, by the title of the line; of the header under ""."""
+    lines = [re.split(r"\s{2,}", line.strip()) for line in text.splitlines() if line.strip()]
+    return {line[0]: line[1:] for line in lines if len(line) > 1}
+
+
+# -- a scrape ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "labels", "value"),
+    [
+        ("lmc_hits_total", {"place": "host"}, 5),
+        ("lmc_hits_total", {"place": "disk"}, 2),
+        ("lmc_misses_total", {}, 1),
+        ("lmc_bytes_total", {"tier": "disk", "direction": "read"}, 3 * GIB),
+        ("lmc_bytes_total", {"tier": "redis", "direction": "write"}, 512),
+        ("lmc_seconds_total", {"tier": "disk", "direction": "read"}, 1.5),
+        ("lmc_seconds_total", {"tier": "disk", "direction": "lookup"}, 0.25),
+        ("lmc_written_chunks_total", {"tier": "disk"}, 4),
+        ("lmc_dropped_writes_total", {}, 6),
+        ("lmc_failures_total", {"tier": "redis"}, 7),
+        ("lmc_corrupt_records_total", {"tier": "disk"}, 8),
+        ("lmc_no_room_total", {}, 9),
+        ("lmc_evictions_total", {"place": "host"}, 10),
+        ("lmc_write_queue_depth", {}, 11),
+        ("lmc_tier_usable", {"tier": "disk"}, 1),
+        ("lmc_tier_usable", {"tier": "redis"}, 0),
+    ],
+)
+def test_a_scrape_has_every_count_of_the_store(name, labels, value):
+    assert registry_of(SOME).get_sample_value(name, labels) == value
+
+
+def test_what_may_still_happen_is_there_as_zero():
+    """Without it a rate would not see the first corrupt record: it needs a value before."""
+    registry = registry_of(NOTHING)
+    for tier in ("disk", "redis"):
+        assert registry.get_sample_value("lmc_corrupt_records_total", {"tier": tier}) == 0
+        assert registry.get_sample_value("lmc_hits_total", {"place": tier}) == 0
+        for way in ("read", "write"):
+            assert registry.get_sample_value("lmc_bytes_total", {"tier": tier, "direction": way}) == 0
+
+
+def test_plain_data_survives_a_process_border():
+    numbers = flat(SOME)
+    assert json.loads(json.dumps(numbers)) == numbers
+    assert numbers["bytes|disk|read"] == 3 * GIB
+    assert numbers["misses"] == 1
+    assert {parted(k)[0] for k in numbers} == {name.name for name in OF_STORES}
+    assert all(key(*parted(k)) == k and len(parted(k)[1]) == len(NAMES[parted(k)[0]].labels) for k in numbers)
+
+
+def test_no_name_is_there_twice():
+    assert len(NAMES) == len(OF_STORES) + len(OF_REQUESTS)
+
+
+def test_a_scrape_asks_the_store_itself():
+    tier, registry = DictTier(), CollectorRegistry()
+    with store_over(tier) as store:
+        register(store, registry)
+        put(store, K0)
+        store.flush()
+        assert get(store, K0)
+        assert get(store, K1) is None
+        assert registry.get_sample_value("lmc_written_chunks_total", {"tier": "dict"}) == 1
+        assert registry.get_sample_value("lmc_hits_total", {"place": "host"}) == 1
+        assert registry.get_sample_value("lmc_misses_total") == 1
+        assert registry.get_sample_value("lmc_bytes_total", {"tier": "dict", "direction": "write"}) > 0
+        assert get(store, K2) is None
+        assert registry.get_sample_value("lmc_misses_total") == 2
+
+
+def test_a_corrupt_record_is_counted_as_one():
+    tier, registry = DictTier(), CollectorRegistry()
+    with store_over(tier) as store:
+        put(store, K0)
+    tier.records[K0][-1] ^= 1
+    with store_over(tier) as store:
+        register(store, registry)
+        with pytest.raises(Exception, match="could not be read"):
+            get(store, K0)
+        assert registry.get_sample_value("lmc_corrupt_records_total", {"tier": "dict"}) == 1
+        assert registry.get_sample_value("lmc_failures_total", {"tier": "dict"}) == 1
+
+
+def test_a_registry_shows_one_store():
+    registry = CollectorRegistry()
+    with store_over() as first, store_over() as second:
+        collector = register(first, registry)
+        with pytest.raises(InputError, match="shows a store already"):
+            register(second, registry)
+        registry.unregister(collector)
+        register(second, registry)
+
+
+def test_metrics_are_served_to_this_machine_until_stopped():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    stop = serve_metrics(port, registry=registry_of(SOME))
+    url = f"http://127.0.0.1:{port}/metrics"
+    assert fetch(url).since(None)["hits", ("host",)] == 5
+    with pytest.raises(InputError, match=f"127.0.0.1:{port}: Address already in use; choose another port"):
+        serve_metrics(port)
+    stop()
+    with pytest.raises(InputError, match="Connection refused"):
+        fetch(url)
+
+
+@dataclass
+class Reported:
+    how: str
+    computed: tuple[int, ...]
+    skipped: int
+
+
+def test_prefills_are_added_up():
+    registry = CollectorRegistry()
+    prefills = Prefills(registry)
+    prefills.add(Reported("blend", (100, 20, 20), 1))
+    prefills.add(Reported("full", (100, 100, 100), 2))
+    found = {name: registry.get_sample_value(f"lmc_{name}_total") for name in ("requests", "blends", "loads_skipped")}
+    assert found == {"requests": 2, "blends": 1, "loads_skipped": 2}
+    assert registry.get_sample_value("lmc_token_layers_total") == 140
+    assert registry.get_sample_value("lmc_layers") == 3
+
+
+# -- lmc top ----------------------------------------------------------------------------------------------------------
+
+
+def test_once_prints_the_totals():
+    with served(registry_of(SOME)) as url:
+        found = shown(url)
+    assert found["hit rate"] == ["87.5%"]
+    assert found["hits"] == ["7", "5", "2", "0"]
+    assert found["misses"] == ["1"]
+    assert found["read"] == ["3.00 GiB", "3.00 GiB", "0.00 MiB"]
+    assert found["read: seconds per GiB"] == ["0.500"]
+    assert found["failures"] == ["7", "0", "7"]
+    assert found["corrupt records"] == ["8", "8", "0"]
+    assert found["usable (now)"] == ["yes", "NO"]
+    assert found["write queue (now)"] == ["11"]
+    assert found["dropped writes"] == ["6"]
+    assert "requests" not in found  # this endpoint is no server's
+
+
+def test_once_shows_a_store_with_a_tier():
+    registry = CollectorRegistry()
+    with store_over(DictTier()) as store, served(registry) as url:
+        register(store, registry)
+        put(store, K0)
+        store.flush()
+        get(store, K0)
+        found = shown(url)
+    assert found["hit rate"] == ["100.0%"]
+    assert found["hits"] == ["1", "1", "0"]
+    assert found["chunks written"] == ["1", "1"]
+    assert found["usable (now)"] == ["yes"]
+
+
+def test_rates_are_of_the_time_between_two_samples():
+    before = Sample(at=10.0, series=read(prometheus_client.generate_latest(registry_of(SOME)).decode()))
+    later = replace(SOME, hits={"host": 25, "disk": 2}, misses=6, bytes={("disk", "read"): 5 * GIB}, queued=3)
+    later = replace(later, seconds={("disk", "read"): 2.5})
+    now = Sample(at=14.0, series=read(prometheus_client.generate_latest(registry_of(later)).decode()))
+    console = Console(file=io.StringIO(), width=200)
+    console.print(table("here", now.since(before), now.at - before.at))
+    found = cells(console.file.getvalue())
+    assert found["hit rate"] == ["80.0%"]
+    assert found["hits"] == ["5", "5", "0", "0"]
+    assert found["misses"] == ["1.25"]
+    assert found["read"] == ["512.00 MiB", "512.00 MiB", "0.00 MiB"]
+    assert found["read: seconds per GiB"] == ["0.500"]
+    assert found["write queue (now)"] == ["3"]
+
+
+def test_a_counter_that_became_smaller_began_anew():
+    labels = (("engine", "0"),)
+    before = Sample(at=0.0, series={("misses", labels): 100.0, ("write_queue_depth", labels): 9.0})
+    now = Sample(at=1.0, series={("misses", labels): 4.0, ("write_queue_depth", labels): 2.0})
+    assert now.since(before) == {("misses", ()): 4.0, ("write_queue_depth", ()): 2.0}
+
+
+def test_engines_are_added_up_each_from_its_own_start():
+    def sample(at, first, second, usable):
+        text = f"""
+lmc:hits_total{{engine="0",model_name="m",place="host"}} {first}
+lmc:hits_total{{engine="1",model_name="m",place="host"}} {second}
+lmc:tier_usable{{engine="0",model_name="m",tier="disk"}} 1
+lmc:tier_usable{{engine="1",model_name="m",tier="disk"}} {usable}
+lmc:hits_created{{engine="1",model_name="m",place="host"}} 1.7e9
+vllm:prompt_tokens_total{{engine="0"}} 5
+"""
+        return Sample(at=at, series=read(text))
+
+    before, now = sample(0.0, 10, 50, 1), sample(1.0, 12, 3, 0)
+    assert now.since(before) == {("hits", ("host",)): 2 + 3, ("tier_usable", ("disk",)): 0}
+
+
+def test_tokens_of_a_vllm_server_are_shown_by_place():
+    labels = (("engine", "0"), ("model_name", "m"))
+    counts = {"tokens_from_host": 300, "tokens_from_disk": 100, "token_layers": 400, "layers": 4, "requests": 5}
+    sample = Sample(at=0.0, series={(name, labels): float(n) for name, n in counts.items()})
+    sample.series["hits", (*labels, ("place", "host"))] = 1.0
+    sample.series["hits", (*labels, ("place", "disk"))] = 1.0
+    console = Console(file=io.StringIO(), width=200)
+    console.print(table("here", sample.since(None)))
+    found = cells(console.file.getvalue())
+    assert found["tokens reused"] == ["400", "300", "100"]
+    assert found["tokens recomputed by blends"] == ["100"]
+    assert found["requests"] == ["5"]
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        (
+            "http://127.0.0.1:1/metrics",
+            "no metrics at http://127.0.0.1:1/metrics .*Connection refused.*: lmc top http://",
+        ),
+        ("file:///etc/hostname", "is no address of metrics: give one like http://127.0.0.1:8000/metrics"),
+        ("localhost:8000", "is no address of metrics"),
+        ("http://[", "no metrics at"),
+    ],
+)
+def test_an_address_that_cannot_be_asked_is_an_error_in_one_line(url, said):
+    with pytest.raises(InputError, match=said) as error:
+        top(url, 1.0, True)
+    assert "\n" not in str(error.value)
+
+
+def test_an_endpoint_without_lmc_is_an_error():
+    with served(CollectorRegistry()) as url, pytest.raises(InputError, match="has no metrics of lmc: a vLLM server"):
+        top(url, 1.0, True)
+
+
+def test_an_interval_of_nothing_is_an_error():
+    with pytest.raises(InputError, match="more than 0"):
+        top("http://127.0.0.1:1/metrics", 0.0, False)
+
+
+def test_top_survives_a_restart_of_the_server_and_ends_quietly_with_ctrl_c():
+    later = replace(SOME, misses=3)
+    with served(registry_of(SOME)) as url:
+        program = f"from lmc.top import top; top({url!r}, 0.2, False)"
+        child = subprocess.Popen(
+            [sys.executable, "-c", program],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, "COLUMNS": "200"},
+        )
+        assert child.stdout is not None
+        watch = threading.Timer(60, child.kill)  # a line that never comes ends the iteration
+        watch.start()
+        said = iter(child.stdout.readline, "")
+        assert any("totals since the start" in line for line in said)
+        assert any("per second, over the last 0." in line for line in said)
+    try:
+        assert any("Trying again; Ctrl-C ends." in line for line in said)
+        with served(registry_of(later), int(url.split(":")[2].split("/")[0])):
+            assert any(re.search(r"misses +\d+\.\d\d", line) for line in said)  # 2 in the time without answers
+            child.send_signal(signal.SIGINT)
+            rest, _ = child.communicate(timeout=30)
+        assert child.returncode == 0
+        assert "Traceback" not in rest
+    finally:
+        watch.cancel()
+        child.kill()
+        child.wait()
+
+
+# -- the board --------------------------------------------------------------------------------------------------------
+
+board = json.loads(BOARD.read_text())
+PANELS = board["panels"]
+EXPRESSIONS = [target["expr"] for panel in PANELS for target in panel["targets"]]
+DATASOURCE = {"type": "prometheus", "uid": "${DS_PROMETHEUS}"}
+
+
+def test_the_board_has_what_the_model_asks_for():
+    assert board["id"] is None
+    assert (board["uid"], board["title"]) == ("lmc", "lmc")
+    assert board["schemaVersion"] >= 39
+    wanted = {"time", "timepicker", "timezone", "templating", "annotations", "refresh", "version", "editable", "tags"}
+    assert wanted <= board.keys()
+    variables = {variable["name"]: variable for variable in board["templating"]["list"]}
+    assert (variables["DS_PROMETHEUS"]["type"], variables["DS_PROMETHEUS"]["query"]) == ("datasource", "prometheus")
+    assert variables["instance"]["datasource"] == DATASOURCE
+
+
+def test_panels_are_whole_and_have_ids_of_their_own():
+    assert len({panel["id"] for panel in PANELS}) == len(PANELS) == len({panel["title"] for panel in PANELS})
+    for panel in PANELS:
+        assert {"type", "title", "description", "fieldConfig", "options"} <= panel.keys()
+        assert panel["datasource"] == DATASOURCE
+        assert panel["fieldConfig"].keys() == {"defaults", "overrides"}
+        references = [target["refId"] for target in panel["targets"]]
+        assert references
+        assert len(set(references)) == len(references)
+        assert all(target["datasource"] == DATASOURCE and target["expr"] for target in panel["targets"])
+
+
+def test_panels_lie_side_by_side():
+    places = [panel["gridPos"] for panel in PANELS]
+    assert all(at["x"] >= 0 and at["x"] + at["w"] <= 24 and at["h"] > 0 for at in places)
+    for a, b in combinations(places, 2):
+        beside = a["x"] + a["w"] <= b["x"] or b["x"] + b["w"] <= a["x"]
+        assert beside or a["y"] + a["h"] <= b["y"] or b["y"] + b["h"] <= a["y"]
+
+
+def asked(expression: str) -> set[str]:
+    """Metrics of lmc that an expression reads."""
+    by_regex = re.findall(r'__name__=~"lmc\[:_\](\w+)"', expression)
+    return {*by_regex, *re.findall(r"\blmc[:_](\w+)", expression)}
+
+
+def test_the_board_asks_only_for_metrics_that_there_are():
+    known = {name.name if name.gauge else f"{name.name}_total" for name in NAMES.values()}
+    found = set().union(*map(asked, EXPRESSIONS))
+    assert found <= known
+    assert found >= {name.name if name.gauge else f"{name.name}_total" for name in OF_STORES} - {"written_chunks_total"}
+
+
+@pytest.mark.parametrize("expression", EXPRESSIONS)
+def test_an_expression_is_balanced_and_picks_by_label(expression):
+    bare = re.sub(r'"[^"]*"', '""', expression)
+    closing_of, open_ones = {")": "(", "}": "{", "]": "["}, []
+    for sign in bare:
+        if sign in "({[":
+            open_ones.append(sign)
+        elif sign in closing_of:
+            assert open_ones.pop() == closing_of[sign]
+    assert not open_ones
+    assert re.findall(r"\{[^}]*\}", bare)
+    assert expression.count('instance=~"$instance"') == len(re.findall(r"\{[^}]*\}", bare))
+    for name, labels in re.findall(r'__name__=~"lmc\[:_\](\w+?)(?:_total)?",instance=~"\$instance"([^}]*)', expression):
+        assert set(re.findall(r",(\w+)[=!]", labels)) <= set(NAMES[name].labels)
