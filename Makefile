@@ -40,6 +40,9 @@ bench: $(VENV)/ready
 	$(BIN)/python bench/overlap.py --keep
 	$(BIN)/python bench/blend_ttft.py --keep
 	$(BIN)/python bench/decay.py --keep
+	$(BIN)/python bench/tiers.py --keep
+	$(BIN)/python bench/store.py --keep
+	$(BIN)/python bench/codec.py --keep
 	$(BIN)/python bench/quality.py --keep
 	$(BIN)/lmc demo --seed 1 --json bench/results/demo.json
 
