@@ -127,7 +127,9 @@ class Arena:
         slab = self.target
         step = max(1, READ_AHEAD_BYTES // slab.stride)
         ranges = [(first, min(step, slab.parts - first)) for first in range(0, slab.parts, step)]
-        readers = [tier.open(self.meta(turn, chunk).key) for chunk in chunks]
+        keys = [self.meta(turn, chunk).key for chunk in chunks]
+        tier.expect(keys)
+        readers = [tier.open(key) for key in keys]
         for (first, count), ahead in zip_longest(ranges, ranges[1:]):
             for reader in readers if first == 0 else []:
                 present(reader).ask(first, count)

@@ -102,6 +102,9 @@ class DiskTier:
         with self._mutex:
             return [key in self._index for key in keys]
 
+    def expect(self, keys: Sequence[ChunkKey]) -> None:
+        """Nothing: what is asked of a disk early only waits in another queue."""
+
     def open(self, key: ChunkKey) -> "DiskReader | None":
         """A reader of the record; its use is remembered for eviction."""
         path = self._path(key)

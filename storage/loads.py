@@ -182,9 +182,9 @@ class Loads:
         readers: dict[Load, Reader] = {}
         spent, clock = batch.begin(), self.speeds.clock
         try:
+            loads = [load for load in loads if self._begin(load)]
+            self._expect(loads, spent)
             for load in loads:
-                if not self._begin(load):
-                    continue
                 started = clock()
                 reader = self._attempt(load.tier, "read", lambda load=load: self._open(load))  # type: ignore[misc]
                 spent[load.tier.name].opened(clock() - started)
@@ -202,6 +202,14 @@ class Loads:
             for load in loads:
                 self._finish(load, None)  # nothing to do for those that ended well
             batch.end(spent)
+
+    def _expect(self, loads: Sequence[Load], spent: defaultdict[str, Spent]) -> None:
+        tiers = {load.tier.name: load.tier for load in loads}
+        for tier in tiers.values():
+            started = self.speeds.clock()
+            keys = [load.key for load in loads if load.tier is tier]
+            self._attempt(tier, "read", lambda tier=tier, keys=keys: tier.expect(keys))  # type: ignore[misc]
+            spent[tier.name].opening += self.speeds.clock() - started
 
     def _begin(self, load: Load) -> bool:
         with self._changed:

@@ -12,6 +12,7 @@ encoding what it says gives the same bytes again, so a flipped bit anywhere in a
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from functools import lru_cache
 from itertools import accumulate, pairwise
 
 import xxhash
@@ -24,6 +25,7 @@ HEADER_LIMIT = 1 << 20  # bytes; a hostile length must not make us allocate
 PARTS_LIMIT = 4096
 PART_LIMIT = 1 << 40  # bytes
 NO_CODEC = "none"
+BEGINNING = b'{"__metadata__":'
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,11 +78,8 @@ def split_parts(memory: Sequence[memoryview], sizes: Sequence[int]) -> list[memo
 
 def encode_header(meta: RecordMeta) -> bytes:
     """The header's bytes, a multiple of 4096."""
-    body: dict[str, object] = {"__metadata__": _metadata(meta)}
-    edges = pairwise(accumulate(meta.stored, initial=0))
-    for part, (start, stop) in enumerate(edges):
-        body[f"layer.{part}"] = {"dtype": "U8", "shape": [stop - start], "data_offsets": [start, stop]}
-    text = json.dumps(body, separators=(",", ":")).encode()
+    said = json.dumps(_metadata(meta), separators=(",", ":")).encode()
+    text = BEGINNING + said + _tensors(meta.stored)
     size = aligned(8 + len(text)) - 8
     return size.to_bytes(8, "little") + text.ljust(size)
 
@@ -96,7 +95,8 @@ def header_size(prefix: bytes) -> int:
 def decode_header(blob: bytes) -> RecordMeta:
     """What a header says; raise `CorruptRecord` if it is not exactly what `encode_header` would write."""
     try:
-        text = json.loads(blob[8:])["__metadata__"]
+        # What follows the metadata need not be parsed: it has to be what is encoded again below.
+        text, _ = json.JSONDecoder().raw_decode(blob[8:].decode(), len(BEGINNING))
         meta = RecordMeta(
             key=ChunkKey(bytes.fromhex(text["key"])),
             namespace=bytes.fromhex(text["namespace"]),
@@ -118,6 +118,16 @@ def decode_header(blob: bytes) -> RecordMeta:
     if encode_header(meta) != blob:
         raise CorruptRecord("header is not what was written")
     return meta
+
+
+@lru_cache(maxsize=256)
+def _tensors(sizes: tuple[int, ...]) -> bytes:
+    """The JSON behind the metadata; the same for all whole chunks of a model."""
+    entries = [
+        f',"layer.{part}":{{"dtype":"U8","shape":[{stop - start}],"data_offsets":[{start},{stop}]}}'
+        for part, (start, stop) in enumerate(pairwise(accumulate(sizes, initial=0)))
+    ]
+    return "".join([*entries, "}"]).encode()
 
 
 def _fits(size: int) -> bool:

@@ -14,6 +14,7 @@ import logging
 import mmap
 import os
 import re
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -27,14 +28,22 @@ from lmc.storage.record import HEADER_LIMIT, RecordMeta, decode_header, encode_h
 from lmc.storage.servers import Server, Servers
 from lmc.storage.tier import Entry, Finding, Written
 from lmc.storage.values import LARGEST, Cursor, Names, overlaps, value_sizes
-from lmc.storage.wire import Fetch, ReplyError, Wire, Word, WrongValue, command, granted
+from lmc.storage.wire import Fetch, Reply, ReplyError, Wire, Word, WrongValue, command, granted
 
 log = logging.getLogger(__name__)
 
 UNFINISHED_SECONDS = 60
+BEHIND = 2  # values that are sent before the answer to the first of them is waited for
 PAUSE_SECONDS = 5.0  # of no writing, after Redis was full
 VALUES_LIMIT = 1024  # removed with a record whose header cannot be read
 LISTED = 500  # names in an answer
+
+
+class _Mine(threading.local):
+    """What a thread has sent for and not used yet."""
+
+    def __init__(self) -> None:
+        self.headers: dict[ChunkKey, Reply] = {}
 
 
 class RedisTier:
@@ -49,6 +58,7 @@ class RedisTier:
         self.corrupt = 0
         self._prefix, self._ttl = prefix.encode(), ttl
         self._paused_until = 0.0
+        self._mine = _Mine()
         self._servers = Servers(remote, deadline, self._greet)
 
     @property
@@ -83,6 +93,19 @@ class RedisTier:
         if trouble is not None and not answered:
             raise trouble
         return found
+
+    def expect(self, keys: Sequence[ChunkKey]) -> None:
+        """Get the headers of these records, in one go from each server."""
+        by_server: dict[Server, list[ChunkKey]] = defaultdict(list)
+        for key in keys:
+            server = self._server(key)
+            if server is not None:
+                by_server[server].append(key)
+        self._mine.headers = {}
+        for server, wanted in by_server.items():
+            with self._plainly(server) as wire:
+                blobs = wire.call_all([command("GET", self._header(key)) for key in wanted])
+            self._mine.headers |= dict(zip(wanted, blobs, strict=True))
 
     def open(self, key: ChunkKey) -> "RedisReader | None":
         """A reader of the record; Redis notes its use."""
@@ -202,8 +225,11 @@ class RedisTier:
 
     def _open(self, server: Server, key: ChunkKey) -> "RedisReader | None":
         try:
-            with server.wire() as wire:
-                blob = wire.call("GET", self._header(key))
+            if key in self._mine.headers:
+                blob = granted(self._mine.headers.pop(key))
+            else:
+                with server.wire() as wire:
+                    blob = wire.call("GET", self._header(key))
         except ReplyError as error:
             if error.code == "WRONGTYPE":
                 raise CorruptRecord("no record, but something else under its name") from None
@@ -223,7 +249,7 @@ class RedisTier:
     def _write(self, wire: Wire, meta: RecordMeta, parts: Sequence[memoryview], names: Names) -> Written:
         wire.drain()
         wire.put(command("WATCH", names.header) + command("EXISTS", names.header))
-        cursor, last = Cursor(split_parts(parts, meta.stored)), len(names.sizes) - 1
+        cursor = Cursor(split_parts(parts, meta.stored))
         for i, (name, size) in enumerate(zip(names.aside, names.sizes, strict=True)):
             wire.put(b"*5\r\n$3\r\nSET\r\n$%d\r\n%s\r\n$%d\r\n" % (len(name), name, size))
             for piece in cursor.pieces(size):
@@ -232,19 +258,17 @@ class RedisTier:
             if i == 0:
                 wire.flush()
                 granted(wire.reply())
-                if (
-                    granted(wire.reply()) == 1
-                ):  # found out beside the first value: a question of its own would cost all a round trip
+                if granted(wire.reply()) == 1:  # found out beside the first value: a question of its own would cost all a round trip
                     granted(wire.reply())
                     wire.call_all([command("UNWATCH"), command("UNLINK", name)])
                     return Written.PRESENT
-            else:
-                granted(wire.reply())  # of the value before
+            elif i >= BEHIND:
+                granted(wire.reply())
         meta = replace(meta, checksums=cursor.checksums())
         ending = self._ending(names, encode_header(meta))
         wire.put(b"".join(ending))
         wire.flush()
-        answers = [wire.reply() for _ in [names.aside[last], *ending]]
+        answers = [wire.reply() for _ in [*names.aside[-BEHIND:], *ending]]
         for answer in answers:
             granted(answer)
         done = answers[-1]

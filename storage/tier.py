@@ -73,6 +73,9 @@ class Tier(Protocol):
     def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
         """Which of `keys` could be read now, as far as is known without reading them."""
 
+    def expect(self, keys: Sequence[ChunkKey]) -> None:
+        """Say that these records are opened next by this thread: a tier far away sends for all of them at once."""
+
     def open(self, key: ChunkKey) -> Reader | None:
         """A reader, or None if there is no such record. A record that is not what was written is deleted, and raises `CorruptRecord`."""
 
@@ -112,6 +115,10 @@ class Wrapped:
     def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
         """As the inner tier."""
         return self.inner.contains(keys)
+
+    def expect(self, keys: Sequence[ChunkKey]) -> None:
+        """As the inner tier."""
+        self.inner.expect(keys)
 
     def open(self, key: ChunkKey) -> Reader | None:
         """As the inner tier."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 PIECE = 256 << 10  # bytes a system call: small enough to be hashed while they are in the cache of the processor
-WINDOW = 16 << 20  # bytes on their way to one connection
+WINDOW = 2 << 20  # bytes on their way to one connection; 4 and 16 MiB are slower on loopback (4.4, 4.0, 3.3 GB/s)
 BUFFER = 16 << 10
 REPLY_LIMIT = 4 << 20  # bytes of a reply that is no payload
 

@@ -104,6 +104,9 @@ class DictTier:
         with self._mutex:
             return [key in self.records for key in keys]
 
+    def expect(self, keys: Sequence[ChunkKey]) -> None:
+        pass
+
     def open(self, key: ChunkKey) -> "DictReader | None":
         with self._mutex:
             record = self.records.get(key)
