@@ -55,10 +55,14 @@ class Breaker:
             self._thread.start()
         log.warning("lmc: no answer from %s (%s); its chunks are misses until it answers", self.name, error)
 
-    def close(self, seconds: float) -> None:
-        """Never again; wait for the thread, but no longer than `seconds`."""
+    def stop(self) -> None:
+        """Never again."""
         self._closed.set()
         self.usable = False
+
+    def close(self, seconds: float) -> None:
+        """Stop, and wait for the thread, but no longer than `seconds`."""
+        self.stop()
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():
             thread.join(seconds)

@@ -4,12 +4,11 @@
     PREFIX:{KEY}:0, :1, …  the record's parts, side by side, cut into values that fill an allocation
     PREFIX:{KEY}:TOKEN:0…  values of a record that is being written; they expire, whoever has died
 
-KEY in braces keeps a chunk on one node of a cluster. A writer renames its values and adds the header in one transaction, which fails if
+KEY in braces keeps a chunk on one node of a cluster. A writer renames its values and adds the header in one step (a script), unless
 another writer was faster. Connections are redis-py's (`servers.py`), the payload goes straight from and to the slab (`wire.py`).
 """
 
 import contextlib
-import errno
 import logging
 import mmap
 import os
@@ -19,24 +18,48 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import cast
 
 from lmc.errors import CorruptRecord, TierUnusable
 from lmc.keys import FORMAT, ChunkKey
 from lmc.remote import Remote
 from lmc.storage.record import HEADER_LIMIT, RecordMeta, decode_header, encode_header, header_size, split_parts
+from lmc.storage.redis_reader import RedisReader, refused
 from lmc.storage.servers import Server, Servers
 from lmc.storage.tier import Entry, Finding, Written
-from lmc.storage.values import LARGEST, Cursor, Names, overlaps, value_sizes
-from lmc.storage.wire import Fetch, Reply, ReplyError, Wire, Word, WrongValue, command, granted
+from lmc.storage.values import LARGEST, Cursor, Names, value_sizes
+from lmc.storage.wire import Reply, ReplyError, TooLong, Wire, Word, command, granted
 
 log = logging.getLogger(__name__)
 
 UNFINISHED_SECONDS = 60
 BEHIND = 2  # values that are sent before the answer to the first of them is waited for
+FULL = ("OOM", "MISCONF", "NOREPLICAS")  # refusals of what is new; what is there can be read
 PAUSE_SECONDS = 5.0  # of no writing, after Redis was full
 VALUES_LIMIT = 1024  # removed with a record whose header cannot be read
 LISTED = 500  # names in an answer
+
+
+# Makes a record visible, or leaves nothing of it. The header is set first, as it alone can be refused (for want of memory).
+COMPLETE = """
+local count = (#KEYS - 1) / 2
+local function discard(outcome)
+    for i = 2, count + 1 do redis.call('UNLINK', KEYS[i]) end
+    return outcome
+end
+if redis.call('EXISTS', KEYS[1]) == 1 then return discard(2) end
+for i = 2, count + 1 do
+    if redis.call('EXISTS', KEYS[i]) == 0 then return discard(0) end
+end
+local ttl = tonumber(ARGV[2])
+if ttl > 0 then redis.call('SET', KEYS[1], ARGV[1], 'EX', ttl) else redis.call('SET', KEYS[1], ARGV[1]) end
+for i = 2, count + 1 do
+    redis.call('RENAME', KEYS[i], KEYS[i + count])
+    -- The header is the first to go when its time is over.
+    if ttl > 0 then redis.call('EXPIRE', KEYS[i + count], ttl + tonumber(ARGV[3])) else redis.call('PERSIST', KEYS[i + count]) end
+end
+return 1
+"""
+COMPLETED, OTHERS = 1, 2  # its answers
 
 
 class _Mine(threading.local):
@@ -59,7 +82,7 @@ class RedisTier:
         self._prefix, self._ttl = prefix.encode(), ttl
         self._paused_until = 0.0
         self._mine = _Mine()
-        self._servers = Servers(remote, deadline, self._greet)
+        self._servers = Servers(remote, deadline, self._greet, self._prefix + b":format")
 
     @property
     def usable(self) -> bool:
@@ -74,17 +97,24 @@ class RedisTier:
             server = self._server(key)
             if server is not None:
                 places[server].append(i)
-        trouble, answered = None, False
+        trouble: OSError | None = None
         for server in list(places):
             try:
+                if isinstance(
+                    trouble, TimeoutError
+                ):  # one has cost the whole deadline: the others are asked the next time
+                    raise trouble
                 with server.wire() as wire:
                     wire.post([command("EXISTS", self._header(keys[i])) for i in places[server]])
             except OSError as error:
                 trouble = error
                 del places[server]
+        answered = False
         for server, asked in places.items():
             try:
-                with server.wire() as wire:
+                with self._plainly(server) as wire:
+                    if isinstance(trouble, TimeoutError) and not wire.ready():
+                        raise TimeoutError("no answer within the deadline")
                     for i, answer in zip(asked, wire.collect(), strict=True):
                         found[i] = granted(answer) == 1
                 answered = True
@@ -103,11 +133,11 @@ class RedisTier:
                 by_server[server].append(key)
         self._mine.headers = {}
         for server, wanted in by_server.items():
-            with self._plainly(server) as wire:
+            with self._plainly(server) as wire, contextlib.suppress(TooLong):  # whoever opens that one is told
                 blobs = wire.call_all([command("GET", self._header(key)) for key in wanted])
-            self._mine.headers |= dict(zip(wanted, blobs, strict=True))
+                self._mine.headers |= dict(zip(wanted, blobs, strict=True))
 
-    def open(self, key: ChunkKey) -> "RedisReader | None":
+    def open(self, key: ChunkKey) -> RedisReader | None:
         """A reader of the record; Redis notes its use."""
         server = self._server(key)
         try:
@@ -128,7 +158,7 @@ class RedisTier:
                 return self._write(wire, meta, parts, names)
         except ReplyError as error:
             self._remove(server, names.aside)
-            if error.code != "OOM":
+            if error.code not in FULL:
                 raise OSError(f"{server.name}: {error}") from None
             self._pause(server)
             return Written.REFUSED
@@ -139,14 +169,17 @@ class RedisTier:
         if server is None:
             return False
         header, total = self._header(key), VALUES_LIMIT * LARGEST
-        with self._plainly(server) as wire:
-            blob = wire.call_all([command("GET", header)])[0]
+        with self._plainly(server) as wire, contextlib.suppress(CorruptRecord, TooLong):
+            (blob,) = wire.call_all([command("GET", header)])
+            if blob is None:
+                return False
             if isinstance(blob, bytes):
-                with contextlib.suppress(CorruptRecord):
-                    meta = decode_header(blob)
-                    total = min(total, meta.offset(meta.parts))
-            names = Names.of(header, "", value_sizes(total))
-            return wire.call("UNLINK", header, *names.final) != 0 and blob is not None
+                meta = decode_header(blob)
+                total = min(total, meta.offset(meta.parts))
+        # Where the header does not tell, of all values that there could be.
+        with self._plainly(server) as wire:
+            wire.call("UNLINK", header, *Names.of(header, "", value_sizes(total)).final)
+        return True
 
     def discard(self, key: ChunkKey) -> None:
         """Remove a record that was found wrong, and count it."""
@@ -191,11 +224,11 @@ class RedisTier:
     # -- inside ------------------------------------------------------------------------------------------------------
 
     def _greet(self, wire: Wire) -> None:
-        wire.call("PING")
         name = self._prefix + b":format"
-        (made,) = wire.call_all([command("SET", name, FORMAT, "NX")])
-        if not (isinstance(made, ReplyError) and made.code == "OOM"):  # full, but good to read from
+        made, scripts = wire.call_all([command("SET", name, FORMAT, "NX"), command("EVAL", "return 1", 0)])
+        if not (isinstance(made, ReplyError) and made.code in FULL):  # it is good to read from
             granted(made)
+        granted(scripts)
         held = wire.call("GET", name)
         if held not in (None, b"%d" % FORMAT):
             raise TierUnusable(
@@ -223,20 +256,22 @@ class RedisTier:
         except ReplyError as error:
             raise OSError(f"{server.name}: {error}") from None
 
-    def _open(self, server: Server, key: ChunkKey) -> "RedisReader | None":
+    def _open(self, server: Server, key: ChunkKey) -> RedisReader | None:
         try:
             if key in self._mine.headers:
                 blob = granted(self._mine.headers.pop(key))
             else:
                 with server.wire() as wire:
-                    blob = wire.call("GET", self._header(key))
+                    try:
+                        blob = wire.call("GET", self._header(key))
+                    except TooLong as error:
+                        raise CorruptRecord(f"a header that is {error}") from None
         except ReplyError as error:
-            if error.code == "WRONGTYPE":
-                raise CorruptRecord("no record, but something else under its name") from None
-            raise OSError(f"{server.name}: {error}") from None
+            raise refused(server, error) from None
         if blob is None:
             return None
-        assert isinstance(blob, bytes)
+        if not isinstance(blob, bytes):
+            raise OSError(f"{server.name}: no value, though one was asked for")
         if len(blob) > HEADER_LIMIT or header_size(blob[:8]) != len(blob):
             raise CorruptRecord(f"a header of {len(blob)} bytes")
         meta = decode_header(blob)
@@ -248,7 +283,7 @@ class RedisTier:
 
     def _write(self, wire: Wire, meta: RecordMeta, parts: Sequence[memoryview], names: Names) -> Written:
         wire.drain()
-        wire.put(command("WATCH", names.header) + command("EXISTS", names.header))
+        wire.put(command("EXISTS", names.header))
         cursor = Cursor(split_parts(parts, meta.stored))
         for i, (name, size) in enumerate(zip(names.aside, names.sizes, strict=True)):
             wire.put(b"*5\r\n$3\r\nSET\r\n$%d\r\n%s\r\n$%d\r\n" % (len(name), name, size))
@@ -257,42 +292,26 @@ class RedisTier:
             wire.put(b"\r\n$2\r\nEX\r\n$%d\r\n%d\r\n" % (len(str(UNFINISHED_SECONDS)), UNFINISHED_SECONDS))
             if i == 0:
                 wire.flush()
-                granted(wire.reply())
-                if granted(wire.reply()) == 1:  # found out beside the first value: a question of its own would cost all a round trip
+                if (
+                    granted(wire.reply()) == 1
+                ):  # found out beside the first value: a question of its own would cost all a round trip
                     granted(wire.reply())
-                    wire.call_all([command("UNWATCH"), command("UNLINK", name)])
+                    wire.call("UNLINK", name)
                     return Written.PRESENT
             elif i >= BEHIND:
                 granted(wire.reply())
         meta = replace(meta, checksums=cursor.checksums())
-        ending = self._ending(names, encode_header(meta))
-        wire.put(b"".join(ending))
+        keys = [names.header, *names.aside, *names.final]
+        wire.put(command("EVAL", COMPLETE, len(keys), *keys, encode_header(meta), self._ttl, UNFINISHED_SECONDS))
         wire.flush()
-        answers = [wire.reply() for _ in [*names.aside[-BEHIND:], *ending]]
-        for answer in answers:
-            granted(answer)
-        done = answers[-1]
-        if done is None:  # the header is there: another writer was faster
-            wire.call("UNLINK", *names.aside)
+        for _ in names.aside[-BEHIND:]:
+            granted(wire.reply())
+        outcome = granted(wire.reply())
+        if outcome == COMPLETED:
+            return Written.STORED
+        if outcome == OTHERS:
             return Written.PRESENT
-        assert isinstance(done, list)
-        wrong = next((answer for answer in done if isinstance(answer, ReplyError)), None)
-        if wrong is not None:  # a value has expired or was evicted meanwhile
-            wire.call("UNLINK", names.header, *names.final, *names.aside)
-            raise wrong
-        return Written.STORED
-
-    def _ending(self, names: Names, header: bytes) -> list[bytes]:
-        """The transaction that makes a record visible."""
-        steps = [command("MULTI")]
-        for aside, final in zip(names.aside, names.final, strict=True):
-            steps.append(command("RENAME", aside, final))
-            # The header goes first when its time is over.
-            steps.append(
-                command("EXPIRE", final, self._ttl + UNFINISHED_SECONDS) if self._ttl else command("PERSIST", final)
-            )
-        expires: list[Word] = ["EX", self._ttl] if self._ttl else []
-        return [*steps, command("SET", names.header, header, *expires), command("EXEC")]
+        raise OSError("values have gone while others were written: Redis evicts what is new, or is very slow")
 
     def _remove(self, server: Server, names: Sequence[bytes]) -> None:
         with contextlib.suppress(OSError), self._plainly(server) as wire:
@@ -309,9 +328,11 @@ class RedisTier:
         while True:
             with self._plainly(server) as wire:
                 answer = wire.call("SCAN", cursor, "MATCH", self._prefix + b":{*", "COUNT", LISTED)
-            assert isinstance(answer, list)
-            cursor, names = cast(tuple[bytes, list[bytes]], answer)
-            yield names
+            match answer:
+                case [bytes() as cursor, list() as names]:
+                    yield [name for name in names if isinstance(name, bytes)]
+                case _:
+                    raise OSError(f"{server.name}: no list of names, though one was asked for")
             if cursor == b"0":
                 return
 
@@ -330,7 +351,10 @@ class RedisTier:
 
     def _astray(self, server: Server, name: bytes) -> str:
         """Of a value: whether it has no header, and will not expire."""
-        header = name[: name.rindex(b"}") + 1]
+        found = re.fullmatch(rb"(%s:\{[0-9a-f]{64}\})(:[0-9a-f]{16})?:[0-9]+" % re.escape(self._prefix), name)
+        if found is None:
+            return ""  # somebody else's
+        header = found[1]
         with self._plainly(server) as wire:
             seconds, there = wire.call_all([command("TTL", name), command("EXISTS", header)])
         return "a value without a record" if seconds == -1 and there == 0 else ""
@@ -341,78 +365,3 @@ def _record_bytes(header: bytes) -> int:
         meta = decode_header(header)
         return len(header) + meta.offset(meta.parts)
     return len(header)
-
-
-class RedisReader:
-    """An open record."""
-
-    def __init__(self, tier: RedisTier, server: Server, meta: RecordMeta, header: bytes) -> None:
-        self.meta = meta
-        self._tier, self._server = tier, server
-        self._names = Names.of(header, "", value_sizes(meta.offset(meta.parts)))
-        self._asked: list[tuple[Wire, int, int, list[Fetch]]] = []
-
-    def ask(self, first: int, count: int) -> None:
-        """Send for these parts."""
-        with self._server.wire() as wire:
-            self._ask(wire, first, count)
-
-    def read(self, first: int, count: int, into: Sequence[memoryview]) -> None:
-        """Fill `into` with `count` parts and verify each; a wrong or missing one deletes the record."""
-        try:
-            self.verified(first, count, into)
-        except CorruptRecord:
-            self._tier.discard(self.meta.key)
-            raise
-        except FileNotFoundError:
-            self._tier.delete(self.meta.key)  # what is left of it
-            raise
-
-    def verified(self, first: int, count: int, into: Sequence[memoryview]) -> None:
-        """Fill `into` with `count` parts; raise `CorruptRecord` for a wrong one, `FileNotFoundError` for one that is gone."""
-        sizes = self.meta.stored[first : first + count]
-        wanted = self.meta.checksums[first : first + count]
-        cursor = Cursor(split_parts(into, sizes))
-        try:
-            with self._server.wire() as wire:
-                for fetch in self._fetches(wire, first, count):
-                    wire.fetch(fetch, lambda size=fetch.length: cursor.receive(wire, size))  # type: ignore[misc]
-        except WrongValue as error:
-            if error.args == (0,):  # evicted by Redis, or the whole record was removed meanwhile
-                raise FileNotFoundError(errno.ENOENT, "a value is gone", self._names.header.decode()) from None
-            raise CorruptRecord(f"a value has {error} bytes, which is not its length") from None
-        except ReplyError as error:
-            raise CorruptRecord(f"a value that is none: {error}") from None
-        for part, (found, right) in enumerate(zip(cursor.checksums(), wanted, strict=True), first):
-            if found != right:
-                raise CorruptRecord(f"part {part} is not what was written")
-
-    def close(self) -> None:
-        """Nobody wants what was sent for any more."""
-        for wire, _, _, fetches in self._asked:
-            wire.drop(fetches)
-        self._asked.clear()
-
-    def _ask(self, wire: Wire, first: int, count: int) -> list[Fetch]:
-        start, stop = self.meta.offset(first), self.meta.offset(first + count)
-        fetches = []
-        for number, begin, length in overlaps(self._names.sizes, start, stop):
-            name = self._names.final[number]
-            whole = length == self._names.sizes[number]
-            words = ("GET", name) if whole else ("GETRANGE", name, begin, begin + length - 1)
-            fetches.append(Fetch(command(*words), length))
-        wire.ask(fetches)
-        self._asked.append((wire, first, count, fetches))
-        return fetches
-
-    def _fetches(self, wire: Wire, first: int, count: int) -> list[Fetch]:
-        """What was asked for on this connection and is still on its way, or else new ones."""
-        for asked in list(self._asked):
-            old, *wanted, fetches = asked
-            if wanted == [first, count] or old is not wire:
-                self._asked.remove(asked)
-            if wanted == [first, count] and old is wire and not any(fetch.gone for fetch in fetches):
-                return fetches
-        fetches = self._ask(wire, first, count)
-        self._asked.pop()
-        return fetches

@@ -17,12 +17,25 @@ from redis.sentinel import Sentinel
 from lmc.errors import TierUnusable
 from lmc.remote import Remote
 from lmc.storage.breaker import Breaker
-from lmc.storage.wire import ReplyError, Wire, WrongValue
+from lmc.storage.wire import ProtocolError, ReplyError, Wire, WrongValue, command
 
 # Refusals that say something of the server rather than of the command.
 MOVED = ("MOVED", "ASK")
-AWAY = (*MOVED, "READONLY", "CLUSTERDOWN", "TRYAGAIN", "MASTERDOWN", "LOADING", "NOAUTH", "NOPERM")
+FOR_NOW = (*MOVED, "READONLY", "CLUSTERDOWN", "TRYAGAIN", "MASTERDOWN", "LOADING", "BUSY")
+AWAY = (*FOR_NOW, "NOAUTH", "NOPERM")
 TROUBLES = (OSError, redis.RedisError, RedisClusterException, ReplyError)
+# What redis-py raises when something that is no Redis answers its greeting.
+GARBAGE = (ValueError, TypeError, LookupError, AttributeError, AssertionError, RecursionError)
+
+
+class _Held:
+    """A thread's connection, which ends with the thread."""
+
+    def __init__(self, wire: Wire, let_go: Callable[[Wire], None]) -> None:
+        self.wire, self._let_go = wire, let_go
+
+    def __del__(self) -> None:
+        self._let_go(self.wire)
 
 
 class Server:
@@ -58,7 +71,9 @@ class Server:
         if not self.usable:
             raise OSError(f"{self.name} is away")
         try:
-            yield self._wire()
+            wire = self._wire()
+            wire.heard = False
+            yield wire
         except TROUBLES as error:
             self._drop_wire()
             if isinstance(error, ReplyError) and error.code not in AWAY:
@@ -76,7 +91,8 @@ class Server:
             self._drop_wire()  # who knows what is on its way
             raise
         else:
-            self.breaker.worked()
+            if wire.heard:  # not if something was only sent
+                self.breaker.worked()
 
     def close(self) -> None:
         """Close all connections; whoever waits on one fails at once."""
@@ -89,15 +105,19 @@ class Server:
             self._let_go(wire)
 
     def _wire(self) -> Wire:
-        wire: Wire | None = getattr(self._local, "wire", None)
-        if wire is not None and wire in self._wires and wire.alive():
-            return wire
+        held: _Held | None = getattr(self._local, "held", None)
+        if held is not None and held.wire in self._wires and held.wire.alive():
+            return held.wire
         self._drop_wire()  # closed by the server while nobody used it
-        wire = self._local.wire = self._connect()
+        wire = self._connect()
+        self._local.held = _Held(wire, self._let_go)
         return wire
 
     def _connect(self) -> Wire:
-        connection = self._pool.get_connection()
+        try:
+            connection = self._pool.get_connection()
+        except GARBAGE as error:
+            raise ProtocolError(f"no Redis: {type(error).__name__}") from None
         try:
             assert connection._sock is not None  # redis-py has no public name for it; tests would notice a change
             wire = Wire(connection._sock, self._deadline)
@@ -109,10 +129,7 @@ class Server:
         return wire
 
     def _drop_wire(self) -> None:
-        wire: Wire | None = getattr(self._local, "wire", None)
-        self._local.wire = None
-        if wire is not None:
-            self._let_go(wire)
+        self._local.held = None  # and with it the connection
 
     def _let_go(self, wire: Wire) -> None:
         with self._mutex:
@@ -137,12 +154,12 @@ class Server:
 class Servers:
     """All servers of a Redis: one, or a cluster's primaries."""
 
-    def __init__(self, remote: Remote, deadline: float, greet: Callable[[Wire], None]) -> None:
+    def __init__(self, remote: Remote, deadline: float, greet: Callable[[Wire], None], about: bytes) -> None:
         """Meet them; raise `TierUnusable` for a login, a database or a certificate that is refused. One that is away comes later.
 
-        `greet` is called with a connection to a server that is new, or was away.
+        `greet` is called with a connection to a server that is new, or was away; it asks for the key `about`.
         """
-        self._remote, self._deadline, self._greet = remote, deadline, greet
+        self._remote, self._deadline, self._greet, self._about = remote, deadline, greet, about
         self._nodes: dict[str, Server] = {}
         self._cluster: RedisCluster | None = None
         self._map: dict[int, str] = {}  # of a cluster: slot -> node
@@ -186,6 +203,8 @@ class Servers:
         """Close all connections."""
         self._closed = True
         for server in list(self._nodes.values()):
+            server.breaker.stop()  # all of them, before any is waited for
+        for server in list(self._nodes.values()):
             server.close()
         self._breaker.close(2 * self._deadline)
         if self._cluster is not None:
@@ -202,6 +221,13 @@ class Servers:
         with self._mutex:
             self._take_map(cluster)
             self._cluster = cluster
+        owner = self.of(self._about)
+        if owner is not None:
+            try:
+                with owner.wire() as wire:
+                    self._greet(wire)
+            except TROUBLES as error:
+                raise _said(owner.name, error) from None
 
     def _take_map(self, cluster: RedisCluster) -> None:
         for node in cluster.get_primaries():
@@ -213,7 +239,10 @@ class Servers:
         self._map = {slot: nodes[0].name for slot, nodes in cluster.nodes_manager.slots_cache.items() if nodes}
 
     def _greet_node(self, wire: Wire) -> None:
-        wire.call("PING")
+        # A node of a cluster that is down would answer a PING; that a key is another's is an answer.
+        (answer,) = wire.call_all([command("EXISTS", self._about)])
+        if isinstance(answer, ReplyError) and answer.code not in MOVED:
+            raise answer
         self.look_again()  # what has changed meanwhile?
 
     # -- connections -------------------------------------------------------------------------------------------------
@@ -255,11 +284,12 @@ def _as_os_error(name: str, error: Exception) -> OSError:
 
 def _said(name: str, error: Exception) -> OSError | TierUnusable:
     """Of a first meeting: `TierUnusable` for what waiting does not mend (a login, a permission, a database, a certificate)."""
-    if isinstance(error, ReplyError) and error.code not in AWAY[:-2]:
+    if isinstance(error, ReplyError) and error.code not in FOR_NOW:
         return TierUnusable(f"{name}: {error}")
     seen: BaseException | None = error
     while seen is not None:
         refused = isinstance(seen, redis.AuthenticationError | redis.ResponseError)
+        refused = refused and str(seen).partition(" ")[0] not in FOR_NOW
         if (refused and not isinstance(seen, redis.exceptions.ClusterError)) or isinstance(
             seen, ssl.SSLCertVerificationError
         ):

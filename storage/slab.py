@@ -87,6 +87,7 @@ class Slab:
         else:
             flat = torch.zeros(self.bytes, dtype=torch.uint8, device=self.device)
         self._parts = flat.view(slots, parts, self.stride)
+        self._rows = flat.view(slots * parts, self.stride)  # one index is half as dear as two, and layers are many
         self._written: dict[Slot, torch.cuda.Event] = {}  # on a GPU: what was last issued into each slot
 
     @classmethod
@@ -137,7 +138,7 @@ class Slab:
 
     def part(self, slot: Slot, part: int) -> torch.Tensor:
         """Part `part` of `slot`: uint8 `[stride]`, of which the first `part_bytes` mean something."""
-        return self._parts[slot, part]
+        return self._rows[slot * self.parts + part]
 
     def memory(self, slot: Slot, first: int, count: int, size: int) -> list[memoryview]:
         """The first `size` bytes of `count` parts from `first`, writable, host slabs only: one view if they adjoin."""

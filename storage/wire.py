@@ -10,6 +10,7 @@ import select
 import socket
 import ssl
 import struct
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,8 @@ from typing import TypeAlias
 PIECE = 256 << 10  # bytes a system call: small enough to be hashed while they are in the cache of the processor
 WINDOW = 2 << 20  # bytes on their way to one connection; 4 and 16 MiB are slower on loopback (4.4, 4.0, 3.3 GB/s)
 BUFFER = 16 << 10
-REPLY_LIMIT = 4 << 20  # bytes of a reply that is no payload
+REPLY_LIMIT = 1 << 20  # bytes of a string in an answer, if it is no payload
+LISTED_LIMIT, DEPTH_LIMIT = 1 << 15, 4  # strings in an answer, lists in lists: nobody's answers fill our memory
 
 Reply: TypeAlias = "bytes | int | ReplyError | list[Reply] | None"
 Word = bytes | str | int
@@ -39,6 +41,10 @@ class WrongValue(Exception):
 
 class ProtocolError(OSError):
     """What came is no RESP, or not what was asked for; the connection is of no use any more."""
+
+
+class TooLong(ProtocolError):
+    """A string that is longer than any that is kept, but for payload."""
 
 
 @dataclass(slots=True, eq=False)
@@ -76,6 +82,8 @@ class Wire:
         self._start = self._stop = 0  # what of the buffer has arrived and was not taken
         self._held = bytearray()  # small things that wait for company
         self._owed = 0  # answers to what was posted
+        self.heard = False  # whether the server has answered, since somebody last set this
+        self._deadline, self._closed = deadline, False
         self._queued: deque[Fetch] = deque()
         self._coming: deque[Fetch] = deque()
         self._bytes_coming = 0
@@ -94,6 +102,8 @@ class Wire:
 
     def post(self, commands: Sequence[bytes]) -> None:
         """Send commands; `collect` must follow, and nothing else before it."""
+        if self._owed:
+            raise ProtocolError("there are answers that nobody has taken")
         self.drain()
         self.put(b"".join(commands))
         self.flush()
@@ -122,7 +132,14 @@ class Wire:
 
     def reply(self) -> Reply:
         """The next answer."""
+        return self._reply([LISTED_LIMIT], 0)
+
+    def _reply(self, left: list[int], depth: int) -> Reply:
+        left[0] -= 1
+        if left[0] < 0 or depth > DEPTH_LIMIT:
+            raise ProtocolError("an answer without an end")
         line = self._line()
+        self.heard = True
         kind, rest = line[:1], line[1:]
         if kind == b"+":
             return rest
@@ -131,12 +148,15 @@ class Wire:
         count = self._number(rest)
         if kind == b":":
             return count
-        if kind not in (b"$", b"*") or count > REPLY_LIMIT:
+        if kind not in (b"$", b"*"):
             raise ProtocolError(f"an answer that cannot be: {line[:40]!r}")
         if count < 0:
             return None
         if kind == b"*":
-            return [self.reply() for _ in range(count)]
+            return [self._reply(left, depth + 1) for _ in range(count)]
+        if count > REPLY_LIMIT:
+            self.close()  # cheaper than to read all of it
+            raise TooLong(f"a string of {count} bytes, though none was asked for")
         blob = bytearray(count + 2)
         self.receive(memoryview(blob))
         return bytes(blob[:-2])
@@ -158,6 +178,7 @@ class Wire:
             self._discard()
         self._pump()
         line = self._line()
+        self.heard = True
         self._take()
         if line[:1] == b"-":
             raise ReplyError(line[1:].decode("utf-8", "replace"))
@@ -208,14 +229,19 @@ class Wire:
 
     def alive(self) -> bool:
         """Whether the server has not closed the connection meanwhile, as far as is known here."""
-        if self._coming or self._queued or self._owed:
-            return True
+        if self._closed or not (self._coming or self._queued or self._owed):
+            return not self._closed and not self.ready()
+        return True
+
+    def ready(self) -> bool:
+        """Whether something has arrived and was not taken."""
         poll = select.poll()
         poll.register(self._sock, select.POLLIN)
-        return not poll.poll(0) and self._start == self._stop
+        return self._start < self._stop or bool(poll.poll(0))
 
     def close(self) -> None:
         """Wake up whoever waits, from any thread; whoever made the socket closes it."""
+        self._closed = True
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
 
@@ -271,12 +297,15 @@ class Wire:
             self._stop += self._arrived(self._buffer[self._stop :], 0)
 
     def _arrived(self, view: memoryview, flags: int) -> int:
+        started = time.monotonic()
         try:
             got = self._sock.recv_into(view, len(view), flags)
         except (BlockingIOError, TimeoutError):  # the kernel's way, and TLS's, to say that the time is over
             raise TimeoutError("no answer within the deadline") from None
         if got == 0:
             raise ConnectionResetError("the server has closed the connection")
+        if flags and got < len(view) and time.monotonic() - started > 0.9 * self._deadline:
+            raise TimeoutError("no more came within the deadline")
         return got
 
     def _sent(self, view: memoryview) -> int:

@@ -316,7 +316,7 @@ def test_an_evicted_value_is_a_miss_and_takes_the_record_with_it(redis):
 
 
 def test_a_user_with_few_rights_is_enough(tmp_path):
-    rights = "~team:* +@read +@write +@transaction +@connection +@keyspace"
+    rights = "~team:* +@read +@write +@scripting +@connection +@keyspace"
     with RedisServer(tmp_path, users=[f"lmc on >s3cret {rights}"]) as server:
         tier = RedisTier(parse_remote(server.tcp_url(user="lmc", password="s3cret")), prefix="team")
         write(tier, K0)

@@ -1,0 +1,116 @@
+"""Writers to a disk and a Redis that are killed in the middle of it leave nothing wrong in either."""
+
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from redis_crash_child import KEYS, PART_BYTES, PARTS, RECORD_BYTES, cut_small
+from redis_servers import RedisServer, wait_until
+from storage_fakes import memory, meta_of, stored
+from test_disk import used
+
+from lmc.remote import parse_remote
+from lmc.storage import values
+from lmc.storage.disk import DiskTier
+from lmc.storage.redis import UNFINISHED_SECONDS, RedisTier
+
+pytest_plugins = ["redis_servers"]
+
+ROUNDS = 300
+CAPACITY = 8 * RECORD_BYTES
+RIGHT = {key: bytes(stored(meta_of(key, PARTS, PART_BYTES))) for key in KEYS}
+NAME = re.compile(rb"lmc:\{(?P<key>[0-9a-f]{64})\}(:(?P<token>[0-9a-f]{16}))?(:(?P<number>[0-9]+))?")
+INTO = memory(PARTS * PART_BYTES)
+
+
+def test_three_hundred_killed_writers_leave_no_wrong_record_in_two_tiers(tmp_path, redis, monkeypatch):
+    monkeypatch.setattr(values, "CLASSES", values.CLASSES)
+    monkeypatch.setattr(values, "LARGEST", values.LARGEST)
+    monkeypatch.setattr("lmc.storage.redis.LARGEST", values.LARGEST)
+    cut_small()
+    assert len(values.value_sizes(PARTS * PART_BYTES)) > 1
+    dice = random.Random(9)
+    directory = tmp_path / "tier"
+    torn = {"disk": 0, "redis": 0}
+    found = {"disk": 0, "redis": 0}
+    asides: set[bytes] = set()
+    script = Path(__file__).parent / "redis_crash_child.py"
+    zygote = subprocess.Popen([sys.executable, script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        for seed in range(ROUNDS):
+            print(CAPACITY, seed, redis.tcp_url(), directory, file=zygote.stdin, flush=True)
+            child = int(zygote.stdout.readline())
+            time.sleep(dice.uniform(0.0, 0.1))  # sometimes while it is still starting
+            os.kill(child, signal.SIGKILL)
+            assert zygote.stdout.readline() == f"{int(signal.SIGKILL)}\n", "it ended before it was killed"
+            wait_until(lambda: b"name=lmc" not in redis.ask("CLIENT", "LIST"), "the end of the child's connections")
+
+            assert used(directory) <= CAPACITY + RECORD_BYTES
+            torn["disk"] += any((directory / "tmp").glob("*")) if directory.exists() else 0
+            tier = DiskTier(directory, CAPACITY)
+            assert tier.bytes == used(directory) <= CAPACITY
+            found["disk"] += all_right(tier)
+            tier.close()
+
+            unfinished = nothing_else_is_left(redis)
+            torn["redis"] += not unfinished <= asides
+            asides |= unfinished
+            remote = RedisTier(parse_remote(redis.tcp_url()), deadline=10)
+            found["redis"] += all_right(remote)
+            assert seed % 20 or remote.check() == []
+            remote.close()
+    finally:
+        zygote.kill()  # a writer that is left over sees that its parent is gone
+        zygote.communicate()
+    assert min(torn.values()) >= 5, f"hardly a writer was killed while it wrote: {torn}"
+    assert min(found.values()) > ROUNDS, found
+    tier = DiskTier(directory, CAPACITY)
+    tier.check(fix=True)
+    assert tier.check() == []
+    tier.close()
+
+
+def all_right(tier: DiskTier | RedisTier) -> int:
+    """Read every record that can be seen."""
+    keys = [entry.key for entry in tier.entries()]
+    for key in keys:
+        reader = tier.open(key)
+        reader.read(0, PARTS, [INTO])
+        reader.close()
+        assert bytes(INTO) == RIGHT[key]
+    assert tier.corrupt == 0
+    return len(keys)
+
+
+def nothing_else_is_left(redis: RedisServer) -> set[bytes]:
+    """Every name in Redis is the format's, a header's, a value's under a header, or one that expires; return the last kind."""
+    names = set(redis.ask("KEYS", "*")) - {b"lmc:format"}
+    numbers = range(len(values.value_sizes(PARTS * PART_BYTES)))
+    wanted: set[bytes] = set()
+    unfinished: set[bytes] = set()
+    with redis.client().pipeline(transaction=False) as pipeline:
+        for name in sorted(names):
+            pipeline.ttl(name)
+        seconds = dict(zip(sorted(names), pipeline.execute(), strict=True))
+    for name in names:
+        match = NAME.fullmatch(name)
+        assert match, name
+        if match["token"]:
+            assert 0 <= seconds[name] <= UNFINISHED_SECONDS, f"{name!r} stays for ever"
+            unfinished.add(name)
+        elif not match["number"]:
+            wanted |= {name, *(b"%s:%d" % (name, number) for number in numbers)}
+    assert names - unfinished - wanted <= expired(seconds), "values without a record"
+    assert wanted <= names, "a record without all of its values"
+    assert {seconds[name] for name in wanted} <= {-1}
+    return unfinished
+
+
+def expired(seconds: dict[bytes, int]) -> set[bytes]:
+    """Names that went between the two questions."""
+    return {name for name, left in seconds.items() if left == -2}
