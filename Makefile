@@ -15,8 +15,10 @@ APT := $(INSTALL) || { $(SUDO) apt-get -o Acquire::Retries=0 -o Acquire::http::T
 demo: $(VENV)/ready
 	$(BIN)/lmc demo $(DEMO)
 
-# Everything: the tests of the vLLM connector run a real engine (its CPU build), in an environment of their own.
-test: test-fast test-engine
+# Everything: the tests of the vLLM connector run a real engine (its CPU build), in an environment of their own. Both at once: each keeps
+# one core busy.
+test: $(VENV)/ready $(ENGINE)/ready redis
+	@$(MAKE) --no-print-directory --keep-going --jobs 2 --output-sync=line test-fast test-engine
 
 test-fast: $(VENV)/ready redis
 	$(BIN)/python -m pytest $(TESTS)

@@ -100,9 +100,8 @@ class RedisTier:
         trouble: OSError | None = None
         for server in list(places):
             try:
-                if isinstance(
-                    trouble, TimeoutError
-                ):  # one has cost the whole deadline: the others are asked the next time
+                # One has cost the whole deadline: the others are asked the next time.
+                if isinstance(trouble, TimeoutError):
                     raise trouble
                 with server.wire() as wire:
                     wire.post([command("EXISTS", self._header(keys[i])) for i in places[server]])

@@ -354,7 +354,6 @@ def test_documents_without_text_are_named(tmp_path: Path, content: bytes) -> Non
     ],
 )
 def test_wrong_input_is_one_clear_line(tmp_path: Path, words: list[str], message: str) -> None:
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
     code, out, err = run_demo(tmp_path, *words)
     assert code == 2
     assert message in err

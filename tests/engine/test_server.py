@@ -387,7 +387,7 @@ def test_after_a_restart_documents_come_from_disk(server):
     assert "lmc: the store is closed, all that was to be written is written" in before
     stat, check = (server.execute("bash", "-c", line) for line in blocks(6, "sh")[0].splitlines())
     assert re.search(r"[1-9]\d* +│", stat), stat
-    assert re.fullmatch(r"[1-9]\d* records, 0 wrong.*", check.strip(), re.S), check
+    assert re.fullmatch(r"disk tier \S+: [1-9]\d* records, 0 wrong\s*", check), check
     server.start()
     (found,) = re.findall(r"(\d+) chunks found", server.said.rpartition("lmc: blending")[2])
     assert int(found) > 0
