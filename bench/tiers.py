@@ -128,7 +128,7 @@ class Arena:
         step = max(1, READ_AHEAD_BYTES // slab.stride)
         ranges = [(first, min(step, slab.parts - first)) for first in range(0, slab.parts, step)]
         keys = [self.meta(turn, chunk).key for chunk in chunks]
-        tier.expect(keys)
+        tier.expect(keys, [slab.memory(chunk, *ranges[0], slab.stride) for chunk in chunks])
         readers = [tier.open(key) for key in keys]
         for (first, count), ahead in zip_longest(ranges, ranges[1:]):
             for reader in readers if first == 0 else []:

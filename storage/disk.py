@@ -10,12 +10,10 @@ Files that are not named like a record are not ours: never read, never removed.
 
 import contextlib
 import errno
-import fcntl
 import logging
 import mmap
 import os
 import re
-import stat
 import threading
 import time
 import weakref
@@ -27,19 +25,17 @@ from pathlib import Path
 
 from lmc.errors import CorruptRecord, TierUnusable
 from lmc.keys import ChunkKey
-from lmc.shapes import ALIGN, MIB
+from lmc.shapes import MIB
+from lmc.storage.disk_reader import DiskReader
 from lmc.storage.files import (
     aligned_copy,
     check_room,
-    first_block,
     move,
-    open_to_read,
-    read_all,
     take_directory,
     touch,
     write_new,
 )
-from lmc.storage.record import RecordMeta, checksum, decode_header, encode_header, header_size, split_parts
+from lmc.storage.record import RecordMeta, checksum, encode_header, split_parts
 from lmc.storage.tier import Entry, Finding, Written
 
 log = logging.getLogger(__name__)
@@ -53,6 +49,13 @@ BESIDE_BYTES = 16 * MIB
 PAUSE_SECONDS = 30.0  # of no writing, after a full disk could not be helped by eviction
 _RECORD_NAME = re.compile(r"[0-9a-f]{64}" + re.escape(SUFFIX))
 _TEMPORARY_NAME = re.compile(r"[0-9]+" + re.escape(SUFFIX))
+
+
+class _Mine(threading.local):
+    """What a thread has said of the records that it opens next."""
+
+    def __init__(self) -> None:
+        self.into: dict[ChunkKey, Sequence[memoryview]] = {}
 
 
 class DiskTier:
@@ -73,6 +76,7 @@ class DiskTier:
         self._bytes = 0
         self._paused_until = 0.0
         self._serial = 0
+        self._mine = _Mine()
         self._sums = ThreadPoolExecutor(2, thread_name_prefix="lmc-sums")
         if read_only and not self._records.is_dir():
             raise TierUnusable(f"no disk tier at {self.root}: it has no records directory")
@@ -102,14 +106,15 @@ class DiskTier:
         with self._mutex:
             return [key in self._index for key in keys]
 
-    def expect(self, keys: Sequence[ChunkKey]) -> None:
-        """Nothing: what is asked of a disk early only waits in another queue."""
+    def expect(self, keys: Sequence[ChunkKey], into: Sequence[Sequence[memoryview]] = ()) -> None:
+        """Remember where their first parts go: they are read together with the header, which saves a request for each record."""
+        self._mine.into = dict(zip(keys, into, strict=False))
 
-    def open(self, key: ChunkKey) -> "DiskReader | None":
+    def open(self, key: ChunkKey) -> DiskReader | None:
         """A reader of the record; its use is remembered for eviction."""
         path = self._path(key)
         try:
-            reader = DiskReader(path, key, self)
+            reader = DiskReader(path, key, self, self._mine.into.pop(key, ()))
         except FileNotFoundError:
             with self._mutex:
                 if not path.exists():  # a writer may have brought it just now
@@ -317,72 +322,3 @@ def _checksums(meta: RecordMeta, parts: Sequence[memoryview]) -> tuple[int, ...]
 
 def _header(meta: RecordMeta, checksums: tuple[int, ...]) -> memoryview:
     return aligned_copy(encode_header(replace(meta, checksums=checksums)))
-
-
-class DiskReader:
-    """An open record file."""
-
-    def __init__(self, path: Path, key: ChunkKey, tier: DiskTier) -> None:
-        """Read and verify the header; raise `FileNotFoundError` or `CorruptRecord`."""
-        self._tier = tier
-        self.fd = open_to_read(path)
-        try:
-            status = os.fstat(self.fd)
-            size = status.st_size
-            if not stat.S_ISREG(status.st_mode):
-                raise OSError(errno.ENXIO, "not a file, though named like a record", str(path))
-            if size == 0 or size % ALIGN:  # direct I/O reads whole blocks only
-                raise CorruptRecord(f"a file of {size} bytes")
-            self.meta, self._start = self._header(size)
-            if self.meta.key != key:
-                raise CorruptRecord("the record of another key")
-            if size != self._start + self.meta.offset(self.meta.parts):
-                raise CorruptRecord("file size is not what the header says")
-        except BaseException:
-            os.close(self.fd)
-            raise
-
-    def ask(self, first: int, count: int) -> None:
-        """Nothing: what is asked of a disk early only waits in another queue."""
-
-    def read(self, first: int, count: int, into: Sequence[memoryview]) -> None:
-        """Fill `into` with `count` parts and verify each; a wrong one deletes the record."""
-        try:
-            self.verified(first, count, into)
-        except CorruptRecord:
-            self._tier.discard(self.meta.key)
-            raise
-
-    def verified(self, first: int, count: int, into: Sequence[memoryview]) -> None:
-        """Fill `into` with `count` parts; raise `CorruptRecord` for a wrong one, and leave it where it is."""
-        sizes = self.meta.stored[first : first + count]
-        assert sum(map(len, into)) == sum(sizes)
-        self._fill(into, self._start + self.meta.offset(first))
-        for part, view in enumerate(split_parts(into, sizes), first):
-            if checksum(view) != self.meta.checksums[part]:
-                raise CorruptRecord(f"part {part} is not what was written")
-
-    def close(self) -> None:
-        """Close the file."""
-        os.close(self.fd)
-
-    def _fill(self, into: Sequence[memoryview], offset: int) -> None:
-        try:
-            read_all(self.fd, into, offset)
-        except OSError as error:
-            if error.errno != errno.EINVAL:
-                raise
-            # Memory that is not aligned: this file through the page cache.
-            fcntl.fcntl(self.fd, fcntl.F_SETFL, fcntl.fcntl(self.fd, fcntl.F_GETFL) & ~os.O_DIRECT)
-            read_all(self.fd, into, offset)
-
-    def _header(self, of: int) -> tuple[RecordMeta, int]:
-        block = first_block()
-        read_all(self.fd, [block], 0)
-        size = header_size(bytes(block[:8]))
-        if size > of:
-            raise CorruptRecord(f"a header of {size} bytes in a file of {of}")
-        if size > ALIGN:
-            block = memoryview(mmap.mmap(-1, size))
-            read_all(self.fd, [block], 0)
-        return decode_header(bytes(block)), size

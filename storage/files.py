@@ -86,6 +86,16 @@ def touch(fd: int) -> None:
     os.utime(fd, ns=(now, now))
 
 
+def read_some(fd: int, into: Sequence[memoryview]) -> int:
+    """Fill `into` from the start of a file, as far as one request goes; none at all if this memory is not for direct I/O."""
+    try:
+        return os.preadv(fd, into[:VIEWS_A_CALL], 0)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return 0
+
+
 def read_all(fd: int, into: Sequence[memoryview], offset: int) -> None:
     """Fill `into` from `offset` on; raise `CorruptRecord` if the file ends before."""
     views = into

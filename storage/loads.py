@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from itertools import zip_longest
 
 import torch
@@ -205,10 +206,12 @@ class Loads:
 
     def _expect(self, loads: Sequence[Load], spent: defaultdict[str, Spent]) -> None:
         tiers = {load.tier.name: load.tier for load in loads}
+        slab, (_, count) = self._host.slab, self._ranges()[0]
         for tier in tiers.values():
             started = self.speeds.clock()
-            keys = [load.key for load in loads if load.tier is tier]
-            self._attempt(tier, "read", lambda tier=tier, keys=keys: tier.expect(keys))  # type: ignore[misc]
+            ours = [load for load in loads if load.tier is tier]
+            keys, into = [load.key for load in ours], [slab.memory(load.slot, 0, count, slab.stride) for load in ours]
+            self._attempt(tier, "read", partial(tier.expect, keys, into))
             spent[tier.name].opening += self.speeds.clock() - started
 
     def _begin(self, load: Load) -> bool:
@@ -226,9 +229,7 @@ class Loads:
         return reader
 
     def _read_in_step(self, readers: dict[Load, Reader], spent: defaultdict[str, Spent]) -> None:
-        slab, clock = self._host.slab, self.speeds.clock
-        step = max(1, READ_AHEAD_BYTES // slab.stride)
-        ranges = [(first, min(step, slab.parts - first)) for first in range(0, slab.parts, step)]
+        slab, clock, ranges = self._host.slab, self.speeds.clock, self._ranges()
         for (first, count), ahead in zip_longest(ranges, ranges[1:]):
             if first == 0:
                 self._ask(readers, first, count)
@@ -252,6 +253,11 @@ class Loads:
                     self._changed.notify_all()
                 if load.ready == slab.parts:
                     self._finish(load, reader.meta)
+
+    def _ranges(self) -> list[tuple[int, int]]:
+        """Parts that are read together: the first, and how many."""
+        parts, step = self._host.slab.parts, max(1, READ_AHEAD_BYTES // self._host.slab.stride)
+        return [(first, min(step, parts - first)) for first in range(0, parts, step)]
 
     def _ask(self, readers: dict[Load, Reader], first: int, count: int) -> None:
         for load, reader in readers.items():

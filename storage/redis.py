@@ -123,7 +123,7 @@ class RedisTier:
             raise trouble
         return found
 
-    def expect(self, keys: Sequence[ChunkKey]) -> None:
+    def expect(self, keys: Sequence[ChunkKey], into: Sequence[Sequence[memoryview]] = ()) -> None:
         """Get the headers of these records, in one go from each server."""
         by_server: dict[Server, list[ChunkKey]] = defaultdict(list)
         for key in keys:

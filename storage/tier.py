@@ -73,8 +73,12 @@ class Tier(Protocol):
     def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
         """Which of `keys` could be read now, as far as is known without reading them."""
 
-    def expect(self, keys: Sequence[ChunkKey]) -> None:
-        """Say that these records are opened next by this thread: a tier far away sends for all of them at once."""
+    def expect(self, keys: Sequence[ChunkKey], into: Sequence[Sequence[memoryview]] = ()) -> None:
+        """Say that these records are opened next by this thread: a tier far away sends for all of them at once.
+
+        `into`: where the first parts of each will be read to, if they have the size that is expected. A tier may fill it as it opens
+        the record, with whatever it finds; only `Reader.read` says whether that is right.
+        """
 
     def open(self, key: ChunkKey) -> Reader | None:
         """A reader, or None if there is no such record. A record that is not what was written is deleted, and raises `CorruptRecord`."""
@@ -116,9 +120,9 @@ class Wrapped:
         """As the inner tier."""
         return self.inner.contains(keys)
 
-    def expect(self, keys: Sequence[ChunkKey]) -> None:
+    def expect(self, keys: Sequence[ChunkKey], into: Sequence[Sequence[memoryview]] = ()) -> None:
         """As the inner tier."""
-        self.inner.expect(keys)
+        self.inner.expect(keys, into)
 
     def open(self, key: ChunkKey) -> Reader | None:
         """As the inner tier."""

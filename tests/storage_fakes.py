@@ -104,7 +104,7 @@ class DictTier:
         with self._mutex:
             return [key in self.records for key in keys]
 
-    def expect(self, keys: Sequence[ChunkKey]) -> None:
+    def expect(self, keys: Sequence[ChunkKey], into: Sequence[Sequence[memoryview]] = ()) -> None:
         pass
 
     def open(self, key: ChunkKey) -> "DictReader | None":

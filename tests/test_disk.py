@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from tier_contract import TierContract, read, write
 
 from lmc.errors import CorruptRecord, TierUnusable
 from lmc.keys import ChunkKey
-from lmc.storage import disk
+from lmc.storage import disk, disk_reader
 from lmc.storage.disk import DiskTier
 from lmc.storage.record import RecordMeta, checksum, encode_header, split_parts
 from lmc.storage.tier import Written
@@ -232,7 +233,7 @@ def test_the_bound_holds_at_every_moment_under_concurrent_writers_and_readers(tm
 
 def test_a_reader_that_came_too_early_does_not_make_the_tier_forget_a_newer_record(tier, monkeypatch):
     """Open finds no file; then a writer brings it; then open takes the key out of the index: the file was never counted again."""
-    plain = disk.open_to_read
+    plain = disk_reader.open_to_read
 
     def overtaken(path):
         try:
@@ -241,7 +242,7 @@ def test_a_reader_that_came_too_early_does_not_make_the_tier_forget_a_newer_reco
             write(tier, K0)
             raise
 
-    monkeypatch.setattr(disk, "open_to_read", overtaken)
+    monkeypatch.setattr(disk_reader, "open_to_read", overtaken)
     assert tier.open(K0) is None
     monkeypatch.undo()
     assert tier.contains([K0]) == [True]
@@ -504,7 +505,7 @@ def test_a_check_does_not_remove_what_it_cannot_read_for_the_moment(tier, monkey
     def refuse(path):
         raise OSError(errno.EMFILE, "Too many open files")
 
-    monkeypatch.setattr(disk, "open_to_read", refuse)
+    monkeypatch.setattr(disk_reader, "open_to_read", refuse)
     assert [(f.problem, f.fixed) for f in tier.check(fix=True)] == [("[Errno 24] Too many open files", False)]
     monkeypatch.undo()
     assert read(tier, K0) == bytes(stored(meta_of(K0)))
@@ -801,3 +802,50 @@ def test_a_use_whose_time_cannot_be_kept_is_still_a_hit(tier, monkeypatch):
 
     monkeypatch.setattr(disk, "touch", refuse)
     assert read(tier, K0) == bytes(stored(meta_of(K0)))
+
+
+# -- first parts beside the header -----------------------------------------------------------------------------------
+
+
+def test_first_parts_are_read_together_with_the_header(tmp_path):
+    with closing(DiskTier(tmp_path, 1 << 20)) as tier:
+        write(tier, K0)
+        into = memory(2 * PART_BYTES)
+        tier.expect([K0], [[into]])
+        with closing(tier.open(K0)) as reader:
+            assert bytes(into) == content(K0, 0) + content(K0, 1)
+            reader.read(0, 2, [into])
+            reader.read(2, 1, [into[:PART_BYTES]])
+        assert bytes(into[:PART_BYTES]) == content(K0, 2)
+
+
+@pytest.mark.parametrize("expected", [PART_BYTES, 2 * PART_BYTES, 5 * PART_BYTES])
+@pytest.mark.parametrize("offset", [0, 7])
+def test_what_was_expected_otherwise_is_read_again(tmp_path, expected, offset):
+    """A record of smaller parts, memory that direct I/O does not take, another place than was said: only reading decides."""
+    with closing(DiskTier(tmp_path, 1 << 20)) as tier:
+        small = meta_of(K1, PARTS, 100)
+        write(tier, K0)
+        tier.write(small, [stored(small)])
+        for meta in (meta_of(K0), small):
+            early, into = memory(expected, offset), memory(PARTS * meta.stored_part)
+            tier.expect([meta.key], [[early]])
+            with closing(tier.open(meta.key)) as reader:
+                reader.read(0, PARTS, [into])
+                assert bytes(into) == bytes(stored(meta))
+                reader.read(0, 1, [early[: meta.stored_part]])
+                assert bytes(early[: meta.stored_part]) == bytes(stored(meta)[: meta.stored_part])
+
+
+def test_a_damaged_first_part_is_found_although_it_came_early(tmp_path):
+    with closing(DiskTier(tmp_path, 1 << 20)) as tier:
+        write(tier, K0)
+        path = path_of(tmp_path, K0)
+        blob = bytearray(path.read_bytes())
+        blob[4096 + 5] ^= 1
+        path.write_bytes(blob)
+        into = memory(PART_BYTES)
+        tier.expect([K0], [[into]])
+        with closing(tier.open(K0)) as reader, pytest.raises(CorruptRecord):
+            reader.read(0, 1, [into])
+        assert tier.contains([K0]) == [False]
