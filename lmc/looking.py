@@ -16,6 +16,7 @@ from lmc.remote import parse_remote
 from lmc.storage.disk import UNBOUNDED, DiskTier
 from lmc.storage.tier import Tier
 
+AT_ONCE = 500  # headers that are sent for together
 SHORT = 12  # hex digits of a namespace's digest that are shown
 
 
@@ -85,7 +86,10 @@ def survey(tier: Tier) -> tuple[dict[bytes, Holding], list[ChunkKey]]:
     """What there is by namespace digest, and the records whose headers cannot be read."""
     found: dict[bytes, Holding] = {}
     unreadable = []
-    for entry in tier.entries():
+    entries = list(tier.entries())
+    for number, entry in enumerate(entries):
+        if number % AT_ONCE == 0:
+            tier.expect([one.key for one in entries[number : number + AT_ONCE]])
         try:
             reader = tier.open(entry.key)
         except CorruptRecord:

@@ -32,9 +32,9 @@ class Attempts:
         started = time.perf_counter()
         try:
             return operation()
-        except FileNotFoundError:  # it was evicted while it was read: an answer
-            return None
         except (OSError, CorruptRecord) as error:
+            if verb == "read" and isinstance(error, FileNotFoundError):
+                return None  # it was evicted while it was read: an answer
             with self._mutex:
                 self.failed[tier.name] += 1
                 self.corrupt[tier.name] += isinstance(error, CorruptRecord)

@@ -5,6 +5,7 @@ One timeout, or three other failures in a row, and nobody asks any more; so whoe
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 
 from lmc.errors import TierUnusable
@@ -13,6 +14,7 @@ log = logging.getLogger(__name__)
 
 FAILURES = 3  # in a row
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 10.0  # seconds between two trials
+CALM = 60.0  # seconds without trouble after which it is said, and tried again, as if for the first time
 
 
 class Breaker:
@@ -23,6 +25,8 @@ class Breaker:
         self.name, self.usable = name, True
         self._meet = meet
         self._failures = 0
+        self._pause = FIRST_PAUSE
+        self._opened = self._said_at = float("-inf")
         self._mutex = threading.Lock()
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
@@ -51,9 +55,16 @@ class Breaker:
             if not self.usable or self._closed.is_set():
                 return
             self.usable = False
-            self._thread = threading.Thread(target=self._try_again, name="lmc-breaker", daemon=True)
+            now = time.monotonic()
+            # One that greets and then is silent would cost the deadline again and again: it is left alone for longer each time.
+            self._pause = FIRST_PAUSE if now - self._opened > CALM else min(2 * self._pause, LONGEST_PAUSE)
+            self._opened = now
+            says = now - self._said_at > CALM
+            self._said_at = now if says else self._said_at
+            self._thread = threading.Thread(target=self._try_again, args=(says,), name="lmc-breaker", daemon=True)
             self._thread.start()
-        log.warning("lmc: no answer from %s (%s); its chunks are misses until it answers", self.name, error)
+        if says:
+            log.warning("lmc: no answer from %s (%s); its chunks are misses until it answers", self.name, error)
 
     def stop(self) -> None:
         """Never again."""
@@ -67,8 +78,8 @@ class Breaker:
         if thread is not None and thread is not threading.current_thread():
             thread.join(seconds)
 
-    def _try_again(self) -> None:
-        pause, said = FIRST_PAUSE, ""
+    def _try_again(self, says: bool) -> None:
+        pause, said = self._pause, ""
         while not self._closed.wait(pause):
             try:
                 self._meet()
@@ -82,5 +93,6 @@ class Breaker:
             else:
                 self._failures = 0
                 self.usable = not self._closed.is_set()
-                log.warning("lmc: %s answers again", self.name)
+                if says:
+                    log.warning("lmc: %s answers again", self.name)
                 return

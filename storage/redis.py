@@ -34,7 +34,9 @@ log = logging.getLogger(__name__)
 UNFINISHED_SECONDS = 60
 BEHIND = 2  # values that are sent before the answer to the first of them is waited for
 FULL = ("OOM", "MISCONF", "NOREPLICAS")  # refusals of what is new; what is there can be read
+PROMPTLY = 0.4  # of the deadline: a question whether chunks are there that takes longer, three times in a row, opens the breaker
 PAUSE_SECONDS = 5.0  # of no writing, after Redis was full
+SAID_EVERY = 60.0  # seconds
 VALUES_LIMIT = 1024  # removed with a record whose header cannot be read
 LISTED = 500  # names in an answer
 
@@ -80,7 +82,8 @@ class RedisTier:
         """Meet the servers; raise `TierUnusable` for what waiting does not mend. One that is away is a warning, and joins later."""
         self.corrupt = 0
         self._prefix, self._ttl = prefix.encode(), ttl
-        self._paused_until = 0.0
+        self._paused_until, self._said_at = 0.0, float("-inf")
+        self._patience = deadline * PROMPTLY
         self._mine = _Mine()
         self._servers = Servers(remote, deadline, self._greet, self._prefix + b":format")
 
@@ -111,7 +114,7 @@ class RedisTier:
         answered = False
         for server, asked in places.items():
             try:
-                with self._plainly(server) as wire:
+                with self._plainly(server, within=self._patience) as wire:
                     if isinstance(trouble, TimeoutError) and not wire.ready():
                         raise TimeoutError("no answer within the deadline")
                     for i, answer in zip(asked, wire.collect(), strict=True):
@@ -159,7 +162,7 @@ class RedisTier:
             self._remove(server, names.aside)
             if error.code not in FULL:
                 raise OSError(f"{server.name}: {error}") from None
-            self._pause(server)
+            self._pause(server, error)
             return Written.REFUSED
 
     def delete(self, key: ChunkKey) -> bool:
@@ -247,10 +250,10 @@ class RedisTier:
         return bytes.fromhex(found[1].decode()) if found else b""
 
     @contextlib.contextmanager
-    def _plainly(self, server: Server) -> Iterator[Wire]:
+    def _plainly(self, server: Server, within: float = float("inf")) -> Iterator[Wire]:
         """A connection for commands that have no reason to be refused."""
         try:
-            with server.wire() as wire:
+            with server.wire(within=within) as wire:
                 yield wire
         except ReplyError as error:
             raise OSError(f"{server.name}: {error}") from None
@@ -316,10 +319,12 @@ class RedisTier:
         with contextlib.suppress(OSError), self._plainly(server) as wire:
             wire.call("UNLINK", *names)
 
-    def _pause(self, server: Server) -> None:
-        if time.monotonic() >= self._paused_until + 60:
-            log.warning("lmc: %s is full; storing there pauses, reading goes on", server.name)
-        self._paused_until = time.monotonic() + PAUSE_SECONDS
+    def _pause(self, server: Server, error: ReplyError) -> None:
+        now = time.monotonic()
+        if now - self._said_at > SAID_EVERY:
+            self._said_at = now
+            log.warning("lmc: %s refuses what is new (%s); storing there pauses, reading goes on", server.name, error)
+        self._paused_until = now + PAUSE_SECONDS
 
     def _names(self, server: Server) -> Iterator[list[bytes]]:
         """Our names on a server, some at a time, some of them twice."""

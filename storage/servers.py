@@ -3,6 +3,7 @@
 import contextlib
 import ssl
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -54,7 +55,10 @@ class Server:
         self.breaker = Breaker(name, self._meet)
         self._pool, self._deadline, self._greet, self._lost = pool, deadline, greet, lost
         self._local = threading.local()
-        self._mutex = threading.Lock()
+        self._mutex = (
+            threading.RLock()
+        )  # also taken where the collector ends a thread's connection, whatever that thread is at
+        self._looking = threading.Lock()
         self._wires: dict[Wire, redis.Connection] = {}
 
     @property
@@ -63,13 +67,16 @@ class Server:
         return self.breaker.usable
 
     @contextlib.contextmanager
-    def wire(self) -> Iterator[Wire]:
+    def wire(self, *, within: float = float("inf")) -> Iterator[Wire]:
         """This thread's connection. An error inside closes it, counts against the server, and leaves as `OSError`.
 
-        A refused command leaves as `ReplyError`, unless the refusal says that the server as a whole is of no use now.
+        So does an answer that takes longer than `within` seconds, but that it is an answer. A refused command leaves as `ReplyError`,
+        unless the refusal says that the server as a whole is of no use now.
         """
         if not self.usable:
+            self._drop_wire()  # answers may be on their way
             raise OSError(f"{self.name} is away")
+        started = time.monotonic()
         try:
             wire = self._wire()
             wire.heard = False
@@ -80,7 +87,7 @@ class Server:
                 raise
             trouble = _as_os_error(self.name, error)
             if isinstance(error, ReplyError) and error.code in MOVED:
-                self.breaker.open(trouble)  # and look for the others
+                self._look_again()  # it is not to blame
             else:
                 self.breaker.failed(trouble)
             raise trouble from None
@@ -91,16 +98,37 @@ class Server:
             self._drop_wire()  # who knows what is on its way
             raise
         else:
-            if wire.heard:  # not if something was only sent
+            if time.monotonic() - started > within:
+                self.breaker.failed(OSError(f"{self.name} answers slowly"))
+            elif wire.heard:  # not if something was only sent
                 self.breaker.worked()
 
-    def close(self) -> None:
-        """Close all connections; whoever waits on one fails at once."""
+    def _look_again(self) -> None:
+        """Ask for a cluster's new map beside all else, once at a time."""
+        if self._looking.acquire(blocking=False):
+
+            def look() -> None:
+                try:
+                    self._lost()
+                finally:
+                    self._looking.release()
+
+            threading.Thread(target=look, name="lmc-redis-map", daemon=True).start()
+
+    def retire(self) -> None:
+        """It has left the cluster: nobody asks it any more, and nobody tries."""
+        self.breaker.stop()
         with self._mutex:
             wires = list(self._wires)
         for wire in wires:
             wire.close()
+
+    def close(self) -> None:
+        """Close all connections; whoever waits on one fails at once."""
+        self.retire()
         self.breaker.close(2 * self._deadline)
+        with self._mutex:
+            wires = list(self._wires)
         for wire in wires:
             self._let_go(wire)
 
@@ -108,6 +136,7 @@ class Server:
         held: _Held | None = getattr(self._local, "held", None)
         if held is not None and held.wire in self._wires and held.wire.alive():
             return held.wire
+        held = None
         self._drop_wire()  # closed by the server while nobody used it
         wire = self._connect()
         self._local.held = _Held(wire, self._let_go)
@@ -163,6 +192,7 @@ class Servers:
         self._nodes: dict[str, Server] = {}
         self._cluster: RedisCluster | None = None
         self._map: dict[int, str] = {}  # of a cluster: slot -> node
+        self._names: list[str] = [""] if remote.kind != "cluster" else []
         self._mutex = threading.Lock()
         self._closed = False
         if remote.kind == "cluster":
@@ -184,8 +214,7 @@ class Servers:
 
     def all(self) -> list[Server]:
         """Every server that chunks may be on."""
-        names = sorted(set(self._map.values())) if self._remote.kind == "cluster" else [""]
-        return [self._nodes[name] for name in names]
+        return [self._nodes[name] for name in self._names if name in self._nodes]
 
     @property
     def usable(self) -> bool:
@@ -194,7 +223,7 @@ class Servers:
 
     def look_again(self) -> None:
         """Get a cluster's map anew, if anybody there can tell it."""
-        with self._mutex, contextlib.suppress(*TROUBLES):
+        with self._mutex, contextlib.suppress(*TROUBLES, *GARBAGE):
             if self._cluster is not None and not self._closed:
                 self._cluster.nodes_manager.initialize()
                 self._take_map(self._cluster)
@@ -215,19 +244,30 @@ class Servers:
     def _find_cluster(self) -> None:
         nodes = [ClusterNode(address.host, address.port) for address in self._remote.hosts]
         try:
-            cluster = RedisCluster(startup_nodes=nodes, require_full_coverage=False, **self._options())
+            # The hosts of the URL stay the ones to start from: a cluster may come back under new addresses.
+            cluster = RedisCluster(
+                startup_nodes=nodes, require_full_coverage=False, dynamic_startup_nodes=False, **self._options()
+            )
         except TROUBLES as error:
             raise _said(str(self._remote), error) from None
+        except GARBAGE as error:  # nodes that have no slots yet
+            raise OSError(f"{self._remote}: no cluster yet ({type(error).__name__})") from None
         with self._mutex:
             self._take_map(cluster)
-            self._cluster = cluster
         owner = self.of(self._about)
-        if owner is not None:
-            try:
+        try:
+            if owner is not None:
                 with owner.wire() as wire:
                     self._greet(wire)
-            except TROUBLES as error:
-                raise _said(owner.name, error) from None
+        except TROUBLES as error:
+            self._map, self._names = {}, []  # nothing is asked of it before it was met
+            cluster.close()
+            raise _said(str(self._remote), error) from None
+        except BaseException:
+            self._map, self._names = {}, []
+            cluster.close()
+            raise
+        self._cluster = cluster
 
     def _take_map(self, cluster: RedisCluster) -> None:
         for node in cluster.get_primaries():
@@ -237,6 +277,9 @@ class Servers:
                 self._nodes[node.name] = Server(name, pool, self._deadline, self._greet_node, self.look_again)
         # A map of our own: theirs is locked while it is made anew.
         self._map = {slot: nodes[0].name for slot, nodes in cluster.nodes_manager.slots_cache.items() if nodes}
+        self._names = sorted(set(self._map.values()))
+        for name in self._nodes.keys() - set(self._names):
+            self._nodes.pop(name).retire()
 
     def _greet_node(self, wire: Wire) -> None:
         # A node of a cluster that is down would answer a PING; that a key is another's is an answer.

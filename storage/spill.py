@@ -11,10 +11,11 @@ and is counted. Not in here: what comes up from tiers (`loads`).
 
 import logging
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 from lmc.keys import ChunkKey
@@ -83,6 +84,7 @@ class Spill:
         self._share = max(1, self._limit // max(1, len(tiers)))
         self._copies = ThreadPoolExecutor(1, thread_name_prefix="lmc-copy")
         self._lines = [Line(tier) for tier in tiers]
+        self._missed: defaultdict[str, set[ChunkKey]] = defaultdict(set)  # by tier: what it did not get
         self._closed = False
 
     def reserve(self, level: Level) -> Slot | None:
@@ -107,7 +109,7 @@ class Spill:
         meta = level.metas[slot]
         if level is self._host:
             self._send(meta, slot)
-        elif not self._full():
+        elif not self._full(meta.key):
             self._copy_later(self._copy_down, level, slot, meta)
 
     def read(self, slots: Sequence[Slot]) -> None:
@@ -135,7 +137,10 @@ class Spill:
         self._closed = True
 
     def close(self) -> None:
-        """After `stop`: write down what only memory holds, and stop the threads."""
+        """After `stop`: write down what only memory holds, and stop the threads.
+
+        A tier that others share gets only what it did not get before: the rest may have been let go of on purpose.
+        """
         self.flush()
         self._copies.shutdown()
         with self._changed:  # what is on the device and on the host is taken from the host
@@ -147,8 +152,10 @@ class Spill:
             }
         writes = []
         for tier, line in zip(self._tiers, self._lines, strict=True):
-            there = rest and self._attempt(tier, "lookup", lambda tier=tier: tier.contains(list(rest)))  # type: ignore[misc]
-            for (key, place), present in zip(rest.items(), there or [False] * len(rest), strict=True):
+            through = tier.shared and self._policy is Policy.WRITE_THROUGH
+            missed = {key: place for key, place in rest.items() if not through or key in self._missed[tier.name]}
+            there = self._attempt(tier, "lookup", partial(tier.contains, list(missed))) if missed else None
+            for (key, place), present in zip(missed.items(), there or [False] * len(missed), strict=True):
                 if not present:
                     writes.append(line.submit(key, self._write_slot, tier, *place))
         for write in writes:
@@ -160,7 +167,7 @@ class Spill:
 
     def _send(self, meta: RecordMeta, slot: Slot, *, copied: bool = False) -> None:
         """Queue a record for every tier that takes one now. Its slot is held meanwhile, unless its bytes are to be `copied`."""
-        takers = self._takers()
+        takers = self._takers(meta.key)
         if not takers:
             return
         host = self._host
@@ -174,26 +181,36 @@ class Spill:
             line.waiting += 1
             line.submit(meta.key, self._write_errand, tier, line, errand)
 
-    def _takers(self) -> list[tuple[Tier, Line]]:
-        if not self._tiers or self._full():
+    def _takers(self, key: ChunkKey) -> list[tuple[Tier, Line]]:
+        if not self._tiers or self._full(key):
             return []
         takers = []
         for tier, line in zip(self._tiers, self._lines, strict=True):
             if tier.usable and line.waiting < self._share:
                 takers.append((tier, line))
             else:
-                self._drop(f"tier {tier.name} is behind" if tier.usable else f"tier {tier.name} is not usable")
+                self._drop(f"tier {tier.name} is {'behind' if tier.usable else 'not usable'}", key, tier)
         return takers
 
-    def _full(self) -> bool:
+    def _full(self, key: ChunkKey) -> bool:
         full = self.queued >= self._limit
         if full:
-            self._drop("the write queue is full")
+            self._drop("the write queue is full", key)
         return full
 
-    def _drop(self, why: str) -> None:
+    def _drop(self, why: str, key: ChunkKey, *tiers: Tier) -> None:
+        """A chunk is not sent: to these tiers, or to any."""
         self.dropped += 1
-        self._attempt.complain("spill", f"{why}: chunks are not written there, and are lost if evicted before the end")
+        for tier in tiers or self._tiers:
+            self._note_missed(tier, key)
+        about = " ".join(["spill", *(tier.name for tier in tiers)])
+        self._attempt.complain(about, f"{why}: chunks are not written there, and are lost if evicted before the end")
+
+    def _note_missed(self, tier: Tier, key: ChunkKey) -> None:
+        missed = self._missed[tier.name]
+        missed.add(key)
+        if len(missed) > 2 * self._host.slab.slots:  # what is not in memory any more cannot be written at the end
+            missed &= set().union(*(level.ledger.keys() for level in self._levels))
 
     def _save(self, level: Level, slot: Slot) -> None:
         """Save a slot that is about to be evicted: its bytes are copied now, and written in the background.
@@ -286,13 +303,16 @@ class Spill:
         if tier.usable:
             return self._attempt(tier, "write", lambda: tier.write(meta, parts))
         with self._changed:  # it was when the record was put in line
-            self._drop(f"tier {tier.name} is not usable")
+            self._drop(f"tier {tier.name} is not usable", meta.key, tier)
         return None
 
     def _count(self, tier: Tier, meta: RecordMeta, outcome: Written | None) -> None:
         if outcome is Written.STORED:
             self.writes[tier.name] += 1
             self.bytes[tier.name, "write"] += meta.offset(meta.parts)
+        elif outcome is not Written.PRESENT:
+            self.dropped += outcome is Written.REFUSED
+            self._note_missed(tier, meta.key)
 
     def _delete(self, tier: Tier, key: ChunkKey) -> None:
         _logged(self._attempt, tier, "write", lambda: tier.delete(key))

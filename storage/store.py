@@ -54,10 +54,13 @@ class Store:
 
     # -- finding -----------------------------------------------------------------------------------------------------
 
-    def lookup(self, keys: Sequence[ChunkKey]) -> list[str | None]:
-        """Where each of `keys` is ("device", "host", a tier's name) or None. Holds nothing: it may be gone when it is read."""
+    def lookup(self, keys: Sequence[ChunkKey], *, shared: bool = True) -> list[str | None]:
+        """Where each of `keys` is ("device", "host", a tier's name) or None. Holds nothing: it may be gone when it is read.
+
+        Tiers that other processes use are asked, which takes a round trip, only if `shared`.
+        """
         found = self._in_memory(keys)
-        for tier in self._tiers:
+        for tier in self._tiers if shared else [tier for tier in self._tiers if not tier.shared]:
             asked = [i for i, place in enumerate(found) if place is None]
             if not asked:
                 break
@@ -78,9 +81,9 @@ class Store:
         finally:
             self.release([pin for pin in pins if pin is not None])
 
-    def acquire(self, keys: Sequence[ChunkKey]) -> list[Pin | None]:
-        """As `pinned`, for whoever cannot hold them inside one block: `release` must follow."""
-        places = self.lookup(keys)
+    def acquire(self, keys: Sequence[ChunkKey], places: Sequence[str | None] | None = None) -> list[Pin | None]:
+        """As `pinned`, for whoever cannot hold them inside one block: `release` must follow. `places`: what `lookup` has just said."""
+        places = self.lookup(keys) if places is None else places
         tiers = {tier.name: tier for tier in self._tiers}
         with self._changed:
             # First all that is in memory: room for a load must not come from what this very call asks for.

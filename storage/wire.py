@@ -66,7 +66,7 @@ class Wire:
     """One connection. Used by one thread at a time; after an error it is closed and not used again."""
 
     def __init__(self, sock: socket.socket, deadline: float) -> None:
-        """`deadline`: seconds without a byte after which a call raises `TimeoutError`."""
+        """`deadline`: seconds that each piece (`PIECE` bytes, or a line) may take; a call raises `TimeoutError` then."""
         self._sock = sock
         if isinstance(sock, ssl.SSLSocket):
             self._gathers, self._wait_for_all = False, 0
@@ -235,6 +235,8 @@ class Wire:
 
     def ready(self) -> bool:
         """Whether something has arrived and was not taken."""
+        if self._sock.fileno() < 0:
+            return True  # closed by others: an answer of a kind
         poll = select.poll()
         poll.register(self._sock, select.POLLIN)
         return self._start < self._stop or bool(poll.poll(0))

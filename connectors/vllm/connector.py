@@ -33,6 +33,7 @@ from lmc.connectors.vllm.scheduler import Scheduler
 from lmc.connectors.vllm.stats import LmcPromMetrics, LmcStats
 from lmc.connectors.vllm.worker import Worker
 from lmc.errors import ConfigError, InputError
+from lmc.remote import parse_remote
 
 log = logging.getLogger(__name__)
 
@@ -185,10 +186,9 @@ class LMCConnector(KVConnectorBase_V1):
         off = "no blending" if settings.enable_blending else "no blending (enable_blending is false)"
         how = f"blending by {settings.blend_strategy} {settings.blend_recompute_ratios[0]:g}" if blends else off
         disk = f"{settings.local_disk} ({settings.max_local_disk_size:g} GB)" if settings.local_disk else "no disk"
+        redis = f", {parse_remote(settings.remote_url)}" if settings.remote_url else ""
         room = f"{library.slots} chunks of {library.chunk} tokens in memory"
-        return (
-            f"lmc: {how}, {room} ({settings.max_local_cpu_size:g} GB), {disk}, {len(library.store.keys())} chunks found"
-        )
+        return f"lmc: {how}, {room} ({settings.max_local_cpu_size:g} GB), {disk}{redis}, {len(library.store.keys())} chunks found"
 
     def _separators(self) -> tuple[Variants | None, int | None]:
         tokenizer = cached_tokenizer_from_config(self._config.model_config)

@@ -75,7 +75,7 @@ class Events:
         self._mark = mark
         changes: list[Change] = []
         keys = list(self._chunks)
-        for key, place in zip(keys, self._library.store.lookup(keys), strict=True):
+        for key, place in zip(keys, self._library.store.lookup(keys, shared=False), strict=True):
             before, now = self._medium.get(key), MEDIUM.get(place or "")
             if before == now:
                 continue

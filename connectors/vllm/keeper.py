@@ -133,7 +133,7 @@ class Keeper:
         tokens = served.request.prompt_token_ids
         writings = self._library.begin_document(served.namespace, tokens)
         if writings is None:
-            served.learned = all(self._library.store.lookup(self._library.document_keys(served.namespace, tokens)))
+            served.learned = all(self._library.lookup(self._library.document_keys(served.namespace, tokens)))
             return
         served.learned = True
         table = tuple(blocks[: -(-len(tokens) // self._library.block_size)])

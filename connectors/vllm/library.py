@@ -5,6 +5,7 @@ No vLLM in here, and nothing about requests.
 
 import contextlib
 import os
+import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ from lmc.storage.stats import Policy
 from lmc.storage.store import Store
 from lmc.storage.tier import Tier
 
+BELIEVED_SECONDS = 0.05
 SALTS = 4096  # tenants whose namespace is remembered
 
 
@@ -127,6 +129,9 @@ class Library:
         self.slots = slab.slots
         self.stages = tuple(len(w.page_bytes) for w in sorted(workers, key=lambda w: w.rank) if w.rank[1] == 0)
         self._tiers = open_tiers(settings, self._item_bytes) if tiers is None else list(tiers)
+        self._shares = any(tier.shared for tier in self._tiers)
+        self._believed: dict[ChunkKey, str | None] = {}
+        self._believed_until = 0.0
         self.store = Store(slab, self._tiers, policy=Policy(settings.store_policy))
         self.jobs = Jobs(len(workers), self.store)
         layout = "|".join(f"{w.rank}{w.page_bytes}{w.layout}" for w in workers)
@@ -151,7 +156,8 @@ class Library:
     def begin_pages(self, hashes: Sequence[bytes]) -> Writing | None:
         """A slot for the chunk of these blocks; None if there is one that serves them, or no room."""
         key = self.prefixes.key(hashes[-1])
-        if any(self.store.lookup([key, *self.prefixes.holders(hashes)])):
+        # A tier that others share is not asked: that would be a round trip in the step for each chunk. It keeps one of two records.
+        if any(self.store.lookup([key, *self.prefixes.holders(hashes)], shared=False)):
             return None
         tokens, label = len(hashes) * self.block_size, self.prefixes.label(hashes)
         writing = self.store.begin(self._meta(key, self._pages, tokens, 0, self._part_bytes, label))
@@ -162,7 +168,7 @@ class Library:
     def begin_document(self, namespace: bytes, tokens: Sequence[int]) -> list[Writing | None] | None:
         """Slots for a document's chunks, None for those that are stored; None altogether if nothing is to do or nothing fits."""
         keys = self.document_keys(namespace, tokens)
-        places = self.store.lookup(keys)
+        places = self.store.lookup(keys, shared=False)
         if all(places) or len(keys) > self.slots:
             return None
         writings: list[Writing | None] = []
@@ -179,7 +185,19 @@ class Library:
 
     def pin(self, keys: Sequence[ChunkKey]) -> dict[ChunkKey, Pin]:
         """Pins of those that are there; loads from tiers start."""
-        return {pin.key: pin for pin in self.store.acquire(list(dict.fromkeys(keys))) if pin is not None}
+        unique = list(dict.fromkeys(keys))
+        return {pin.key: pin for pin in self.store.acquire(unique, self.lookup(unique)) if pin is not None}
+
+    def lookup(self, keys: Sequence[ChunkKey]) -> list[str | None]:
+        """As the store's, but what tiers said that others share is believed for a moment: a plan asks several times for the same."""
+        found, now = self.store.lookup(keys, shared=False), time.monotonic()
+        if all(found) or not self._shares:
+            return found
+        if now > self._believed_until:
+            self._believed, self._believed_until = {}, now + BELIEVED_SECONDS
+        new = [key for key, place in zip(keys, found, strict=True) if place is None and key not in self._believed]
+        self._believed |= dict(zip(new, self.store.lookup(new), strict=True))
+        return [place or self._believed[key] for key, place in zip(keys, found, strict=True)]
 
     def let_go(self, pins: Sequence[Pin]) -> None:
         """Give pins back; nobody here reads the slots, and workers notice what is taken from under them."""

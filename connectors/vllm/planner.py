@@ -37,12 +37,12 @@ class Planner:
 
     def plan(self, served: Served, local: int) -> Claim | None:
         """The best for a request of which the engine has `local` tokens; None if something is on its way and there is time to wait."""
-        late, store = self.is_late(served), self._library.store
+        late = self.is_late(served)
         hits = self._hits(served, local)
         documents = self.known(served)
         keys = [hit.key for hit in hits] + [key for document in documents for key in document.keys]
         if late or served.memory_only:  # what would have to be loaded comes too late, or later than it is computed
-            keys = [key for key, place in zip(keys, store.lookup(keys), strict=True) if place == MEMORY]
+            keys = [key for key, place in zip(keys, self._library.lookup(keys), strict=True) if place == MEMORY]
         self._pin(served, keys)
         for key in [key for key, pin in served.pins.items() if not _usable(pin, late)]:
             served.lost.add(key)
@@ -74,7 +74,7 @@ class Planner:
         """
         hits, documents = self._hits(served, local), self.known(served)
         keys = [hit.key for hit in hits] + [key for document in documents for key in document.keys]
-        places = dict(zip(keys, self._library.store.lookup(keys), strict=True))
+        places = dict(zip(keys, self._library.lookup(keys), strict=True))
         away = {key: place for key, place in places.items() if place not in (None, MEMORY)}
         offer = self._offer(served, local, hits, documents, away)
         choice = self._speeds.choose(offer, LoadPolicy(self._settings.load_policy))
@@ -100,7 +100,7 @@ class Planner:
         """Documents all of whose chunks are stored; the others are noted as unknown."""
         if served.role is not Role.BLEND or served.request.num_preemptions:
             return []
-        places = iter(self._library.store.lookup([key for document in served.documents for key in document.keys]))
+        places = iter(self._library.lookup([key for document in served.documents for key in document.keys]))
         known, served.unknown = [], []
         for document in served.documents:
             there = [next(places) is not None for _ in document.keys]
@@ -134,7 +134,7 @@ class Planner:
 
     def _hits(self, served: Served, local: int) -> list[Hit]:
         """Exact chunks that bring something behind what the engine has: it waits for no others."""
-        found = self._library.prefixes.find(served.hashes, self._library.store.lookup)
+        found = self._library.prefixes.find(served.hashes, self._library.lookup)
         return [hit for hit in found if self._end(hit) > local]
 
     def _offer(

@@ -3,6 +3,7 @@
 import gc
 import os
 import random
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -176,8 +177,8 @@ class Lab:
 
     def settle(self) -> int:
         """Step until nothing is left to do: saves, learning."""
-        steps = 0
-        while self.scheduler.has_requests() and steps < 2000:
+        steps, end = 0, time.monotonic() + 60
+        while self.scheduler.has_requests() and (steps < 2000 or time.monotonic() < end):
             self.core.step_fn()
             steps += 1
         assert not self.scheduler.has_requests()

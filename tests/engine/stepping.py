@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -89,19 +90,22 @@ class Clock:
 
 
 class Gate:
-    """A tier that hands out only so many parts until it is opened."""
+    """A tier that hands out only so many parts of each chunk until it is opened, whichever thread comes first."""
 
     def __init__(self, lab: Lab, parts: int = 0) -> None:
-        self._allowed = threading.Semaphore(parts)
+        self._parts, self._read = parts, Counter()
+        self._opened = threading.Event()
         tiers = lab.connector._scheduler.library.store._tiers
         tiers[0] = Faulty(tiers[0], self._wait)
 
     def open(self) -> None:
-        self._allowed.release(1000)
+        self._opened.set()
 
     def _wait(self, verb: str, key: Any) -> Exception | None:
-        if verb == "read" and not self._allowed.acquire(timeout=SECONDS):
-            return OSError("nobody opened the gate")
+        if verb == "read":
+            self._read[key] += 1
+            if self._read[key] > self._parts and not self._opened.wait(SECONDS):
+                return OSError("nobody opened the gate")
         return None
 
 

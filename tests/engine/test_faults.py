@@ -81,7 +81,7 @@ def test_a_load_that_stalls_in_its_middle_is_given_up(lab, steps, monkeypatch, w
     monkeypatch.setattr(loads, "READ_AHEAD_BYTES", 1)  # one layer at a time
     store_plain(lab)
     only_on_disk(lab)
-    clock, gate = Clock(lab), Gate(lab, parts=9)  # of six chunks: layer 0 and some of layer 1
+    clock, gate = Clock(lab), Gate(lab, parts=1)  # layer 0
     tokens, lmc = (PLAIN, None) if what == "pages" else (PROMPT.tokens, PROMPT.blend(**EXACT))
     name = steps.add(tokens, lmc)
     steps.until(lambda: steps.loading(name))
@@ -99,7 +99,7 @@ def test_a_load_that_stalls_is_given_up_though_others_still_wait_for_it(lab, ste
     monkeypatch.setattr(loads, "READ_AHEAD_BYTES", 1)
     store_plain(lab)
     only_on_disk(lab)
-    clock, gate = Clock(lab), Gate(lab, parts=9)
+    clock, gate = Clock(lab), Gate(lab, parts=1)
     first = steps.add(PLAIN)
     steps.until(lambda: steps.loading(first))
     clock.now += 1.5
@@ -160,7 +160,7 @@ def test_an_abort_in_the_middle_of_a_load_ends_it(lab, steps, monkeypatch, what)
     monkeypatch.setattr(loads, "READ_AHEAD_BYTES", 1)
     store_plain(lab)
     only_on_disk(lab)
-    gate = Gate(lab, parts=9)
+    gate = Gate(lab, parts=1)
     tokens, lmc = (PLAIN, None) if what == "pages" else (PROMPT.tokens, PROMPT.blend(**EXACT))
     name = steps.add(tokens, lmc)
     steps.until(lambda: steps.loading(name))
