@@ -352,3 +352,13 @@ def test_a_certificate_that_nobody_vouches_for_is_an_error(tmp_path):
         url = f"rediss://{server.host}:{server.tls_port}/0"
         with pytest.raises(TierUnusable, match="certificate"):
             RedisTier(parse_remote(url))
+
+
+def test_a_cluster_that_has_no_slots_yet_is_waited_for(tmp_path):
+    """Nodes start before somebody makes a cluster of them: redis-py raised an IndexError."""
+    with RedisServer(tmp_path, extra=["cluster-enabled yes", "cluster-node-timeout 1000"]) as server:
+        tier = RedisTier(parse_remote(f"redis-cluster://{server.host}:{server.port}"))
+        assert not tier.usable
+        assert tier.contains([K0]) == [False]
+        assert tier.open(K0) is None
+        tier.close()

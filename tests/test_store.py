@@ -1,6 +1,7 @@
 """The store: where chunks are, who waits for whom, and that failures of tiers are misses."""
 
 import logging
+import shutil
 import threading
 import time
 from contextlib import ExitStack, suppress
@@ -1125,3 +1126,58 @@ def test_what_is_forgotten_is_lost_to_those_who_read_it_in_other_processes(make,
     assert slab.ready(pin.slot, tag_of(K0)) == LOST
     store.release([pin])
     assert store.held() == 0
+
+
+# -- tiers that others share -----------------------------------------------------------------------------------------
+
+
+class Shared(DictTier):
+    name = "shared"
+    shared = True
+
+
+def test_what_a_shared_tier_has_let_go_of_is_not_written_again_at_the_end(make):
+    """A shutdown wrote the whole memory to a Redis that had evicted it, and so evicted what others needed."""
+    tier = Shared()
+    store = make(tier, slots=4)
+    for key in (K0, K1):
+        put(store, key)
+    store.flush()
+    tier.delete(K0)
+    store.close()
+    assert set(tier.records) == {K1}
+
+
+def test_what_a_shared_tier_did_not_get_is_written_at_the_end(make):
+    tier = Shared()
+    failing = Faulty(
+        tier, lambda verb, key: OSError("no") if verb == "write" and key == K0 and not tier.records else None
+    )
+    store = make(failing, slots=4)
+    for key in (K0, K1):
+        put(store, key)
+        store.flush()
+    assert set(tier.records) == {K1}
+    store.close()
+    assert set(tier.records) == {K0, K1}
+
+
+def test_a_lookup_can_leave_out_what_takes_a_round_trip(make):
+    tier = Shared()
+    write_record(tier, K0)
+    store = make(tier, slots=4)
+    assert store.lookup([K0]) == ["shared"]
+    assert store.lookup([K0], shared=False) == [None]
+
+
+def test_a_file_that_is_missing_is_an_answer_to_reading_and_a_failure_of_writing(make, tmp_path):
+    """A directory that was removed from under the tier made every write vanish without a word."""
+    store = make(DiskTier(tmp_path / "tier", 1 << 20), slots=4)
+    shutil.rmtree(tmp_path / "tier" / "tmp")
+    put(store, K0)
+    store.flush()
+    assert store.stats().failed == {"disk": 1}
+
+
+def write_record(tier, key):
+    tier.write(meta_of(key), [stored(meta_of(key))])
