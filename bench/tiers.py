@@ -36,7 +36,7 @@ from lmc.demo import machine
 from lmc.keys import ChunkKey
 from lmc.remote import parse_remote
 from lmc.shapes import MIB
-from lmc.storage import disk, record
+from lmc.storage import disk, disk_reader
 from lmc.storage.disk import DiskTier
 from lmc.storage.loads import READ_AHEAD_BYTES
 from lmc.storage.record import RecordMeta
@@ -267,10 +267,10 @@ class Disk(Arena):
     def steps(self) -> dict[str, list[tuple[Any, str]]]:
         """What `profile` puts a clock around."""
         return {
-            "checksum": [(disk, "checksum")],
+            "checksum": [(disk, "checksum"), (disk_reader, "checksum")],
             "bytes": [(os, "pwritev"), (os, "preadv")],
             "files": [(os, name) for name in ("open", "close", "rename", "mkdir", "utime", "fstat", "stat")],
-            "header": [(disk, "encode_header"), (disk, "decode_header")],
+            "header": [(disk, "encode_header"), (disk_reader, "decode_header")],
         }
 
 
@@ -369,11 +369,7 @@ class Redis(Arena):
 
     def steps(self) -> dict[str, list[tuple[Any, str]]]:
         """What `profile` puts a clock around."""
-        from lmc.storage import redis as ours
-
-        sums = [(module, "checksum") for module in (ours, record) if hasattr(module, "checksum")]
         return {
-            "checksum": sums,
             "bytes": [
                 (socket.socket, verb) for verb in ("sendmsg", "sendall", "send", "recv_into", "recvmsg_into", "recv")
             ],
