@@ -259,14 +259,13 @@ class Servers:
             if owner is not None:
                 with owner.wire() as wire:
                     self._greet(wire)
-        except TROUBLES as error:
-            self._map, self._names = {}, []  # nothing is asked of it before it was met
+        except (*TROUBLES, TierUnusable) as error:
+            with self._mutex:  # nothing is asked of it before it was met
+                for node in self._nodes.values():
+                    node.retire()
+                self._nodes, self._map, self._names = {}, {}, []
             cluster.close()
-            raise _said(str(self._remote), error) from None
-        except BaseException:
-            self._map, self._names = {}, []
-            cluster.close()
-            raise
+            raise (error if isinstance(error, TierUnusable) else _said(str(self._remote), error)) from None
         self._cluster = cluster
 
     def _take_map(self, cluster: RedisCluster) -> None:

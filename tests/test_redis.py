@@ -362,3 +362,22 @@ def test_a_cluster_that_has_no_slots_yet_is_waited_for(tmp_path):
         assert tier.contains([K0]) == [False]
         assert tier.open(K0) is None
         tier.close()
+
+
+def test_a_cluster_of_another_format_is_an_error_and_nothing_is_left_of_it(cluster):
+    cluster.client().set("lmc:format", "99")
+    with pytest.raises(TierUnusable, match="another version of lmc"):
+        RedisTier(parse_remote(cluster.url()))
+    cluster.client().delete("lmc:format")
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("lmc-")]
+
+
+def test_a_user_with_few_rights_is_enough_on_a_cluster(tmp_path):
+    rights = "~lmc:* +@read +@write +@scripting +@connection +@keyspace +cluster|slots +cluster|shards"
+    with RedisCluster(tmp_path, extra=[f"user lmc on >s3cret {rights}"]) as own:
+        hosts = ",".join(f"{node.host}:{node.port}" for node in own.nodes)
+        tier = RedisTier(parse_remote(f"redis-cluster://lmc:s3cret@{hosts}"))
+        assert tier.usable
+        write(tier, K0)
+        assert read(tier, K0) == bytes(stored(meta_of(K0)))
+        tier.close()

@@ -42,7 +42,8 @@ class Planner:
         documents = self.known(served)
         keys = [hit.key for hit in hits] + [key for document in documents for key in document.keys]
         if late or served.memory_only:  # what would have to be loaded comes too late, or later than it is computed
-            keys = [key for key, place in zip(keys, self._library.lookup(keys), strict=True) if place == MEMORY]
+            places = self._library.store.lookup(keys, shared=False)
+            keys = [key for key, place in zip(keys, places, strict=True) if place == MEMORY]
         self._pin(served, keys)
         for key in [key for key, pin in served.pins.items() if not _usable(pin, late)]:
             served.lost.add(key)
