@@ -34,6 +34,7 @@ def write_until_killed(directory: str, capacity: int, url: str, seed: int) -> No
     dice = random.Random(seed)
     tiers = [DiskTier(directory, capacity), RedisTier(parse_remote(url), deadline=10)]
     store = Store(Slab(8, PARTS, PART_BYTES), tiers, policy=dice.choice(list(Policy)))
+    say("begun")
     parent = os.getppid()
     while os.getppid() == parent:
         key = dice.choice(KEYS)
