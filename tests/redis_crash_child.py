@@ -31,6 +31,7 @@ def cut_small() -> None:
 
 
 def write_until_killed(directory: str, capacity: int, url: str, seed: int) -> None:
+    say(os.getpid())  # not by who forks: the first line has to come before the second
     dice = random.Random(seed)
     tiers = [DiskTier(directory, capacity), RedisTier(parse_remote(url), deadline=10)]
     store = Store(Slab(8, PARTS, PART_BYTES), tiers, policy=dice.choice(list(Policy)))
@@ -54,7 +55,6 @@ def main() -> None:
         if child == 0:
             write_until_killed(directory, int(capacity), url, int(seed))
             os._exit(0)
-        say(child)
         _, status = os.waitpid(child, 0)
         say(os.WTERMSIG(status) if os.WIFSIGNALED(status) else f"ended: {status}")
 
