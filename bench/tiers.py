@@ -1,5 +1,7 @@
 """Host memory, disk and Redis against what each could do at most: bytes a second, ours over raw, side by side.
 
+Long, as each of three places has its raw way, ours and the peers' beside one another, and all share rounds, checks and profile.
+
     python bench/tiers.py [--only host|disk|redis] [--readers N] [--writers N]
 
 Raw is the same bytes with nothing around them: the same copies between the same memories (whole chunks in, single parts out); whole

@@ -270,15 +270,12 @@ def trim(pieces: Sequence[Piece], start: int, stop: int) -> list[Piece]:
 def offer(shape: KVShape, exact: Sequence[Piece], reused: Sequence[Piece], *, ratio: float, prompt: int) -> Offer:
     """What of a plan would have to be loaded, and what that spares: all that is exact from the first such piece on, and the others."""
     away = {piece.key: piece for piece in (*exact, *reused) if piece.place not in MEMORY}
-    records: Counter[str] = Counter()
-    sizes: Counter[str] = Counter()
+    wanted = []
     for piece in away.values():
         assert piece.place is not None
-        records[piece.place] += 1
-        sizes[piece.place] += shape.part_bytes(piece.stored) * shape.layers
-    return Offer(
-        records=records,
-        bytes=sizes,
+        wanted.append((piece.place, shape.part_bytes(piece.stored) * shape.layers))
+    return Offer.of(
+        wanted,
         exact=sum(piece.tokens for piece in dropwhile(lambda piece: piece.key not in away, exact)),
         reused=sum(piece.tokens for piece in reused if piece.key in away),
         ratio=ratio,

@@ -13,7 +13,7 @@ from lmc.errors import CorruptRecord
 from lmc.keys import ChunkKey
 from lmc.shapes import ALIGN
 from lmc.storage.files import first_block, open_to_read, read_all, read_some
-from lmc.storage.record import RecordMeta, checksum, decode_header, header_size, split_parts
+from lmc.storage.record import RecordMeta, checksum, compare, decode_header, header_size, split_parts
 
 if TYPE_CHECKING:
     from lmc.storage.disk import DiskTier
@@ -60,12 +60,11 @@ class DiskReader:
         assert sum(map(len, into)) == sum(sizes)
         parts, wanted = split_parts(into, sizes), self.meta.checksums[first : first + count]
         early, self._early = first == 0 and self._early == sum(sizes), 0
-        if early and all(checksum(view) == right for view, right in zip(parts, wanted, strict=True)):
+        # If they are not right they were put elsewhere, or are wrong: reading them again tells.
+        if early and tuple(map(checksum, parts)) == wanted:
             return
         self._fill(into, self._start + self.meta.offset(first))
-        for part, (view, right) in enumerate(zip(parts, wanted, strict=True), first):
-            if checksum(view) != right:
-                raise CorruptRecord(f"part {part} is not what was written")
+        compare(map(checksum, parts), wanted, first)
 
     def close(self) -> None:
         """Close the file."""

@@ -10,7 +10,7 @@ encoding what it says gives the same bytes again, so a flipped bit anywhere in a
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from itertools import accumulate, pairwise
@@ -61,6 +61,13 @@ class RecordMeta:
 def checksum(part: memoryview | bytes) -> int:
     """xxh3-64: at memory speed, and without the GIL."""
     return int(xxhash.xxh3_64_intdigest(part))
+
+
+def compare(found: Iterable[int], wanted: Sequence[int], first: int) -> None:
+    """Raise `CorruptRecord` if the checksums of parts, from part `first` on, are not those that were written."""
+    for part, (one, right) in enumerate(zip(found, wanted, strict=True), first):
+        if one != right:
+            raise CorruptRecord(f"part {part} is not what was written")
 
 
 def split_parts(memory: Sequence[memoryview], sizes: Sequence[int]) -> list[memoryview]:

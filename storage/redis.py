@@ -82,6 +82,9 @@ class RedisTier:
         """Meet the servers; raise `TierUnusable` for what waiting does not mend. One that is away is a warning, and joins later."""
         self.corrupt = 0
         self._prefix, self._ttl = prefix.encode(), ttl
+        self._ours = re.compile(
+            rb"(?P<header>%s:\{(?P<key>[0-9a-f]{64})\})(?P<value>(:[0-9a-f]{16})?:[0-9]+)?" % re.escape(self._prefix)
+        )
         self._paused_until, self._said_at = 0.0, float("-inf")
         self._patience = deadline * PROMPTLY
         self._mine = _Mine()
@@ -95,11 +98,7 @@ class RedisTier:
     def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
         """One question to every server concerned, to all at the same time; what lies on one that is away is not there."""
         found = [False] * len(keys)
-        places: dict[Server, list[int]] = defaultdict(list)
-        for i, key in enumerate(keys):
-            server = self._server(key)
-            if server is not None:
-                places[server].append(i)
+        places = self._by_server(keys)
         trouble: OSError | None = None
         for server in list(places):
             try:
@@ -128,14 +127,10 @@ class RedisTier:
 
     def expect(self, keys: Sequence[ChunkKey], into: Sequence[Sequence[memoryview]] = ()) -> None:
         """Get the headers of these records, in one go from each server."""
-        by_server: dict[Server, list[ChunkKey]] = defaultdict(list)
-        for key in keys:
-            server = self._server(key)
-            if server is not None:
-                by_server[server].append(key)
         self._mine.headers = {}
-        for server, wanted in by_server.items():
+        for server, places in self._by_server(keys).items():
             with self._plainly(server) as wire, contextlib.suppress(TooLong):  # whoever opens that one is told
+                wanted = [keys[i] for i in places]
                 blobs = wire.call_all([command("GET", self._header(key)) for key in wanted])
                 self._mine.headers |= dict(zip(wanted, blobs, strict=True))
 
@@ -154,7 +149,7 @@ class RedisTier:
         total = meta.offset(meta.parts)
         if server is None or time.monotonic() < self._paused_until or total > VALUES_LIMIT * LARGEST:
             return Written.REFUSED
-        names = Names.of(self._header(meta.key), os.urandom(8).hex(), value_sizes(total))
+        names = Names.of(self._header(meta.key), value_sizes(total), os.urandom(8).hex())
         try:
             with server.wire() as wire:
                 return self._write(wire, meta, parts, names)
@@ -180,7 +175,7 @@ class RedisTier:
                 total = min(total, meta.offset(meta.parts))
         # Where the header does not tell, of all values that there could be.
         with self._plainly(server) as wire:
-            wire.call("UNLINK", header, *Names.of(header, "", value_sizes(total)).final)
+            wire.call("UNLINK", header, *Names.of(header, value_sizes(total)).final)
         return True
 
     def discard(self, key: ChunkKey) -> None:
@@ -241,13 +236,22 @@ class RedisTier:
         server = self._servers.of(self._header(key))
         return server if server is not None and server.usable else None
 
+    def _by_server(self, keys: Sequence[ChunkKey]) -> dict[Server, list[int]]:
+        """Which of `keys`, by their places among them, each server has; those of servers that are away are left out."""
+        found: dict[Server, list[int]] = defaultdict(list)
+        for i, key in enumerate(keys):
+            server = self._server(key)
+            if server is not None:
+                found[server].append(i)
+        return found
+
     def _header(self, key: ChunkKey) -> bytes:
         return b"%s:{%s}" % (self._prefix, key.hex().encode())
 
     def _key(self, name: bytes) -> bytes:
         """The chunk of which `name` is the header, or nothing."""
-        found = re.fullmatch(rb"%s:\{([0-9a-f]{64})\}" % re.escape(self._prefix), name)
-        return bytes.fromhex(found[1].decode()) if found else b""
+        found = self._ours.fullmatch(name)
+        return bytes.fromhex(found["key"].decode()) if found and not found["value"] else b""
 
     @contextlib.contextmanager
     def _plainly(self, server: Server, within: float = float("inf")) -> Iterator[Wire]:
@@ -294,9 +298,8 @@ class RedisTier:
             wire.put(b"\r\n$2\r\nEX\r\n$%d\r\n%d\r\n" % (len(str(UNFINISHED_SECONDS)), UNFINISHED_SECONDS))
             if i == 0:
                 wire.flush()
-                if (
-                    granted(wire.reply()) == 1
-                ):  # found out beside the first value: a question of its own would cost all a round trip
+                # Found out beside the first value: a question of its own would cost all a round trip.
+                if granted(wire.reply()) == 1:
                     granted(wire.reply())
                     wire.call("UNLINK", name)
                     return Written.PRESENT
@@ -355,10 +358,10 @@ class RedisTier:
 
     def _astray(self, server: Server, name: bytes) -> str:
         """Of a value: whether it has no header, and will not expire."""
-        found = re.fullmatch(rb"(%s:\{[0-9a-f]{64}\})(:[0-9a-f]{16})?:[0-9]+" % re.escape(self._prefix), name)
+        found = self._ours.fullmatch(name)
         if found is None:
             return ""  # somebody else's
-        header = found[1]
+        header = found["header"]
         with self._plainly(server) as wire:
             seconds, there = wire.call_all([command("TTL", name), command("EXISTS", header)])
         return "a value without a record" if seconds == -1 and there == 0 else ""

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from lmc.errors import CorruptRecord
-from lmc.storage.record import RecordMeta, split_parts
+from lmc.storage.record import RecordMeta, compare, split_parts
 from lmc.storage.servers import Server
 from lmc.storage.values import Cursor, Names, overlaps, value_sizes
 from lmc.storage.wire import Fetch, ReplyError, Wire, WrongValue, command
@@ -27,7 +27,7 @@ class RedisReader:
     def __init__(self, tier: "RedisTier", server: Server, meta: RecordMeta, header: bytes) -> None:
         self.meta = meta
         self._tier, self._server = tier, server
-        self._names = Names.of(header, "", value_sizes(meta.offset(meta.parts)))
+        self._names = Names.of(header, value_sizes(meta.offset(meta.parts)))
         self._asked: list[tuple[Wire, int, int, list[Fetch]]] = []
 
     def ask(self, first: int, count: int) -> None:
@@ -49,7 +49,6 @@ class RedisReader:
     def verified(self, first: int, count: int, into: Sequence[memoryview]) -> None:
         """Fill `into` with `count` parts; raise `CorruptRecord` for a wrong one, `FileNotFoundError` for one that is gone."""
         sizes = self.meta.stored[first : first + count]
-        wanted = self.meta.checksums[first : first + count]
         cursor = Cursor(split_parts(into, sizes))
         try:
             with self._server.wire() as wire:
@@ -61,9 +60,7 @@ class RedisReader:
             raise CorruptRecord(f"a value has {error} bytes, which is not its length") from None
         except ReplyError as error:
             raise refused(self._server, error) from None
-        for part, (found, right) in enumerate(zip(cursor.checksums(), wanted, strict=True), first):
-            if found != right:
-                raise CorruptRecord(f"part {part} is not what was written")
+        compare(cursor.checksums(), self.meta.checksums[first : first + count], first)
 
     def close(self) -> None:
         """Nobody wants what was sent for any more."""

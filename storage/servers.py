@@ -55,9 +55,8 @@ class Server:
         self.breaker = Breaker(name, self._meet)
         self._pool, self._deadline, self._greet, self._lost = pool, deadline, greet, lost
         self._local = threading.local()
-        self._mutex = (
-            threading.RLock()
-        )  # also taken where the collector ends a thread's connection, whatever that thread is at
+        # It may be taken anew by the thread that has it: the collector ends connections, whatever that thread is at.
+        self._mutex = threading.RLock()
         self._looking = threading.Lock()
         self._wires: dict[Wire, redis.Connection] = {}
 

@@ -5,8 +5,8 @@ Arithmetic and a clock. Loads measure themselves here (`loads.py`); connectors s
 
 import threading
 import time
-from collections import defaultdict, deque
-from collections.abc import Callable, Mapping
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -36,6 +36,16 @@ class Offer:
     reused: int  # tokens of which a blend computes a share all the same
     ratio: float  # that share
     prompt: int  # tokens of the whole prompt
+
+    @classmethod
+    def of(cls, wanted: Iterable[tuple[str, int]], *, exact: int, reused: int, ratio: float, prompt: int) -> "Offer":
+        """`wanted`: for each record its tier, and its bytes."""
+        records: Counter[str] = Counter()
+        sizes: Counter[str] = Counter()
+        for tier, size in wanted:
+            records[tier] += 1
+            sizes[tier] += size
+        return cls(records=records, bytes=sizes, exact=exact, reused=reused, ratio=ratio, prompt=prompt)
 
     @property
     def spared(self) -> float:

@@ -110,7 +110,7 @@ class Spill:
         if level is self._host:
             self._send(meta, slot)
         elif not self._full(meta.key):
-            self._copy_later(self._copy_down, level, slot, meta)
+            self._copy_later(level, slot, self._host)
 
     def read(self, slots: Sequence[Slot]) -> None:
         """These slots of the host were read: their chunks go up to the device, for the next time."""
@@ -120,7 +120,7 @@ class Spill:
             if self.queued >= self._limit:
                 break
             if self._host.ledger.key_of(slot) is not None:  # not forgotten meanwhile
-                self._copy_later(self._copy_up, self._host, slot, self._host.metas[slot])
+                self._copy_later(self._host, slot, self._top)
 
     def delete(self, key: ChunkKey, *, shared: bool) -> "list[Future[None]]":
         """Remove a record, which no slot has any more, from the tiers: behind the writes of it that are in line."""
@@ -223,10 +223,10 @@ class Spill:
         elif (copy := self._copy(level, slot, self._host, meta)) is not None:
             self._host.ledger.release([copy])
 
-    def _copy_later(self, job: Callable[..., None], level: Level, slot: Slot, meta: RecordMeta) -> None:
-        level.ledger.hold(slot)
+    def _copy_later(self, source: Level, slot: Slot, target: Level) -> None:
+        source.ledger.hold(slot)
         self.queued += 1
-        self._copies.submit(job, level, slot, meta)
+        self._copies.submit(self._carry, source, slot, target, source.metas[slot])
 
     def _arrived(self, level: Level, slot: Slot | None) -> None:
         if slot is not None:
@@ -236,27 +236,18 @@ class Spill:
 
     # -- in the threads --------------------------------------------------------------------------------------------------
 
-    def _copy_down(self, level: Level, slot: Slot, meta: RecordMeta) -> None:
+    def _carry(self, source: Level, slot: Slot, target: Level, meta: RecordMeta) -> None:
+        """Copy a slot that is held to another level; what comes to the host so goes on to the tiers."""
         copy = None
         try:
-            copy = _logged(self._copy, level, slot, self._host, meta)
+            copy = _logged(self._copy, source, slot, target, meta)
         finally:
             with self._changed:
-                self._arrived(level, slot)
+                self._arrived(source, slot)
                 if copy is not None:
-                    if self._host.ledger.key_of(copy) is not None:  # not forgotten meanwhile
+                    if target is self._host and target.ledger.key_of(copy) is not None:  # not forgotten meanwhile
                         self._send(meta, copy)
-                    self._host.ledger.release([copy])
-
-    def _copy_up(self, level: Level, slot: Slot, meta: RecordMeta) -> None:
-        copy = None
-        try:
-            copy = _logged(self._copy, level, slot, self._top, meta)
-        finally:
-            with self._changed:
-                self._arrived(level, slot)
-                if copy is not None:
-                    self._top.ledger.release([copy])
+                    target.ledger.release([copy])
 
     def _copy(self, source: Level, slot: Slot, target: Level, meta: RecordMeta) -> Slot | None:
         """Copy a slot that nobody evicts to another level; the new slot is held. None if it is there, or there is no room."""

@@ -11,9 +11,8 @@ import xxhash
 
 from lmc.storage.wire import PIECE, Wire
 
-OVERHEAD = (
-    64  # bytes of an allocation that Redis needs itself: its own header, a null, the line's end while it is received
-)
+# Bytes of an allocation that Redis needs itself: its own header, a null, the line's end while it is received.
+OVERHEAD = 64
 CLASSES = tuple(quarters * (1 << 18) for quarters in (4, 5, 6, 7, 8, 10, 12, 14, 16))  # of jemalloc, 1 to 4 MiB
 LARGEST = CLASSES[-1] - OVERHEAD
 WORTH_CUTTING = 8  # cut a value that would waste more than an eighth of itself
@@ -51,14 +50,14 @@ class Names:
     header: bytes
     sizes: tuple[int, ...]
     final: tuple[bytes, ...]
-    aside: tuple[bytes, ...]  # while it is being written
+    aside: tuple[bytes, ...] = ()  # while it is being written
 
     @classmethod
-    def of(cls, header: bytes, token: str, sizes: tuple[int, ...]) -> "Names":
-        """`token` tells one writer from another."""
+    def of(cls, header: bytes, sizes: tuple[int, ...], token: str = "") -> "Names":
+        """`token` tells one writer from another; whoever only reads has none."""
         count = range(len(sizes))
-        final = tuple(b"%s:%d" % (header, i) for i in count)
-        return cls(header, sizes, final, tuple(b"%s:%s:%d" % (header, token.encode(), i) for i in count))
+        aside = tuple(b"%s:%s:%d" % (header, token.encode(), i) for i in count) if token else ()
+        return cls(header, sizes, tuple(b"%s:%d" % (header, i) for i in count), aside)
 
 
 class Cursor:

@@ -5,7 +5,7 @@ of which on KV is approximate; chosen if it reuses `blend_min_tokens` that are n
 if loading the rest would take longer than computing it.
 """
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -16,12 +16,12 @@ from lmc.connectors.vllm.library import Library
 from lmc.connectors.vllm.messages import DocumentPart, PageCopy
 from lmc.connectors.vllm.prefixes import Hit
 from lmc.connectors.vllm.served import Claim, Document, Role, Served
+from lmc.engine import MEMORY
 from lmc.keys import ChunkKey
 from lmc.storage.loads import Pin, PinState
 from lmc.storage.slab import tag_of
 from lmc.storage.speed import LoadPolicy, Offer, Speeds
 
-MEMORY = "host"
 NULL = 0  # the engine's block that stands for none
 PROMPTS = 0.9  # share of a step's tokens that are prompts', so that its time is theirs
 LIKE = 0.1  # by how much two such steps may differ, or how little a step has to do beside one
@@ -43,7 +43,7 @@ class Planner:
         keys = [hit.key for hit in hits] + [key for document in documents for key in document.keys]
         if late or served.memory_only:  # what would have to be loaded comes too late, or later than it is computed
             places = self._library.store.lookup(keys, shared=False)
-            keys = [key for key, place in zip(keys, places, strict=True) if place == MEMORY]
+            keys = [key for key, place in zip(keys, places, strict=True) if place in MEMORY]
         self._pin(served, keys)
         for key in [key for key, pin in served.pins.items() if not _usable(pin, late)]:
             served.lost.add(key)
@@ -76,7 +76,7 @@ class Planner:
         hits, documents = self._hits(served, local), self.known(served)
         keys = [hit.key for hit in hits] + [key for document in documents for key in document.keys]
         places = dict(zip(keys, self._library.lookup(keys), strict=True))
-        away = {key: place for key, place in places.items() if place not in (None, MEMORY)}
+        away = {key: place for key, place in places.items() if place is not None and place not in MEMORY}
         offer = self._offer(served, local, hits, documents, away)
         choice = self._speeds.choose(offer, LoadPolicy(self._settings.load_policy))
         if not choice.load:
@@ -153,12 +153,9 @@ class Planner:
             far = [(key, i) for i, key in enumerate(document.keys) if key in away] if tokens else []
             reused += tokens if far else 0
             wanted |= {key: size * min(chunk, len(document.span) - i * chunk) // chunk for key, i in far}
-        sizes: Counter[str] = Counter()
-        for key, count in wanted.items():
-            sizes[away[key]] += count
         ratio = served.policy.ratios[-1] if served.policy else 0.0
-        records = Counter(away[key] for key in wanted)
-        return Offer(records=records, bytes=sizes, exact=reach - start, reused=reused, ratio=ratio, prompt=prompt)
+        sizes = [(away[key], count) for key, count in wanted.items()]
+        return Offer.of(sizes, exact=reach - start, reused=reused, ratio=ratio, prompt=prompt)
 
     def _pin(self, served: Served, keys: Sequence[ChunkKey]) -> None:
         served.pins.update(
