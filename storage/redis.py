@@ -18,12 +18,13 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import TypeAlias
 
 from lmc.errors import CorruptRecord, TierUnusable
 from lmc.keys import FORMAT, ChunkKey
 from lmc.remote import Remote
 from lmc.storage.record import HEADER_LIMIT, RecordMeta, decode_header, encode_header, header_size, split_parts
-from lmc.storage.redis_reader import RedisReader, refused
+from lmc.storage.redis_reader import WRONGTYPE, RedisReader, refused
 from lmc.storage.servers import Server, Servers
 from lmc.storage.tier import Entry, Finding, Written
 from lmc.storage.values import LARGEST, Cursor, Names, value_sizes
@@ -64,11 +65,14 @@ return 1
 COMPLETED, OTHERS = 1, 2  # its answers
 
 
+Answer: TypeAlias = "Reply | OSError"  # or why there is none
+
+
 class _Mine(threading.local):
     """What a thread has sent for and not used yet."""
 
     def __init__(self) -> None:
-        self.headers: dict[ChunkKey, Reply] = {}
+        self.headers: dict[ChunkKey, Answer] = {}
 
 
 class RedisTier:
@@ -96,43 +100,16 @@ class RedisTier:
         return self._servers.usable
 
     def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        """One question to every server concerned, to all at the same time; what lies on one that is away is not there."""
-        found = [False] * len(keys)
-        places = self._by_server(keys)
-        trouble: OSError | None = None
-        for server in list(places):
-            try:
-                # One has cost the whole deadline: the others are asked the next time.
-                if isinstance(trouble, TimeoutError):
-                    raise trouble
-                with server.wire() as wire:
-                    wire.post([command("EXISTS", self._header(keys[i])) for i in places[server]])
-            except OSError as error:
-                trouble = error
-                del places[server]
-        answered = False
-        for server, asked in places.items():
-            try:
-                with self._plainly(server, within=self._patience) as wire:
-                    if isinstance(trouble, TimeoutError) and not wire.ready():
-                        raise TimeoutError("no answer within the deadline")
-                    for i, answer in zip(asked, wire.collect(), strict=True):
-                        found[i] = granted(answer) == 1
-                answered = True
-            except OSError as error:
-                trouble = error
-        if trouble is not None and not answered:
-            raise trouble
-        return found
+        """One question to every server concerned; what lies on one that is away is not there."""
+        answers = self._ask_all("EXISTS", keys, within=self._patience)
+        errors = [answer for answer in answers.values() if isinstance(answer, OSError)]
+        if errors and len(errors) == len(answers):
+            raise errors[-1]
+        return [answers.get(i) == 1 for i in range(len(keys))]
 
     def expect(self, keys: Sequence[ChunkKey], into: Sequence[Sequence[memoryview]] = ()) -> None:
         """Get the headers of these records, in one go from each server."""
-        self._mine.headers = {}
-        for server, places in self._by_server(keys).items():
-            with self._plainly(server) as wire, contextlib.suppress(TooLong):  # whoever opens that one is told
-                wanted = [keys[i] for i in places]
-                blobs = wire.call_all([command("GET", self._header(key)) for key in wanted])
-                self._mine.headers |= dict(zip(wanted, blobs, strict=True))
+        self._mine.headers = {keys[i]: answer for i, answer in self._ask_all("GET", keys).items()}
 
     def open(self, key: ChunkKey) -> RedisReader | None:
         """A reader of the record; Redis notes its use."""
@@ -245,6 +222,37 @@ class RedisTier:
                 found[server].append(i)
         return found
 
+    def _ask_all(self, verb: str, keys: Sequence[ChunkKey], within: float = float("inf")) -> dict[int, Answer]:
+        """The answer about each key's header, by the key's place: from all servers at the same time, and one deadline for all of them.
+
+        None of what lies on a server that is away, nor of what an answer too long to be taken was in the way of.
+        """
+        answers: dict[int, Answer] = {}
+        places = self._by_server(keys)
+        silent: OSError | None = None
+        for server in list(places):
+            try:
+                if silent is not None:  # one has cost the whole deadline: the others are asked the next time
+                    raise silent
+                with self._plainly(server) as wire:
+                    wire.post([command(verb, self._header(keys[i])) for i in places[server]])
+            except OSError as error:
+                silent = error if isinstance(error, TimeoutError) else silent
+                answers |= dict.fromkeys(places.pop(server), error)
+        for server, asked in places.items():
+            try:
+                with self._plainly(server, within) as wire, contextlib.suppress(TooLong):
+                    replies = dict(zip(asked, wire.collect(), strict=True))
+                    refusals = [
+                        reply for reply in replies.values() if isinstance(reply, ReplyError) and reply.code != WRONGTYPE
+                    ]
+                    answers |= {i: reply for i, reply in replies.items() if reply not in refusals}
+                    if refusals:
+                        raise refusals[0]
+            except OSError as error:
+                answers |= {i: error for i in asked if i not in answers}
+        return answers
+
     def _header(self, key: ChunkKey) -> bytes:
         return b"%s:{%s}" % (self._prefix, key.hex().encode())
 
@@ -265,7 +273,10 @@ class RedisTier:
     def _open(self, server: Server, key: ChunkKey) -> RedisReader | None:
         try:
             if key in self._mine.headers:
-                blob = granted(self._mine.headers.pop(key))
+                blob = self._mine.headers.pop(key)
+                if isinstance(blob, OSError):
+                    raise blob
+                granted(blob)
             else:
                 with server.wire() as wire:
                     try:

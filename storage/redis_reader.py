@@ -14,9 +14,12 @@ if TYPE_CHECKING:
     from lmc.storage.redis import RedisTier
 
 
+WRONGTYPE = "WRONGTYPE"  # a refusal that is about the one key alone
+
+
 def refused(server: Server, error: ReplyError) -> CorruptRecord | OSError:
     """What a refusal to read means."""
-    if error.code == "WRONGTYPE":
+    if error.code == WRONGTYPE:
         return CorruptRecord("something else under the name of a record")
     return OSError(f"{server.name}: {error}")
 

@@ -66,7 +66,10 @@ class Wire:
     """One connection. Used by one thread at a time; after an error it is closed and not used again."""
 
     def __init__(self, sock: socket.socket, deadline: float) -> None:
-        """`deadline`: seconds that each piece (`PIECE` bytes, or a line) may take; a call raises `TimeoutError` then."""
+        """`deadline`: seconds that each piece (`PIECE` bytes, or a line) may take; a call raises `TimeoutError` then.
+
+        They count from what was sent or received last, so that whoever waits for one connection after the other waits once.
+        """
         self._sock = sock
         if isinstance(sock, ssl.SSLSocket):
             self._gathers, self._wait_for_all = False, 0
@@ -84,6 +87,7 @@ class Wire:
         self._owed = 0  # answers to what was posted
         self.heard = False  # whether the server has answered, since somebody last set this
         self._deadline, self._closed = deadline, False
+        self._moved = time.monotonic()  # when something was last sent or received
         self._queued: deque[Fetch] = deque()
         self._coming: deque[Fetch] = deque()
         self._bytes_coming = 0
@@ -237,9 +241,11 @@ class Wire:
         """Whether something has arrived and was not taken."""
         if self._sock.fileno() < 0:
             return True  # closed by others: an answer of a kind
+        if self._start < self._stop or (isinstance(self._sock, ssl.SSLSocket) and self._sock.pending()):
+            return True
         poll = select.poll()
         poll.register(self._sock, select.POLLIN)
-        return self._start < self._stop or bool(poll.poll(0))
+        return bool(poll.poll(0))
 
     def close(self) -> None:
         """Wake up whoever waits, from any thread; whoever made the socket closes it."""
@@ -301,22 +307,26 @@ class Wire:
     def _arrived(self, view: memoryview, flags: int) -> int:
         started = time.monotonic()
         try:
+            if started - self._moved > self._deadline and not self.ready():
+                raise TimeoutError
             got = self._sock.recv_into(view, len(view), flags)
         except (BlockingIOError, TimeoutError):  # the kernel's way, and TLS's, to say that the time is over
             raise TimeoutError("no answer within the deadline") from None
         if got == 0:
             raise ConnectionResetError("the server has closed the connection")
-        if flags and got < len(view) and time.monotonic() - started > 0.9 * self._deadline:
+        self._moved = time.monotonic()
+        if flags and got < len(view) and self._moved - started > 0.9 * self._deadline:
             raise TimeoutError("no more came within the deadline")
         return got
 
     def _sent(self, view: memoryview) -> int:
         try:
-            if self._gathers:
-                return self._sock.sendmsg([self._held, view])
-            return self._sock.send(bytes(self._held) if self._held else view)
+            gathers, held = self._gathers, self._held
+            sent = self._sock.sendmsg([held, view]) if gathers else self._sock.send(bytes(held) or view)
         except (BlockingIOError, TimeoutError):
             raise TimeoutError("nothing was taken within the deadline") from None
+        self._moved = time.monotonic()
+        return sent
 
     @staticmethod
     def _number(text: bytes) -> int:

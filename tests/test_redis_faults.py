@@ -505,6 +505,39 @@ def test_a_cluster_that_falls_silent_as_a_whole_costs_one_deadline_and_not_one_f
     assert {"looked": looked < LIMIT, "closed": closed < LIMIT} == {"looked": True, "closed": True}, (looked, closed)
 
 
+@pytest.mark.parametrize("connected", [True, False], ids=["connected", "new thread"])
+def test_opening_records_of_a_cluster_that_falls_silent_costs_one_deadline(three_nodes, connected):
+    """As a load does it: headers of all nodes are asked for at the same time, and what was not answered is not asked for again."""
+    with contextlib.closing(tier_of(three_nodes.url())) as tier:
+        if connected:
+            tier.expect(KEYS)
+        with silent(three_nodes):
+            began = time.monotonic()
+            tier.expect(KEYS)
+            for key in KEYS:
+                with contextlib.suppress(OSError):
+                    assert tier.open(key) is None
+            assert time.monotonic() - began < LIMIT
+
+
+def test_reads_that_are_under_way_from_all_nodes_end_with_one_deadline(three_nodes):
+    """What was asked of one node while another kept us waiting has had its time."""
+    with contextlib.closing(tier_of(three_nodes.url())) as tier:
+        for key in KEYS[:20]:
+            tier.delete(key)
+            write(tier, key)
+        readers = [tier.open(key) for key in KEYS[:20]]
+        with silent(three_nodes):
+            began = time.monotonic()
+            for act in (lambda reader: reader.ask(0, 1), lambda reader: reader.read(0, 1, [memory(4096)])):
+                for reader in readers:
+                    with contextlib.suppress(OSError):
+                        act(reader)
+            assert time.monotonic() - began < LIMIT
+        for reader in readers:
+            reader.close()
+
+
 def test_a_cluster_that_is_not_there_at_start_joins_later(three_nodes, caplog):
     with silent(three_nodes):
         tier = tier_of(three_nodes.url(), deadline=0.3)
