@@ -1,13 +1,16 @@
 """The scheduler's side of the vLLM connector, with an engine made of fakes: what is promised, kept, isolated and given back."""
 
 import random
+import threading
+import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 from storage_fakes import DictTier, Gated
 from vllm_fakes import APPROXIMATE, BLOCK, CHUNK, LAYERS, PAGE, SEPARATOR, Adapter, Lab, page, served, token_bytes
 
-from lmc.connectors.vllm.fingerprint import adapter_stamp
+from lmc.connectors.vllm.fingerprint import adapter_stamp, fingerprint
 from lmc.connectors.vllm.messages import BlendJob, LoadJob, StepReport
 from lmc.connectors.vllm.served import Role
 from lmc.errors import ConfigError
@@ -73,6 +76,36 @@ def fill(tier, *prompts, documents=(), **options):
     lab.library.close()
 
 
+class Shared(DictTier):
+    """A tier that other processes use."""
+
+    shared = True
+
+
+class Turnstile:
+    """A gate that lets one read through at a time."""
+
+    def __init__(self):
+        self._let_in = threading.Semaphore(0)
+
+    def let_in(self):
+        self._let_in.release()
+
+    def set(self):
+        for _ in range(100):
+            self.let_in()
+
+    def wait(self, seconds):
+        return self._let_in.acquire(timeout=seconds)
+
+
+def run(lab, name, tokens):
+    """A request that the engine has computed, though with no block of its own; what is said of it."""
+    request = lab.arrive(name, tokens)
+    request.num_computed_tokens = len(tokens)
+    return lab.finish(request)
+
+
 # -- exact ------------------------------------------------------------------------------------------------------------
 
 
@@ -120,6 +153,22 @@ def test_an_adapter_that_was_changed_in_place_finds_nothing_of_its_old_self(make
     assert lab.serve("loaded again", PLAIN, lora_request=again).loaded == 0
 
 
+@pytest.mark.parametrize(("kind", "same"), [("longrope", False), ("yarn", True)])
+def test_a_model_with_two_tables_of_angles_is_another_model_with_the_other_table(tmp_path, kind, same):
+    """The engine takes the long one if prompts may be longer than the original length; the config says nothing of that."""
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    hf_config = SimpleNamespace(to_dict=lambda: {"rope_parameters": {"rope_type": kind}})
+
+    def of(length):
+        config = SimpleNamespace(
+            hf_config=hf_config, dtype="bf16", quantization=None, max_model_len=length, model=tmp_path
+        )
+        return fingerprint(config, None)
+
+    assert of(4096) == of(4096)
+    assert (of(4096) == of(32768)) is same
+
+
 def test_an_adapter_whose_files_cannot_be_seen_is_kept_for_this_process_only(make):
     first, second = (adapter_stamp("someone/adapter") for _ in range(2))
     assert first != second
@@ -140,6 +189,50 @@ def test_after_a_reset_nothing_of_before_is_found_or_kept(make):
         assert lab.serve("again", tokens).loaded == 0
         lab.forget_prefixes()
         assert lab.serve("and again", tokens).loaded == 40
+
+
+def test_after_a_reset_no_document_of_before_is_learned_stored_or_reused(make):
+    """Under the old weights' keys other processes have documents, or find them later."""
+    lab = make(shared := Shared())
+    learn(lab, DOC_A)
+    run(lab, "leaves a document to learn", prompt(DOC_B))
+    learns, blends = lab.arrive("learns", DOC_B, {"learn": True}), lab.arrive("blends", prompt(DOC_A))
+    lab.admit(learns)
+    before = set(shared.records)
+    lab.scheduler.reset()
+    assert lab.admit(blends) == 0
+    for request in (learns, blends):
+        lab.compute(request, request.num_tokens)
+        assert not lab.finish(request)
+    lab.settle()
+    assert set(shared.records) == before
+
+
+def test_a_partly_full_chunk_takes_nothing_along_of_what_was_in_its_slot(make):
+    """A block of one tenant went to the disk with what had been behind it, a block of another."""
+    tier = DictTier()
+    lab = make(tier, slots=1)
+    lab.serve("one", PLAIN[:8], cache_salt="one tenant")
+    lab.settle()
+    lab.serve("two", PLAIN[20:25], cache_salt="another")
+    lab.settle()
+    second = bytes(page(PLAIN[:8], 1, 0))
+    whole, part = (bytes(record) for record in tier.records.values())
+    assert second in whole
+    assert second not in part
+    assert bytes(page(PLAIN[20:25], 0, 0)) in part
+
+
+def test_images_that_are_only_numbered_are_kept_for_this_process_only(make):
+    """Their ids begin anew in every process, and hashes are made of ids."""
+    tier, image = DictTier(), {"mm_features": ["renderer0-mm-1-image-0"]}
+    for counted, loaded in ((True, 0), (False, 0), (False, 40)):
+        lab = make(tier)
+        lab.scheduler._counts_images = counted
+        assert lab.serve("one", PLAIN, **image).loaded == loaded
+        lab.forget_prefixes()
+        assert lab.serve("two", PLAIN, **image).loaded == 40
+        lab.settle()
 
 
 def test_a_prompt_that_goes_another_way_inside_a_chunk_gets_its_leading_blocks(make):
@@ -367,6 +460,30 @@ def test_a_load_that_stays_late_is_given_up_and_computed(make):
     assert request.num_computed_tokens == 0
     assert lab.scheduler.claim(request, 0) == 0
     lab.compute(request, 16)
+    lab.finish(request)
+
+
+def test_a_load_that_goes_on_is_not_late_however_long_it_takes(make):
+    """Its time counted from the start: what took longer than `load_deadline` was thrown away, each time anew."""
+    tier, turnstile = gated(), Turnstile()
+    fill(tier.inner, PLAIN)
+    tier.read_gates[1] = turnstile
+    lab = make(tier)
+    request = lab.arrive("one", PLAIN)
+    tier.read_gates[0].set()
+    assert lab.wait(lambda: lab.admit(request)) == 40
+    loads = [pin.load for pin in served(lab, "one").pins.values()]
+    for number in range(1, len(loads) + 1):
+        lab.now += 1.9
+        turnstile.let_in()
+        for _ in range(5000):
+            if sum(load.ready == LAYERS for load in loads) >= number or request.request_id not in lab.loading:
+                break
+            time.sleep(0.001)
+        lab.step()
+    lab.load(request)
+    assert lab.right(request, 40)
+    assert "failed_loads" not in lab.scheduler.numbers()
     lab.finish(request)
 
 
@@ -845,9 +962,7 @@ def test_check_layers_that_the_model_does_not_have_are_refused_at_start():
 
 def test_unknown_documents_are_learned_in_lent_blocks_that_come_back(make):
     lab = make()
-    request = lab.arrive("one", prompt(DOC_A, DOC_B))
-    assert lab.scheduler.claim(request, 0) == 0
-    assert lab.finish(request)["unknown_documents"] == 2
+    assert run(lab, "one", prompt(DOC_A, DOC_B))["unknown_documents"] == 2
     free = lab.pool.get_num_free_blocks()
     plan = lab.scheduler.plan({}, lab.tables.get)
     (job,) = plan.learn
@@ -860,6 +975,23 @@ def test_unknown_documents_are_learned_in_lent_blocks_that_come_back(make):
     lab.settle()
     assert lab.pool.get_num_free_blocks() == free
     assert lab.serve("two", prompt(DOC_B, DOC_A)).loaded == len(prompt(DOC_A, DOC_B))
+
+
+def test_nothing_is_learned_while_the_engine_computes_nothing(make):
+    """A request that came and went while the engine slept made its workers run layers whose weights were gone."""
+    lab = make()
+    lab.finish(lab.arrive("never ran", prompt(DOC_A)))
+    assert not lab.step().learn
+    run(lab, "ran", prompt(DOC_B))
+    lab.now = 10.0
+    lab.finish(lab.arrive("never ran either", prompt(DOC_A)))
+    assert not lab.step().learn
+    assert not lab.scheduler.busy
+    lab.serve("runs again", PLAIN)
+    lab.settle()
+    namespace = lab.library.document_namespace("")
+    found = [all(lab.store.lookup(lab.library.document_keys(namespace, document))) for document in (DOC_A, DOC_B)]
+    assert found == [False, True]
 
 
 def test_a_document_that_failed_to_be_learned_is_met_again(make):
@@ -876,9 +1008,8 @@ def test_a_document_that_failed_to_be_learned_is_met_again(make):
 
 def test_one_document_in_many_requests_is_learned_once(make):
     lab = make()
-    requests = [lab.arrive(str(i), prompt(DOC_A)) for i in range(5)]
-    for request in requests:
-        lab.finish(request)
+    for i in range(5):
+        run(lab, str(i), prompt(DOC_A))
     lab.settle()
     assert lab.scheduler.numbers()["stored_chunks"] == 2
 
@@ -887,8 +1018,7 @@ def test_nobody_waits_forever_for_a_document_that_needs_the_last_block(make):
     """All blocks but the null one are free at most: a document that needed one more kept an idle engine stepping."""
     lab = make(blocks=8, batch_tokens=16, slots=16)
     for need in range(1, 8):
-        request = lab.arrive(str(need), prompt([1000 + need * 100 + i for i in range(need * BLOCK)]))
-        lab.finish(request)
+        run(lab, str(need), prompt([1000 + need * 100 + i for i in range(need * BLOCK)]))
     lab.settle()
     assert lab.scheduler.numbers()["stored_chunks"] == 1 + 1 + 2
 
@@ -897,7 +1027,7 @@ def test_learning_waits_while_the_engine_needs_its_blocks(make):
     lab = make(blocks=16)
     request = lab.arrive("busy", PLAIN)
     lab.admit(request)
-    lab.finish(lab.arrive("one", prompt(DOC_A)))
+    run(lab, "one", prompt(DOC_A))
     assert not lab.step().learn
     lab.finish(request)
     assert lab.step().learn
@@ -906,14 +1036,15 @@ def test_learning_waits_while_the_engine_needs_its_blocks(make):
 def test_what_waits_to_be_learned_is_bounded(make):
     lab = make(slots=4)
     for i in range(400):
-        lab.finish(lab.arrive(str(i), prompt([1000 + i] * CHUNK)))
+        run(lab, str(i), prompt([1000 + i] * CHUNK))
+    assert lab.scheduler._keeper.learning
     assert sum(len(tokens) for _, tokens in lab.scheduler._keeper._to_learn) <= 4 * CHUNK
 
 
 def test_a_document_larger_than_the_slab_is_left_alone(make):
     lab = make(slots=2)
     document = [500 + i for i in range(3 * CHUNK)]
-    lab.finish(lab.arrive("one", prompt(document)))
+    run(lab, "one", prompt(document))
     lab.settle()
     assert "stored_chunks" not in lab.scheduler.numbers() or not lab.scheduler.numbers()["stored_chunks"]
     request = lab.serve("two", document, {"learn": True}, output=[1, 2, 3])

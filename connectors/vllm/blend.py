@@ -178,8 +178,8 @@ class PagedBlend:
             yield len(self._reused) // COPY_COST + 1
 
     def _place(self, layer: int) -> None:
-        keys = torch.empty((len(self._reused), self._shape.kv_heads, self._shape.head_dim), dtype=self._shape.dtype)
-        keys = keys.to(self._layers.device)
+        size = (len(self._reused), self._shape.kv_heads, self._shape.head_dim)
+        keys = torch.empty(size, dtype=self._shape.dtype, device=self._layers.device)
         values = torch.empty_like(keys)
         at = 0
         for piece, (cos, sin) in zip(self._job.documents, self._turns, strict=True):

@@ -159,6 +159,11 @@ class LMCConnector(KVConnectorBase_V1):
         workers = [metadata[rank].facts for rank in sorted(metadata)]
         cache = self._config.cache_config
         parallel, settings = self._config.parallel_config, self.settings
+        if len(workers) != parallel.tensor_parallel_size * parallel.pipeline_parallel_size:
+            raise ConfigError(
+                f"{len(workers)} of {parallel.tensor_parallel_size * parallel.pipeline_parallel_size} workers are this engine's own: "
+                "lmc needs one scheduler for all ranks (an executor of kind mp or ray, not external_launcher)"
+            )
         if parallel.data_parallel_size > 1 and settings.local_disk:  # one engine per directory
             settings = settings.model_copy(
                 update={"local_disk": settings.local_disk / f"dp{parallel.data_parallel_index}"}
@@ -178,7 +183,14 @@ class LMCConnector(KVConnectorBase_V1):
             blends=not refused,
             batch_tokens=self._config.scheduler_config.max_num_batched_tokens,
             tells=bool(self._config.kv_events_config and self._config.kv_events_config.enable_kv_cache_events),
+            counts_images=self._counts_images(),
         )
+
+    def _counts_images(self) -> bool:
+        """Whether the engine numbers multimodal inputs instead of hashing them, as it does if it caches neither them nor prefixes."""
+        multimodal = self._config.model_config.multimodal_config
+        caches = self._config.cache_config.enable_prefix_caching
+        return bool(multimodal and multimodal.mm_processor_cache_gb == 0 and not caches)
 
     def _said(self, library: Library, *, blends: bool) -> str:
         """What a person who starts the engine wants to see."""

@@ -24,6 +24,8 @@ def fingerprint(model_config: Any, model: Any | None) -> str:
     for name in ("_name_or_path", "transformers_version"):
         config.pop(name, None)
     said = [json.dumps(config, sort_keys=True, default=str), str(model_config.dtype), str(model_config.quantization)]
+    if "longrope" in said[0]:  # which has two tables: the engine takes one or the other by how long a prompt may be
+        said.append(str(model_config.max_model_len))
     digest = hashlib.sha256("|".join(said).encode())
     folder = _folder(model_config)
     files = sorted({path for pattern in WEIGHTS for path in folder.glob(pattern)}) if folder else []

@@ -84,6 +84,10 @@ class Keeper:
         if room and (namespace, tokens) not in self._to_learn:
             self._to_learn.append((namespace, tokens))
 
+    def forget(self) -> None:
+        """Nothing that waits to be learned is wanted any more."""
+        self._to_learn.clear()
+
     def learn_next(self) -> LearnJob | None:
         """The next document, if none is under way and blocks can be lent for it."""
         if self._learning in self._library.jobs.under_way or not self._to_learn:

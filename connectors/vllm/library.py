@@ -160,7 +160,8 @@ class Library:
         if any(self.store.lookup([key, *self.prefixes.holders(hashes)], shared=False)):
             return None
         tokens, label = len(hashes) * self.block_size, self.prefixes.label(hashes)
-        writing = self.store.begin(self._meta(key, self._pages, tokens, 0, self._part_bytes, label))
+        size = self._part_bytes // self.prefixes.blocks * len(hashes)  # what lay in the slot before goes nowhere
+        writing = self.store.begin(self._meta(key, self._pages, tokens, 0, size, label))
         if writing is not None:
             self.prefixes.remember(key, hashes)
         return writing

@@ -58,8 +58,13 @@ class Planner:
         return claim
 
     def is_late(self, served: Served) -> bool:
-        """Whether the time that a slow tier is waited for is over."""
-        return served.asked is not None and self._clock() - served.asked > self._settings.load_deadline
+        """Whether nothing has come of what is waited for, for longer than that is done."""
+        if served.asked is None:
+            return False
+        arrived = sum(pin.load.ready for pin in served.pins.values() if pin.load is not None)
+        if arrived != served.arrived:
+            served.arrived, served.asked = arrived, self._clock()
+        return self._clock() - served.asked > self._settings.load_deadline
 
     def waits(self, served: Served) -> bool:
         """Whether something is pinned of which nothing has arrived, and there is time."""

@@ -5,6 +5,7 @@ reference counts. Never blocks: a chunk that is still on its way is waited for b
 """
 
 import logging
+import os
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -47,6 +48,7 @@ class Scheduler:
         blends: bool,
         batch_tokens: int,
         tells: bool = False,
+        counts_images: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._settings, self._library, self._pool = settings, library, pool
@@ -61,8 +63,10 @@ class Scheduler:
         self._jobs: list[LoadJob | BlendJob] = []
         self._told: set[str] = set()
         self._introduced = False
-        self._seen = clock()  # when the last request ended
+        self._ran = clock()  # when the engine last computed something
         self._adapters: dict[tuple[int, str], bytes] = {}
+        # The engine's ids of images are numbers that begin anew in every process: hashes of one are not those of another.
+        self._counts_images, self._process = counts_images, os.urandom(32)
         self.counts: Counter[str] = Counter()
 
     # -- requests come and go ----------------------------------------------------------------------------------------
@@ -71,7 +75,9 @@ class Scheduler:
         """Look at a new request; start to fetch what lies on slower tiers."""
         served = self._classify(request)
         if request.lora_request is not None:
-            served.adapter = self._adapter(request.lora_request)
+            served.stamp = self._adapter(request.lora_request)
+        if request.mm_features and self._counts_images:
+            served.stamp += self._process
         self._served[served.id] = served
         self.counts["requests"] += 1
         if request.skip_reading_prefix_cache:
@@ -127,14 +133,15 @@ class Scheduler:
 
     def finished(self, request: Any, blocks: Sequence[int]) -> dict[str, object] | None:
         """A request has ended: its last blocks are kept, its unknown documents will be learned. Returns facts for the response."""
-        self._seen = self._clock()
         served = self._served.get(request.request_id)
         if served is None:
             return None
         if not served.loading:  # else a worker may be reading; it is told, and reports
             self._keeper.save_tail(served, blocks)
             self._forget(served)
-        for span in served.unknown if self._settings.blend_learn else ():
+        # Not of those that never ran: who is asleep, or being given new weights, has nothing to compute with.
+        learns = self._settings.blend_learn and request.num_computed_tokens
+        for span in served.unknown if learns else ():
             self._keeper.queue(served.namespace, tuple(request.prompt_token_ids[span.start : span.stop]))
         return served.facts()
 
@@ -142,6 +149,8 @@ class Scheduler:
 
     def plan(self, scheduled: dict[str, int], tables: Tables) -> StepPlan:
         """What workers have to do in this step."""
+        if scheduled:
+            self._ran = self._clock()
         for request, tokens in scheduled.items():
             served = self._served.get(request)
             if served is not None:
@@ -150,7 +159,7 @@ class Scheduler:
                 self._keeper.save_due(served, computed, lambda request=request: tables(request))  # type: ignore[misc]
         late = self._give_up_on_late_loads()
         self._introduced = True
-        learn = self._keeper.learn_next()
+        learn = self._keeper.learn_next() if self._runs else None
         plan = StepPlan(
             slab=self._library.slab_at,
             stages=self._library.stages,
@@ -169,8 +178,13 @@ class Scheduler:
         """Everything that was computed until now is of no use any more: the weights have changed, or somebody wants to measure."""
         self._library.begin_anew()
         self._library.forget_all(wait=False)
+        self._keeper.forget()
         for served in self._served.values():
             served.approximate = 0  # what it still computes lies on top of old KV
+            # Its documents have the keys of the old weights, under which others may have them, or will.
+            served.role, served.documents, served.unknown = Role.EXACT, [], []
+            if not served.loading:
+                self._release(served)
 
     def reported(self, report: StepReport, received: set[str]) -> None:
         """What workers have done; `received` are requests whose load is over on all ranks."""
@@ -195,8 +209,12 @@ class Scheduler:
     @property
     def busy(self) -> bool:
         """Whether the engine has to go on stepping for us: also once at the start, so that workers open the slab before a request comes."""
-        recent = self._clock() - self._seen < LEARN_SECONDS
-        return not self._introduced or self._keeper.saving or (recent and self._keeper.learning)
+        return not self._introduced or self._keeper.saving or (self._runs and self._keeper.learning)
+
+    @property
+    def _runs(self) -> bool:
+        """Whether the engine has computed something of late: else it may be paused, or asleep without its weights."""
+        return self._clock() - self._ran < LEARN_SECONDS
 
     def numbers(self) -> dict[str, float]:
         """Counts since start and gauges, by the keys of `lmc.metrics`."""

@@ -61,7 +61,10 @@ class Served:
     memory_only: bool = False  # what lies on tiers is not loaded: computing it was expected to be faster
     skipped: int = 0  # tokens of that kind
     claim: Claim | None = None
-    asked: float | None = None  # when it was first asked for, or began to load: from then on a slow tier is waited for
+    asked: float | None = (
+        None  # when it was first asked for, began to load, or something came last: a slow tier is waited for
+    )
+    arrived: int = 0  # parts of what is pinned, then
     loading: bool = False  # a worker is at it
     given_up: bool = False  # a load failed, or came too late: nothing more is loaded
     salted: int | None = None  # from this block on its hashes are no longer those of its tokens alone
@@ -72,7 +75,7 @@ class Served:
     unknown: list[Span] = field(default_factory=list)
     exact_tokens: int = 0  # loaded
     sources: Counter[str] = field(default_factory=Counter)  # tokens by the place they came from
-    adapter: bytes = b""  # the stamp of a LoRA request's adapter
+    stamp: bytes = b""  # of what the engine's hashes do not say: a LoRA adapter's files, or whose images those are
     note: str = ""
     blended: dict[str, object] = field(default_factory=dict)
 
@@ -84,11 +87,11 @@ class Served:
 
     @property
     def hashes(self) -> Sequence[bytes]:
-        """What its exact blocks are stored under: the engine's hashes, which for LoRA do not say what the adapter is."""
+        """What its exact blocks are stored under: the engine's hashes, with the stamp if it has one."""
         found: Sequence[bytes] = self.request.block_hashes
-        if not self.adapter:
+        if not self.stamp:
             return found
-        return [hashlib.sha256(self.adapter + block).digest() for block in found]
+        return [hashlib.sha256(self.stamp + block).digest() for block in found]
 
     def facts(self) -> dict[str, object] | None:
         """For the response: what was reused, recomputed, and from where; None if lmc had nothing to do with it."""

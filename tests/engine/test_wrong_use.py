@@ -181,3 +181,16 @@ def separators(tokenizer):
         patch.setattr("lmc.connectors.vllm.connector.cached_tokenizer_from_config", lambda _: tokenizer)
         connector._config = SimpleNamespace(model_config=None)
         return connector._separators()
+
+
+def test_ranks_that_each_have_a_scheduler_of_their_own_are_refused():
+    """As under torchrun (external_launcher): each would take the slots of a slab for one rank, and its worker for one of several."""
+    connector = LMCConnector.__new__(LMCConnector)
+    connector.settings = Settings()
+    connector._config = SimpleNamespace(
+        model_config=SimpleNamespace(is_prefix_caching_supported=True),
+        cache_config=SimpleNamespace(),
+        parallel_config=SimpleNamespace(tensor_parallel_size=2, pipeline_parallel_size=1),
+    )
+    with pytest.raises(ConfigError, match="1 of 2 workers .* external_launcher"):
+        connector.set_xfer_handshake_metadata_pp_aware({(0, 0): SimpleNamespace(facts=None)})
