@@ -61,8 +61,13 @@ class Breaker:
             self._opened = now
             says = now - self._said_at > CALM
             self._said_at = now if says else self._said_at
-            self._thread = threading.Thread(target=self._try_again, args=(says,), name="lmc-breaker", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._try_again, args=(says,), name="lmc-breaker", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:  # no thread is to be had now: whoever fails next may have more luck
+                self.usable = True
+                return
+            self._thread = thread
         if says:
             log.warning("lmc: no answer from %s (%s); its chunks are misses until it answers", self.name, error)
 

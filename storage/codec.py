@@ -12,9 +12,10 @@ Checksums are the inner tier's, of what it keeps. Nothing that a part says makes
 """
 
 import mmap
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -29,6 +30,7 @@ ITEMS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # byte
 NAMES = {1: "lz4", 2: "planes2+lz4", 4: "planes4+lz4", 8: "planes8+lz4"}
 PLANES = {name: planes for planes, name in NAMES.items()}
 LENGTH = 4  # bytes
+_mine = threading.local()
 
 
 class Coded(Wrapped):
@@ -80,7 +82,6 @@ class CodedReader:
         self.meta = replace(inner.meta, codec=NO_CODEC, sizes=())
         self._inner, self._tier = inner, tier
         self._stored, self._planes = inner.meta.stored, PLANES[inner.meta.codec]
-        self._scratch = memoryview(b"")
 
     def ask(self, first: int, count: int) -> None:
         """The parts are the same in the inner record."""
@@ -89,9 +90,7 @@ class CodedReader:
     def read(self, first: int, count: int, into: Sequence[memoryview]) -> None:
         """Read parts and decode them into `into`; one that cannot be decoded deletes the record."""
         sizes = self._stored[first : first + count]
-        if len(self._scratch) < sum(sizes):
-            self._scratch = _pages(sum(sizes))
-        encoded = self._scratch[: sum(sizes)]
+        encoded = _scratch(sum(sizes))
         self._inner.read(first, count, [encoded])
         views = split_parts(into, (self.meta.stored_part,) * count)
         try:
@@ -203,6 +202,13 @@ def _check(meta: RecordMeta) -> None:
 def _kept(meta: RecordMeta) -> int:
     """Bytes of a record with its header."""
     return len(encode_header(replace(meta, checksums=(0,) * meta.parts))) + meta.offset(meta.parts)
+
+
+def _scratch(size: int) -> memoryview:
+    """This thread's memory, good until the next call: it reads one record at a time, however many are open."""
+    if len(getattr(_mine, "pages", b"")) < size:
+        _mine.pages = _pages(size)
+    return cast("memoryview", _mine.pages)[:size]
 
 
 def _pages(size: int) -> memoryview:

@@ -30,6 +30,7 @@ from lmc.storage.disk_reader import DiskReader
 from lmc.storage.files import (
     aligned_copy,
     check_room,
+    give_directory_back,
     move,
     take_directory,
     touch,
@@ -82,7 +83,7 @@ class DiskTier:
             raise TierUnusable(f"no disk tier at {self.root}: it has no records directory")
         lock = None if read_only else take_directory(self.root, [self._records, self._tmp])
         # Also when nobody calls close: a dropped tier must not keep its directory from the next one in this process.
-        self._let_go = weakref.finalize(self, os.close, lock) if lock is not None else lambda: None
+        self._let_go = weakref.finalize(self, give_directory_back, lock) if lock is not None else lambda: None
         try:
             if not read_only and capacity < UNBOUNDED:
                 check_room(self.root, capacity)

@@ -1,5 +1,6 @@
 """Whole reads and writes of files, with direct I/O where it is to be had, and the directory they are in. Knows nothing of records."""
 
+import contextlib
 import errno
 import fcntl
 import mmap
@@ -13,6 +14,7 @@ from lmc.errors import CorruptRecord, TierUnusable
 from lmc.shapes import ALIGN, GIB
 
 _mine = threading.local()
+_locks: set[int] = set()  # descriptors that this process has
 VIEWS_A_CALL = 1000  # below the kernel's IOV_MAX of 1024
 
 
@@ -37,7 +39,24 @@ def take_directory(root: Path, folders: Sequence[Path]) -> int:
         raise TierUnusable(
             f"disk tier {root} is in use by another process, or was not closed in this one; give each a directory of its own"
         ) from error
+    _locks.add(lock)
     return lock
+
+
+def give_directory_back(lock: int) -> None:
+    """Let go of what `take_directory` has locked."""
+    if lock in _locks:
+        _locks.remove(lock)
+        os.close(lock)
+
+
+def _in_a_child() -> None:
+    """A lock is shared with children that are forked, and would last as long as the last of them."""
+    for lock in list(_locks):
+        give_directory_back(lock)
+
+
+os.register_at_fork(after_in_child=_in_a_child)
 
 
 def check_room(root: Path, capacity: int) -> None:
@@ -135,7 +154,8 @@ def _write_all(fd: int, views: Sequence[memoryview], first: Callable[[], memoryv
         _write(fd, views)
         if first is not None:
             _write(fd, [first()])
-        touch(fd)
+        with contextlib.suppress(OSError):  # it only makes a better order of eviction after a restart
+            touch(fd)
     finally:
         os.close(fd)
 

@@ -5,6 +5,7 @@ it ends; a load that failed leaves its slot to those who read it, since parts th
 """
 
 import logging
+import resource
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -27,6 +28,7 @@ from lmc.storage.tier import Reader, Tier
 
 log = logging.getLogger(__name__)
 
+OF_FILES = 4  # a batch opens no more than a fourth of what a process may have open: others need some too
 READ_AHEAD_BYTES = 1 << 20  # parts smaller than this are read several at a time: a request costs more than its bytes
 
 
@@ -121,6 +123,12 @@ class Pin:
         return self.level.slab.part(self.slot, layer)
 
 
+def _open_files() -> int:
+    """How many a process may have open."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return limit if limit != resource.RLIM_INFINITY else 1 << 20
+
+
 class Loads:
     """All loads under way, and the threads that do them. Every method but `close` wants the store's lock held."""
 
@@ -180,8 +188,21 @@ class Loads:
     # -- in the threads ----------------------------------------------------------------------------------------------
 
     def _work(self, loads: Sequence[Load], batch: Batch) -> None:
+        spent, step = batch.begin(), max(1, _open_files() // OF_FILES // self._threads)
+        try:
+            for first in range(0, len(loads), step):
+                self._work_on(loads[first : first + step], spent)
+        except Exception:
+            log.exception("lmc loading failed; what had not arrived is a miss")
+            raise
+        finally:
+            for load in loads:
+                self._finish(load, None)  # nothing to do for those that ended well
+            batch.end(spent)
+
+    def _work_on(self, loads: Sequence[Load], spent: defaultdict[str, Spent]) -> None:
         readers: dict[Load, Reader] = {}
-        spent, clock = batch.begin(), self.speeds.clock
+        clock = self.speeds.clock
         try:
             loads = [load for load in loads if self._begin(load)]
             self._expect(loads, spent)
@@ -194,15 +215,9 @@ class Loads:
                 else:
                     readers[load] = reader
             self._read_in_step(readers, spent)
-        except Exception:
-            log.exception("lmc loading failed; what had not arrived is a miss")
-            raise
         finally:
             for load, reader in readers.items():
                 self._attempt(load.tier, "read", reader.close)
-            for load in loads:
-                self._finish(load, None)  # nothing to do for those that ended well
-            batch.end(spent)
 
     def _expect(self, loads: Sequence[Load], spent: defaultdict[str, Spent]) -> None:
         tiers = {load.tier.name: load.tier for load in loads}

@@ -242,7 +242,7 @@ class RedisTier:
         for server, asked in places.items():
             try:
                 with self._plainly(server, within) as wire, contextlib.suppress(TooLong):
-                    replies = dict(zip(asked, wire.collect(), strict=True))
+                    replies = dict(zip(asked, wire.collect(len(asked)), strict=True))
                     refusals = [
                         reply for reply in replies.values() if isinstance(reply, ReplyError) and reply.code != WRONGTYPE
                     ]

@@ -53,6 +53,7 @@ class Server:
         """`greet` is what a new acquaintance begins with; `lost` is called each time that it cannot be made."""
         self.name = name
         self.breaker = Breaker(name, self._meet)
+        self._secret = pool.connection_kwargs.get("password")
         self._pool, self._deadline, self._greet, self._lost = pool, deadline, greet, lost
         self._local = threading.local()
         # It may be taken anew by the thread that has it: the collector ends connections, whatever that thread is at.
@@ -84,7 +85,7 @@ class Server:
             self._drop_wire()
             if isinstance(error, ReplyError) and error.code not in AWAY:
                 raise
-            trouble = _as_os_error(self.name, error)
+            trouble = _as_os_error(self.name, error, self._secret)
             if isinstance(error, ReplyError) and error.code in MOVED:
                 self._look_again()  # it is not to blame
             else:
@@ -112,24 +113,26 @@ class Server:
                 finally:
                     self._looking.release()
 
-            threading.Thread(target=look, name="lmc-redis-map", daemon=True).start()
+            try:
+                threading.Thread(target=look, name="lmc-redis-map", daemon=True).start()
+            except RuntimeError:  # no thread is to be had now
+                self._looking.release()
 
     def retire(self) -> None:
-        """It has left the cluster: nobody asks it any more, and nobody tries."""
+        """It has left the cluster: nobody asks it any more, and nobody tries. Whoever waits on a connection fails at once."""
         self.breaker.stop()
         with self._mutex:
             wires = list(self._wires)
         for wire in wires:
             wire.close()
+            # Threads would keep theirs, and the pool, which a successor under this name gets, has only so many.
+            self._let_go(wire)
 
     def close(self) -> None:
-        """Close all connections; whoever waits on one fails at once."""
+        """Close all connections."""
         self.retire()
         self.breaker.close(2 * self._deadline)
-        with self._mutex:
-            wires = list(self._wires)
-        for wire in wires:
-            self._let_go(wire)
+        self.retire()  # what the breaker's thread has made meanwhile
 
     def _wire(self) -> Wire:
         held: _Held | None = getattr(self._local, "held", None)
@@ -173,7 +176,7 @@ class Server:
             self._greet(wire)
         except TROUBLES as error:
             self._lost()
-            raise _said(self.name, error) from None
+            raise _said(self.name, error, self._secret) from None
         finally:
             if wire is not None:
                 self._let_go(wire)
@@ -248,7 +251,7 @@ class Servers:
                 startup_nodes=nodes, require_full_coverage=False, dynamic_startup_nodes=False, **self._options()
             )
         except TROUBLES as error:
-            raise _said(str(self._remote), error) from None
+            raise _said(str(self._remote), error, self._remote.password) from None
         except GARBAGE as error:  # nodes that have no slots yet
             raise OSError(f"{self._remote}: no cluster yet ({type(error).__name__})") from None
         with self._mutex:
@@ -264,7 +267,9 @@ class Servers:
                     node.retire()
                 self._nodes, self._map, self._names = {}, {}, []
             cluster.close()
-            raise (error if isinstance(error, TierUnusable) else _said(str(self._remote), error)) from None
+            if isinstance(error, TierUnusable):
+                raise
+            raise _said(str(self._remote), error, self._remote.password) from None
         self._cluster = cluster
 
     def _take_map(self, cluster: RedisCluster) -> None:
@@ -318,15 +323,21 @@ class Servers:
         return options
 
 
-def _as_os_error(name: str, error: Exception) -> OSError:
+def _text(name: str, error: Exception, secret: str | None) -> str:
+    # A server that does not know a command says what it was given with it; of AUTH that is the password.
+    said = str(error).partition(", with args beginning with")[0]
+    return f"{name}: {said.replace(secret, '***') if secret else said}"
+
+
+def _as_os_error(name: str, error: Exception, secret: str | None) -> OSError:
     kind = TimeoutError if isinstance(error, TimeoutError | redis.TimeoutError) else OSError
-    return kind(f"{name}: {error}")
+    return kind(_text(name, error, secret))
 
 
-def _said(name: str, error: Exception) -> OSError | TierUnusable:
+def _said(name: str, error: Exception, secret: str | None) -> OSError | TierUnusable:
     """Of a first meeting: `TierUnusable` for what waiting does not mend (a login, a permission, a database, a certificate)."""
     if isinstance(error, ReplyError) and error.code not in FOR_NOW:
-        return TierUnusable(f"{name}: {error}")
+        return TierUnusable(_text(name, error, secret))
     seen: BaseException | None = error
     while seen is not None:
         refused = isinstance(seen, redis.AuthenticationError | redis.ResponseError)
@@ -334,6 +345,6 @@ def _said(name: str, error: Exception) -> OSError | TierUnusable:
         if (refused and not isinstance(seen, redis.exceptions.ClusterError)) or isinstance(
             seen, ssl.SSLCertVerificationError
         ):
-            return TierUnusable(f"{name}: {error}")
+            return TierUnusable(_text(name, error, secret))
         seen = seen.__cause__ or seen.__context__
-    return _as_os_error(name, error)
+    return _as_os_error(name, error, secret)

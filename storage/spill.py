@@ -51,7 +51,7 @@ class Line:
     def __init__(self, tier: Tier) -> None:
         self.waiting = 0  # writes, with those that are under way
         writers = 1 if tier.shared else WRITERS
-        self._threads = [ThreadPoolExecutor(1, thread_name_prefix=f"lmc-{tier.name}-{i}") for i in range(writers)]
+        self._threads = [_thread(f"lmc-{tier.name}-{i}") for i in range(writers)]
 
     def submit(self, key: ChunkKey, job: Callable[..., None], *arguments: object) -> "Future[None]":
         """Do this after whatever is in line for `key`."""
@@ -61,6 +61,13 @@ class Line:
         """Finish, and stop the threads."""
         for thread in self._threads:
             thread.shutdown()
+
+
+def _thread(name: str) -> ThreadPoolExecutor:
+    """One that is there already: what is counted as on its way must not fail for want of a thread."""
+    pool = ThreadPoolExecutor(1, thread_name_prefix=name)
+    pool.submit(int)
+    return pool
 
 
 class Spill:
@@ -82,7 +89,7 @@ class Spill:
         self._policy, self._changed, self._attempt = policy, changed, attempt
         self._limit = max(1, self._host.slab.slots // 2)
         self._share = max(1, self._limit // max(1, len(tiers)))
-        self._copies = ThreadPoolExecutor(1, thread_name_prefix="lmc-copy")
+        self._copies = _thread("lmc-copy")
         self._lines = [Line(tier) for tier in tiers]
         self._missed: defaultdict[str, set[ChunkKey]] = defaultdict(set)  # by tier: what it did not get
         self._closed = False
@@ -93,7 +100,10 @@ class Spill:
             return None
         if self._policy is Policy.WRITE_BACK:
             for slot, _ in level.ledger.peek(1):
-                self._save(level, slot)
+                try:
+                    self._save(level, slot)
+                except OSError as error:  # no memory for a copy
+                    self._drop(f"what is evicted cannot be copied ({error})", level.metas[slot].key)
         slots = level.ledger.reserve()
         if slots is None:
             self.no_room += 1

@@ -89,14 +89,20 @@ class Store:
             # First all that is in memory: room for a load must not come from what this very call asks for.
             pins = [self._hold(key) or self._join(key) for key in keys]
             loads = []
-            for i, (key, place) in enumerate(zip(keys, places, strict=True)):
-                if pins[i] is None and place in tiers:
-                    pins[i] = self._join(key)  # `key` may be in `keys` twice
-                    if pins[i] is None and (slot := self._spill.reserve(self._host)) is not None:
-                        load = self._loads.start(key, tiers[place], slot)
-                        pins[i] = Pin(key, place, self._host, slot, load, self._changed)
-                        loads.append(load)
-            self._loads.run(loads)
+            try:
+                for i, (key, place) in enumerate(zip(keys, places, strict=True)):
+                    if pins[i] is None and place in tiers:
+                        pins[i] = self._join(key)  # `key` may be in `keys` twice
+                        if pins[i] is None and (slot := self._spill.reserve(self._host)) is not None:
+                            load = self._loads.start(key, tiers[place], slot)
+                            pins[i] = Pin(key, place, self._host, slot, load, self._changed)
+                            loads.append(load)
+                self._loads.run(loads)
+            except (
+                BaseException
+            ):  # no memory, no thread: a load that nobody runs would be waited for by all who join it
+                self.release([pin for pin in pins if pin is not None], wait=False)
+                raise
             for pin in pins:
                 if pin is None:
                     self._misses += 1

@@ -19,8 +19,10 @@ from typing import TypeAlias
 PIECE = 256 << 10  # bytes a system call: small enough to be hashed while they are in the cache of the processor
 WINDOW = 2 << 20  # bytes on their way to one connection; 4 and 16 MiB are slower on loopback (4.4, 4.0, 3.3 GB/s)
 BUFFER = 16 << 10
+NOTHING, NEARLY = 0.01, 0.9  # of a deadline: too little to be noticed; after which the kernel may say that it is over
 REPLY_LIMIT = 1 << 20  # bytes of a string in an answer, if it is no payload
-LISTED_LIMIT, DEPTH_LIMIT = 1 << 15, 4  # strings in an answer, lists in lists: nobody's answers fill our memory
+# Strings in an answer, bytes of all of them, lists in lists: nobody's answers fill our memory.
+LISTED_LIMIT, ANSWER_LIMIT, DEPTH_LIMIT = 1 << 15, 8 << 20, 4
 
 Reply: TypeAlias = "bytes | int | ReplyError | list[Reply] | None"
 Word = bytes | str | int
@@ -54,6 +56,22 @@ class Fetch:
     command: bytes
     length: int  # that the answer must have
     gone: bool = False  # thrown away: it was in the way of another
+
+
+class Piece:
+    """The time that `PIECE` bytes take: a connection on which they drip is as good as away."""
+
+    def __init__(self, deadline: float) -> None:
+        self.left = PIECE
+        self._deadline, self._since = deadline, time.monotonic()
+
+    def moved(self, count: int, now: float, *, whole: bool) -> None:
+        """So many bytes were moved; raise `TimeoutError` if that took too long and there are more to come."""
+        self.left -= count
+        if self.left > 0 and not whole and now - self._since > self._deadline * NEARLY:
+            raise TimeoutError("too little was moved within the deadline")
+        if self.left <= 0:
+            self.left, self._since = PIECE, now
 
 
 def command(*words: Word) -> bytes:
@@ -102,21 +120,21 @@ class Wire:
     def call_all(self, commands: Sequence[bytes]) -> list[Reply]:
         """Commands in one go; an answer each, refusals among them."""
         self.post(commands)
-        return self.collect()
+        return self.collect(len(commands))
 
     def post(self, commands: Sequence[bytes]) -> None:
         """Send commands; `collect` must follow, and nothing else before it."""
-        if self._owed:
-            raise ProtocolError("there are answers that nobody has taken")
         self.drain()
         self.put(b"".join(commands))
         self.flush()
         self._owed = len(commands)
 
-    def collect(self) -> list[Reply]:
-        """The answers to what was posted."""
-        owed, self._owed = self._owed, 0
-        return [self.reply() for _ in range(owed)]
+    def collect(self, count: int) -> list[Reply]:
+        """The answers to the `count` commands that were posted."""
+        if count != self._owed:
+            raise ProtocolError("this connection was not asked")
+        self._owed = 0
+        return [self.reply() for _ in range(count)]
 
     def put(self, blob: bytes) -> None:
         """Send this together with what comes next."""
@@ -127,20 +145,22 @@ class Wire:
         self.send(memoryview(b""))
 
     def send(self, view: memoryview) -> None:
-        """Send everything; raise `TimeoutError` if nothing is taken for too long."""
+        """Send everything; raise `TimeoutError` if a piece is not taken in time."""
+        piece = Piece(self._deadline)
         while self._held or view:
             sent = self._sent(view[:PIECE])
             ahead = min(sent, len(self._held))
             del self._held[:ahead]
             view = view[sent - ahead :]
+            piece.moved(sent, self._moved, whole=not (self._held or view))
 
     def reply(self) -> Reply:
         """The next answer."""
-        return self._reply([LISTED_LIMIT], 0)
+        return self._reply([LISTED_LIMIT, ANSWER_LIMIT], 0)
 
     def _reply(self, left: list[int], depth: int) -> Reply:
         left[0] -= 1
-        if left[0] < 0 or depth > DEPTH_LIMIT:
+        if min(left) < 0 or depth > DEPTH_LIMIT:
             raise ProtocolError("an answer without an end")
         line = self._line()
         self.heard = True
@@ -161,6 +181,7 @@ class Wire:
         if count > REPLY_LIMIT:
             self.close()  # cheaper than to read all of it
             raise TooLong(f"a string of {count} bytes, though none was asked for")
+        left[1] -= count
         blob = bytearray(count + 2)
         self.receive(memoryview(blob))
         return bytes(blob[:-2])
@@ -209,6 +230,8 @@ class Wire:
 
     def drain(self) -> None:
         """Throw away what is on its way: nobody may want it any more."""
+        if self._owed:
+            raise ProtocolError("there are answers that nobody has taken")
         for fetch in self._queued:
             fetch.gone = True
         self._queued.clear()
@@ -224,12 +247,14 @@ class Wire:
         self._start += at
         if at and seen:
             seen(view[:at])
+        piece = Piece(self._deadline)
         while at < len(view):
-            piece = view[at : at + PIECE]
-            got = self._arrived(piece, self._wait_for_all)
+            part = view[at : at + piece.left]
+            got = self._arrived(part, self._wait_for_all)
             if seen:
-                seen(piece[:got])
+                seen(part[:got])
             at += got
+            piece.moved(got, self._moved, whole=at == len(view))
 
     def alive(self) -> bool:
         """Whether the server has not closed the connection meanwhile, as far as is known here."""
@@ -237,15 +262,16 @@ class Wire:
             return not self._closed and not self.ready()
         return True
 
-    def ready(self) -> bool:
-        """Whether something has arrived and was not taken."""
-        if self._sock.fileno() < 0:
-            return True  # closed by others: an answer of a kind
+    def ready(self, seconds: float = 0.0) -> bool:
+        """Whether something has arrived and was not taken, or arrives within `seconds`."""
         if self._start < self._stop or (isinstance(self._sock, ssl.SSLSocket) and self._sock.pending()):
             return True
         poll = select.poll()
-        poll.register(self._sock, select.POLLIN)
-        return bool(poll.poll(0))
+        try:
+            poll.register(self._sock, select.POLLIN)
+        except ValueError:  # closed by another thread: an answer of a kind
+            return True
+        return bool(poll.poll(1000 * seconds))
 
     def close(self) -> None:
         """Wake up whoever waits, from any thread; whoever made the socket closes it."""
@@ -254,6 +280,8 @@ class Wire:
             self._sock.shutdown(socket.SHUT_RDWR)
 
     def _pump(self) -> None:
+        if self._owed:
+            raise ProtocolError("there are answers that nobody has taken")
         batch = []
         while self._queued and (not self._coming or self._bytes_coming + self._queued[0].length <= WINDOW):
             fetch = self._queued.popleft()
@@ -292,6 +320,7 @@ class Wire:
             left -= len(part)
 
     def _line(self) -> bytes:
+        piece = Piece(self._deadline)
         while True:
             held = bytes(self._buffer[self._start : self._stop])
             end = held.find(b"\r\n")
@@ -302,21 +331,24 @@ class Wire:
                 raise ProtocolError("a line without an end")
             self._buffer[: len(held)] = held
             self._start, self._stop = 0, len(held)
-            self._stop += self._arrived(self._buffer[self._stop :], 0)
+            got = self._arrived(self._buffer[self._stop :], 0)
+            self._stop += got
+            piece.moved(got, self._moved, whole=b"\n" in self._buffer[self._stop - got : self._stop].tobytes())
 
     def _arrived(self, view: memoryview, flags: int) -> int:
-        started = time.monotonic()
+        passed = time.monotonic() - self._moved
         try:
-            if started - self._moved > self._deadline and not self.ready():
+            # The kernel would count from now on.
+            if passed > self._deadline * NOTHING and not self.ready(max(0.0, self._deadline - passed)):
                 raise TimeoutError
             got = self._sock.recv_into(view, len(view), flags)
         except (BlockingIOError, TimeoutError):  # the kernel's way, and TLS's, to say that the time is over
             raise TimeoutError("no answer within the deadline") from None
+        except ValueError:  # TLS's way to say that another thread has closed it
+            raise ConnectionResetError("the connection was closed") from None
         if got == 0:
             raise ConnectionResetError("the server has closed the connection")
         self._moved = time.monotonic()
-        if flags and got < len(view) and self._moved - started > 0.9 * self._deadline:
-            raise TimeoutError("no more came within the deadline")
         return got
 
     def _sent(self, view: memoryview) -> int:
@@ -325,6 +357,8 @@ class Wire:
             sent = self._sock.sendmsg([held, view]) if gathers else self._sock.send(bytes(held) or view)
         except (BlockingIOError, TimeoutError):
             raise TimeoutError("nothing was taken within the deadline") from None
+        except ValueError:
+            raise ConnectionResetError("the connection was closed") from None
         self._moved = time.monotonic()
         return sent
 

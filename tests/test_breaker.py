@@ -42,6 +42,22 @@ def test_one_timeout_opens_it(quick):
     one.close(5)
 
 
+def test_without_a_thread_that_would_try_again_it_stays_closed(quick, monkeypatch):
+    """It opened for ever, and what it raised was no `OSError`."""
+    one = made()
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            "threading.Thread.start", lambda self: (_ for _ in ()).throw(RuntimeError("can't start new thread"))
+        )
+        one.failed(TimeoutError())
+        assert one.usable
+        one.close(5)
+    other = made()
+    other.failed(TimeoutError())
+    wait_until(lambda: other.usable, "an answer")
+    other.close(5)
+
+
 def test_it_closes_by_itself_when_there_is_an_answer(quick, caplog):
     answers = [OSError("no"), TierUnusable("another password"), TierUnusable("another password"), None]
 

@@ -569,6 +569,26 @@ def test_more_than_the_filesystem_has_is_refused_at_start_with_both_numbers(tmp_
     DiskTier(tmp_path, 2 * whole, read_only=True).close()
 
 
+def test_a_forked_child_does_not_keep_the_directory(tmp_path):
+    """It has the same lock: that lasted as long as the last child, whatever became of the parent."""
+    tier = DiskTier(tmp_path, ROOM)
+    (wait, go), (hear, say) = os.pipe(), os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(say, b".")
+        os.read(wait, 1)
+        os._exit(0)
+    try:
+        os.read(hear, 1)
+        tier.close()
+        DiskTier(tmp_path, ROOM).close()
+    finally:
+        os.write(go, b".")
+        os.waitpid(child, 0)
+        for end in (wait, go, hear, say):
+            os.close(end)
+
+
 def test_a_directory_that_cannot_be_listed_is_refused_and_is_not_left_locked(tmp_path, monkeypatch):
     """The constructor raised a bare error and kept the lock."""
 

@@ -25,6 +25,7 @@ from lmc.remote import parse_remote
 from lmc.storage import breaker
 from lmc.storage import redis as redis_tier
 from lmc.storage.redis import RedisTier
+from lmc.storage.servers import Server
 from lmc.storage.slab import Slab
 from lmc.storage.store import Store
 from lmc.storage.tier import Written
@@ -572,6 +573,18 @@ def test_connections_that_were_cut_while_nobody_used_them_are_not_even_a_failure
         assert store.lookup(KEYS) == [None] * len(KEYS)
     assert store.stats().failed == {}
     store.close()
+
+
+def test_a_server_that_has_left_the_cluster_gives_its_connections_back(redis):
+    """Threads kept theirs, and a pool has only so many for whoever comes back under the same name."""
+    pool = redis_py.ConnectionPool(host=redis.host, port=redis.port)
+    server = Server("a node", pool, DEADLINE, lambda wire: None)
+    with server.wire() as wire:
+        assert wire.call("PING") == b"PONG"
+    server.retire()
+    assert not pool._in_use_connections
+    with pytest.raises(OSError, match="away"), server.wire():
+        pass
 
 
 def test_threads_that_have_ended_leave_no_connection(redis):

@@ -458,6 +458,29 @@ def test_an_answer_that_never_ends_is_given_up_early():
         tier.contains([KEY])
 
 
+def test_an_answer_of_many_long_strings_is_given_up_early():
+    """Each was as long as one may be, and nobody counted them together."""
+    long = b"*4000\r\n" + bulk(bytes(1 << 20)) * 40
+    with (
+        FakeServer(lambda _: long) as server,
+        contextlib.closing(RedisTier(parse_remote(server.url), deadline=5)) as tier,
+        traced(60 * MIB),  # what is sent is ours as well
+        pytest.raises(OSError, match="without an end"),
+    ):
+        tier.contains([KEY])
+
+
+@pytest.mark.parametrize(
+    "said", ["unknown command 'AUTH', with args beginning with: 'mine' 'hunter2' ", "not hunter2!"]
+)
+def test_a_refusal_that_repeats_the_password_is_told_without_it(said):
+    with FakeServer(lambda _: f"-ERR {said}\r\n".encode(), greets=False) as server:
+        with pytest.raises(TierUnusable) as told:
+            RedisTier(parse_remote(server.url.replace("//", "//mine:hunter2@")), deadline=1)
+        assert said[:3] in str(told.value)
+        assert "hunter2" not in str(told.value)
+
+
 def test_half_a_value_and_then_silence_costs_one_deadline():
     """The kernel gives what it has when the time is over, and the rest was then waited for once more."""
     meta = meta_of(KEY, 1, 256 << 10)

@@ -1,6 +1,8 @@
 """The store: where chunks are, who waits for whom, and that failures of tiers are misses."""
 
 import logging
+import os
+import resource
 import shutil
 import threading
 import time
@@ -285,6 +287,51 @@ def test_write_back_writes_only_what_is_evicted(make, tier):
     assert list(tier.records) == [K0]
     assert store.lookup([K0, K1, K2]) == ["dict", "host", "host"]
     assert get(store, K0) == expected(K0)
+
+
+def test_what_is_evicted_and_cannot_be_copied_is_lost_and_nothing_else(make, tier, monkeypatch):
+    store = make(tier, slots=1, policy=BACK)
+    put(store, K0)
+    monkeypatch.setattr(Slab, "snapshot", lambda *_: (_ for _ in ()).throw(OSError("no memory")))
+    assert put(store, K1)
+    store.flush()
+    assert tier.records == {}
+    assert store.stats().dropped_writes == 1
+    assert get(store, K1) == expected(K1)
+
+
+def test_loads_that_cannot_be_begun_hold_nothing_and_keep_nobody_waiting(make, tier, monkeypatch):
+    """A load that no thread was given was joined, and waited for, by all who asked for its chunk later."""
+    other = make(tier)
+    for key in (K0, K1):
+        put(other, key)
+    other.close()
+    store = make(tier)
+    with monkeypatch.context() as patch:
+        patch.setattr(loads.Loads, "run", lambda *_: (_ for _ in ()).throw(RuntimeError("can't start new thread")))
+        with pytest.raises(RuntimeError):
+            store.acquire([K0, K1, K0])
+    assert store.held() == 0
+    assert get(store, K0) == expected(K0)
+
+
+def test_a_batch_that_is_larger_than_what_may_be_open_is_loaded_all_the_same(tmp_path):
+    """Every record of it was opened before the first was read; the rest failed, and with them whatever else needed a file."""
+    keys = [key_of(i) for i in range(400)]
+    tier = DiskTier(tmp_path, 1 << 30)
+    for key in keys:
+        meta = meta_of(key)
+        tier.write(meta, [stored(meta)])
+    store = Store(Slab(len(keys), PARTS, PART_BYTES), [tier])
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 150, limits[1]))
+    try:
+        with store.pinned(keys) as pins:
+            assert all(pin_bytes(pin, PARTS - 1) for pin in pins)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert store.stats().failed == {}
+    store.close()
 
 
 def test_write_back_writes_the_rest_at_close(make, tier):

@@ -274,6 +274,7 @@ class Soak:
         self._encode = lambda text: tokenizer.encode(text, add_special_tokens=False)
         self.right: Counter[str] = Counter()
         self.asked: Counter[str] = Counter()
+        self.wrong: list[tuple[str, str, str, str | list[int]]] = []  # way, what is right, what was said, what was asked
         self.memory: list[tuple[float, int, dict[str, float]]] = []  # seconds, requests, MB by process
 
     def run(self) -> None:
@@ -320,7 +321,10 @@ class Soak:
                 asked = asked[len(self._encode(SPECIAL)) :]
             said = self._ask(way, asked)
             self.asked[way] += 1
-            self.right[way] += said is None or said.strip().startswith(wanted)
+            if said is None or said.strip().startswith(wanted):
+                self.right[way] += 1
+            else:
+                self.wrong.append((way, wanted, said, asked))
 
     def _ask(self, way: str, asked: str | list[int]) -> str | None:
         """What is answered; None from who leaves before."""
@@ -344,6 +348,7 @@ def soak(server):
     found.run()
     counts = f"asked {dict(found.asked)}, right {dict(found.right)}, {dict(server.counters())}"
     logging.getLogger("soak").info("%s; %s", counts, found.memory[:: max(1, len(found.memory) // 12)])
+    logging.getLogger("soak").info("wrong: %s", found.wrong)
     return found
 
 

@@ -192,5 +192,5 @@ def test_ranks_that_each_have_a_scheduler_of_their_own_are_refused():
         cache_config=SimpleNamespace(),
         parallel_config=SimpleNamespace(tensor_parallel_size=2, pipeline_parallel_size=1),
     )
-    with pytest.raises(ConfigError, match="1 of 2 workers .* external_launcher"):
+    with pytest.raises(ConfigError, match=r"1 of 2 workers .* external_launcher"):
         connector.set_xfer_handshake_metadata_pp_aware({(0, 0): SimpleNamespace(facts=None)})
