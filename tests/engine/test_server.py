@@ -274,7 +274,9 @@ class Soak:
         self._encode = lambda text: tokenizer.encode(text, add_special_tokens=False)
         self.right: Counter[str] = Counter()
         self.asked: Counter[str] = Counter()
-        self.wrong: list[tuple[str, str, str, str | list[int]]] = []  # way, what is right, what was said, what was asked
+        self.wrong: list[
+            tuple[str, str, str, str | list[int]]
+        ] = []  # way, what is right, what was said, what was asked
         self.memory: list[tuple[float, int, dict[str, float]]] = []  # seconds, requests, MB by process
 
     def run(self) -> None:
