@@ -10,6 +10,7 @@ import torch
 from storage_fakes import DictTier, Gated
 from vllm_fakes import APPROXIMATE, BLOCK, CHUNK, LAYERS, PAGE, SEPARATOR, Adapter, Lab, page, served, token_bytes
 
+from lmc.connectors.vllm import planner
 from lmc.connectors.vllm.fingerprint import adapter_stamp, fingerprint
 from lmc.connectors.vllm.messages import BlendJob, LoadJob, StepReport
 from lmc.connectors.vllm.served import Role
@@ -463,8 +464,10 @@ def test_a_load_that_stays_late_is_given_up_and_computed(make):
     lab.finish(request)
 
 
-def test_a_load_that_goes_on_is_not_late_however_long_it_takes(make):
+@pytest.mark.parametrize(("deadlines", "loaded"), [(10, True), (2, False)])
+def test_a_load_of_which_something_comes_is_not_late_for_some_deadlines(make, monkeypatch, deadlines, loaded):
     """Its time counted from the start: what took longer than `load_deadline` was thrown away, each time anew."""
+    monkeypatch.setattr(planner, "DEADLINES", deadlines)
     tier, turnstile = gated(), Turnstile()
     fill(tier.inner, PLAIN)
     tier.read_gates[1] = turnstile
@@ -482,8 +485,9 @@ def test_a_load_that_goes_on_is_not_late_however_long_it_takes(make):
             time.sleep(0.001)
         lab.step()
     lab.load(request)
-    assert lab.right(request, 40)
-    assert "failed_loads" not in lab.scheduler.numbers()
+    assert request.num_computed_tokens == (39 if loaded else 0)
+    assert lab.right(request, 40 if loaded else 0)
+    assert ("failed_loads" in lab.scheduler.numbers()) is not loaded
     lab.finish(request)
 
 

@@ -23,6 +23,7 @@ from lmc.storage.slab import tag_of
 from lmc.storage.speed import LoadPolicy, Offer, Speeds
 
 NULL = 0  # the engine's block that stands for none
+DEADLINES = 10  # that a load may take altogether, if something of it comes within each
 PROMPTS = 0.9  # share of a step's tokens that are prompts', so that its time is theirs
 LIKE = 0.1  # by how much two such steps may differ, or how little a step has to do beside one
 
@@ -58,13 +59,14 @@ class Planner:
         return claim
 
     def is_late(self, served: Served) -> bool:
-        """Whether nothing has come of what is waited for, for longer than that is done."""
+        """Whether nothing has come of what is waited for within a deadline, or not everything within `DEADLINES` of them."""
         if served.asked is None:
             return False
+        now, deadline = self._clock(), self._settings.load_deadline
         arrived = sum(pin.load.ready for pin in served.pins.values() if pin.load is not None)
         if arrived != served.arrived:
-            served.arrived, served.asked = arrived, self._clock()
-        return self._clock() - served.asked > self._settings.load_deadline
+            served.arrived, served.asked = arrived, now
+        return now - served.asked > deadline or now - served.since > DEADLINES * deadline
 
     def waits(self, served: Served) -> bool:
         """Whether something is pinned of which nothing has arrived, and there is time."""

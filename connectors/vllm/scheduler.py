@@ -94,7 +94,7 @@ class Scheduler:
         if served is None or served.given_up or request.skip_reading_prefix_cache:
             return 0
         if served.asked is None:
-            served.asked = self._clock()
+            served.wait_from(self._clock())
         elif served.claim is None and self._planner.waits(served):
             return None
         if served.claim is None or served.claim.local != local:
@@ -109,7 +109,8 @@ class Scheduler:
         claim = served.claim
         assert claim is not None
         assert claim.stop - claim.local == tokens, "the engine loads another number of tokens than it was promised"
-        served.claim, served.loading, served.asked = None, True, self._clock()
+        served.claim, served.loading = None, True
+        served.wait_from(self._clock())
         served.sources = claim.sources
         served.exact_tokens += max(0, claim.exact - claim.local)
         copies = self._planner.copies(served, claim, blocks)

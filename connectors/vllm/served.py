@@ -64,7 +64,8 @@ class Served:
     asked: float | None = (
         None  # when it was first asked for, began to load, or something came last: a slow tier is waited for
     )
-    arrived: int = 0  # parts of what is pinned, then
+    since: float = 0.0  # when that began
+    arrived: int = 0  # parts of what is pinned, at `asked`
     loading: bool = False  # a worker is at it
     given_up: bool = False  # a load failed, or came too late: nothing more is loaded
     salted: int | None = None  # from this block on its hashes are no longer those of its tokens alone
@@ -84,6 +85,10 @@ class Served:
         """The engine's id of the request."""
         found: str = self.request.request_id
         return found
+
+    def wait_from(self, now: float) -> None:
+        """What is pinned is waited for from now on."""
+        self.asked = self.since = now
 
     @property
     def hashes(self) -> Sequence[bytes]:
