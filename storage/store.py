@@ -98,9 +98,8 @@ class Store:
                             pins[i] = Pin(key, place, self._host, slot, load, self._changed)
                             loads.append(load)
                 self._loads.run(loads)
-            except (
-                BaseException
-            ):  # no memory, no thread: a load that nobody runs would be waited for by all who join it
+            except BaseException:
+                # No memory, no thread: a load that nobody runs would be waited for by all who join it.
                 self.release([pin for pin in pins if pin is not None], wait=False)
                 raise
             for pin in pins:

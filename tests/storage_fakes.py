@@ -159,6 +159,13 @@ class DictTier:
         self.records.move_to_end(key)
 
 
+class Shared(DictTier):
+    """A tier that other processes use."""
+
+    name = "shared"
+    shared = True
+
+
 class DictReader:
     def __init__(self, tier: DictTier, key: ChunkKey, record: bytearray) -> None:
         self._tier, self._record = tier, record

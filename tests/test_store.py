@@ -15,6 +15,7 @@ from storage_fakes import (
     Broken,
     DictTier,
     Gated,
+    Shared,
     as_tensor,
     content,
     expected,
@@ -1176,11 +1177,6 @@ def test_what_is_forgotten_is_lost_to_those_who_read_it_in_other_processes(make,
 
 
 # -- tiers that others share -----------------------------------------------------------------------------------------
-
-
-class Shared(DictTier):
-    name = "shared"
-    shared = True
 
 
 def test_what_a_shared_tier_has_let_go_of_is_not_written_again_at_the_end(make):

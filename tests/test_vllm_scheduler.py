@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from storage_fakes import DictTier, Gated
+from storage_fakes import DictTier, Gated, Shared
 from vllm_fakes import APPROXIMATE, BLOCK, CHUNK, LAYERS, PAGE, SEPARATOR, Adapter, Lab, page, served, token_bytes
 
 from lmc.connectors.vllm import planner
@@ -75,12 +75,6 @@ def fill(tier, *prompts, documents=(), **options):
     learn(lab, *documents)
     lab.check()
     lab.library.close()
-
-
-class Shared(DictTier):
-    """A tier that other processes use."""
-
-    shared = True
 
 
 class Turnstile:
