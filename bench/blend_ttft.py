@@ -2,10 +2,9 @@
 
     python bench/blend_ttft.py [--layers 12] [--tokens 2048] [--strategy union] [--ratio 0.15]
 
-The ceiling is 1/f, f = c/L + r·(1 − c/L) + q/N: what computing only this share of the tokens could give if everything else
-were free (c: layers run in full for the evidence, 1.15 for a check at layer 1 and 0 for the question's; r: ratio; q of N
-tokens are always fresh).
-"""
+The ceiling is 1/f, f = c/L + r·(1 − c/L) + q/N: what computing only this share of the tokens could give if everything
+else were free (c: layers run in full for the evidence, 1.15 for a check at layer 1 and 0 for the question's; r: ratio;
+q of N tokens are always fresh)."""
 
 import random
 import statistics
@@ -13,10 +12,10 @@ from collections import Counter
 
 from common import closing_line, parser, prompt_of
 
-from lmc.blend.select import Policy
+from lmc.blend.strategies import RecomputePolicy
 from lmc.config import Settings
 from lmc.connectors.transformers import CachedModel
-from lmc.demo import SEPARATOR, machine, random_llama, random_tokens
+from lmc.demo.random_model import SEPARATOR, machine, random_llama, random_tokens
 
 CHECK_COST = {"deviation": 1.15}
 
@@ -49,7 +48,7 @@ def main() -> None:
         for i in range(options.repeats + 1):
             fulls.append(cached.prefill(prompts[i], "full").report.seconds)
             for strategy, ratio in ways:
-                policy = Policy(strategy=strategy, ratios=(ratio,))
+                policy = RecomputePolicy(strategy=strategy, ratios=(ratio,))
                 reports[strategy, ratio].append(cached.prefill(prompts[i], "blend", policy=policy).report)
         full = statistics.median(fulls[1:])
         print(f"{machine()}\n{options.layers} layers, {len(prompts[0])} tokens, one thread; full prefill {full:.3f} s")
@@ -62,7 +61,8 @@ def main() -> None:
             results[strategy, ratio] = {"blend_s": seconds, "speedup": full / seconds, "ceiling": ceiling}
             computed = Counter(report.computed).most_common()
             print(
-                f"{strategy:>10} {ratio:4.2f}  {seconds:.3f} s  {full / seconds:5.2f} of {ceiling:5.2f} ({full / seconds / ceiling:.0%})"
+                f"{strategy:>10} {ratio:4.2f}  {seconds:.3f} s  {full / seconds:5.2f} of {ceiling:5.2f}"
+                f" ({full / seconds / ceiling:.0%})"
                 f"  charged {report.charged_budget:.3f}  tokens a layer {computed}"
             )
         best = results[options.strategy, options.ratio]

@@ -2,29 +2,28 @@
 
     python bench/codec.py [--tokens 256] [--repeats 5]
 
-Reading a record of R raw bytes takes R/B from a tier of B bytes/s; encoded it takes ratio·R/B + R/decode, one after the other in one
-thread. So a codec pays below B = (1 − ratio)·decode; a record that does not get smaller is kept raw, and pays nowhere. The entropy of
-the planes' bytes is shown beside the ratio: what a coder of single bytes could reach. KV is that of the shipped model on its
-documents, of a model with random weights, and of normals with a scale per channel; one part per layer and chunk, as a store has them.
-"""
+Reading a record of R raw bytes takes R/B from a tier of B bytes/s; encoded it takes ratio·R/B + R/decode, one after the
+other in one thread. So a codec pays below B = (1 − ratio)·decode; a record that does not get smaller is kept raw, and
+pays nowhere. The entropy of the planes' bytes is shown beside the ratio: what a coder of single bytes could reach. KV
+is that of the shipped model on its documents, of a model with random weights, and of normals with a scale per channel;
+one part per layer and chunk, as a store has them."""
 
 import mmap
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import torch
 from common import closing_line, parser
 from transformers import DynamicCache
 
 from lmc.config import Settings
-from lmc.connectors.hf import forward, load, rows_of
-from lmc.demo import machine, random_llama, random_tokens
-from lmc.questions import Prompts, read_collection
+from lmc.connectors.transformers.hf import forward, load, rows_of
+from lmc.demo import SHIPPED
+from lmc.demo.questions import Prompts, read_collection
+from lmc.demo.random_model import machine, random_llama, random_tokens
 from lmc.shapes import aligned
 from lmc.storage.codec import decode_part, encode_part
 
-SHIPPED = Path(__file__).parent.parent / "examples" / "small_model"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 CODECS = {"lz4": lambda _: 1, "planes": lambda dtype: dtype.itemsize}
 TIERS = (0.5, 1.0, 2.0)  # GB/s
@@ -152,8 +151,8 @@ def main() -> None:
         table.append(row)
         gained = "  ".join(f"{row[f'from_{tier}_gb_s']:4.2f}" for tier in TIERS)
         print(
-            f"{row['source']:15}  {row['dtype']:4}  {row['codec']:6}  {row['ratio']:5.3f}  {row['entropy']:7.3f}  {row['encode_mb_s']:6.0f}"
-            f"  {row['decode_mb_s']:6.0f}  {row['pays_below_gb_s']:5.2f} GB/s    {gained}"
+            f"{row['source']:15}  {row['dtype']:4}  {row['codec']:6}  {row['ratio']:5.3f}  {row['entropy']:7.3f}"
+            f"  {row['encode_mb_s']:6.0f}  {row['decode_mb_s']:6.0f}  {row['pays_below_gb_s']:5.2f} GB/s    {gained}"
         )
     line: dict[str, object] = {"bench": "codec"}
     for row in table:

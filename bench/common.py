@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from lmc.blend.segments import join
-from lmc.demo import SEPARATOR, machine, random_tokens
+from lmc.demo.random_model import SEPARATOR, machine, random_tokens
 
 
 def parser(doc: str | None, name: str) -> argparse.ArgumentParser:
@@ -30,7 +30,9 @@ def prompt_of(documents: Sequence[Sequence[int]], order: Sequence[int], question
 
 
 def closing_line(result: dict[str, object], name: str | None = None, also: dict[str, object] | None = None) -> None:
-    """Print the result as the last line; with a name, keep it and what is `also` known in `bench/results`, with the machine's name."""
+    """Print the result as the last line; with a name, keep it and what is `also` known in `bench/results`, with the
+    machine's name.
+    """
     if name:
         kept = {**result, **(also or {}), "machine": machine()}
         path = Path(__file__).parent / "results" / f"{name}.json"

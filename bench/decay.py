@@ -10,7 +10,7 @@ from common import closing_line, parser, prompt_of
 
 from lmc.config import Settings
 from lmc.connectors.transformers import CachedModel
-from lmc.demo import SEPARATOR, machine, random_llama, random_tokens
+from lmc.demo.random_model import SEPARATOR, machine, random_llama, random_tokens
 
 PROMPTS, DOCUMENTS, TOKENS = 1000, 12, 128
 
@@ -24,12 +24,12 @@ def main() -> None:
         for document in documents:
             cached.learn(document)
         cached.prefill(prompt_of(documents, range(6)))
-        before = cached.engine.store_of_chunks.keys()
+        before = cached.engine.store.known_keys()
         order, seconds = random.Random(0), []
         for number in range(PROMPTS):
             prompt = prompt_of(documents, order.sample(range(DOCUMENTS), 6), seed=number)
             seconds.append(cached.prefill(prompt).report.seconds)
-        new = len(cached.engine.store_of_chunks.keys() - before)
+        new = len(cached.engine.store.known_keys() - before)
     first, last = statistics.median(seconds[:100]), statistics.median(seconds[-100:])
     hundreds = [statistics.median(seconds[i : i + 100]) * 1e3 for i in range(0, PROMPTS, 100)]
     print(f"{machine()}\nmedian ms of each hundred: {', '.join(f'{ms:.1f}' for ms in hundreds)}")

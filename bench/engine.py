@@ -1,4 +1,6 @@
-"""A vLLM engine in a process of its own, for benchmarks that set two of them side by side. Needs the environment of `make test-engine`."""
+"""A vLLM engine in a process of its own, for benchmarks that set two of them side by side. Needs the environment of
+`make test-engine`.
+"""
 
 import multiprocessing
 import os
@@ -6,7 +8,8 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -61,7 +64,9 @@ def prompt_of(documents: Sequence[Sequence[int]], seed: int, question: int = 32)
 
 
 def middle_of_starts(starts: int, measure: Callable[[], dict[str, float]]) -> dict[str, float]:
-    """Medians of what is measured with engines that are started for it: one is up to 5 % faster than the next of its kind."""
+    """Medians of what is measured with engines that are started for it: one is up to 5 % faster than the next of its
+    kind.
+    """
     found = []
     for number in range(starts):
         found.append(measure())
@@ -84,7 +89,9 @@ class Engine:
         assert self._pipe.recv() == "ready"
 
     def ask(self, tokens: Sequence[int], lmc: dict[str, Any] | None = None, count: int = 1) -> dict[str, Any]:
-        """One request alone: `seconds` until its last token, `facts` of lmc, its `tokens`, `parts` of a blend in seconds."""
+        """One request alone: `seconds` until its last token, `facts` of lmc, its `tokens`, `parts` of a blend in
+        seconds.
+        """
         return self._call("ask", list(tokens), lmc, count)
 
     def many(self, prompts: Sequence[Sequence[int]], count: int) -> dict[str, Any]:
@@ -92,7 +99,9 @@ class Engine:
         return self._call("many", [list(tokens) for tokens in prompts], count)
 
     def beside(self, running: Sequence[int], tokens: Sequence[int], lmc: dict[str, Any] | None) -> dict[str, Any]:
-        """A prompt that arrives while another request decodes: `ttft` of the one, worst `gap` between tokens of the other."""
+        """A prompt that arrives while another request decodes: `ttft` of the one, worst `gap` between tokens of the
+        other.
+        """
         return self._call("beside", list(running), list(tokens), lmc)
 
     def forget_prefixes(self) -> None:
@@ -217,9 +226,9 @@ class _Host:
 
     def forget_everything(self) -> dict[str, Any]:
         self.forget_prefixes()
-        library = self.core.scheduler.connector._scheduler.library
-        library.store.flush()
-        library.forget_all()
+        scheduler = self.core.scheduler.connector._scheduler
+        scheduler.engine.store.flush()
+        scheduler.forget_all()
         return {}
 
     def pin(self, core: int) -> dict[str, Any]:
@@ -231,19 +240,25 @@ class _Host:
 
 
 class _Parts:
-    """Seconds of each part of a blend, by clocks around the functions that do them."""
+    """Seconds of each part of a blend, by clocks around the functions that do them.
+
+    A part that runs inside of another one is not counted there, so the parts add up to no more than the whole.
+    """
 
     def __init__(self) -> None:
-        from lmc.connectors.vllm import blend
+        from lmc.blend import blender
+        from lmc.connectors.vllm.canvas import PagedCanvas
         from lmc.connectors.vllm.native import NativeLayers
 
         self.seconds: dict[str, float] = {}
+        self._inside = 0.0  # seconds of the parts that have ended inside of the one that is running
+        NativeLayers.run = self._clocked_run(NativeLayers.run)  # type: ignore[method-assign]
         for owner, name, part in (
-            (NativeLayers, "run", "layers"),
-            (NativeLayers, "project", "projections"),
-            (NativeLayers, "batches", "metadata"),
-            (blend, "attention_paid", "scores"),
-            (blend.PagedBlend, "_place", "re-rotate and place"),
+            (NativeLayers, "_batches", "metadata"),
+            (PagedCanvas, "context", "context of the first pass"),
+            (blender, "attend", "attention of the first pass"),
+            (blender, "attention_paid", "scores"),
+            (PagedCanvas, "place", "rotate and place"),
         ):
             setattr(owner, name, self._clocked(getattr(owner, name), part))
 
@@ -252,13 +267,38 @@ class _Parts:
 
     def _clocked(self, function: Any, part: str) -> Any:
         def clocked(*arguments: Any, **named: Any) -> Any:
-            started = time.perf_counter()
-            try:
+            with self._clock(lambda: part):
                 return function(*arguments, **named)
-            finally:
-                self.seconds[part] = self.seconds.get(part, 0.0) + time.perf_counter() - started
 
         return clocked
+
+    def _clocked_run(self, function: Any) -> Any:
+        """`NativeLayers.run`, which often ends after the projections because only keys and values are wanted."""
+
+        def run(layers: Any, layer: int, rows: Any, batch: Any, attention: Any = None) -> None:
+            whole = layer < layers.depth - 1
+
+            def watched(query: Any) -> Any:
+                nonlocal whole
+                attended = attention(query)
+                whole = attended is not None
+                return attended
+
+            with self._clock(lambda: "layers" if whole else "projections"):
+                function(layers, layer, rows, batch, watched if attention else None)
+
+        return run
+
+    @contextmanager
+    def _clock(self, part: Callable[[], str]) -> Iterator[None]:
+        """Count the time inside of the block; `part` is asked at its end."""
+        started, outside, self._inside = time.perf_counter(), self._inside, 0.0
+        try:
+            yield
+        finally:
+            took = time.perf_counter() - started
+            self.seconds[part()] = self.seconds.get(part(), 0.0) + took - self._inside
+            self._inside = outside + took
 
 
 def _parameters(lmc: dict[str, Any] | None, count: int) -> Any:

@@ -7,7 +7,7 @@ import time
 
 from common import closing_line, parser
 
-from lmc.demo import machine
+from lmc.demo.random_model import machine
 from lmc.keys import exact_keys
 
 TOKENS, CHUNK, REPEATS = 50_000, 256, 200
@@ -24,7 +24,8 @@ def main() -> None:
         seconds.append(time.perf_counter() - started)
     seconds.sort()
     print(
-        f"{machine()}\n{len(keys)} keys; median {seconds[REPEATS // 2] * 1e3:.3f} ms, p95 {seconds[int(REPEATS * 0.95)] * 1e3:.3f} ms"
+        f"{machine()}\n{len(keys)} keys; median {seconds[REPEATS // 2] * 1e3:.3f} ms, "
+        f"p95 {seconds[int(REPEATS * 0.95)] * 1e3:.3f} ms"
     )
     line = {"bench": "keys", "tokens": TOKENS, "ms": round(seconds[REPEATS // 2] * 1e3, 3)}
     closing_line(line, "keys" if options.keep else None)

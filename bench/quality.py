@@ -1,28 +1,29 @@
-"""Accuracy of every strategy at every ratio on the shipped model, by class of question, with the charged budget and the gap that it closes.
+"""Accuracy of every strategy at every ratio on the shipped model, by class of question, with the charged budget and the
+gap that it closes.
 
     python bench/quality.py [--orders 2]
 
-gap closed = (accuracy − blind reuse) / (full prefill − blind reuse). Every question is asked in several shuffled orders.
-"""
+gap closed = (accuracy − blind reuse) / (full prefill − blind reuse). Every question is asked in several shuffled
+orders."""
 
 from collections import defaultdict
-from pathlib import Path
 
 from common import closing_line, parser
 
-from lmc.blend.select import Policy
+from lmc.blend.strategies import RecomputePolicy
 from lmc.config import Settings
 from lmc.connectors.transformers import CachedModel
-from lmc.demo import answers, learn_all, machine
-from lmc.questions import Example, Prompts, read_collection
+from lmc.demo import SHIPPED
+from lmc.demo.questions import Example, Prompts, read_collection
+from lmc.demo.random_model import machine
+from lmc.demo.run import answers, learn_all
 
 RATIOS = (0.0, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0)
 STRATEGIES = ("query", "deviation", "head", "union", "random")
-SHIPPED = Path(__file__).parent.parent / "examples" / "small_model"
 
 
 def accuracy(
-    cached: CachedModel, tokenizer, examples: list[Example], how: str, policy: Policy | None
+    cached: CachedModel, tokenizer, examples: list[Example], how: str, policy: RecomputePolicy | None
 ) -> tuple[dict[str, float], float]:  # type: ignore[no-untyped-def]
     """Share of right answers by kind, and the mean charged budget."""
     right, charged = defaultdict(list), 0.0
@@ -60,7 +61,7 @@ def main() -> None:
         for strategy in STRATEGIES:
             for ratio in RATIOS:
                 found, charged = accuracy(
-                    cached, tokenizer, examples, "blend", Policy(strategy=strategy, ratios=(ratio,))
+                    cached, tokenizer, examples, "blend", RecomputePolicy(strategy=strategy, ratios=(ratio,))
                 )
                 closed = {kind: (found[kind] - blind[kind]) / (full[kind] - blind[kind]) for kind in kinds}
                 rows.append(

@@ -1,12 +1,12 @@
-"""Threads that look up, store and retrieve at once, through memory, disk and (if there is a server) Redis, all of them evicting.
+"""Threads that look up, store and retrieve at once, through memory, disk and (if there is a server) Redis, all of them
+evicting.
 
     python bench/store.py [--seconds 60] [--keep]
 
-One thread asks, a thousand times a second, where the 200 chunks of a prompt are that lies in memory. The others do a mix: lookups
-of prompts of 200 chunks from everywhere, stores, and retrievals of 4 chunks that are read to the end. The bytes of a chunk follow
-from its key, and are checked on a sample. `lookup` is the time of the call; `waking` is counted from when the thread meant to ask,
-and so has what the system and the interpreter took to let it run.
-"""
+One thread asks, a thousand times a second, where the 200 chunks of a prompt are that lies in memory. The others do a
+mix: lookups of prompts of 200 chunks from everywhere, stores, and retrievals of 4 chunks that are read to the end. The
+bytes of a chunk follow from its key, and are checked on a sample. `lookup` is the time of the call; `waking` is counted
+from when the thread meant to ask, and so has what the system and the interpreter took to let it run."""
 
 import hashlib
 import random
@@ -24,16 +24,19 @@ from pathlib import Path
 import torch
 from common import closing_line, parser
 
-from lmc.demo import machine
+from lmc.demo.random_model import machine
 from lmc.errors import ChunkLost
 from lmc.keys import ChunkKey
-from lmc.remote import parse_remote
+from lmc.redis_url import parse_redis_url
 from lmc.shapes import MIB
 from lmc.storage.disk import DiskTier
 from lmc.storage.record import RecordMeta
 from lmc.storage.slab import Slab
 from lmc.storage.store import Store
 from lmc.storage.tier import Tier
+
+sys.path.append(str(Path(__file__).parent.parent / "tests"))
+from ledger_check import check_store
 
 PARTS, PART_BYTES = 16, 1 << 14
 CHUNK_BYTES = PARTS * PART_BYTES
@@ -69,9 +72,10 @@ def content(key: ChunkKey) -> torch.Tensor:
 
 
 def put(store: Store, meta: RecordMeta) -> None:
-    with store.writing(meta) as slot:
-        if slot is not None:
-            slot.view(torch.int64).copy_(content(meta.key))
+    slot = store.begin(meta)
+    if slot is not None:
+        store.view(slot).view(torch.int64).copy_(content(meta.key))
+        store.commit(slot)
 
 
 def retrieve(store: Store, keys: Sequence[ChunkKey], into: torch.Tensor, check: bool) -> Iterator[tuple[str, bool]]:
@@ -83,11 +87,11 @@ def retrieve(store: Store, keys: Sequence[ChunkKey], into: torch.Tensor, check: 
                 continue
             try:
                 for part in range(PARTS):
-                    into[part].copy_(pin.part(part))
+                    into[part].copy_(store.part(pin, part))
             except ChunkLost:
                 yield "lost", True
                 continue
-            yield f"from {pin.source}", not check or torch.equal(into.view(torch.int64), content(key))
+            yield f"from {pin.place}", not check or torch.equal(into.view(torch.int64), content(key))
 
 
 def mix(store: Store, metas: Sequence[RecordMeta], seed: int, ends: float, tally: Tally) -> None:
@@ -151,7 +155,6 @@ def rss() -> float:
 def open_tiers(folder: Path, stack: ExitStack) -> list[Tier]:
     """A small disk tier, and a small Redis if its client and a server are there."""
     tiers: list[Tier] = [DiskTier(folder / "disk", ON_DISK * (CHUNK_BYTES + 4096))]
-    sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
     try:
         from redis_servers import RedisServer
 
@@ -163,7 +166,7 @@ def open_tiers(folder: Path, stack: ExitStack) -> list[Tier]:
         print("without Redis: no redis-server")
         return tiers
     server = stack.enter_context(RedisServer(folder / "redis", maxmemory=IN_REDIS * CHUNK_BYTES, policy="allkeys-lru"))
-    return [*tiers, RedisTier(parse_remote(server.tcp_url()), deadline=0.5, ttl=0, prefix="lmc")]
+    return [*tiers, RedisTier(parse_redis_url(server.tcp_url()), deadline=0.5, ttl=0, prefix="lmc")]
 
 
 def measure(store: Store, metas: Sequence[RecordMeta], busy: int, seconds: float) -> tuple[dict[str, float], int]:
@@ -196,11 +199,12 @@ def main() -> None:
         tiers = open_tiers(folder, stack)
         store = Store(Slab(SLOTS, PARTS, PART_BYTES), tiers)
         print(
-            f"{machine()}\ntiers: {', '.join(tier.name for tier in tiers)}; {CHUNK_BYTES / MIB:g} MiB a chunk, {SLOTS} slots"
+            f"{machine()}\ntiers: {', '.join(tier.name for tier in tiers)}; "
+            f"{CHUNK_BYTES / MIB:g} MiB a chunk, {SLOTS} slots"
         )
         for meta in metas[:PROMPT]:
             put(store, meta)
-        pins = store.acquire([meta.key for meta in metas[:PROMPT]])
+        pins = store.pin([meta.key for meta in metas[:PROMPT]])
         for busy in BUSY:
             seconds = options.seconds if busy == BUSY[-1] else min(SHORT, options.seconds)
             columns[str(busy)], mistakes = measure(store, metas, busy, seconds)
@@ -208,7 +212,7 @@ def main() -> None:
         store.release([pin for pin in pins if pin is not None])
         store.flush()
         leaked, stats = store.held(), store.stats()
-        store.check()
+        check_store(store)
         store.close()
     counts = {
         "evictions": stats.evictions,

@@ -1,17 +1,18 @@
 """Host memory, disk and Redis against what each could do at most: bytes a second, ours over raw, side by side.
 
-Long, as each of three places has its raw way, ours and the peers' beside one another, and all share rounds, checks and profile.
+Long, as each of three places has its raw way, ours and the peers' beside one another, and all share rounds, checks and
+profile.
 
     python bench/tiers.py [--only host|disk|redis] [--readers N] [--writers N]
 
-Raw is the same bytes with nothing around them: the same copies between the same memories (whole chunks in, single parts out); whole
-files by direct I/O with requests of the same size, from as many threads; the plainest RESP exchange of values of the same sizes
-over as many connections. Chunks of 1, 4 and 32 MiB, more of them than a processor's caches hold, and none in the page cache. All
-ways take turns inside every round, in another order each time; a ratio is the median of the rounds' own ratios, since the machine's
-speed drifts more between rounds than inside one. The last line has the mean of the three sizes; a size below the goal of its place
-goes once more with a clock around its steps.
-Peers' ways beside it: one `torch.save` a chunk through the page cache (its writes end in memory), and redis-py's `set` and `get`.
-"""
+Raw is the same bytes with nothing around them: the same copies between the same memories (whole chunks in, single parts
+out); whole files by direct I/O with requests of the same size, from as many threads; the plainest RESP exchange of
+values of the same sizes over as many connections. Chunks of 1, 4 and 32 MiB, more of them than a processor's caches
+hold, and none in the page cache. All ways take turns inside every round, in another order each time; a ratio is the
+median of the rounds' own ratios, since the machine's speed drifts more between rounds than inside one. The last line
+has the mean of the three sizes; a size below the goal of its place goes once more with a clock around its steps. Peers'
+ways beside it: one `torch.save` a chunk through the page cache (its writes end in memory), and redis-py's `set` and
+`get`."""
 
 import argparse
 import os
@@ -34,18 +35,19 @@ from typing import Any, NamedTuple
 import torch
 from common import closing_line, parser
 
-from lmc.demo import machine
+from lmc.demo.random_model import machine
 from lmc.keys import ChunkKey
-from lmc.remote import parse_remote
+from lmc.redis_url import parse_redis_url
 from lmc.shapes import MIB
-from lmc.storage import disk, disk_reader
 from lmc.storage.disk import DiskTier
-from lmc.storage.loads import READ_AHEAD_BYTES
+from lmc.storage.disk import reader as disk_reader
+from lmc.storage.disk import tier as disk
+from lmc.storage.loader import READ_AHEAD_BYTES
 from lmc.storage.record import RecordMeta
 from lmc.storage.slab import Slab
-from lmc.storage.spill import WRITERS
 from lmc.storage.store import Store
-from lmc.storage.tier import Reader, Tier, Written
+from lmc.storage.tier import RecordReader, Tier, Written
+from lmc.storage.writer import WRITERS
 
 SHAPES = {1: (4, MIB // 4), 4: (8, MIB // 2), 32: (32, MIB)}  # MiB of a chunk: parts, bytes of each
 GOALS = {"host": 0.95, "disk": 0.9, "redis": 0.9}
@@ -64,7 +66,9 @@ class Turn(NamedTuple):
 
 
 class Arena:
-    """Chunks of one size, their memory, and the ways to put and get them; every way is a method that takes the round's number."""
+    """Chunks of one size, their memory, and the ways to put and get them; every way is a method that takes the round's
+    number.
+    """
 
     def __init__(self, place: str, mib: int, threads: Turn) -> None:
         parts, part_bytes = SHAPES[mib]
@@ -125,25 +129,25 @@ class Arena:
         return Turn(wrote, read)
 
     def read_in_step(self, tier: Tier, turn: int, chunks: Sequence[int]) -> None:
-        """As `lmc.storage.loads`: a range of all records before the next range of any, asked for one range ahead."""
+        """As `lmc.storage.loader`: a range of all records before the next range of any, asked for one range ahead."""
         slab = self.target
         step = max(1, READ_AHEAD_BYTES // slab.stride)
         ranges = [(first, min(step, slab.parts - first)) for first in range(0, slab.parts, step)]
         keys = [self.meta(turn, chunk).key for chunk in chunks]
-        tier.expect(keys, [slab.memory(chunk, *ranges[0], slab.stride) for chunk in chunks])
+        tier.announce(keys, [slab.memory(chunk, *ranges[0], slab.stride) for chunk in chunks])
         readers = [tier.open(key) for key in keys]
         for (first, count), ahead in zip_longest(ranges, ranges[1:]):
             for reader in readers if first == 0 else []:
-                present(reader).ask(first, count)
+                present(reader).request(first, count)
             for reader in readers if ahead else []:
-                present(reader).ask(*ahead)
+                present(reader).request(*ahead)
             for chunk, reader in zip(chunks, readers, strict=True):
                 present(reader).read(first, count, slab.memory(chunk, first, count, slab.stride))
         for reader in readers:
             present(reader).close()
 
 
-def present(reader: Reader | None) -> Reader:
+def present(reader: RecordReader | None) -> RecordReader:
     assert reader is not None
     return reader
 
@@ -152,7 +156,9 @@ def present(reader: Reader | None) -> Reader:
 
 
 class Host(Arena):
-    """One thread. Both ways copy into and out of the same slab; the callers' tensors are made before the clock starts."""
+    """One thread. Both ways copy into and out of the same slab; the callers' tensors are made before the clock
+    starts.
+    """
 
     def __init__(self, mib: int, threads: Turn) -> None:
         super().__init__("host", mib, Turn(1, 1))
@@ -183,14 +189,14 @@ class Host(Arena):
         for meta, given in zip(metas, self.given, strict=True):
             writing = store.begin(meta)
             assert writing is not None
-            writing.parts.copy_(given)
+            store.view(writing).copy_(given)
             store.commit(writing)
         half = time.perf_counter()
         for first in range(0, self.count, TOGETHER):
-            pins = [pin for pin in store.acquire([meta.key for meta in metas[first : first + TOGETHER]]) if pin]
+            pins = [pin for pin in store.pin([meta.key for meta in metas[first : first + TOGETHER]]) if pin]
             for pin, wanted in zip(pins, self.wanted_parts[first:], strict=False):
                 for layer, into in enumerate(wanted):
-                    into.copy_(pin.part(layer))
+                    into.copy_(store.part(pin, layer))
             store.release(pins)
         return Turn(half - started, time.perf_counter() - half)
 
@@ -198,7 +204,7 @@ class Host(Arena):
         """What `profile` puts a clock around."""
         return {
             "copy": [(torch.Tensor, "copy_")],
-            "bookkeeping": [(Store, verb) for verb in ("begin", "commit", "acquire", "release")],
+            "bookkeeping": [(Store, verb) for verb in ("begin", "commit", "pin", "release")],
         }
 
 
@@ -260,7 +266,9 @@ class Disk(Arena):
         return self.settled(Turn(wrote, self.spread(get, int(self.threads.get))))
 
     def settled(self, seconds: Turn) -> Turn:
-        """The filesystem has done what it put off: freeing the blocks of what was removed is not the next turn's affair."""
+        """The filesystem has done what it put off: freeing the blocks of what was removed is not the next turn's
+        affair.
+        """
         for _, path in self.paths(range(self.count)):
             path.unlink(missing_ok=True)
         os.sync()
@@ -284,12 +292,12 @@ class Redis(Arena):
 
     def __init__(self, mib: int, threads: Turn, server: Any, kind: str) -> None:
         from lmc.storage.redis import RedisTier
-        from lmc.storage.values import value_sizes
+        from lmc.storage.redis.layout import value_sizes
 
         super().__init__("redis", mib, threads)
         self.server, self.tcp = server, kind == "tcp"
         self.client = server.client()
-        remote = parse_remote(server.tcp_url() if self.tcp else server.unix_url())
+        remote = parse_redis_url(server.tcp_url() if self.tcp else server.unix_url())
         self.tier = RedisTier(remote, deadline=30.0, ttl=0, prefix="lmc")
         self.values = value_sizes(mib * MIB)
         self.ways = {"raw": self.raw, "ours": self.ours, "redis-py": self.peers}
@@ -448,7 +456,8 @@ def profile(arena: Any) -> str:
     spent = time.process_time() - spent
     seconds["python"] = sum(map(mul, arena.threads, turn)) - sum(seconds.values())
     shares = ", ".join(f"{step} {1e3 * took:.0f}" for step, took in seconds.items())
-    return f"ms of threads: {shares}; wall: put {1e3 * turn.put:.0f}, get {1e3 * turn.get:.0f}; processor {1e3 * spent:.0f}"
+    wall = f"put {1e3 * turn.put:.0f}, get {1e3 * turn.get:.0f}"
+    return f"ms of threads: {shares}; wall: {wall}; processor {1e3 * spent:.0f}"
 
 
 def compete(arena: Arena, verbs: tuple[str, str], ratios: dict[str, list[float]]) -> None:

@@ -11,7 +11,7 @@ import statistics
 from common import closing_line, parser
 from engine import Engine, in_folder, make_model, prompt_of, words
 
-from lmc.demo import machine
+from lmc.demo.random_model import machine
 
 PROMPTS, DOCUMENTS, USED, TOKENS, CHUNK = 300, 12, 6, 128, 128
 

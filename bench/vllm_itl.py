@@ -1,11 +1,11 @@
-"""What a running request feels while a prompt is blended: its worst gap between two tokens, against vLLM's own chunked prefill.
+"""What a running request feels while a prompt is blended: its worst gap between two tokens, against vLLM's own chunked
+prefill.
 
     python bench/vllm_itl.py
 
-The same prompt (8 known documents in a new order, 2064 tokens) arrives while another request decodes, at 256 tokens a step. Two
-numbers count: the worst gap during the blend over the worst gap during chunked prefill, and the blend's TTFT over that of the
-same blend in one piece (an engine whose steps take the whole prompt), alone.
-"""
+The same prompt (8 known documents in a new order, 2064 tokens) arrives while another request decodes, at 256 tokens a
+step. Two numbers count: the worst gap during the blend over the worst gap during chunked prefill, and the blend's TTFT
+over that of the same blend in one piece (an engine whose steps take the whole prompt), alone."""
 
 import random
 import statistics
@@ -14,7 +14,7 @@ from typing import Any
 from common import closing_line, parser
 from engine import Engine, in_folder, make_model, middle_of_starts, prompt_of, words
 
-from lmc.demo import machine
+from lmc.demo.random_model import machine
 
 DOCUMENTS, TOKENS, STEP = 8, 250, 256
 RATIOS = ("gap_ratio", "ttft_over_unsliced", "ttft_over_prefill")
@@ -32,7 +32,8 @@ def main() -> None:
         model = make_model(folder)
         ratios = middle_of_starts(options.starts, lambda: measure(model, options.repeats, wishes))
     print(
-        f"{machine()}\na prompt beside a running request, {STEP} tokens a step, {options.strategy} {options.ratio}, one thread"
+        f"{machine()}\na prompt beside a running request, {STEP} tokens a step, "
+        f"{options.strategy} {options.ratio}, one thread"
     )
     line = {"bench": "vllm_itl", **{name: round(ratios[name], 3) for name in RATIOS}}
     closing_line(line, "vllm_itl" if options.keep else None)

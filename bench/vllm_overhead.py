@@ -1,12 +1,13 @@
-"""What the connector costs when there is nothing to hit: throughput and TTFT with lmc, storing included, over vLLM alone.
+"""What the connector costs when there is nothing to hit: throughput and TTFT with lmc, storing included, over vLLM
+alone.
 
     python bench/vllm_overhead.py [--memory]
 
-Batches of new prompts, prefill and decode, go to three engines in turn: one with lmc that stores everything into memory and onto disk,
-and two without a connector, as one engine is up to 5 % faster than the next of its kind from one start to another: ratios are over the
-mean of the two, what they say of each other is shown beside them, and all are started several times. The threads that compute share a
-core, as only one of them has something to do; lmc's threads have the others.
-"""
+Batches of new prompts, prefill and decode, go to three engines in turn: one with lmc that stores everything into memory
+and onto disk, and two without a connector, as one engine is up to 5 % faster than the next of its kind from one start
+to another: ratios are over the mean of the two, what they say of each other is shown beside them, and all are started
+several times. The threads that compute share a core, as only one of them has something to do; lmc's threads have the
+others."""
 
 import os
 import random
@@ -16,12 +17,12 @@ import tempfile
 from common import closing_line, parser
 from engine import Engine, in_folder, make_model, middle_of_starts, words
 
-from lmc.demo import machine
+from lmc.demo.random_model import machine
 
 PROMPTS, TOKENS, NEW = 8, 512, 32
 SETTINGS = {"max_local_cpu_size": 0.5}  # so that old chunks have to go
-# The C library gives large tensors back to the kernel after every operation and has them zeroed again, a sixth of a prefill and most
-# of its noise; vLLM asks its users for another allocator.
+# The C library gives large tensors back to the kernel after every operation and has them zeroed again, a sixth of a
+# prefill and most of its noise; vLLM asks its users for another allocator.
 os.environ |= {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
 
 

@@ -2,9 +2,8 @@
 
     python bench/vllm_ttft.py [--layers 12] [--hidden 1024]
 
-Both engines run side by side, on one core, and are asked in turn, so that a machine that is slower for a while is slower for both. Every
-prompt has an order and a question of its own: nothing but documents can be reused.
-"""
+Both engines run side by side, on one core, and are asked in turn, so that a machine that is slower for a while is
+slower for both. Every prompt has an order and a question of its own: nothing but documents can be reused."""
 
 import random
 import statistics
@@ -14,7 +13,7 @@ from typing import Any
 from common import closing_line, parser
 from engine import Engine, in_folder, make_model, middle_of_starts, prompt_of, words
 
-from lmc.demo import machine
+from lmc.demo.random_model import machine
 
 WAYS = (
     ("query", 0.15),
@@ -61,9 +60,8 @@ def main() -> None:
         rows[way] = {"seconds": round(seconds, 4), "speedup": round(speed[way], 2)}
         parts = {part: statistics.median(one["parts"].get(part, 0.0) for one in found) for part in found[-1]["parts"]}
         spent = ", ".join(f"{part} {value:.3f}" for part, value in sorted(parts.items(), key=lambda item: -item[1]))
-        print(
-            f"{way:>14}  {seconds:.3f} s  {speed[way]:5.2f}x   {spent}, engine and rest {seconds - sum(parts.values()):.3f}"
-        )
+        rest = seconds - sum(parts.values())
+        print(f"{way:>14}  {seconds:.3f} s  {speed[way]:5.2f}x   {spent}, engine and rest {rest:.3f}")
     line = {
         "bench": "vllm_ttft",
         "full_s": round(middle(rounds[FULL]), 4),

@@ -1,12 +1,14 @@
-"""Attention of scattered queries: a query at position p sees the keys at positions ≤ p, all of them, and nothing later.
+"""Attention of scattered queries: a query at position p sees all keys at positions ≤ p, and none behind.
 
-A causal flag cannot say this: it aligns the last query with the last key, and lets every other scattered query see the future.
+A causal flag does not do this. It aligns the last query with the last key, so that other scattered queries would see
+keys behind them.
 """
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-BLOCK = 64  # queries a call: keys behind a block's last query are never read, so small blocks save half of scattered attention
+# Queries in one call. Keys behind the last query of a call are not read, so small calls save half of the work.
+BLOCK = 64
 
 
 def attend(
@@ -15,11 +17,12 @@ def attend(
     values: torch.Tensor,
     positions: torch.Tensor,
     scale: float,
-    visible: torch.Tensor | None = None,
+    present: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Outputs `[T, Q, D]` of queries `[T, Q, D]` at ascending `positions [T]` over `keys, values [H, N, D]` at positions 0…N-1.
+    """Return the outputs `[T, Q, D]` of queries `[T, Q, D]` at ascending `positions [T]`.
 
-    `visible [N]` hides keys that are not there yet. Grouped heads: query head i reads KV head i // (Q / H).
+    `keys, values [H, N, D]` are at the positions 0…N-1; where `present [N]` is false they are not seen. Query head i
+    reads KV head i // (Q / H).
     """
     heads, group = keys.shape[0], query.shape[1] // keys.shape[0]
     out = torch.empty_like(query)
@@ -27,12 +30,12 @@ def attend(
         block = slice(start, start + BLOCK)
         reach = int(positions[block][-1]) + 1
         mask = positions[block, None] >= torch.arange(reach, device=keys.device)  # [T, N]
-        if visible is not None:
-            mask &= visible[:reach]
+        if present is not None:
+            mask &= present[:reach]
         rows = mask.shape[0]
         q = query[block].unflatten(1, (heads, group)).permute(1, 2, 0, 3)  # [T, Q, D] -> [H, G, T, D]
         attended = scaled_dot_product_attention(
-            q.reshape(1, heads, group * rows, -1),  # the queries of a group read the same keys
+            q.reshape(1, heads, group * rows, -1),  # The queries of a group read the same keys.
             keys[None, :, :reach],
             values[None, :, :reach],
             attn_mask=mask.repeat(group, 1),
@@ -43,15 +46,18 @@ def attend(
 
 
 def attention_paid(
-    query: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor, scale: float, visible: torch.Tensor | None = None
+    query: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor, scale: float, present: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """How much each key gets, `[N]` float32: softmax of `query [T, Q, D]` over `keys [H, N, D]`, mean over heads, max over queries."""
+    """Return the attention that each key gets, `[N]` float32.
+
+    It is the softmax of `query [T, Q, D]` over `keys [H, N, D]`, its mean over heads, and the maximum over queries.
+    """
     heads, group = keys.shape[0], query.shape[1] // keys.shape[0]
     hidden = positions[:, None] < torch.arange(keys.shape[1], device=keys.device)  # [T, N]
-    if visible is not None:
-        hidden |= ~visible
+    if present is not None:
+        hidden |= ~present
     paid = torch.zeros(hidden.shape, device=keys.device)
-    for head in range(heads):  # one head at a time: [G·T, N] stays in cache, [Q, T, N] does not
+    for head in range(heads):  # One head at a time: [G·T, N] fits in the processor's cache, and [Q, T, N] does not.
         q = query[:, head * group : (head + 1) * group].transpose(0, 1).float()  # [G, T, D]
         # Scaled before the product, in float32: large keys (Qwen2's biases) overflow half precision.
         logits = ((q * scale) @ keys[head].float().T).masked_fill_(hidden, float("-inf"))

@@ -1,250 +1,258 @@
-"""The blender: a prompt's KV from reused, re-rotated and repaired pieces, one layer at a time.
+"""The blender repairs reused keys and values of a prompt, in one or two passes over the model's layers.
 
-Three kinds of tokens:      exact   KV that full prefill would give too (an exact prefix, a document at position 0): never recomputed
-                            reused  KV of a document computed alone, moved to its place: repaired where the policy says so
-                            fresh   everything else (unknown segments, separators, the question): computed
+There are three kinds of tokens:
 
-The evidence for repairing comes from comparing keys at check layers on the way (`deviation`, CacheBlend), or from a first
-pass of the question over the unrepaired KV (`query`), which needs no layer in full but every layer's KV before the second
-pass. Called by connectors; pulls layers from any iterator of `(layer, parts)`, and knows nothing of where they come from.
+exact    The KV is what full prefill would give: an exact prefix, or a document behind the same tokens as when it was
+         learned. It is never recomputed.
+reused   The KV of a document that was computed alone. It is moved to its place, and repaired where the policy says so.
+fresh    Everything else is computed: unknown documents, separators, the question.
+
+`deviation` finds the tokens to repair on the way: up to a check layer every token is computed, and the tokens whose
+fresh keys differ most from the stored ones go on. That is CacheBlend (Yao et al., EuroSys 2025, arXiv 2405.16444,
+section 4.3): the fresh KV of a check layer is kept for every token that reached it, and the set of tokens only shrinks
+with depth. The strategies `query` and `union` run a first pass of the question over the unrepaired KV to see what it
+attends to, and repair that in a second pass (ProphetKV, arXiv 2602.02579).
+
+The algorithm is here and nowhere else. The canvas knows where keys and values lie, and computes the layers.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Generic
 
 import torch
 
 from lmc.blend.attention import attend, attention_paid
-from lmc.blend.layers import DecoderLayers
-from lmc.blend.rope import rotate, turn_between
-from lmc.blend.segments import Span
-from lmc.blend.select import NEEDS_QUESTION, STRATEGIES, Evidence, Policy, budget, by_deviation
+from lmc.blend.canvas import AttentionFunction, Canvas, Placement, R
+from lmc.blend.strategies import NEEDS_QUESTION, STRATEGIES, Evidence, RecomputePolicy, budget, by_deviation
 
-Reader = Iterator[tuple[int, Sequence[torch.Tensor]]]  # (layer, a part [K, T, H, D] for each piece), in order of layers
-QUESTION_ROWS = 64  # the last tokens of the question score the documents; more cost time and change little
+QUESTION_ROWS = 64  # The last tokens of the question score the documents; more rows cost time and change little.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Placed:
-    """A stored piece and where it goes: `tokens` tokens computed from position `first` of their document on, used from `at` on."""
+class BlendInput:
+    """A prompt as the blender sees it. The exact KV of the positions before `start` is in the canvas already."""
 
-    at: int
-    tokens: int
-    first: int
+    length: int  # tokens of the prompt that are known
+    stop: int  # where the wanted keys and values end; the engine computes the rest itself
+    question: int  # where the question begins
+    placements: Sequence[Placement]  # ascending, without overlap, none before `start`
+    start: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """One layer of one pass is done: a good moment to let others run."""
+class Slice:
+    """What was done since the last slice. After each slice, the engine may serve other requests."""
 
     layer: int
-    rows: int  # tokens that went through it
+    cost: int  # rows through a layer; 0 if the blend waits for stored parts to arrive
 
 
 @dataclass(slots=True, kw_only=True)
-class Blended:
-    """The result: KV of the whole prompt, and what it took."""
+class BlendResult:
+    """What a blend has computed."""
 
-    keys: list[torch.Tensor]  # per layer [H, T, D]
-    values: list[torch.Tensor]
-    logits: torch.Tensor | None = None  # [V] at the last token
-    reused: int = 0  # tokens whose KV could be approximate: what a ratio refers to
-    computed: list[int] = field(default_factory=list)  # tokens computed in each layer, over all passes
-    # per layer, positions of reused tokens whose KV was computed anew
-    repaired: list[torch.Tensor] = field(default_factory=list)
-    charged: int = 0  # token-layers of reusable tokens that were computed
+    reused: int  # tokens whose KV is approximate unless it is repaired; ratios refer to their number
+    fresh: int
+    computed: list[int]  # tokens computed in each layer, over all passes
+    repaired: list[torch.Tensor] = field(repr=False)  # per layer, positions of the reused tokens computed last
+    charged: int = 0  # reused tokens that were computed, summed over layers and passes
 
     @property
     def charged_budget(self) -> float:
-        """Σ over layers of reusable tokens computed / (L × reusable tokens)."""
-        return self.charged / (len(self.keys) * self.reused) if self.reused else 0.0
+        """Σ over layers of reused tokens computed / (L × reused tokens)."""
+        return self.charged / (len(self.computed) * self.reused) if self.reused else 0.0
 
 
-class Blend:
-    """One prompt on its way through the layers. Run `steps` to its end, then read `result`."""
+@dataclass(frozen=True, slots=True, eq=False)
+class _Probe:
+    """A batch of the first pass, and the keys that it sees."""
 
-    def __init__(
-        self, layers: DecoderLayers, tokens: Sequence[int], pieces: Sequence[Placed], question: Span, policy: Policy
-    ) -> None:
-        """`pieces` ascend and do not overlap; the last token of the prompt is in none of them."""
-        policy.check_depth(layers.shape.layers)
-        self._layers, self._policy = layers, policy
-        shape, device, length = layers.shape, layers.device, len(tokens)
-        # A prompt that ends with a separator is asked by its last token.
-        self._question = min(question.start, length - 1)
-        self._tokens = torch.tensor(tokens, device=device)
-        self._cos, self._sin = layers.rows(length)
-        kept = [_positions(p.at, p.tokens, device) for p in pieces]
-        self._stored = torch.cat(kept) if kept else torch.empty(0, dtype=torch.long, device=device)
-        self._pieces, self._turns = pieces, [self._turn_of(piece) for piece in pieces]
-        self._known = torch.zeros(length, dtype=torch.bool, device=device)  # KV is there, exact or not
-        self._known[self._stored] = True
-        exact = _exact_reach(pieces)
-        loose = [p for p in pieces if p.at >= exact]
-        self._reused = self._stored[self._stored >= exact]
-        self._loose = torch.zeros_like(self._known)  # the same as a mask
-        self._loose[self._reused] = True
-        self._offset = torch.cat([_positions(p.first, p.tokens, device) for p in loose]) if loose else self._reused
-        self._fresh = (~self._known).nonzero().flatten()
-        empty = (shape.kv_heads, length, shape.head_dim)
-        self.result = Blended(
-            keys=[torch.empty(empty, dtype=shape.dtype, device=device) for _ in range(shape.layers)],
-            values=[torch.empty(empty, dtype=shape.dtype, device=device) for _ in range(shape.layers)],
+    batch: slice
+    positions: torch.Tensor  # [T]
+    scoring: int  # the first row of the batch that scores the documents
+    absent: torch.Tensor  # positions up to the batch's last one whose keys and values are not there yet
+    present: torch.Tensor  # [N] bool, false at these positions
+
+
+class Blender(Generic[R]):
+    """The blend of one prompt. Exhaust `slices`, then read `result`."""
+
+    def __init__(self, canvas: Canvas[R], given: BlendInput, policy: RecomputePolicy) -> None:
+        """Raise `ConfigError` if the policy's check layers are deeper than the model."""
+        policy.check_depth(canvas.depth)
+        self._canvas, self._given, self._policy = canvas, given, policy
+        loose = [placement for placement in given.placements if not placement.exact]
+        self._reused, self._offset = self._positions(loose, "at"), self._positions(loose, "first")
+        self._present = torch.zeros(given.length, dtype=torch.bool, device=canvas.device)
+        self._present[: given.start] = True
+        self._present[self._positions(given.placements, "at")] = True
+        self._is_reused = torch.zeros_like(self._present)
+        self._is_reused[self._reused] = True
+        self._fresh = (~self._present).nonzero().flatten()
+        self._placed = 0  # layers whose stored parts are in place
+        self.result = BlendResult(
             reused=len(self._reused),
-            computed=[0] * shape.layers,
-            repaired=[self._reused[:0]] * shape.layers,
+            fresh=len(self._fresh),
+            computed=[0] * canvas.depth,
+            repaired=[self._reused[:0]] * canvas.depth,
         )
 
-    def steps(self, reader: Reader) -> Iterator[Step]:
-        """Run; `reader` yields, per layer in order, one part `[K, T, H, D]` for each piece (nothing at all if there are no pieces)."""
+    def slices(self) -> Iterator[Slice]:
+        """Run the blend, a slice at a time. Call under `torch.inference_mode()`."""
+        fresh, strategy = self._fresh[self._fresh < self._given.stop], self._policy.strategy
         if not len(self._reused):
-            yield from self._pass(reader, self._fresh)
-        elif self._policy.strategy in NEEDS_QUESTION:
-            attention = torch.zeros(len(self._tokens), device=self._layers.device)
-            yield from self._ask(reader, attention)
-            # What comes before all reused tokens is exact by now.
-            self._fresh = self._fresh[self._fresh > self._reused[0]]
-            chosen = self._choose(Evidence(offset=self._offset, attention=attention[self._reused]))
-            yield from self._pass(iter(()), self._rows(chosen))
-        elif self._policy.strategy == "deviation":
-            yield from self._pass(reader, self._rows(self._reused), self._policy.check_layers)
+            yield from self._pass(fresh)
+        elif strategy in NEEDS_QUESTION:
+            attention = torch.zeros(self._given.length, device=self._canvas.device)
+            yield from self._ask(attention)
+            chosen = self._choose(Evidence(offset=self._offset, attention=self._canvas.summed(attention)[self._reused]))
+            # The first pass has finished what stands before all reused tokens.
+            yield from self._pass(_merged(fresh[fresh > self._reused[0]], chosen))
+        elif strategy == "deviation":
+            yield from self._pass(_merged(fresh, self._reused), self._policy.check_layers)
         else:
-            yield from self._pass(reader, self._rows(self._choose(Evidence(offset=self._offset))))
+            yield from self._pass(_merged(fresh, self._choose(Evidence(offset=self._offset))))
 
-    def run(self, reader: Reader) -> Blended:
-        """All steps at once."""
+    def run(self) -> BlendResult:
+        """Run the blend to its end."""
         with torch.inference_mode():
-            for _ in self.steps(reader):
+            for _ in self.slices():
                 pass
         return self.result
 
-    # -- one pass through the layers ---------------------------------------------------------------------------------
+    # -- passes ------------------------------------------------------------------------------------------------------
 
-    def _pass(self, reader: Reader, rows: torch.Tensor, checks: tuple[int, ...] = ()) -> Iterator[Step]:
-        """Compute `rows` in every layer, patching their KV over what the reader brings; at check layers the set shrinks."""
-        hidden = self._layers.embed(self._tokens[rows])
-        last = self._layers.shape.layers - 1
-        for layer in range(last + 1):
-            query, key, value = self._enter(layer, hidden, rows, reader)
-            keep = None
+    def _pass(self, positions: torch.Tensor, checks: Sequence[int] = ()) -> Iterator[Slice]:
+        """Compute these tokens in every layer. At check layers fewer of them go on."""
+        rows = self._canvas.begin(positions) if len(positions) else None
+        repaired = self._repaired(positions)
+        for layer in range(self._canvas.depth):
+            yield from self._place(layer)
+            if rows is None:
+                continue
+            self._charge(layer, len(rows.positions), repaired)
             if layer in checks:
-                keep = self._shrink(checks.index(layer), layer, rows, key)
-            elif layer == last:
-                # Of the last layer only the last token's output is read.
-                keep = torch.tensor([len(rows) - 1], device=rows.device)
-            self._patch(layer, rows, key, value)
-            if keep is not None:
-                rows, hidden, query = rows[keep], hidden[keep], query[keep]
-            keys, values = self.result.keys[layer], self.result.values[layer]
-            attended = attend(query, keys, values, rows, self._layers.scale)
-            hidden = self._layers.finish(layer, hidden, attended)
-            yield Step(layer, len(rows))
-        self.result.logits = self._layers.logits(hidden[-1])
+                rows = yield from self._check(layer, rows)
+                repaired = self._repaired(rows.positions)
+            for batch in self._canvas.batches(rows):
+                self._canvas.run(layer, rows, batch)
+                yield _slice_of(layer, batch)
 
-    def _ask(self, reader: Reader, attention: torch.Tensor) -> Iterator[Step]:
-        """The question alone over the unrepaired KV, adding to `attention [T]` what it pays in each layer.
+    def _ask(self, attention: torch.Tensor) -> Iterator[Slice]:
+        """Run the question over the unrepaired KV, and add to `attention [N]` what it pays to each token in each layer.
 
-        With it runs what comes before all reused tokens, which is exact and done by that. Separators and unknown documents are not
-        there yet: running them here too would cost as much as the question itself, and changed no choice that we measured.
+        Fresh tokens before all reused ones run with it; their KV is exact and finished afterwards. Separators and
+        unknown documents behind them are absent: to compute them here too would cost as much as the question itself,
+        and did not change any choice in the measurements.
         """
-        rows = self._fresh[(self._fresh < self._reused[0]) | (self._fresh >= self._question)]
-        asking = (rows >= self._question).nonzero().flatten()[-QUESTION_ROWS:]
-        visible = self._known.clone()
-        visible[rows] = True
-        hidden_rows = (~visible).nonzero().flatten()
-        hidden = self._layers.embed(self._tokens[rows])
-        last = self._layers.shape.layers - 1
-        for layer in range(last + 1):
-            query, key, value = self._enter(layer, hidden, rows, reader)
-            self._patch(layer, rows, key, value)
-            keys, values = self.result.keys[layer], self.result.values[layer]
-            # Zeros, not whatever memory holds: a masked key still meets a zero weight, and 0 × NaN is NaN.
-            keys[:, hidden_rows] = values[:, hidden_rows] = 0
-            attention += attention_paid(query[asking], keys, rows[asking], self._layers.scale, visible)
-            if layer < last:
-                attended = attend(query, keys, values, rows, self._layers.scale, visible)
-                hidden = self._layers.finish(layer, hidden, attended)
-            yield Step(layer, len(rows))
+        question = min(self._given.question, self._given.length - 1)
+        positions = self._fresh[(self._fresh < self._reused[0]) | (self._fresh >= question)]
+        rows = self._canvas.begin(positions)
+        probes = self._probes(positions, int((positions < question).sum()), self._canvas.batches(rows))
+        for layer in range(self._canvas.depth):
+            yield from self._place(layer)
+            self._charge(layer, len(positions), self._reused[:0])
+            paid = torch.zeros_like(attention)
+            for probe in probes:
+                self._canvas.run(layer, rows, probe.batch, self._scoring(layer, probe, paid))
+                yield _slice_of(layer, probe.batch)
+            attention += paid
 
-    def _enter(
-        self, layer: int, hidden: torch.Tensor, rows: torch.Tensor, reader: Reader
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Stored KV of a layer in its place, and query, key and value of the rows that are computed."""
-        self._place(layer, reader)
-        self._count(layer, rows)
-        return self._layers.qkv(layer, hidden, self._cos[rows], self._sin[rows])
+    def _probes(self, positions: torch.Tensor, question: int, batches: Sequence[slice]) -> list["_Probe"]:
+        """Return what each batch of the first pass sees; `question` is the index of the question's first row."""
+        present = self._present.clone()
+        present[positions] = True
+        absent, where = (~present).nonzero().flatten(), positions.tolist()
+        scoring = max(question, len(where) - QUESTION_ROWS)
+        probes = []
+        for batch in batches:
+            stop = where[batch.stop - 1] + 1
+            first = max(scoring - batch.start, 0)
+            probes.append(_Probe(batch, positions[batch], first, absent[absent < stop], present[:stop]))
+        return probes
+
+    def _scoring(self, layer: int, probe: "_Probe", paid: torch.Tensor) -> AttentionFunction:
+        """Return attention over the keys that are present; it notes in `paid [N]` what the question pays to each of
+        them.
+        """
+
+        def attention(query: torch.Tensor) -> torch.Tensor | None:
+            at, present, scale = probe.positions, probe.present, self._canvas.scale
+            keys, values = self._canvas.context(layer, len(present), probe.absent)
+            if probe.scoring < len(at):
+                so_far = paid[: len(present)]
+                scores = attention_paid(query[probe.scoring :], keys, at[probe.scoring :], scale, present)
+                torch.maximum(so_far, scores, out=so_far)
+            if layer == self._canvas.depth - 1:
+                return None  # Nobody reads the output of the last layer in this pass.
+            return attend(query, keys, values, at, scale, present)
+
+        return attention
+
+    def _place(self, layer: int) -> Iterator[Slice]:
+        """Place the stored parts of a layer, unless that has been done."""
+        if layer < self._placed or not self._given.placements:
+            return
+        while not self._canvas.arrived(layer):
+            yield Slice(layer, 0)
+        cost = self._canvas.place(layer)
+        self._placed = layer + 1
+        if cost:
+            yield Slice(layer, cost)
 
     # -- evidence and choice -----------------------------------------------------------------------------------------
 
     def _choose(self, evidence: Evidence) -> torch.Tensor:
+        """Return the positions of the reused tokens to recompute."""
         count = budget(len(self._reused), self._policy.ratios[0])
-        return self._reused[STRATEGIES[self._policy.strategy](evidence, count)]
+        chosen = STRATEGIES[self._policy.strategy](evidence, count)
+        return self._reused[self._canvas.agreed(chosen, len(self._reused))]
 
-    def _shrink(self, check: int, layer: int, rows: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        """Indices into `rows` that go on: the fresh ones, and those that deviate most from what was loaded."""
-        candidates = self._loose[rows].nonzero().flatten()
-        loaded = self.result.keys[layer][:, rows[candidates]].transpose(0, 1).float()  # [T, H, D]
-        deviation, magnitude = ((x * x).sum((1, 2)) for x in (key[candidates].float() - loaded, loaded))
-        evidence = Evidence(
-            offset=self._offset[torch.searchsorted(self._reused, rows[candidates])],
-            deviation=deviation,
-            magnitude=magnitude,
-        )
-        thresholds = self._policy.thresholds
+    def _check(self, layer: int, rows: R) -> Generator[Slice, None, R]:
+        """Compute a check layer, keep the fresh keys and values of all rows, and return the rows that go on."""
+        reused = self._is_reused[rows.positions]
+        candidates = rows.positions[reused]
+        stored = self._canvas.read(layer, candidates)[0].float()
+        for batch in self._canvas.batches(rows):
+            self._canvas.run(layer, rows, batch, lambda query: None)
+            yield _slice_of(layer, batch)
+        fresh = self._canvas.read(layer, candidates)[0].float()
+        deviation, magnitude = (self._canvas.summed((x * x).sum((1, 2))) for x in (fresh - stored, stored))
+        offset = self._offset[torch.searchsorted(self._reused, candidates)]
+        evidence = Evidence(offset=offset, deviation=deviation, magnitude=magnitude)
+        chosen = self._canvas.agreed(self._most_deviating(layer, evidence), len(candidates))
+        goes_on = ~reused
+        goes_on[reused.nonzero().flatten()[chosen]] = True
+        return self._canvas.keep(rows, goes_on.nonzero().flatten())
+
+    def _most_deviating(self, layer: int, evidence: Evidence) -> torch.Tensor:
+        check, thresholds = self._policy.check_layers.index(layer), self._policy.thresholds
         count = budget(len(self._reused), self._policy.ratios[check])
-        chosen = by_deviation(evidence, count, thresholds[check] if thresholds else None)
-        goes_on = torch.ones(len(rows), dtype=torch.bool, device=rows.device)
-        goes_on[candidates] = False
-        goes_on[candidates[chosen]] = True
-        return goes_on.nonzero().flatten()
+        return by_deviation(evidence, count, thresholds[check] if thresholds else None)
 
-    def _rows(self, chosen: torch.Tensor) -> torch.Tensor:
-        return torch.cat((self._fresh, chosen)).sort().values
+    # -- counting ----------------------------------------------------------------------------------------------------
 
-    # -- KV ----------------------------------------------------------------------------------------------------------
+    def _repaired(self, positions: torch.Tensor) -> torch.Tensor:
+        return positions[self._is_reused[positions]]
 
-    def _place(self, layer: int, reader: Reader) -> None:
-        """The next layer's stored KV, keys moved to their new positions, into its place."""
-        arrived = next(reader, None) if len(self._stored) else None
-        if arrived is None:
-            return
-        assert arrived[0] == layer, "the reader is out of step"
-        keys, values = self.result.keys[layer], self.result.values[layer]
-        for piece, (cos, sin), part in zip(self._pieces, self._turns, arrived[1], strict=True):
-            here = slice(piece.at, piece.at + piece.tokens)
-            stored = part.to(self._layers.device).transpose(1, 2)  # [K, T, H, D] -> [K, H, T, D]
-            rotate(stored[0], cos, sin, out=keys[:, here])
-            values[:, here] = stored[1]
-
-    def _patch(self, layer: int, rows: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-        self.result.keys[layer].index_copy_(1, rows, key.transpose(0, 1))
-        self.result.values[layer].index_copy_(1, rows, value.transpose(0, 1))
-
-    def _count(self, layer: int, rows: torch.Tensor) -> None:
-        repaired = rows[self._loose[rows]]
-        self.result.computed[layer] += len(rows)
+    def _charge(self, layer: int, computed: int, repaired: torch.Tensor) -> None:
+        """Count the rows computed in a layer, among them the `repaired` reused ones."""
+        self.result.computed[layer] += computed
         self.result.charged += len(repaired)
         if len(repaired):
             self.result.repaired[layer] = repaired
 
-    def _turn_of(self, piece: Placed) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin `[T, R/2]` that move a piece to its place; the same for all layers."""
-        # a document stands at or behind the position it was computed at: its rows are in the table
-        assert piece.first <= piece.at
-        half, cos, sin = self._cos.shape[-1] // 2, self._cos, self._sin
-        old, new = slice(piece.first, piece.first + piece.tokens), slice(piece.at, piece.at + piece.tokens)
-        return turn_between(cos[old, :half], sin[old, :half], cos[new, :half], sin[new, :half])
+    def _positions(self, placements: Sequence[Placement], begin: str) -> torch.Tensor:
+        """Return the positions of the tokens of all placements, counted from their `at` or `first`."""
+        starts = [(getattr(placement, begin), placement.tokens) for placement in placements]
+        ranges = [torch.arange(start, start + count, device=self._canvas.device) for start, count in starts]
+        return torch.cat(ranges) if ranges else torch.empty(0, dtype=torch.long, device=self._canvas.device)
 
 
-def _positions(start: int, count: int, device: torch.device) -> torch.Tensor:
-    return torch.arange(start, start + count, device=device)
+def _merged(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    return torch.cat((one, other)).sort().values
 
 
-def _exact_reach(pieces: Sequence[Placed]) -> int:
-    """Where exactness ends: pieces that follow each other from position 0, each computed where it is used and after the one before it."""
-    reach = 0
-    for piece in pieces:
-        if piece.at != reach or piece.first != reach:
-            break
-        reach += piece.tokens
-    return reach
+def _slice_of(layer: int, batch: slice) -> Slice:
+    return Slice(layer, batch.stop - batch.start)

@@ -1,8 +1,8 @@
-"""A prompt cut at the special string: `system # # doc # # doc # # … # # question`, found on token ids.
+"""Cuts a prompt at the special string: `system # # doc # # doc # # … # # question`, by token ids.
 
-A tokenizer writes the special string differently at the start of a text, inside one, and before a word that takes the last
-blank with it; every way it can come out is a variant. Separators are part of the prompt that the model reads; they belong
-to no document.
+A tokenizer encodes the special string in one way at the start of a text, in another way inside of one, and in a third
+way before a word that takes the last blank with it; each of these ways is a variant. The model reads the separators as
+a part of the prompt. They belong to no document.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,7 +25,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segments:
-    """The parts of a prompt. Whatever is in no span is a separator."""
+    """The parts of a prompt. Tokens that are in no span are separators."""
 
     system: Span  # before the first separator; may be empty
     documents: tuple[Span, ...]
@@ -36,12 +36,12 @@ Variants = tuple[tuple[int, ...], ...]
 
 
 def separator_variants(encode: Callable[[str], Sequence[int]], special: str) -> Variants:
-    """Every token sequence that `special` can come out as, longest first; `encode` may or may not add special tokens.
+    """Return every token sequence as which `special` can be encoded, longest first.
 
-    Raises `InputError` if it encodes to nothing that could be found.
+    `encode` may or may not add special tokens. Raises `InputError` if `special` cannot be found among other tokens.
     """
     found = set()
-    start = _common_prefix(encode("a"), encode("b"))  # BOS and its like, which come before every text
+    start = _common_prefix(encode("a"), encode("b"))  # special tokens that come before every text, such as BOS
     for text in (special, special.strip(), " " + special.strip(), special.strip() + " "):
         found.add(tuple(encode(text)[start:]))
         for before in ("a", "a.", "a\n"):
@@ -57,7 +57,7 @@ def separator_variants(encode: Callable[[str], Sequence[int]], special: str) -> 
 
 
 def split(tokens: Sequence[int], variants: Variants) -> Segments:
-    """Cut a prompt at every separator. Without one, everything is the question."""
+    """Cut a prompt at every separator. Without separators, all of it is the question."""
     cuts = _find(tokens, variants)
     if not cuts:
         return Segments(system=Span(0, 0), documents=(), question=Span(0, len(tokens)))
@@ -72,7 +72,7 @@ def split(tokens: Sequence[int], variants: Variants) -> Segments:
 def join(
     system: Sequence[int], documents: Sequence[Sequence[int]], question: Sequence[int], separator: Sequence[int]
 ) -> list[int]:
-    """The prompt that `split` cuts into these parts; an empty `system` leaves a separator at the front."""
+    """Return the prompt that `split` cuts into these parts; with an empty `system` it starts with a separator."""
     prompt = list(system)
     for part in (*documents, question):
         prompt += [*separator, *part]
@@ -95,7 +95,7 @@ def _find(tokens: Sequence[int], variants: Variants) -> list[Span]:
 
 
 def _inside(encode: Callable[[str], Sequence[int]], before: str, text: str, after: str) -> tuple[int, ...]:
-    """How `text` is written between two others: what the encodings with and without it do not share."""
+    """Return how `text` is encoded between two others: the tokens that their own encodings do not explain."""
     whole, left, right = encode(before + text + after), encode(before), encode(after)
     start = _common_prefix(whole, left)
     stop = len(whole) - _common_prefix(whole[::-1], right[::-1])
@@ -103,9 +103,4 @@ def _inside(encode: Callable[[str], Sequence[int]], before: str, text: str, afte
 
 
 def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    length = 0
-    for x, y in zip(a, b, strict=False):
-        if x != y:
-            break
-        length += 1
-    return length
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

@@ -9,11 +9,11 @@ from pathlib import Path
 from lmc.blend.segments import join
 from lmc.config import Settings
 from lmc.connectors.transformers import CachedModel
+from lmc.demo import SHIPPED
 from lmc.errors import LmcError
 
-HERE = Path(__file__).parent / "small_model"
-model_name = sys.argv[1] if len(sys.argv) > 1 else HERE / "model"
-folder = Path(sys.argv[2]) if len(sys.argv) > 2 else HERE / "documents"
+model_name = sys.argv[1] if len(sys.argv) > 1 else SHIPPED / "model"
+folder = Path(sys.argv[2]) if len(sys.argv) > 2 else SHIPPED / "documents"
 
 # Settings come from LMC_* variables or a YAML file as well; what is given here wins.
 settings = Settings.load({"enable_blending": True, "max_local_cpu_size": 0.5, "local_disk": ".demo/rag"})
@@ -30,7 +30,8 @@ def encode(text: str) -> list[int]:
 
 
 with cached:  # closing writes to disk what is not there yet
-    # 1. Once per document, ahead of time: prefill it alone and keep its KV. Documents that are on disk already cost nothing.
+    # 1. Once per document, ahead of time: prefill it alone and keep its KV. Documents that are on disk already cost
+    # nothing.
     documents = [encode(path.read_text().strip()) for path in sorted(folder.glob("*.txt"))[:6]]
     if not documents:
         sys.exit(f"no .txt files in {folder}")

@@ -2,9 +2,9 @@
 
     python examples/rag_vllm.py [MODEL] [DOCUMENTS] [QUESTIONS]
 
-Needs vLLM 0.32, lmc and bm25s: `pip install "lmc[vllm]" bm25s` with a GPU; without one what `make test-engine` installs, in .venv-vllm.
-The shipped model shows what is right; it is too small (1.4M) to show what is saved: `bench/vllm_ttft.py` does.
-"""
+Needs vLLM 0.32, lmc and bm25s: `pip install "lmc[vllm]" bm25s` with a GPU; without one what `make test-engine`
+installs, in .venv-vllm. The shipped model shows what is right; it is too small (1.4M) to show what is saved:
+`bench/vllm_ttft.py` does."""
 
 import os
 import sys
@@ -16,11 +16,11 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GB; for the CPU build on
 from vllm import LLM, SamplingParams
 from vllm.config import KVTransferConfig
 
-from lmc.demo import begins
-from lmc.questions import Prompts, read_collection, sample
+from lmc.demo import SHIPPED
+from lmc.demo.questions import Prompts, read_collection, sample
+from lmc.demo.run import begins
 
-HERE = Path(__file__).parent / "small_model"
-SHIPPED = [HERE / "model", HERE / "documents", HERE / "questions.json"]
+DEFAULTS = [SHIPPED / "model", SHIPPED / "documents", SHIPPED / "questions.json"]
 WAYS = {"blend": {}, "blind reuse": {"strategy": "none"}, "prefill": {"blend": False}}
 ROW = "{:<34} {:<11} {:<8} {:<5} {:>8} {:>7} {:>8}  {}"
 
@@ -34,7 +34,7 @@ def ask(llm: LLM, prompt: list[int], tokens: int, **lmc: Any) -> tuple[str, floa
 
 def main() -> None:
     given = [Path(argument) for argument in sys.argv[1:]]
-    model, documents, questions = [*given, *SHIPPED[len(given) :]]
+    model, documents, questions = [*given, *DEFAULTS[len(given) :]]
     # Settings may come from LMC_* variables or a YAML file as well; what is given here wins.
     settings = {"enable_blending": True, "max_local_cpu_size": 1.0}
     connector = KVTransferConfig(
@@ -43,7 +43,7 @@ def main() -> None:
         kv_load_failure_policy="recompute",
         kv_connector_extra_config=settings,
     )
-    small = {"dtype": "float32", "enforce_eager": True} if model == SHIPPED[0] else {}
+    small = {"dtype": "float32", "enforce_eager": True} if model == DEFAULTS[0] else {}
     llm = LLM(str(model), kv_transfer_config=connector, max_model_len=4096, disable_log_stats=False, **small)
     tokenizer = llm.get_tokenizer()
     collection = read_collection(documents, questions)
@@ -54,7 +54,8 @@ def main() -> None:
     learned = [ask(llm, tokens, 1, learn=True)[2].get("learned", False) for tokens in prompts.tokens.values()]
     print(f"{sum(learned)} of {len(learned)} documents learned\n")
 
-    # 2. For each question: its best documents in an order of its own, in three ways (full prefill last: it leaves exact prefixes).
+    # 2. For each question: its best documents in an order of its own, in three ways (full prefill last: it leaves exact
+    # prefixes).
     print(ROW.format("question", "answered by", "with", "", "TTFT ms", "reused", "repaired", "from"))
     for number, question in enumerate(sample(collection, 8).questions):
         example = prompts.example(question, number)

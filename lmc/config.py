@@ -1,50 +1,55 @@
-"""The settings: one frozen value, made once at start by `Settings.load`, and handed down from there.
+"""The settings: one frozen value, made once at the start by `Settings.load`, and handed down from there.
 
 Names are LMCache's where the meaning is the same, so that its YAML files and environments work as they stand. Sources,
-later wins: defaults, a YAML file (`LMC_CONFIG_FILE`, else `LMCACHE_CONFIG_FILE`), the environment (`LMCACHE_*`, then
-`LMC_*`), overrides (an engine's extra options). Whatever cannot work raises `ConfigError` here, not later.
-This module opens no file but the YAML, and knows no model and no device.
-"""
+later ones win: defaults, a YAML file (`LMC_CONFIG_FILE`, else `LMCACHE_CONFIG_FILE`), the environment (`LMCACHE_*`,
+then `LMC_*`), overrides (an engine's extra options). Whatever cannot work raises `ConfigError` here, not later. This
+module opens no file but the YAML, and knows no model and no device."""
 
 import difflib
 import json
+import logging
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, Self, get_args
+from typing import Annotated, Literal, NamedTuple, Self, get_args
 
 import yaml
-from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr, ValidationError
-from pydantic.fields import FieldInfo
-from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    ValidationError,
+)
 
 from lmc.errors import ConfigError
-from lmc.instead import INSTEAD
-from lmc.remote import parse_remote
+from lmc.lmcache_compat import IGNORED, INSTEAD
+from lmc.redis_url import parse_redis_url
+
+log = logging.getLogger(__name__)
 
 CACHEBLEND: Mapping[str, object] = {  # what `blend_preset: cacheblend` stands for: the published method
     "blend_strategy": "deviation",
     "blend_check_layers": (1,),
     "blend_recompute_ratios": (0.15,),
 }
-IMPLIED = ("use_layerwise", "save_unfull_chunk")  # blending needs both
 SECRET = frozenset({"remote_url"})  # values that may hold a password: never shown
 CONFIG_FILES = ("LMC_CONFIG_FILE", "LMCACHE_CONFIG_FILE")
-HARMLESS = {*CONFIG_FILES, "LMCACHE_USE_EXPERIMENTAL", "LMCACHE_TRACK_USAGE", "LMCACHE_LOG_LEVEL"}
+# Variables that begin like a setting's and belong to other parts of lmc, or to LMCache alone.
+NO_SETTINGS = (
+    *CONFIG_FILES, "LMC_LOG_*", "LMC_SERVER", "LMC_ADMIN*", "LMC_KERNELS", "LMC_ROUTER_*", "LMC_UNTESTED_VLLM",
+    "LMCACHE_USE_EXPERIMENTAL", "LMCACHE_TRACK_USAGE", "LMCACHE_LOG_LEVEL",
+)  # fmt: skip
 
 
 def _number(value: object) -> object:
     if isinstance(value, bool):  # pydantic would read `chunk_size: yes` as 1
         raise ValueError("a number is wanted, not true or false")
-    return value
-
-
-def _always(value: bool) -> bool:
-    if not value:
-        raise ValueError("there is no other way")
     return value
 
 
@@ -84,9 +89,9 @@ def _not_blank(text: str) -> str:
     return text
 
 
-def _remote(value: str | None) -> str | None:
+def _redis(value: str | None) -> str | None:
     if value is not None:
-        parse_remote(value)
+        parse_redis_url(value)
     return value
 
 
@@ -116,24 +121,17 @@ Codec = Annotated[Literal["none", "lz4", "planes"], BeforeValidator(_codec)]
 Strategy = Literal["query", "deviation", "head", "union", "random", "all", "none"]
 
 
-class Settings(BaseSettings):
-    """Every setting there is. A field's description is what a bad value is answered with: "must be …"."""
+class Settings(BaseModel):
+    """Every setting there is. A field's description says what a bad value "must be"."""
 
-    model_config = SettingsConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
 
     # What is stored
     chunk_size: Whole = Field(256, ge=1, description="a whole number of tokens, at least 1")
     save_unfull_chunk: bool = Field(True, description="true or false")
     save_decode_cache: bool = Field(True, description="true or false")
 
-    # Where, and how much of it (GB are 2**30 bytes)
-    local_cpu: Annotated[bool, AfterValidator(_always)] = Field(
-        True,
-        description="true, as bytes pass through memory on their way to every tier; to use less of it lower max_local_cpu_size",
-    )
-    local_device: Literal["cpu"] = Field(
-        "cpu", description="cpu; for a slab on the accelerator set max_local_device_size"
-    )
+    # Where, and how much of it (a GB is 2**30 bytes)
     max_local_cpu_size: Real = Field(5.0, gt=0, description="a number of GB above 0")
     max_local_device_size: Real = Field(0.0, ge=0, description="a number of GB, or 0 for no slab on the accelerator")
     local_disk: Annotated[Path | None, BeforeValidator(_directory), BeforeValidator(_optional)] = Field(
@@ -141,7 +139,7 @@ class Settings(BaseSettings):
     )
     max_local_disk_size: Real = Field(10.0, ge=0, description="a number of GB")
     local_disk_serde: Codec = Field("none", description=CODEC_WANTED)
-    remote_url: Annotated[str | None, AfterValidator(_remote), BeforeValidator(_optional)] = Field(
+    remote_url: Annotated[str | None, AfterValidator(_redis), BeforeValidator(_optional)] = Field(
         None,
         repr=False,
         description="redis://[user:password@]host[:port][/db], rediss:// for TLS, unix:///path[?db=0], "
@@ -162,7 +160,6 @@ class Settings(BaseSettings):
         "auto", description="auto (load what is faster loaded than computed), always, or never from tiers below memory"
     )
     load_deadline: Real = Field(2.0, gt=0, description="a number of seconds above 0")
-    use_layerwise: bool = Field(True, description="true or false")
 
     # Blending
     enable_blending: bool = Field(False, description="true or false")
@@ -188,35 +185,31 @@ class Settings(BaseSettings):
     _origins: dict[str, str] = PrivateAttr(default_factory=dict)
 
     def __init__(self, *sources: "Source", **arguments: object) -> None:
-        """Settings from `arguments`, then `sources`, the first that has a value wins; neither reads the environment."""
+        """Settings from `arguments`, then from `sources`: the first that has a value wins. Neither reads the
+        environment.
+        """
         sources = (Source(arguments, _plain(), "argument {}".format), *sources)
         if next((s.given["blend_preset"].value for s in sources if "blend_preset" in s.given), None) == "cacheblend":
             sources = (*sources, Source(CACHEBLEND, _plain(), lambda _: "preset cacheblend"))
         given = {name: entry for source in reversed(sources) for name, entry in source.given.items()}
         try:
-            super().__init__(sources=sources)
+            super().__init__(**{name: entry.value for name, entry in given.items()})
         except ValidationError as error:
             bad = dict.fromkeys(str(problem["loc"][0]) for problem in error.errors(include_input=False))
-            said = [f"{_said(name, *given[name])} must be {type(self).model_fields[name].description}" for name in bad]
-            raise ConfigError("; ".join(said)) from None  # pydantic's own text adds types, and could add a password
+            found = [
+                f"{_described(name, *given[name])} must be {Settings.model_fields[name].description}" for name in bad
+            ]
+            raise ConfigError("; ".join(found)) from None  # pydantic's own text adds types, and could add a password
         self._origins = {name: entry.origin for name, entry in given.items()}
-        said = [f"{self._said(name)} contradicts {self._said(other)}: {why}" for name, other, why in _conflicts(self)]
-        if said:
-            raise ConfigError("; ".join(said))
-
-    @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """The sources given to `__init__`; the built-in ones cannot say where a value stood, nor see a misspelt key."""
-        assert isinstance(init_settings, InitSettingsSource)
-        sources: tuple[PydanticBaseSettingsSource, ...] = init_settings.init_kwargs["sources"]
-        return sources
+        found = [
+            f"{self._described(name)} contradicts {self._described(other)}: {why}"
+            for name, other, why in _conflicts(self)
+        ]
+        if found:
+            raise ConfigError("; ".join(found))
+        ignored = [text for source in sources for text in source.ignored]
+        if ignored:
+            log.warning("lmc has no use for these settings of LMCache, and ignores them: %s", "; ".join(ignored))
 
     @classmethod
     def load(cls, overrides: Mapping[str, object] | None = None, *, environ: Mapping[str, str] | None = None) -> Self:
@@ -225,7 +218,7 @@ class Settings(BaseSettings):
         Keys of `overrides` may start with `lmc.` or `lmcache.`; `environ` is `os.environ` if not given.
         """
         environ = os.environ if environ is None else environ
-        dotted = {prefix + name: name for prefix in ("", "lmc.", "lmcache.") for name in cls.model_fields}
+        dotted = {prefix + name: name for prefix in ("", "lmc.", "lmcache.") for name in _plain()}
         return cls(
             Source(overrides or {}, dotted, "override {}".format),
             _environment(environ, "LMC_"),
@@ -235,13 +228,12 @@ class Settings(BaseSettings):
 
     def origin(self, name: str) -> str:
         """Where the effective value of `name` came from, in words; `KeyError` if there is no such setting."""
-        if name not in type(self).model_fields:
+        if name not in Settings.model_fields:
             raise KeyError(name)
-        implied = self.enable_blending and name in IMPLIED
-        return self._origins.get(name, "implied by enable_blending" if implied else "default")
+        return self._origins.get(name, "default")
 
-    def _said(self, name: str) -> str:
-        return _said(name, getattr(self, name), self.origin(name))
+    def _described(self, name: str) -> str:
+        return _described(name, getattr(self, name), self.origin(name))
 
 
 def shown(name: str, value: object) -> str:
@@ -254,21 +246,20 @@ def shown(name: str, value: object) -> str:
 
 def _names_a_redis(value: object) -> bool:
     try:
-        parse_remote(str(value))
+        parse_redis_url(str(value))
     except ValueError:
         return False
     return True
 
 
-def _said(name: str, value: object, origin: str) -> str:
+def _described(name: str, value: object, origin: str) -> str:
     return f"{name} = {shown(name, value)} ({origin})"
 
 
 def _conflicts(settings: Settings) -> Iterator[tuple[str, str, str]]:
     """Pairs of settings that are each fine and cannot work together, and why."""
-    for name in IMPLIED:
-        if settings.enable_blending and not getattr(settings, name):
-            yield name, "enable_blending", f"blending needs {name}; leave it out or set it to true"
+    if settings.enable_blending and not settings.save_unfull_chunk:
+        yield "save_unfull_chunk", "enable_blending", "blending needs it; leave it out or set it to true"
     for name, value in CACHEBLEND.items():
         if settings.blend_preset and getattr(settings, name) != value:
             yield name, "blend_preset", f"the preset means {name} = {shown(name, value)}; leave one of the two out"
@@ -292,41 +283,36 @@ class Given(NamedTuple):
     origin: str
 
 
-class Source(PydanticBaseSettingsSource):
+class Source:
     """One place where settings stand. A key that is no setting's spelling is refused here."""
 
     def __init__(
         self, written: Mapping[str, object], spellings: Mapping[str, str], origin: Callable[[str], str]
     ) -> None:
-        super().__init__(Settings)
         self.given: dict[str, Given] = {}
+        self.ignored = [
+            f"{key} ({origin(key)}), as {IGNORED[spellings[key]]}" for key in written if spellings.get(key) in IGNORED
+        ]
         unknown = [key for key in written if key not in spellings]
         if unknown:
             raise ConfigError("; ".join(_unknown(key, spellings, origin(key)) for key in unknown))
         for key, value in written.items():
             name, entry = spellings[key], Given(value, origin(key))
             if name in self.given:  # "lmc.chunk_size" beside "lmcache.chunk_size"
-                twice = f"{_said(name, *self.given[name])} is set again"
+                twice = f"{_described(name, *self.given[name])} is set again"
                 raise ConfigError(f"{twice}, to {shown(name, value)} ({entry.origin}): leave one of the two out")
-            self.given[name] = entry
-
-    def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
-        """What pydantic-settings asks a source for one field."""
-        entry = self.given.get(field_name)
-        return (entry.value if entry else None), field_name, False
-
-    def __call__(self) -> dict[str, Any]:
-        """What pydantic-settings merges, the first source winning."""
-        return {name: entry.value for name, entry in self.given.items()}
+            if name not in IGNORED:
+                self.given[name] = entry
 
 
 def _plain() -> dict[str, str]:
-    return {name: name for name in Settings.model_fields}
+    return {name: name for name in (*Settings.model_fields, *IGNORED)}
 
 
 def _environment(environ: Mapping[str, str], prefix: str) -> Source:
-    written = {key: value for key, value in environ.items() if key.startswith(prefix) and key not in HARMLESS}
-    return Source(written, {prefix + name.upper(): name for name in Settings.model_fields}, "environment {}".format)
+    found = {key: value for key, value in environ.items() if key.startswith(prefix)}
+    written = {key: found[key] for key in found if not any(fnmatchcase(key, pattern) for pattern in NO_SETTINGS)}
+    return Source(written, {prefix + name.upper(): name for name in _plain()}, "environment {}".format)
 
 
 def _yaml_file(environ: Mapping[str, str]) -> Source:
@@ -346,8 +332,7 @@ def _yaml_file(environ: Mapping[str, str]) -> Source:
         problem = getattr(error, "problem", None) or getattr(error, "reason", "a value that cannot be read")
         # `from None`: the parser's own text quotes the line, which may hold a password
         raise ConfigError(f"{origin}{where} (from {variable}) is no YAML: {problem}") from None
-    if document is None:
-        document = {}
+    document = {} if document is None else document
     if not isinstance(document, dict):
         kind = type(document).__name__
         raise ConfigError(f"{origin} (from {variable}) holds a {kind}; it must be a mapping such as 'chunk_size: 256'")
@@ -355,7 +340,7 @@ def _yaml_file(environ: Mapping[str, str]) -> Source:
 
 
 def _unknown(key: str, spellings: Mapping[str, str], origin: str) -> str:
-    """The answer to a key that no setting has; its value is left out, it may be anything."""
+    """The answer to a key that no setting has; its value is left out, as it may be anything."""
     name = re.sub(r"^(lmcache|lmc)[._]", "", key.lower())
     instead = next((text for pattern, text in INSTEAD.items() if fnmatchcase(name, pattern)), None)
     if instead:

@@ -1,14 +1,15 @@
-"""A store's numbers for Prometheus: names, labels and help texts of both connectors, and an endpoint for programs without a server.
+"""A store's numbers for Prometheus, and an endpoint for programs that run no server of their own.
 
     register(cached.engine)       # lmc_* of this store, in this process's registry
     serve_metrics(9400)           # http://127.0.0.1:9400/metrics
 
-Nothing is counted here: a scrape asks the store. A vLLM server has the same under `lmc:*` (`connectors/vllm/stats.py`).
+Names, labels and help texts are those of both connectors. Nothing is counted here: a scrape asks the store. A vLLM
+server shows the same numbers as `lmc:*` (`connectors/vllm/stats.py`).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import prometheus_client
 from prometheus_client import REGISTRY, CollectorRegistry
@@ -16,11 +17,8 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 
 from lmc.errors import InputError
+from lmc.storage.places import PLACES
 from lmc.storage.stats import StoreStats, Verb
-from lmc.storage.store import Store
-
-if TYPE_CHECKING:
-    from lmc.engine import CacheEngine
 
 Labels = tuple[str, ...]  # values, in the order of `Name.labels`
 MOVED: tuple[Verb, ...] = ("read", "write")  # directions of bytes
@@ -29,7 +27,7 @@ TIMED: tuple[Verb, ...] = (*MOVED, "lookup")  # and of seconds
 
 @dataclass(frozen=True, slots=True)
 class Name:
-    """A metric: behind `lmc_` or `lmc:`, and a counter's before `_total`."""
+    """The name of a metric, between `lmc_` or `lmc:` and a counter's `_total`."""
 
     name: str
     what: str
@@ -43,25 +41,25 @@ OF_STORES = (
     Name("bytes", "bytes read from and written to a tier", ("tier", "direction")),
     Name("seconds", "time spent in a tier, summed over threads", ("tier", "direction")),
     Name("written_chunks", "chunks stored on a tier", ("tier",)),
-    Name("dropped_writes", "chunks that were not written down: the queue was full, or the tier not usable"),
+    Name("dropped_writes", "chunks that no tier has stored: the write queue was full, or the tier was not usable"),
     Name("failures", "operations that a tier failed at, each a miss or a write that did not happen", ("tier",)),
     Name("corrupt_records", "records whose bytes were not what had been written, each a miss", ("tier",)),
-    Name("no_room", "chunks that found every slot of the memory held"),
+    Name("no_room", "chunks for which no slot of the memory was free or could be freed"),
     Name("evictions", "chunks evicted, by place", ("place",)),
     Name("write_queue_depth", "chunks that wait to be copied or written", gauge=True),
+    Name("chunks", "chunks that are in a place now", ("place",), gauge=True),
+    Name("chunk_tokens", "tokens of the chunks that are in a place now", ("place",), gauge=True),
     Name("tier_usable", "1, or 0 while a tier that keeps failing is left alone", ("tier",), gauge=True),
 )
 
-OF_REQUESTS = (  # a vLLM server has all of them, `Prefills` some
+OF_REQUESTS = (  # A vLLM server has all of them, and `Prefills` of the transformers connector has some.
     Name("requests", "requests seen"),
     Name("loads", "requests for which exact pages were loaded"),
     Name("loads_skipped", "loads that were not begun because computing was expected to be faster"),
     Name("blends", "requests whose documents were blended"),
     Name("refused", "requests served exactly although they asked for more"),
     Name("failed_loads", "loads that failed and were computed by the engine instead"),
-    Name("tokens_from_host", "tokens whose KV came from memory"),
-    Name("tokens_from_disk", "tokens whose KV came from disk"),
-    Name("tokens_from_redis", "tokens whose KV came from Redis"),
+    *(Name(f"tokens_from_{place.name}", f"tokens whose KV came from {place.title}") for place in PLACES),
     Name("token_layers", "tokens computed by blends, times layers"),
     Name("stored_chunks", "chunks stored"),
     Name("stored_tokens", "tokens stored"),
@@ -72,9 +70,9 @@ NAMES = {name.name: name for name in (*OF_STORES, *OF_REQUESTS)}
 
 
 def values(stats: StoreStats) -> dict[str, dict[Labels, float]]:
-    """What a store has counted, by the names of `OF_STORES` and their labels; zeros for all that may still happen.
+    """Return what a store has counted, by the names of `OF_STORES` and their labels.
 
-    The zeros are not for looks: a rate is blind to a counter's first value, and so to the first corrupt record.
+    Whatever has not happened yet is zero. Without that zero, a rate would not see the first corrupt record.
     """
     tiers, places = stats.usable, [*stats.evictions, *stats.usable]
     return {
@@ -89,38 +87,47 @@ def values(stats: StoreStats) -> dict[str, dict[Labels, float]]:
         "no_room": {(): stats.no_room},
         "evictions": _each((), stats.evictions),
         "write_queue_depth": {(): stats.queued},
+        "chunks": _each(places, {place: chunks for place, (chunks, _) in stats.present.items()}),
+        "chunk_tokens": _each(places, {place: tokens for place, (_, tokens) in stats.present.items()}),
         "tier_usable": _each((), stats.usable),
     }
 
 
 def flat(stats: StoreStats) -> dict[str, float]:
-    """The same as plain data that may travel between processes: `bytes|disk|read`, `misses`, …"""
+    """Return the same as plain data that may travel between processes: `bytes|disk|read`, `misses`, …"""
     return {key(name, labels): value for name, by in values(stats).items() for labels, value in by.items()}
 
 
 def key(name: str, labels: Labels) -> str:
-    """A number's name in plain data."""
+    """Return a number's name in plain data."""
     return "|".join((name, *labels))
 
 
 def parted(flat_key: str) -> tuple[str, Labels]:
-    """The inverse of `key`."""
+    """Return the metric and the labels that `key` has joined."""
     name, *labels = flat_key.split("|")
     return name, tuple(labels)
 
 
+class Counted(Protocol):
+    """A store, or an engine."""
+
+    def stats(self) -> StoreStats:
+        """Return the counts since the start."""
+
+
 class StoreCollector(Collector):
-    """`lmc_*` of one store, asked for at every scrape."""
+    """The metrics `lmc_*` of one store, which is asked at every scrape."""
 
     def __init__(self, stats: Callable[[], StoreStats]) -> None:
         self._stats = stats
 
     def describe(self) -> Iterable[Metric]:
-        """The names, without asking the store."""
+        """Return the names, without asking the store."""
         return [_family(name) for name in OF_STORES]
 
     def collect(self) -> Iterator[Metric]:
-        """All metrics as they are now."""
+        """Return all metrics as they are now."""
         found = values(self._stats())
         for name in OF_STORES:
             family = _family(name)
@@ -129,10 +136,12 @@ class StoreCollector(Collector):
             yield family
 
 
-def register(of: "CacheEngine | Store", registry: CollectorRegistry = REGISTRY) -> StoreCollector:
-    """Let a registry show a store, until `registry.unregister` of what this returns; raise `InputError` if it shows one already."""
-    store = of if isinstance(of, Store) else of.store_of_chunks
-    collector = StoreCollector(store.stats)
+def register(of: Counted, registry: CollectorRegistry = REGISTRY) -> StoreCollector:
+    """Let a registry show a store or an engine, until `registry.unregister` of what this returns.
+
+    Raises `InputError` if the registry shows one already.
+    """
+    collector = StoreCollector(of.stats)
     try:
         registry.register(collector)
     except ValueError as error:
@@ -142,46 +151,11 @@ def register(of: "CacheEngine | Store", registry: CollectorRegistry = REGISTRY) 
     return collector
 
 
-class Reported(Protocol):
-    """What `Prefills` reads of a report of `CachedModel.prefill`."""
-
-    @property
-    def how(self) -> str:
-        """What was done."""
-
-    @property
-    def computed(self) -> tuple[int, ...]:
-        """Tokens computed in each layer."""
-
-    @property
-    def skipped(self) -> int:
-        """Loads that were not begun."""
-
-
-class Prefills:
-    """Requests of a program without a server: `add` every report."""
-
-    def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
-        self._requests, self._blends, self._skipped, self._computed = (
-            prometheus_client.Counter(f"lmc_{name}", NAMES[name].what, registry=registry)
-            for name in ("requests", "blends", "loads_skipped", "token_layers")
-        )
-        self._layers = prometheus_client.Gauge("lmc_layers", NAMES["layers"].what, registry=registry)
-
-    def add(self, report: Reported) -> None:
-        """One prefill more."""
-        self._requests.inc()
-        self._skipped.inc(report.skipped > 0)
-        self._layers.set(len(report.computed))
-        if report.how == "blend":
-            self._blends.inc()
-            self._computed.inc(sum(report.computed))
-
-
 def serve_metrics(port: int, host: str = "127.0.0.1", registry: CollectorRegistry = REGISTRY) -> Callable[[], None]:
-    """Answer at `http://host:port/metrics` from a thread; returns what ends it. Raise `InputError` if the port cannot be had.
+    """Answer at `http://host:port/metrics` from a thread, and return the function that ends it.
 
-    Only this machine can ask unless `host` says otherwise: there is no password.
+    Only this machine can ask unless `host` says otherwise, because there is no password. Raises `InputError` if the
+    port cannot be had.
     """
     try:
         server, thread = prometheus_client.start_http_server(port, host, registry)

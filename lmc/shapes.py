@@ -6,8 +6,10 @@ Q  query heads       E  hidden size        R  rotated dims   V  vocabulary
 """
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:  # The command line reads the units here and starts faster without torch.
+    import torch
 
 KV = 2  # K: a key and a value
 ALIGN = 4096  # direct I/O wants addresses, offsets and sizes in multiples of this
@@ -26,23 +28,18 @@ class KVShape:
     layers: int
     kv_heads: int
     head_dim: int
-    dtype: torch.dtype
+    dtype: "torch.dtype"
 
     @property
     def token_bytes(self) -> int:
         """Bytes of one token in one layer."""
-        return (
-            KV  # key and value
-            * self.kv_heads
-            * self.head_dim
-            * self.dtype.itemsize
-        )
+        return KV * self.kv_heads * self.head_dim * self.dtype.itemsize
 
     def part_bytes(self, tokens: int) -> int:
         """Bytes of a chunk's part: `tokens` tokens in one layer, `[K, T, H, D]`."""
         return tokens * self.token_bytes
 
-    def part(self, raw: torch.Tensor, tokens: int) -> torch.Tensor:
+    def part(self, raw: "torch.Tensor", tokens: int) -> "torch.Tensor":
         """A part's bytes as a tensor: uint8 `[n]` -> `[K, T, H, D]`, no copy."""
         used = raw[: self.part_bytes(tokens)]
         return used.view(self.dtype).view(KV, tokens, self.kv_heads, self.head_dim)

@@ -1,14 +1,15 @@
-"""A tier in front of another that keeps records smaller, without loss.
+"""Codecs: a tier in front of another one that makes records smaller without loss.
 
-Numbers of a KV cache have exponents that repeat and mantissas that do not, so items of k bytes are split in k planes (byte j of every
-item, the lowest first) before LZ4 looks at them. `lz4` is one plane, `planes<k>+lz4` is k; a part as it lies in memory (`stored_part`
-bytes), encoded:
+The exponents of the numbers in a KV cache repeat, and their mantissas do not. So items of k bytes are split into k
+planes (byte j of every item, the lowest byte first) before LZ4 compresses them. The codec `lz4` has one plane,
+`planes<k>+lz4` has k. A part of `stored_part` bytes is encoded as
 
-    u32 × k   length of each plane's block; one as long as the plane means that it is kept as it is
-    blocks    LZ4 blocks or planes, one behind the other
-    zeros     to whole blocks of 4096 bytes
+    u32 × k   the length of each plane's block; a block as long as its plane is the plane itself
+    blocks    LZ4 blocks or planes, side by side
+    zeros     up to whole blocks of 4096 bytes
 
-Checksums are the inner tier's, of what it keeps. Nothing that a part says makes us allocate more than a part's size.
+The inner tier keeps the checksums, of what it stores. Nothing in an encoded part makes us allocate more memory than the
+size of a part.
 """
 
 import mmap
@@ -23,21 +24,21 @@ from lmc.errors import ConfigError, CorruptRecord
 from lmc.keys import ChunkKey
 from lmc.shapes import ALIGN, GIB, aligned
 from lmc.storage.record import NO_CODEC, RecordMeta, encode_header, split_parts
-from lmc.storage.tier import Reader, Tier, Wrapped, Written
+from lmc.storage.tier import RecordReader, Tier, Wrapped, Written
 
-PART_LIMIT = GIB  # bytes of a part in memory; LZ4 blocks and u32 lengths end soon after
-ITEMS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # bytes of an item -> what holds its bits
+PART_LIMIT = GIB  # bytes of a part in memory; LZ4 blocks and lengths of 32 bits allow little more
+ITEMS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # bytes of an item -> a dtype of that size
 NAMES = {1: "lz4", 2: "planes2+lz4", 4: "planes4+lz4", 8: "planes8+lz4"}
 PLANES = {name: planes for planes, name in NAMES.items()}
 LENGTH = 4  # bytes
-_mine = threading.local()
+_thread = threading.local()
 
 
 class Coded(Wrapped):
-    """Encodes what is written as `codec` says, and decodes what is read as each record says."""
+    """Encodes what is written with one codec, and decodes what is read with the codec that the record names."""
 
     def __init__(self, inner: Tier, codec: str, item_bytes: int) -> None:
-        """`codec` is "none", "lz4" or "planes" (of items of `item_bytes`); raise `ConfigError` if it cannot be had."""
+        """`codec` is "none", "lz4" or "planes" (of items of `item_bytes`). Raises `ConfigError` if it is missing."""
         super().__init__(inner)
         planes = {NO_CODEC: 0, "lz4": 1, "planes": item_bytes}
         if codec not in planes:
@@ -47,15 +48,15 @@ class Coded(Wrapped):
         if self.planes:
             _lz4()
 
-    def open(self, key: ChunkKey) -> Reader | None:
-        """The inner reader of a raw record, or one that decodes; a codec or sizes that we never write delete the record."""
+    def open(self, key: ChunkKey) -> RecordReader | None:
+        """Open a record; one with a codec or with sizes that lmc never writes is deleted."""
         reader = self.inner.open(key)
         if reader is None or (reader.meta.codec == NO_CODEC and not reader.meta.sizes):
             return reader
         try:
             _check(reader.meta)
             _lz4()
-        except ConfigError as error:  # the record is as good as it was, and a tier that cannot be read is an `OSError`
+        except ConfigError as error:  # The record is right, and cannot be read here.
             reader.close()
             raise OSError(str(error)) from error
         except CorruptRecord:
@@ -65,27 +66,23 @@ class Coded(Wrapped):
         return CodedReader(reader, self.inner)
 
     def write(self, meta: RecordMeta, parts: Sequence[memoryview]) -> Written:
-        """Write encoded, or raw if that is not smaller."""
+        """Write the encoded record, or the raw one if encoding does not make it smaller."""
         assert (meta.codec, meta.sizes) == (NO_CODEC, ())
         if not self.planes or meta.stored_part > PART_LIMIT:
             return self.inner.write(meta, parts)
         if self.inner.contains([meta.key])[0]:
             return Written.PRESENT
-        encoded = encode_record(meta, parts, self.planes)
-        return self.inner.write(*encoded) if encoded else self.inner.write(meta, parts)
+        return self.inner.write(*(encode_record(meta, parts, self.planes) or (meta, parts)))
 
 
 class CodedReader:
-    """An open record that is decoded as it is read; to its user it is a raw one."""
+    """An open record that is decoded while it is read. It looks like a raw record."""
 
-    def __init__(self, inner: Reader, tier: Tier) -> None:
+    def __init__(self, inner: RecordReader, tier: Tier) -> None:
         self.meta = replace(inner.meta, codec=NO_CODEC, sizes=())
-        self._inner, self._tier = inner, tier
+        self._tier, self._inner = tier, inner
         self._stored, self._planes = inner.meta.stored, PLANES[inner.meta.codec]
-
-    def ask(self, first: int, count: int) -> None:
-        """The parts are the same in the inner record."""
-        self._inner.ask(first, count)
+        self.request, self.close = inner.request, inner.close
 
     def read(self, first: int, count: int, into: Sequence[memoryview]) -> None:
         """Read parts and decode them into `into`; one that cannot be decoded deletes the record."""
@@ -100,15 +97,11 @@ class CodedReader:
             self._tier.delete(self.meta.key)
             raise
 
-    def close(self) -> None:
-        """Close the inner record."""
-        self._inner.close()
-
 
 def encode_record(
     meta: RecordMeta, parts: Sequence[memoryview], planes: int
 ) -> tuple[RecordMeta, list[memoryview]] | None:
-    """What to write instead, in memory that direct I/O takes; None if it would not be smaller."""
+    """Return what to write instead, in memory that direct I/O accepts, or None if it would not be smaller."""
     raw = meta.offset(meta.parts)
     out, scratch = _pages(raw), _pages(meta.stored_part)
     sizes: list[int] = []
@@ -122,11 +115,14 @@ def encode_record(
             start += len(piece)
         sizes.append(size)
     coded = replace(meta, codec=NAMES[planes], sizes=tuple(sizes))
-    return (coded, [out[: sum(sizes)]]) if _kept(coded) < _kept(meta) else None
+    return (coded, [out[: sum(sizes)]]) if _record_bytes(coded) < _record_bytes(meta) else None
 
 
 def encode_part(view: memoryview, scratch: memoryview, planes: int) -> list[memoryview | bytes]:
-    """The pieces of an encoded part: lengths, then blocks. They may lie in `view` and in `scratch`, which is as long."""
+    """Return the pieces of an encoded part: the lengths, then the blocks.
+
+    The blocks may lie in `view` and in `scratch`, which is as long as `view`.
+    """
     compress, length = _lz4().compress, len(view) // planes
     split = view if planes == 1 else _split(view, scratch, planes)
     blocks: list[memoryview | bytes] = []
@@ -138,7 +134,7 @@ def encode_part(view: memoryview, scratch: memoryview, planes: int) -> list[memo
 
 
 def decode_part(encoded: memoryview, into: memoryview, planes: int) -> None:
-    """Fill `into` from an encoded part; raise `CorruptRecord` if it does not fit exactly."""
+    """Fill `into` from an encoded part; raise `CorruptRecord` if the part does not fit exactly."""
     length, end = len(into) // planes, LENGTH * planes
     blocks = []
     for at in range(0, end, LENGTH):
@@ -153,7 +149,7 @@ def decode_part(encoded: memoryview, into: memoryview, planes: int) -> None:
 
 
 def _plane(block: memoryview, length: int) -> torch.Tensor:
-    """One plane: uint8 `[length]`."""
+    """Return one plane: uint8 `[length]`."""
     if len(block) == length:
         return torch.frombuffer(block, dtype=torch.uint8)
     lz4 = _lz4()
@@ -166,10 +162,11 @@ def _plane(block: memoryview, length: int) -> torch.Tensor:
     return torch.frombuffer(plane, dtype=torch.uint8)
 
 
-# Shifts and sums of whole items: a copy of every k-th byte runs at 0.6 to 0.9 GB/s (split) and 3.7 (join), these at 7 to 20
-# (1 MiB in cache, one core of an AMD EPYC; bfloat16 the faster of the two).
+# Planes are split and joined by shifting and adding whole items, at 7 to 20 GB/s (1 MiB in cache, one core of an AMD
+# EPYC; bfloat16 is faster than float32). Copying every k-th byte reaches 0.6 to 0.9 GB/s for splitting, 3.7 for
+# joining.
 def _split(view: memoryview, scratch: memoryview, planes: int) -> memoryview:
-    """`[n × k]` bytes -> `[k, n]`, in `scratch`."""
+    """Split `[n × k]` bytes into `[k, n]`, in `scratch`."""
     raw = torch.frombuffer(view, dtype=torch.uint8)
     items = (raw if raw.data_ptr() % planes == 0 else raw.clone()).view(ITEMS[planes])
     split = torch.frombuffer(scratch, dtype=torch.uint8, count=len(view)).view(planes, -1)
@@ -179,7 +176,7 @@ def _split(view: memoryview, scratch: memoryview, planes: int) -> memoryview:
 
 
 def _join(planes: Sequence[torch.Tensor], into: memoryview) -> None:
-    """k planes `[n]` -> `[n × k]` bytes."""
+    """Join k planes `[n]` to `[n × k]` bytes."""
     raw = torch.frombuffer(into, dtype=torch.uint8)
     out = raw if raw.data_ptr() % len(planes) == 0 else torch.empty_like(raw)
     items = out.view(ITEMS[len(planes)])
@@ -191,33 +188,33 @@ def _join(planes: Sequence[torch.Tensor], into: memoryview) -> None:
 
 
 def _check(meta: RecordMeta) -> None:
-    """Raise `CorruptRecord` if no part of this record can be decoded."""
+    """Raise `CorruptRecord` if the parts of this record cannot be decoded."""
     if meta.codec not in PLANES:
-        raise CorruptRecord(f"parts in codec {meta.codec[:40]!r}, which we never wrote")
-    # Larger than raw by the lengths at most, if nothing in a part gets smaller.
+        raise CorruptRecord(f"parts in codec {meta.codec[:40]!r}, which lmc never wrote")
+    # An encoded part is larger than a raw one by at most its lengths.
     if meta.stored_part > PART_LIMIT or max(meta.stored) > meta.stored_part + ALIGN:
         raise CorruptRecord("impossible sizes of encoded parts")
 
 
-def _kept(meta: RecordMeta) -> int:
-    """Bytes of a record with its header."""
+def _record_bytes(meta: RecordMeta) -> int:
+    """Return the bytes of a record with its header."""
     return len(encode_header(replace(meta, checksums=(0,) * meta.parts))) + meta.offset(meta.parts)
 
 
 def _scratch(size: int) -> memoryview:
-    """This thread's memory, good until the next call: it reads one record at a time, however many are open."""
-    if len(getattr(_mine, "pages", b"")) < size:
-        _mine.pages = _pages(size)
-    return cast("memoryview", _mine.pages)[:size]
+    """Return this thread's memory, good until the next call: a thread reads one record at a time."""
+    if len(getattr(_thread, "pages", b"")) < size:
+        _thread.pages = _pages(size)
+    return cast("memoryview", _thread.pages)[:size]
 
 
 def _pages(size: int) -> memoryview:
-    """Zeros at an address that direct I/O takes."""
+    """Return zeros in memory that direct I/O accepts."""
     return memoryview(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
 
 
 def _lz4() -> Any:
-    """The module `lz4.block`, which lets go of the GIL."""
+    """Return the module `lz4.block`, whose functions release the GIL."""
     try:
         import lz4.block
     except ImportError as error:

@@ -3,49 +3,53 @@
     0     u64 length | JSON header, padded with spaces to whole blocks of 4096 bytes
     4096  part 0 | part 1 | …      one U8 tensor `layer.i` per part, each padded with zeros to whole blocks
 
-Parts are of one size, unless a codec made them smaller: then the header has the size of each.
+All parts have the same size, unless a codec has made them smaller; then the header has the size of each part.
 
-`__metadata__` holds what the store needs and a checksum (xxh3-64) per part and of itself. A header is accepted only if
-encoding what it says gives the same bytes again, so a flipped bit anywhere in a record is an error or is found by a checksum.
+`__metadata__` holds what the store needs, and checksums (xxh3-64) of each part and of itself. A header is accepted only
+if encoding what it says gives the same bytes again. So a flipped bit anywhere in a record is found, either as an error
+in the header or by the checksum of a part.
 """
 
 import json
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+import mmap
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
 
 import xxhash
 
 from lmc.errors import CorruptRecord
-from lmc.keys import FORMAT, ChunkKey
+from lmc.keys import FORMAT, ChunkKey, RecordKind
 from lmc.shapes import ALIGN, aligned
 
-HEADER_LIMIT = 1 << 20  # bytes; a hostile length must not make us allocate
+HEADER_LIMIT = 1 << 20  # bytes, so that a manipulated length cannot make us allocate memory
 PARTS_LIMIT = 4096
 PART_LIMIT = 1 << 40  # bytes
 NO_CODEC = "none"
 BEGINNING = b'{"__metadata__":'
+OPTIONAL = ("sizes", "kind", "label")  # metadata that is left out if it is empty
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordMeta:
-    """What is known of a record beside its parts."""
+    """What is known of a record besides its parts."""
 
     key: ChunkKey
     namespace: bytes  # digest
     tokens: int
-    first: int  # position of the first token where it was computed; keys in the parts are rotated to it
+    first: int  # position at which the first token was computed; the keys in the parts are rotated for it
     parts: int
-    part_bytes: int  # that mean something; a part is stored in `aligned(part_bytes)`
+    part_bytes: int  # that have a meaning; a part is stored in `aligned(part_bytes)` bytes
     codec: str = NO_CODEC
-    label: str = ""  # whatever its writer wants to find again with the record
+    kind: RecordKind | None = None  # None in records of lmc 0.1.0, which did not say
+    label: str = ""  # whatever the writer wants to find with the record again
     sizes: tuple[int, ...] = ()  # stored bytes of each part, if they differ
     checksums: tuple[int, ...] = ()  # xxh3-64 of each stored part
 
     @property
     def stored_part(self) -> int:
-        """Bytes of a part as it lies in memory, and in the record if no codec is at work."""
+        """Bytes of a part in memory, and in the record if no codec is used."""
         return aligned(self.part_bytes)
 
     @property
@@ -54,24 +58,31 @@ class RecordMeta:
         return self.sizes or (self.stored_part,) * self.parts
 
     def offset(self, part: int) -> int:
-        """Where part `part` begins, counted from the first; `offset(parts)` is the size of all."""
+        """Return where part `part` begins, from the first part on; `offset(parts)` is the size of all parts."""
         return sum(self.sizes[:part]) if self.sizes else part * self.stored_part
 
 
 def checksum(part: memoryview | bytes) -> int:
-    """xxh3-64: at memory speed, and without the GIL."""
+    """Return the xxh3-64 of a part, computed at memory speed and without the GIL."""
     return int(xxhash.xxh3_64_intdigest(part))
 
 
 def compare(found: Iterable[int], wanted: Sequence[int], first: int) -> None:
-    """Raise `CorruptRecord` if the checksums of parts, from part `first` on, are not those that were written."""
+    """Raise `CorruptRecord` if the checksums of the parts from `first` on are not those that were written."""
     for part, (one, right) in enumerate(zip(found, wanted, strict=True), first):
         if one != right:
             raise CorruptRecord(f"part {part} is not what was written")
 
 
+def verify_parts(meta: RecordMeta, read: Callable[[int, int, Sequence[memoryview]], None]) -> None:
+    """Read each part of a record once, into memory that is thrown away; `read` raises an error for a corrupt one."""
+    scratch = memoryview(mmap.mmap(-1, max(meta.stored)))
+    for part, size in enumerate(meta.stored):
+        read(part, 1, [scratch[:size]])
+
+
 def split_parts(memory: Sequence[memoryview], sizes: Sequence[int]) -> list[memoryview]:
-    """Views of single parts of these sizes, whether or not the memory holds several side by side."""
+    """Return a view of each part; `memory` may have several parts side by side in one view."""
     parts, views = [], iter(memory)
     left = memoryview(b"")
     for size in sizes:
@@ -84,15 +95,14 @@ def split_parts(memory: Sequence[memoryview], sizes: Sequence[int]) -> list[memo
 
 
 def encode_header(meta: RecordMeta) -> bytes:
-    """The header's bytes, a multiple of 4096."""
-    said = json.dumps(_metadata(meta), separators=(",", ":")).encode()
-    text = BEGINNING + said + _tensors(meta.stored)
+    """Return the header's bytes, a multiple of 4096."""
+    text = BEGINNING + json.dumps(_metadata(meta), separators=(",", ":")).encode() + _tensors(meta.stored)
     size = aligned(8 + len(text)) - 8
     return size.to_bytes(8, "little") + text.ljust(size)
 
 
 def header_size(prefix: bytes) -> int:
-    """How many bytes the header takes, from its first 8; raise `CorruptRecord` if that cannot be."""
+    """Return how many bytes a header takes, from its first 8; raise `CorruptRecord` if it cannot be that many."""
     size = 8 + int.from_bytes(prefix[:8], "little")
     if len(prefix) < 8 or size % ALIGN or not ALIGN <= size <= HEADER_LIMIT:
         raise CorruptRecord(f"header length {size}")
@@ -100,9 +110,9 @@ def header_size(prefix: bytes) -> int:
 
 
 def decode_header(blob: bytes) -> RecordMeta:
-    """What a header says; raise `CorruptRecord` if it is not exactly what `encode_header` would write."""
+    """Return what a header says; raise `CorruptRecord` if it is not exactly what `encode_header` would write."""
     try:
-        # What follows the metadata need not be parsed: it has to be what is encoded again below.
+        # What follows the metadata need not be parsed: below it is encoded again and compared.
         text, _ = json.JSONDecoder().raw_decode(blob[8:].decode(), len(BEGINNING))
         meta = RecordMeta(
             key=ChunkKey(bytes.fromhex(text["key"])),
@@ -112,6 +122,7 @@ def decode_header(blob: bytes) -> RecordMeta:
             parts=int(text["parts"]),
             part_bytes=int(text["part_bytes"]),
             codec=str(text["codec"]),
+            kind=RecordKind(text["kind"]) if "kind" in text else None,
             label=str(text.get("label", "")),
             sizes=tuple(int(size) for size in text["sizes"].split(",")) if "sizes" in text else (),
             checksums=tuple(int(c, 16) for c in text["checksums"].split(",")),
@@ -120,7 +131,8 @@ def decode_header(blob: bytes) -> RecordMeta:
         raise CorruptRecord(f"unreadable header: {error}") from error
     if not 0 < meta.parts <= PARTS_LIMIT or not 0 < meta.part_bytes <= PART_LIMIT or len(meta.checksums) != meta.parts:
         raise CorruptRecord("impossible sizes in header")
-    if meta.sizes and (len(meta.sizes) != meta.parts or any(not _fits(size) for size in meta.sizes)):
+    fitting = all(0 < size <= PART_LIMIT and size % ALIGN == 0 for size in meta.sizes)
+    if meta.sizes and (len(meta.sizes) != meta.parts or not fitting):
         raise CorruptRecord("impossible sizes of parts in header")
     if encode_header(meta) != blob:
         raise CorruptRecord("header is not what was written")
@@ -129,7 +141,7 @@ def decode_header(blob: bytes) -> RecordMeta:
 
 @lru_cache(maxsize=256)
 def _tensors(sizes: tuple[int, ...]) -> bytes:
-    """The JSON behind the metadata; the same for all whole chunks of a model."""
+    """Return the JSON behind the metadata, which is the same for all whole chunks of a model."""
     entries = [
         f',"layer.{part}":{{"dtype":"U8","shape":[{stop - start}],"data_offsets":[{start},{stop}]}}'
         for part, (start, stop) in enumerate(pairwise(accumulate(sizes, initial=0)))
@@ -137,22 +149,12 @@ def _tensors(sizes: tuple[int, ...]) -> bytes:
     return "".join([*entries, "}"]).encode()
 
 
-def _fits(size: int) -> bool:
-    return 0 < size <= PART_LIMIT and size % ALIGN == 0
-
-
 def _metadata(meta: RecordMeta) -> dict[str, str]:
-    said = {
-        "format": f"lmc-{FORMAT}",
-        "key": meta.key.hex(),
-        "namespace": meta.namespace.hex(),
-        "checksums": ",".join(f"{c:016x}" for c in meta.checksums),
-    }
-    if meta.sizes:
-        said["sizes"] = ",".join(map(str, meta.sizes))
-    for field in fields(meta):
-        if field.name not in ("label", "sizes") or getattr(meta, field.name):
-            said.setdefault(field.name, str(getattr(meta, field.name)))
-    # decode_header re-encodes what it read and compares: a flip inside any value above makes another digest than the stored one.
+    said = {"format": f"lmc-{FORMAT}", "key": meta.key.hex(), "namespace": meta.namespace.hex()}
+    said["checksums"] = ",".join(f"{c:016x}" for c in meta.checksums)
+    said |= {"sizes": ",".join(map(str, meta.sizes)), "kind": meta.kind.value if meta.kind else ""}
+    said |= {name: str(getattr(meta, name)) for name in ("tokens", "first", "parts", "part_bytes", "codec", "label")}
+    said = {name: value for name, value in said.items() if value or name not in OPTIONAL}
+    # A flipped bit in any of these values gives another digest when the header is encoded again.
     said["digest"] = f"{checksum(json.dumps(said).encode()):016x}"
     return said

@@ -1,14 +1,14 @@
-"""How a store writes down, and what it has counted."""
+"""The write policies of a store, and its counts."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal
 
 Verb = Literal["read", "write", "lookup"]  # deletions count as writes, listings as lookups
 
 
-class Policy(Enum):
-    """When a chunk goes down to the next place."""
+class WritePolicy(Enum):
+    """When a chunk is written to the next place."""
 
     WRITE_THROUGH = "write_through"
     WRITE_BACK = "write_back"
@@ -16,22 +16,20 @@ class Policy(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreStats:
-    """Counts since start, and how things stand. A place is "device", "host" or a tier's name."""
+    """Counts since the start, and gauges. A place is "device", "host" or a tier's name."""
 
     hits: dict[str, int]  # chunks pinned, by place
     misses: int
-    bytes: dict[tuple[str, Verb], int]  # that came from and went to tiers, as they lie in memory: before a codec
-    seconds: dict[tuple[str, Verb], float]  # inside tiers; threads that are there at once count each
+    bytes: dict[
+        tuple[str, Verb], int
+    ]  # read from and written to tiers, with the size that they have in memory, without a codec
     writes: dict[str, int]  # records stored, by tier
-    dropped_writes: int  # the queue was full, or a tier not usable
-    failed: dict[str, int]  # operations a tier failed at: each was a miss or a write that did not happen
-    corrupt: dict[str, int]  # of these, records that were not what had been written
-    no_room: int  # chunks that found every slot held
+    dropped_writes: int  # because the queue was full, or a tier not usable
+    no_room: int  # chunks for which every slot was held
     evictions: dict[str, int]  # by place; of tiers those that evict by themselves
-    queued: int  # chunks on their way down or up now
-    usable: dict[str, bool]  # tiers that are not being skipped after failures
-
-    @property
-    def bytes_loaded(self) -> dict[str, int]:
-        """From tiers, by name."""
-        return {tier: count for (tier, verb), count in self.bytes.items() if verb == "read"}
+    queued: int  # chunks that wait to be copied or written now
+    seconds: dict[tuple[str, Verb], float] = field(default_factory=dict)  # inside tiers, summed over threads
+    failed: dict[str, int] = field(default_factory=dict)  # failed operations, each a miss or a lost write
+    corrupt: dict[str, int] = field(default_factory=dict)  # of these, records that were not what had been written
+    usable: dict[str, bool] = field(default_factory=dict)  # false for tiers that are skipped after failures
+    present: dict[str, tuple[int, int]] = field(default_factory=dict)  # chunks and tokens that are in each place

@@ -1,12 +1,20 @@
 """Settings of the test process."""
 
+import atexit
 import importlib.util
 import os
+import shutil
+import tempfile
 
 # Before anything imports the hub's library: without a network it would try for half a minute.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+# Digests of checkpoints are remembered in the user's cache directory; a test run leaves nothing there.
+os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="lmc-tests-")
+
 import torch
+
+atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 
 # Small tensors: a second thread costs more in barriers than it computes, above all on a busy machine.
 torch.set_num_threads(1)

@@ -1,4 +1,5 @@
-"""Forks writers that are there to be killed, as `storage_crash_child`: each stores, reads and forgets chunks of a disk and a Redis.
+"""Forks writers that are there to be killed, as `storage_crash_child`: each stores, reads and forgets chunks of a disk
+and a Redis.
 
 One child for each line "capacity seed url directory" on standard input.
 """
@@ -12,12 +13,12 @@ from storage_crash_child import say
 from storage_fakes import get, key_of, put
 
 from lmc.errors import ChunkLost
-from lmc.remote import parse_remote
-from lmc.storage import redis, values
+from lmc.redis_url import parse_redis_url
 from lmc.storage.disk import DiskTier
-from lmc.storage.redis import RedisTier
+from lmc.storage.redis import RedisTier, layout
+from lmc.storage.redis import tier as redis
 from lmc.storage.slab import Slab
-from lmc.storage.store import Policy, Store
+from lmc.storage.store import Store, WritePolicy
 
 PARTS, PART_BYTES = 3, 128 << 10
 RECORD_BYTES = 4096 + PARTS * PART_BYTES
@@ -26,15 +27,15 @@ KEYS = [key_of(i) for i in range(16)]
 
 def cut_small() -> None:
     """Several values a record, though records are small; as both sides of the test must have it."""
-    values.CLASSES = tuple(size >> 8 for size in values.CLASSES)
-    values.LARGEST = redis.LARGEST = values.CLASSES[-1] - values.OVERHEAD
+    layout.CLASSES = tuple(size >> 8 for size in layout.CLASSES)
+    layout.LARGEST = redis.LARGEST = layout.CLASSES[-1] - layout.OVERHEAD
 
 
 def write_until_killed(directory: str, capacity: int, url: str, seed: int) -> None:
     say(os.getpid())  # not by who forks: the first line has to come before the second
     dice = random.Random(seed)
-    tiers = [DiskTier(directory, capacity), RedisTier(parse_remote(url), deadline=10)]
-    store = Store(Slab(8, PARTS, PART_BYTES), tiers, policy=dice.choice(list(Policy)))
+    tiers = [DiskTier(directory, capacity), RedisTier(parse_redis_url(url), deadline=10)]
+    store = Store(Slab(8, PARTS, PART_BYTES), tiers, policy=dice.choice(list(WritePolicy)))
     say("begun")
     parent = os.getppid()
     while os.getppid() == parent:

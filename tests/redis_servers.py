@@ -1,8 +1,8 @@
-"""Real redis-server processes for tests: a single server, a cluster, a master under sentinels. No fakes, nothing kept on disk.
-Longer than other modules: the three set-ups share one server class, and tests import one name.
+"""Real redis-server processes for tests: a single server, a cluster, a master under sentinels. No fakes, nothing kept
+on disk. Longer than other modules: the three set-ups share one server class, and tests import one name.
 
-Each server dies with the thread that started it, however that ends: start them in the main thread.
-A test module gets the fixtures by `pytest_plugins = ["redis_servers"]` (one server for the whole session), and the classes by import.
+Each server dies with the thread that started it, however that ends: start them in the main thread. A test module gets
+the fixtures by `pytest_plugins = ["redis_servers"]` (one server for the whole session), and the classes by import.
 
 PYTEST_DONT_REWRITE: this module is imported and a plugin, in either order.
 """
@@ -32,7 +32,8 @@ HOST = "127.0.0.1"
 SLOTS = 16384
 # With a cluster's bus at +10000 still below the ports that the kernel gives to outgoing connections.
 PORTS = range(11_000, 22_000)
-# Run before the server in the same process: it is killed when its parent ends. Not a preexec_fn, which warns in threaded processes.
+# Run before the server in the same process: it is killed when its parent ends. Not a preexec_fn, which warns in
+# threaded processes.
 LAUNCH = """
 import ctypes, os, sys
 ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL
@@ -91,7 +92,8 @@ def make_certificates(folder: Path) -> None:
         pytest.fail("no openssl for the tests of TLS: apt-get install openssl", pytrace=False)
     (folder / "openssl.cnf").write_text(
         "[req]\ndistinguished_name = name\n[name]\n"
-        "[ca]\nbasicConstraints = critical, CA:TRUE\nkeyUsage = critical, keyCertSign, cRLSign\nsubjectKeyIdentifier = hash\n"
+        "[ca]\nbasicConstraints = critical, CA:TRUE\n"
+        "keyUsage = critical, keyCertSign, cRLSign\nsubjectKeyIdentifier = hash\n"
         "[server]\nbasicConstraints = critical, CA:FALSE\nsubjectAltName = IP:127.0.0.1, DNS:localhost\n"
         "subjectKeyIdentifier = hash\nauthorityKeyIdentifier = keyid\n"
     )
@@ -117,10 +119,11 @@ class Stopped(ABC):
 
 
 class RedisServer(Stopped):
-    """One server on a TCP port, a unix socket and, if wanted, a TLS port. `folder` holds its configuration, log and certificates.
+    """One server on a TCP port, a unix socket and, if wanted, a TLS port. `folder` holds its configuration, log and
+    certificates.
 
-    `users` are ACL rules such as "reader on >secret ~* +@read"; `extra` are lines of redis.conf, after ours and so stronger.
-    """
+    `users` are ACL rules such as "reader on >secret ~* +@read"; `extra` are lines of redis.conf, after ours and so
+    stronger."""
 
     def __init__(
         self,
@@ -285,7 +288,9 @@ def linked(replica: RedisServer) -> bool:
 
 
 class RedisCluster(Stopped):
-    """A cluster of real nodes. The first `masters` of `nodes` start as masters; `replicas` of each follow, in the masters' order."""
+    """A cluster of real nodes. The first `masters` of `nodes` start as masters; `replicas` of each follow, in the
+    masters' order.
+    """
 
     def __init__(
         self,
@@ -393,7 +398,9 @@ class RedisCluster(Stopped):
 
 
 class Sentinels(Stopped):
-    """A master and its replica under three sentinels with a quorum of two. `master` and `replica` are the servers in these roles now."""
+    """A master and its replica under three sentinels with a quorum of two. `master` and `replica` are the servers in
+    these roles now.
+    """
 
     service = "mymaster"
 
@@ -447,7 +454,9 @@ class Sentinels(Stopped):
         return {int(sentinel.ask(*question)[1]) for sentinel in self._sentinels}
 
     def failover(self) -> RedisServer:
-        """Kill the master; the new one, once every sentinel names it and it takes writes. The dead one may be restarted."""
+        """Kill the master; the new one, once every sentinel names it and it takes writes. The dead one may be
+        restarted.
+        """
         self.master.kill()
         self.master, self.replica = self.replica, self.master
         wait_until(lambda: self.announced() == {self.master.port}, "a new master announced by every sentinel")

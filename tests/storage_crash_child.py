@@ -1,4 +1,6 @@
-"""Forks writers that are there to be killed: imports once, then one child for each line "directory seed" on standard input."""
+"""Forks writers that are there to be killed: imports once, then one child for each line "directory seed" on standard
+input.
+"""
 
 import os
 import random
@@ -9,13 +11,13 @@ from storage_fakes import PART_BYTES, PARTS, get, key_of, put
 from lmc.errors import ChunkLost
 from lmc.storage.disk import DiskTier
 from lmc.storage.slab import Slab
-from lmc.storage.store import Policy, Store
+from lmc.storage.store import Store, WritePolicy
 
 
 def write_until_killed(directory: str, capacity: int, seed: int) -> None:
     dice = random.Random(seed)
     tier = DiskTier(directory, capacity)
-    policy = dice.choice(list(Policy))
+    policy = dice.choice(list(WritePolicy))
     store = Store(Slab(8, PARTS, PART_BYTES), [tier], policy=policy)
     parent = os.getppid()
     while os.getppid() == parent:

@@ -3,17 +3,21 @@
 import hashlib
 import mmap
 import threading
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 
 import torch
 
 from lmc.errors import CorruptRecord
 from lmc.keys import ChunkKey
+from lmc.storage.change_log import ChangeLog
+from lmc.storage.contract import Pin
+from lmc.storage.cost_model import CostModel
 from lmc.storage.record import RecordMeta, checksum, decode_header, encode_header, header_size, split_parts
 from lmc.storage.store import Store
-from lmc.storage.tier import Entry, Finding, Reader, Wrapped, Written
+from lmc.storage.tier import Entry, Finding, RecordReader, Wrapped, Written
 
 NAMESPACE = bytes(32)
 PARTS = 3
@@ -55,11 +59,25 @@ def raw_record(meta: RecordMeta) -> bytes:
     return encode_header(replace(meta, checksums=sums)) + bytes(parts)
 
 
+@contextmanager
+def writing(store: Store, meta: RecordMeta) -> Iterator[torch.Tensor | None]:
+    """A slot to fill, or None if there is nothing to do; kept when the block ends, given back if it raises."""
+    reservation = store.begin(meta)
+    if reservation is None:
+        yield None
+        return
+    try:
+        yield store.view(reservation)
+    except BaseException:
+        store.abort(reservation)
+        raise
+    store.commit(reservation)
+
+
 def put(store: Store, key: ChunkKey, version: int = 0) -> bool:
     """Write the chunk of `key`; False if the store had nothing to do or no room."""
-    parts = store._host.slab.parts
-    size = store._host.slab.part_bytes
-    with store.writing(meta_of(key, parts, size)) as slot:
+    parts, size = shape_of(store)
+    with writing(store, meta_of(key, parts, size)) as slot:
         if slot is None:
             return False
         for part in range(parts):
@@ -74,12 +92,17 @@ def as_tensor(blob: bytes) -> torch.Tensor:
 def get(store: Store, key: ChunkKey) -> list[bytes] | None:
     """All parts of `key` as bytes, or None if it is a miss."""
     with store.pinned([key]) as (pin,):
-        return None if pin is None else [pin_bytes(pin, part) for part in range(store._host.slab.parts)]
+        return None if pin is None else [pin_bytes(store, pin, part) for part in range(shape_of(store)[0])]
 
 
-def pin_bytes(pin: object, part: int) -> bytes:
-    size = pin.level.slab.part_bytes  # type: ignore[attr-defined]
-    return bytes(pin.part(part)[:size].tolist())  # type: ignore[attr-defined]
+def pin_bytes(store: Store, pin: Pin, part: int) -> bytes:
+    return bytes(store.part(pin, part)[: shape_of(store)[1]].tolist())
+
+
+def shape_of(store: Store) -> tuple[int, int]:
+    """Parts of a chunk, and bytes of a part."""
+    slab = store._host.slab
+    return slab.parts, slab.part_bytes
 
 
 def expected(key: ChunkKey, parts: int = PARTS, size: int = PART_BYTES, version: int = 0) -> list[bytes]:
@@ -97,6 +120,7 @@ class DictTier:
     def __init__(self) -> None:
         self.records: OrderedDict[ChunkKey, bytearray] = OrderedDict()
         self.used: dict[ChunkKey, float] = {}
+        self.changes: ChangeLog | None = None
         self._clock = 0
         self._mutex = threading.Lock()
 
@@ -104,7 +128,7 @@ class DictTier:
         with self._mutex:
             return [key in self.records for key in keys]
 
-    def expect(self, keys: Sequence[ChunkKey], into: Sequence[Sequence[memoryview]] = ()) -> None:
+    def announce(self, keys: Sequence[ChunkKey], into: Sequence[Sequence[memoryview]] = ()) -> None:
         pass
 
     def open(self, key: ChunkKey) -> "DictReader | None":
@@ -127,15 +151,30 @@ class DictTier:
         with self._mutex:
             self.records[meta.key] = bytearray(header + b"".join(views))
             self._touch(meta.key)
+        if self.changes and not self.shared:
+            self.changes.appeared(self.name, meta)
         return Written.STORED
 
     def delete(self, key: ChunkKey) -> bool:
         with self._mutex:
-            return self.records.pop(key, None) is not None
+            found = self.records.pop(key, None) is not None
+        if self.changes:
+            self.changes.left(self.name, key)
+        return found
 
     def entries(self) -> Iterator[Entry]:
         with self._mutex:
             return iter([Entry(key=k, bytes=len(r), used=self.used.get(k, 0)) for k, r in self.records.items()])
+
+    def headers(self) -> Iterator[RecordMeta]:
+        with self._mutex:
+            records = [] if self.shared else [bytes(record) for record in self.records.values()]
+        for record in records:
+            with suppress(CorruptRecord):
+                yield decode_header(record[: header_size(record[:8])])
+
+    def report_to(self, changes: ChangeLog) -> None:
+        self.changes = changes
 
     def check(self, fix: bool = False) -> list[Finding]:
         findings = []
@@ -174,7 +213,7 @@ class DictReader:
         if self.meta.key != key or len(record) != self._start + self.meta.offset(self.meta.parts):
             raise CorruptRecord("the record of another key, or of another size")
 
-    def ask(self, first: int, count: int) -> None:
+    def request(self, first: int, count: int) -> None:
         pass
 
     def read(self, first: int, count: int, into: Sequence[memoryview]) -> None:
@@ -206,7 +245,7 @@ class Broken(Wrapped):
     def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
         raise self._error()
 
-    def open(self, key: ChunkKey) -> Reader | None:
+    def open(self, key: ChunkKey) -> RecordReader | None:
         raise self._error()
 
     def write(self, meta: RecordMeta, parts: Sequence[memoryview]) -> Written:
@@ -233,7 +272,7 @@ class Gated(Wrapped):
         self.reading = threading.Event()  # a read has begun
         self.writing = threading.Event()
 
-    def open(self, key: ChunkKey) -> Reader | None:
+    def open(self, key: ChunkKey) -> RecordReader | None:
         reader = self.inner.open(key)
         return reader and _GatedReader(reader, self)
 
@@ -249,11 +288,11 @@ class Gated(Wrapped):
 
 
 class _GatedReader:
-    def __init__(self, inner: Reader, tier: Gated) -> None:
+    def __init__(self, inner: RecordReader, tier: Gated) -> None:
         self._inner, self._tier, self.meta = inner, tier, inner.meta
 
-    def ask(self, first: int, count: int) -> None:
-        self._inner.ask(first, count)
+    def request(self, first: int, count: int) -> None:
+        self._inner.request(first, count)
 
     def read(self, first: int, count: int, into: Sequence[memoryview]) -> None:
         self._tier.reading.set()
@@ -263,3 +302,8 @@ class _GatedReader:
 
     def close(self) -> None:
         self._inner.close()
+
+
+def note_load(cost: CostModel, tier: str, **spent: float) -> None:
+    """A batch of loads from a tier took this: numbers of `records` and `bytes`, seconds of `opening` and `reading`."""
+    cost.loaded(defaultdict(float, {(tier, what): amount for what, amount in spent.items()}))

@@ -2,20 +2,24 @@
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
 from models import FAMILIES, ROPES, SEPARATOR, random_model, random_tokens
 from transformers import DynamicCache
 
-from lmc.blend.blender import Blend, Placed
-from lmc.blend.layers import DecoderLayers
+from lmc.blend.blender import Blender, BlendInput
+from lmc.blend.canvas import Placement
 from lmc.blend.segments import Segments, join, split
-from lmc.blend.select import STRATEGIES, Policy
+from lmc.blend.strategies import STRATEGIES, RecomputePolicy
+from lmc.connectors.transformers.canvas import DenseCanvas
+from lmc.connectors.transformers.layers import DecoderLayers
 from lmc.errors import UnsupportedModel
 
-ALL = Policy(strategy="all")
+ALL = RecomputePolicy(strategy="all")
 
 
 def prefill(model, tokens: list[int]) -> tuple[list[torch.Tensor], torch.Tensor]:
@@ -33,25 +37,33 @@ class Scene:
         self.model, self.layers = model, DecoderLayers(model)
         self.prompt = join(random_tokens(system, 50), documents, random_tokens(11, 51), SEPARATOR)
         self.segments: Segments = split(self.prompt, (SEPARATOR,))
-        self.pieces: list[Placed] = []
+        self.pieces: list[Placement] = []
         self.kv: list[list[torch.Tensor]] = []
         if prefix:
-            self.pieces.append(Placed(at=0, tokens=prefix, first=0))
+            self.pieces.append(Placement(at=0, tokens=prefix, first=0, exact=True))
             self.kv.append([layer[:, :prefix] for layer in prefill(model, self.prompt)[0]])
         for index, span in enumerate(self.segments.documents):
             if index in known and span.start >= prefix:
-                self.pieces.append(Placed(at=span.start, tokens=len(span), first=0))
+                self.pieces.append(Placement(at=span.start, tokens=len(span), first=0, exact=span.start == 0))
                 self.kv.append(prefill(model, self.prompt[span.start : span.stop])[0])
 
     def reader(self) -> Iterator[tuple[int, list[torch.Tensor]]]:
         for layer in range(self.layers.shape.layers):
             yield layer, [kv[layer] for kv in self.kv]
 
-    def blend(self, policy: Policy) -> Blend:
-        blend = Blend(self.layers, self.prompt, self.pieces, self.segments.question, policy)
+    def blend(self, policy: RecomputePolicy) -> SimpleNamespace:
+        """What the blender says of the blend, with the canvas's KV and logits."""
+        canvas = DenseCanvas(self.layers, self.prompt, self.pieces, self.reader())
+        length = len(self.prompt)
+        given = BlendInput(length=length, stop=length, question=self.segments.question.start, placements=self.pieces)
+        blender = Blender(canvas, given, policy)
         with torch.inference_mode():
-            self.steps = list(blend.steps(self.reader()))
-        return blend
+            self.slices = list(blender.slices())
+        said = {
+            name: getattr(blender.result, name)
+            for name in ("reused", "computed", "repaired", "charged", "charged_budget")
+        }
+        return SimpleNamespace(keys=canvas.keys, values=canvas.values, logits=canvas.logits, **said)
 
 
 def every_reused(scene: Scene) -> list[int]:
@@ -71,7 +83,7 @@ def test_at_ratio_one_the_result_is_full_prefill(family: str, rope: str, strateg
     scene = Scene(model, documents_of(5), known={0, 1, 3, 4})  # document 2 is a gap
     kv, logits = prefill(model, scene.prompt)
 
-    result = scene.blend(Policy(strategy=strategy, ratios=(1.0,))).result
+    result = scene.blend(RecomputePolicy(strategy=strategy, ratios=(1.0,)))
 
     assert result.logits is not None
     assert (result.logits - logits).abs().max() <= 1e-4
@@ -93,7 +105,7 @@ def test_one_to_twelve_documents_in_any_order_with_gaps_and_an_exact_prefix(coun
     _, logits = prefill(model, scene.prompt)
 
     for strategy in ("query", "deviation", "head", "union", "random"):
-        result = scene.blend(Policy(strategy=strategy, ratios=(1.0,))).result
+        result = scene.blend(RecomputePolicy(strategy=strategy, ratios=(1.0,)))
         assert result.logits is not None
         assert (result.logits - logits).abs().max() <= 1e-4, strategy
 
@@ -118,11 +130,11 @@ def test_long_unknown_documents_before_between_and_after_known_ones(
     scene = Scene(model, [random_tokens(170, 1), random_tokens(150, 2), random_tokens(190, 3)], known, prefix=prefix)
     kv, logits = prefill(model, scene.prompt)
 
-    whole = scene.blend(Policy(strategy=strategy, ratios=(1.0,))).result
+    whole = scene.blend(RecomputePolicy(strategy=strategy, ratios=(1.0,)))
     assert whole.logits is not None
     assert (whole.logits - logits).abs().max() <= 1e-4
 
-    some = scene.blend(Policy(strategy=strategy, ratios=(0.1,))).result
+    some = scene.blend(RecomputePolicy(strategy=strategy, ratios=(0.1,)))
     first = min(piece.at for piece in scene.pieces if piece.at >= prefix)
     for layer, wanted in enumerate(kv):
         assert not some.keys[layer].isnan().any()
@@ -134,7 +146,7 @@ def test_a_later_token_changes_no_earlier_key(strategy: str, monkeypatch: pytest
     """The canary: with a mask that aligns the last query with the last key, tokens in the middle see the future."""
     model = random_model()
     scene = Scene(model, documents_of(4, seed=3), known={0, 1, 2, 3})
-    policy = Policy(strategy=strategy, ratios=(0.4,))
+    policy = RecomputePolicy(strategy=strategy, ratios=(0.4,))
     if strategy in (
         "query",
         "union",
@@ -143,14 +155,14 @@ def test_a_later_token_changes_no_earlier_key(strategy: str, monkeypatch: pytest
         chosen = torch.tensor([i for i, p in enumerate(every_reused(scene)) if p % 3 == 0])
         monkeypatch.setitem(STRATEGIES, strategy, lambda _evidence, _count: chosen)
         monkeypatch.setattr("lmc.blend.blender.by_deviation", lambda _evidence, _count, _threshold: chosen)
-    before = scene.blend(policy).result
+    before = scene.blend(policy)
     last = scene.segments.documents[3]
     changed = [*scene.prompt]
     changed[last.start : last.stop] = random_tokens(len(last), 999)
     scene.prompt = changed
     scene.kv[3] = prefill(model, changed[last.start : last.stop])[0]
 
-    after = scene.blend(policy).result
+    after = scene.blend(policy)
 
     for layer in range(scene.layers.shape.layers):
         assert torch.equal(before.repaired[layer], after.repaired[layer])
@@ -159,25 +171,29 @@ def test_a_later_token_changes_no_earlier_key(strategy: str, monkeypatch: pytest
 
 
 def test_a_recomputed_key_equals_the_one_computed_with_no_future_at_all() -> None:
-    """The same canary from the other side: cutting the prompt behind a document leaves its repaired keys as they were."""
+    """The same canary from the other side: cutting the prompt behind a document leaves its repaired keys as they
+    were.
+    """
     model = random_model()
     documents = documents_of(3, seed=5)
     long, short = Scene(model, documents, {0, 1, 2}), Scene(model, documents[:2], {0, 1})
-    policy = Policy(strategy="head", ratios=(0.5,))
-    a, b = long.blend(Policy(strategy="all")).result, short.blend(Policy(strategy="all")).result
+    policy = RecomputePolicy(strategy="head", ratios=(0.5,))
+    a, b = long.blend(RecomputePolicy(strategy="all")), short.blend(RecomputePolicy(strategy="all"))
     stop = short.segments.documents[1].stop
     for layer in range(4):
         assert torch.allclose(a.keys[layer][:, :stop], b.keys[layer][:, :stop], atol=1e-5)
-    assert long.blend(policy).result.charged_budget == pytest.approx(0.5, abs=0.02)
+    assert long.blend(policy).charged_budget == pytest.approx(0.5, abs=0.02)
 
 
 def test_layer_zero_does_not_deviate() -> None:
-    """A stored key of layer 0 depends on its token alone: after re-rotation there is nothing to find, so checking there is refused."""
+    """A stored key of layer 0 depends on its token alone: after re-rotation there is nothing to find, so checking there
+    is refused.
+    """
     model = random_model(rope="yarn")
     scene = Scene(model, documents_of(3), known={0, 1, 2})
     wanted = prefill(model, scene.prompt)[0]
 
-    blind = scene.blend(Policy(strategy="none")).result
+    blind = scene.blend(RecomputePolicy(strategy="none"))
 
     first = blind.keys[0].transpose(0, 1)
     assert (first - wanted[0][0]).abs().max() <= 1e-5
@@ -191,10 +207,11 @@ def test_a_document_at_position_zero_and_an_exact_prefix_stay_exact() -> None:
     at_zero.prompt = at_zero.prompt[len(SEPARATOR) :]
     at_zero.segments = split(at_zero.prompt, (SEPARATOR,))
     first = at_zero.segments.system
-    at_zero.pieces = [Placed(at=p.at - len(SEPARATOR), tokens=p.tokens, first=p.first) for p in at_zero.pieces]
+    moved = [(p, p.at - len(SEPARATOR)) for p in at_zero.pieces]
+    at_zero.pieces = [replace(p, at=at, exact=at == 0) for p, at in moved]
     wanted = prefill(model, at_zero.prompt)[0]
 
-    result = at_zero.blend(Policy(strategy="query", ratios=(0.2,))).result
+    result = at_zero.blend(RecomputePolicy(strategy="query", ratios=(0.2,)))
 
     assert result.reused == sum(len(span) for span in at_zero.segments.documents)
     for layer in range(4):
@@ -205,7 +222,7 @@ def test_a_document_at_position_zero_and_an_exact_prefix_stay_exact() -> None:
 
     prefixed = Scene(model, documents_of(3), known={1, 2}, prefix=20)
     wanted = prefill(model, prefixed.prompt)[0]
-    result = prefixed.blend(Policy(strategy="deviation", ratios=(0.2,))).result
+    result = prefixed.blend(RecomputePolicy(strategy="deviation", ratios=(0.2,)))
     for layer in range(4):
         assert torch.equal(result.keys[layer].transpose(0, 1)[:20], wanted[layer][0][:20])
 
@@ -213,9 +230,9 @@ def test_a_document_at_position_zero_and_an_exact_prefix_stay_exact() -> None:
 def test_the_set_only_shrinks_with_depth() -> None:
     """CacheBlend's gradual filtering: check layers 1 and 2 with falling ratios."""
     scene = Scene(random_model(layers=5), documents_of(6, seed=2), known=set(range(6)))
-    policy = Policy(strategy="deviation", ratios=(0.5, 0.2), check_layers=(1, 2))
+    policy = RecomputePolicy(strategy="deviation", ratios=(0.5, 0.2), check_layers=(1, 2))
 
-    result = scene.blend(policy).result
+    result = scene.blend(policy)
 
     sets = [set(positions.tolist()) for positions in result.repaired]
     assert len(sets[0]) == len(sets[1]) == result.reused
@@ -227,32 +244,33 @@ def test_the_set_only_shrinks_with_depth() -> None:
 
 def test_a_threshold_that_nothing_reaches_repairs_nothing_behind_the_check_layer() -> None:
     scene = Scene(random_model(), documents_of(4), known={0, 1, 2, 3})
-    result = scene.blend(Policy(strategy="deviation", ratios=(0.5,), thresholds=(1e9,))).result
+    result = scene.blend(RecomputePolicy(strategy="deviation", ratios=(0.5,), thresholds=(1e9,)))
     assert [len(positions) for positions in result.repaired[2:]] == [0, 0]
 
 
 def test_the_charged_budget_counts_check_layers_in_full() -> None:
     scene = Scene(random_model(layers=4), documents_of(8), known=set(range(8)))
-    n = scene.blend(Policy(strategy="none")).result.reused
+    n = scene.blend(RecomputePolicy(strategy="none")).reused
     k = int(n * 0.15)
-    assert scene.blend(Policy(strategy="deviation")).result.charged == 2 * n + 2 * k
-    assert scene.blend(Policy(strategy="query")).result.charged == 4 * k
-    assert scene.blend(Policy(strategy="none")).result.charged == 0
-    assert scene.blend(ALL).result.charged_budget == 1.0
+    assert scene.blend(RecomputePolicy(strategy="deviation")).charged == 2 * n + 2 * k
+    assert scene.blend(RecomputePolicy(strategy="query")).charged == 4 * k
+    assert scene.blend(RecomputePolicy(strategy="none")).charged == 0
+    assert scene.blend(ALL).charged_budget == 1.0
 
 
-def test_every_step_is_a_layer_and_the_reader_is_pulled_once_for_each() -> None:
+def test_every_slice_is_a_layer_and_the_reader_is_pulled_once_for_each() -> None:
     scene = Scene(random_model(layers=4), documents_of(3), known={0, 2})
-    scene.blend(Policy(strategy="deviation"))
-    assert [step.layer for step in scene.steps] == [0, 1, 2, 3]
-    scene.blend(Policy(strategy="query"))
-    assert [step.layer for step in scene.steps] == [0, 1, 2, 3, 0, 1, 2, 3]
+    scene.blend(RecomputePolicy(strategy="deviation"))
+    # The check layer is run twice: for all rows up to the projections, and whole for those that go on.
+    assert [done.layer for done in scene.slices] == [0, 1, 1, 2, 3]
+    scene.blend(RecomputePolicy(strategy="query"))
+    assert [done.layer for done in scene.slices] == [0, 1, 2, 3, 0, 1, 2, 3]
 
 
 def test_nothing_stored_is_an_ordinary_prefill() -> None:
     model = random_model()
     scene = Scene(model, documents_of(3), known=set())
-    result = scene.blend(Policy(strategy="query")).result
+    result = scene.blend(RecomputePolicy(strategy="query"))
     assert (result.logits - prefill(model, scene.prompt)[1]).abs().max() <= 1e-5
     assert result.reused == 0
     assert result.charged_budget == 0.0
@@ -260,12 +278,14 @@ def test_nothing_stored_is_an_ordinary_prefill() -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_the_query_strategy_repairs_what_the_question_attends_to(seed: int) -> None:
-    """Against the definition: max over question tokens, mean over heads, sum over layers, in the first pass over unrepaired KV."""
+    """Against the definition: max over question tokens, mean over heads, sum over layers, in the first pass over
+    unrepaired KV.
+    """
     model = random_model(seed=seed)
     scene = Scene(model, documents_of(4, seed=seed), known={0, 1, 2, 3})
     question = scene.segments.question
     fresh = [*range(scene.pieces[0].at), *range(question.start, question.stop)]  # separators are not there yet
-    blind = scene.blend(Policy(strategy="none")).result  # its KV is what the first pass sees
+    blind = scene.blend(RecomputePolicy(strategy="none"))  # its KV is what the first pass sees
 
     scores = torch.zeros(len(scene.prompt))
     for layer in range(4):
@@ -274,7 +294,7 @@ def test_the_query_strategy_repairs_what_the_question_attends_to(seed: int) -> N
     reused = torch.tensor(every_reused(scene))
     wanted = reused[scores[reused].argsort(descending=True, stable=True)[: int(len(reused) * 0.2)]].sort().values
 
-    chosen = scene.blend(Policy(strategy="query", ratios=(0.2,))).result.repaired[0]
+    chosen = scene.blend(RecomputePolicy(strategy="query", ratios=(0.2,))).repaired[0]
     assert chosen.tolist() == wanted.tolist()
 
 
@@ -285,7 +305,7 @@ def questions_attention(model, scene: Scene, blind, layer: int, fresh: list[int]
     with torch.inference_mode():
         hidden = scene.layers.embed(torch.tensor(scene.prompt)[rows])
         for depth in range(layer + 1):
-            query, key, value = scene.layers.qkv(depth, hidden, cos[rows], sin[rows])
+            query, key, value = scene.layers.project(depth, hidden, cos[rows], sin[rows])
             keys, values = blind.keys[depth].clone(), blind.values[depth].clone()
             keys[:, rows], values[:, rows] = key.transpose(0, 1), value.transpose(0, 1)
             group = query.shape[1] // keys.shape[0]

@@ -11,14 +11,13 @@ from models import SEPARATOR, random_model, random_tokens
 from storage_fakes import Broken, DictTier, key_of, meta_of, stored
 from typer.testing import CliRunner
 
-from lmc import engine
 from lmc.cli import app
 from lmc.config import Settings
 from lmc.connectors.transformers import CachedModel
-from lmc.demo import begins
+from lmc.demo import SHIPPED as SMALL
+from lmc.demo.run import begins
+from lmc.engine import tiers as engine_tiers
 from lmc.storage.disk import UNBOUNDED, DiskTier
-
-SMALL = Path(__file__).parent.parent / "examples" / "small_model"
 
 
 def lmc(*words: str | Path) -> tuple[int, str, str]:
@@ -230,7 +229,7 @@ def test_disk_and_remote_of_the_settings_are_both_looked_at_and_cleared(
     for number, namespace in ((0, ONE), (2, ONE), (3, NEAR)):
         meta = replace(meta_of(key_of(number)), namespace=namespace)
         remote.write(meta, [stored(meta)])
-    unset.setattr(engine, "open_remote", lambda settings: remote)
+    unset.setattr(engine_tiers, "open_redis", lambda settings: remote)
     unset.setenv("LMC_LOCAL_DISK", str(tmp_path))
     unset.setenv("LMC_REMOTE_URL", "redis://somebody:secret@cache:6380/1")
 
@@ -253,7 +252,7 @@ def test_disk_and_remote_of_the_settings_are_both_looked_at_and_cleared(
 
 @pytest.mark.parametrize("words", [["check"], ["stat"], ["clear", "--all", "--yes"]])
 def test_a_remote_that_fails_is_one_clear_line(words: list[str], unset: pytest.MonkeyPatch) -> None:
-    unset.setattr(engine, "open_remote", lambda settings: Broken(lambda: ConnectionError("refused")))
+    unset.setattr(engine_tiers, "open_redis", lambda settings: Broken(lambda: ConnectionError("refused")))
     unset.setenv("LMC_REMOTE_URL", "redis://cache")
     code, _, err = lmc(*words)
     assert code == 2
@@ -263,7 +262,7 @@ def test_a_remote_that_fails_is_one_clear_line(words: list[str], unset: pytest.M
 def test_a_remote_that_does_not_answer_is_not_an_empty_one(unset: pytest.MonkeyPatch) -> None:
     away = DictTier()
     away.usable = False
-    unset.setattr(engine, "open_remote", lambda settings: away)
+    unset.setattr(engine_tiers, "open_redis", lambda settings: away)
     unset.setenv("LMC_REMOTE_URL", "redis://cache")
     code, _, err = lmc("stat")
     assert code == 2
@@ -347,7 +346,7 @@ def test_documents_without_text_are_named(tmp_path: Path, content: bytes) -> Non
     [
         (["--documents", "nowhere"], "no .txt files with text in nowhere"),
         (["--questions", "nowhere.json"], "cannot read nowhere.json"),
-        (["--questions", str(SMALL / "README.md")], "is no JSON"),
+        (["--questions", str(SMALL / "documents" / "inn-01.txt")], "is no JSON"),
         (["--model", "/nowhere/at/all"], "there is no such directory"),
         (["--json", "/proc/nowhere.json"], "cannot write /proc/nowhere.json"),
         (["--model", "nowhere/at-all"], "cannot load a causal language model from nowhere/at-all"),

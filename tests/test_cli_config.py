@@ -31,7 +31,7 @@ def test_config_has_one_row_for_each_setting_with_value_and_origin() -> None:
     table = rows(result.stdout)
     assert list(table) == list(Settings.model_fields)
     assert table["chunk_size"] == ["64", "environment LMC_CHUNK_SIZE"]
-    assert table["use_layerwise"] == ["True", "implied by enable_blending"]
+    assert table["enable_blending"] == ["True", "environment LMC_ENABLE_BLENDING"]
     assert table["blend_special_str"] == ["' # # '", "default"]
     assert table["blend_check_layers"] == ["[1]", "default"]
 

@@ -21,8 +21,10 @@ from storage_fakes import (
     put,
     raw_record,
     stored,
+    writing,
 )
 from tier_contract import TierContract, read, write
+from tier_wrappers import Counted
 
 from lmc.errors import ChunkLost, ConfigError, CorruptRecord
 from lmc.shapes import ALIGN, aligned
@@ -32,7 +34,7 @@ from lmc.storage.disk import DiskTier
 from lmc.storage.record import checksum, decode_header, header_size, split_parts
 from lmc.storage.slab import Slab
 from lmc.storage.store import Store
-from lmc.storage.tier import Counted, Wrapped, Written
+from lmc.storage.tier import Wrapped, Written
 
 K0, K1, K2 = map(key_of, range(3))
 lz4 = pytest.importorskip("lz4.block")
@@ -71,7 +73,7 @@ class Repeated(Wrapped):
 
 class RepeatedReader:
     def __init__(self, inner):
-        self.inner, self.close, self.ask = inner, inner.close, inner.ask
+        self.inner, self.close, self.request = inner, inner.close, inner.request
         self.meta = replace(inner.meta, part_bytes=int(inner.meta.label), label="")
 
     def read(self, first, count, into):
@@ -117,7 +119,8 @@ class TestCodedRecordsThatGetSmaller(OverDict):
         assert {entry.bytes for entry in tier.entries()} == {ALIGN + PARTS * 2 * ALIGN}
 
 
-# -- nothing changes on the way ------------------------------------------------------------------------------------------
+# -- nothing changes on the way
+# ------------------------------------------------------------------------------------------
 
 
 def bits(tensor: torch.Tensor) -> memoryview:
@@ -201,7 +204,7 @@ def test_ranges_and_scattered_views(offset):
     assert tier.write(meta_of(K0, len(parts), size), [whole[: 2 * size], whole[2 * size :]]) is Written.STORED
     assert codec_of(tier) == "planes4+lz4"
     with closing(tier.open(K0)) as reader:
-        reader.ask(0, 2)
+        reader.request(0, 2)
         for first, count in [(2, 1), (0, 2), (1, 4), (5, 1), (0, len(parts))]:
             into = memory(count * size, offset)
             reader.read(first, count, [into])
@@ -241,15 +244,15 @@ def test_a_record_in_reading_looks_as_it_was_written():
 
 class Asked(Wrapped):
     def open(self, key):
-        self.reader = AskedReader(self.inner.open(key))
+        self.reader = RequestedReader(self.inner.open(key))
         return self.reader
 
 
-class AskedReader:
+class RequestedReader:
     def __init__(self, inner):
         self.inner, self.meta, self.read, self.asked, self.closed = inner, inner.meta, inner.read, [], False
 
-    def ask(self, first, count):
+    def request(self, first, count):
         self.asked.append((first, count))
 
     def close(self):
@@ -260,7 +263,7 @@ def test_what_is_asked_for_early_is_passed_on_and_the_inner_reader_closed():
     tier = Coded(Asked(DictTier()), "planes", 2)
     tier.write(*record([memory(5 * ALIGN)] * 3))
     reader = tier.open(K0)
-    reader.ask(1, 2)
+    reader.request(1, 2)
     reader.close()
     assert tier.inner.reader.asked == [(1, 2)]
     assert tier.inner.reader.closed
@@ -273,7 +276,8 @@ def test_a_record_that_is_there_is_not_encoded_again(monkeypatch):
     assert tier.write(*record([memory(5 * ALIGN)] * 3)) is Written.PRESENT
 
 
-# -- over a directory, and under a store ---------------------------------------------------------------------------------
+# -- over a directory, and under a store
+# ---------------------------------------------------------------------------------
 
 
 class Aligned(Wrapped):
@@ -339,7 +343,7 @@ def test_a_store_gets_back_what_it_wrote_down(tmp_path, part_bytes):
     again = (b"again " * part_bytes)[:part_bytes]
     with closing(Store(Slab(4, PARTS, part_bytes), [Coded(DiskTier(tmp_path, 1 << 30), "planes", 1)])) as store:
         assert put(store, K0)
-        with store.writing(meta_of(K1, PARTS, part_bytes)) as slot:
+        with writing(store, meta_of(K1, PARTS, part_bytes)) as slot:
             slot[:, :part_bytes] = as_tensor(again)
     counted = Counted(DiskTier(tmp_path, 1 << 30))
     with closing(Store(Slab(2, PARTS, part_bytes), [Coded(counted, "none", 1)])) as store:
@@ -361,7 +365,8 @@ def test_a_store_misses_what_cannot_be_decoded():
         assert inner.records == {}
 
 
-# -- what a record may say -----------------------------------------------------------------------------------------------
+# -- what a record may say
+# -----------------------------------------------------------------------------------------------
 
 
 def hostile(codec: str, encoded: bytes, part_bytes: int = 2 * ALIGN, planes: int = 2) -> Coded:
@@ -465,7 +470,8 @@ def test_random_bytes_as_a_part_do_no_harm():
             continue
 
 
-# -- settings ------------------------------------------------------------------------------------------------------------
+# -- settings
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_an_unknown_codec_is_an_error_at_start():

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from lmc.config import CACHEBLEND, IMPLIED, Settings, shown
+from lmc.config import CACHEBLEND, Settings, shown
 from lmc.errors import ConfigError, LmcError
-from lmc.instead import INSTEAD
+from lmc.lmcache_compat import IGNORED, INSTEAD
 
 PUBLISHED = json.loads((Path(__file__).parent / "data" / "cacheblend.json").read_text())
 
@@ -32,8 +32,6 @@ def test_the_list_of_settings_is_frozen() -> None:
         "chunk_size",
         "save_unfull_chunk",
         "save_decode_cache",
-        "local_cpu",
-        "local_device",
         "max_local_cpu_size",
         "max_local_device_size",
         "local_disk",
@@ -47,7 +45,6 @@ def test_the_list_of_settings_is_frozen() -> None:
         "store_policy",
         "load_policy",
         "load_deadline",
-        "use_layerwise",
         "enable_blending",
         "blend_preset",
         "blend_special_str",
@@ -92,12 +89,11 @@ class TestPublishedCacheBlend:
         assert settings.blend_special_str == " # # "
         assert settings.blend_check_layers == (1,)
         assert settings.blend_recompute_ratios == (0.15,)
-        assert settings.origin("use_layerwise") == "environment LMCACHE_USE_LAYERWISE"
+        assert settings.origin("enable_blending") == "environment LMCACHE_ENABLE_BLENDING"
 
     def test_its_yaml_is_accepted_as_it_stands(self, tmp_path: Path) -> None:
         settings = from_yaml(tmp_path, PUBLISHED["yaml_as_published"])
         assert settings.enable_blending
-        assert settings.local_device == "cpu"
         assert settings.blend_special_str == " # # "
         assert settings.origin("blend_check_layers") == f"YAML {tmp_path}/lmc.yaml"
 
@@ -120,7 +116,7 @@ class TestPrecedence:
         assert effective["blend_min_tokens"] == (3, "environment LMC_BLEND_MIN_TOKENS")
         assert effective["max_local_cpu_size"] == (2.0, "environment LMCACHE_MAX_LOCAL_CPU_SIZE")
         assert effective["max_local_disk_size"] == (1.0, f"YAML {file}")
-        assert effective["local_device"] == ("cpu", "default")
+        assert effective["local_disk_serde"] == ("none", "default")
 
     def test_the_order_of_variables_in_the_environment_does_not_matter(self) -> None:
         both = {"LMC_CHUNK_SIZE": "3", "LMCACHE_CHUNK_SIZE": "2"}
@@ -150,7 +146,13 @@ class TestPrecedence:
         environ = {"PATH": "/bin", "LMCX_CHUNK_SIZE": "1", "VLLM_LMC_X": "1"}
         assert Settings.load(environ=environ).chunk_size == 256
 
-    @pytest.mark.parametrize("key", ["USE_EXPERIMENTAL", "TRACK_USAGE", "LOG_LEVEL"])
+    @pytest.mark.parametrize(
+        "name", ["LMC_LOG_LEVEL", "LMC_SERVER", "LMC_ADMIN_PORT", "LMC_KERNELS", "LMC_ROUTER_URL", "LMC_UNTESTED_VLLM"]
+    )
+    def test_variables_of_other_parts_of_lmc_are_no_settings(self, name: str) -> None:
+        assert Settings.load(environ={name: "1"}).model_dump() == Settings().model_dump()
+
+    @pytest.mark.parametrize("key", ["USE_EXPERIMENTAL", "TRACK_USAGE"])
     def test_lmcaches_harmless_variables_are_ignored_under_its_name_only(self, key: str) -> None:
         assert Settings.load(environ={f"LMCACHE_{key}": "True"}).chunk_size == 256
         assert f"LMC_{key}" in refusal(**{f"LMC_{key}": "True"})
@@ -238,10 +240,7 @@ class TestValues:
             ("chunk_size", 0),
             ("chunk_size", 1.5),
             ("chunk_size", True),
-            ("local_cpu", "perhaps"),
-            ("local_cpu", "False"),
-            ("local_device", "cuda:0"),
-            ("local_device", "my gpu"),
+            ("save_decode_cache", "perhaps"),
             ("max_local_cpu_size", 0),
             ("max_local_cpu_size", "inf"),
             ("max_local_cpu_size", "5GB"),
@@ -289,10 +288,10 @@ class TestValues:
         assert f"(argument {name}) must be " in str(caught.value)
 
     def test_every_bad_value_is_said_at_once(self) -> None:
-        said = refusal({"blend_learn": "x"}, LMC_CHUNK_SIZE="0", LMCACHE_USE_LAYERWISE="2")
+        said = refusal({"blend_learn": "x"}, LMC_CHUNK_SIZE="0", LMCACHE_SAVE_DECODE_CACHE="2")
         assert said == (
             "chunk_size = '0' (environment LMC_CHUNK_SIZE) must be a whole number of tokens, at least 1; "
-            "use_layerwise = '2' (environment LMCACHE_USE_LAYERWISE) must be true or false; "
+            "save_decode_cache = '2' (environment LMCACHE_SAVE_DECODE_CACHE) must be true or false; "
             "blend_learn = 'x' (override blend_learn) must be true or false"
         )
 
@@ -336,19 +335,14 @@ class TestValues:
 
 
 class TestCombinations:
-    def test_blending_implies_layerwise_and_unfull_chunks(self) -> None:
-        settings = Settings.load(environ={"LMC_ENABLE_BLENDING": "1"})
-        assert [getattr(settings, name) for name in IMPLIED] == [True, True]
-        assert [settings.origin(name) for name in IMPLIED] == ["implied by enable_blending"] * 2
-
-    @pytest.mark.parametrize("name", IMPLIED)
-    def test_blending_without_what_it_implies_is_refused_with_both_origins(self, name: str, tmp_path: Path) -> None:
+    def test_blending_needs_unfull_chunks(self, tmp_path: Path) -> None:
         file = tmp_path / "x.yaml"
-        file.write_text(f"{name}: false")
-        assert not getattr(Settings.load(environ={"LMC_CONFIG_FILE": str(file)}), name)
+        file.write_text("save_unfull_chunk: false")
+        assert not Settings.load(environ={"LMC_CONFIG_FILE": str(file)}).save_unfull_chunk
         said = refusal(LMC_CONFIG_FILE=str(file), LMC_ENABLE_BLENDING="true")
         assert said.startswith(
-            f"{name} = False (YAML {file}) contradicts enable_blending = True (environment LMC_ENABLE_BLENDING)"
+            f"save_unfull_chunk = False (YAML {file}) contradicts enable_blending = True "
+            "(environment LMC_ENABLE_BLENDING)"
         )
 
     @pytest.mark.parametrize(
@@ -460,6 +454,26 @@ class TestUnknownKeys:
             from_yaml(tmp_path, f"{name}: 1")
         assert f"{name} (YAML {tmp_path}/lmc.yaml)" in str(caught.value)
 
+    @pytest.mark.parametrize("name", IGNORED)
+    def test_a_setting_of_lmcache_that_changes_nothing_is_accepted_with_one_warning(
+        self, name: str, caplog: pytest.LogCaptureFixture, tmp_path: Path
+    ) -> None:
+        for load in (
+            lambda: Settings.load({f"lmcache.{name}": "x"}, environ={}),
+            lambda: Settings.load(environ={f"LMCACHE_{name.upper()}": "x"}),
+            lambda: from_yaml(tmp_path, f"{name}: x"),
+        ):
+            assert load().model_dump() == Settings().model_dump()
+            (record,) = caplog.records
+            assert name in record.getMessage().lower()
+            assert IGNORED[name] in record.getMessage()
+            caplog.clear()
+
+    def test_ignored_settings_share_one_warning(self, caplog: pytest.LogCaptureFixture) -> None:
+        Settings.load(dict.fromkeys(IGNORED, "x"), environ={})
+        assert len(caplog.records) == 1
+
     def test_no_answer_hides_a_setting_of_ours(self) -> None:
         for name in Settings.model_fields:
             assert name not in INSTEAD
+            assert name not in IGNORED

@@ -22,8 +22,9 @@ from tier_contract import TierContract, read, write
 
 from lmc.errors import CorruptRecord, TierUnusable
 from lmc.keys import ChunkKey
-from lmc.storage import disk, disk_reader
-from lmc.storage.disk import DiskTier
+from lmc.storage.disk import DiskTier, files
+from lmc.storage.disk import reader as disk_reader
+from lmc.storage.disk import tier as disk
 from lmc.storage.record import RecordMeta, checksum, encode_header, split_parts
 from lmc.storage.tier import Written
 
@@ -165,15 +166,17 @@ def test_a_record_larger_than_the_tier_is_refused_and_evicts_nothing(tmp_path):
 
 
 def test_several_writers_together_stay_within_the_bound(tmp_path, monkeypatch):
-    """Room for two; four writers at once: those for whom nothing can be evicted are refused. They went beyond the bound."""
+    """Room for two; four writers at once: those for whom nothing can be evicted are refused. They went beyond the
+    bound.
+    """
     tier = DiskTier(tmp_path, 2 * RECORD_BYTES)
-    plain, everybody = DiskTier._write_aside, threading.Barrier(3)
+    plain, everybody = files.write_new, threading.Barrier(3)
 
-    def in_company(self, *arguments):
-        plain(self, *arguments)
+    def in_company(*arguments):
+        plain(*arguments)
         everybody.wait(60)  # the two that write, and the test
 
-    monkeypatch.setattr(DiskTier, "_write_aside", in_company)
+    monkeypatch.setattr(files, "write_new", in_company)
     outcomes = []
     writers = [
         threading.Thread(target=lambda key=key: outcomes.append(tier.write(meta_of(key), [stored(meta_of(key))])))
@@ -232,7 +235,9 @@ def test_the_bound_holds_at_every_moment_under_concurrent_writers_and_readers(tm
 
 
 def test_a_reader_that_came_too_early_does_not_make_the_tier_forget_a_newer_record(tier, monkeypatch):
-    """Open finds no file; then a writer brings it; then open takes the key out of the index: the file was never counted again."""
+    """Open finds no file; then a writer brings it; then open takes the key out of the index: the file was never counted
+    again.
+    """
     plain = disk_reader.open_to_read
 
     def overtaken(path):
@@ -250,21 +255,23 @@ def test_a_reader_that_came_too_early_does_not_make_the_tier_forget_a_newer_reco
 
 
 def test_two_writers_of_one_key_leave_one_record(tier, monkeypatch):
-    plain = DiskTier._write_aside
+    plain = files.write_new
 
-    def overtaken(self, *arguments):
+    def overtaken(*arguments):
         monkeypatch.undo()
         write(tier, K0)
-        plain(self, *arguments)
+        plain(*arguments)
 
-    monkeypatch.setattr(DiskTier, "_write_aside", overtaken)
+    monkeypatch.setattr(files, "write_new", overtaken)
     write(tier, K0)
     assert tier.bytes == used(tier.root) == RECORD_BYTES
     assert read(tier, K0) == bytes(stored(meta_of(K0)))
 
 
 def test_an_eviction_that_fails_leaves_the_record_readable(tmp_path, monkeypatch):
-    """On a disk that turned read-only every write took one more record out of the index, though none could be removed."""
+    """On a disk that turned read-only every write took one more record out of the index, though none could be
+    removed.
+    """
     tier = DiskTier(tmp_path, RECORD_BYTES)
     write(tier, K0)
 
@@ -461,7 +468,9 @@ def mutated(dice: random.Random, meta: RecordMeta, body: bytes) -> bytes:
 
 
 def test_five_thousand_mutated_files_are_misses_and_never_wrong_bytes(tmp_path, monkeypatch):
-    """Nor does any of them make us allocate more than there is in the file (a length of 1 MiB before 16 KiB of file did)."""
+    """Nor does any of them make us allocate more than there is in the file (a length of 1 MiB before 16 KiB of file
+    did).
+    """
     tier, dice, taken = DiskTier(tmp_path, ROOM), random.Random(7), []
     path = path_of(tmp_path, K0)
     path.parent.mkdir()
@@ -820,7 +829,7 @@ def test_a_use_whose_time_cannot_be_kept_is_still_a_hit(tier, monkeypatch):
     def refuse(fd):
         raise PermissionError(errno.EPERM, "Operation not permitted")
 
-    monkeypatch.setattr(disk, "touch", refuse)
+    monkeypatch.setattr(files, "touch", refuse)
     assert read(tier, K0) == bytes(stored(meta_of(K0)))
 
 
@@ -831,7 +840,7 @@ def test_first_parts_are_read_together_with_the_header(tmp_path):
     with closing(DiskTier(tmp_path, 1 << 20)) as tier:
         write(tier, K0)
         into = memory(2 * PART_BYTES)
-        tier.expect([K0], [[into]])
+        tier.announce([K0], [[into]])
         with closing(tier.open(K0)) as reader:
             assert bytes(into) == content(K0, 0) + content(K0, 1)
             reader.read(0, 2, [into])
@@ -842,14 +851,16 @@ def test_first_parts_are_read_together_with_the_header(tmp_path):
 @pytest.mark.parametrize("expected", [PART_BYTES, 2 * PART_BYTES, 5 * PART_BYTES])
 @pytest.mark.parametrize("offset", [0, 7])
 def test_what_was_expected_otherwise_is_read_again(tmp_path, expected, offset):
-    """A record of smaller parts, memory that direct I/O does not take, another place than was said: only reading decides."""
+    """A record of smaller parts, memory that direct I/O does not take, another place than was said: only reading
+    decides.
+    """
     with closing(DiskTier(tmp_path, 1 << 20)) as tier:
         small = meta_of(K1, PARTS, 100)
         write(tier, K0)
         tier.write(small, [stored(small)])
         for meta in (meta_of(K0), small):
             early, into = memory(expected, offset), memory(PARTS * meta.stored_part)
-            tier.expect([meta.key], [[early]])
+            tier.announce([meta.key], [[early]])
             with closing(tier.open(meta.key)) as reader:
                 reader.read(0, PARTS, [into])
                 assert bytes(into) == bytes(stored(meta))
@@ -865,7 +876,7 @@ def test_a_damaged_first_part_is_found_although_it_came_early(tmp_path):
         blob[4096 + 5] ^= 1
         path.write_bytes(blob)
         into = memory(PART_BYTES)
-        tier.expect([K0], [[into]])
+        tier.announce([K0], [[into]])
         with closing(tier.open(K0)) as reader, pytest.raises(CorruptRecord):
             reader.read(0, 1, [into])
         assert tier.contains([K0]) == [False]

@@ -89,7 +89,7 @@ def test_a_change_in_any_field_of_the_namespace_makes_other_keys(name):
 
 
 def test_neighbouring_fields_do_not_run_into_each_other():
-    assert replace(SPACE, lora="ab", cache_salt="c").digest() != replace(SPACE, lora="a", cache_salt="bc").digest()
+    assert replace(SPACE, kind="ab", cache_salt="c").digest() != replace(SPACE, kind="a", cache_salt="bc").digest()
 
 
 @pytest.mark.parametrize("seed", ["0", "4711"])

@@ -9,7 +9,8 @@ import socket
 import subprocess
 import sys
 import threading
-from contextlib import closing, contextmanager
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
@@ -20,12 +21,12 @@ from prometheus_client import CollectorRegistry
 from rich.console import Console
 from storage_fakes import PART_BYTES, PARTS, DictTier, get, key_of, put
 
+from lmc.connectors.transformers.metrics import Prefills
 from lmc.errors import InputError
 from lmc.metrics import (
     NAMES,
     OF_REQUESTS,
     OF_STORES,
-    Prefills,
     StoreCollector,
     flat,
     key,
@@ -345,24 +346,41 @@ def test_an_interval_of_nothing_is_an_error():
         top("http://127.0.0.1:1/metrics", 0.0, False)
 
 
-def test_top_survives_a_restart_of_the_server_and_ends_quietly_with_ctrl_c():
-    later = replace(SOME, misses=3)
-    with served(registry_of(SOME)) as url:
-        program = f"from lmc.top import top; top({url!r}, 0.2, False)"
-        child = subprocess.Popen(
-            [sys.executable, "-c", program],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env={**os.environ, "COLUMNS": "200"},
-        )
-        assert child.stdout is not None
-        watch = threading.Timer(60, child.kill)  # a line that never comes ends the iteration
+@contextmanager
+def watching(url: str, *, ignores_interrupts: bool = False) -> Iterator[subprocess.Popen[str]]:
+    """A process that runs `lmc top`; one line that never comes ends it. Its parent may ignore SIGINT, as a script
+    does.
+    """
+    program = f"from lmc.top import top; top({url!r}, 0.2, False)"
+    ignoring = "trap '' INT;" if ignores_interrupts else ""
+    with subprocess.Popen(
+        ["sh", "-c", f'{ignoring} exec "$@"', "", sys.executable, "-c", program],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "COLUMNS": "200"},
+    ) as child:
+        watch = threading.Timer(60, child.kill)
         watch.start()
+        try:
+            yield child
+        finally:
+            watch.cancel()
+            child.kill()
+
+
+@pytest.mark.parametrize("ignores_interrupts", [False, True])
+def test_top_survives_a_restart_of_the_server_and_ends_quietly_with_ctrl_c(ignores_interrupts):
+    later = replace(SOME, misses=3)
+    with ExitStack() as stack:
+        first_server = stack.enter_context(ExitStack())
+        url = first_server.enter_context(served(registry_of(SOME)))
+        child = stack.enter_context(watching(url, ignores_interrupts=ignores_interrupts))
+        assert child.stdout is not None
         said = iter(child.stdout.readline, "")
         assert any("totals since the start" in line for line in said)
         assert any("per second, over the last 0." in line for line in said)
-    try:
+        first_server.close()
         assert any("Trying again; Ctrl-C ends." in line for line in said)
         with served(registry_of(later), int(url.split(":")[2].split("/")[0])):
             assert any(re.search(r"misses +\d+\.\d\d", line) for line in said)  # 2 in the time without answers
@@ -370,10 +388,25 @@ def test_top_survives_a_restart_of_the_server_and_ends_quietly_with_ctrl_c():
             rest, _ = child.communicate(timeout=30)
         assert child.returncode == 0
         assert "Traceback" not in rest
-    finally:
-        watch.cancel()
-        child.kill()
-        child.wait()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_interrupt_that_a_finaliser_has_swallowed_ends_top_all_the_same(monkeypatch):
+    class Interrupted:
+        def __del__(self):
+            signal.raise_signal(signal.SIGINT)
+
+    def fetch_once_more(_):
+        rounds.append(Interrupted() and None)
+        assert len(rounds) < 3, "the interrupt was lost"
+        return Sample(at=float(len(rounds)), series={})
+
+    rounds = []
+    before = signal.getsignal(signal.SIGINT)
+    monkeypatch.setattr("lmc.top.fetch", fetch_once_more)
+    top("http://nowhere", 0.01, False, Console(file=io.StringIO()))
+    assert len(rounds) == 1
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 # -- the board --------------------------------------------------------------------------------------------------------

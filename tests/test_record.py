@@ -133,14 +133,17 @@ def test_a_hostile_header_is_a_corrupt_record(blob):
         decode(blob)
 
 
-ATOMS = ["", "-1", "0", "1e999", "9" * 4300, "9" * 5000, "\uff19", " 5", "0x10", "\ud800", "none", "zz", "00" * 40, "-1,-2,-3", ",,",
-         None, True, -1, 0, 1.5, float("inf"), float("-inf"), float("nan"), 10**30, 10**4000, [], {}, [[1]], {"a": 1}]  # fmt: skip
+ATOMS = ["", "-1", "0", "1e999", "9" * 4300, "9" * 5000, "\uff19", " 5", "0x10", "\ud800", "none", "zz",
+         "00" * 40, "-1,-2,-3", ",,", None, True, -1, 0, 1.5, float("inf"), float("-inf"), float("nan"), 10**30,
+         10**4000, [], {}, [[1]], {"a": 1}]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", BODY["__metadata__"])
 @pytest.mark.parametrize("value", ATOMS, ids=lambda value: repr(value)[:12])
 def test_a_hostile_value_in_the_metadata_is_a_corrupt_record(name, value):
-    """`Infinity` was an OverflowError, and a size of 4300 digits a ValueError out of the header that is made to compare."""
+    """`Infinity` was an OverflowError, and a size of 4300 digits a ValueError out of the header that is made to
+    compare.
+    """
     body = {**BODY, "__metadata__": {**BODY["__metadata__"], name: value}}
     if value != BODY["__metadata__"][name]:
         with pytest.raises(CorruptRecord):

@@ -11,11 +11,11 @@ from storage_fakes import key_of, memory, meta_of, stored
 from tier_contract import K0, K1, TierContract, read, write
 
 from lmc.errors import CorruptRecord, TierUnusable
-from lmc.remote import parse_remote
+from lmc.redis_url import parse_redis_url
 from lmc.shapes import MIB
 from lmc.storage.redis import RedisTier
+from lmc.storage.redis.layout import LARGEST, overlaps, value_sizes
 from lmc.storage.tier import Written
-from lmc.storage.values import LARGEST, overlaps, value_sizes
 
 pytest_plugins = ["redis_servers"]
 
@@ -29,7 +29,7 @@ class TestRedisTier(TierContract):
 
     @pytest.fixture
     def tier(self, redis, url) -> Iterator[RedisTier]:
-        tier = RedisTier(parse_remote(url))
+        tier = RedisTier(parse_redis_url(url))
         tier.around = redis.client()  # type: ignore[attr-defined]
         yield tier
         tier.close()
@@ -115,7 +115,7 @@ class TestRedisTierOnACluster(TestRedisTier):
 class TestSentinels:
     def test_the_master_is_found_through_sentinels(self, tmp_path):
         with Sentinels(tmp_path, password="s3cret") as sentinels:
-            tier = RedisTier(parse_remote(sentinels.url()))
+            tier = RedisTier(parse_redis_url(sentinels.url()))
             write(tier, K0)
             assert read(tier, K0) == bytes(stored(meta_of(K0)))
             assert sentinels.master.client().exists(f"lmc:{{{K0.hex()}}}")
@@ -145,7 +145,7 @@ def test_a_range_is_cut_where_values_end():
 
 @pytest.mark.parametrize(("parts", "part_bytes"), [(7, 700_000), (3, 5 * MIB), (40, 4096), (2, 4 * MIB)])
 def test_parts_may_straddle_values(redis, parts, part_bytes):
-    tier, meta = RedisTier(parse_remote(redis.tcp_url()), deadline=5), meta_of(K0, parts, part_bytes)
+    tier, meta = RedisTier(parse_redis_url(redis.tcp_url()), deadline=5), meta_of(K0, parts, part_bytes)
     whole = stored(meta)
     assert tier.write(meta, [whole]) is Written.STORED
     assert read(tier, K0) == bytes(whole)
@@ -167,22 +167,22 @@ def test_parts_may_straddle_values(redis, parts, part_bytes):
 
 def test_what_was_asked_for_early_comes_in_any_order(redis):
     """Replies come in the order of asking: what is in the way of another is thrown away, and asked for again."""
-    tier = RedisTier(parse_remote(redis.tcp_url()), deadline=5)
+    tier = RedisTier(parse_redis_url(redis.tcp_url()), deadline=5)
     for key in (K0, K1):
         write(tier, key)
     first, second = tier.open(K0), tier.open(K1)
     into = memory(4096)
     for reader in (first, second):
-        reader.ask(0, 1)
+        reader.request(0, 1)
     for reader in (first, second):
-        reader.ask(1, 1)
+        reader.request(1, 1)
     for reader, key, part in [(second, K1, 1), (first, K0, 0), (first, K0, 1), (second, K1, 0), (first, K0, 2)]:
         reader.read(part, 1, [into])
         assert into == stored(meta_of(key))[part * 4096 : (part + 1) * 4096]
-    second.ask(2, 1)
+    second.request(2, 1)
     second.close()  # its answer is on its way
     assert tier.contains([K0, key_of("none")]) == [True, False]
-    first.ask(0, 2)
+    first.request(0, 2)
     assert read(tier, K1) == bytes(stored(meta_of(K1)))
     first.close()
     tier.close()
@@ -190,12 +190,12 @@ def test_what_was_asked_for_early_comes_in_any_order(redis):
 
 def test_no_more_than_a_window_is_on_its_way(redis):
     """What was asked for lies in the server's memory until it is read."""
-    tier, meta = RedisTier(parse_remote(redis.tcp_url()), deadline=5), meta_of(K0, 30, 2 * MIB)
+    tier, meta = RedisTier(parse_redis_url(redis.tcp_url()), deadline=5), meta_of(K0, 30, 2 * MIB)
     whole = stored(meta)
     tier.write(meta, [whole])
     reader = tier.open(K0)
     for part in range(30):
-        reader.ask(part, 1)
+        reader.request(part, 1)
     time.sleep(0.2)
     held = sum(int(client["omem"]) for client in redis.client().client_list())
     assert held <= 20 * MIB
@@ -212,7 +212,7 @@ def test_no_more_than_a_window_is_on_its_way(redis):
 
 def test_two_writers_of_one_chunk_never_mix(redis):
     """Each has its own version of the bytes; whichever is found is one of them as a whole."""
-    url = parse_remote(redis.tcp_url())
+    url = parse_redis_url(redis.tcp_url())
     tiers = [RedisTier(url, deadline=5) for _ in range(2)]
     for i in range(20):
         meta = meta_of(key_of(i), 6, MIB)
@@ -234,7 +234,7 @@ def test_two_writers_of_one_chunk_never_mix(redis):
 
 
 def test_values_of_an_unfinished_write_expire_and_are_never_seen(redis):
-    tier = RedisTier(parse_remote(redis.tcp_url()), deadline=5)
+    tier = RedisTier(parse_redis_url(redis.tcp_url()), deadline=5)
     meta = meta_of(K0, 3, 2 * MIB)
 
     class DiedError(Exception):
@@ -261,7 +261,7 @@ def test_values_of_an_unfinished_write_expire_and_are_never_seen(redis):
 
 
 def test_a_time_to_live_ends_a_record_as_a_whole(redis):
-    tier = RedisTier(parse_remote(redis.tcp_url()), ttl=100)
+    tier = RedisTier(parse_redis_url(redis.tcp_url()), ttl=100)
     write(tier, K0)
     client, header = redis.client(), f"lmc:{{{K0.hex()}}}"
     assert 90 < client.ttl(header) <= 100
@@ -272,7 +272,7 @@ def test_a_time_to_live_ends_a_record_as_a_whole(redis):
 
 
 def test_without_a_time_to_live_nothing_expires(redis):
-    tier = RedisTier(parse_remote(redis.tcp_url()))
+    tier = RedisTier(parse_redis_url(redis.tcp_url()))
     write(tier, K0)
     assert {redis.client().ttl(name) for name in redis.client().keys("lmc:*")} == {-1}
     tier.close()
@@ -280,7 +280,7 @@ def test_without_a_time_to_live_nothing_expires(redis):
 
 def test_prefixes_and_databases_keep_users_apart(redis):
     tiers = [
-        RedisTier(parse_remote(redis.tcp_url(db=db)), prefix=prefix)
+        RedisTier(parse_redis_url(redis.tcp_url(db=db)), prefix=prefix)
         for db, prefix in [(0, "lmc"), (0, "team.a"), (3, "lmc")]
     ]
     write(tiers[0], K0)
@@ -291,7 +291,7 @@ def test_prefixes_and_databases_keep_users_apart(redis):
 
 
 def test_a_value_without_its_record_is_found_and_removed(redis):
-    tier = RedisTier(parse_remote(redis.tcp_url()))
+    tier = RedisTier(parse_redis_url(redis.tcp_url()))
     write(tier, K0)
     redis.client().delete(f"lmc:{{{K0.hex()}}}")
     assert [finding.problem for finding in tier.check()] == ["a value without a record"]
@@ -301,7 +301,7 @@ def test_a_value_without_its_record_is_found_and_removed(redis):
 
 
 def test_an_evicted_value_is_a_miss_and_takes_the_record_with_it(redis):
-    tier, meta = RedisTier(parse_remote(redis.tcp_url())), meta_of(K0, 3, 2 * MIB)
+    tier, meta = RedisTier(parse_redis_url(redis.tcp_url())), meta_of(K0, 3, 2 * MIB)
     tier.write(meta, [stored(meta)])
     redis.client().delete(f"lmc:{{{K0.hex()}}}:1")
     with pytest.raises(FileNotFoundError):
@@ -318,7 +318,7 @@ def test_an_evicted_value_is_a_miss_and_takes_the_record_with_it(redis):
 def test_a_user_with_few_rights_is_enough(tmp_path):
     rights = "~team:* +@read +@write +@scripting +@connection +@keyspace"
     with RedisServer(tmp_path, users=[f"lmc on >s3cret {rights}"]) as server:
-        tier = RedisTier(parse_remote(server.tcp_url(user="lmc", password="s3cret")), prefix="team")
+        tier = RedisTier(parse_redis_url(server.tcp_url(user="lmc", password="s3cret")), prefix="team")
         write(tier, K0)
         assert read(tier, K0) == bytes(stored(meta_of(K0)))
         assert tier.check() == []
@@ -329,20 +329,20 @@ def test_a_user_with_few_rights_is_enough(tmp_path):
 def test_a_key_of_another_type_at_the_start_is_an_error(redis):
     redis.client().lpush("lmc:format", "x")
     with pytest.raises(TierUnusable, match="WRONGTYPE"):
-        RedisTier(parse_remote(redis.tcp_url()))
+        RedisTier(parse_redis_url(redis.tcp_url()))
 
 
 def test_another_format_at_the_start_is_an_error(redis):
     redis.client().set("lmc:format", "99")
     with pytest.raises(TierUnusable, match="another version of lmc; set another remote_prefix"):
-        RedisTier(parse_remote(redis.tcp_url()))
+        RedisTier(parse_redis_url(redis.tcp_url()))
 
 
 @pytest.mark.parametrize("url", ["redis://lmc:hunter2@{}/0", "redis://:hunter2@{}/0", "redis://{}/99", "redis://{}/0"])
 def test_what_waiting_does_not_mend_is_an_error_at_the_start(url, tmp_path):
     with RedisServer(tmp_path, password=None if "99" in url else "s3cret") as server:
         with pytest.raises(TierUnusable) as caught:
-            RedisTier(parse_remote(url.format(f"{server.host}:{server.port}")))
+            RedisTier(parse_redis_url(url.format(f"{server.host}:{server.port}")))
         assert f"{server.host}:{server.port}" in str(caught.value)
         assert "hunter2" not in str(caught.value)
 
@@ -351,13 +351,13 @@ def test_a_certificate_that_nobody_vouches_for_is_an_error(tmp_path):
     with RedisServer(tmp_path, tls=True) as server:
         url = f"rediss://{server.host}:{server.tls_port}/0"
         with pytest.raises(TierUnusable, match="certificate"):
-            RedisTier(parse_remote(url))
+            RedisTier(parse_redis_url(url))
 
 
 def test_a_cluster_that_has_no_slots_yet_is_waited_for(tmp_path):
     """Nodes start before somebody makes a cluster of them: redis-py raised an IndexError."""
     with RedisServer(tmp_path, extra=["cluster-enabled yes", "cluster-node-timeout 1000"]) as server:
-        tier = RedisTier(parse_remote(f"redis-cluster://{server.host}:{server.port}"))
+        tier = RedisTier(parse_redis_url(f"redis-cluster://{server.host}:{server.port}"))
         assert not tier.usable
         assert tier.contains([K0]) == [False]
         assert tier.open(K0) is None
@@ -367,7 +367,7 @@ def test_a_cluster_that_has_no_slots_yet_is_waited_for(tmp_path):
 def test_a_cluster_of_another_format_is_an_error_and_nothing_is_left_of_it(cluster):
     cluster.client().set("lmc:format", "99")
     with pytest.raises(TierUnusable, match="another version of lmc"):
-        RedisTier(parse_remote(cluster.url()))
+        RedisTier(parse_redis_url(cluster.url()))
     cluster.client().delete("lmc:format")
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("lmc-")]
 
@@ -376,7 +376,7 @@ def test_a_user_with_few_rights_is_enough_on_a_cluster(tmp_path):
     rights = "~lmc:* +@read +@write +@scripting +@connection +@keyspace +cluster|slots +cluster|shards"
     with RedisCluster(tmp_path, extra=[f"user lmc on >s3cret {rights}"]) as own:
         hosts = ",".join(f"{node.host}:{node.port}" for node in own.nodes)
-        tier = RedisTier(parse_remote(f"redis-cluster://lmc:s3cret@{hosts}"))
+        tier = RedisTier(parse_redis_url(f"redis-cluster://lmc:s3cret@{hosts}"))
         assert tier.usable
         write(tier, K0)
         assert read(tier, K0) == bytes(stored(meta_of(K0)))

@@ -15,10 +15,10 @@ from redis_servers import RedisServer, wait_until
 from storage_fakes import memory, meta_of, stored
 from test_disk import used
 
-from lmc.remote import parse_remote
-from lmc.storage import values
+from lmc.redis_url import parse_redis_url
 from lmc.storage.disk import DiskTier
-from lmc.storage.redis import UNFINISHED_SECONDS, RedisTier
+from lmc.storage.redis import layout as values
+from lmc.storage.redis.tier import UNFINISHED_SECONDS, RedisTier
 
 pytest_plugins = ["redis_servers"]
 
@@ -32,7 +32,7 @@ INTO = memory(PARTS * PART_BYTES)
 def test_three_hundred_killed_writers_leave_no_wrong_record_in_two_tiers(tmp_path, redis, monkeypatch):
     monkeypatch.setattr(values, "CLASSES", values.CLASSES)
     monkeypatch.setattr(values, "LARGEST", values.LARGEST)
-    monkeypatch.setattr("lmc.storage.redis.LARGEST", values.LARGEST)
+    monkeypatch.setattr("lmc.storage.redis.tier.LARGEST", values.LARGEST)
     cut_small()
     assert len(values.value_sizes(PARTS * PART_BYTES)) > 1
     dice = random.Random(9)
@@ -70,7 +70,7 @@ def test_three_hundred_killed_writers_leave_no_wrong_record_in_two_tiers(tmp_pat
             unfinished = nothing_else_is_left(redis)
             torn["redis"] += not unfinished <= asides
             asides |= unfinished
-            remote = RedisTier(parse_remote(redis.tcp_url()), deadline=10)
+            remote = RedisTier(parse_redis_url(redis.tcp_url()), deadline=10)
             found["redis"] += all_right(remote)
             assert seed % 20 or remote.check() == []
             remote.close()
@@ -110,8 +110,10 @@ def all_right(tier: DiskTier | RedisTier) -> int:
 
 
 def nothing_else_is_left(redis: RedisServer) -> set[bytes]:
-    """Every name in Redis is the format's, a header's, a value's under a header, or one that expires; return the last kind."""
-    names = set(redis.ask("KEYS", "*")) - {b"lmc:format"}
+    """Every name in Redis is the format's, a header's, a value's under a header, or one that expires; return the last
+    kind.
+    """
+    names = set(redis.ask("KEYS", "*")) - {b"lmc:format", b"lmc:naming{lmc:format}"}
     numbers = range(len(values.value_sizes(PARTS * PART_BYTES)))
     wanted: set[bytes] = set()
     unfinished: set[bytes] = set()

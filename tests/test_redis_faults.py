@@ -1,4 +1,6 @@
-"""Redis fails in every way it has, in the middle of reads and writes: nothing wrong is read, every read ends, nobody waits for long."""
+"""Redis fails in every way it has, in the middle of reads and writes: nothing wrong is read, every read ends, nobody
+waits for long.
+"""
 
 import contextlib
 import logging
@@ -11,21 +13,21 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import redis as redis_py
+from ledger_check import check_store
 from models import SEPARATOR, random_model, random_tokens
 from redis_servers import RedisCluster, RedisServer, Sentinels, free_port, wait_until
-from storage_fakes import as_tensor, content, key_of, memory, meta_of, stored
+from storage_fakes import as_tensor, content, key_of, memory, meta_of, stored, writing
 
 from lmc.blend.segments import join
-from lmc.blend.select import Policy as Repair
+from lmc.blend.strategies import RecomputePolicy as Repair
 from lmc.config import Settings
 from lmc.connectors.transformers import CachedModel
 from lmc.errors import ChunkLost, CorruptRecord, TierUnusable
 from lmc.keys import ChunkKey
-from lmc.remote import parse_remote
-from lmc.storage import breaker
-from lmc.storage import redis as redis_tier
-from lmc.storage.redis import RedisTier
-from lmc.storage.servers import Server
+from lmc.redis_url import parse_redis_url
+from lmc.storage.redis import RedisTier, breaker
+from lmc.storage.redis import tier as redis_tier
+from lmc.storage.redis.connections import Server
 from lmc.storage.slab import Slab
 from lmc.storage.store import Store
 from lmc.storage.tier import Written
@@ -104,16 +106,16 @@ class Traffic:
         with self._store.pinned([key]) as (pin,):
             if pin is not None:
                 try:
-                    parts = [pin.part(part)[:PART_BYTES].numpy().tobytes() for part in range(PARTS)]
+                    parts = [self._store.part(pin, part)[:PART_BYTES].numpy().tobytes() for part in range(PARTS)]
                 except ChunkLost:
                     self.lost += 1
                     return
                 if parts != self._bytes[key]:
                     self.wrong.append(key)
-                elif pin.source == "redis":
+                elif pin.place == "redis":
                     self.right += 1
                 return
-        with self._store.writing(meta_of(key, PARTS, PART_BYTES)) as slot:
+        with writing(self._store, meta_of(key, PARTS, PART_BYTES)) as slot:
             if slot is not None:
                 for part, blob in enumerate(self._bytes[key]):
                     slot[part, :PART_BYTES] = as_tensor(blob)
@@ -122,7 +124,7 @@ class Traffic:
 @contextlib.contextmanager
 def traffic(url: str, keys: Sequence[ChunkKey] = KEYS) -> Iterator[tuple[Traffic, Store, RedisTier]]:
     """Reads and writes that flow before the block, are right all through it, and leave nothing behind."""
-    tier = RedisTier(parse_remote(url), deadline=DEADLINE)
+    tier = RedisTier(parse_redis_url(url), deadline=DEADLINE)
     store = Store(Slab(8, PARTS, PART_BYTES), [tier])
     busy = Traffic(store, keys)
     try:
@@ -137,11 +139,11 @@ def traffic(url: str, keys: Sequence[ChunkKey] = KEYS) -> Iterator[tuple[Traffic
     assert busy.longest < LIMIT
     assert took < LIMIT
     assert store.held() == 0
-    store.check()
+    check_store(store)
 
 
 def tier_of(url: str, **options: float) -> RedisTier:
-    return RedisTier(parse_remote(url), **{"deadline": DEADLINE, **options})  # type: ignore[arg-type]
+    return RedisTier(parse_redis_url(url), **{"deadline": DEADLINE, **options})  # type: ignore[arg-type]
 
 
 def write(tier: RedisTier, *keys: ChunkKey) -> None:
@@ -208,7 +210,7 @@ def test_connections_that_are_killed_under_load_are_made_again(redis):
 
 
 def test_a_full_server_is_read_from_and_written_to_again_when_there_is_room(redis, monkeypatch, caplog):
-    monkeypatch.setattr("lmc.storage.redis.PAUSE_SECONDS", 0.3)
+    monkeypatch.setattr("lmc.storage.redis.tier.PAUSE_SECONDS", 0.3)
     with traffic(redis.tcp_url()) as (busy, store, tier):
         used = int(redis.client().info("memory")["used_memory"])
         redis.ask("CONFIG", "SET", "maxmemory", used)
@@ -304,7 +306,9 @@ def test_a_cluster_whose_replica_takes_over_serves_all_chunks_again(tmp_path):
 
 
 def test_a_cluster_that_is_down_for_long_says_so_once_in_a_while(tmp_path, caplog):
-    """Its nodes greet, and refuse every question: they were declared well again twice a second, with two lines in the log each time."""
+    """Its nodes greet, and refuse every question: they were declared well again twice a second, with two lines in the
+    log each time.
+    """
     with RedisCluster(tmp_path, full_coverage=True) as cluster:
         tier = tier_of(cluster.url())
         store = Store(Slab(4, PARTS, PART_BYTES), [tier])
@@ -355,7 +359,9 @@ def refuses(redis: RedisServer) -> bool:
 
 
 def test_a_server_that_is_busy_with_a_script_costs_misses_and_no_record(redis):
-    """BUSY is no refusal of ours: it left `contains` as what the store does not know, and made a good value a corrupt one."""
+    """BUSY is no refusal of ours: it left `contains` as what the store does not know, and made a good value a corrupt
+    one.
+    """
     with contextlib.closing(tier_of(redis.tcp_url())) as tier:
         store = Store(Slab(4, 3, 4096), [tier])
         write(tier, KEYS[0])
@@ -508,13 +514,15 @@ def test_a_cluster_that_falls_silent_as_a_whole_costs_one_deadline_and_not_one_f
 
 @pytest.mark.parametrize("connected", [True, False], ids=["connected", "new thread"])
 def test_opening_records_of_a_cluster_that_falls_silent_costs_one_deadline(three_nodes, connected):
-    """As a load does it: headers of all nodes are asked for at the same time, and what was not answered is not asked for again."""
+    """As a load does it: headers of all nodes are asked for at the same time, and what was not answered is not asked
+    for again.
+    """
     with contextlib.closing(tier_of(three_nodes.url())) as tier:
         if connected:
-            tier.expect(KEYS)
+            tier.announce(KEYS)
         with silent(three_nodes):
             began = time.monotonic()
-            tier.expect(KEYS)
+            tier.announce(KEYS)
             for key in KEYS:
                 with contextlib.suppress(OSError):
                     assert tier.open(key) is None
@@ -530,7 +538,7 @@ def test_reads_that_are_under_way_from_all_nodes_end_with_one_deadline(three_nod
         readers = [tier.open(key) for key in KEYS[:20]]
         with silent(three_nodes):
             began = time.monotonic()
-            for act in (lambda reader: reader.ask(0, 1), lambda reader: reader.read(0, 1, [memory(4096)])):
+            for act in (lambda reader: reader.request(0, 1), lambda reader: reader.read(0, 1, [memory(4096)])):
                 for reader in readers:
                     with contextlib.suppress(OSError):
                         act(reader)
@@ -578,12 +586,12 @@ def test_connections_that_were_cut_while_nobody_used_them_are_not_even_a_failure
 def test_a_server_that_has_left_the_cluster_gives_its_connections_back(redis):
     """Threads kept theirs, and a pool has only so many for whoever comes back under the same name."""
     pool = redis_py.ConnectionPool(host=redis.host, port=redis.port)
-    server = Server("a node", pool, DEADLINE, lambda wire: None)
-    with server.wire() as wire:
-        assert wire.call("PING") == b"PONG"
+    server = Server("a node", pool, DEADLINE, lambda connection: None)
+    with server.connection() as connection:
+        assert connection.call("PING") == b"PONG"
     server.retire()
     assert not pool._in_use_connections
-    with pytest.raises(OSError, match="away"), server.wire():
+    with pytest.raises(OSError, match="away"), server.connection():
         pass
 
 
@@ -598,37 +606,42 @@ def test_threads_that_have_ended_leave_no_connection(redis):
         assert len(ours) < 10
 
 
-# -- what is seen at once ------------------------------------------------------------------------------------------------
+# -- what is seen at once
+# ------------------------------------------------------------------------------------------------
 
 
 def test_a_value_that_is_evicted_just_before_its_record_is_finished_makes_no_half_record_visible(redis):
-    """The header was set though a value was gone; the writer removed it afterwards, but not if it was killed between the two."""
+    """The header was set though a value was gone; the writer removed it afterwards, but not if it was killed between
+    the two.
+    """
     header = b"lmc:{%s}" % KEYS[0].hex().encode()
     around = redis.client()
-    original = redis_tier.Wire.put
+    original = redis_tier.Connection.put
 
-    def put(wire, blob):
+    def put(connection, blob):
         if b"__metadata__" not in blob:
-            original(wire, blob)
+            original(connection, blob)
             return
-        wire.flush()
+        connection.flush()
         wait_until(lambda: around.keys(header + b":*"), "a value aside")
         around.unlink(*around.keys(header + b":*"))
-        original(wire, blob)
-        wire.flush()
+        original(connection, blob)
+        connection.flush()
         with contextlib.suppress(TimeoutError):
             wait_until(lambda: around.get(header), "a header", 0.5)
         raise KeyboardInterrupt  # here the writer ends
 
     with contextlib.closing(tier_of(redis.tcp_url())) as tier, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(redis_tier.Wire, "put", put)
+        patch.setattr(redis_tier.Connection, "put", put)
         with pytest.raises(KeyboardInterrupt):
             tier.write(meta_of(KEYS[0]), [stored(meta_of(KEYS[0]))])
     assert around.get(header) is None
 
 
 def test_forgetting_what_is_not_there_is_one_question(redis):
-    """A thousand names of values that might have been there were removed too: 1.7 ms, and 20 where others were at work."""
+    """A thousand names of values that might have been there were removed too: 1.7 ms, and 20 where others were at
+    work.
+    """
     with contextlib.closing(tier_of(redis.tcp_url())) as tier:
         tier.contains(KEYS)
         before = redis.client().info("stats")["total_net_input_bytes"]
@@ -648,13 +661,15 @@ def test_a_record_that_has_lost_a_value_is_gone_as_a_whole(redis):
 
 
 def test_a_reader_that_meets_a_value_too_long_takes_nothing_from_its_neighbours(redis):
-    """The connection was cut in the middle of that value, with others' values on it; they were misses, and a failure of the server."""
+    """The connection was cut in the middle of that value, with others' values on it; they were misses, and a failure of
+    the server.
+    """
     with contextlib.closing(tier_of(redis.tcp_url())) as tier:
         write(tier, *KEYS[:3])
         redis.ask("APPEND", b"lmc:{%s}:0" % KEYS[1].hex().encode(), bytes(100_000))
         readers = [tier.open(key) for key in KEYS[:3]]
         for reader in readers:
-            reader.ask(0, 3)
+            reader.request(0, 3)
         into = [memory(3 * 4096) for _ in readers]
         readers[0].read(0, 3, [into[0]])
         with pytest.raises(CorruptRecord):
@@ -732,7 +747,7 @@ def test_another_format_under_our_prefix_is_refused_by_name(redis, caplog, forma
     with pytest.raises(TierUnusable, match=r"lmc:format|WRONGTYPE"):
         tier_of(redis.tcp_url())
     assert redis.client().keys() == [b"lmc:format"]
-    with contextlib.closing(RedisTier(parse_remote(redis.tcp_url()), prefix="mine")) as tier:
+    with contextlib.closing(RedisTier(parse_redis_url(redis.tcp_url()), prefix="mine")) as tier:
         write(tier, KEYS[0])
 
 
@@ -790,7 +805,8 @@ def say_no_secret(caplog: pytest.LogCaptureFixture, error: BaseException | None 
     assert [secret for secret in SECRETS for text in said if secret in text] == []
 
 
-# -- a model ---------------------------------------------------------------------------------------------------------------
+# -- a model
+# ---------------------------------------------------------------------------------------------------------------
 
 DOCUMENTS = [random_tokens(20 + 5 * i, i) for i in range(6)]
 CHUNK = 4 * 2 * 16 * 2 * 16 * 4  # layers, keys and values, tokens, heads, numbers, bytes
@@ -805,7 +821,9 @@ def prompts(count: int) -> list[list[int]]:
 
 
 def test_a_models_answers_are_right_whatever_happens_to_redis_meanwhile(redis):
-    """Documents learned into Redis, room for a prompt's chunks in memory: every prompt reads from there, or computes."""
+    """Documents learned into Redis, room for a prompt's chunks in memory: every prompt reads from there, or
+    computes.
+    """
     values = {
         "chunk_size": 16,
         "enable_blending": True,
@@ -815,7 +833,7 @@ def test_a_models_answers_are_right_whatever_happens_to_redis_meanwhile(redis):
     settings = Settings(**values, remote_url=redis.tcp_url(), remote_deadline=DEADLINE)  # type: ignore[arg-type]
     asked = prompts(12)
     with CachedModel(random_model(), settings, SEPARATOR) as cached:
-        (tier,) = cached.engine.store_of_chunks._tiers
+        (tier,) = cached.engine.store._tiers
         wanted = [cached.prefill(ids, "full").logits for ids in asked]
         for document in DOCUMENTS:
             cached.learn(document)
@@ -858,6 +876,6 @@ def test_a_models_answers_are_right_whatever_happens_to_redis_meanwhile(redis):
                 over.set()
             assert serving.result(60) >= len(asked)
         assert longest[0] < LIMIT
-        cached.engine.store_of_chunks.flush()  # what was computed while Redis was away may still be on its way
-        assert cached.engine.store_of_chunks.held() == 0
-        cached.engine.store_of_chunks.check()
+        cached.engine.store.flush()  # what was computed while Redis was away may still be on its way
+        assert cached.engine.store.held() == 0
+        check_store(cached.engine.store)

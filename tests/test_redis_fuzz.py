@@ -1,4 +1,6 @@
-"""Whatever lies in Redis, and whatever a server answers: a miss or an error, never a crash, never wrong bytes, never much memory."""
+"""Whatever lies in Redis, and whatever a server answers: a miss or an error, never a crash, never wrong bytes, never
+much memory.
+"""
 
 import contextlib
 import random
@@ -10,17 +12,17 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
+from ledger_check import check_store
 from redis_servers import HOST, RedisServer
 from storage_fakes import PART_BYTES, PARTS, key_of, memory, meta_of, stored
 
 from lmc.errors import ChunkLost, CorruptRecord, TierUnusable
 from lmc.keys import FORMAT, ChunkKey
-from lmc.remote import parse_remote
+from lmc.redis_url import parse_redis_url
 from lmc.shapes import MIB
-from lmc.storage import breaker
 from lmc.storage.codec import Coded
 from lmc.storage.record import RecordMeta, checksum, decode_header, encode_header, split_parts
-from lmc.storage.redis import RedisTier
+from lmc.storage.redis import RedisTier, breaker
 from lmc.storage.slab import Slab
 from lmc.storage.store import Store
 from lmc.storage.tier import Tier, Written
@@ -150,7 +152,7 @@ def taken(tier: Tier) -> bytes | None:
         sizes = reader.meta.stored
         into = memory(sum(sizes))  # pages that nobody fills are not there
         for part, view in enumerate(split_parts([into], sizes)):
-            reader.ask(part, 1)
+            reader.request(part, 1)
             reader.read(part, 1, [view])
         return bytes(into)
 
@@ -158,7 +160,7 @@ def taken(tier: Tier) -> bytes | None:
 def test_five_thousand_records_that_are_not_what_was_written_are_never_delivered(redis):
     dice = random.Random(11)
     shelf = Shelf(redis, KEY)
-    plain = RedisTier(parse_remote(redis.tcp_url()), deadline=10)
+    plain = RedisTier(parse_redis_url(redis.tcp_url()), deadline=10)
     right = bytes(smooth(KEY))
     records, others = [], []
     for codec in CODECS:
@@ -187,7 +189,7 @@ def test_five_thousand_records_that_are_not_what_was_written_are_never_delivered
     assert outcomes["error"] > RECORDS / 3, outcomes
     assert outcomes["miss"] > RECORDS / 50, outcomes
     assert store.held() == 0
-    store.check()
+    check_store(store)
     store.close()
 
 
@@ -208,17 +210,16 @@ def through(store: Store) -> bytes | None:
         with store.pinned([KEY]) as (pin,):
             if pin is None:
                 return None
-            return b"".join(pin.part(part)[:PART_BYTES].numpy().tobytes() for part in range(PARTS))
+            return b"".join(store.part(pin, part)[:PART_BYTES].numpy().tobytes() for part in range(PARTS))
     finally:
-        with store._changed:
-            store._drop(KEY)  # out of memory, not out of Redis
+        store._state.drop(KEY)  # out of memory, not out of Redis
 
 
 def test_encoded_parts_that_were_forged_with_right_checksums_do_no_harm(redis):
     """Whoever may write into Redis may lie, but not bring the process down or fill its memory."""
     dice = random.Random(12)
     shelf = Shelf(redis, KEY)
-    plain = RedisTier(parse_remote(redis.tcp_url()), deadline=10)
+    plain = RedisTier(parse_redis_url(redis.tcp_url()), deadline=10)
     for codec in CODECS[1:]:
         coded = Coded(plain, codec, 2)
         plain.delete(KEY)
@@ -239,9 +240,11 @@ def test_encoded_parts_that_were_forged_with_right_checksums_do_no_harm(redis):
 
 
 def test_a_header_larger_than_any_is_removed_and_not_held_against_the_server(redis):
-    """An answer of more than 4 MiB closed the connection, three of them the whole tier; and the record stayed where it was."""
+    """An answer of more than 4 MiB closed the connection, three of them the whole tier; and the record stayed where it
+    was.
+    """
     shelf = Shelf(redis, KEY)
-    with contextlib.closing(RedisTier(parse_remote(redis.tcp_url()), deadline=10)) as tier:
+    with contextlib.closing(RedisTier(parse_redis_url(redis.tcp_url()), deadline=10)) as tier:
         for _ in range(breaker.FAILURES):
             shelf.fill({shelf.name: bytes(5 * MIB)})
             with pytest.raises(CorruptRecord):
@@ -255,7 +258,7 @@ def test_names_that_are_not_ours_are_no_reason_to_stop_and_are_never_removed(red
     foreign = {b"lmc:{mine": b"1", b"lmc:{mine}": b"2", b"lmc:{mine}:0": b"3", b"lmc:": b"4", b"lmc:{}": b"5"}
     redis.client().mset(foreign)
     redis.client().rpush(b"lmc:{list", b"6")
-    with contextlib.closing(RedisTier(parse_remote(redis.tcp_url()), deadline=10)) as tier:
+    with contextlib.closing(RedisTier(parse_redis_url(redis.tcp_url()), deadline=10)) as tier:
         assert tier.write(meta_of(KEY), [stored(meta_of(KEY))]) is Written.STORED
         assert [entry.key for entry in tier.entries()] == [KEY]
         assert tier.check() == []
@@ -269,7 +272,9 @@ Answer = Callable[[list[bytes]], "bytes | None"]
 
 
 class FakeServer:
-    """Answers every command as `answer` says, after greeting whoever comes as Redis does; None closes the connection."""
+    """Answers every command as `answer` says, after greeting whoever comes as Redis does; None closes the
+    connection.
+    """
 
     def __init__(self, answer: Answer, *, greets: bool = True) -> None:
         self._answer, self._greets = answer, greets
@@ -423,7 +428,7 @@ def test_five_hundred_servers_that_lie_get_errors_and_misses_out_of_us_and_littl
         tracing = traced(24 * MIB) if seed % 5 == 0 else contextlib.nullcontext()
         with tracing, FakeServer(liar(seed), greets=seed % 4 != 0) as server:
             try:
-                with contextlib.closing(RedisTier(parse_remote(server.url), deadline=0.02)) as tier:
+                with contextlib.closing(RedisTier(parse_redis_url(server.url), deadline=0.02)) as tier:
                     try_all(tier)
             except TierUnusable:
                 pass
@@ -436,10 +441,12 @@ def test_five_hundred_servers_that_lie_get_errors_and_misses_out_of_us_and_littl
 @pytest.mark.parametrize("odd", ODD, ids=lambda odd: repr(odd[:24]))
 @pytest.mark.parametrize("greets", [True, False], ids=["later", "at once"])
 def test_an_answer_that_cannot_be_is_an_error_and_not_a_crash(odd, greets):
-    """A deep list ended in a RecursionError, a number in place of a value in an AssertionError: neither is taken for a miss."""
+    """A deep list ended in a RecursionError, a number in place of a value in an AssertionError: neither is taken for a
+    miss.
+    """
     with FakeServer(lambda _: odd, greets=greets) as server:
         try:
-            tier = RedisTier(parse_remote(server.url), deadline=0.2)
+            tier = RedisTier(parse_redis_url(server.url), deadline=0.2)
         except TierUnusable:
             return
         with contextlib.closing(tier):
@@ -451,7 +458,7 @@ def test_an_answer_that_never_ends_is_given_up_early():
     endless = b"*4000000\r\n" + b"$3\r\nabc\r\n" * 1_000_000
     with (
         FakeServer(lambda _: endless) as server,
-        contextlib.closing(RedisTier(parse_remote(server.url), deadline=0.2)) as tier,
+        contextlib.closing(RedisTier(parse_redis_url(server.url), deadline=0.2)) as tier,
         traced(),
         pytest.raises(OSError, match="Redis at"),
     ):
@@ -463,7 +470,7 @@ def test_an_answer_of_many_long_strings_is_given_up_early():
     long = b"*4000\r\n" + bulk(bytes(1 << 20)) * 40
     with (
         FakeServer(lambda _: long) as server,
-        contextlib.closing(RedisTier(parse_remote(server.url), deadline=5)) as tier,
+        contextlib.closing(RedisTier(parse_redis_url(server.url), deadline=5)) as tier,
         traced(60 * MIB),  # what is sent is ours as well
         pytest.raises(OSError, match="without an end"),
     ):
@@ -476,7 +483,7 @@ def test_an_answer_of_many_long_strings_is_given_up_early():
 def test_a_refusal_that_repeats_the_password_is_told_without_it(said):
     with FakeServer(lambda _: f"-ERR {said}\r\n".encode(), greets=False) as server:
         with pytest.raises(TierUnusable) as told:
-            RedisTier(parse_remote(server.url.replace("//", "//mine:hunter2@")), deadline=1)
+            RedisTier(parse_redis_url(server.url.replace("//", "//mine:hunter2@")), deadline=1)
         assert said[:3] in str(told.value)
         assert "hunter2" not in str(told.value)
 
@@ -491,7 +498,7 @@ def test_half_a_value_and_then_silence_costs_one_deadline():
             return bulk(header)
         return b"$%d\r\n" % meta.stored_part + bytes(meta.stored_part // 2) if words[1].endswith(b":0") else b":1\r\n"
 
-    with FakeServer(answer) as server, contextlib.closing(RedisTier(parse_remote(server.url), deadline=2)) as tier:
+    with FakeServer(answer) as server, contextlib.closing(RedisTier(parse_redis_url(server.url), deadline=2)) as tier:
         reader = tier.open(KEY)
         into = memory(meta.stored_part)
         began = time.monotonic()
@@ -503,6 +510,6 @@ def test_half_a_value_and_then_silence_costs_one_deadline():
 
 def test_the_fake_server_can_be_read_from():
     """Else every answer of the tests above would be an error for another reason."""
-    with FakeServer(honest) as server, contextlib.closing(RedisTier(parse_remote(server.url), deadline=5)) as tier:
+    with FakeServer(honest) as server, contextlib.closing(RedisTier(parse_redis_url(server.url), deadline=5)) as tier:
         assert taken(tier) == bytes(stored(meta_of(KEY)))
         assert tier.contains([KEY]) == [True]

@@ -4,8 +4,8 @@ import pytest
 import torch
 from models import ROPES, random_model
 
-from lmc.blend.layers import DecoderLayers
 from lmc.blend.rope import check_rope, rotate, turn_between
+from lmc.connectors.transformers.layers import DecoderLayers
 from lmc.errors import UnsupportedModel
 
 OLD, NEW = torch.tensor([0, 1, 2, 63, 300, 7]), torch.tensor([41, 0, 900, 64, 12, 7])

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lmc.blend.select import HEAD_TOKENS, STRATEGIES, Evidence, budget, by_deviation
+from lmc.blend.strategies import HEAD_TOKENS, STRATEGIES, Evidence, budget, by_deviation
 
 VECTORS = json.loads((Path(__file__).parent / "data" / "cacheblend.json").read_text())
 OFFSETS = torch.tensor([0, 1, 2, 3, 0, 1, 2, 3, 4, 5])  # two documents, of 4 and 6 tokens

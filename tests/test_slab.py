@@ -1,11 +1,13 @@
 """The slab: equal, aligned slots, and nothing of an older chunk in a newer record."""
 
 import gc
+import logging
 import os
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ from lmc.keys import ChunkKey
 from lmc.shapes import GIB
 from lmc.storage import slab as slab_module
 from lmc.storage.ledger import Slot
-from lmc.storage.slab import LOST, Slab, SlabAt, tag_of
+from lmc.storage.slab import LOST, Slab, SlabAddress, tag_of
 
 S0, S1 = Slot(0), Slot(1)
 KEY = ChunkKey(bytes(range(32)))
@@ -141,7 +143,9 @@ def test_a_budget_buys_whole_slots():
 
 
 def test_a_container_s_limit_counts_and_idle_page_cache_is_room(monkeypatch, tmp_path):
-    """Weights that were read from disk fill a container's page cache, which counts as its memory: nothing seemed to fit."""
+    """Weights that were read from disk fill a container's page cache, which counts as its memory: nothing seemed to
+    fit.
+    """
     (tmp_path / "memory.max").write_text("1000\n")
     (tmp_path / "memory.current").write_text("900\n")
     monkeypatch.setattr(slab_module, "CONTAINER", tmp_path)
@@ -160,13 +164,13 @@ from lmc.storage.slab import Slab
 slab = Slab(3, 2, 5000, shared=True)
 slab.part(1, 1)[:3] = 7
 slab.label(1, bytes(range(32)), 2)
-print(slab.at.path, flush=True)
+print(slab.address.path, flush=True)
 sys.stdin.readline()
 """
 READER = """
 import sys
-from lmc.storage.slab import Slab, SlabAt
-slab = Slab.attach(SlabAt(path=sys.argv[1], slots=3, parts=2, part_bytes=5000))
+from lmc.storage.slab import Slab, SlabAddress
+slab = Slab.attach(SlabAddress(path=sys.argv[1], slots=3, parts=2, part_bytes=5000))
 print(slab.ready(1, int(sys.argv[2])), slab.ready(1, 5), slab.ready(2, 5), slab.part(1, 1)[:4].tolist(), flush=True)
 slab.part(2, 0)[4999] = 9
 """
@@ -193,7 +197,7 @@ def test_another_process_sees_labels_and_bytes_and_writes_what_the_owner_sees():
     slab = Slab(3, 2, 5000, shared=True)
     slab.part(S1, 1)[:3] = 7
     slab.label(S1, KEY, 2)
-    said, _ = child(READER, slab.at.path, tag_of(KEY)).communicate(timeout=60)
+    said, _ = child(READER, slab.address.path, tag_of(KEY)).communicate(timeout=60)
     assert said == "2 -1 -1 [7, 7, 7, 0]\n"
     assert int(slab.part(Slot(2), 0)[4999]) == 9
 
@@ -202,7 +206,7 @@ def test_what_was_mapped_outlives_its_owner_and_nothing_else_is_left_of_it():
     """An owner that is killed leaves no name behind: the memory goes with the last process that maps it."""
     owner = child(OWNER)
     try:
-        at = SlabAt(path=owner.stdout.readline().strip(), slots=3, parts=2, part_bytes=5000)
+        at = SlabAddress(path=owner.stdout.readline().strip(), slots=3, parts=2, part_bytes=5000)
         slab = Slab.attach(at)
         assert os.readlink(at.path) == "/memfd:lmc-slab (deleted)", "it never had a name"
         inode = os.stat(at.path).st_ino
@@ -223,7 +227,7 @@ def test_what_was_mapped_outlives_its_owner_and_nothing_else_is_left_of_it():
 
 def test_a_shared_slab_that_is_dropped_closes_its_file():
     slab = Slab(2, 2, 4096, shared=True)
-    inode = os.stat(slab.at.path).st_ino
+    inode = os.stat(slab.address.path).st_ino
     assert mapped(inode)
     assert opened(inode)
     del slab
@@ -237,14 +241,14 @@ def test_a_shared_slab_that_is_dropped_closes_its_file():
 )
 def test_a_place_that_is_no_slab_is_a_storage_error(path):
     with pytest.raises(StorageError, match="cannot open the slab"):
-        Slab.attach(SlabAt(path=path, slots=3, parts=2, part_bytes=5000))
+        Slab.attach(SlabAddress(path=path, slots=3, parts=2, part_bytes=5000))
 
 
 def test_a_smaller_slab_than_was_said_is_a_storage_error():
     """A process id that was used again leads to somebody else's file: mapping it was a bare ValueError."""
     slab = Slab(2, 2, 4096, shared=True)
     with pytest.raises(StorageError, match="cannot open the slab"):
-        Slab.attach(replace(slab.at, slots=200))
+        Slab.attach(replace(slab.address, slots=200))
 
 
 def test_a_shared_slab_that_the_system_cannot_map_is_no_memory(monkeypatch):
@@ -274,3 +278,17 @@ def test_a_private_slab_takes_labels_and_keeps_none():
 def test_a_tag_fits_a_label_whatever_the_key():
     assert tag_of(ChunkKey(b"\xff" * 32)) == (1 << 63) - 1
     assert tag_of(ChunkKey(bytes(32))) == 0
+
+
+def test_memory_that_cannot_be_page_locked_is_used_as_it_is_and_that_is_said_once(monkeypatch, caplog):
+    """It ended the engine: containers often allow only a few MiB of locked memory."""
+    failing = SimpleNamespace(cudaHostRegister=lambda address, size, flags: 2)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: failing)
+    with caplog.at_level(logging.WARNING):
+        slab = Slab(2, 3, 4096)
+    slab.part(1, 2).fill_(7)
+    assert bool((slab.slot(1)[2] == 7).all())
+    (line,) = caplog.messages
+    assert "cannot be page-locked (CUDA error 2)" in line
+    assert "ulimit -l" in line

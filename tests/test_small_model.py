@@ -1,17 +1,15 @@
 """The shipped model needs its documents to see each other, and blending gives them that."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-from lmc.blend.select import Policy
+from lmc.blend.strategies import RecomputePolicy
 from lmc.config import Settings
 from lmc.connectors.transformers import CachedModel
-from lmc.demo import answers, learn_all
-from lmc.questions import Example, Prompts, read_collection
-
-SMALL = Path(__file__).parent.parent / "examples" / "small_model"
+from lmc.demo import SHIPPED as SMALL
+from lmc.demo.questions import Example, Prompts, read_collection
+from lmc.demo.run import answers, learn_all
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +26,7 @@ def scene() -> Iterator[tuple[CachedModel, object, dict[str, list[Example]]]]:
         yield cached, tokenizer, examples
 
 
-def score(scene, kind: str, how: str, policy: Policy | None = None) -> float:  # type: ignore[no-untyped-def]
+def score(scene, kind: str, how: str, policy: RecomputePolicy | None = None) -> float:  # type: ignore[no-untyped-def]
     cached, tokenizer, examples = scene
     right = [
         answers(cached, cached.prefill(e.prompt, how, policy=policy), e.prompt, e.answer, tokenizer)
@@ -58,5 +56,5 @@ def test_the_default_closes_nine_tenths_of_the_gap(scene, kind: str) -> None:  #
 def test_random_tokens_at_the_same_budget_do_not(scene) -> None:  # type: ignore[no-untyped-def]
     """The control: it is the choice that repairs, not the amount."""
     full, blind = score(scene, "referring", "full"), score(scene, "referring", "reuse")
-    chance = score(scene, "referring", "blend", Policy(strategy="random"))
+    chance = score(scene, "referring", "blend", RecomputePolicy(strategy="random"))
     assert chance - blind < 0.5 * (full - blind)

@@ -9,6 +9,7 @@ import time
 from contextlib import ExitStack, suppress
 
 import pytest
+from ledger_check import check_store
 from storage_fakes import (
     PART_BYTES,
     PARTS,
@@ -26,20 +27,22 @@ from storage_fakes import (
     put,
     raw_record,
     stored,
+    writing,
 )
 from tier_contract import TierContract, read
+from tier_wrappers import Counted, Delayed, Faulty
 
 from lmc.errors import ChunkLost, CorruptRecord
-from lmc.storage import loads
+from lmc.storage import loader
+from lmc.storage.contract import PinState
 from lmc.storage.disk import DiskTier
-from lmc.storage.loads import PinState
 from lmc.storage.slab import LOST, Slab, tag_of
-from lmc.storage.spill import WRITERS
-from lmc.storage.store import Policy, Store
-from lmc.storage.tier import Counted, Delayed, Faulty, Wrapped
+from lmc.storage.store import Store, WritePolicy
+from lmc.storage.tier import Wrapped
+from lmc.storage.writer import WRITERS
 
 K0, K1, K2, K3, K4, K5 = map(key_of, range(6))
-BACK = Policy.WRITE_BACK
+BACK = WritePolicy.WRITE_BACK
 
 
 class TestDictTier(TierContract):
@@ -97,7 +100,7 @@ class TestCounted(WrapperContract):
 @pytest.fixture(autouse=True)
 def part_by_part(monkeypatch):
     """Parts are small here; they are read one by one all the same, as large ones are."""
-    monkeypatch.setattr(loads, "READ_AHEAD_BYTES", 1)
+    monkeypatch.setattr(loader, "READ_AHEAD_BYTES", 1)
 
 
 @pytest.fixture
@@ -105,9 +108,9 @@ def make():
     """Makes stores; at the end of the test nothing may be held, and every ledger must be right."""
     made = []
 
-    def make_store(*tiers, slots=4, device=0, **options):
+    def make_store(*tiers, slots=4, device=0, shared=False, **options):
         slab = Slab(device, PARTS, PART_BYTES) if device else None
-        store = Store(Slab(slots, PARTS, PART_BYTES), tiers, device=slab, **options)
+        store = Store(Slab(slots, PARTS, PART_BYTES, shared=shared), tiers, device=slab, **options)
         made.append((store, tiers))
         return store
 
@@ -118,7 +121,7 @@ def make():
                 tier.open_all()
         store.close()
         assert store.held() == 0
-        store.check()
+        check_store(store)
 
 
 @pytest.fixture
@@ -168,6 +171,11 @@ class Away(Wrapped):
     usable = True
 
 
+def loaded(stats):
+    """Bytes that came from tiers, by name."""
+    return {tier: count for (tier, verb), count in stats.bytes.items() if verb == "read"}
+
+
 def wait_for(store, condition):
     until = time.monotonic() + 60
     while not condition(store.stats()):
@@ -191,7 +199,7 @@ def test_what_was_written_is_pinned_bit_equal_and_the_rest_is_a_miss(make):
 def test_a_lookup_of_what_is_in_memory_waits_for_nobody(make):
     store = make(device=2)
     put(store, K0)
-    with store._changed:  # somebody is long at the books
+    with store._state._changed:  # somebody is long at the books
         assert Elsewhere(store.lookup, [K0, K1, K0]).result == ["device", None, "device"]
 
 
@@ -201,7 +209,7 @@ def test_a_pinned_chunk_is_never_evicted(make):
     with store.pinned([K0]) as (pin,):
         for key in (K1, K2, K3):
             assert put(store, key)
-        assert pin_bytes(pin, 1) == content(K0, 1)
+        assert pin_bytes(store, pin, 1) == content(K0, 1)
     assert store.lookup([K0, K1, K2, K3]) == ["host", None, None, "host"]
 
 
@@ -223,7 +231,7 @@ def test_a_second_write_of_a_key_has_nothing_to_do(make):
     put(store, K0)
     assert not put(store, K0, version=1)
     assert get(store, K0) == expected(K0)
-    with store.writing(meta_of(K1)) as slot:
+    with writing(store, meta_of(K1)) as slot:
         assert slot is not None
         assert Elsewhere(put, store, K1).result is False, "another thread is at it"
         for part in range(PARTS):
@@ -233,7 +241,7 @@ def test_a_second_write_of_a_key_has_nothing_to_do(make):
 
 def test_an_exception_while_writing_gives_the_slot_back(make):
     store = make(slots=1)
-    with pytest.raises(KeyError), store.writing(meta_of(K0)):
+    with pytest.raises(KeyError), writing(store, meta_of(K0)):
         raise KeyError
     assert store.held() == 0
     assert store.lookup([K0]) == [None]
@@ -242,17 +250,17 @@ def test_an_exception_while_writing_gives_the_slot_back(make):
 
 def test_a_chunk_that_is_being_written_is_a_miss_until_it_is_whole(make):
     store = make()
-    with store.writing(meta_of(K0)):
+    with writing(store, meta_of(K0)):
         assert store.lookup([K0]) == [None]
         assert get(store, K0) is None
 
 
 def test_a_short_chunk_carries_nothing_of_the_one_before_it_into_its_record(make, tier):
     store = Store(Slab(1, PARTS, 2 * PART_BYTES), [tier])
-    with store.writing(meta_of(K0, part_bytes=2 * PART_BYTES)) as slot:
+    with writing(store, meta_of(K0, part_bytes=2 * PART_BYTES)) as slot:
         slot.fill_(255)
     store.flush()
-    with store.writing(meta_of(K1, part_bytes=100)) as slot:
+    with writing(store, meta_of(K1, part_bytes=100)) as slot:
         slot[:, :100] = 1
     store.close()
     assert tier.records[K1][4096:] == (bytes([1]) * 100 + bytes(3996)) * PARTS
@@ -273,8 +281,8 @@ def test_write_through_reaches_the_disk_and_survives_a_restart(make, tmp_path):
     assert get(store, K0) == expected(K0)
     stats = store.stats()
     assert stats.hits == {"disk": 1, "host": 1}
-    assert stats.bytes_loaded == {"disk": PARTS * PART_BYTES}
-    assert store.keys() == {K0}
+    assert loaded(stats) == {"disk": PARTS * PART_BYTES}
+    assert store.known_keys() == {K0}
 
 
 def test_write_back_writes_only_what_is_evicted(make, tier):
@@ -309,15 +317,17 @@ def test_loads_that_cannot_be_begun_hold_nothing_and_keep_nobody_waiting(make, t
     other.close()
     store = make(tier)
     with monkeypatch.context() as patch:
-        patch.setattr(loads.Loads, "run", lambda *_: (_ for _ in ()).throw(RuntimeError("can't start new thread")))
+        patch.setattr(loader.Loader, "run", lambda *_: (_ for _ in ()).throw(RuntimeError("can't start new thread")))
         with pytest.raises(RuntimeError):
-            store.acquire([K0, K1, K0])
+            store.pin([K0, K1, K0])
     assert store.held() == 0
     assert get(store, K0) == expected(K0)
 
 
 def test_a_batch_that_is_larger_than_what_may_be_open_is_loaded_all_the_same(tmp_path):
-    """Every record of it was opened before the first was read; the rest failed, and with them whatever else needed a file."""
+    """Every record of it was opened before the first was read; the rest failed, and with them whatever else needed a
+    file.
+    """
     keys = [key_of(i) for i in range(400)]
     tier = DiskTier(tmp_path, 1 << 30)
     for key in keys:
@@ -328,7 +338,7 @@ def test_a_batch_that_is_larger_than_what_may_be_open_is_loaded_all_the_same(tmp
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 150, limits[1]))
     try:
         with store.pinned(keys) as pins:
-            assert all(pin_bytes(pin, PARTS - 1) for pin in pins)
+            assert all(pin_bytes(store, pin, PARTS - 1) for pin in pins)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     assert store.stats().failed == {}
@@ -360,7 +370,9 @@ def test_a_full_queue_drops_the_write_and_counts_it_and_close_writes_it(make, ti
 
 
 def test_flush_waits_for_what_the_queued_work_queues(make, tier):
-    """With a device, a write went device -> host and then, queued anew, host -> tier: flush came back between the two."""
+    """With a device, a write went device -> host and then, queued anew, host -> tier: flush came back between the
+    two.
+    """
     gated = Gated(tier)
     gated.write_gate.clear()
     store = make(gated, device=2)
@@ -398,7 +410,7 @@ def test_a_tier_that_hangs_does_not_hold_up_the_other_and_each_has_its_share_of_
     assert set(hanging.inner.records) == {K0, K1, K2, K3, K4}
 
 
-@pytest.mark.parametrize("policy", Policy)
+@pytest.mark.parametrize("policy", WritePolicy)
 def test_a_tier_that_is_not_usable_gets_nothing_until_it_is_again(make, tier, policy):
     away = Away(named("remote"))
     store = make(away, tier, slots=1, policy=policy)
@@ -408,12 +420,12 @@ def test_a_tier_that_is_not_usable_gets_nothing_until_it_is_again(make, tier, po
         store.flush()
     stats = store.stats()
     assert stats.usable == {"remote": False, "dict": True}
-    assert (stats.dropped_writes, stats.failed) == (2 if policy is Policy.WRITE_THROUGH else 1, {})
+    assert (stats.dropped_writes, stats.failed) == (2 if policy is WritePolicy.WRITE_THROUGH else 1, {})
     away.usable = True
     put(store, K2)
     store.close()
     assert set(tier.records) == {K0, K1, K2}
-    assert set(away.inner.records) == ({K2} if policy is Policy.WRITE_THROUGH else {K1, K2})
+    assert set(away.inner.records) == ({K2} if policy is WritePolicy.WRITE_THROUGH else {K1, K2})
 
 
 def test_what_waits_for_a_tier_that_goes_away_is_dropped_and_does_not_wait_for_ever(make):
@@ -489,19 +501,19 @@ def test_two_threads_that_ask_for_one_key_open_its_record_once(make, tier):
     first = Elsewhere(get, store, K0)
     assert gated.reading.wait(60)
     with store.pinned([K0]) as (pin,):
-        assert pin.source == "dict"
+        assert pin.place == "dict"
         gated.open_all()
-        assert pin_bytes(pin, 2) == content(K0, 2)
+        assert pin_bytes(store, pin, 2) == content(K0, 2)
         assert first.result == expected(K0)
     assert counted.counts.opened == 1
-    assert store.stats().bytes_loaded == {"dict": PARTS * PART_BYTES}
+    assert loaded(store.stats()) == {"dict": PARTS * PART_BYTES}
 
 
 def test_a_key_that_is_asked_for_twice_at_once_is_loaded_once(make, tier):
     counted = Counted(fill(tier, K0))
     store = make(counted)
     with store.pinned([K0, K0]) as pins:
-        assert [pin_bytes(pin, 0) for pin in pins] == [content(K0, 0)] * 2
+        assert [pin_bytes(store, pin, 0) for pin in pins] == [content(K0, 0)] * 2
     assert counted.counts.opened == 1
 
 
@@ -511,8 +523,8 @@ def test_a_part_can_be_read_while_the_next_ones_are_still_on_their_way(make, tie
     with store.pinned([K0]) as (pin,):
         for part in range(PARTS):
             gated.read_gates[part].set()
-            assert pin_bytes(pin, part) == content(K0, part)
-            assert pin.load.ready == part + 1
+            assert pin_bytes(store, pin, part) == content(K0, part)
+            assert store.arrived(pin) == part + 1
 
 
 def test_layer_0_of_all_chunks_comes_before_layer_1_of_any(make, tier):
@@ -524,12 +536,12 @@ def test_layer_0_of_all_chunks_comes_before_layer_1_of_any(make, tier):
 
     store = make(Faulty(fill(tier, K0, K1, K2), watch), load_threads=1)
     with store.pinned([K0, K1, K2]) as pins:
-        assert [pin_bytes(pin, 2) for pin in pins] == [content(key, 2) for key in (K0, K1, K2)]
+        assert [pin_bytes(store, pin, 2) for pin in pins] == [content(key, 2) for key in (K0, K1, K2)]
     assert order == [K0, K1, K2] * PARTS
 
 
 def test_small_parts_are_read_several_at_a_time(make, tier, monkeypatch):
-    monkeypatch.setattr(loads, "READ_AHEAD_BYTES", 2 * PART_BYTES)
+    monkeypatch.setattr(loader, "READ_AHEAD_BYTES", 2 * PART_BYTES)
     reads = []
     store = make(Faulty(fill(tier, K0), lambda verb, key: reads.append(verb)))
     assert get(store, K0) == expected(K0)
@@ -544,8 +556,8 @@ def test_loading_one_chunk_does_not_evict_another_that_the_same_call_asks_for(ma
     store.flush()
     tier.records.pop(K1, None)
     with store.pinned([K0, K1]) as pins:
-        assert [pin and pin.source for pin in pins] == ["dict", "host"]
-        assert [pin_bytes(pin, 1) for pin in pins] == [content(K0, 1), content(K1, 1)]
+        assert [pin and pin.place for pin in pins] == ["dict", "host"]
+        assert [pin_bytes(store, pin, 1) for pin in pins] == [content(K0, 1), content(K1, 1)]
 
 
 def test_leaving_early_cancels_the_load_and_holds_nothing(make, tier):
@@ -555,7 +567,7 @@ def test_leaving_early_cancels_the_load_and_holds_nothing(make, tier):
 
     def leave_after_the_first_part():
         with store.pinned([K0]) as (pin,):
-            return pin_bytes(pin, 0)
+            return pin_bytes(store, pin, 0)
 
     reader = Elsewhere(leave_after_the_first_part)
     gated.read_gates[1].set()
@@ -578,7 +590,7 @@ def test_a_cancelled_load_reads_no_further_part(make, tier):
 
     reader = Elsewhere(leave_at_once)
     assert inside.wait(60)
-    while store._loads._loads[K0].readers:  # until it has said that it leaves
+    while store._state._loads[K0].readers:  # until it has said that it leaves
         pass
     gated.open_all()
     assert reader.result is None
@@ -608,7 +620,7 @@ def test_who_joins_a_load_that_the_first_reader_leaves_gets_all_of_it(make, tier
         first.enter_context(store.pinned([K0]))
         assert gated.reading.wait(60)
         second = Elsewhere(get, store, K0)
-        while store._loads._loads[K0].readers < 2:
+        while store._state._loads[K0].readers < 2:
             pass
         first.close()
     gated.open_all()
@@ -621,9 +633,9 @@ def test_a_load_that_fails_midway_is_lost_to_its_readers_and_a_miss_afterwards(m
     tier.records[K0][4096 + PART_BYTES + 5] ^= 1
     store = make(tier)
     with store.pinned([K0]) as (pin,):
-        assert pin_bytes(pin, 0) == content(K0, 0)
+        assert pin_bytes(store, pin, 0) == content(K0, 0)
         with pytest.raises(ChunkLost) as lost:
-            pin.part(1)
+            store.part(pin, 1)
         assert lost.value.keys == [K0]
     assert store.lookup([K0]) == [None]
     assert get(store, K0) is None
@@ -631,18 +643,20 @@ def test_a_load_that_fails_midway_is_lost_to_its_readers_and_a_miss_afterwards(m
 
 
 def test_parts_that_had_arrived_stay_right_after_the_load_has_failed(make, tier):
-    """The failed load's slot went back at once, and the next chunk was written over a part that was still being read."""
+    """The failed load's slot went back at once, and the next chunk was written over a part that was still being
+    read.
+    """
     fill(tier, K0)
     tier.records[K0][4096 + PART_BYTES + 5] ^= 1
     store = make(tier, slots=2)
     with store.pinned([K0]) as (pin,):
-        early = pin.part(0)
+        early = store.part(pin, 0)
         with pytest.raises(ChunkLost):
-            pin.part(2)
+            store.part(pin, 2)
         for key in (K1, K2, K3):
             put(store, key)
         assert bytes(early.tolist()) == content(K0, 0)
-        assert pin_bytes(pin, 0) == content(K0, 0)
+        assert pin_bytes(store, pin, 0) == content(K0, 0)
         assert store.held() >= 1
     store.flush()
     assert store.held() == 0
@@ -656,8 +670,8 @@ def test_a_failed_load_is_lost_to_everyone_who_waits_for_it_and_to_nobody_else(m
     faults.append(OSError("a broken wire"))
     with store.pinned([K0, K1]) as (broken, fine):
         with pytest.raises(ChunkLost):
-            broken.part(0)
-        assert pin_bytes(fine, 2) == content(K1, 2)
+            store.part(broken, 0)
+        assert pin_bytes(store, fine, 2) == content(K1, 2)
     assert get(store, K0) == expected(K0), "the record is still there, and reads the second time"
 
 
@@ -668,7 +682,7 @@ def test_a_record_of_another_shape_is_a_miss_and_is_removed(make, tier):
     store = make(tier)
     for key in (K0, K1):
         with store.pinned([key]) as (pin,), pytest.raises(ChunkLost):
-            pin.part(0)
+            store.part(pin, 0)
         assert store.lookup([key]) == [None]
     assert put(store, K0)
     store.flush()
@@ -687,7 +701,7 @@ def test_a_tier_that_fails_at_everything_is_a_miss_and_is_complained_of_once(mak
         assert put(store, K0)
         store.flush()
         store.forget(K0)
-        assert store.keys() == set()
+        assert store.known_keys() == set()
         assert put(store, K1)
         store.close()
     assert len(caplog.records) == 1
@@ -699,7 +713,7 @@ def test_a_failure_at_one_verb_is_a_miss_and_the_next_time_a_hit(make, tier, ver
     faults = [OSError("now and then")]
     store = make(Faulty(fill(tier, K0), lambda met, key: faults.pop() if met == verb and faults else None))
     with store.pinned([K0]) as (pin,), pytest.raises(ChunkLost):
-        pin.part(0)
+        store.part(pin, 0)
     assert get(store, K0) == expected(K0)
 
 
@@ -707,7 +721,7 @@ def test_an_error_that_is_no_tier_s_failure_still_ends_the_load(make, tier, capl
     """A programming error in a tier must not leave a reader waiting for ever."""
     store = make(Faulty(fill(tier, K0), lambda verb, key: ZeroDivisionError() if verb == "read" else None))
     with store.pinned([K0]) as (pin,), pytest.raises(ChunkLost):
-        pin.part(0)
+        store.part(pin, 0)
     assert store.held() == 0
     assert "ZeroDivisionError" in caplog.text
 
@@ -795,7 +809,7 @@ def test_write_back_through_all_levels_loses_nothing(make, tier):
     assert store.stats().dropped_writes == 0
 
 
-@pytest.mark.parametrize("policy", Policy)
+@pytest.mark.parametrize("policy", WritePolicy)
 def test_close_writes_what_is_on_the_device_even_if_the_host_is_smaller(make, tier, policy):
     """It went through the host, whose slots were taken from under what had not been written yet."""
     gated = Gated(tier)
@@ -822,7 +836,7 @@ def test_forget_removes_a_chunk_everywhere(make, tier, device):
     store.forget(K0)
     assert store.lookup([K0, K1]) == [None, "device" if device else "host"]
     assert K0 not in tier.records
-    assert store.keys() == {K1}
+    assert store.known_keys() == {K1}
     assert put(store, K0, version=1)
     assert get(store, K0) == expected(K0, version=1)
 
@@ -854,7 +868,7 @@ def test_a_forgotten_chunk_is_not_kept_by_a_load_under_way(make, tier):
         store.forget(K0)
         gated.open_all()
         with suppress(ChunkLost):
-            assert pin_bytes(pin, 2) == content(K0, 2)
+            assert pin_bytes(store, pin, 2) == content(K0, 2)
     assert store.lookup([K0]) == [None]
 
 
@@ -877,15 +891,17 @@ def test_a_forgotten_chunk_is_not_kept_by_a_load_that_overtakes_its_deletion(mak
 
 
 def test_forgetting_a_pinned_chunk_leaves_it_to_its_reader(make, tier):
-    """With a device, giving such a pin back failed in the promotion of what was no longer there, and leaked the slot."""
+    """With a device, giving such a pin back failed in the promotion of what was no longer there, and leaked the
+    slot.
+    """
     store = make(fill(tier, K0), slots=2, device=2)
     with store.pinned([K0]) as (pin,):
-        assert pin_bytes(pin, 2) == content(K0, 2)
+        assert pin_bytes(store, pin, 2) == content(K0, 2)
         store.forget(K0)
         for key in (K1, K2, K3):
             put(store, key)
             store.flush()
-        assert pin_bytes(pin, 0) == content(K0, 0)
+        assert pin_bytes(store, pin, 0) == content(K0, 0)
     store.flush()
     assert store.lookup([K0]) == [None]
 
@@ -893,7 +909,7 @@ def test_forgetting_a_pinned_chunk_leaves_it_to_its_reader(make, tier):
 def test_forget_removes_both_copies_of_a_chunk_that_was_written_and_loaded_at_once(make, tier):
     """A key can be in two slots of a level; forget dropped the first and left the second to be found."""
     store = make(fill(tier, K0))
-    with store.writing(meta_of(K0)) as slot:
+    with writing(store, meta_of(K0)) as slot:
         for part in range(PARTS):
             slot[part] = as_tensor(content(K0, part))
         assert get(store, K0) == expected(K0), "from the tier meanwhile"
@@ -913,7 +929,7 @@ def test_what_moves_and_how_long_it_takes_is_counted_by_tier_and_verb(make, tier
     assert get(store, K0) == expected(K0)
     stats, size = store.stats(), PARTS * PART_BYTES
     assert stats.bytes == {("disk", "write"): 3 * size, ("dict", "write"): 3 * size, ("dict", "read"): size}
-    assert stats.bytes_loaded == {"dict": size}
+    assert loaded(stats) == {"dict": size}
     assert stats.writes == {"disk": 3, "dict": 3}
     assert stats.evictions == {"host": 3, "disk": 1, "dict": 0}
     assert set(stats.seconds) >= {("disk", "write"), ("disk", "lookup"), ("dict", "write"), ("dict", "read")}
@@ -928,7 +944,7 @@ def test_corrupt_records_are_counted_apart(make, tier):
     store = make(Faulty(tier, lambda verb, key: OSError("gone") if key == K1 else None))
     for key in (K0, K1):
         with store.pinned([key]) as (pin,), pytest.raises(ChunkLost):
-            pin.part(0)
+            store.part(pin, 0)
     assert (store.stats().failed, store.stats().corrupt) == ({"dict": 2}, {"dict": 1})
 
 
@@ -944,7 +960,7 @@ def test_what_is_counted_is_a_copy(make, tier):
 # -- everybody at once -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("policy", Policy)
+@pytest.mark.parametrize("policy", WritePolicy)
 @pytest.mark.parametrize("device", [0, 2])
 def test_many_threads_never_see_a_wrong_byte_and_leave_nothing_held(make, policy, device):
     keys = [key_of(i) for i in range(10)]
@@ -970,7 +986,7 @@ def test_many_threads_never_see_a_wrong_byte_and_leave_nothing_held(make, policy
                 for key, pin in zip(mine, pins, strict=True):
                     try:
                         for part in range(PARTS if pin and (turn + seed) % 3 else 0):
-                            assert pin_bytes(pin, part) == content(key, part)
+                            assert pin_bytes(store, pin, part) == content(key, part)
                     except ChunkLost:
                         continue
             if turn % 11 == 0:
@@ -980,7 +996,7 @@ def test_many_threads_never_see_a_wrong_byte_and_leave_nothing_held(make, policy
     assert [thread.result for thread in threads] == [None] * 4
     store.flush()
     assert store.held() == 0
-    store.check()
+    check_store(store)
 
 
 def test_closing_while_others_read_and_write_ends(make, tier):
@@ -1013,16 +1029,14 @@ def begin(store, key):
     writing = store.begin(meta_of(key))
     if writing is not None:
         for part in range(PARTS):
-            writing.parts[part, :PART_BYTES] = as_tensor(content(key, part))
+            store.view(writing)[part, :PART_BYTES] = as_tensor(content(key, part))
     return writing
 
 
 def shared(make, *tiers, slots=4, **options):
     """A store over a shared slab, and that slab."""
-    slab = Slab(slots, PARTS, PART_BYTES, shared=True)
-    store = make(*tiers, slots=slots, **options)
-    store._host.slab = slab
-    return store, slab
+    store = make(*tiers, slots=slots, shared=True, **options)
+    return store, store._host.slab
 
 
 def test_a_chunk_is_found_when_it_is_committed_and_not_before(make):
@@ -1054,11 +1068,11 @@ def test_one_key_is_begun_once(make):
 
 def test_a_full_store_begins_nothing_and_counts_it(make):
     store = make(slots=2)
-    writings = [begin(store, K0), begin(store, K1)]
+    both = [begin(store, K0), begin(store, K1)]
     assert begin(store, K2) is None
     assert store.stats().no_room == 1
-    for writing in writings:
-        store.abort(writing)
+    for begun in both:
+        store.abort(begun)
 
 
 def test_what_was_committed_goes_down_to_the_tiers(make, tier):
@@ -1081,8 +1095,8 @@ def test_after_the_end_nothing_is_begun_and_what_was_begun_can_still_be_given_ba
 def test_pins_that_were_acquired_hold_until_released(make):
     store = make(slots=2)
     put(store, K0)
-    pins = store.acquire([K0, K1, K0])
-    assert [pin and pin.state() for pin in pins] == [PinState.READY, None, PinState.READY]
+    pins = store.pin([K0, K1, K0])
+    assert [pin and store.state(pin) for pin in pins] == [PinState.READY, None, PinState.READY]
     assert put(store, K1)
     assert put(store, K2), "only the other slot is taken"
     assert store.lookup([K0, K1, K2]) == ["host", None, "host"]
@@ -1093,17 +1107,17 @@ def test_pins_that_were_acquired_hold_until_released(make):
 def test_a_pin_says_how_far_its_chunk_has_come_without_waiting(make, tier):
     gate = Gated(fill(tier, K0))
     store, slab = shared(make, gate)
-    (pin,) = store.acquire([K0])
-    assert pin.state() is PinState.COMING
+    (pin,) = store.pin([K0])
+    assert store.state(pin) is PinState.COMING
     gate.read_gates[0].set()
-    pin.part(0)
-    assert pin.state() is PinState.COMING
+    store.part(pin, 0)
+    assert store.state(pin) is PinState.COMING
     assert slab.ready(pin.slot, tag_of(K0)) == 1
     gate.open_all()
-    pin.part(PARTS - 1)
+    store.part(pin, PARTS - 1)
     store.release([pin])
-    (pin,) = store.acquire([K0])
-    assert pin.state() is PinState.READY
+    (pin,) = store.pin([K0])
+    assert store.state(pin) is PinState.READY
     assert slab.ready(pin.slot, tag_of(K0)) == PARTS
     store.release([pin])
 
@@ -1111,11 +1125,11 @@ def test_a_pin_says_how_far_its_chunk_has_come_without_waiting(make, tier):
 def test_a_failed_load_is_lost_to_its_pin_and_to_other_processes(make, tier):
     gate = Gated(Faulty(fill(tier, K0), lambda verb, key: OSError("gone") if verb == "read" else None))
     store, slab = shared(make, gate)
-    (pin,) = store.acquire([K0])
+    (pin,) = store.pin([K0])
     gate.open_all()
     with pytest.raises(ChunkLost):
-        pin.part(0)
-    assert pin.state() is PinState.LOST
+        store.part(pin, 0)
+    assert store.state(pin) is PinState.LOST
     assert slab.ready(pin.slot, tag_of(K0)) == LOST
     assert store.held() == 1, "parts that had arrived may be in use"
     store.release([pin])
@@ -1126,26 +1140,26 @@ def test_a_load_that_everybody_left_is_lost_at_once_and_back_if_somebody_returns
     """Only its thread said so, and that may hang in the tier."""
     gate = Gated(fill(tier, K0))
     store, slab = shared(make, gate)
-    (pin,) = store.acquire([K0])
+    (pin,) = store.pin([K0])
     gate.read_gates[0].set()
-    pin.part(0)
+    store.part(pin, 0)
     assert gate.reading.wait(60)
     store.release([pin], wait=False)
     assert slab.ready(pin.slot, tag_of(K0)) == LOST
-    (again,) = store.acquire([K0])
+    (again,) = store.pin([K0])
     assert again.slot == pin.slot
     assert slab.ready(pin.slot, tag_of(K0)) == 1
     gate.open_all()
-    assert pin_bytes(again, PARTS - 1) == content(K0, PARTS - 1)
+    assert pin_bytes(store, again, PARTS - 1) == content(K0, PARTS - 1)
     store.release([again])
 
 
 def test_leaving_a_load_that_nobody_began_gives_its_slot_back(make, tier):
     gate = Gated(fill(tier, K0, K1, K2))
     store = make(gate, load_threads=1)
-    first = store.acquire([K0])
+    first = store.pin([K0])
     assert gate.reading.wait(60)
-    second = store.acquire([K1, K2])  # in the queue of the only thread
+    second = store.pin([K1, K2])  # in the queue of the only thread
     assert store.held() == 3
     store.release([pin for pin in second if pin], wait=False)
     assert store.held() == 1
@@ -1169,7 +1183,7 @@ def test_a_slot_that_is_taken_for_another_chunk_loses_its_old_one_before_the_fir
 def test_what_is_forgotten_is_lost_to_those_who_read_it_in_other_processes(make, tier):
     store, slab = shared(make, tier)
     put(store, K0)
-    (pin,) = store.acquire([K0])
+    (pin,) = store.pin([K0])
     store.forget(K0)
     assert slab.ready(pin.slot, tag_of(K0)) == LOST
     store.release([pin])

@@ -8,15 +8,16 @@ from pathlib import Path
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from storage_fakes import PART_BYTES, PARTS, DictTier, content, get, key_of, meta_of, pin_bytes, put
+from ledger_check import check_store
+from storage_fakes import PART_BYTES, PARTS, DictTier, content, get, key_of, meta_of, pin_bytes, put, writing
 from test_disk import path_of
+from tier_wrappers import Faulty
 
 from lmc.errors import ChunkLost
-from lmc.storage import loads
+from lmc.storage import loader
 from lmc.storage.disk import DiskTier
 from lmc.storage.slab import Slab
-from lmc.storage.store import Policy, Store
-from lmc.storage.tier import Faulty
+from lmc.storage.store import Store, WritePolicy
 
 KEYS = [key_of(i) for i in range(8)]
 BELOW = [("dict",), ("disk",), ("disk", "remote")]  # tiers, fastest first
@@ -41,11 +42,11 @@ class StoreAgainstDict(RuleBasedStateMachine):
     @initialize(
         device=st.sampled_from([0, 2]),
         slots=st.integers(1, 5),
-        policy=st.sampled_from(Policy),
+        policy=st.sampled_from(WritePolicy),
         below=st.sampled_from(BELOW),
     )
     def begin(self, device, slots, policy, below):
-        self.read_ahead, loads.READ_AHEAD_BYTES = loads.READ_AHEAD_BYTES, 1
+        self.read_ahead, loader.READ_AHEAD_BYTES = loader.READ_AHEAD_BYTES, 1
         self.shape, self.policy, self.below = (device, slots), policy, below
         self.folder = Path(tempfile.mkdtemp())
         self.dicts = {name: DictTier() for name in below if name != "disk"}  # these outlive a restart, as servers do
@@ -68,7 +69,7 @@ class StoreAgainstDict(RuleBasedStateMachine):
     @rule(key=keys)
     def write_and_fail(self, key):
         try:
-            with self.store.writing(meta_of(key)) as slot:
+            with writing(self.store, meta_of(key)) as slot:
                 if slot is not None:
                     slot.fill_(255)
                 raise KeyError
@@ -155,20 +156,20 @@ class StoreAgainstDict(RuleBasedStateMachine):
 
     @invariant()
     def ledgers_are_right(self):
-        self.store.check()
+        check_store(self.store)
         for tier in self.tiers:
             assert tier.name != "disk" or tier.inner.bytes <= CAPACITY
 
     def teardown(self):
         if not hasattr(self, "store"):
             return
-        loads.READ_AHEAD_BYTES = self.read_ahead
+        loader.READ_AHEAD_BYTES = self.read_ahead
         self.let_all_go()
         self.store.flush()
         assert self.store.held() == 0
         self.store.close()
         assert self.store.held() == 0
-        self.store.check()
+        check_store(self.store)
         for tier in self.tiers:
             tier.inner.check(fix=True)
             assert tier.inner.check() == []
@@ -182,7 +183,7 @@ class StoreAgainstDict(RuleBasedStateMachine):
         if pin is None:
             return
         try:
-            found = pin_bytes(pin, part)
+            found = pin_bytes(self.store, pin, part)
         except ChunkLost:
             return
         assert found == content(key, part, PART_BYTES, version)

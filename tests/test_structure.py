@@ -1,23 +1,34 @@
 """The shape of the code base: arrows, lengths, public names."""
 
 import ast
+import io
 import os
 import re
 import shlex
 import subprocess
 import sys
+import tokenize
+import tomllib
+from collections import Counter
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
+from setuptools import find_packages
 
 ROOT = Path(__file__).parent.parent
-FOUNDATION = {"lmc", "lmc.shapes", "lmc.keys", "lmc.errors", "lmc.config", "lmc.instead", "lmc.remote"}
+FOUNDATION = {"lmc", "lmc.shapes", "lmc.keys", "lmc.errors", "lmc.config", "lmc.lmcache_compat", "lmc.redis_url"}
 # Who may import whom, beside the foundation.
 ALLOWED = {
     "storage": {"lmc.storage"},
     "blend": {"lmc.blend"},
     "connectors": {"lmc.connectors", "lmc.blend", "lmc.engine", "lmc.metrics", "lmc.storage"},
 }
+CODE_LINES = 8250  # of the package without the demo
+NO_CODE = {
+    tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER,
+}  # fmt: skip
+DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef)
 SOURCES = [path for folder in ("lmc", *ALLOWED) for path in sorted((ROOT / folder).rglob("*.py"))]
 
 
@@ -40,9 +51,9 @@ def test_arrows_point_one_way(folder: str) -> None:
 
 
 def test_the_engine_knows_no_model_and_the_foundation_knows_nobody() -> None:
-    assert {
-        name for name in imports(ROOT / "lmc/engine.py") if name.startswith(("lmc.blend", "lmc.connectors"))
-    } == set()
+    for path in (ROOT / "lmc/engine").glob("*.py"):
+        blend = {name for name in imports(path) if name.startswith(("lmc.blend", "lmc.connectors"))}
+        assert blend <= {"lmc.blend.segments"}, "of the blender it knows where documents stand, and nothing else"
     for name in ("shapes", "keys", "errors", "config"):
         assert {found for found in imports(ROOT / f"lmc/{name}.py") if found.startswith("lmc.")} <= FOUNDATION
 
@@ -50,7 +61,9 @@ def test_the_engine_knows_no_model_and_the_foundation_knows_nobody() -> None:
 def test_only_connectors_and_the_demo_import_an_engine() -> None:
     for path in SOURCES:
         engines = {name for name in imports(path) if name.split(".")[0] in ("transformers", "vllm")}
-        assert not engines or path.is_relative_to(ROOT / "connectors") or path.name == "demo.py", path
+        assert not engines or path.is_relative_to(ROOT / "connectors") or path.is_relative_to(ROOT / "lmc" / "demo"), (
+            path
+        )
 
 
 def test_top_folders_are_reached_through_links() -> None:
@@ -68,6 +81,79 @@ def test_no_module_and_no_function_is_too_long_to_read() -> None:
                 assert node.end_lineno - node.lineno <= 60, f"{path.name}: {node.name}"
 
 
+def parsed() -> dict[str, ast.Module]:
+    """Every module of the package by its name."""
+    found = {}
+    for path in SOURCES:
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        name = ".".join(parts if parts[0] == "lmc" else ("lmc", *parts)).removesuffix(".__init__")
+        found[name] = ast.parse(path.read_text())
+    return found
+
+
+def code_lines(path: Path) -> set[int]:
+    """Numbers of the lines that are not blank, comments or docstrings."""
+    text = path.read_text()
+    lines: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in NO_CODE:
+            lines |= set(range(token.start[0], token.end[0] + 1))
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, DOCUMENTED) and ast.get_docstring(node) is not None:
+            assert node.body[0].end_lineno is not None
+            lines -= set(range(node.body[0].lineno, node.body[0].end_lineno + 1))
+    return lines
+
+
+def test_the_code_stays_small() -> None:
+    """A number that grows has to be raised here, with a reason in the commit's message."""
+    counted = {path: code_lines(path) for path in SOURCES if not path.is_relative_to(ROOT / "lmc" / "demo")}
+    assert sum(map(len, counted.values())) <= CODE_LINES
+    functions = [
+        len(lines & set(range(node.lineno, (node.end_lineno or 0) + 1)))
+        for path, lines in counted.items()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef)
+    ]
+    assert sum(functions) / len(functions) <= 9
+
+
+def test_no_two_classes_have_one_name() -> None:
+    names = [node.name for tree in parsed().values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    assert [name for name, count in Counter(names).items() if count > 1] == []
+
+
+def test_no_import_goes_in_a_circle() -> None:
+    """Imports inside of functions and under TYPE_CHECKING count as well."""
+    modules = parsed()
+    graph: dict[str, set[str]] = {}
+    for name, tree in modules.items():
+        wanted = set()
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                wanted |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                inside = {f"{node.module}.{alias.name}" for alias in node.names}
+                wanted |= (inside & modules.keys()) or {node.module}
+        graph[name] = (wanted & modules.keys()) - {name}
+    TopologicalSorter(graph).prepare()  # raises CycleError
+
+
+def test_the_wheel_has_every_package_and_every_file_of_the_demo() -> None:
+    """A new sub-package cannot be forgotten."""
+    found = set(find_packages(str(ROOT), include=["lmc", "lmc.*"]))
+    assert found == {name for name in parsed() if (ROOT / name.replace(".", "/") / "__init__.py").exists()}
+    given = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["lmc"]
+    shipped = {path for pattern in given for path in (ROOT / "lmc").glob(pattern) if path.is_file()}
+    data = {path for path in (ROOT / "lmc").rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")}
+    assert shipped == data
+
+
+def test_the_command_line_answers_without_torch() -> None:
+    program = "import sys, lmc.cli; sys.exit(1 if {'torch', 'transformers', 'vllm'} & sys.modules.keys() else 0)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
 def test_every_module_is_in_the_map() -> None:
     page = (ROOT / "docs/structure.md").read_text()
     for path in SOURCES:
@@ -83,7 +169,8 @@ def test_public_names_are_frozen() -> None:
     methods = {name for name in vars(connector.CachedModel) if not name.startswith("_")}
     assert methods == {"load", "close", "learn", "learn_pending", "knows", "keep", "prefill", "generate"}
     assert {name for name in vars(CacheEngine) if not name.startswith("_")} == {
-        "keys", "lookup", "find_prefix", "find_document", "layers", "retrieve", "store", "fits", "close",
+        "namespace", "token_chain", "block_chain", "document", "document_keys", "learned_behind", "look", "lookup",
+        "plan", "layers", "stats", "begin_exact", "begin_document", "fits", "begin_anew", "forget_all", "close",
     }  # fmt: skip
 
 

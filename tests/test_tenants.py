@@ -1,4 +1,6 @@
-"""Tenants share a disk and a Redis, and nothing else: no chunk, no key, no file that others can read, no password in what is said."""
+"""Tenants share a disk and a Redis, and nothing else: no chunk, no key, no file that others can read, no password in
+what is said.
+"""
 
 import contextlib
 import logging
@@ -6,7 +8,7 @@ import os
 import stat
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -20,9 +22,10 @@ from lmc.blend.segments import join
 from lmc.cli import app
 from lmc.config import Settings
 from lmc.connectors.transformers import CachedModel
-from lmc.engine import Kind
+from lmc.engine import PromptView
 from lmc.errors import ConfigError, LmcError
-from lmc.remote import parse_remote
+from lmc.keys import ChunkKey, RecordKind, exact_keys
+from lmc.redis_url import parse_redis_url
 from lmc.storage.redis import RedisTier
 
 pytest_plugins = ["redis_servers"]
@@ -53,10 +56,20 @@ def use(cached: CachedModel) -> None:
 def finds(cached: CachedModel) -> list[str]:
     """What there is of the tokens that every tenant here uses, whole or in part."""
     engine = cached.engine
-    found = [f"document {i}" for i, tokens in enumerate(DOCUMENTS) if engine.find_document(tokens, 0) is not None]
-    asked = [key for tokens in (*DOCUMENTS, SYSTEM, PROMPT) for kind in Kind for key in engine.keys(kind, tokens)]
-    found += [place for place in engine.store_of_chunks.lookup(asked) if place is not None]
-    return found + ["prefix"] * bool(engine.lookup(PROMPT))
+    found = [f"document {i}" for i, tokens in enumerate(DOCUMENTS) if cached.knows(tokens)]
+    asked = [key for keys in keys_of(cached, (*DOCUMENTS, SYSTEM, PROMPT)) for key in keys]
+    found += [place for place in engine.store.lookup(asked) if place is not None]
+    prefix = engine.look(PromptView(engine.token_chain(PROMPT, cached._salt))).exact
+    return found + ["prefix"] * bool(prefix)
+
+
+def keys_of(cached: CachedModel, texts: Iterable[list[int]]) -> list[set[ChunkKey]]:
+    """All keys that this tenant's chunks of these tokens have: as documents, and as prefixes."""
+    engine, found = cached.engine, [set(), set()]
+    for tokens in texts:
+        found[0].update(engine.document_keys(tokens, engine.namespace(RecordKind.DOCUMENT, cached._salt)))
+        found[1].update(exact_keys(engine.namespace(RecordKind.PREFIX, cached._salt), tokens, engine.chunk_size))
+    return found
 
 
 def on_disk(directory: Path) -> set[str]:
@@ -107,11 +120,7 @@ def test_who_knows_a_tenants_tokens_but_not_its_salt_finds_nothing(tmp_path, red
 
 def test_keys_of_two_tenants_and_of_the_two_kinds_never_meet(redis):
     with served(redis.tcp_url(), "alice") as alice, served(redis.tcp_url(), "bob") as bob:
-        every = [
-            {key for tokens in (*DOCUMENTS, PROMPT) for key in cached.engine.keys(kind, tokens)}
-            for cached in (alice, bob)
-            for kind in Kind
-        ]
+        every = [keys for cached in (alice, bob) for keys in keys_of(cached, (*DOCUMENTS, PROMPT))]
     assert len(set().union(*every)) == sum(map(len, every))
 
 
@@ -163,7 +172,8 @@ def modes(directory: Path) -> dict[Path, int]:
     return seen
 
 
-# -- passwords: `hunter2` and `correct-horse` are the right ones here, `wrong-guess` is not ---------------------------------
+# -- passwords: `hunter2` and `correct-horse` are the right ones here, `wrong-guess` is not
+# ---------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -184,7 +194,7 @@ URLS: dict[str, Callable[[RedisServer], str]] = {
 @pytest.mark.parametrize("kind", URLS)
 def test_nothing_that_can_be_printed_shows_a_password(guarded, caplog, kind):
     url = URLS[kind](guarded)
-    ours, remote = settings(url), parse_remote(url)
+    ours, remote = settings(url), parse_redis_url(url)
     tier = RedisTier(remote, deadline=5)
     try:
         things = [
@@ -230,21 +240,23 @@ def test_the_settings_are_listed_without_the_password(monkeypatch, tmp_path, goo
 
 
 def test_a_whole_session_with_failures_logs_no_password_at_any_level(tmp_path, caplog):
-    """Everything that any library says at DEBUG, from start to end, with a server that is killed, paused, and closed to us."""
+    """Everything that any library says at DEBUG, from start to end, with a server that is killed, paused, and closed to
+    us.
+    """
     with RedisServer(tmp_path, password="hunter2") as server, caplog.at_level(logging.DEBUG):
         with CachedModel(random_model(), settings(server.tcp_url(), remote_deadline=0.3), SEPARATOR) as cached:
-            (tier,) = cached.engine.store_of_chunks._tiers
+            (tier,) = cached.engine.store._tiers
             use(cached)
             server.pause()
             use(cached)
-            assert cached.engine.store_of_chunks.lookup([key_of(0)]) == [None]
+            assert cached.engine.store.lookup([key_of(0)]) == [None]
             server.resume()
             wait_until(lambda: tier.usable, "a tier that is usable again")
             server.ask("CONFIG", "SET", "requirepass", "correct-horse")
             server.password = "correct-horse"
             server.ask("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
             for number in range(5):
-                cached.engine.store_of_chunks.lookup([key_of(number)])
+                cached.engine.store.lookup([key_of(number)])
             wait_until(lambda: "ERROR" in [record.levelname for record in caplog.records], "a trial that was refused")
             server.kill()
             use(cached)
@@ -259,7 +271,7 @@ def test_a_whole_session_with_failures_logs_no_password_at_any_level(tmp_path, c
 @pytest.mark.parametrize("away", ["killed", "paused", "closed to us"])
 def test_no_error_of_a_tier_has_a_password_in_its_chain(tmp_path, caplog, away):
     with RedisServer(tmp_path, password="hunter2") as server, caplog.at_level(logging.DEBUG):
-        tier = RedisTier(parse_remote(server.tcp_url()), deadline=0.3)
+        tier = RedisTier(parse_redis_url(server.tcp_url()), deadline=0.3)
         assert tier.contains([key_of(0)]) == [False]
         if away == "killed":
             server.kill()

@@ -4,25 +4,31 @@ import gc
 import logging
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 import torch
+from ledger_check import check_store
 from models import SEPARATOR, VOCABULARY, random_model, random_tokens
+from storage_fakes import note_load
+from tier_wrappers import Counted, Delayed
 from transformers import DynamicCache
 
 from lmc.blend.segments import join
-from lmc.blend.select import Policy
+from lmc.blend.strategies import RecomputePolicy
 from lmc.config import Settings
-from lmc.connectors.hf import fingerprint
-from lmc.connectors.report import How, Report
 from lmc.connectors.transformers import CachedModel
+from lmc.connectors.transformers.hf import identity
+from lmc.connectors.transformers.report import How, Report
+from lmc.engine import PromptView
 from lmc.errors import ConfigError, InputError, NoMemory, UnsupportedModel
-from lmc.storage import speed
-from lmc.storage.tier import Counted, Delayed
+from lmc.storage import cost_model
+from lmc.storage.disk import DiskTier
+from lmc.storage.record import RecordMeta
+from lmc.storage.tier import Written
 
-EVERYTHING = Policy(strategy="query", ratios=(1.0,))
+EVERYTHING = RecomputePolicy(strategy="query", ratios=(1.0,))
 DOCUMENTS = [random_tokens(20 + 5 * i, i) for i in range(6)]
 SYSTEM = random_tokens(9, 70)
 
@@ -36,12 +42,18 @@ def prompt(*order: int, question: int = 0) -> list[int]:
     return join(SYSTEM, [DOCUMENTS[i] for i in order], random_tokens(7, 80 + question), SEPARATOR)
 
 
+def stored_prefix(cached: CachedModel, ids: list[int]) -> int:
+    """How many leading tokens of a prompt are stored as exact."""
+    found = cached.engine.look(PromptView(cached.engine.token_chain(ids)))
+    return sum(piece.tokens for piece in found.exact)
+
+
 @pytest.fixture
 def cached() -> Iterator[CachedModel]:
     with CachedModel(random_model(), settings(), SEPARATOR) as model:
         yield model
-        assert model.engine.store_of_chunks.held() == 0
-        model.engine.store_of_chunks.check()
+        assert model.engine.store.held() == 0
+        check_store(model.engine.store)
 
 
 def test_known_documents_are_reused_wherever_they_stand(cached: CachedModel) -> None:
@@ -98,11 +110,13 @@ def test_the_system_text_is_an_exact_prefix_of_the_next_prompt(cached: CachedMod
 
 
 def test_a_thousand_prompts_of_shuffled_known_documents_create_no_chunk(cached: CachedModel) -> None:
-    """The peers' stores chain documents to what stands before them, and drown in copies within 60 to 90 novel orders."""
+    """The peers' stores chain documents to what stands before them, and drown in copies within 60 to 90 novel
+    orders.
+    """
     for document in DOCUMENTS:
         cached.learn(document)
     cached.prefill(prompt(0, 1))
-    before = cached.engine.store_of_chunks.keys()
+    before = cached.engine.store.known_keys()
     shuffle = random.Random(1)
 
     for question in range(1000):
@@ -110,7 +124,7 @@ def test_a_thousand_prompts_of_shuffled_known_documents_create_no_chunk(cached: 
         report = cached.prefill(prompt(*order, question=question)).report
         assert report.reused == sum(len(DOCUMENTS[i]) for i in order)
 
-    assert cached.engine.store_of_chunks.keys() == before
+    assert cached.engine.store.known_keys() == before
 
 
 def test_exact_reuse_of_a_conversation_includes_what_was_generated(cached: CachedModel) -> None:
@@ -142,7 +156,7 @@ def test_a_blended_cache_is_never_stored_as_exact(cached: CachedModel) -> None:
     done = cached.prefill(ids)
     with pytest.raises(InputError, match="blended"):
         cached.keep(ids, done.cache)
-    assert cached.engine.lookup(ids) == len(SYSTEM)  # what comes before all documents, and nothing else
+    assert stored_prefix(cached, ids) == len(SYSTEM)  # what comes before all documents, and nothing else
 
 
 def test_documents_survive_a_restart_on_disk(tmp_path: Path) -> None:
@@ -166,13 +180,15 @@ def test_another_model_or_tenant_finds_nothing(tmp_path: Path) -> None:
         (random_model(seed=0), "tenant"),
     ):
         with CachedModel(model, settings(local_disk=tmp_path), SEPARATOR, cache_salt=salt) as other:
-            assert other.engine.find_document(DOCUMENTS[0], 0) is None
+            assert not other.knows(DOCUMENTS[0])
 
 
 def test_a_record_that_rots_while_its_prompt_is_planned_costs_time_not_truth(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The plan counts on a chunk whose part 2 turns out corrupt while layer 2 is awaited: the prompt is planned again without it."""
+    """The plan counts on a chunk whose part 2 turns out corrupt while layer 2 is awaited: the prompt is planned again
+    without it.
+    """
     with CachedModel(random_model(), settings(local_disk=tmp_path), SEPARATOR) as cached:
         for document in DOCUMENTS[:3]:
             cached.learn(document)
@@ -189,8 +205,8 @@ def test_a_record_that_rots_while_its_prompt_is_planned_costs_time_not_truth(
         assert done.report.unknown == 1
         assert (done.logits - cached.prefill(ids, "full").logits).abs().max() <= 1e-4
         assert cached.prefill(ids).report.unknown == 0  # and it was learned anew
-        cached.engine.store_of_chunks.flush()  # what was learned is held until it is written
-        assert cached.engine.store_of_chunks.held() == 0
+        cached.engine.store.flush()  # what was learned is held until it is written
+        assert cached.engine.store.held() == 0
 
 
 def test_a_slab_too_small_for_the_prompt_costs_time_not_truth(tmp_path: Path) -> None:
@@ -204,8 +220,8 @@ def test_a_slab_too_small_for_the_prompt_costs_time_not_truth(tmp_path: Path) ->
         wanted = cached.prefill(ids, "full").logits
         for how in ("blend", "exact", "blend", "exact"):
             assert (cached.prefill(ids, how, policy=EVERYTHING).logits - wanted).abs().max() <= 1e-4  # type: ignore[arg-type]
-            cached.engine.store_of_chunks.flush()
-            assert cached.engine.store_of_chunks.held() == 0
+            cached.engine.store.flush()
+            assert cached.engine.store.held() == 0
 
 
 def test_a_document_that_stands_twice_is_reused_twice(cached: CachedModel) -> None:
@@ -273,13 +289,13 @@ def test_odd_prompts_are_answered_as_full_prefill_would(cached: CachedModel, ids
     [
         ({"strategy": "qeury"}, "use one of"),
         ({"strategy": "query", "ratios": (7.0,)}, "between 0 and 1"),
-        ({"strategy": "deviation", "check_layers": (0,)}, "1 is the first"),
+        ({"strategy": "deviation", "check_layers": (0,)}, "from layer 1 on"),
         ({"strategy": "deviation", "check_layers": (1, 2)}, "equally many"),
     ],
 )
 def test_a_policy_that_cannot_be_is_refused(values: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        Policy(**values)
+        RecomputePolicy(**values)
 
 
 def test_an_unknown_way_is_refused(cached: CachedModel) -> None:
@@ -320,13 +336,22 @@ def test_a_model_that_fails_the_self_test_is_served_in_full(caplog: pytest.LogCa
     assert "self-test" in done.report.note
 
 
-def test_a_corpus_larger_than_memory_is_learned_whole_onto_a_slow_disk(tmp_path: Path) -> None:
-    """Learning waits for the disk; a full write queue would drop chunks that are then evicted, and the documents with them."""
+def test_a_corpus_larger_than_memory_is_learned_whole_onto_a_slow_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Learning waits for the disk; a full write queue would drop chunks that are then evicted, and the documents with
+    them.
+    """
     slots = 6.5 * 4 * 4096 / 2**30
     corpus = [random_tokens(30, 900 + i) for i in range(25)]
+    write = DiskTier.write
+
+    def write_slowly(tier: DiskTier, meta: RecordMeta, parts: Sequence[memoryview]) -> Written:
+        time.sleep(0.01)
+        return write(tier, meta, parts)
+
+    monkeypatch.setattr(DiskTier, "write", write_slowly)
     with CachedModel(random_model(), settings(local_disk=tmp_path, max_local_cpu_size=slots), SEPARATOR) as cached:
-        (disk,) = cached.engine.store_of_chunks._tiers
-        cached.engine.store_of_chunks._tiers[0] = Delayed(disk, per_write=0.01)
         for document in corpus:
             cached.learn(document)
     with CachedModel(random_model(), settings(local_disk=tmp_path), SEPARATOR) as cached:
@@ -372,7 +397,7 @@ def test_separators_that_cannot_be_found_are_refused(separators: object) -> None
 def test_a_dropped_model_gives_its_directory_back(tmp_path: Path) -> None:
     cached = CachedModel(random_model(), settings(local_disk=tmp_path), SEPARATOR)
     cached.learn(DOCUMENTS[0])
-    cached.engine.store_of_chunks.flush()
+    cached.engine.store.flush()
     del cached
     gc.collect()
     CachedModel(random_model(), settings(local_disk=tmp_path), SEPARATOR).close()
@@ -417,7 +442,7 @@ def test_a_cache_of_other_tokens_is_never_stored(cached: CachedModel) -> None:
     with pytest.raises(InputError, match="the cache holds 39 tokens"):
         cached.keep([*ids, 5, 6], cache)
     assert cached.keep(ids, cache) > 0
-    assert cached.engine.lookup(ids) == 39
+    assert stored_prefix(cached, ids) == 39
 
 
 @pytest.mark.parametrize(
@@ -466,7 +491,7 @@ def test_what_is_stored_as_exact_after_approximate_blends_is_exact(cached: Cache
         parts = [*unknown, *shuffle.sample(DOCUMENTS, 2)]
         shuffle.shuffle(parts)
         ids = join(text, parts, random_tokens(6, turn), SEPARATOR)
-        cached.prefill(ids, policy=Policy(strategy=strategy, ratios=(0.1,)))
+        cached.prefill(ids, policy=RecomputePolicy(strategy=strategy, ratios=(0.1,)))
         exact, full = cached.prefill(ids, "exact"), cached.prefill(ids, "full")
         assert exact.report.exact >= len(text)
         assert (exact.logits - full.logits).abs().max() <= 1e-4
@@ -507,21 +532,21 @@ def test_one_layer_cannot_be_checked_at_layer_one_but_blends_by_question() -> No
         cached.learn(DOCUMENTS[0])
         assert cached.prefill(prompt(0)).report.reused == len(DOCUMENTS[0])
         with pytest.raises(ConfigError, match="blend_check_layers: 1"):
-            cached.prefill(prompt(0), policy=Policy(strategy="deviation"))
+            cached.prefill(prompt(0), policy=RecomputePolicy(strategy="deviation"))
 
 
 def test_the_same_weights_have_the_same_fingerprint_and_one_value_changes_it(tmp_path: Path) -> None:
     model = random_model()
-    before = fingerprint(model)
+    before = identity(model, None)
     model.save_pretrained(tmp_path)
-    assert fingerprint(type(model).from_pretrained(tmp_path)) == before
+    assert identity(type(model).from_pretrained(tmp_path), None) == before
     with torch.no_grad():
         model.model.layers[2].mlp.up_proj.weight[5, 7] += 1e-6
-    changed = fingerprint(model)
+    changed = identity(model, None)
     assert changed != before
     with torch.no_grad():  # a permutation, which sums would not see
         model.model.layers[1].mlp.down_proj.weight.copy_(model.model.layers[1].mlp.down_proj.weight.flip(1))
-    assert fingerprint(model) != changed
+    assert identity(model, None) != changed
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
@@ -536,7 +561,7 @@ def test_half_precision_is_blended(dtype: torch.dtype) -> None:
 
 
 def test_a_rotation_that_does_nothing_fails_the_self_test(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lmc.blend.blender.rotate", lambda keys, _cos, _sin, out: out.copy_(keys))
+    monkeypatch.setattr("lmc.connectors.transformers.canvas.rotate", lambda keys, _cos, _sin, out: out.copy_(keys))
     with CachedModel(random_model(), settings(), SEPARATOR) as cached:
         assert not cached.blends
 
@@ -563,7 +588,7 @@ def corpus_on_disk(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def over(path: Path, **changes: object) -> tuple[CachedModel, Delayed, Counted]:
     """A model over the corpus's disk, which can be made slow, and counts."""
     cached = CachedModel(random_model(), settings(local_disk=path, chunk_size=64, **changes), SEPARATOR)
-    tiers = cached.engine.store_of_chunks._tiers
+    tiers = cached.engine.store._tiers
     counted = Counted(tiers[0])
     tiers[0] = slow = Delayed(counted)
     return cached, slow, counted
@@ -572,8 +597,8 @@ def over(path: Path, **changes: object) -> tuple[CachedModel, Delayed, Counted]:
 def pretend(cached: CachedModel, *, byte: float, token: float = 1e-6) -> None:
     """As if five loads had taken so long a byte, and five prefills so long a token."""
     for _ in range(5):
-        cached.engine.speeds.loaded("disk", records=1, opening=0.0, bytes=1_000_000, reading=1_000_000 * byte)
-        cached.engine.speeds.computed(100_000, 100_000 * token, 100)
+        note_load(cached.engine.store.cost, "disk", records=1, opening=0.0, bytes=1_000_000, reading=1_000_000 * byte)
+        cached.engine.store.cost.computed(100_000, 100_000 * token, 100)
 
 
 @pytest.fixture(scope="module")
@@ -590,8 +615,8 @@ def test_a_slow_disk_is_not_waited_for_and_is_found_again_when_it_is_fast(
     corpus_on_disk: Path, in_memory: CachedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Half a second for what the model computes in a few milliseconds."""
-    monkeypatch.setattr(speed, "TRIAL_SECONDS", 0.0)
-    monkeypatch.setattr(speed, "TRIAL_CHOICES", 2)
+    monkeypatch.setattr(cost_model, "TRIAL_SECONDS", 0.0)
+    monkeypatch.setattr(cost_model, "TRIAL_CHOICES", 2)
     cached, slow, counted = over(corpus_on_disk)
 
     def serve(i: int) -> Report:
@@ -608,7 +633,7 @@ def test_a_slow_disk_is_not_waited_for_and_is_found_again_when_it_is_fast(
         for i in range(3):
             cached.prefill(asking(i, i), "full")
             assert serve(i).loaded["disk"] > 0, "nothing was known"
-        until(lambda: cached.engine.speeds._reading["disk"].value)
+        until(lambda: cached.engine.store.cost._reading["disk"].value)
         before = counted.counts.opened
         for i in (3, 4):
             report = serve(i)
@@ -617,11 +642,11 @@ def test_a_slow_disk_is_not_waited_for_and_is_found_again_when_it_is_fast(
             assert "loading them would take about" in report.note
         assert counted.counts.opened == before
 
-        slow.per_part, was = 0.0, cached.engine.speeds._reading["disk"].newest
+        slow.per_part, was = 0.0, cached.engine.store.cost._reading["disk"].newest
         assert serve(5).loaded["disk"] > 0, "a trial"
-        until(lambda: cached.engine.speeds._reading["disk"].newest < was / 5)
+        until(lambda: cached.engine.store.cost._reading["disk"].newest < was / 5)
         for _ in range(9):  # what this machine computes in the time of a read is not the point
-            cached.engine.speeds.computed(100_000, 1e5, len(asking(0, 1)))
+            cached.engine.store.cost.computed(100_000, 1e5, len(asking(0, 1)))
         for i in range(6, 10):
             assert serve(i).loaded["disk"] > 0
 
@@ -631,7 +656,7 @@ def test_what_is_stored_and_not_loaded_is_neither_learned_nor_written_again(corp
     cached, _, counted = over(corpus_on_disk)
     with cached:
         pretend(cached, byte=1.0)
-        before = cached.engine.store_of_chunks.keys()
+        before = cached.engine.store.known_keys()
         for _ in range(3):
             done = cached.prefill(asking(0), how)
             assert done.report.unknown == 0
@@ -639,7 +664,7 @@ def test_what_is_stored_and_not_loaded_is_neither_learned_nor_written_again(corp
             assert (done.logits - cached.prefill(asking(0), "full").logits).abs().max() <= 1e-4
         assert cached.learn_pending() == 0
         assert cached.knows(CORPUS[0])
-        assert cached.engine.store_of_chunks.keys() == before
+        assert cached.engine.store.known_keys() == before
         assert (counted.counts.opened, counted.counts.written) == (0, 0)
 
 
@@ -652,7 +677,7 @@ def test_an_exact_prefix_on_a_slow_disk_is_computed_and_is_right(tmp_path: Path)
         pretend(cached, byte=1.0)
         done = cached.prefill([*ids[:140], *random_tokens(20, 2)], "exact")
         assert (done.report.exact, done.report.skipped) == (0, 128)
-        cached.engine.store_of_chunks.flush()
+        cached.engine.store.flush()
         assert (counted.counts.opened, counted.counts.written) == (0, 1), (
             "the new end, and not the first two chunks again"
         )
@@ -706,7 +731,7 @@ def test_a_load_that_spares_nothing_is_not_begun(corpus_on_disk: Path) -> None:
 
 
 def test_what_computing_takes_is_learned_from_what_was_computed_and_nothing_else(cached: CachedModel) -> None:
-    rates = cached.engine.speeds._computing
+    rates = cached.engine.store.cost._computing
     cached.learn(CORPUS[0])
     assert set(rates) == {(60).bit_length()}
     rates.clear()

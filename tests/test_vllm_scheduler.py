@@ -1,4 +1,6 @@
-"""The scheduler's side of the vLLM connector, with an engine made of fakes: what is promised, kept, isolated and given back."""
+"""The scheduler's side of the vLLM connector, with an engine made of fakes: what is promised, kept, isolated and given
+back.
+"""
 
 import random
 import threading
@@ -7,18 +9,20 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from storage_fakes import DictTier, Gated, Shared
-from vllm_fakes import APPROXIMATE, BLOCK, CHUNK, LAYERS, PAGE, SEPARATOR, Adapter, Lab, page, served, token_bytes
+from storage_fakes import DictTier, Gated, Shared, note_load
+from tier_wrappers import Counted, Faulty
+from vllm_fakes import APPROXIMATE, BLOCK, CHUNK, LAYERS, PAGE, SEPARATOR, Adapter, Lab, page, state_of, token_bytes
 
-from lmc.connectors.vllm import planner
-from lmc.connectors.vllm.fingerprint import adapter_stamp, fingerprint
+from lmc.connectors.vllm import claims
 from lmc.connectors.vllm.messages import BlendJob, LoadJob, StepReport
-from lmc.connectors.vllm.served import Role
+from lmc.connectors.vllm.model_identity import model_identity
+from lmc.connectors.vllm.request_state import Role
+from lmc.engine.identity import adapter_stamp
 from lmc.errors import ConfigError
-from lmc.storage import loads
+from lmc.keys import RecordKind
+from lmc.storage import loader
+from lmc.storage.contract import PinState
 from lmc.storage.disk import DiskTier
-from lmc.storage.loads import PinState
-from lmc.storage.tier import Counted, Faulty
 
 MB = 1 << 20
 SYSTEM, QUESTION = [50, 51, 52, 53, 54], [70, 71, 72, 73, 74]
@@ -35,7 +39,7 @@ def prompt(*documents, system=SYSTEM, question=QUESTION):
 
 @pytest.fixture(autouse=True)
 def part_by_part(monkeypatch):
-    monkeypatch.setattr(loads, "READ_AHEAD_BYTES", 1)
+    monkeypatch.setattr(loader, "READ_AHEAD_BYTES", 1)
 
 
 @pytest.fixture
@@ -54,7 +58,7 @@ def make():
             if isinstance(tier, Gated):
                 tier.open_all()
         lab.check()
-        lab.library.close()
+        lab.scheduler.close()
 
 
 def learn(lab, *documents, **more):
@@ -74,7 +78,7 @@ def fill(tier, *prompts, documents=(), **options):
         lab.serve(f"fill {i}", tokens, {"blend": False})
     learn(lab, *documents)
     lab.check()
-    lab.library.close()
+    lab.scheduler.close()
 
 
 class Turnstile:
@@ -92,6 +96,15 @@ class Turnstile:
 
     def wait(self, seconds):
         return self._let_in.acquire(timeout=seconds)
+
+
+def page_key(lab, block_hash):
+    """Of the chunk whose last block has this hash."""
+    return lab.engine.block_chain([], BLOCK).key(block_hash)
+
+
+def document_keys(lab, tokens):
+    return lab.engine.document_keys(tokens, lab.engine.namespace(RecordKind.DOCUMENT))
 
 
 def run(lab, name, tokens):
@@ -150,15 +163,17 @@ def test_an_adapter_that_was_changed_in_place_finds_nothing_of_its_old_self(make
 
 @pytest.mark.parametrize(("kind", "same"), [("longrope", False), ("yarn", True)])
 def test_a_model_with_two_tables_of_angles_is_another_model_with_the_other_table(tmp_path, kind, same):
-    """The engine takes the long one if prompts may be longer than the original length; the config says nothing of that."""
+    """The engine takes the long one if prompts may be longer than the original length; the config says nothing of
+    that.
+    """
     (tmp_path / "model.safetensors").write_bytes(b"weights")
     hf_config = SimpleNamespace(to_dict=lambda: {"rope_parameters": {"rope_type": kind}})
+    load_config = SimpleNamespace(load_format="auto")
 
     def of(length):
-        config = SimpleNamespace(
-            hf_config=hf_config, dtype="bf16", quantization=None, max_model_len=length, model=tmp_path
-        )
-        return fingerprint(config, None)
+        model = {"hf_config": hf_config, "hf_overrides": {}, "quantization": None, "model": tmp_path, "revision": None}
+        model_config = SimpleNamespace(**model, max_model_len=length)
+        return model_identity(SimpleNamespace(model_config=model_config, load_config=load_config), [])
 
     assert of(4096) == of(4096)
     assert (of(4096) == of(32768)) is same
@@ -304,7 +319,7 @@ def test_a_chunk_is_visible_when_every_rank_has_reported_and_its_blocks_are_held
     lab.admit(request)
     plan = lab.scheduler.plan({"one": 8}, lambda name: lab.tables[name])
     (save,) = plan.saves
-    key = lab.library.prefixes.key(request.block_hashes[1])
+    key = page_key(lab, request.block_hashes[1])
     lab.scheduler.finished(request, [])
     lab.pool.free_blocks([lab.pool.blocks[b] for b in lab.tables["one"]])
     for _ in range(2):
@@ -322,7 +337,7 @@ def test_reports_of_ranks_add_up_and_one_failure_is_enough(make):
     (save,) = lab.scheduler.plan({"one": 8}, lambda name: lab.tables[name]).saves
     merged = StepReport(done={save.job: 1}).merge(StepReport(done={save.job: 1}, failed={save.job}))
     lab.scheduler.reported(merged, set())
-    assert lab.store.lookup([lab.library.prefixes.key(request.block_hashes[1])]) == [None]
+    assert lab.store.lookup([page_key(lab, request.block_hashes[1])]) == [None]
     lab.finish(request)
 
 
@@ -389,7 +404,9 @@ def test_a_claim_waits_for_a_slow_tier_and_goes_on_at_the_deadline(make):
 
 
 def test_the_time_in_the_queue_is_not_the_tier_s(make):
-    """A busy engine looks at a request seconds after it arrived: everything on disk was late before it was asked for."""
+    """A busy engine looks at a request seconds after it arrived: everything on disk was late before it was asked
+    for.
+    """
     tier = gated()
     fill(tier.inner, PLAIN[:16])
     lab = make(tier, slots=2)
@@ -439,7 +456,9 @@ def test_a_claim_is_made_when_the_first_part_is_there_and_the_load_goes_on_besid
 
 
 def test_a_load_that_stays_late_is_given_up_and_computed(make):
-    """A read that hung in a dead mount held the request for ever: only the thread that hung could say that nothing comes."""
+    """A read that hung in a dead mount held the request for ever: only the thread that hung could say that nothing
+    comes.
+    """
     tier = gated()
     fill(tier.inner, PLAIN[:16])
     lab = make(tier)
@@ -461,7 +480,7 @@ def test_a_load_that_stays_late_is_given_up_and_computed(make):
 @pytest.mark.parametrize(("deadlines", "loaded"), [(10, True), (2, False)])
 def test_a_load_of_which_something_comes_is_not_late_for_some_deadlines(make, monkeypatch, deadlines, loaded):
     """Its time counted from the start: what took longer than `load_deadline` was thrown away, each time anew."""
-    monkeypatch.setattr(planner, "DEADLINES", deadlines)
+    monkeypatch.setattr(claims, "DEADLINES", deadlines)
     tier, turnstile = gated(), Turnstile()
     fill(tier.inner, PLAIN)
     tier.read_gates[1] = turnstile
@@ -469,7 +488,7 @@ def test_a_load_of_which_something_comes_is_not_late_for_some_deadlines(make, mo
     request = lab.arrive("one", PLAIN)
     tier.read_gates[0].set()
     assert lab.wait(lambda: lab.admit(request)) == 40
-    loads = [pin.load for pin in served(lab, "one").pins.values()]
+    loads = list(lab.store._state._loads.values())
     for number in range(1, len(loads) + 1):
         lab.now += 1.9
         turnstile.let_in()
@@ -498,7 +517,7 @@ def test_a_failed_load_is_not_tried_again(make):
     tier.open_all()
     lab.load(request)
     assert request.num_computed_tokens == 0
-    assert served(lab, "one").given_up
+    assert state_of(lab, "one").given_up
     failing.clear()
     assert lab.scheduler.claim(request, 0) == 0
     lab.compute(request, 16)
@@ -530,8 +549,8 @@ def test_prefetching_holds_half_of_the_slots_at_most(make):
 def pretend(lab, *, byte, token=1e-6):
     """As if five loads had taken so long a byte, and five prefills so long a token."""
     for _ in range(5):
-        lab.scheduler._planner._speeds.loaded("dict", records=1, opening=0.0, bytes=10**6, reading=10**6 * byte)
-        lab.scheduler._planner._speeds.computed(10**5, 10**5 * token, 100)
+        note_load(lab.store.cost, "dict", records=1, opening=0.0, bytes=10**6, reading=10**6 * byte)
+        lab.store.cost.computed(10**5, 10**5 * token, 100)
 
 
 def counted(*prompts, **options):
@@ -621,7 +640,7 @@ def test_documents_on_a_slow_tier_are_computed_and_not_learned_again(make):
     assert facts["skipped_tokens"] == 20
     assert facts["tokens_from"] == {"host": 12}
     assert "unknown_documents" not in facts
-    assert not lab.scheduler._keeper.learning
+    assert not len(lab.engine.learning)
 
 
 def test_what_the_engine_has_itself_is_neither_weighed_nor_loaded(make):
@@ -645,7 +664,7 @@ def test_what_the_engine_has_itself_is_neither_weighed_nor_loaded(make):
 def test_a_tier_that_is_fast_again_is_found_by_a_trial(make, monkeypatch):
     lab = make(counted(*(PLAIN[i:] for i in range(12)), slots=64), slots=64)
     pretend(lab, byte=1.0, token=0.1)
-    speeds = lab.scheduler._planner._speeds
+    speeds = lab.store.cost
     clock, speeds.clock = speeds.clock, lambda: clock() + later
     later, loaded = 0.0, []
     for i in range(12):
@@ -668,7 +687,7 @@ def test_a_claim_is_stable_while_nothing_changes_and_follows_what_the_engine_has
     lab.forget_prefixes()
     request = lab.arrive("two", PLAIN)
     assert [lab.scheduler.claim(request, 0) for _ in range(3)] == [40] * 3
-    lab.library.forget_all()  # the claim's chunks are pinned: it stands, and a load would say that they are lost
+    lab.scheduler.forget_all()  # the claim's chunks are pinned: it stands, and a load would say that they are lost
     assert lab.scheduler.claim(request, 0) == 40
     assert lab.scheduler.claim(request, 8) == 0
     lab.serve("three", PLAIN)
@@ -806,7 +825,7 @@ def test_approximate_positions_are_never_saved(make):
     lab.settle()
     lab.pool.forget()
     assert lab.serve("two", [*tokens, *range(20)], {"blend": False}).loaded == 8
-    for slot in range(lab.library.slots):
+    for slot in range(lab.store.slots):
         assert not (lab.workers.slab.slot(slot)[:, : 2 * PAGE] == APPROXIMATE).all(1).any()
 
 
@@ -897,7 +916,7 @@ def test_documents_between_exact_chunks_and_the_question_start_where_the_exact_e
     (job,) = lab.step().loads
     assert (job.exact, job.documents[0].at, job.documents[0].skip, job.documents[0].first) == (12, 12, 5, 5)
     assert lab.right(request, 12)
-    assert served(lab, "one").approximate == 12
+    assert state_of(lab, "one").approximate == 12
     lab.compute(request, 1)
     lab.finish(request)
 
@@ -987,8 +1006,7 @@ def test_nothing_is_learned_while_the_engine_computes_nothing(make):
     assert not lab.scheduler.busy
     lab.serve("runs again", PLAIN)
     lab.settle()
-    namespace = lab.library.document_namespace("")
-    found = [all(lab.store.lookup(lab.library.document_keys(namespace, document))) for document in (DOC_A, DOC_B)]
+    found = [all(lab.store.lookup(document_keys(lab, document))) for document in (DOC_A, DOC_B)]
     assert found == [False, True]
 
 
@@ -1035,8 +1053,8 @@ def test_what_waits_to_be_learned_is_bounded(make):
     lab = make(slots=4)
     for i in range(400):
         run(lab, str(i), prompt([1000 + i] * CHUNK))
-    assert lab.scheduler._keeper.learning
-    assert sum(len(tokens) for _, tokens in lab.scheduler._keeper._to_learn) <= 4 * CHUNK
+    assert len(lab.engine.learning)
+    assert sum(len(document.tokens) for document in lab.engine.learning._waiting) <= 4 * CHUNK
 
 
 def test_a_document_larger_than_the_slab_is_left_alone(make):
@@ -1054,8 +1072,8 @@ def test_a_document_that_cannot_be_learned_is_not_hashed_in_every_step(make, mon
     request = lab.arrive("one", [500 + i for i in range(3 * CHUNK)], {"learn": True})
     lab.admit(request)
     asked = []
-    begin = lab.library.begin_document
-    monkeypatch.setattr(lab.library, "begin_document", lambda *given: asked.append(1) or begin(*given))
+    begin = lab.engine.begin_document
+    monkeypatch.setattr(lab.engine, "begin_document", lambda *given: asked.append(1) or begin(*given))
     lab.decode(request, range(5))
     assert len(asked) == 1
     lab.finish(request)
@@ -1065,7 +1083,7 @@ def test_a_document_to_learn_must_not_begin_with_the_first_token(make):
     lab = make()
     request = lab.serve("one", [1, *DOC_A], {"learn": True})
     assert "BOS" in request.facts["note"]
-    assert lab.store.lookup(lab.library.document_keys(lab.library.document_namespace(""), [1, *DOC_A])) == [None, None]
+    assert lab.store.lookup(document_keys(lab, [1, *DOC_A])) == [None, None]
 
 
 def test_two_learn_requests_for_one_document_store_it_once(make):
@@ -1087,7 +1105,7 @@ def test_tenants_share_neither_documents_nor_prefixes(make):
     for salt in (None, "another"):
         assert lab.serve(f"blend {salt}", prompt(DOC_A), cache_salt=salt).loaded == 0
         assert lab.serve(f"exact {salt}", PLAIN, cache_salt=salt).loaded == 0
-        lab.scheduler._keeper._to_learn.clear()
+        lab.engine.learning.clear()
         lab.forget_prefixes()
     assert lab.serve("mine", prompt(DOC_A), cache_salt="one tenant").loaded == len(prompt(DOC_A))
     assert lab.serve("mine too", PLAIN, cache_salt="one tenant").loaded == 40
@@ -1117,10 +1135,10 @@ def test_what_is_saved_with_old_weights_is_not_kept_when_everything_is_forgotten
     request = lab.arrive("one", PLAIN[:16])
     lab.admit(request)
     plan = lab.scheduler.plan({"one": 16}, lambda name: lab.tables[name])
-    lab.library.forget_all()
+    lab.scheduler.forget_all()
     report, _, _ = lab.workers.step(plan, set())
     lab.scheduler.reported(report, set())
-    assert lab.store.keys() == set()
+    assert lab.store.known_keys() == set()
     lab.finish(request)
 
 
@@ -1130,7 +1148,7 @@ def test_a_load_under_way_fails_when_everything_is_forgotten(make):
     lab.forget_prefixes()
     request = lab.arrive("two", PLAIN)
     assert lab.admit(request) == 40
-    lab.library.forget_all()
+    lab.scheduler.forget_all()
     (job,) = lab.step().loads
     assert isinstance(job, LoadJob)
     assert request.num_computed_tokens == 0
@@ -1146,13 +1164,13 @@ def test_shutdown_with_jobs_under_way_leaves_nothing_behind():
     lab.admit(request)
     waiting = lab.arrive("two", PLAIN[:16])
     plan = lab.scheduler.plan({"one": 16}, lambda name: lab.tables[name])
-    lab.library.close()
+    lab.scheduler.close()
     report, _, _ = lab.workers.step(plan, set())
     lab.scheduler.reported(report, set())
-    lab.library.close()
+    lab.scheduler.close()
     lab.scheduler.claim(waiting, 0)
     lab.finish(waiting), lab.finish(request)
-    assert not lab.scheduler._served
+    assert not lab.scheduler._states
     assert lab.store.held() == 0
     assert not any(block.ref_cnt for block in lab.pool.blocks)
 
@@ -1160,26 +1178,28 @@ def test_shutdown_with_jobs_under_way_leaves_nothing_behind():
 def test_a_record_with_a_strange_label_does_not_keep_the_engine_from_starting(make):
     tier = DictTier()
     lab = Lab([tier])
-    key = lab.library.prefixes.key(b"x" * 32)
-    writing = lab.store.begin(lab.library._meta(key, lab.library._pages, 8, 0, 2 * PAGE, "no hash at all"))
-    lab.store.commit(writing)
-    lab.library.close()
+    key, namespace = page_key(lab, b"x" * 32), lab.engine.namespace(RecordKind.PAGES)
+    meta = lab.engine._meta(RecordKind.PAGES, key, namespace, 8, 0, 2 * PAGE, "no hash at all")
+    lab.store.commit(lab.store.begin(meta))
+    lab.scheduler.close()
     assert key in tier.records
     make(tier)
 
 
 def test_a_slot_that_is_filled_anew_is_lost_to_whoever_still_reads_it(make):
-    """A late load was let go, its slot taken for another chunk: until that one was whole the old label stood over its bytes."""
+    """A late load was let go, its slot taken for another chunk: until that one was whole the old label stood over its
+    bytes.
+    """
     lab = make(slots=1)
     lab.serve("one", PLAIN[:8])
     lab.settle()
-    (pin,) = lab.library.pin([lab.library.prefixes.key(lab.requests["one"].block_hashes[1])]).values()
-    assert pin.state() is PinState.READY
-    lab.library.let_go([pin])
-    tag = int.from_bytes(pin.key[:8], "little") >> 1
-    assert lab.workers.slab.ready(pin.slot, tag) == LAYERS
-    writing = lab.library.begin_pages([b"a" * 32, b"b" * 32])
-    assert lab.workers.slab.ready(pin.slot, tag) == -1
+    (pin,) = lab.store.pin([page_key(lab, lab.requests["one"].block_hashes[1])])
+    assert lab.store.state(pin) is PinState.READY
+    lab.store.release([pin])
+    assert lab.workers.slab.ready(pin.slot, pin.tag) == LAYERS
+    chain = lab.engine.block_chain([b"a" * 32, b"b" * 32], BLOCK)
+    writing = lab.engine.begin_exact(chain, 0, CHUNK, lab.engine.namespace(RecordKind.PAGES))
+    assert lab.workers.slab.ready(pin.slot, pin.tag) == -1
     lab.store.abort(writing)
 
 
@@ -1216,7 +1236,7 @@ class Anything:
         elif drawn < 0.95:
             self.lab.finish(self.alive.pop(self.dice.choice(list(self.alive))))
         elif drawn < 0.96:
-            self.lab.library.forget_all()
+            self.lab.scheduler.forget_all()
         else:
             self.lab.step()
 
@@ -1225,7 +1245,7 @@ class Anything:
         if name not in lab.tables:
             if lab.pool.get_num_free_blocks() >= request.num_tokens // BLOCK + 4:
                 lab.admit(request)
-        elif served(lab, name).loading:
+        elif state_of(lab, name).loading:
             lab.workers.held_back = self.dice.random() < 0.5
             lab.step()
             lab.workers.held_back = False
@@ -1237,7 +1257,7 @@ class Anything:
             lab.preempt(request)
 
     def check(self, request):
-        state = served(self.lab, request.request_id)
+        state = state_of(self.lab, request.request_id)
         if request.request_id in self.lab.tables and not state.loading:
             exact = request.num_computed_tokens
             if state.approximate is not None:
@@ -1269,6 +1289,6 @@ def test_roles_follow_wishes(make):
         ("learn", PLAIN, {"learn": True}, Role.LEARN),
     ):
         request = lab.arrive(name, tokens, lmc)
-        assert served(lab, name).role is role
+        assert state_of(lab, name).role is role
         lab.finish(request)
-    lab.scheduler._keeper._to_learn.clear()
+    lab.engine.learning.clear()

@@ -10,11 +10,12 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import torch
+from ledger_check import check_store
 
 from lmc.config import Settings
-from lmc.connectors.vllm.library import Library
 from lmc.connectors.vllm.messages import BlendJob, LoadJob, SaveJob, StepPlan, StepReport, WorkerFacts
 from lmc.connectors.vllm.scheduler import Scheduler
+from lmc.connectors.vllm.start import layers_of_stages, open_engine
 from lmc.shapes import GIB
 from lmc.storage.slab import LOST, Slab
 
@@ -247,7 +248,6 @@ class Lab:
                 rank=(0, rank),
                 page_bytes=(PAGE,) * LAYERS,
                 layout="test",
-                fingerprint="model",
                 kv_heads=HEADS,
                 head_dim=DIM,
                 dtype="torch.float32",
@@ -255,13 +255,16 @@ class Lab:
             )
             for rank in range(ranks)
         ]
-        self.library = Library(self.settings, facts, BLOCK, "sha256", tiers=tiers)
-        self.store, self.jobs = self.library.store, self.library.jobs
+        self.engine = open_engine(self.settings, facts, BLOCK, "model", "sha256", tiers=tiers)
+        self.store = self.engine.store
         self.pool, self.workers = Pool(blocks), Workers(blocks)
         self.scheduler = Scheduler(
             self.settings,
-            self.library,
+            self.engine,
             self.pool,
+            block_size=BLOCK,
+            stages=layers_of_stages(facts),
+            ranks=ranks,
             variants=(SEPARATOR,),
             first_token=1,
             blends=blends,
@@ -384,7 +387,7 @@ class Lab:
 
     def load(self, request):
         """Step until what was claimed is there, or failed."""
-        while served(self, request.request_id).loading:
+        while state_of(self, request.request_id).loading:
             self.step()
 
     def wait(self, ask):
@@ -424,12 +427,12 @@ class Lab:
         due = time.monotonic() + 10
         while self.store.held() and time.monotonic() < due:  # threads that were told to stop
             time.sleep(0.001)
-        assert not self.scheduler._served
-        assert not self.jobs.under_way
+        assert not self.scheduler._states
+        assert not self.scheduler.pending.under_way
         assert [block.block_id for block in self.pool.blocks if block.ref_cnt] == []
         assert self.store.held() == 0
-        self.store.check()
+        check_store(self.store)
 
 
-def served(lab, name) -> SimpleNamespace:
-    return lab.scheduler._served[name]
+def state_of(lab, name) -> SimpleNamespace:
+    return lab.scheduler._states[name]

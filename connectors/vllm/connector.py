@@ -1,7 +1,8 @@
-"""`LMCConnector`: vLLM's words on the left, ours on the right. Decides nothing; `scheduler.py` and `worker.py` do.
+"""`LMCConnector` implements vLLM's connector interface. It translates, and leaves decisions to `Scheduler` and
+`Worker`.
 
-Verified with vLLM 0.32. One object lives in the scheduler's process, one in each worker; they share nothing but the slab and what
-travels in metadata, also where both are in one process.
+vLLM makes one connector in the scheduler's process and one in each worker. They share the slab and exchange metadata,
+and nothing else, even where both are in one process.
 """
 
 import logging
@@ -9,69 +10,71 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from vllm.config import VllmConfig
-from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+
+from lmc.blend.segments import Variants, separator_variants
+from lmc.config import Settings
+from lmc.connectors.vllm.messages import StepPlan, StepReport, WorkerFacts
+from lmc.connectors.vllm.model_identity import model_identity
+from lmc.connectors.vllm.plugin import join_log, loaded_model
+from lmc.connectors.vllm.scheduler import Scheduler
+from lmc.connectors.vllm.start import check_chunk_size, layers_of_stages, open_engine
+from lmc.connectors.vllm.stats import LmcPromMetrics, LmcStats
+from lmc.connectors.vllm.vllm_api import (
+    BlockRemoved,
+    BlockStored,
+    CacheHitSource,
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorWorkerMetadata,
+    VllmConfig,
+    cached_tokenizer_from_config,
+    check_version,
+    maybe_convert_block_hash,
 )
-from vllm.tokenizers import cached_tokenizer_from_config
-from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
-from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
-from vllm.v1.outputs import KVConnectorOutput
-
-from lmc.blend.segments import Variants, separator_variants
-from lmc.config import Settings
-from lmc.connectors.vllm.library import Library, check_chunk_size
-from lmc.connectors.vllm.messages import StepPlan, StepReport, WorkerFacts
-from lmc.connectors.vllm.plugin import join_log, loaded_model
-from lmc.connectors.vllm.scheduler import Scheduler
-from lmc.connectors.vllm.stats import LmcPromMetrics, LmcStats
 from lmc.connectors.vllm.worker import Worker
+from lmc.engine import CacheEngine
 from lmc.errors import ConfigError, InputError
-from lmc.remote import parse_remote
+from lmc.redis_url import parse_redis_url
+from lmc.storage.places import place_of
 
 log = logging.getLogger(__name__)
 
-SOURCES = {"host": CacheHitSource.HOST, "disk": CacheHitSource.DISK}
-
 
 class Handshake(KVConnectorHandshakeMetadata):
-    """A worker's facts, on their way to the scheduler."""
+    """Carries a worker's facts to the scheduler."""
 
     def __init__(self, facts: WorkerFacts) -> None:
         self.facts = facts
 
 
 class Metadata(KVConnectorMetadata):
-    """A step's plan, on its way to the workers."""
+    """Carries a step's plan to the workers."""
 
     def __init__(self, plan: StepPlan) -> None:
         self.plan = plan
 
 
 class WorkerMetadata(KVConnectorWorkerMetadata):
-    """Workers' reports, on their way to the scheduler."""
+    """Carries the workers' reports to the scheduler."""
 
     def __init__(self, report: StepReport) -> None:
         self.report = report
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "WorkerMetadata":
-        """Of two ranks."""
+        """Join the reports of two ranks."""
         assert isinstance(other, WorkerMetadata)
         return WorkerMetadata(self.report.merge(other.report))
 
 
 class LMCConnector(KVConnectorBase_V1):
-    """Exact offload and CacheBlend for an unmodified vLLM."""
+    """Exact KV offload and CacheBlend for an unmodified vLLM."""
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: Any) -> None:
-        """Read the settings; raise `ConfigError` for what cannot work."""
+        """Read the settings; raise `ConfigError` if they cannot work with this engine."""
         join_log()
+        check_version()
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         assert transfer is not None
@@ -79,9 +82,7 @@ class LMCConnector(KVConnectorBase_V1):
         self.settings = Settings.load(transfer.kv_connector_extra_config)
         parallel = vllm_config.parallel_config
         if max(parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size) > 1:
-            raise ConfigError(
-                "context parallelism spreads a block's tokens over ranks, which lmc cannot keep: use it without lmc"
-            )
+            raise ConfigError("context parallelism spreads a block's tokens over ranks, which lmc does not support")
         check_chunk_size(self.settings, vllm_config.cache_config.block_size)
         self._scheduler: Scheduler | None = None
         self._worker: Worker | None = None
@@ -90,55 +91,55 @@ class LMCConnector(KVConnectorBase_V1):
             self._worker = Worker(vllm_config, kv_cache_config, blends=self.settings.enable_blending)
         elif transfer.kv_load_failure_policy != "recompute":
             log.warning(
-                'kv_load_failure_policy is %r: a load that fails will fail its request; add "kv_load_failure_policy":"recompute" '
-                "to --kv-transfer-config",
+                "kv_load_failure_policy is %r: a load that fails will fail its request; add "
+                '"kv_load_failure_policy":"recompute" to --kv-transfer-config',
                 transfer.kv_load_failure_policy,
             )
 
     # -- worker ------------------------------------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """The engine's KV cache is there: look at it, and at the model."""
+        """Examine the engine's KV cache and model."""
         assert self._worker is not None
         self._facts = self._worker.register(kv_caches, loaded_model())
 
     def get_handshake_metadata(self) -> Handshake:
-        """Tell the scheduler what kind of worker this is."""
+        """Return what the scheduler has to know of this worker."""
         return Handshake(self._facts)
 
     def start_load_kv(self, forward_context: Any, **named: Any) -> None:
-        """Loads, blends, learning: a slice."""
+        """Do a slice of the loads, blends and learning that are under way."""
         assert self._worker is not None
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, Metadata)
         self._worker.work(metadata.plan)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing is loaded inside a forward."""
+        """Do nothing: loads run between the engine's forward passes."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **named: Any) -> None:
-        """Nothing is saved inside a forward."""
+        """Do nothing: `wait_for_save` copies what a forward pass has completed."""
 
     def wait_for_save(self) -> None:
-        """Behind the forward: copy what it has completed."""
+        """Copy the blocks that the forward pass has completed."""
         assert self._worker is not None
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, Metadata)
         self._worker.save(metadata.plan.saves)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Requests whose load is over, also those that were aborted in its middle."""
+        """Return the requests whose load has ended, including those that were aborted during it."""
         assert self._worker is not None
         self._worker.cancel(finished_req_ids)
         self._outcome = self._worker.outcome()
         return None, self._outcome.received
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Blocks of the loads that ended in this step and failed."""
+        """Return the blocks of the loads that failed in this step."""
         return self._outcome.bad_blocks
 
     def build_connector_worker_meta(self) -> WorkerMetadata | None:
-        """What was saved, learned, blended."""
+        """Return what was saved, learned and blended since the last report."""
         assert self._worker is not None
         report = self._worker.report()
         return WorkerMetadata(report) if report else None
@@ -146,67 +147,75 @@ class LMCConnector(KVConnectorBase_V1):
     # -- scheduler ---------------------------------------------------------------------------------------------------
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        """The engine's blocks: held while they are copied, lent while documents are learned."""
+        """Keep the block pool, whose blocks are held while they are copied and borrowed to learn documents."""
         self._pool = gpu_block_pool
 
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        """All workers are there: open the store."""
+        """Open the store, now that all workers have reported."""
         if not self._config.model_config.is_prefix_caching_supported:
-            log.warning("lmc does nothing for this model: what it pools needs every token of a prompt")
+            log.warning("lmc does nothing for this model, because its pooling needs every token of a prompt")
             return
         workers = [metadata[rank].facts for rank in sorted(metadata)]
         cache = self._config.cache_config
         parallel, settings = self._config.parallel_config, self.settings
-        if len(workers) != parallel.tensor_parallel_size * parallel.pipeline_parallel_size:
+        ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
+        if len(workers) != ranks:
             raise ConfigError(
-                f"{len(workers)} of {parallel.tensor_parallel_size * parallel.pipeline_parallel_size} workers are this engine's own: "
-                "lmc needs one scheduler for all ranks (an executor of kind mp or ray, not external_launcher)"
+                f"lmc sees {len(workers)} of {ranks} workers, and needs one scheduler for all ranks: use an executor "
+                "of kind mp or ray, not external_launcher"
             )
-        if parallel.data_parallel_size > 1 and settings.local_disk:  # one engine per directory
-            settings = settings.model_copy(
-                update={"local_disk": settings.local_disk / f"dp{parallel.data_parallel_index}"}
-            )
-        library = Library(settings, workers, cache.block_size, cache.prefix_caching_hash_algo)
+        if parallel.data_parallel_size > 1 and settings.local_disk:  # Each engine needs a directory of its own.
+            own = settings.local_disk / f"dp{parallel.data_parallel_index}"
+            settings = settings.model_copy(update={"local_disk": own})
+        model = model_identity(self._config, [facts.weights for facts in workers])
+        engine = open_engine(settings, workers, cache.block_size, model, cache.prefix_caching_hash_algo)
         refused = next((facts.refused for facts in workers if facts.refused), "")
         if refused and self.settings.enable_blending:
             log.warning("blending is off: %s. Exact offload goes on.", refused)
         variants, first_token = self._separators() if not refused else (None, None)
-        log.info("%s", self._said(library, blends=not refused))
+        log.info("%s", self._summary(engine, blends=not refused))
         self._scheduler = Scheduler(
             self.settings,
-            library,
+            engine,
             self._pool,
+            block_size=cache.block_size,
+            stages=layers_of_stages(workers),
+            ranks=len(workers),
             variants=variants,
             first_token=first_token,
             blends=not refused,
             batch_tokens=self._config.scheduler_config.max_num_batched_tokens,
-            tells=bool(self._config.kv_events_config and self._config.kv_events_config.enable_kv_cache_events),
+            announces=bool(self._config.kv_events_config and self._config.kv_events_config.enable_kv_cache_events),
             counts_images=self._counts_images(),
         )
 
     def _counts_images(self) -> bool:
-        """Whether the engine numbers multimodal inputs instead of hashing them, as it does if it caches neither them nor prefixes."""
+        """Return whether the engine numbers images instead of hashing them, because it caches neither them nor
+        prefixes.
+        """
         multimodal = self._config.model_config.multimodal_config
         caches = self._config.cache_config.enable_prefix_caching
         return bool(multimodal and multimodal.mm_processor_cache_gb == 0 and not caches)
 
-    def _said(self, library: Library, *, blends: bool) -> str:
-        """What a person who starts the engine wants to see."""
+    def _summary(self, engine: CacheEngine, *, blends: bool) -> str:
+        """Return a line for the log that says how lmc is set up."""
         settings = self.settings
         off = "no blending" if settings.enable_blending else "no blending (enable_blending is false)"
         how = f"blending by {settings.blend_strategy} {settings.blend_recompute_ratios[0]:g}" if blends else off
         disk = f"{settings.local_disk} ({settings.max_local_disk_size:g} GB)" if settings.local_disk else "no disk"
-        redis = f", {parse_remote(settings.remote_url)}" if settings.remote_url else ""
-        room = f"{library.slots} chunks of {library.chunk} tokens in memory"
-        return f"lmc: {how}, {room} ({settings.max_local_cpu_size:g} GB), {disk}{redis}, {len(library.store.keys())} chunks found"
+        redis = f", {parse_redis_url(settings.remote_url)}" if settings.remote_url else ""
+        room = f"{engine.store.slots} chunks of {engine.chunk_size} tokens in memory"
+        found = f"{len(engine.store.known_keys())} chunks found"
+        return f"lmc: {how}, {room} ({settings.max_local_cpu_size:g} GB), {disk}{redis}, {found}"
 
     def _separators(self) -> tuple[Variants | None, int | None]:
         tokenizer = cached_tokenizer_from_config(self._config.model_config)
         if tokenizer is None:
             log.warning(
-                "there is no tokenizer (skip_tokenizer_init): the special string is not looked for, documents have to be given per request"
+                "there is no tokenizer (skip_tokenizer_init), so the special string is not looked for; requests have "
+                "to say where their documents are (kv_transfer_params, lmc.documents)"
             )
             return None, None
         try:
@@ -216,45 +225,42 @@ class LMCConnector(KVConnectorBase_V1):
         return variants, tokenizer.bos_token_id
 
     def on_new_request(self, request: Any) -> None:
-        """A request has arrived."""
+        """Look at a request that has arrived."""
         if self._scheduler is not None:
             self._scheduler.arrive(request)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """How much will be loaded; always beside the steps, never inside one."""
+        """Return how many tokens will be loaded, and that this happens asynchronously; None means ask again later."""
         if self._scheduler is None:
             return 0, False
         tokens = self._scheduler.claim(request, num_computed_tokens)
         return tokens, bool(tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """There are blocks to load into."""
+        """Prepare the load into the blocks that the engine has allocated."""
         if self._scheduler is not None and num_external_tokens:
             self._scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
 
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[CacheHitSource, int]:
-        """By tier; what a blend computes comes from nowhere."""
+        """Return the loaded tokens by the place they come from."""
         found: dict[CacheHitSource, int] = {}
         places = self._scheduler.sources(request, num_external_tokens) if self._scheduler else {}
         for place, count in places.items():
-            source = SOURCES.get(place, CacheHitSource.EXTERNAL_UNSPECIFIED)
+            source = CacheHitSource[place_of(place).hit_source]
             found[source] = found.get(source, 0) + count
         return found
 
-    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Metadata:
-        """The step's plan."""
+    def build_connector_meta(self, scheduler_output: Any) -> Metadata:
+        """Return the step's plan."""
         if self._scheduler is None:
             return Metadata(StepPlan())
         state = scheduler_output.kv_connector_block_state
         assert state is not None
-        plan = self._scheduler.plan(
-            scheduler_output.num_scheduled_tokens,
-            lambda request: (state.get_block_ids(request) or ([],))[0],
-        )
-        return Metadata(plan)
+        scheduled = scheduler_output.num_scheduled_tokens
+        return Metadata(self._scheduler.plan(scheduled, lambda request: (state.get_block_ids(request) or ([],))[0]))
 
-    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """What the workers have done."""
+    def update_connector_output(self, connector_output: Any) -> None:
+        """Take in what the workers have done."""
         if self._scheduler is None:
             return
         metadata = connector_output.kv_connector_worker_meta
@@ -262,63 +268,66 @@ class LMCConnector(KVConnectorBase_V1):
         self._scheduler.reported(report, connector_output.finished_recving or set())
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """A request has ended. Its blocks are held by reference count where they are still copied, so it may go at once."""
+        """Save the last blocks of a request that has ended, and return facts for its response.
+
+        The engine may free its blocks at once: blocks that are still being copied are held by their reference count.
+        """
         facts = self._scheduler.finished(request, block_ids) if self._scheduler else None
         return False, {"lmc": facts} if facts else None
 
     def has_pending_push_work(self) -> bool:
-        """Whether steps are wanted although there is no request: something is saved or learned."""
+        """Return whether lmc needs steps although there is no request, to save or to learn."""
         return self._scheduler is not None and self._scheduler.busy
 
     def reset_cache(self) -> bool | None:
-        """Forget every chunk."""
+        """Remove every chunk."""
         if self._scheduler is not None:
             self._scheduler.reset()
         return True
 
     def shutdown(self) -> None:
-        """Write down what is not on a tier yet."""
+        """Write to the tiers what is not there yet, and close the store."""
         if self._scheduler is not None:
-            self._scheduler.library.close()
-            log.info("lmc: the store is closed, all that was to be written is written")
+            self._scheduler.close()
+            log.info("lmc: the store is closed, and everything is written")
 
-    def take_events(self) -> Iterable[KVCacheEvent]:
-        """Blocks that came to memory ("CPU") or disk ("STORAGE"), or went."""
+    def take_events(self) -> Iterable[Any]:
+        """Return events for blocks that appeared in memory ("CPU") or on disk ("STORAGE"), or left."""
         if self._scheduler is None or self._scheduler.events is None:
             return
         size = self._config.cache_config.block_size
         for change in self._scheduler.events.take():
-            told, hashes = change.told, [maybe_convert_block_hash(h) for h in change.told.hashes]
+            details, hashes = change.details, [maybe_convert_block_hash(h) for h in change.details.hashes]
             if not change.stored:
                 yield BlockRemoved(block_hashes=[hashes[i] for i in change.blocks], medium=change.medium)
                 continue
-            for place in change.blocks:  # one event a block: its parent is another one than its neighbour's
-                parent = told.hashes[place - 1] if place else told.parent
+            for place in change.blocks:  # Each block has a parent of its own, and so an event of its own.
+                parent = details.hashes[place - 1] if place else details.parent
                 yield BlockStored(
                     block_hashes=[hashes[place]],
                     parent_block_hash=None if parent is None else maybe_convert_block_hash(parent),
-                    token_ids=list(told.tokens[place * size : (place + 1) * size]),
+                    token_ids=list(details.tokens[place * size : (place + 1) * size]),
                     block_size=size,
-                    lora_id=told.lora_id,
+                    lora_id=details.lora_id,
                     medium=change.medium,
-                    lora_name=told.lora_name,
+                    lora_name=details.lora_name,
                 )
 
     # -- numbers -----------------------------------------------------------------------------------------------------
 
     def get_kv_connector_stats(self) -> LmcStats | None:
-        """What has been counted since the last time."""
+        """Return what has been counted since the last time."""
         if self._scheduler is None:
             return None
         counts = self._scheduler.numbers()
         before, self._counted = self._counted, counts
-        # A number that is zero is told once: a rate needs a value before the first that counts.
+        # Zeros are reported once, because a rate needs a value before the first count.
         found = {key: count - before.get(key, 0) for key, count in counts.items() if count != before.get(key)}
         return LmcStats(data=found)
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> LmcStats:
-        """What the log line adds up."""
+        """Return numbers for the log line."""
         return LmcStats(data=data or {})
 
     @classmethod
@@ -329,5 +338,5 @@ class LMCConnector(KVConnectorBase_V1):
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> LmcPromMetrics:
-        """`lmc:*` in `/metrics`."""
+        """Return the metrics `lmc:*` of `/metrics`."""
         return LmcPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)

@@ -1,27 +1,27 @@
-"""Approximate KV must never be found by a request that did not ask for the same approximation.
+"""Isolation: approximate KV is never found by a request that did not ask for the same approximation.
 
-vLLM enters a request's blocks in its prefix cache under the request's block hashes. From the first approximate block on these are
-replaced by ones that chain from a salt of everything the blend depends on: plain prompts cannot meet them, and the same blend finds its
-own blocks again. Only public list operations of the request are used.
-"""
+vLLM keeps a request's blocks in its prefix cache under the request's block hashes. From the first approximate block on,
+these are replaced by hashes that chain from a salt of everything that the blend depends on. So plain prompts do not
+find these blocks, and the same blend finds them again. Only public list operations of the request are used."""
 
 import hashlib
 from array import array
+from collections.abc import Sequence
 from typing import Any
 
-from lmc.blend.segments import Span
-from lmc.blend.select import NEEDS_QUESTION, Policy
+from lmc.blend.strategies import NEEDS_QUESTION, RecomputePolicy
+from lmc.engine import Piece
 
 
-def salt_of(prompt: list[int], reused: list[Span], policy: Policy) -> bytes:
-    """Of a blend: its policy, the documents it reuses, and every token it could have looked at."""
+def salt_of(prompt: Sequence[int], reused: Sequence[Piece], policy: RecomputePolicy) -> bytes:
+    """Return the salt of a blend, from its policy, the pieces that it reuses, and every token that it can depend on."""
     tokens = prompt if policy.strategy in NEEDS_QUESTION else prompt[: reused[-1].stop]
-    said = repr((policy, [(span.start, span.stop) for span in reused])).encode()
-    return hashlib.sha256(b"lmc-blend-1 %d " % len(said) + said + array("I", tokens).tobytes()).digest()
+    given = repr((policy, [(piece.at, piece.stop) for piece in reused])).encode()
+    return hashlib.sha256(b"lmc-blend-2 %d " % len(given) + given + array("I", tokens).tobytes()).digest()
 
 
 def salt(request: Any, block: int, secret: bytes) -> None:
-    """Chain the request's hashes from `block` on from another parent."""
+    """Replace the request's hashes from `block` on by hashes that depend on `secret`."""
     original = request.block_hashes[block]
     del request.block_hashes[block:]
     request.block_hashes.append(hashlib.sha256(secret + original).digest())
@@ -29,7 +29,7 @@ def salt(request: Any, block: int, secret: bytes) -> None:
 
 
 def cached_blocks(pool: Any, hashes: list[bytes]) -> int:
-    """How many leading blocks the engine's own cache has."""
+    """Return how many leading blocks are in the engine's own cache."""
     for count, found in enumerate(hashes):
         if not pool.get_cached_block(found, [0]):
             return count

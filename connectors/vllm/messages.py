@@ -1,23 +1,24 @@
-"""What scheduler and workers tell each other, once a step: plain data, picklable, without a word of vLLM.
+"""The messages between the scheduler's side and the workers, one pair in each step: plain data that can be pickled.
 
-The scheduler owns the store; a worker gets slot numbers and block numbers, moves bytes or computes, and says what is done.
+The scheduler's side owns the store. A worker gets slot numbers and block numbers, copies bytes or computes, and reports
+what is done.
 """
 
 from dataclasses import dataclass, field
 
-from lmc.blend.select import Policy
-from lmc.storage.slab import SlabAt
+from lmc.blend.strategies import RecomputePolicy
+from lmc.storage.slab import SlabAddress
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerFacts:
-    """What a worker says of itself, once, after its KV caches are there."""
+    """What a worker reports of itself once, when its KV caches have been made."""
 
     rank: tuple[int, int]  # pipeline stage, tensor-parallel rank
     page_bytes: tuple[int, ...]  # of one block, by layer
-    layout: str  # everything about how bytes lie in a page
-    fingerprint: str  # of the weights
-    kv_heads: int = 0  # of this rank; 0 if its pages have no tokens that we could read
+    layout: str  # everything on which the bytes in a page depend
+    weights: str = ""  # digest of the weights in memory, if they do not come from files
+    kv_heads: int = 0  # of this rank; 0 if the tokens in its pages cannot be read
     head_dim: int = 0
     dtype: str = ""
     rope: str = ""
@@ -26,25 +27,26 @@ class WorkerFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageCopy:
-    """Blocks of a request, and the slot whose pages they get or give."""
+    """Blocks of a request, and the slot from which their pages are copied."""
 
     slot: int
-    tag: int  # what the slot has to hold
+    tag: int  # which the label of the slot must have
     blocks: tuple[int, ...]
-    first: int = 0  # page of the slot that goes with the first block
+    first: int = 0  # the page of the slot that belongs to the first block
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DocumentPart:
-    """Tokens of a stored chunk of a document, and where they go in the prompt."""
+    """Tokens of a stored chunk of a document, and where the prompt uses them."""
 
     slot: int
     tag: int
-    at: int  # position in the prompt of the first used token
-    tokens: int  # used
-    first: int  # position at which that token was computed
+    at: int  # position in the prompt of the first token that is used
+    tokens: int  # that are used
+    first: int  # position at which that first token was computed
     skip: int  # leading tokens of the chunk that are not used
     stored: int  # tokens in the chunk
+    exact: bool = False  # The tokens before it are those that it was computed behind.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +55,7 @@ class LoadJob:
 
     request: str
     copies: tuple[PageCopy, ...]
-    ready: bool  # everything is in its slots already
+    ready: bool  # All parts are in their slots already.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,31 +63,32 @@ class BlendJob:
     """KV of positions `[start, stop)` of a request: exact pages, moved documents, and what has to be computed."""
 
     request: str
-    tokens: tuple[int, ...]  # from position 0 to `stop`
+    tokens: tuple[int, ...]  # from position 0 on; the last one too if the strategy needs the question
     blocks: tuple[int, ...]  # the request's block table
-    start: int  # the engine has everything before this
-    exact: int  # exact from 0 to here, once `copies` are done
-    question: int  # where the question begins; `stop` if the engine computes it
+    start: int  # The engine has the KV of all positions before this one.
+    exact: int  # All positions before this one are exact when `copies` are done.
+    stop: int  # The engine computes the KV from this position on.
+    question: int  # where the question begins
     copies: tuple[PageCopy, ...]
     documents: tuple[DocumentPart, ...]
     ready: bool
-    policy: Policy
+    policy: RecomputePolicy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnJob:
-    """A document to prefill alone, in blocks lent for it, into the slots of its chunks."""
+    """A document to prefill alone, in borrowed blocks, and to copy into the slots of its chunks."""
 
     job: int
     tokens: tuple[int, ...]
     blocks: tuple[int, ...]
-    chunk: int  # tokens of a full one
+    chunk: int  # tokens in a full chunk
     slots: tuple[int, ...]  # -1 for a chunk that is stored already
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveJob:
-    """Pages, or tokens, that this step completes: to be copied into a slot behind the forward."""
+    """Pages, or tokens, to copy into a slot after the forward pass that completes them."""
 
     job: int
     slot: int
@@ -97,11 +100,11 @@ class SaveJob:
 class StepPlan:
     """What workers have to do from this step on."""
 
-    slab: SlabAt | None = None
+    slab: SlabAddress | None = None
     stages: tuple[int, ...] = ()  # layers of each pipeline stage
     scheduled: int = 0  # tokens that the engine itself computes in this step
     loads: list[LoadJob | BlendJob] = field(default_factory=list)
-    late: list[str] = field(default_factory=list)  # requests whose loads wait for what does not come: they have failed
+    late: list[str] = field(default_factory=list)  # requests whose loads have failed because chunks did not arrive
     saves: list[SaveJob] = field(default_factory=list)
     learn: list[LearnJob] = field(default_factory=list)
 
@@ -110,16 +113,16 @@ class StepPlan:
 class StepReport:
     """What a worker has finished since its last report, or what all workers have."""
 
-    done: dict[int, int] = field(default_factory=dict)  # saved or learned job -> ranks
+    done: dict[int, int] = field(default_factory=dict)  # number of a job -> how many ranks have ended it
     failed: set[int] = field(default_factory=set)  # jobs whose slots hold nothing
     lost: set[str] = field(default_factory=set)  # requests whose load failed
-    blended: dict[str, dict[str, object]] = field(default_factory=dict)  # request -> what it took
+    blended: dict[str, dict[str, object]] = field(default_factory=dict)  # request -> facts for its response
 
     def __bool__(self) -> bool:
         return bool(self.done or self.failed or self.lost or self.blended)
 
     def merge(self, other: "StepReport") -> "StepReport":
-        """Of two ranks."""
+        """Join the reports of two ranks."""
         done = dict(self.done)
         for job, ranks in other.done.items():
             done[job] = done.get(job, 0) + ranks

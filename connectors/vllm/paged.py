@@ -1,8 +1,8 @@
-"""The engine's KV cache as lmc reads and writes it: whole pages of any layout, and, where the layout is known, single tokens.
+"""Reads and writes the engine's KV cache: whole pages of any layout, and single tokens where the layout is known.
 
-vLLM 0.32 gives every layer one logical view `[B, H, N, C]` (blocks, KV heads, slots of a block, key and value side by side); how that
-lies in memory is in its strides. Whole pages can be copied whatever is in them. A kernel may use smaller blocks than the
-scheduler: the view then has several rows for each of the scheduler's blocks.
+vLLM 0.32 has for every layer one logical view `[B, H, N, C]`: blocks, KV heads, slots of a block, key and value side by
+side. Its strides say how that lies in memory. Whole pages can be copied whatever is in them. A kernel may use smaller
+blocks than the scheduler; then the view has several rows for each of the scheduler's blocks.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,33 +13,33 @@ import torch
 from lmc.errors import UnsupportedModel
 from lmc.shapes import KV
 
-CPU_LAYOUTS = ("vec", "vec16")  # instruction sets whose pages are [K block transposed | V block]
+CPU_LAYOUTS = ("vec", "vec16")  # instruction sets with pages of a transposed key block and a value block
 
 
 class Pages:
-    """All layers' pages, addressed by the scheduler's block numbers."""
+    """The pages of all layers, addressed by the scheduler's block numbers."""
 
     def __init__(self, caches: Mapping[str, torch.Tensor], blocks: int) -> None:
         views, seen, layouts = [], set(), []
         for cache in caches.values():
             place = (cache.data_ptr(), cache.shape, cache.stride())
-            if place not in seen:  # layers that share their cache are one
+            if place not in seen:  # Layers may share a cache.
                 seen.add(place)
                 inner = _order(cache)
                 views.append(_page_major(cache, blocks, inner))
                 layouts.append(f"{tuple(views[-1].shape[1:])}{cache.dtype}{inner}")
         self._views = views
-        self.layout = ";".join(dict.fromkeys(layouts))  # what must agree for two caches' pages to mean the same
+        self.layout = ";".join(dict.fromkeys(layouts))  # Pages can be exchanged between caches whose layouts are equal.
         self.layers = len(views)
         self.page_bytes = tuple(view[0].numel() * view.dtype.itemsize for view in views)
 
     def save(self, layer: int, blocks: Sequence[int], part: torch.Tensor) -> None:
-        """Copy pages of `blocks` side by side into `part`, uint8 `[n]`."""
+        """Copy the pages of `blocks` side by side into `part`, uint8 `[n]`."""
         for at, start, count in _runs(blocks):
             self._in_part(layer, part, at, count).copy_(self._views[layer][start : start + count], non_blocking=True)
 
     def load(self, layer: int, blocks: Sequence[int], part: torch.Tensor, first: int) -> None:
-        """Copy pages of `part`, from its page `first` on, into `blocks`."""
+        """Copy the pages of `part`, from its page `first` on, into `blocks`."""
         for at, start, count in _runs(blocks):
             source = self._in_part(layer, part, first + at, count)
             self._views[layer][start : start + count].copy_(source, non_blocking=True)
@@ -50,22 +50,21 @@ class Pages:
 
 
 class TokenAccess:
-    """Keys and values of single tokens in one attention layer's cache, by slot number (block × block size + offset)."""
+    """The keys and values of single tokens in one layer's cache, by slot number (block × block size + offset)."""
 
     def __init__(self, attention: Any, cache: torch.Tensor) -> None:
-        """Raise `UnsupportedModel` for a cache in which a token's key and value cannot be told apart."""
-        self._attention, self._cache = attention, cache
+        """Raise `UnsupportedModel` for a cache in which a token's key and value cannot be found."""
+        self._attention, self._cache, backend = attention, cache, attention.attn_backend.get_name()
         self.head_dim: int = attention.head_size
+        self.dtype: torch.dtype = cache.dtype
         if cache.dim() != 4 or cache.shape[3] != KV * self.head_dim:
             raise UnsupportedModel("its KV cache does not hold a key and a value for each head and token")
         if not cache.dtype.is_floating_point or cache.dtype.itemsize == 1:
             raise UnsupportedModel(f"its KV cache is quantised ({cache.dtype})")
         if not hasattr(attention.impl, "do_kv_cache_update"):
-            raise UnsupportedModel(
-                f"its attention backend {attention.attn_backend.get_name()} has no writer of its own"
-            )
+            raise UnsupportedModel(f"its attention backend {backend} has no writer of its own")
         blocks, self.kv_heads, self._size, _ = cache.shape
-        self._cpu = attention.attn_backend.get_name() == "CPU_ATTN"
+        self._cpu = backend == "CPU_ATTN"
         if self._cpu:
             if attention.isa not in CPU_LAYOUTS:
                 raise UnsupportedModel(f"keys cannot be read from pages of the CPU kernel {attention.isa!r}")
@@ -75,18 +74,21 @@ class TokenAccess:
             self._values = page[..., half:].view(blocks, self.kv_heads, self._size, self.head_dim)
 
     def gather(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values `[T, H, D]` of `slots [T]`."""
+        """Return keys and values `[T, H, D]` of `slots [T]`."""
         block, offset = slots // self._size, slots % self._size
         if self._cpu:
             return self._keys[block, :, :, offset], self._values[block, :, offset]
         both = self._cache[block, :, offset]  # [T, H, C]
         return both[..., : self.head_dim], both[..., self.head_dim :]
 
-    def keys_of(self, blocks: torch.Tensor, tokens: int) -> torch.Tensor:
-        """Keys `[H, T, D]` of the first `tokens` tokens in whole kernel blocks `[B]`."""
-        # [B, H, N, D] either way
-        keys = self._keys[blocks].transpose(2, 3) if self._cpu else self._cache[blocks][..., : self.head_dim]
-        return keys.transpose(0, 1).flatten(1, 2)[:, :tokens]  # [H, T, D]
+    def tokens_of(self, blocks: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return copies of the keys and values `[H, T, D]` of the first `tokens` tokens in kernel blocks `[B]`."""
+        if self._cpu:
+            keys, values = self._keys[blocks].transpose(2, 3), self._values[blocks]
+        else:
+            keys, values = self._cache[blocks].split(self.head_dim, dim=-1)
+        # [B, H, N, D] either way -> [H, T, D]
+        return tuple(one.transpose(0, 1).flatten(1, 2)[:, :tokens] for one in (keys, values))  # type: ignore[return-value]
 
     def scatter(self, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Write keys and values `[T, H, D]` with the backend's own writer, which knows its layout."""
@@ -96,13 +98,19 @@ class TokenAccess:
 
 
 def _order(cache: torch.Tensor) -> tuple[int, ...]:
-    """A page's dimensions in the order they have in memory. (How far apart they are there may depend on the number of blocks.)"""
+    """Return a page's dimensions in the order that they have in memory.
+
+    The strides themselves may depend on the number of blocks.
+    """
     strides = cache.stride()
     return tuple(sorted(range(1, cache.dim()), key=lambda d: -strides[d]))
 
 
 def _page_major(cache: torch.Tensor, blocks: int, inner: Sequence[int]) -> torch.Tensor:
-    """The cache `[B, …]` with a page's dimensions in the order they have in memory; `[B, ratio, …]` if the kernel's blocks are smaller."""
+    """Return the cache `[B, ratio, …]` with a page's dimensions in the order that they have in memory.
+
+    `ratio` is the number of the kernel's blocks in a block of the scheduler.
+    """
     if cache.shape[0] % blocks:
         raise UnsupportedModel(f"a cache of shape {tuple(cache.shape)} is not made of the engine's {blocks} blocks")
     pages: torch.Tensor = cache.permute(0, *inner).unflatten(0, (blocks, cache.shape[0] // blocks))
@@ -110,7 +118,7 @@ def _page_major(cache: torch.Tensor, blocks: int, inner: Sequence[int]) -> torch
 
 
 def _runs(blocks: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Runs of consecutive numbers: index of the first, the first, how many."""
+    """Return runs of consecutive numbers: the index of the first, the first, and how many."""
     at = 0
     for i in range(1, len(blocks) + 1):
         if i == len(blocks) or blocks[i] != blocks[i - 1] + 1:

@@ -1,7 +1,8 @@
 """The entry point `vllm.general_plugins`, which vLLM calls in every process before it builds anything.
 
-Registers the connector's name, and remembers the worker of this process, which leads to the loaded model. Without it (a connector
-named by `kv_connector_module_path`) the model is found on the stack of the call that hands over the KV caches.
+It registers the connector's name, and remembers the worker of this process, which leads to the loaded model. If the
+plugin does not run, because the connector was named by `kv_connector_module_path`, the model is found on the stack of
+the call that passes the KV caches.
 """
 
 import functools
@@ -9,16 +10,22 @@ import logging
 import sys
 from typing import Any
 
+from lmc.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
 NAME, MODULE, CLASS = "LMCConnector", "lmc.connectors.vllm.connector", "LMCConnector"
 
-_workers: list[Any] = []  # of this process; at most one
+_workers: list[Any] = []  # the worker of this process, if it has one
 
 
 def register() -> None:
     """Make `LMCConnector` known to vLLM; may be called more than once."""
-    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-    from vllm.v1.worker.worker_base import WorkerWrapperBase
-
+    try:
+        from lmc.connectors.vllm.vllm_api import KVConnectorFactory, WorkerWrapperBase
+    except ConfigError as error:  # vLLM must start where lmc is installed and not used.
+        log.warning("%s", error)
+        return
     if NAME not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector(NAME, MODULE, CLASS)
     join_log()
@@ -36,7 +43,7 @@ def register() -> None:
 
 
 def join_log() -> None:
-    """Let lmc's log lines go where vLLM's go, at its level, unless the application has said where."""
+    """Send lmc's log lines where vLLM's go, at its level, unless the application has set up logging for them."""
     ours, theirs = logging.getLogger("lmc"), logging.getLogger("vllm")
     if not ours.hasHandlers():
         for handler in theirs.handlers:
@@ -45,7 +52,7 @@ def join_log() -> None:
 
 
 def loaded_model() -> Any | None:
-    """The model of this process's worker; None if there is no way to it."""
+    """Return the model of this process's worker, or None if it cannot be found."""
     if _workers:
         return _workers[0].get_model()
     frame = sys._getframe()

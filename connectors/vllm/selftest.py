@@ -1,88 +1,86 @@
-"""Whether blending is right for the loaded model: tried once, in blocks that nobody uses yet."""
+"""The self-test for vLLM, which runs once at start in blocks that are not in use yet."""
 
 from typing import Any
 
 import torch
 
-from lmc.blend.rope import rotate, turn_between
-from lmc.connectors.distance import far
+from lmc.blend.selftest import KV, MOVED, TOKENS, prove, random_prompt
+from lmc.blend.strategies import RecomputePolicy
+from lmc.connectors.vllm.canvas import PagedCanvas, prefill_alone
+from lmc.connectors.vllm.messages import BlendJob, DocumentPart
 from lmc.connectors.vllm.native import NativeLayers
 from lmc.errors import UnsupportedModel
-
-TOKENS, MOVED = 64, 37  # random tokens of the prompt, and where a document computed alone is moved to
-# Relative to the largest value. Half precision loses its last bits in other places when rows go in other batches.
-TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 8e-2}
+from lmc.shapes import KVShape
 
 
-def prove(model: Any, layers: NativeLayers, config: Any, blocks: int) -> None:
-    """Raise `UnsupportedModel` if lmc's loop over the layers leaves other keys and values in the pages than the model itself.
-
-    The model's own forward fills one set of blocks; rows in scattered runs, in two goes, fill another: they must agree in every layer.
-    Keys of a document computed alone and moved must be the model's in layer 0, where they depend on nothing else.
-    """
+def prove_model(model: Any, layers: NativeLayers, shape: KVShape, vocabulary: int, blocks: int) -> None:
+    """Raise `UnsupportedModel` if lmc leaves other keys and values in the pages than the model's own forward pass."""
     need = -(-TOKENS // layers.block_size)
-    if blocks < 3 * need + 1:
-        raise UnsupportedModel(f"the KV cache has only {blocks} blocks, too few to try it")
-    device = layers.device
-    whole, ours, alone = (
-        torch.arange(1 + i * need, 1 + (i + 1) * need, device=device) for i in range(3)
-    )  # 0 is the null block
-    vocabulary = config.model_config.get_vocab_size()
-    tokens = torch.randint(vocabulary, (TOKENS,), generator=torch.Generator().manual_seed(0)).to(device)
-    everything = torch.arange(TOKENS, device=device)
+    if blocks <= need:
+        raise UnsupportedModel(f"the KV cache has only {blocks} blocks, too few for the self-test")
+    table, tokens = tuple(range(1, need + 1)), random_prompt(vocabulary)  # Block 0 is the null block.
+    document = DocumentPart(slot=0, tag=0, at=MOVED, tokens=TOKENS - MOVED, first=0, skip=0, stored=TOKENS - MOVED)
     with torch.inference_mode():
-        _forward(model, layers, tokens, everything, whole)
-        # First the even runs of eight tokens over nothing, then all: what was wrong at first has to be overwritten.
-        for positions in (everything[everything // 8 % 2 == 0], everything):
-            _loop(layers, tokens, positions, ours)
-        _loop(layers, tokens[MOVED:], torch.arange(TOKENS - MOVED, device=device), alone)
-        worst = max(
-            far(a, b) for layer in range(layers.depth) for a, b in _pairs(layers, layer, everything, whole, ours)
-        )
-        worst = max(worst, far(*_moved(layers, whole, alone)))
-        for access in layers.access:
-            slots = layers.slots(
-                torch.cat((whole, ours, alone)), torch.arange(3 * need * layers.block_size, device=device)
-            )
-            empty = torch.zeros((len(slots), access.kv_heads, access.head_dim), dtype=_dtype(layers), device=device)
-            access.scatter(slots, empty, empty)
-    if not worst <= TOLERANCE[_dtype(layers)]:
-        raise UnsupportedModel(
-            f"on {TOKENS} random tokens lmc's loop differs from the model's own by {worst:.2g} (relative)"
-        )
+        try:
+            whole, in_two = (_prefill(model, layers, tokens, table, chunks) for chunks in ([TOKENS], [MOVED, TOKENS]))
+            alone = _prefill_alone(layers, tokens[MOVED:], table)
+            part = _bytes_of(torch.stack(alone[0]))
+            canvas = _canvas(layers, shape, tokens, table, (), torch.empty(0))
+            prove(canvas, _canvas(layers, shape, tokens, table, (document,), part), whole, in_two)
+        finally:
+            _clear(layers, table)
 
 
-def _forward(
-    model: Any, layers: NativeLayers, tokens: torch.Tensor, positions: torch.Tensor, blocks: torch.Tensor
-) -> None:
-    (batch,) = layers.batches(positions, blocks, len(positions))
-    with layers.forward_context(batch):
-        model(tokens, positions)
+def _canvas(
+    layers: NativeLayers, shape: KVShape, tokens: list[int], table: tuple[int, ...], documents: Any, part: torch.Tensor
+) -> PagedCanvas:
+    job = BlendJob(
+        request="self-test",
+        tokens=tuple(tokens),
+        blocks=table,
+        start=0,
+        exact=0,
+        stop=len(tokens),
+        question=0,
+        copies=(),
+        documents=documents,
+        ready=True,
+        policy=RecomputePolicy(strategy="all"),
+    )
+    return PagedCanvas(layers, job, shape, TOKENS, lambda *_: part, lambda _: True)
 
 
-def _loop(layers: NativeLayers, tokens: torch.Tensor, positions: torch.Tensor, blocks: torch.Tensor) -> None:
-    hidden = layers.embed(tokens, positions)
-    (batch,) = layers.batches(positions, blocks, len(positions))
-    for layer in range(layers.depth):
-        layers.advance(layer, hidden, batch)
+def _prefill(model: Any, layers: NativeLayers, tokens: list[int], table: tuple[int, ...], stops: list[int]) -> list[KV]:
+    """Return the KV that the model's forward passes leave in the pages, with chunks that end at `stops`."""
+    blocks, ids = torch.tensor(table, device=layers.device), torch.tensor(tokens, device=layers.device)
+    for start, stop in zip([0, *stops], stops, strict=False):
+        positions = torch.arange(start, stop, device=layers.device)
+        (batch,) = layers.begin(ids, positions, blocks, TOKENS).batches
+        with layers.forward_context(batch):
+            model(ids[start:stop], positions)
+    return _read(layers, blocks, stops[-1])
 
 
-def _pairs(
-    layers: NativeLayers, layer: int, positions: torch.Tensor, one: torch.Tensor, other: torch.Tensor
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    found = [layers.access[layer].gather(layers.slots(blocks, positions)) for blocks in (one, other)]
-    return list(zip(*found, strict=True))
+def _prefill_alone(layers: NativeLayers, tokens: list[int], table: tuple[int, ...]) -> list[KV]:
+    blocks, ids = torch.tensor(table, device=layers.device), torch.tensor(tokens, device=layers.device)
+    for _ in prefill_alone(layers, ids, blocks, TOKENS):
+        pass
+    return _read(layers, blocks, len(tokens))
 
 
-def _moved(layers: NativeLayers, whole: torch.Tensor, alone: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    count = TOKENS - MOVED
-    old = torch.arange(count, device=layers.device)
-    stored, _ = layers.access[0].gather(layers.slots(alone, old))
-    wanted, _ = layers.access[0].gather(layers.slots(whole, old + MOVED))
-    turn = turn_between(*layers.rows_of(0, count), *layers.rows_of(MOVED, count))
-    return rotate(stored.transpose(0, 1), *turn, interleaved=layers.interleaved).transpose(0, 1), wanted
+def _read(layers: NativeLayers, blocks: torch.Tensor, count: int) -> list[KV]:
+    slots = layers.slots(blocks, torch.arange(count, device=layers.device))
+    return [tuple(one.clone() for one in access.gather(slots)) for access in layers.access]  # type: ignore[misc]
 
 
-def _dtype(layers: NativeLayers) -> torch.dtype:
-    dtype: torch.dtype = layers.access[0].gather(torch.zeros(1, dtype=torch.long, device=layers.device))[0].dtype
-    return dtype
+def _bytes_of(part: torch.Tensor) -> torch.Tensor:
+    return part.contiguous().flatten().view(torch.uint8)
+
+
+def _clear(layers: NativeLayers, table: tuple[int, ...]) -> None:
+    """Write zeros to the blocks that were used, as they had before."""
+    blocks = torch.tensor(table, device=layers.device)
+    slots = layers.slots(blocks, torch.arange(len(table) * layers.block_size, device=layers.device))
+    for access in layers.access:
+        keys, values = access.gather(slots)
+        access.scatter(slots, torch.zeros_like(keys), torch.zeros_like(values))

@@ -1,35 +1,35 @@
-"""Numbers for vLLM's own log line and `/metrics`: what has changed since the last time, by the keys of `lmc.metrics`.
+"""Numbers for vLLM's log line and `/metrics`: the changes since the last time, by the keys of `lmc.metrics`.
 
-Gauges travel as changes too: then a step's numbers are added up whatever they are, and so are those of several API servers, each
-of which is told of some steps.
+Gauges are sent as changes too. So all numbers can be added up, over steps and over several API servers, each of which
+sees only some of the steps.
 """
 
 import contextlib
 from typing import Any
 
 from prometheus_client import REGISTRY, Counter, Gauge
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
+from lmc.connectors.vllm.vllm_api import KVConnectorPromMetrics, KVConnectorStats
 from lmc.metrics import NAMES, parted
 
-_registered: list[Any] = []  # of the last engine in this process: another one takes its place, as vLLM's own metrics do
+_registered: list[Any] = []  # by the last engine in this process; the next one replaces them, as vLLM does with its own
 
 
 class LmcStats(KVConnectorStats):
     """Changes by key, as `lmc.metrics.flat` names them."""
 
     def reset(self) -> None:
-        """Nothing has happened."""
+        """Remove all changes."""
         self.data: dict[str, Any] = {}
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        """Add another's changes."""
+        """Add the changes of another."""
         for key, change in other.data.items():
             self.data[key] = self.data.get(key, 0) + change
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """For the log line: what has happened in its interval."""
+        """Return the changes for the log line."""
         return {
             _said(key): change if isinstance(change, int) else float(f"{change:.3g}")
             for key, change in self.data.items()
@@ -37,12 +37,12 @@ class LmcStats(KVConnectorStats):
         }
 
     def is_empty(self) -> bool:
-        """Whether nothing has happened."""
+        """Return whether nothing has changed."""
         return not any(self.data.values())
 
 
 class LmcPromMetrics(KVConnectorPromMetrics):
-    """`lmc:*` in the engine's `/metrics`: vLLM's labels, and behind them ours."""
+    """The metrics `lmc:*` in the engine's `/metrics`, with vLLM's labels before lmc's own."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class LmcPromMetrics(KVConnectorPromMetrics):
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         while _registered:
-            with contextlib.suppress(KeyError):  # somebody has emptied the registry
+            with contextlib.suppress(KeyError):  # The registry may have been emptied.
                 REGISTRY.unregister(_registered.pop())
         self._metrics: dict[str, Any] = {}
         for name in NAMES.values():
@@ -64,7 +64,7 @@ class LmcPromMetrics(KVConnectorPromMetrics):
             else:
                 metric = self._counter_cls(**shape, labelnames=labels)
             self._metrics[name.name] = metric
-            if isinstance(metric, (Counter, Gauge)):  # Ray keeps its own books
+            if isinstance(metric, (Counter, Gauge)):  # Ray has metrics of its own.
                 _registered.append(metric)
         self._children: dict[tuple[int, str], Any] = {}
         self._levels: dict[tuple[int, str], float] = {}  # gauges
@@ -74,7 +74,7 @@ class LmcPromMetrics(KVConnectorPromMetrics):
                     self._add(engine, name.name, 0)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Add changes."""
+        """Add changes to the metrics."""
         for key, change in transfer_stats_data.items():
             self._add(engine_idx, key, change)
 

@@ -1,9 +1,10 @@
-"""What runs in each worker: copies between pages and slots, blends and learning, a slice of them in every step.
+"""The worker's side of the connector: it copies between pages and slots, blends and learns, a slice in every step.
 
-Work is a queue of generators, oldest first, that yield their cost in token-layers. A step does what is left of the engine's own
-measure (`max_num_batched_tokens` through all layers) behind the tokens that the engine computed itself, so that a running request
-never waits longer for its next token than it would behind a chunked prefill. What fails is reported, and the engine computes it; only
-where other ranks would wait for this one (tensor parallelism), and where the slab cannot be opened, an error ends the engine.
+Work is a queue of generators, oldest first, which yield their cost in token-layers. In each step, lmc may compute as
+much as the engine's own limit leaves: `max_num_batched_tokens` through all layers, less the tokens that the engine
+computes itself. So a running request does not wait longer for its next token than behind a chunked prefill. A job that
+fails is reported, and the engine computes its tokens. An error ends the engine only where other ranks would wait for
+this one for ever (tensor parallelism), and where the slab cannot be opened.
 """
 
 import logging
@@ -12,10 +13,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank, get_tp_group
 
-from lmc.connectors.vllm.blend import COPY_COST, Cost, PagedBlend, prefill, read_tokens
-from lmc.connectors.vllm.fingerprint import fingerprint
+from lmc.blend.blender import Blender, BlendInput, BlendResult
+from lmc.connectors.vllm.canvas import COPY_COST, PagedCanvas, placements_of, prefill_alone, read_tokens
 from lmc.connectors.vllm.messages import (
     BlendJob,
     DocumentPart,
@@ -26,33 +26,36 @@ from lmc.connectors.vllm.messages import (
     StepReport,
     WorkerFacts,
 )
+from lmc.connectors.vllm.model_identity import weights_in_memory
 from lmc.connectors.vllm.native import NativeLayers
 from lmc.connectors.vllm.paged import Pages
-from lmc.connectors.vllm.ranks import all_of
-from lmc.connectors.vllm.selftest import prove
+from lmc.connectors.vllm.selftest import prove_model
+from lmc.connectors.vllm.tensor_parallel import all_of
+from lmc.connectors.vllm.vllm_api import get_pp_group, get_tensor_model_parallel_rank, get_tp_group
 from lmc.errors import ChunkLost, UnsupportedModel
 from lmc.shapes import KVShape
 from lmc.storage.ledger import Slot
-from lmc.storage.slab import LOST, Slab, SlabAt
+from lmc.storage.slab import LOST, Slab, SlabAddress
 
 log = logging.getLogger(__name__)
 
-LEAST_SHARE = 4  # a blend gets at least this part of a step, whatever the engine computes itself; learning never more
-LEAST_ROWS = 512  # that go through a layer together even if the engine takes fewer: each call reads all of its weights
+# Blends get at least a fourth of a step, whatever the engine computes, and learning at most that while requests run.
+LEAST_SHARE = 4
+LEAST_ROWS = 512  # that go through a layer in one call on a CPU, because each call reads all of the layer's weights
 
 
 @dataclass(slots=True)
 class Work:
-    """A job under way."""
+    """A job that is under way."""
 
-    steps: Generator[Cost, None, None]
-    request: str = ""  # that waits for it
-    blocks: tuple[int, ...] = ()  # that are not what they should be if it fails
-    job: int = -1  # of learning
+    steps: Generator[int, None, None]
+    request: str = ""  # the request that waits for it
+    blocks: tuple[int, ...] = ()  # whose contents are wrong if it fails
+    job: int = -1  # the number of a job that learns
 
 
 @dataclass(slots=True)
-class Outcome:
+class StepOutcome:
     """What the engine is told at the end of a step."""
 
     received: set[str] = field(default_factory=set)
@@ -71,8 +74,8 @@ class Worker:
         self._loading: dict[str, Work] = {}  # by request, oldest first
         self._learning: list[Work] = []
         self._report = StepReport()
-        self._copied: list[tuple[Any, int]] = []  # (event, job): saves whose copies are not known to be done
-        self._ended: list[tuple[Any, str, tuple[int, ...]]] = []  # (event, request, bad blocks): likewise
+        self._copied: list[tuple[Any, int]] = []  # (event, job) of copies that may be under way
+        self._ended: list[tuple[Any, str, tuple[int, ...]]] = []  # the same, for loads
         self._stream: Any = None
         self._step_tokens = int(config.scheduler_config.max_num_batched_tokens)
         self._rows = self._step_tokens
@@ -80,27 +83,26 @@ class Worker:
     # -- start -------------------------------------------------------------------------------------------------------
 
     def register(self, caches: dict[str, torch.Tensor], model: Any | None) -> WorkerFacts:
-        """Take the KV caches; say what they are, and whether this model can be blended (`model` is None if it was not found)."""
+        """Take the KV caches and the model, which is None if it was not found.
+
+        Returns what the caches are, and why the model cannot be blended, if it cannot.
+        """
         self._pages = Pages(caches, self._kv_cache_config.num_blocks)
         cache = next(iter(caches.values()))
         self._device = cache.device
         if self._device.type == "cuda":
             self._stream = torch.cuda.Stream()
-        else:  # kernels of a GPU may have buffers for a step's tokens and no more
+        else:  # On a GPU, kernels may have buffers for the tokens of one step only.
             self._rows = max(LEAST_ROWS, self._rows)
         refused = "blending is off (enable_blending)"
         if self._blends:
             refused = self._prepare_blending(caches, model)
         access = self._layers.access[0] if self._layers else None
-        if access and self._layers:
-            self._shape = KVShape(
-                layers=self._layers.depth, kv_heads=access.kv_heads, head_dim=access.head_dim, dtype=cache.dtype
-            )
         return WorkerFacts(
             rank=(get_pp_group().rank_in_group, get_tensor_model_parallel_rank()),
             page_bytes=self._pages.page_bytes,
-            layout=f"{self._backend()} {self._pages.layout} {self._config.cache_config.cache_dtype}",
-            fingerprint=fingerprint(self._config.model_config, model),
+            layout=self._layout(),
+            weights=weights_in_memory(self._config, model),
             kv_heads=access.kv_heads if access else 0,
             head_dim=access.head_dim if access else 0,
             dtype=str(cache.dtype),
@@ -108,7 +110,8 @@ class Worker:
             refused=refused,
         )
 
-    def _backend(self) -> str:
+    def _layout(self) -> str:
+        """Return everything on which the bytes in a page depend."""
         layers = self._config.compilation_config.static_forward_context
         found = {
             f"{layers[name].attn_backend.get_name()}/{getattr(layers[name], 'isa', '')}"
@@ -116,31 +119,39 @@ class Worker:
             for name in group.layer_names
             if name in layers and hasattr(layers[name], "attn_backend")
         }
-        return ",".join(sorted(found))
+        dtypes = f"{self._config.cache_config.cache_dtype} {self._config.model_config.dtype}"
+        return f"{','.join(sorted(found))} {self._pages.layout} {dtypes}"
 
     def _prepare_blending(self, caches: dict[str, torch.Tensor], model: Any | None) -> str:
         if model is None:
             return "the loaded model was not found in this worker (is another plugin in the way?)"
         if self._config.lora_config is not None:
-            # Its layers apply what the engine's last batch asked for, row by row, to whatever rows come next.
+            # Its layers would apply the adapters of the engine's last batch to lmc's rows.
             return "LoRA is enabled (--enable-lora)"
         try:
             layers = NativeLayers(model, self._config, self._kv_cache_config, caches)
             if layers.depth != self._pages.layers:
                 raise UnsupportedModel("the engine has other KV caches than one for each of its layers")
-            prove(model, layers, self._config, self._kv_cache_config.num_blocks)
+            shape = self._shape_of(layers)
+            vocabulary = self._config.model_config.get_vocab_size()
+            prove_model(model, layers, shape, vocabulary, self._kv_cache_config.num_blocks)
         except UnsupportedModel as error:
             return str(error)
         except Exception as error:
             log.exception("lmc could not try whether this model can be blended")
             return f"the self-test raised {type(error).__name__}: {error}"
-        self._layers = layers
+        self._layers, self._shape = layers, shape
         return ""
+
+    @staticmethod
+    def _shape_of(layers: NativeLayers) -> KVShape:
+        access = layers.access[0]
+        return KVShape(layers=layers.depth, kv_heads=access.kv_heads, head_dim=access.head_dim, dtype=access.dtype)
 
     # -- a step ------------------------------------------------------------------------------------------------------
 
     def work(self, plan: StepPlan) -> None:
-        """Take what is new, and do a slice of what there is. Behind the forward."""
+        """Take in new jobs, and do a slice of all jobs."""
         if plan.slab is not None and self._slab is None:
             self._attach(plan.slab, plan.stages)
         for request in self._loading.keys() & plan.late:
@@ -157,11 +168,11 @@ class Worker:
         left = whole - plan.scheduled * self._pages.layers
         with torch.inference_mode():
             left = self._do(list(self._loading.values()), max(left, whole // LEAST_SHARE))
-            # Learning stands behind everything: what nobody else needs, and little of it while requests are running.
+            # Learning comes last, and gets little of a step while requests are running.
             self._do(self._learning, left if not plan.scheduled else min(left, whole // LEAST_SHARE))
 
     def save(self, jobs: list[SaveJob]) -> None:
-        """Copy what this step has completed. On CUDA in a stream of its own, behind the forward."""
+        """Copy the blocks that this step has completed; on CUDA in another stream, after the forward pass."""
         if not jobs:
             return
         with torch.inference_mode():
@@ -173,32 +184,25 @@ class Worker:
                 self._save_all(jobs)
 
     def cancel(self, requests: set[str]) -> None:
-        """Stop what is done for requests that have ended; their blocks are free once they are reported."""
+        """Stop the work for requests that have ended. The engine frees their blocks when they are reported."""
         for request in requests & self._loading.keys():
             self._end(self._loading[request], ())
 
-    def outcome(self) -> Outcome:
-        """What has ended, for the engine: requests whose load is over, and blocks that are wrong."""
-        out = Outcome()
-        waiting = []
-        for event, request, bad in self._ended:
-            if event is None or event.query():
-                out.received.add(request)
-                out.bad_blocks.update(bad)
-            else:
-                waiting.append((event, request, bad))
-        self._ended = waiting
+    def outcome(self) -> StepOutcome:
+        """Return for the engine the requests whose load has ended, and the blocks whose contents are wrong."""
+        out = StepOutcome()
+        done = [ended for ended in self._ended if _is_over(ended[0])]
+        self._ended = [ended for ended in self._ended if ended not in done]
+        for _, request, bad in done:
+            out.received.add(request)
+            out.bad_blocks.update(bad)
         return out
 
     def report(self) -> StepReport:
-        """What has ended, for our scheduler."""
-        copying = []
-        for event, job in self._copied:
-            if event is None or event.query():
-                self._report.done[job] = 1
-            else:
-                copying.append((event, job))
-        self._copied = copying
+        """Return for lmc's scheduler what has ended since the last report."""
+        done = [copied for copied in self._copied if _is_over(copied[0])]
+        self._copied = [copied for copied in self._copied if copied not in done]
+        self._report.done |= {job: 1 for _, job in done}
         report, self._report = self._report, StepReport()
         return report
 
@@ -213,17 +217,19 @@ class Worker:
                     self._end(work, ())
                     break
                 except ChunkLost:
-                    log.warning("a chunk was lost on its way to request %s: the engine computes it", work.request)
+                    log.warning(
+                        "a chunk for request %s was lost while it was loaded; the engine computes it", work.request
+                    )
                     self._end(work, work.blocks)
                     break
                 except Exception:
                     if get_tp_group().world_size > 1:
-                        raise  # the other ranks are on their way into a collective: an end is better than a hang
-                    log.exception("lmc failed in a worker: the engine computes what it was to load")
+                        raise  # The other ranks are about to enter a collective operation, and would hang.
+                    log.exception("lmc failed in a worker; the engine computes what lmc should have loaded")
                     self._end(work, work.blocks, failed=True)
                     break
                 if not cost:
-                    break  # it waits for bytes: others may go on
+                    break  # It waits for bytes, and other jobs may go on.
                 left -= cost
             if left <= 0:
                 break
@@ -243,7 +249,7 @@ class Worker:
             self._copied.append((self._event(), work.job))
 
     def _event(self) -> Any:
-        """When the copies that were issued until now are done; None where they are done already."""
+        """Return an event that is over when the copies issued until now are done; None if they are done already."""
         if self._stream is None:
             return None
         event = torch.cuda.Event()
@@ -252,7 +258,7 @@ class Worker:
 
     # -- inside: jobs ------------------------------------------------------------------------------------------------
 
-    def _load(self, copies: tuple[PageCopy, ...], ready: bool) -> Generator[Cost, None, None]:
+    def _load(self, copies: tuple[PageCopy, ...], ready: bool) -> Generator[int, None, None]:
         self._check(copies)
         tokens = sum(len(copy.blocks) for copy in copies) * self._block_size
         for layer in range(self._pages.layers):
@@ -261,14 +267,14 @@ class Worker:
             for copy in copies:
                 self._pages.load(layer, copy.blocks, self._part(copy.slot, layer), copy.first)
             yield tokens // COPY_COST + 1
-        self._check(copies)  # nobody took a slot away meanwhile
+        self._check(copies)  # No slot may have been reused meanwhile.
 
-    def _blend(self, job: BlendJob) -> Generator[Cost, None, None]:
+    def _blend(self, job: BlendJob) -> Generator[int, None, None]:
         assert self._layers is not None
         if job.copies:
             yield from self._load(job.copies, job.ready)
         self._check(job.documents)
-        blend = PagedBlend(
+        canvas = PagedCanvas(
             self._layers,
             job,
             self._shape,
@@ -276,16 +282,25 @@ class Worker:
             lambda piece, layer: self._part(piece.slot, layer),
             lambda layer: job.ready or self._arrived(job.documents, layer),
         )
-        yield from blend.steps()
+        given = BlendInput(
+            length=len(job.tokens),
+            stop=job.stop,
+            question=job.question,
+            placements=placements_of(job.documents),
+            start=job.exact,
+        )
+        blender = Blender(canvas, given, job.policy)
+        for done in blender.slices():
+            yield done.cost
         self._check(job.documents)
-        self._report.blended[job.request] = blend.result
+        self._report.blended[job.request] = _facts(job, blender.result)
 
-    def _learn(self, job: LearnJob) -> Generator[Cost, None, None]:
+    def _learn(self, job: LearnJob) -> Generator[int, None, None]:
         layers = self._layers
         assert layers is not None
         tokens = torch.tensor(job.tokens, device=layers.device)
         blocks = torch.tensor(job.blocks, device=layers.device)
-        yield from prefill(layers, tokens, blocks, self._rows)
+        yield from prefill_alone(layers, tokens, blocks, self._rows)
         for index, slot in enumerate(job.slots):
             start, stop = index * job.chunk, min((index + 1) * job.chunk, len(job.tokens))
             if slot >= 0:
@@ -315,10 +330,10 @@ class Worker:
 
     # -- inside: the slab --------------------------------------------------------------------------------------------
 
-    def _attach(self, at: SlabAt, stages: tuple[int, ...]) -> None:
+    def _attach(self, at: SlabAddress, stages: tuple[int, ...]) -> None:
         self._slab = Slab.attach(at)
         self._ranks, self._rank = get_tp_group().world_size, get_tp_group().rank_in_group
-        # Layer by layer, ranks side by side; a pipeline stage behind those before it.
+        # Parts are ordered by layer, through all pipeline stages, and by rank within a layer.
         self._first_part = sum(stages[: get_pp_group().rank_in_group]) * self._ranks
 
     def _part(self, slot: int, layer: int) -> torch.Tensor:
@@ -326,7 +341,10 @@ class Worker:
         return self._slab.part(Slot(slot), self._first_part + layer * self._ranks + self._rank)
 
     def _arrived(self, wanted: "tuple[PageCopy, ...] | tuple[DocumentPart, ...]", layer: int) -> bool:
-        """Whether all ranks' parts of a layer are in all slots; raise `ChunkLost` if they never will be. The same on every rank."""
+        """Return whether all parts of a layer are in all slots, with the same answer on every rank.
+
+        Raises `ChunkLost` if they never will be.
+        """
         assert self._slab is not None
         least = self._first_part + (layer + 1) * self._ranks
         ready = [self._slab.ready(Slot(part.slot), part.tag) for part in wanted]
@@ -343,6 +361,21 @@ class Worker:
     def _block_size(self) -> int:
         size: int = self._config.cache_config.block_size
         return size
+
+
+def _facts(job: BlendJob, result: BlendResult) -> dict[str, object]:
+    """What a blend took, for the response."""
+    return {
+        "strategy": job.policy.strategy,
+        "reused_tokens": result.reused,
+        "fresh_tokens": result.fresh,
+        "token_layers": sum(result.computed),
+        "charged_budget": round(result.charged_budget, 4),
+    }
+
+
+def _is_over(event: Any) -> bool:
+    return event is None or bool(event.query())
 
 
 def _blocks(copies: tuple[PageCopy, ...]) -> tuple[int, ...]:

@@ -5,8 +5,8 @@ so the right answer changes with the order of the documents. `former` is a secon
 person this document's `them` stands for. Explicit names may stand between the two, so `former` cannot be resolved by
 looking for the latest name; it needs the resolved `them`.
 
-`python corpus.py` (re)writes `documents/*.txt` and `questions.json`. Pure Python; training draws its text from here too.
-"""
+`python corpus.py` (re)writes `documents/*.txt` and `questions.json`. Pure Python; training draws its text from here
+too."""
 
 import argparse
 import json
@@ -14,6 +14,8 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from lmc.demo import SHIPPED
 
 SYSTEM = "this is the old register for the village and the land about it . each entry was kept by hand . name one owner and no more ."
 SEPARATOR = " # # "
@@ -224,5 +226,5 @@ def write_collection(folder: Path) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="write documents/ and questions.json")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent)
+    parser.add_argument("--out", type=Path, default=SHIPPED)
     write_collection(parser.parse_args().out)

@@ -1,9 +1,8 @@
 """Training rows: ids, where answers are supervised, and where the probe may look. No model here.
 
-Early stages are short (two documents), the last ones are longer than the shipped prompts. Rows with
-one document that stands alone, without system text, are part of every stage: a document computed alone must be familiar,
-so that blind reuse fails for want of context and not because alone is strange.
-"""
+Early stages are short (two documents), the last ones are longer than the shipped prompts. Rows with one document that
+stands alone, without system text, are part of every stage: a document computed alone must be familiar, so that blind
+reuse fails for want of context and not because alone is strange."""
 
 import random
 from collections.abc import Sequence
@@ -111,7 +110,9 @@ class Writer:
         return row
 
     def pairs(self, rng: random.Random, count: int) -> Row:
-        """`subject name` pairs, then the same pairs shuffled: nothing but the look-up, and every second token is an answer."""
+        """`subject name` pairs, then the same pairs shuffled: nothing but the look-up, and every second token is an
+        answer.
+        """
         listed = list(zip(rng.sample(corpus.SUBJECTS, count), rng.choices(NAMES, k=count), strict=True))
         row = Row()
         for subject, name in listed:

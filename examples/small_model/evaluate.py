@@ -1,8 +1,8 @@
 """Scores of a model on the shipped documents: a full forward, and blind reuse of documents computed alone.
 
-RoPE depends on distances only, so blind reuse (keys of a document computed alone, rotated to their new place) equals one
-forward at the normal positions whose mask lets the tokens of a document see earlier tokens of the same document only.
-"""
+RoPE depends on distances only, so blind reuse (keys of a document computed alone, rotated to their new place) equals
+one forward at the normal positions whose mask lets the tokens of a document see earlier tokens of the same document
+only."""
 
 import argparse
 import random
@@ -15,6 +15,8 @@ from corpus import CHAINED, REFERRING, SELF, Document
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
 from vocabulary import prompt_ids, word_ids
+
+from lmc.demo import SHIPPED
 
 KINDS = (SELF, REFERRING, CHAINED)
 
@@ -99,7 +101,7 @@ def report(result: dict[str, float], lengths: list[int], asked: int) -> str:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", type=Path, default=Path(__file__).parent / "model")
+    parser.add_argument("--model", type=Path, default=SHIPPED / "model")
     parser.add_argument("--orders", type=int, default=60)
     given = parser.parse_args()
     loaded = AutoModelForCausalLM.from_pretrained(given.model, dtype=torch.float32)

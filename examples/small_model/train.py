@@ -1,7 +1,8 @@
 """Makes the tokenizer and the weights from nothing: `python train.py --out model`.
 
 What decides whether the circuit forms in minutes:
-- token embeddings with unit variance, an untied head, and one random vector shared by all embeddings. Without the shared
+- token embeddings with unit variance, an untied head, and one random vector shared by all embeddings. Without the
+shared
   part no query is the same for all words, and the probe of a head that looks one token back had a loss of 1.6 after
   300 steps, with it 0.1;
 - a fast rate for the embeddings (0.03; at 0.003 the same head was not there after 350 steps);
@@ -162,7 +163,9 @@ def train(
 
 
 def main(out: Path, start: Path | None, seed: int) -> None:
-    """The whole curriculum, or, from the weights in `start`, the last stage without probes: fresh ones would disturb."""
+    """The whole curriculum, or, from the weights in `start`, the last stage without probes: fresh ones would
+    disturb.
+    """
     torch.manual_seed(seed)
     tokenizer = train_tokenizer()
     save(tokenizer, out)
@@ -183,7 +186,7 @@ def main(out: Path, start: Path | None, seed: int) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="train the small model from nothing")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "model")
+    parser.add_argument("--out", type=Path, default=Path("model"))
     parser.add_argument("--start", type=Path, help="refine the weights in this folder instead of starting from nothing")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2)

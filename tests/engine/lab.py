@@ -24,10 +24,13 @@ for name, value in QUIET.items():
     os.environ.setdefault(name, value)
 
 import transformers  # noqa: E402
+from ledger_check import check_store  # noqa: E402
 from vllm import LLM, SamplingParams  # noqa: E402
 from vllm.config import KVTransferConfig  # noqa: E402
 from vllm.distributed import cleanup_dist_env_and_memory  # noqa: E402
 from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown  # noqa: E402
+
+from lmc.keys import RecordKind  # noqa: E402
 
 BLOCK = 32
 SETTINGS = {
@@ -192,9 +195,18 @@ class Lab:
     def forget(self) -> None:
         """Empty all caches, ours too."""
         self.forget_prefixes()
-        library = self.connector._scheduler.library
-        library.store.flush()
-        library.forget_all()
+        self.store.flush()
+        self.connector._scheduler.forget_all()
+
+    @property
+    def store(self) -> Any:
+        """Where the chunks are."""
+        return self.connector._scheduler.engine.store
+
+    def document_keys(self, tokens: Sequence[int]) -> list[Any]:
+        """Keys of a document's chunks."""
+        engine = self.connector._scheduler.engine
+        return engine.document_keys(tokens, engine.namespace(RecordKind.DOCUMENT))
 
     @property
     def numbers(self) -> dict[str, float]:
@@ -204,13 +216,12 @@ class Lab:
     def check(self) -> None:
         """Nothing is held, nothing has leaked."""
         self.settle()
-        library = self.connector._scheduler.library
-        library.store.flush()
+        self.store.flush()
         assert self.pool.get_num_free_blocks() == self.free_at_start
-        assert library.store.held() == 0
-        assert not library.jobs.under_way
-        assert not self.connector._scheduler._served
-        library.store.check()
+        assert self.store.held() == 0
+        assert not self.connector._scheduler.pending.under_way
+        assert not self.connector._scheduler._states
+        check_store(self.store)
 
 
 def launch(model: Path, settings: dict[str, Any] | None = None, **options: Any) -> LLM:
@@ -243,11 +254,13 @@ def launch(model: Path, settings: dict[str, Any] | None = None, **options: Any) 
 @contextmanager
 def engine(model: Path, settings: dict[str, Any] | None = None, **options: Any) -> Iterator[Lab]:
     """A fresh engine in this process."""
-    llm = launch(model, settings, **options)
+    llm = None
     try:
+        llm = launch(model, settings, **options)
         yield Lab(llm)
-    finally:
-        llm.llm_engine.engine_core.shutdown()
+    finally:  # also if it did not start: what it leaves would be the next engine's
+        if llm is not None:
+            llm.llm_engine.engine_core.shutdown()
         del llm
         gc.collect()
         ensure_kv_transfer_shutdown()  # the engine's own end leaves the worker's connector for the next engine

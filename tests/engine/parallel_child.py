@@ -1,4 +1,5 @@
-"""An engine in processes of its own, as servers have it: what it answers to the same questions cold, reloaded and blended, as JSON.
+"""An engine in processes of its own, as servers have it: what it answers to the same questions cold, reloaded and
+blended, as JSON.
 
 Run by `test_parallel.py` with a model and the engine's options; the last line it prints is the result.
 """

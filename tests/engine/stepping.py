@@ -1,4 +1,6 @@
-"""Requests of a lab's engine step by step, and ways to get at what lies underneath: for tests of what goes wrong in the middle."""
+"""Requests of a lab's engine step by step, and ways to get at what lies underneath: for tests of what goes wrong in the
+middle.
+"""
 
 import threading
 import time
@@ -7,9 +9,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from lab import Lab
+from tier_wrappers import Faulty
 from vllm.distributed.kv_transfer import get_kv_transfer_group
-
-from lmc.storage.tier import Faulty
 
 STEPS, SECONDS = 3000, 30.0  # whatever takes longer hangs
 
@@ -68,13 +69,13 @@ class Steps:
         """The engine's request."""
         return next(r for i, r in self.lab.scheduler.requests.items() if i.rsplit("-", 1)[0] == name)
 
-    def served(self, name: str) -> Any:
+    def state(self, name: str) -> Any:
         """What our scheduler's side knows of it."""
-        return self.lab.connector._scheduler._served[self.request(name).request_id]
+        return self.lab.connector._scheduler._states[self.request(name).request_id]
 
     def loading(self, name: str) -> bool:
         """Whether a worker is at it."""
-        return self.served(name).loading
+        return self.state(name).loading
 
 
 class Clock:
@@ -83,7 +84,7 @@ class Clock:
     def __init__(self, lab: Lab) -> None:
         self.now = 0.0
         scheduler = lab.connector._scheduler
-        scheduler._clock = scheduler._planner._clock = self
+        scheduler._clock = scheduler._claims.clock = self
 
     def __call__(self) -> float:
         return self.now
@@ -95,7 +96,7 @@ class Gate:
     def __init__(self, lab: Lab, parts: int = 0) -> None:
         self._parts, self._read = parts, Counter()
         self._opened = threading.Event()
-        tiers = lab.connector._scheduler.library.store._tiers
+        tiers = lab.store._tiers
         tiers[0] = Faulty(tiers[0], self._wait)
 
     def open(self) -> None:
@@ -122,7 +123,7 @@ def poison() -> None:
 
 def only_on_disk(lab: Lab) -> None:
     """Take everything out of memory."""
-    store = lab.connector._scheduler.library.store
+    store = lab.store
     store.flush()
     for key in list(store._host.ledger.keys()):
         store._host.drop(key)
@@ -130,6 +131,8 @@ def only_on_disk(lab: Lab) -> None:
 
 def threads_are_done(lab: Lab) -> None:
     """Loads that were given up end when their thread next looks."""
-    store = lab.connector._scheduler.library.store
-    with store._changed:
-        assert store._changed.wait_for(lambda: not store._loads._loads and not store.held(), SECONDS)
+    store = lab.store
+    end = time.monotonic() + SECONDS
+    while store._state._loads or store.held():
+        assert time.monotonic() < end
+        time.sleep(0.001)

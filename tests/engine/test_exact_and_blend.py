@@ -98,7 +98,6 @@ def only_documents_are_known(lab):
 
 def forget_pages(lab) -> None:
     """Forget exact chunks, so that only documents can be reused."""
-    library = lab.connector._scheduler.library
-    library.store.flush()
-    for key in {key for key, _ in library.prefixes._index.values()}:
-        library.store.forget(key)
+    lab.store.flush()
+    for key in {key for key, _ in lab.connector._scheduler.engine.index._blocks.values()}:
+        lab.store.forget(key)

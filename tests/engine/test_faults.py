@@ -1,13 +1,14 @@
 """Whatever fails, comes late, goes away or is preempted: right tokens, nothing held, no hang."""
 
 import itertools
+from array import array
 
 import pytest
 from lab import Prompt, answer, distance, engine, facts, words
 from stepping import Clock, Gate, Steps, only_on_disk, poison, threads_are_done, worker
+from tier_wrappers import Delayed
 
-from lmc.storage import loads
-from lmc.storage.tier import Delayed
+from lmc.storage import loader
 
 SAME = 1e-5  # logprobs, float32
 DOCUMENTS = [words(150, 1), words(300, 2), words(150, 3), words(90, 4)]
@@ -29,15 +30,15 @@ def shared(models, tmp_path_factory):
 def lab(shared):
     """The engine with empty caches, an honest disk and the documents learned; proven to hold nothing afterwards."""
     scheduler = shared.connector._scheduler
-    disk, clock = scheduler.library.store._tiers[0], scheduler._clock
+    disk, clock = shared.store._tiers[0], scheduler._clock
     shared.forget()
     shared.learn(DOCUMENTS)
     poison()
     yield shared
     shared.settle()
     threads_are_done(shared)
-    scheduler.library.store._tiers[0] = disk
-    scheduler._clock = scheduler._planner._clock = clock
+    shared.store._tiers[0] = disk
+    scheduler._clock = scheduler._claims.clock = clock
     shared.check()
 
 
@@ -58,7 +59,8 @@ def store_plain(lab) -> None:
     poison()
 
 
-# -- a slow disk ---------------------------------------------------------------------------------------------------------
+# -- a slow disk
+# ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_disk_slower_than_the_deadline_is_not_waited_for(lab, steps):
@@ -78,7 +80,7 @@ def test_a_disk_slower_than_the_deadline_is_not_waited_for(lab, steps):
 
 @pytest.mark.parametrize("what", ["pages", "documents"])
 def test_a_load_that_stalls_in_its_middle_is_given_up(lab, steps, monkeypatch, what):
-    monkeypatch.setattr(loads, "READ_AHEAD_BYTES", 1)  # one layer at a time
+    monkeypatch.setattr(loader, "READ_AHEAD_BYTES", 1)  # one layer at a time
     store_plain(lab)
     only_on_disk(lab)
     clock, gate = Clock(lab), Gate(lab, parts=1)  # layer 0
@@ -96,7 +98,7 @@ def test_a_load_that_stalls_in_its_middle_is_given_up(lab, steps, monkeypatch, w
 
 def test_a_load_that_stalls_is_given_up_though_others_still_wait_for_it(lab, steps, monkeypatch):
     """With a tier that hangs and a popular prefix there is always a newer request that reads the same chunk."""
-    monkeypatch.setattr(loads, "READ_AHEAD_BYTES", 1)
+    monkeypatch.setattr(loader, "READ_AHEAD_BYTES", 1)
     store_plain(lab)
     only_on_disk(lab)
     clock, gate = Clock(lab), Gate(lab, parts=1)
@@ -116,22 +118,23 @@ def test_a_load_that_stalls_is_given_up_though_others_still_wait_for_it(lab, ste
 
 
 def test_a_slow_disk_within_the_deadline_is_used_layer_by_layer(lab, steps, monkeypatch):
-    monkeypatch.setattr(loads, "READ_AHEAD_BYTES", 1)
+    monkeypatch.setattr(loader, "READ_AHEAD_BYTES", 1)
     only_on_disk(lab)
-    tiers = lab.connector._scheduler.library.store._tiers
+    tiers = lab.store._tiers
     tiers[0] = Delayed(tiers[0], per_part=0.005)
     out = lab.ask(PROMPT.tokens, PROMPT.blend(**EXACT))
     assert facts(out)["tokens_from"] == {"disk": sum(map(len, DOCUMENTS))}
     assert right(lab, out, PROMPT.tokens)
 
 
-# -- a full slab ---------------------------------------------------------------------------------------------------------
+# -- a full slab
+# ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_slab_full_of_pinned_chunks_stores_and_loads_nothing_more(lab):
     only_on_disk(lab)
-    ledger = lab.connector._scheduler.library.store._host.ledger
-    held = ledger.reserve(ledger.free)
+    ledger = lab.store._host.ledger
+    held = [ledger.reserve() for _ in range(ledger.free)]
     outs = [lab.ask(PROMPT.tokens, PROMPT.blend(**EXACT)), lab.ask(PLAIN)]
     lab.settle()
     for slot in held:
@@ -141,7 +144,8 @@ def test_a_slab_full_of_pinned_chunks_stores_and_loads_nothing_more(lab):
     assert lab.numbers["no_room"] > 0
 
 
-# -- requests that are aborted -------------------------------------------------------------------------------------------
+# -- requests that are aborted
+# -------------------------------------------------------------------------------------------
 
 
 def test_an_abort_before_a_load_lets_go_of_its_chunks(lab, steps):
@@ -149,7 +153,7 @@ def test_an_abort_before_a_load_lets_go_of_its_chunks(lab, steps):
     gate = Gate(lab)
     name = steps.add(PROMPT.tokens, PROMPT.blend(**EXACT))
     steps.step(3)
-    assert steps.served(name).pins
+    assert steps.state(name).pins
     steps.abort(name)
     gate.open()
     assert right(lab, lab.ask(PROMPT.tokens, PROMPT.blend(**EXACT)), PROMPT.tokens)
@@ -157,7 +161,7 @@ def test_an_abort_before_a_load_lets_go_of_its_chunks(lab, steps):
 
 @pytest.mark.parametrize("what", ["pages", "documents"])
 def test_an_abort_in_the_middle_of_a_load_ends_it(lab, steps, monkeypatch, what):
-    monkeypatch.setattr(loads, "READ_AHEAD_BYTES", 1)
+    monkeypatch.setattr(loader, "READ_AHEAD_BYTES", 1)
     store_plain(lab)
     only_on_disk(lab)
     gate = Gate(lab, parts=1)
@@ -175,7 +179,7 @@ def test_an_abort_when_the_load_is_done_but_nothing_is_computed(lab, steps):
     store_plain(lab)
     name = steps.add(PLAIN)
     steps.step()
-    assert steps.served(name).exact_tokens == 672
+    assert steps.state(name).exact_tokens == 672
     assert not steps.loading(name)
     assert name not in steps.outputs
     steps.abort(name)
@@ -201,7 +205,9 @@ def test_an_abort_at_any_step_of_a_blend(lab, steps):
 
 
 def test_an_abort_while_documents_are_learned(lab, steps):
-    """Of a request that is a document, of one whose unknown documents are queued, and of one that runs beside the learning."""
+    """Of a request that is a document, of one whose unknown documents are queued, and of one that runs beside the
+    learning.
+    """
     lab.forget()
     for count in (1, 2, 3, 4, 6):
         name = steps.add(DOCUMENTS[1], {"learn": True}, 2)
@@ -228,32 +234,32 @@ def right_start(lab, out) -> bool:
 
 
 def forget_pages(lab) -> None:
-    library = lab.connector._scheduler.library
-    library.store.flush()
-    for key in {key for key, _ in library.prefixes._index.values()}:
-        library.store.forget(key)
+    lab.store.flush()
+    for key in {key for key, _ in lab.connector._scheduler.engine.index._blocks.values()}:
+        lab.store.forget(key)
 
 
-# -- what a worker finds -------------------------------------------------------------------------------------------------
+# -- what a worker finds
+# -------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def mislabelled(lab):
     """Every slot that the next load wants holds another chunk when the worker looks."""
-    scheduler, slab = lab.connector._scheduler, lab.connector._scheduler.library.store._host.slab
-    plan, kept = scheduler.plan, slab.labels.clone()
+    scheduler, slab = lab.connector._scheduler, lab.store._host.slab
+    plan, kept = scheduler.plan, slab.labels.tolist()
 
     def planned(*arguments):
         found = plan(*arguments)
         for job in found.loads:
             for piece in (*job.copies, *getattr(job, "documents", ())):
-                slab.labels[piece.slot, 0] = 7
+                slab.labels[2 * piece.slot] = 7
         return found
 
     scheduler.plan = planned
     yield
     scheduler.plan = plan
-    slab.labels.copy_(kept)
+    slab.labels[:] = memoryview(array("q", kept))
 
 
 @pytest.mark.parametrize("lmc", [None, PROMPT.blend(**EXACT)], ids=["pages", "documents"])
@@ -268,9 +274,10 @@ def test_a_slot_that_holds_another_chunk_than_promised_is_not_used(lab, request,
     assert "exact_tokens" not in facts(out)
 
 
-@pytest.mark.parametrize("method", ["run", "project"])
+@pytest.mark.parametrize("method", ["run", "_attention_replaced"])
 @pytest.mark.parametrize("calls", [0, 1])
 def test_an_exception_inside_a_blend_is_computed_over(lab, steps, method, calls):
+    """Before a layer, and in its middle, where its attention is replaced."""
     layers, left = worker()._layers, [calls]
     original = getattr(layers, method)
 
@@ -300,10 +307,10 @@ def test_an_exception_while_learning_loses_only_the_document(lab):
     def failing(*arguments):
         raise RuntimeError("a kernel has failed")
 
-    layers.project = failing
+    layers.run = failing
     lab.ask(PROMPT.tokens, PROMPT.blend(**EXACT))
     lab.settle()
-    del layers.project
+    del layers.run
     assert not any(document_places(lab))
     lab.forget_prefixes()
     lab.ask(PROMPT.tokens, PROMPT.blend(**EXACT))
@@ -312,9 +319,7 @@ def test_an_exception_while_learning_loses_only_the_document(lab):
 
 
 def document_places(lab):
-    library = lab.connector._scheduler.library
-    space = library.document_namespace("")
-    return library.store.lookup([key for document in DOCUMENTS for key in library.document_keys(space, document)])
+    return lab.store.lookup([key for document in DOCUMENTS for key in lab.document_keys(document)])
 
 
 def test_a_second_request_with_the_prefix_of_a_failed_load(lab, request, steps):
@@ -322,7 +327,7 @@ def test_a_second_request_with_the_prefix_of_a_failed_load(lab, request, steps):
     store_plain(lab)
     request.getfixturevalue("mislabelled")
     first = steps.add(PLAIN[:420])
-    steps.until(lambda: steps.served(first).given_up)
+    steps.until(lambda: steps.state(first).given_up)
     seconds = []
     while first not in steps.outputs:
         seconds.append(steps.add(PLAIN))
@@ -333,12 +338,15 @@ def test_a_second_request_with_the_prefix_of_a_failed_load(lab, request, steps):
     assert [right(lab, steps.outputs[name], PLAIN) for name in seconds] == [True] * len(seconds)
 
 
-# -- preemption ----------------------------------------------------------------------------------------------------------
+# -- preemption
+# ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("ratio", [1.0, 0.0])
 def test_a_preempted_blend_leaves_nothing_approximate_behind(lab, steps, ratio):
-    """Preempted while it answers; its blocks are in the engine's cache under the blend's hashes, and part of them are taken away."""
+    """Preempted while it answers; its blocks are in the engine's cache under the blend's hashes, and part of them are
+    taken away.
+    """
     wish = PROMPT.blend(strategy="head", ratio=ratio)
     for empty in (False, True):
         name = steps.add(PROMPT.tokens, wish, 200)

@@ -1,4 +1,6 @@
-"""Approximate KV is for those who asked for it: never for plain requests, never for another tenant, never in our exact chunks."""
+"""Approximate KV is for those who asked for it: never for plain requests, never for another tenant, never in our exact
+chunks.
+"""
 
 import pytest
 from lab import BLOCK, Prompt, answer, distance, engine, facts, words

@@ -101,14 +101,23 @@ def lab(models, tmp_path_factory):
         prompt = Prompt(DOCUMENTS[::-1])
         lab.ask(prompt.tokens, prompt.blend())
         lab.settle()
-        lab.connector._scheduler.library.store.flush()
+        lab.store.flush()
         lab.ask(words(200, 5), count=2)  # a step that tells of it
         lab.model = lab.llm.llm_engine.vllm_config.model_config.served_model_name
         yield lab
 
 
 def test_an_engine_s_metrics_are_its_store_s(lab):
-    lag = {"stored_chunks", "stored_tokens", "seconds", "bytes", "written_chunks", "write_queue_depth"}  # by a step
+    lag = {
+        "stored_chunks",
+        "stored_tokens",
+        "seconds",
+        "bytes",
+        "written_chunks",
+        "write_queue_depth",
+        "chunks",
+        "chunk_tokens",
+    }  # by a step
     for key, count in lab.numbers.items():
         name, labels = parted(key)
         own = dict(zip(NAMES[name].labels, labels, strict=True))
@@ -118,7 +127,7 @@ def test_an_engine_s_metrics_are_its_store_s(lab):
     assert value("written_chunks_total", model=lab.model, tier="disk") > 0
     assert value("tier_usable", model=lab.model, tier="disk") == 1
     assert value("blends_total", model=lab.model) == 1
-    assert value("layers", model=lab.model) == sum(lab.connector._scheduler.library.stages)
+    assert value("layers", model=lab.model) == sum(lab.connector._scheduler._stages)
 
 
 def test_what_may_still_happen_is_there_as_zero(lab):

@@ -26,7 +26,11 @@ def seen(request, models):
     environment, options = ENGINES[request.param]
     done = subprocess.run(
         [sys.executable, str(CHILD), str(models("llama")), json.dumps(options)],
-        env={**os.environ, **environment},
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(CHILD.parent.parent), os.environ.get("PYTHONPATH", "")]),
+            **environment,
+        },
         capture_output=True,
         text=True,
         timeout=SECONDS,

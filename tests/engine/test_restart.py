@@ -1,4 +1,6 @@
-"""What an engine has stored, the next one on the same disk finds: pages and documents, of these weights, unharmed or not at all."""
+"""What an engine has stored, the next one on the same disk finds: pages and documents, of these weights, unharmed or
+not at all.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,8 +10,7 @@ import pytest
 import transformers
 from lab import FAMILIES, SIZES, Lab, Prompt, answer, distance, engine, facts, words
 from stepping import only_on_disk, poison
-
-from lmc.storage.tier import Faulty
+from tier_wrappers import Faulty
 
 SAME = 1e-5  # logprobs, float32
 DOCUMENTS = [words(150, 1), words(300, 2), words(150, 3), words(90, 4)]
@@ -47,7 +48,7 @@ def restarted(before, models):
 @pytest.fixture
 def lab(restarted):
     """The second engine, which has read nothing yet: tests run in this order."""
-    tiers = restarted.connector._scheduler.library.store._tiers
+    tiers = restarted.store._tiers
     honest = tiers[0]
     yield restarted
     tiers[0] = honest
@@ -83,7 +84,7 @@ def test_a_record_that_has_changed_on_disk_is_not_used(lab, when, what):
     lab.forget_prefixes()
     only_on_disk(lab)
     poison()
-    tiers, flipped = lab.connector._scheduler.library.store._tiers, []
+    tiers, flipped = lab.store._tiers, []
 
     def flip(verb, key):
         if verb == {"between lookup and load": "open", "between two layers": "read"}[when] and key not in flipped:
@@ -124,7 +125,9 @@ def other_weights(folder: Path) -> Path:
 
 
 def damage(path: Path) -> None:
-    """Change bytes of every part; the file's size and its header stay. In few calls: the engine spins, and holds Python's lock."""
+    """Change bytes of every part; the file's size and its header stay. In few calls: the engine spins, and holds
+    Python's lock.
+    """
     changed = bytearray(path.read_bytes())
     changed[8192::4096] = b"\xa5" * len(changed[8192::4096])
     with path.open("r+b") as file:

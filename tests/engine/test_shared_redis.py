@@ -1,4 +1,6 @@
-"""Two engines that share a Redis: what one has stored the other loads, and no answer depends on whether Redis is there."""
+"""Two engines that share a Redis: what one has stored the other loads, and no answer depends on whether Redis is
+there.
+"""
 
 import sys
 from pathlib import Path
@@ -65,9 +67,9 @@ def test_documents_that_the_other_engine_learned_are_blended(lab, wanted):
 
 
 def test_answers_stay_right_while_redis_is_away_and_after_it_came_back_empty(lab, wanted, server):
-    redis = lab.connector._scheduler.library.store._tiers[-1]
+    redis = lab.store._tiers[-1]
     lab.forget_prefixes()
-    lab.connector._scheduler.library.forget_all()  # of this engine's memory
+    lab.connector._scheduler.forget_all()  # of this engine's memory
     server.pause()
     assert right(lab.ask(PLAIN), wanted, PLAIN)
     assert not redis.usable

@@ -3,18 +3,17 @@
 import logging
 import re
 from collections import Counter
-from pathlib import Path
 
 import pytest
 from lab import engine, facts
 
-from lmc.blend.select import Policy
+from lmc.blend.strategies import RecomputePolicy
 from lmc.config import Settings
 from lmc.connectors.transformers import CachedModel
-from lmc.demo import answers, begins, learn_all
-from lmc.questions import Prompts, read_collection
+from lmc.demo import SHIPPED as SMALL
+from lmc.demo.questions import Prompts, read_collection
+from lmc.demo.run import answers, begins, learn_all
 
-SMALL = Path(__file__).parents[2] / "examples" / "small_model"
 KINDS = ("self", "referring")
 TOKENS = 2  # an answer is one word of the grammar, which is one token; the next shows that it ends there
 POINT = 0.01
@@ -29,7 +28,9 @@ LARGE = {"max_local_cpu_size": 1.0, "chunk_size": 256, "blend_min_tokens": 256} 
 
 
 class Shared:
-    """Retrieval by words in common: bm25s imports numba, over which vLLM's CPU build stumbles when an engine starts later."""
+    """Retrieval by words in common: bm25s imports numba, over which vLLM's CPU build stumbles when an engine starts
+    later.
+    """
 
     def __init__(self, documents: dict[str, str]) -> None:
         self._words = {name: Counter(re.findall(r"\w+", text)) for name, text in documents.items()}
@@ -47,7 +48,7 @@ def examples():
     tokenizer = AutoTokenizer.from_pretrained(SMALL / "model")
     collection = read_collection(SMALL / "documents", SMALL / "questions.json")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lmc.questions.Retriever", Shared)
+        patch.setattr("lmc.demo.questions.Retriever", Shared)
         prompts = Prompts(collection, tokenizer, Settings().blend_special_str)
     asked = [prompts.example(q, i) for i, q in enumerate(collection.questions) if q.kind in KINDS]
     own = [example for example in asked if example.question.kind == "self"]
@@ -65,7 +66,7 @@ def transformers_scores(examples):
     with cached:
         learn_all(cached, prompts)
         for way, ((how, strategy, ratio), _) in WAYS.items():
-            policy = Policy(strategy=strategy, ratios=(ratio,)) if strategy else None
+            policy = RecomputePolicy(strategy=strategy, ratios=(ratio,)) if strategy else None
             done = ((e, cached.prefill(e.prompt, how, policy=policy)) for e in asked)
             scores[way] = shares([(e, answers(cached, d, e.prompt, e.answer, tokenizer)) for e, d in done])
     return scores

@@ -1,12 +1,13 @@
-"""Too few blocks and too few slots for what is asked at once: the engine preempts, lmc stores and loads what it can, tokens are right."""
+"""Too few blocks and too few slots for what is asked at once: the engine preempts, lmc stores and loads what it can,
+tokens are right.
+"""
 
 import random
 
 import pytest
 from lab import Prompt, answer, engine, facts, words
 from stepping import Steps, only_on_disk, poison, threads_are_done
-
-from lmc.storage.tier import Faulty
+from tier_wrappers import Faulty
 
 DOCUMENTS = [words(150, 1), words(300, 2), words(150, 3), words(90, 4)]
 PROMPT = Prompt([DOCUMENTS[i] for i in (2, 0, 3, 1)])
@@ -27,7 +28,7 @@ def shared(models, tmp_path_factory):
     """52 blocks of 32 tokens, 12 chunks of 128 in memory, a disk."""
     settings = {"local_disk": str(tmp_path_factory.mktemp("disk")), "max_local_cpu_size": 12.5 * (1 << 19) / (1 << 30)}
     with engine(models("llama"), settings, **SIZES) as lab:
-        assert lab.connector._scheduler.library.slots == 12
+        assert lab.store.slots == 12
         lab.preempting = {}
         lab.wanted = {len(tokens): answer(lab.vanilla(tokens, COUNT)) for tokens in (PROMPT.tokens, *PLAIN)}
         yield lab
@@ -97,9 +98,7 @@ def test_learning_leaves_blocks_for_requests(lab):
     outs = lab.ask_all([(PLAIN[0], None), (PROMPT.tokens, EXACT), (PLAIN[1], None)], COUNT)
     assert right(lab, outs) == [True] * 3
     lab.settle()
-    library = lab.connector._scheduler.library
-    space = library.document_namespace("")
-    assert all(library.store.lookup([key for d in DOCUMENTS for key in library.document_keys(space, d)]))
+    assert all(lab.store.lookup([key for d in DOCUMENTS for key in lab.document_keys(d)]))
 
 
 def act(lab, steps: Steps, draw: random.Random, alive: dict) -> None:
@@ -126,9 +125,11 @@ def act(lab, steps: Steps, draw: random.Random, alive: dict) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_anything_in_any_order(lab, seed):
-    """Requests of all kinds and two tenants, aborts, preemptions, a disk that fails now and then: exact answers are right."""
+    """Requests of all kinds and two tenants, aborts, preemptions, a disk that fails now and then: exact answers are
+    right.
+    """
     draw, steps, exact, alive = random.Random(seed), Steps(lab), {}, {}
-    tiers = lab.connector._scheduler.library.store._tiers
+    tiers = lab.store._tiers
     honest, faults = tiers[0], random.Random(seed)
     tiers[0] = Faulty(honest, lambda verb, key: OSError("no luck") if faults.random() < 0.05 else None)
     for _ in range(80):

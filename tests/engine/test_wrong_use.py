@@ -19,7 +19,7 @@ BOS = 1
 def lab(models):
     """One engine for all requests: it has to live through every one of them."""
     with engine(models("llama")) as found:
-        found.connector._scheduler._first_token = BOS  # as a tokenizer would say
+        found.connector._scheduler._roles.first_token = BOS  # as a tokenizer would say
         found.learn(DOCUMENTS)
         yield found
 
@@ -74,13 +74,14 @@ def test_parameters_of_other_connectors_are_nobody_s_fault(lab, given):
 
 
 def test_a_refusal_is_logged_once_and_counted(lab, caplog):
-    lab.connector._scheduler._told.clear()
+    lab.connector._scheduler._roles.told.clear()
     with caplog.at_level(logging.WARNING, "lmc"):
         for _ in range(3):
             lab.ask(PROMPT.tokens, {"ratio": 2})
     (line,) = [record.message for record in caplog.records if "served without blending" in record.message]
     assert line == (
-        "a request is served without blending: lmc.ratio must be between 0 and 1, not 2 (said once, counted as lmc:refused)"
+        "a request is served without blending: lmc.ratio must be between 0 and 1, not 2 "
+        "(said once, counted as lmc:refused)"
     )
 
 
@@ -184,7 +185,9 @@ def separators(tokenizer):
 
 
 def test_ranks_that_each_have_a_scheduler_of_their_own_are_refused():
-    """As under torchrun (external_launcher): each would take the slots of a slab for one rank, and its worker for one of several."""
+    """As under torchrun (external_launcher): each would take the slots of a slab for one rank, and its worker for one
+    of several.
+    """
     connector = LMCConnector.__new__(LMCConnector)
     connector.settings = Settings()
     connector._config = SimpleNamespace(
@@ -192,5 +195,5 @@ def test_ranks_that_each_have_a_scheduler_of_their_own_are_refused():
         cache_config=SimpleNamespace(),
         parallel_config=SimpleNamespace(tensor_parallel_size=2, pipeline_parallel_size=1),
     )
-    with pytest.raises(ConfigError, match=r"1 of 2 workers .* external_launcher"):
+    with pytest.raises(ConfigError, match=r"1 of 2 workers.*external_launcher"):
         connector.set_xfer_handshake_metadata_pp_aware({(0, 0): SimpleNamespace(facts=None)})

@@ -1,0 +1,87 @@
+"""The self-test compares keys and values that are computed over a canvas with those that the model itself computes.
+
+Connectors run it once at start, on random tokens. It detects a wrong mask (a scattered row sees a later row, or does
+not see an earlier one), a wrong slot (a row is written to one place and read from another), and a wrong rotation.
+Blending stays off for a model that fails.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from lmc.blend.canvas import Canvas, R
+from lmc.errors import UnsupportedModel
+
+TOKENS = 64  # in the prompt
+MOVED = 37  # the position to which a document that was computed alone is moved
+# Differences, relative to the largest value, that are always allowed.
+FLOOR = {torch.float64: 1e-5, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+# Allowed are so many times the model's own noise, which is the difference between a prefill in one chunk and in two.
+NOISE = 8
+CEILING = 0.1  # With more noise than this, a wrong result could not be told from a right one.
+
+KV = tuple[torch.Tensor, torch.Tensor]  # keys and values [T, H, D] of one layer
+
+
+def random_prompt(vocabulary: int) -> list[int]:
+    """Return the tokens of the self-test."""
+    return torch.randint(vocabulary, (TOKENS,), generator=torch.Generator().manual_seed(0)).tolist()
+
+
+def scattered_positions() -> list[int]:
+    """Return positions in runs of one, two and three with gaps between them, and the last position."""
+    return [position for position in range(TOKENS - 1) if position % 11 in (1, 4, 5, 7, 8, 9)] + [TOKENS - 1]
+
+
+def prove(canvas: Canvas[R], moved: Canvas[R], whole: Sequence[KV], in_two: Sequence[KV]) -> None:
+    """Raise `UnsupportedModel` if lmc's results differ from the model's by more than the model's own noise allows.
+
+    `canvas` holds the random prompt and nothing stored; `moved` places a document, its last tokens computed alone, at
+    `MOVED`. `whole` and `in_two` are the KV of the prompt by layer, as the model's own prefill leaves it in one chunk
+    and in two.
+    """
+    noise = max(
+        difference(a, b) for one, other in zip(in_two, whole, strict=True) for a, b in zip(one, other, strict=True)
+    )
+    allowed = max(NOISE * noise, FLOOR[whole[0][0].dtype])
+    if not allowed <= CEILING:
+        raise UnsupportedModel(
+            f"two prefills of {TOKENS} random tokens differ by {noise:.2g} (relative), which hides any error"
+        )
+    found = max(_recomputed(canvas, whole), _rotated(moved, whole))
+    if not found <= allowed:
+        raise UnsupportedModel(
+            f"on {TOKENS} random tokens lmc's layers differ from the model's by {found:.2g} (relative); {allowed:.2g} "
+            "is allowed"
+        )
+
+
+def difference(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    """Return the largest difference, relative to the largest value; infinite if anything is NaN."""
+    largest = (found.double() - wanted.double()).abs().max() / wanted.double().abs().max().clamp_min(1e-6)
+    return float(largest.nan_to_num(nan=float("inf")))
+
+
+def _recomputed(canvas: Canvas[R], whole: Sequence[KV]) -> float:
+    """Fill the canvas with the model's KV, spoil scattered rows, recompute only those, and compare all rows."""
+    everything = torch.arange(TOKENS, device=canvas.device)
+    scattered = torch.tensor(scattered_positions(), device=canvas.device)
+    for layer, (keys, values) in enumerate(whole):
+        canvas.write(layer, everything, keys, values)
+        canvas.write(layer, scattered, -2 * keys.flip(0)[scattered], -2 * values.flip(0)[scattered])
+    rows = canvas.begin(scattered)
+    for layer in range(canvas.depth):
+        for batch in canvas.batches(rows):
+            canvas.run(layer, rows, batch)
+    return max(
+        difference(found, wanted)
+        for layer, kv in enumerate(whole)
+        for found, wanted in zip(canvas.read(layer, everything), kv, strict=True)
+    )
+
+
+def _rotated(moved: Canvas[R], whole: Sequence[KV]) -> float:
+    """Compare the keys of a moved document in layer 0, where they depend only on token and position."""
+    moved.place(0)
+    keys, _ = moved.read(0, torch.arange(MOVED, TOKENS, device=moved.device))
+    return difference(keys, whole[0][0][MOVED:])

@@ -1,0 +1,134 @@
+"""The strategies that choose which reused tokens are recomputed.
+
+A strategy is a function from evidence on each token to ascending indices. Sources: `deviation` is CacheBlend (arXiv
+2405.16444), `head` is EPIC (2410.15332), `query` is ProphetKV (2602.02579). `random`, `all` and `none` are controls.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from lmc.errors import ConfigError
+
+# The first tokens of each document, which `union` repairs whatever the question is. Published gains saturate near 16.
+HEAD_TOKENS = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evidence:
+    """What is known of N reused tokens, in the order of their positions."""
+
+    offset: torch.Tensor  # [N] position of each token in its own document
+    deviation: torch.Tensor | None = None  # [N] squared L2 between fresh and re-rotated key, float32, over all KV heads
+    magnitude: torch.Tensor | None = None  # [N] squared L2 of the re-rotated key
+    attention: torch.Tensor | None = None  # [N] attention that the question pays to each token
+
+
+def budget(tokens: int, ratio: float) -> int:
+    """Return how many of `tokens` a ratio stands for: `max(int(n · ratio), 1)` as published, and none at 0."""
+    return max(int(tokens * ratio), 1) if tokens and ratio > 0 else 0
+
+
+def highest(scores: torch.Tensor, count: int) -> torch.Tensor:
+    """Return ascending indices of the `count` highest scores; of equal ones the earlier, as all ranks must agree."""
+    order = torch.argsort(scores, descending=True, stable=True)
+    return order[:count].sort().values
+
+
+def by_deviation(evidence: Evidence, count: int, threshold: float | None = None) -> torch.Tensor:
+    """Choose the most deviating tokens; with a threshold, at most `count` whose `‖Δk‖²/‖k‖²` reaches it."""
+    assert evidence.deviation is not None
+    chosen = highest(evidence.deviation, count)
+    if threshold is None:
+        return chosen
+    assert evidence.magnitude is not None
+    relative = evidence.deviation / evidence.magnitude.clamp_min(torch.finfo(torch.float32).tiny)
+    return chosen[relative[chosen] >= threshold]
+
+
+def by_head(evidence: Evidence, count: int) -> torch.Tensor:
+    """Choose the first tokens of each document, as many of each as the budget allows."""
+    return highest(-evidence.offset, count)
+
+
+def by_query(evidence: Evidence, count: int) -> torch.Tensor:
+    """Choose the tokens that the question attends to most."""
+    assert evidence.attention is not None
+    return highest(evidence.attention, count)
+
+
+def by_union(evidence: Evidence, count: int) -> torch.Tensor:
+    """Choose the first `HEAD_TOKENS` of each document, and for the rest of the budget what the question attends to.
+
+    The first tokens get at most half of the budget. A document tends to take over information from the documents before
+    it in its first tokens, to which questions do not attend.
+    """
+    assert evidence.attention is not None
+    heads = by_head(evidence, count // 2)
+    heads = heads[evidence.offset[heads] < HEAD_TOKENS]
+    attention = evidence.attention.clone()
+    attention[heads] = float("-inf")
+    return torch.cat((heads, highest(attention, count - len(heads)))).sort().values
+
+
+def by_chance(evidence: Evidence, count: int) -> torch.Tensor:
+    """Choose random tokens, the same every time: a control."""
+    generator = torch.Generator().manual_seed(len(evidence.offset))
+    scores = torch.rand(len(evidence.offset), generator=generator)
+    return highest(scores.to(evidence.offset.device), count)
+
+
+def by_none(evidence: Evidence, count: int) -> torch.Tensor:
+    """Choose no token, which is blind reuse: a control."""
+    return evidence.offset.new_empty(0)
+
+
+def by_all(evidence: Evidence, count: int) -> torch.Tensor:
+    """Choose every token, which must equal full prefill: a control."""
+    return torch.arange(len(evidence.offset), device=evidence.offset.device)
+
+
+STRATEGIES: dict[str, Callable[[Evidence, int], torch.Tensor]] = {
+    "deviation": by_deviation,
+    "head": by_head,
+    "query": by_query,
+    "union": by_union,
+    "random": by_chance,
+    "all": by_all,
+    "none": by_none,
+}
+NEEDS_QUESTION = frozenset({"query", "union"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecomputePolicy:
+    """How many tokens are recomputed, and how they are chosen.
+
+    Only `deviation` uses check layers, several ratios and thresholds.
+    """
+
+    strategy: str
+    ratios: tuple[float, ...] = (0.15,)
+    check_layers: tuple[int, ...] = (1,)
+    thresholds: tuple[float, ...] | None = None
+
+    def __post_init__(self) -> None:
+        """Raise `ConfigError` if no blend can follow this policy."""
+        if self.strategy not in STRATEGIES:
+            raise ConfigError(f"blend strategy {self.strategy!r}: use one of {', '.join(STRATEGIES)}")
+        if not self.ratios or not all(0 <= ratio <= 1 for ratio in self.ratios):
+            raise ConfigError(f"blend ratios {self.ratios}: each must be between 0 and 1")
+        if self.strategy != "deviation":
+            return
+        if not self.check_layers or min(self.check_layers) < 1:
+            wrong = f"blend check layers {self.check_layers}"
+            raise ConfigError(f"{wrong}: a stored key can deviate from layer 1 on")
+        if len(self.ratios) != len(self.check_layers) or len(self.thresholds or self.ratios) != len(self.ratios):
+            raise ConfigError("blend check layers, ratios and thresholds must be equally many")
+
+    def check_depth(self, layers: int) -> None:
+        """Raise `ConfigError` if a model with so many layers does not have the check layers."""
+        if self.strategy == "deviation" and max(self.check_layers) >= layers:
+            deepest = max(self.check_layers)
+            raise ConfigError(f"blend_check_layers: {deepest}, but the model has layers 0 to {layers - 1}")

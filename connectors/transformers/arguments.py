@@ -1,0 +1,64 @@
+"""Checks of what callers give to `CachedModel`: token ids, separators, options of generation."""
+
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lmc.blend.segments import Variants
+from lmc.errors import ConfigError, InputError
+
+# Options of model.generate that do not work with one prefilled cache unless they have these values.
+ONE_SEQUENCE = {
+    "num_beams": 1,
+    "num_return_sequences": 1,
+    "return_dict_in_generate": False,
+    "use_cache": True,
+    "past_key_values": None,
+}
+
+
+def checked_tokens(token_ids: Any, what: str, positions: int, vocabulary: int) -> list[int]:
+    """Return token ids as integers; raise `InputError` if they are not one prompt of the model.
+
+    `token_ids` is a list, or an array or tensor `[T]`, or one of `[1, T]` as tokenizers return it.
+    """
+    listed = token_ids.tolist() if hasattr(token_ids, "tolist") else token_ids
+    if isinstance(listed, list | tuple) and len(listed) == 1 and isinstance(listed[0], list | tuple):
+        listed = listed[0]
+    try:
+        tokens = [operator.index(token) for token in listed]
+    except TypeError as error:
+        wanted = "must be a sequence of integer token ids, one prompt at a time"
+        raise InputError(f"the {what} {wanted}: {error}") from error
+    if not tokens:
+        raise InputError(f"the {what} is empty")
+    if len(tokens) > positions:
+        raise InputError(f"the {what} has {len(tokens)} tokens, the model takes {positions}")
+    if min(tokens) < 0 or max(tokens) >= vocabulary:
+        raise InputError(f"the {what} has tokens outside of the vocabulary of {vocabulary}")
+    return tokens
+
+
+def checked_variants(separator_ids: Variants | Sequence[int], vocabulary: int) -> Variants:
+    """Return one separator sequence or several as a tuple of sequences; raise `ConfigError` if they are none."""
+    try:
+        listed: list[Any] = list(separator_ids)
+        nested = listed if listed and isinstance(listed[0], list | tuple) else [listed]
+        variants = tuple(tuple(operator.index(token) for token in variant) for variant in nested)
+    except TypeError as error:
+        wanted = "must be token ids of blend_special_str, or several sequences of them"
+        raise ConfigError(f"separator_ids {wanted}: {error}") from error
+    if not all(variants) or any(not 0 <= token < vocabulary for variant in variants for token in variant):
+        raise ConfigError(
+            f"separator_ids {separator_ids}: a sequence is empty, or not in the vocabulary of {vocabulary}"
+        )
+    return variants
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Raise `InputError` for options of generation that cannot continue a prefilled cache."""
+    refused = [name for name, fine in ONE_SEQUENCE.items() if options.get(name, fine) != fine]
+    if refused:
+        raise InputError(
+            f"generate: {', '.join(refused)} cannot be used here; call model.generate on a prefilled cache yourself"
+        )

@@ -1,0 +1,62 @@
+"""Adapters to the transformers library: its caches, its forward call, and the loading of models."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers.cache_utils import DynamicLayer
+from transformers.utils.logging import disable_progress_bar
+
+from lmc.engine.identity import checkpoint_files, identity_of_files, identity_of_parameters
+from lmc.errors import UnsupportedModel
+
+
+def load(name: str | Path) -> tuple[Any, Any]:
+    """Load model and tokenizer from a directory or a hub's id; raise `UnsupportedModel` if that is not possible."""
+    path = Path(name)
+    if not path.is_dir() and (path.is_absolute() or len(path.parts) > 2):  # not a hub's id
+        raise UnsupportedModel(f"cannot load a causal language model from {name}: there is no such directory")
+    disable_progress_bar()  # It would appear in the middle of lmc's own progress bar.
+    try:
+        model = AutoModelForCausalLM.from_pretrained(str(name), dtype="auto")
+        return model.eval(), AutoTokenizer.from_pretrained(str(name))
+    except (OSError, ValueError, SafetensorError) as error:
+        first = str(error).splitlines()[0]
+        raise UnsupportedModel(f"cannot load a causal language model from {name}: {first}") from error
+
+
+def forward(model: Any, tokens: Sequence[int], cache: DynamicCache) -> Any:
+    """Run the model on tokens that follow those in `cache`; only the last token's logits are computed."""
+    ids = torch.tensor([list(tokens)], device=model.device)
+    with torch.inference_mode():
+        return model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+
+
+def identity(model: Any, checkpoint: str | Path | None) -> str:
+    """Return the model's identity, from the files of its unchanged checkpoint or from its bytes in memory."""
+    files = checkpoint_files(checkpoint) if checkpoint is not None else []
+    if files:
+        return identity_of_files(files)
+    return identity_of_parameters(model.config.to_dict(), model.named_parameters())
+
+
+LayerKV = tuple[torch.Tensor, torch.Tensor]  # keys and values [T, H, D]
+
+
+def rows_of(cache: DynamicCache) -> list[LayerKV]:
+    """Return views `[T, H, D]` of a transformers cache `[1, H, T, D]`."""
+    return [(layer.keys[0].transpose(0, 1), layer.values[0].transpose(0, 1)) for layer in cache.layers]
+
+
+def cache_of(kv: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> DynamicCache:
+    """Return a transformers cache around `[H, T, D]` tensors, without the copy that `update` would make."""
+    cache = DynamicCache()
+    for keys, values in kv:
+        layer = DynamicLayer()
+        layer.lazy_initialization(keys, values)
+        layer.keys, layer.values = keys[None], values[None]
+        cache.layers.append(layer)
+    return cache

@@ -1,0 +1,27 @@
+"""Counts of the requests that a program without a server makes, for Prometheus."""
+
+import prometheus_client
+from prometheus_client import REGISTRY, CollectorRegistry
+
+from lmc.connectors.transformers.report import Report
+from lmc.metrics import NAMES
+
+
+class Prefills:
+    """The metrics `lmc_requests` and others of a program that calls `add` for every report."""
+
+    def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
+        self._requests, self._blends, self._skipped, self._computed = (
+            prometheus_client.Counter(f"lmc_{name}", NAMES[name].what, registry=registry)
+            for name in ("requests", "blends", "loads_skipped", "token_layers")
+        )
+        self._layers = prometheus_client.Gauge("lmc_layers", NAMES["layers"].what, registry=registry)
+
+    def add(self, report: Report) -> None:
+        """Count one prefill."""
+        self._requests.inc()
+        self._skipped.inc(report.skipped > 0)
+        self._layers.set(len(report.computed))
+        if report.how == "blend":
+            self._blends.inc()
+            self._computed.inc(sum(report.computed))

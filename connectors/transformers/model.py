@@ -1,0 +1,367 @@
+"""lmc for transformers: a causal language model whose prompts are prefilled with stored KV.
+
+    cached, tokenizer = CachedModel.load("path/or/id", settings)
+    cached.learn(document_ids)
+    done = cached.prefill(prompt_ids, how="blend")       # logits, a transformers cache, a report
+    model.generate(ids, past_key_values=done.cache)      # continues from there; `ids` is the prompt
+
+It serves one prompt at a time and is not thread-safe, because the model is not.
+"""
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import DynamicCache
+
+from lmc.blend.blender import Blender, BlendInput
+from lmc.blend.canvas import Placement
+from lmc.blend.segments import Segments, Variants, separator_variants, split
+from lmc.blend.strategies import RecomputePolicy
+from lmc.config import Settings
+from lmc.connectors.transformers.arguments import check_options, checked_tokens, checked_variants
+from lmc.connectors.transformers.canvas import DenseCanvas
+from lmc.connectors.transformers.hf import LayerKV, cache_of, forward, identity, load, rows_of
+from lmc.connectors.transformers.layers import DecoderLayers
+from lmc.connectors.transformers.report import How, Prefilled, Report
+from lmc.connectors.transformers.selftest import prove_model
+from lmc.engine import CacheEngine, Geometry, Plan, PromptView, Wish
+from lmc.engine.identity import rope_name
+from lmc.errors import ChunkLost, ConfigError, InputError, UnsupportedModel
+from lmc.keys import ChunkKey, Namespace, RecordKind, chunk_bounds
+from lmc.storage.contract import Reservation
+from lmc.storage.places import MEMORY
+
+log = logging.getLogger(__name__)
+
+
+class CachedModel:
+    """A transformers model with a cache engine. Use it under `with`, or close it, so that all reaches the disk."""
+
+    def __init__(
+        self,
+        model: Any,
+        settings: Settings,
+        separator_ids: Variants | Sequence[int],
+        *,
+        cache_salt: str = "",
+        checkpoint: str | Path | None = None,
+    ) -> None:
+        """Raise `UnsupportedModel`, `ConfigError`, `NoMemory` or `TierUnusable`.
+
+        `separator_ids` is one token sequence, or all as which the special string can be encoded
+        (`segments.separator_variants`). `checkpoint` is where the model was loaded from; give it only if the weights
+        have not changed since. Other engines that loaded the same checkpoint, such as vLLM, then find its documents.
+        Without it, the model is identified by its bytes in memory.
+        """
+        self.model, self.settings = model.eval(), settings
+        self.layers = DecoderLayers(model)
+        self.separators: Variants = checked_variants(separator_ids, self.layers.vocabulary)
+        self.policy = RecomputePolicy(
+            strategy=settings.blend_strategy,
+            ratios=settings.blend_recompute_ratios,
+            check_layers=settings.blend_check_layers,
+            thresholds=settings.blend_thresholds,
+        )
+        self.policy.check_depth(self.layers.shape.layers)
+        self.blends = self._proves_itself()
+        geometry = Geometry.of(self.layers.shape, settings.chunk_size)
+        namespace = self._namespace(identity(model, checkpoint))
+        self.engine = CacheEngine(settings, geometry, namespace, device=self.layers.device)
+        self._salt = cache_salt
+
+    @classmethod
+    def load(cls, name: str | Path, settings: Settings, *, cache_salt: str = "") -> tuple["CachedModel", Any]:
+        """Load a model from a directory or a hub's id, and return it with a cache engine, and its tokenizer."""
+        model, tokenizer = load(name)
+        variants = separator_variants(tokenizer.encode, settings.blend_special_str)
+        return cls(model, settings, variants, cache_salt=cache_salt, checkpoint=name), tokenizer
+
+    def __enter__(self) -> "CachedModel":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            self.engine.learning.clear()  # After an error nothing more is computed.
+        self.close()
+
+    def close(self) -> None:
+        """Learn the documents that wait for it, and write everything to the tiers."""
+        try:
+            self.learn_pending()
+        finally:
+            self.engine.close()
+
+    # -- learning ----------------------------------------------------------------------------------------------------
+
+    def learn(self, document_ids: Sequence[int]) -> int:
+        """Prefill a document alone and store its KV; return how many chunks are new, 0 if it was stored already.
+
+        Raises `InputError` if it is empty, too long for the model or for memory, or has tokens outside of the
+        vocabulary.
+        """
+        document = self._checked(document_ids, "document")
+        if not self.engine.fits(len(document)):
+            raise InputError(f"a document of {len(document)} tokens does not fit into memory: raise max_local_cpu_size")
+        if self.knows(document):
+            return 0
+        started = time.perf_counter()
+        kv = rows_of(forward(self.model, document, DynamicCache()).past_key_values)
+        self._note_speed(len(document), 0, started)
+        self.engine.store.flush()  # A full write queue would drop chunks.
+        slots = self.engine.begin_document(self.engine.namespace(RecordKind.DOCUMENT, self._salt), document) or []
+        bounds = chunk_bounds(len(document), self.engine.chunk_size)
+        new = [(slot, start) for slot, (start, _) in zip(slots, bounds, strict=bool(slots)) if slot is not None]
+        for slot, start in new:
+            self._fill(slot, kv, start)
+        return len(new)
+
+    def learn_pending(self) -> int:
+        """Learn the unknown documents of earlier prompts; return how many there were."""
+        count = 0
+        while len(self.engine.learning):
+            self.learn(self.engine.learning.pop().tokens)
+            count += 1
+        return count
+
+    def knows(self, document_ids: Sequence[int]) -> bool:
+        """Return whether a document is stored, in memory or on a tier."""
+        document = self._checked(document_ids, "document")
+        namespace = self.engine.namespace(RecordKind.DOCUMENT, self._salt)
+        return all(self.engine.lookup(self.engine.document_keys(document, namespace)))
+
+    def keep(self, token_ids: Sequence[int], cache: DynamicCache) -> int:
+        """Store an exact cache for later prompts that start with its tokens; return how many chunks are new.
+
+        The tokens may be those of a prompt and generated ones. Raises `InputError` for a cache of `how="blend"` or
+        `"reuse"`, which is approximate, and if the cache is not one of these tokens.
+        """
+        if getattr(cache, "lmc_approximate", False):
+            raise InputError("this cache was blended or blindly reused: it must not be stored as exact")
+        tokens, held = self._checked(token_ids, "prompt"), cache.get_seq_length()
+        if cache.layers[0].keys.shape[0] != 1 or held not in (len(tokens) - 1, len(tokens)):
+            there = f"{held} tokens of {len(cache.layers[0].keys)} sequences"
+            raise InputError(f"the cache holds {there}, which are not these {len(tokens)} tokens")
+        return self._store_exact(tokens[:held], rows_of(cache))
+
+    # -- prefilling --------------------------------------------------------------------------------------------------
+
+    def prefill(
+        self, prompt_ids: Sequence[int], how: How = "blend", *, policy: RecomputePolicy | None = None
+    ) -> Prefilled:
+        """Prefill a prompt.
+
+        how: "full"   Nothing is reused.
+             "exact"  The longest stored prefix is reused, and the prompt's chunks are stored for the next one.
+             "blend"  Stored documents are reused anywhere and repaired as `policy` says, by default as the settings
+                      say. Unknown documents are computed, and learned when `generate` has answered, or else before the
+                      next prefill.
+             "reuse"  Stored documents are reused and not repaired, which is a control.
+        Raises `InputError` for an empty prompt, one that is too long for the model, or tokens outside of the
+        vocabulary.
+        """
+        if how not in ("blend", "reuse", "exact", "full"):
+            raise InputError(f"how={how!r}: use 'blend', 'reuse', 'exact' or 'full'")
+        if how in ("blend", "reuse") and not self.settings.enable_blending:
+            raise ConfigError(f"how={how!r} needs enable_blending: true in the settings")
+        prompt = self._checked(prompt_ids, "prompt")
+        started = time.perf_counter()
+        self.learn_pending()
+        lost: set[ChunkKey] = set()
+        while True:  # Each round loses at least one chunk, so this ends.
+            try:
+                done = self._prefill(prompt, how, policy or self.policy, started, lost)
+            except ChunkLost as error:
+                log.warning("%s; the prompt is prefilled without them", error)
+                lost.update(map(ChunkKey, error.keys))
+            else:
+                done.cache.crop(-1)
+                return done
+
+    def generate(self, prompt_ids: Sequence[int], how: How = "blend", **options: Any) -> tuple[list[int], Report]:
+        """Prefill a prompt and let the model generate; return the new tokens and the report of the prefill.
+
+        `options` are those of `model.generate`. With `how="exact"` and `save_decode_cache` the generated tokens are
+        stored too, so that the next turn of a conversation starts behind them.
+        """
+        check_options(options)
+        done = self.prefill(prompt_ids, how)
+        prompt = list(prompt_ids)
+        ids = torch.tensor([prompt], device=self.layers.device)
+        options = {"attention_mask": torch.ones_like(ids), "past_key_values": done.cache, **options}
+        out = self.model.generate(input_ids=ids, **options)[0].tolist()
+        if how == "exact" and self.settings.save_decode_cache:
+            held = min(done.cache.get_seq_length(), self.layers.positions)
+            self._store_exact(out[:held], rows_of(done.cache))
+        self.learn_pending()
+        return out[len(prompt) :], done.report
+
+    def _prefill(
+        self, prompt: list[int], how: How, policy: RecomputePolicy, started: float, lost: set[ChunkKey]
+    ) -> Prefilled:
+        if how == "full":
+            return self._by_model(prompt, Plan(), how, started)
+        policy = RecomputePolicy(strategy="none", ratios=(0.0,)) if how == "reuse" else policy
+        segments = split(prompt, self.separators)
+        plan = self._plan(prompt, segments, how, policy.ratios[-1], lost)
+        if self.blends and plan.pieces:
+            # This is faster for exact prefixes too: behind a cache, transformers' attention also reads hidden keys.
+            done = self._blended(prompt, segments, plan, how, policy, started)
+        else:
+            done = self._by_model(prompt, plan, how, started)
+        if how == "exact":
+            self._store_exact(prompt, rows_of(done.cache))
+        elif self.settings.blend_learn:
+            namespace = self.engine.namespace(RecordKind.DOCUMENT, self._salt)
+            for span in plan.unknown:
+                self.engine.learning.add(namespace, prompt[span.start : span.stop])
+        # The KV of the text before the first document is exact in any case, and is stored for the next prompt.
+        self._store_exact(prompt[: segments.system.stop], rows_of(done.cache))
+        return done
+
+    def _plan(self, prompt: list[int], segments: Segments, how: How, ratio: float, lost: set[ChunkKey]) -> Plan:
+        """Decide what of the prompt is taken from the store."""
+        documents = []
+        if how != "exact":
+            documents = [self.engine.document(prompt, span, self._salt) for span in segments.documents]
+            if len(segments.system):  # It may be a document that has no separator before it.
+                documents.insert(0, self.engine.document(prompt, segments.system, self._salt, learnable=False))
+        chain = self.engine.token_chain(prompt, self._salt, ends=[segments.system.stop])
+        wish = Wish(
+            prompt=len(prompt),
+            exact_stop=len(prompt) - 1,  # The last token is always computed, because its logits are needed.
+            document_stop=len(prompt) - 1,
+            min_tokens=self.settings.blend_min_tokens,
+            ratio=ratio,
+            refused="" if self.blends else "blending is off: the self-test failed for this model",
+            lost=frozenset(lost),
+        )
+        return self.engine.plan(self.engine.look(PromptView(chain, tuple(documents))), wish)[0]
+
+    def _blended(
+        self, prompt: list[int], segments: Segments, plan: Plan, how: How, policy: RecomputePolicy, started: float
+    ) -> Prefilled:
+        placements = [
+            Placement(at=piece.at, tokens=piece.tokens, first=piece.first, exact=piece.exact) for piece in plan.pieces
+        ]
+        length, loaded = len(prompt), Counter[str]()
+        given = BlendInput(length=length, stop=length, question=segments.question.start, placements=placements)
+        begun = time.perf_counter()
+        with closing(self.engine.layers(plan.pieces, self.layers.shape, loaded)) as reader:
+            canvas = DenseCanvas(self.layers, prompt, placements, reader)
+            result = Blender(canvas, given, policy).run()
+        assert canvas.logits is not None
+        exact = plan.tokens - result.reused
+        if not result.reused and loaded.keys() <= MEMORY:
+            self._note_speed(length - exact, exact, begun)
+        cache = cache_of(list(zip(canvas.keys, canvas.values, strict=True)))
+        cache.lmc_approximate = result.reused > 0
+        charged, repaired = result.charged_budget, tuple(result.repaired)
+        blended = {"reused": result.reused, "charged_budget": charged, "repaired": repaired}
+        report = self._report(
+            plan, how, started, loaded, tokens=length, exact=exact, computed=result.computed, **blended
+        )
+        return Prefilled(logits=canvas.logits, cache=cache, report=report)
+
+    def _by_model(self, prompt: list[int], plan: Plan, how: How, started: float) -> Prefilled:
+        """The model's own prefill behind an exact prefix, or of the whole prompt."""
+        loaded = Counter[str]()
+        with closing(self.engine.layers(plan.exact, self.layers.shape, loaded)) as reader:
+            stored = [self._side_by_side(parts) for _, parts in reader]
+        cache, reach = cache_of(stored), plan.reach
+        begun = time.perf_counter()
+        logits = forward(self.model, prompt[reach:], cache).logits[0, -1]
+        self._note_speed(len(prompt) - reach, reach, begun)
+        computed = (len(prompt) - reach,) * self.layers.shape.layers
+        report = self._report(plan, how, started, loaded, tokens=len(prompt), exact=reach, computed=computed)
+        return Prefilled(logits=logits, cache=cache, report=report)
+
+    def _report(
+        self, plan: Plan, how: How, started: float, loaded: Mapping[str, int], computed: Sequence[int], **counts: Any
+    ) -> Report:
+        return Report(
+            how=how,
+            computed=tuple(computed),
+            loaded=dict(loaded),
+            unknown=len(plan.unknown),
+            skipped=plan.skipped,
+            seconds=self._elapsed(started),
+            note=plan.note,
+            **counts,
+        )
+
+    def _side_by_side(self, parts: Sequence[torch.Tensor]) -> LayerKV:
+        """Join parts `[K, T, H, D]`, of which some may be on the device already, to keys and values `[H, T, D]`."""
+        together = torch.cat([part.to(self.layers.device) for part in parts], dim=1).transpose(1, 2)
+        return together[0], together[1]
+
+    # -- storing -----------------------------------------------------------------------------------------------------
+
+    def _store_exact(self, tokens: Sequence[int], kv: Sequence[LayerKV]) -> int:
+        """Store the KV of a prompt's beginning for prompts that start with it; return how many chunks are new."""
+        chain, new = self.engine.token_chain(tokens, self._salt), 0
+        namespace = self.engine.namespace(RecordKind.PREFIX, self._salt)
+        bounds = chunk_bounds(len(tokens), self.engine.chunk_size)
+        # More chunks than there are slots would evict the first ones again.
+        for number, (start, stop) in enumerate(bounds[: self.engine.store.slots]):
+            if stop - start < self.engine.chunk_size and not self.settings.save_unfull_chunk:
+                break
+            slot = self.engine.begin_exact(chain, number, stop - start, namespace)
+            if slot is not None:
+                self._fill(slot, kv, start)
+                new += 1
+        return new
+
+    def _fill(self, slot: Reservation, kv: Sequence[LayerKV], start: int) -> None:
+        """Copy the KV of a chunk that begins at row `start` into its slot, and let it be found."""
+        store, tokens = self.engine.store, slot.meta.tokens
+        try:
+            for raw, (keys, values) in zip(store.view(slot), kv, strict=True):
+                part = self.layers.shape.part(raw, tokens)
+                part[0].copy_(keys[start : start + tokens])
+                part[1].copy_(values[start : start + tokens])
+        except BaseException:
+            store.abort(slot)
+            raise
+        store.commit(slot)
+
+    # -- the model ---------------------------------------------------------------------------------------------------
+
+    def _proves_itself(self) -> bool:
+        try:
+            prove_model(self.model, self.layers)
+        except UnsupportedModel as error:
+            log.error("blending is off: %s", error)
+            return False
+        return True
+
+    def _note_speed(self, tokens: int, behind: int, started: float) -> None:
+        """Tell the cost model how long a prefill took, if most of its tokens were computed."""
+        seconds = self._elapsed(started)
+        if behind <= tokens:
+            self.engine.store.cost.computed(tokens, seconds, length=2 * behind + tokens)
+
+    def _elapsed(self, started: float) -> float:
+        if self.layers.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter() - started
+
+    def _checked(self, token_ids: Sequence[int], what: str) -> list[int]:
+        return checked_tokens(token_ids, what, self.layers.positions, self.layers.vocabulary)
+
+    def _namespace(self, model: str) -> Namespace:
+        shape = self.layers.shape
+        return Namespace(
+            model=model,
+            dtype=str(shape.dtype),
+            layers=shape.layers,
+            kv_heads=shape.kv_heads,
+            head_dim=shape.head_dim,
+            rope=rope_name(self.model.config.rope_parameters),
+            chunk_size=self.settings.chunk_size,
+        )

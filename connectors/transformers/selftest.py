@@ -1,0 +1,43 @@
+"""The self-test for transformers, which runs once when a model is wrapped."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import DynamicCache
+
+from lmc.blend.canvas import Placement
+from lmc.blend.selftest import FLOOR, KV, MOVED, NOISE, TOKENS, difference, prove, random_prompt
+from lmc.connectors.transformers.canvas import DenseCanvas
+from lmc.connectors.transformers.hf import forward, rows_of
+from lmc.connectors.transformers.layers import DecoderLayers
+from lmc.errors import UnsupportedModel
+
+
+def prove_model(model: Any, layers: DecoderLayers) -> None:
+    """Raise `UnsupportedModel` if lmc's layers compute other keys, values or logits than the model itself."""
+    if layers.positions < TOKENS:
+        raise UnsupportedModel(f"the model takes {layers.positions} tokens, and the self-test needs {TOKENS}")
+    tokens = random_prompt(layers.vocabulary)
+    with torch.inference_mode():
+        (whole, wanted), (in_two, again), (alone, _) = (
+            _prefill(model, chunks) for chunks in ([tokens], [tokens[:MOVED], tokens[MOVED:]], [tokens[MOVED:]])
+        )
+        placement = Placement(at=MOVED, tokens=TOKENS - MOVED, first=0)
+        parts = ((layer, [torch.stack(kv)]) for layer, kv in enumerate(alone))
+        canvas = DenseCanvas(layers, tokens, [], iter(()))
+        prove(canvas, DenseCanvas(layers, tokens, [placement], parts), whole, in_two)
+        assert canvas.logits is not None
+        found, allowed = difference(canvas.logits, wanted), max(NOISE * difference(again, wanted), FLOOR[wanted.dtype])
+    if not found <= allowed:
+        raise UnsupportedModel(
+            f"lmc's logits differ from the model's by {found:.2g} (relative), allowed are {allowed:.2g}"
+        )
+
+
+def _prefill(model: Any, chunks: Sequence[Sequence[int]]) -> tuple[list[KV], torch.Tensor]:
+    """Return the KV of a prompt by layer and its last token's logits, as the model computes them chunk by chunk."""
+    cache = DynamicCache()
+    for chunk in chunks:
+        logits = forward(model, chunk, cache).logits[0, -1]
+    return rows_of(cache), logits

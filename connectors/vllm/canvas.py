@@ -1,0 +1,125 @@
+"""The paged canvas: a request's keys and values in the engine's pages, and the model's own layers over them.
+
+This module also has the two other operations of a worker on single tokens: to prefill a document alone, and to read its
+keys and values.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from lmc.blend.canvas import AttentionFunction, Placement
+from lmc.blend.rope import rotate, turn_between
+from lmc.connectors.vllm.messages import BlendJob, DocumentPart
+from lmc.connectors.vllm.native import NativeLayers, PagedRows
+from lmc.connectors.vllm.tensor_parallel import agreed, summed
+from lmc.shapes import KVShape
+
+COPY_COST = 32  # So many tokens are moved in the time in which one is computed: about 10 on GPUs, 100 on CPUs.
+
+Part = Callable[[DocumentPart, int], torch.Tensor]  # returns a chunk's part for a layer of this rank, uint8 [n]
+Arrived = Callable[[int], bool]  # see `Canvas.arrived`; the same answer on every rank
+
+
+class PagedCanvas:
+    """The pages of one request. Rows go through a layer `batch_rows` at a time."""
+
+    def __init__(
+        self, layers: NativeLayers, job: BlendJob, shape: KVShape, batch_rows: int, part: Part, arrived: Arrived
+    ) -> None:
+        self.depth, self.device, self.scale, self.arrived = layers.depth, layers.device, layers.scale, arrived
+        self._layers, self._job, self._shape, self._batch_rows, self._part = layers, job, shape, batch_rows, part
+        self._tokens = torch.tensor(job.tokens, device=self.device)
+        self._blocks = torch.tensor(job.blocks, device=self.device)
+        self._turns = [self._turn_of(part) for part in job.documents]
+        ranges = [torch.arange(part.at, part.at + part.tokens, device=self.device) for part in job.documents]
+        self._stored = torch.cat(ranges) if ranges else torch.empty(0, dtype=torch.long, device=self.device)
+
+    def place(self, layer: int) -> int:
+        """Write the stored keys of a layer, rotated, and its values into the pages, in one call."""
+        size = (len(self._stored), self._shape.kv_heads, self._shape.head_dim)
+        keys = torch.empty(size, dtype=self._shape.dtype, device=self.device)
+        values = torch.empty_like(keys)
+        at = 0
+        for piece, (cos, sin) in zip(self._job.documents, self._turns, strict=True):
+            stored = self._shape.part(self._part(piece, layer), piece.stored)[:, piece.skip : piece.skip + piece.tokens]
+            stored = stored.to(self.device, non_blocking=True)
+            rows = slice(at, at + piece.tokens)
+            out = keys[rows].transpose(0, 1)
+            rotate(stored[0].transpose(0, 1), cos, sin, interleaved=self._layers.interleaved, out=out)
+            values[rows] = stored[1]
+            at += piece.tokens
+        self.write(layer, self._stored, keys, values)
+        return at // COPY_COST + 1
+
+    def begin(self, positions: torch.Tensor) -> PagedRows:
+        """Embed the tokens, and describe them to the attention backend."""
+        return self._layers.begin(self._tokens, positions, self._blocks, self._batch_rows)
+
+    def keep(self, rows: PagedRows, kept: torch.Tensor) -> PagedRows:
+        """Return some of the rows. Their projections are computed again when they run."""
+        return self._layers.keep(rows, kept, self._blocks, self._batch_rows)
+
+    def batches(self, rows: PagedRows) -> list[slice]:
+        """Return batches of at most `batch_rows` rows."""
+        return [batch.rows for batch in rows.batches]
+
+    def run(self, layer: int, rows: PagedRows, batch: slice, attention: AttentionFunction | None = None) -> None:
+        """Run the engine's own layer, which writes the rows' keys and values into the pages."""
+        self._layers.run(layer, rows, next(one for one in rows.batches if one.rows == batch), attention)
+
+    def read(self, layer: int, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return copies `[T, H, D]` from the pages."""
+        return self._layers.access[layer].gather(self._layers.slots(self._blocks, positions))
+
+    def write(self, layer: int, positions: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Write keys and values `[T, H, D]` into the pages, with the backend's own writer."""
+        self._layers.access[layer].scatter(self._layers.slots(self._blocks, positions), keys, values)
+
+    def context(self, layer: int, stop: int, absent: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return copies `[H, stop, D]` from whole pages."""
+        blocks = self._layers.kernel_blocks(self._blocks[: -(-stop // self._layers.block_size)])
+        keys, values = self._layers.access[layer].tokens_of(blocks, stop)
+        keys[:, absent] = values[:, absent] = 0
+        return keys, values
+
+    def summed(self, evidence: torch.Tensor) -> torch.Tensor:
+        """Add up evidence over the tensor-parallel group."""
+        return summed(evidence)
+
+    def agreed(self, chosen: torch.Tensor, of: int) -> torch.Tensor:
+        """Return the choice of rank 0."""
+        return agreed(chosen, of)
+
+    def _turn_of(self, piece: DocumentPart) -> tuple[torch.Tensor, torch.Tensor]:
+        old = self._layers.rows_of(piece.first, piece.tokens)
+        return turn_between(*old, *self._layers.rows_of(piece.at, piece.tokens))
+
+
+def placements_of(parts: Sequence[DocumentPart]) -> list[Placement]:
+    """Return what the blender has to know of the parts that a job places."""
+    return [Placement(at=part.at, tokens=part.tokens, first=part.first, exact=part.exact) for part in parts]
+
+
+def prefill_alone(layers: NativeLayers, tokens: torch.Tensor, blocks: torch.Tensor, batch_rows: int) -> Iterator[int]:
+    """Prefill a document from position 0 on into its blocks, in chunks through all layers, and yield the cost.
+
+    The engine's own chunked prefill does the same.
+    """
+    for start in range(0, len(tokens), batch_rows):
+        positions = torch.arange(start, min(start + batch_rows, len(tokens)), device=layers.device)
+        rows = layers.begin(tokens, positions, blocks, batch_rows)
+        for layer in range(layers.depth):
+            for batch in rows.batches:
+                layers.run(layer, rows, batch)
+                yield batch.rows.stop - batch.rows.start
+
+
+def read_tokens(
+    layers: NativeLayers, layer: int, blocks: torch.Tensor, start: int, stop: int, into: torch.Tensor
+) -> None:
+    """Copy the keys and values of the positions `[start, stop)` to `into [K, T, H, D]`."""
+    positions = torch.arange(start, stop, device=layers.device)
+    keys, values = layers.access[layer].gather(layers.slots(blocks, positions))
+    into[0].copy_(keys, non_blocking=True)
+    into[1].copy_(values, non_blocking=True)

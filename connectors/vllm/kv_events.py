@@ -1,0 +1,139 @@
+"""KV events for routers: which of the engine's blocks are in lmc's memory or on its disk.
+
+The store's change log says which chunks appeared and left, and here chunks become blocks. A block may be in several
+chunks: it is announced with the first of them that appears on a medium, and withdrawn with the last that leaves it.
+"""
+
+import base64
+import json
+from array import array
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from lmc.keys import ChunkKey
+from lmc.storage.change_log import ChangeLog
+from lmc.storage.places import place_of
+
+EXPECTED = 4096  # chunks whose details are kept before they appear
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockDetails:
+    """The blocks of a chunk, as the engine's events name them."""
+
+    hashes: tuple[bytes, ...]
+    parent: bytes | None
+    tokens: "array[int]"
+    lora_id: int | None = None
+    lora_name: str | None = None
+
+    def label(self) -> str:
+        """Return a label for the chunk's record, with which the next process can announce it.
+
+        It is empty with LoRA, because the engine's LoRA ids change from process to process.
+        """
+        if self.lora_id is not None:
+            return ""
+        parent = self.parent.hex() if self.parent else ""
+        tokens = base64.b85encode(self.tokens.tobytes()).decode()
+        return json.dumps([[block.hex() for block in self.hashes], parent, tokens])
+
+    @classmethod
+    def from_label(cls, label: str) -> "BlockDetails":
+        """Return what `label` has written; raise `ValueError` for anything else."""
+        hashes, parent, tokens = json.loads(label)
+        return cls(
+            hashes=tuple(bytes.fromhex(block) for block in hashes),
+            parent=bytes.fromhex(parent) or None,
+            tokens=array("I", base64.b85decode(tokens)),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksMoved:
+    """Blocks that appeared on a medium, or left it."""
+
+    details: BlockDetails
+    blocks: tuple[int, ...]  # indices of `details.hashes`
+    medium: str
+    stored: bool
+
+
+class KVEvents:
+    """The blocks that have appeared and left since the last time."""
+
+    def __init__(self, changes: ChangeLog, block_size: int) -> None:
+        self._changes, self._block_size = changes, block_size
+        self._read = 0  # number of the last change that was read
+        self._details: dict[ChunkKey, BlockDetails] = {}
+        self._expected: dict[ChunkKey, None] = {}  # in the order in which saving them began
+        self._media: dict[ChunkKey, set[str]] = {}  # where announced chunks are
+        self._copies: Counter[tuple[str, bytes]] = Counter()  # chunks that hold a block, by medium
+
+    def details(self, request: Any, first: int, count: int) -> BlockDetails:
+        """Return the details of the blocks `[first, first + count)` of a request."""
+        lora, size = request.lora_request, self._block_size
+        return BlockDetails(
+            hashes=tuple(request.block_hashes[first : first + count]),
+            parent=request.block_hashes[first - 1] if first else None,
+            tokens=array("I", request.all_token_ids[first * size : (first + count) * size]),
+            lora_id=lora.adapter_id if lora else None,
+            lora_name=lora.name if lora else None,
+        )
+
+    def expect(self, key: ChunkKey, details: BlockDetails) -> None:
+        """Note that a chunk with these blocks is being saved."""
+        self._details[key] = details
+        self._expected[key] = None
+        if len(self._expected) > EXPECTED:  # The oldest has never appeared.
+            stale = next(iter(self._expected))
+            del self._expected[stale], self._details[stale]
+
+    def recall(self, recalled: dict[ChunkKey, str]) -> None:
+        """Take over the labels of records on disk that earlier processes wrote, and empty the mapping."""
+        while recalled:
+            key, label = recalled.popitem()
+            with suppress(ValueError, TypeError):  # lmc did not write this label.
+                self._details[key] = BlockDetails.from_label(label)
+
+    def take(self) -> list[BlocksMoved]:
+        """Return the changes since the last call, in order."""
+        changes, complete = self._changes.since(self._read)
+        if complete:
+            steps = [(change.chunk.key, place_of(change.place).medium, change.appeared) for change in changes]
+            self._read += len(changes)
+        else:  # The log does not reach back to the last call.
+            steps = self._difference()
+        return [moved for step in steps for moved in self._moved(*step)]
+
+    def _difference(self) -> list[tuple[ChunkKey, str, bool]]:
+        """Return the steps from what was announced to what is there now."""
+        self._read, present = self._changes.present()
+        now = {(chunk.key, place_of(place).medium) for place, chunks in present.items() for chunk in chunks}
+        announced = {(key, medium) for key, media in self._media.items() for medium in media}
+        return [(*one, False) for one in announced - now] + [(*one, True) for one in now - announced]
+
+    def _moved(self, key: ChunkKey, medium: str, stored: bool) -> Iterator[BlocksMoved]:
+        """Return the blocks of which this was the first copy on a medium, or the last."""
+        details, media = self._details.get(key), self._media.get(key, set())
+        if not medium or details is None or stored == (medium in media):
+            return
+        if stored:
+            self._media.setdefault(key, set()).add(medium)
+            self._expected.pop(key, None)
+        else:
+            media.remove(medium)
+            if not media:
+                del self._media[key], self._details[key]
+        places = []
+        for place, block in enumerate(details.hashes):
+            self._copies[medium, block] += 1 if stored else -1
+            if self._copies[medium, block] == int(stored):
+                places.append(place)
+            if not self._copies[medium, block]:
+                del self._copies[medium, block]
+        if places:
+            yield BlocksMoved(details, tuple(places), medium, stored)

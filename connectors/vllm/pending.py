@@ -1,0 +1,67 @@
+"""Pending transfers: reserved slots that workers are filling. Chunks become visible when every rank has reported."""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from lmc.storage.contract import ChunkStore, Reservation
+
+
+@dataclass(slots=True)
+class Transfer:
+    """Slots that one job of the workers fills."""
+
+    slots: list[Reservation]
+    done: Callable[[], None]  # returns the engine's blocks
+    ranks: int = 0  # how many have reported
+    failed: bool = False
+
+
+class PendingTransfers:
+    """All slots that workers are filling now."""
+
+    def __init__(self, ranks: int, store: ChunkStore) -> None:
+        self._ranks, self._store, self._last = ranks, store, 0
+        self.under_way: dict[int, Transfer] = {}
+        self.stored: Counter[str] = Counter()  # chunks, and their tokens
+
+    def begin(self, slots: list[Reservation], done: Callable[[], None]) -> int:
+        """Return a job number, with which the workers will report."""
+        self._last += 1
+        self.under_way[self._last] = Transfer(slots, done)
+        return self._last
+
+    def report(self, done: dict[int, int], failed: set[int]) -> None:
+        """Count the ranks that have ended jobs. With the last one, chunks become visible, or slots are returned."""
+        for job in failed & self.under_way.keys():
+            self.under_way[job].failed = True
+        for job, ranks in done.items():
+            transfer = self.under_way.get(job)
+            if transfer is None:
+                continue
+            transfer.ranks += ranks
+            if transfer.ranks >= self._ranks:
+                del self.under_way[job]
+                self._end(transfer)
+
+    def fail_all(self) -> None:
+        """Do not keep what is under way."""
+        for transfer in self.under_way.values():
+            transfer.failed = True
+
+    def drop_all(self) -> None:
+        """Return all slots at the end, when no worker will report any more."""
+        self.fail_all()
+        for transfer in self.under_way.values():
+            self._end(transfer)
+        self.under_way.clear()
+
+    def _end(self, transfer: Transfer) -> None:
+        for slot in transfer.slots:
+            if transfer.failed:
+                self._store.abort(slot)
+            else:
+                self._store.commit(slot)
+                self.stored["chunks"] += 1
+                self.stored["tokens"] += slot.meta.tokens
+        transfer.done()

@@ -1,0 +1,72 @@
+"""Estimates how fast the engine prefills, from the times at which its steps are planned.
+
+The scheduler's side sees no other times.
+"""
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lmc.storage.cost_model import CostModel
+
+PROMPTS = 0.9  # A step with this share of prompt tokens counts as a prefill.
+LIKE = 0.1  # by how much two steps of one size may differ, and the size of a small step relative to a large one
+
+
+@dataclass(slots=True, kw_only=True)
+class EngineStep:
+    """What the engine computes in one step."""
+
+    at: float  # when it was planned
+    alone: bool  # lmc's workers compute nothing in this step.
+    requests: frozenset[str]
+    tokens: int
+    prompts: int = 0  # tokens of prompts
+    reach: int = 0  # sum over them, of the length of a prompt whose tokens cost the same on average
+
+    @property
+    def prefills(self) -> bool:
+        """Whether nearly all of its tokens are prompt tokens."""
+        return self.alone and self.prompts >= max(1, PROMPTS * self.tokens)
+
+
+class PrefillPace:
+    """Tells the cost model how long prefills take.
+
+    It looks at three steps in a row. If two prefill steps of one size follow each other, then the time from the
+    planning of the second to that of the third step is the time of one of them, whether the engine plans a step when
+    the one before has ended, or while it runs (asynchronous scheduling). If a prefill step comes before two small steps
+    (a prompt, then its decoding), it takes the time from its own planning to that of the third. In an engine that does
+    not plan ahead, this counts one small step too much. All three must have a request in common, because otherwise the
+    engine may have been idle between them."""
+
+    def __init__(self, cost: CostModel) -> None:
+        self._cost = cost
+        self._steps: deque[EngineStep] = deque(maxlen=3)
+
+    def planned(self, at: float, scheduled: Mapping[str, int], requests: Mapping[str, Any], *, alone: bool) -> None:
+        """Note a step that is planned now, with `scheduled` tokens by request."""
+        step = EngineStep(at=at, alone=alone, requests=frozenset(scheduled), tokens=sum(scheduled.values()))
+        for name, tokens in scheduled.items():
+            request = requests.get(name)
+            if request is not None and request.num_computed_tokens < request.num_prompt_tokens:
+                step.prompts += tokens
+                step.reach += tokens * (2 * request.num_computed_tokens + tokens)
+        self.add(step)
+
+    def add(self, step: EngineStep) -> None:
+        """Note the next step."""
+        self._steps.append(step)
+        if len(self._steps) < 3:
+            return
+        one, two, now = self._steps
+        if not one.prefills or not (one.requests & two.requests and two.requests & now.requests):
+            return
+        if two.prefills and abs(one.prompts - two.prompts) <= LIKE * one.prompts:
+            self._observe(two, now.at - two.at)
+        elif two.alone and max(two.tokens, now.tokens) <= LIKE * one.tokens:
+            self._observe(one, now.at - one.at)
+
+    def _observe(self, step: EngineStep, seconds: float) -> None:
+        self._cost.computed(step.prompts, seconds, length=step.reach / step.prompts)

@@ -1,0 +1,105 @@
+"""The state of one request on the scheduler's side."""
+
+import hashlib
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from lmc.blend.segments import Span
+from lmc.blend.strategies import RecomputePolicy
+from lmc.engine import Plan
+from lmc.engine.cache_engine import DocumentKeys
+from lmc.keys import ChunkKey
+from lmc.storage.contract import Pin
+
+
+class Role(Enum):
+    """How a request is served."""
+
+    EXACT = "exact"
+    BLEND = "blend"
+    LEARN = "learn"
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """A promise to the engine: the KV of the tokens `[local, plan.stop)`, from pinned chunks."""
+
+    local: int
+    plan: Plan
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class RequestState:
+    """One request, from its arrival to its end."""
+
+    request: Any
+    role: Role
+    policy: RecomputePolicy | None = None
+    documents: tuple[DocumentKeys, ...] = ()
+    question: int = 0
+    stamp: bytes = b""  # joins the block hashes, which do not cover a LoRA adapter's files or numbered images
+    # What is stored for it
+    elsewhere: dict[ChunkKey, str] | None = None  # where its chunks are on tiers that other processes share
+    pins: dict[ChunkKey, Pin] = field(default_factory=dict)
+    lost: set[ChunkKey] = field(default_factory=set)  # chunks that could not be loaded, and are not tried again
+    memory_only: bool = False  # Nothing is loaded from tiers, because computing was expected to be faster.
+    claim: Claim | None = None
+    # How long it waits
+    waiting_since: float | None = None  # since when the engine waits for its claim, or for its load
+    progress_at: float = 0.0  # when a part that it waits for arrived last
+    parts_arrived: int = 0  # parts of pinned chunks that had arrived by then
+    loading: bool = False  # Workers are loading or blending.
+    given_up: bool = False  # A load failed or was too late, and nothing more is loaded.
+    # What is saved of it
+    salted: int | None = None  # the block from which on its hashes do not come from its tokens alone
+    approximate: int | None = None  # the position from which on its KV is not exact, and is not saved as exact
+    saved: int = 0  # full chunks that are saved, or need not be
+    tried: bool = False  # whether it was tried to save it as a document
+    unknown: tuple[Span, ...] = ()  # documents to learn
+    # For the response
+    learned: bool = False
+    skipped: int = 0  # stored tokens that were not loaded
+    exact_tokens: int = 0  # tokens that were loaded exactly
+    sources: Counter[str] = field(default_factory=Counter)  # loaded tokens by the place they came from
+    note: str = ""
+    blended: dict[str, object] = field(default_factory=dict)
+    _stamped: list[bytes] = field(default_factory=list)
+
+    @property
+    def id(self) -> str:
+        """The engine's id of the request."""
+        found: str = self.request.request_id
+        return found
+
+    @property
+    def salt(self) -> str:
+        """The tenant's cache salt."""
+        return self.request.cache_salt or ""
+
+    @property
+    def hashes(self) -> Sequence[bytes]:
+        """The hashes of its exact blocks: the engine's, joined with the stamp if there is one.
+
+        A stamped request is never blended, so hashes are only ever added, and each of them is computed once.
+        """
+        found: Sequence[bytes] = self.request.block_hashes
+        if not self.stamp:
+            return found
+        new = found[len(self._stamped) :]
+        self._stamped += [hashlib.sha256(self.stamp + block).digest() for block in new]
+        return self._stamped
+
+    def facts(self) -> dict[str, object] | None:
+        """Return facts for the response on what was reused and recomputed; None if lmc did nothing for the request."""
+        found: dict[str, object] = {
+            "exact_tokens": self.exact_tokens,
+            "tokens_from": dict(self.sources),
+            "skipped_tokens": self.skipped,
+            "unknown_documents": len(self.unknown),
+            "learned": self.learned,
+            "note": self.note,
+        }
+        return {name: value for name, value in found.items() if value} | self.blended or None

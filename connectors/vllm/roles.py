@@ -1,0 +1,104 @@
+"""Decides how a request is served: exactly, as a blend, or as a document to learn."""
+
+import logging
+from collections import Counter
+from typing import Any
+
+from lmc.blend.segments import Variants, split
+from lmc.config import Settings
+from lmc.connectors.vllm.request_options import Options
+from lmc.connectors.vllm.request_state import RequestState, Role
+from lmc.engine import CacheEngine
+from lmc.errors import ConfigError, InputError
+from lmc.keys import check_tokens
+
+log = logging.getLogger(__name__)
+
+
+class Roles:
+    """Classifies requests. Those that are refused are served exactly and counted, and each reason is logged once."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        engine: CacheEngine,
+        variants: Variants | None,
+        first_token: int | None,
+        counts: "Counter[str]",
+        *,
+        blends: bool,
+        layers: int,
+    ) -> None:
+        self._settings, self._engine, self._variants, self._counts = settings, engine, variants, counts
+        self._blends, self._layers = blends, layers
+        self.first_token = first_token  # BOS, if the tokenizer has one
+        self.told: set[str] = set()
+
+    def classify(self, request: Any) -> RequestState:
+        """Return the state of a new request."""
+        given = request.kv_transfer_params
+        try:
+            options = Options.read(given.get("lmc") if isinstance(given, dict) else None, request.num_prompt_tokens)
+            state = RequestState(request=request, role=Role.EXACT, policy=options.policy(self._settings))
+            self._find_role(state, options)
+        except (InputError, ConfigError) as error:
+            self._refuse("options", f"a request is served without blending: {error}")
+            return RequestState(request=request, role=Role.EXACT, note=str(error))
+        return state
+
+    def _find_role(self, state: RequestState, options: Options) -> None:
+        request = state.request
+        asked = options.learn or (options.blend and options.documents is not None)
+        if not asked and not (self._blends and options.blend and self._variants):
+            return
+        if request.prompt_token_ids is None:
+            return
+        assert state.policy is not None
+        state.policy.check_depth(self._layers)
+        check_tokens(request.prompt_token_ids)
+        if not options.learn:
+            self._find_documents(state, options)
+        why = self._why_not(request, options.learn)
+        if not why and (asked or state.documents):
+            state.role = Role.LEARN if options.learn else Role.BLEND
+        elif why and (asked or any(document.learnable for document in state.documents)):
+            state.note = why
+            self._refuse(why, f"{why}; served exactly")
+
+    def _find_documents(self, state: RequestState, options: Options) -> None:
+        prompt, start = state.request.prompt_token_ids, None
+        if options.documents is not None:
+            spans = options.documents
+            state.question = spans[-1].stop if spans else 0
+        else:
+            assert self._variants is not None
+            segments = split(prompt, self._variants)
+            spans, start, state.question = segments.documents, segments.system, segments.question.start
+        state.question = min(state.question, len(prompt) - 1)  # Without a question, the last token is one.
+        documents = [self._engine.document(prompt, span, state.salt) for span in spans]
+        if start:  # It may be a document that has no separator before it.
+            documents.insert(0, self._engine.document(prompt, start, state.salt, learnable=False))
+        state.documents = tuple(documents)
+
+    def _why_not(self, request: Any, learn: bool) -> str:
+        """Return why a request that would be blended or learned has to be served exactly; empty if it need not."""
+        for there, why in (
+            (not self._blends, "blending is off; the log of the engine's start says why"),
+            (request.lora_request is not None, "requests with LoRA are not blended"),
+            (bool(request.mm_features), "requests with multimodal input are not blended"),
+            (request.prompt_embeds is not None, "requests with prompt embeddings are not blended"),
+            (
+                learn and request.prompt_token_ids[0] == self.first_token,
+                "a document to learn must not begin with the BOS token, which it does not have inside of a prompt "
+                "(add_special_tokens: false)",
+            ),
+        ):
+            if there:
+                return why
+        return ""
+
+    def _refuse(self, about: str, text: str) -> None:
+        self._counts["refused"] += 1
+        if about not in self.told:
+            self.told.add(about)
+            log.warning("%s (said once, counted as lmc:refused)", text)

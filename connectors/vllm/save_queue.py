@@ -1,0 +1,153 @@
+"""The save queue: exact chunks are saved when they are full, the last blocks at a request's end, and documents learned.
+
+Workers copy pages after the step that completes them. The blocks are held until every rank has reported the copy, so
+that the engine does not give them to another request.
+"""
+
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from lmc.config import Settings
+from lmc.connectors.vllm.kv_events import KVEvents
+from lmc.connectors.vllm.messages import LearnJob, SaveJob
+from lmc.connectors.vllm.pending import PendingTransfers
+from lmc.connectors.vllm.request_state import RequestState, Role
+from lmc.engine import CacheEngine
+from lmc.keys import RecordKind, chunk_bounds
+
+log = logging.getLogger(__name__)
+
+Table = Callable[[], Sequence[int]]  # returns a request's block table
+
+
+class SaveQueue:
+    """The saving and learning of one engine."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        engine: CacheEngine,
+        pending: PendingTransfers,
+        pool: Any,
+        *,
+        block_size: int,
+        batch_tokens: int,
+        events: KVEvents | None = None,
+    ) -> None:
+        self._settings, self._engine, self._pending, self._pool, self._events = settings, engine, pending, pool, events
+        self._block_size, self._chunk = block_size, engine.chunk_size
+        self._spare = -(-batch_tokens // block_size)  # blocks that learning leaves free for a prompt
+        self._saves: list[SaveJob] = []
+        self._learning = 0  # number of the job under way
+
+    @property
+    def saving(self) -> bool:
+        """Whether something is being saved, or will be in the next step."""
+        return bool(self._saves or self._pending.under_way)
+
+    def take_saves(self) -> list[SaveJob]:
+        """Return the saves for the next step."""
+        saves, self._saves = self._saves, []
+        return saves
+
+    def save_due(self, state: RequestState, computed: int, table: Table) -> None:
+        """Save the exact chunks that are full when `computed` tokens are computed."""
+        if state.role is Role.LEARN:  # Its pages are not saved as well.
+            if not state.tried and computed >= state.request.num_prompt_tokens:
+                state.tried = True
+                self._save_document(state, table())
+            return
+        table = functools.cache(table)  # The engine makes a new list each time.
+        for chunk in range(state.saved, self._storable(state, computed) // self._chunk):
+            state.saved = chunk + 1
+            self._save(state, table, chunk, self._chunk)
+
+    def save_tail(self, state: RequestState, blocks: Sequence[int]) -> None:
+        """Save the full blocks behind a request's last full chunk, as a partly full chunk."""
+        if not self._settings.save_unfull_chunk or state.role is Role.LEARN:
+            return
+        # The last sampled token has no KV.
+        tokens = self._storable(state, min(state.request.num_computed_tokens, state.request.num_tokens - 1))
+        chunk, rest = divmod(tokens, self._chunk)
+        rest -= rest % self._block_size
+        if rest and chunk >= state.saved:
+            self._save(state, lambda: blocks, chunk, rest)
+
+    def learn_next(self) -> LearnJob | None:
+        """Return the next document to learn, if none is under way and the engine has blocks to spare."""
+        waiting = self._engine.learning
+        document = waiting.first()
+        if document is None or self._learning in self._pending.under_way:
+            return None
+        tokens = document.tokens
+        need = -(-len(tokens) // self._block_size)
+        if need + self._spare >= len(self._pool.blocks):  # The null block is never free.
+            waiting.pop()
+            log.warning("a document of %d tokens is too long to be learned beside a prompt", len(tokens))
+            return None
+        if need + self._spare > self._pool.get_num_free_blocks():
+            return None
+        waiting.pop()
+        slots = self._engine.begin_document(document.namespace, tokens)
+        if slots is None:
+            return None
+        blocks = self._pool.get_new_blocks(need)
+        job = self._pending.begin([slot for slot in slots if slot], lambda: self._pool.free_blocks(blocks))
+        self._learning = job
+        return LearnJob(
+            job=job,
+            tokens=tokens,
+            blocks=tuple(block.block_id for block in blocks),
+            chunk=self._chunk,
+            slots=tuple(slot.slot if slot else -1 for slot in slots),
+        )
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _storable(self, state: RequestState, computed: int) -> int:
+        request = state.request
+        tokens: int = min(computed, request.num_tokens, len(request.block_hashes) * self._block_size)
+        if not self._settings.save_decode_cache:
+            tokens = min(tokens, request.num_prompt_tokens)
+        return tokens if state.approximate is None else min(tokens, state.approximate)
+
+    def _save(self, state: RequestState, table: Table, chunk: int, tokens: int) -> None:
+        chain = self._engine.block_chain(state.hashes, self._block_size)
+        first, count = chunk * self._chunk // self._block_size, tokens // self._block_size
+        details = self._events.details(state.request, first, count) if self._events else None
+        label = details.label() if details else ""
+        slot = self._engine.begin_exact(chain, chunk, tokens, self._engine.namespace(RecordKind.PAGES), label)
+        if slot is None:
+            return
+        blocks = tuple(table()[first : first + count])
+        if len(blocks) < count or any(self._pool.blocks[block].is_null for block in blocks):
+            self._engine.store.abort(slot)  # A sliding window has passed these blocks.
+            return
+        if self._events and details:
+            self._events.expect(slot.meta.key, details)
+        job = self._pending.begin([slot], self._hold(blocks))
+        self._saves.append(SaveJob(job=job, slot=slot.slot, blocks=blocks))
+
+    def _save_document(self, state: RequestState, blocks: Sequence[int]) -> None:
+        """Save the prompt of a request that is a document, reading its keys and values from its pages."""
+        tokens = state.request.prompt_token_ids
+        namespace = self._engine.namespace(RecordKind.DOCUMENT, state.salt)
+        slots = self._engine.begin_document(namespace, tokens)
+        if slots is None:
+            keys = self._engine.document_keys(tokens, namespace)
+            state.learned = all(self._engine.lookup(keys))
+            return
+        state.learned = True
+        table = tuple(blocks[: -(-len(tokens) // self._block_size)])
+        for slot, bounds in zip(slots, chunk_bounds(len(tokens), self._chunk), strict=True):
+            if slot is not None:
+                job = self._pending.begin([slot], self._hold(table))
+                self._saves.append(SaveJob(job=job, slot=slot.slot, blocks=table, tokens=bounds))
+
+    def _hold(self, blocks: Sequence[int]) -> Callable[[], None]:
+        """Keep the engine from reusing blocks; return the function that releases them."""
+        held = [self._pool.blocks[block] for block in blocks]
+        self._pool.touch(held)
+        return lambda: self._pool.free_blocks(reversed(held))

@@ -1,0 +1,68 @@
+"""Opens the cache engine of a vLLM engine, with the sizes and names that its workers report."""
+
+from collections.abc import Sequence
+
+import torch
+
+from lmc.config import Settings
+from lmc.connectors.vllm.messages import WorkerFacts
+from lmc.engine import CacheEngine, Geometry
+from lmc.errors import ConfigError
+from lmc.keys import Namespace
+from lmc.shapes import KV
+from lmc.storage.tier import Tier
+
+
+def check_chunk_size(settings: Settings, block_size: int) -> None:
+    """Raise `ConfigError` if chunks are not made of whole blocks."""
+    if settings.chunk_size % block_size:
+        near = max(1, round(settings.chunk_size / block_size)) * block_size
+        raise ConfigError(
+            f"chunk_size = {settings.chunk_size} is not a multiple of the engine's block size of {block_size} tokens; "
+            f"set chunk_size (LMC_CHUNK_SIZE) to {near}, or --block-size to a divisor of it"
+        )
+
+
+def layers_of_stages(workers: Sequence[WorkerFacts]) -> tuple[int, ...]:
+    """Return how many layers each pipeline stage has."""
+    return tuple(len(worker.page_bytes) for worker in sorted(workers, key=lambda w: w.rank) if worker.rank[1] == 0)
+
+
+def open_engine(
+    settings: Settings,
+    workers: Sequence[WorkerFacts],
+    block_size: int,
+    model: str,
+    hashing: str,
+    *,
+    tiers: Sequence[Tier] | None = None,
+) -> CacheEngine:
+    """Make the slab and open the tiers, by default those of the settings.
+
+    `model` is the model's identity, and `hashing` the algorithm of the engine's block hashes. A chunk has a part for
+    each layer and rank; the ranks of a layer are side by side. Raises `ConfigError`, `NoMemory` or `TierUnusable`.
+    """
+    check_chunk_size(settings, block_size)
+    first, ranks = workers[0], max(worker.rank[1] for worker in workers) + 1
+    parts = sum(len(worker.page_bytes) for worker in workers)
+    item_bytes = getattr(torch, first.dtype.removeprefix("torch.")).itemsize
+    layout = "|".join(f"{worker.rank}{worker.page_bytes}{worker.layout}" for worker in workers)
+    geometry = Geometry(
+        chunk_size=settings.chunk_size,
+        parts=parts,
+        part_bytes=max(size for worker in workers for size in worker.page_bytes) * (settings.chunk_size // block_size),
+        token_bytes=KV * first.kv_heads * first.head_dim * item_bytes,
+        item_bytes=item_bytes,
+    )
+    namespace = Namespace(
+        model=model,
+        dtype=first.dtype,
+        layers=parts // ranks,
+        kv_heads=first.kv_heads,
+        head_dim=first.head_dim,
+        rope=first.rope,
+        chunk_size=settings.chunk_size,
+        tensor_parallel=ranks,
+        layout=f"{layout}|block {block_size}|{hashing}",
+    )
+    return CacheEngine(settings, geometry, namespace, shared=True, tiers=tiers)

@@ -1,0 +1,322 @@
+"""The cache engine: one model's chunks over the tiers that the settings name.
+
+For every connector it turns tokens into keys, and keys into stored bytes. A request goes through these steps:
+
+PromptView   the parts of the prompt that may be stored, with their keys
+look         where they are stored: one immutable snapshot
+plan         what is taken of it, decided by the planner from the snapshot alone
+layers       the plan's KV, layer by layer, while the next layers are being loaded
+begin_…      slots for new chunks, which the connector fills and commits
+"""
+
+import logging
+import os
+from collections import Counter, OrderedDict
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+import torch
+
+from lmc.blend.segments import Span
+from lmc.config import Settings
+from lmc.engine.index import BlockChain, CacheIndex, ExactChain, TokenChain, find_run
+from lmc.engine.learning import LearningQueue
+from lmc.engine.pieces import Piece
+from lmc.engine.planner import DocumentLookup, Lookup, Plan, Wish, choose_plan
+from lmc.engine.tiers import open_tiers
+from lmc.errors import ChunkLost
+from lmc.keys import ChunkKey, Namespace, RecordKind, chunk_bounds, document_keys
+from lmc.shapes import GIB, KVShape
+from lmc.storage.contract import Pin, Reservation
+from lmc.storage.cost_model import LoadPolicy
+from lmc.storage.record import RecordMeta
+from lmc.storage.slab import Slab
+from lmc.storage.stats import StoreStats, WritePolicy
+from lmc.storage.store import Store
+from lmc.storage.tier import Tier
+
+log = logging.getLogger(__name__)
+
+SALTS = 4096  # cache salts (tenants) whose namespaces are remembered
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Geometry:
+    """The sizes of a model's chunks."""
+
+    chunk_size: int  # tokens
+    parts: int  # in a chunk: one for each layer of each tensor-parallel rank
+    part_bytes: int  # in a part of a full exact chunk
+    token_bytes: int  # in a part of a document, for each token
+    item_bytes: int  # of one number of the KV; codecs need it
+
+    @classmethod
+    def of(cls, shape: KVShape, chunk_size: int) -> "Geometry":
+        """Return the sizes for a connector that keeps exact chunks as tokens, in the layout of documents."""
+        return cls(
+            chunk_size=chunk_size,
+            parts=shape.layers,
+            part_bytes=shape.part_bytes(chunk_size),
+            token_bytes=shape.token_bytes,
+            item_bytes=shape.dtype.itemsize,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class DocumentKeys:
+    """A document in a prompt, and the keys of its chunks."""
+
+    span: Span
+    keys: tuple[ChunkKey, ...]
+    exact: bool = False  # whether the tokens before it are those that it was computed behind
+    learnable: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class PromptView:
+    """The parts of a prompt that may be stored, with their keys."""
+
+    chain: ExactChain
+    documents: tuple[DocumentKeys, ...] = ()
+
+
+class CacheEngine:
+    """The chunks of one model, for all tenants."""
+
+    learned_behind: tuple[int, ...] = ()  # The tokens that documents are computed behind.
+
+    def __init__(
+        self,
+        settings: Settings,
+        geometry: Geometry,
+        namespace: Namespace,
+        *,
+        device: torch.device | str = "cpu",
+        shared: bool = False,
+        tiers: Sequence[Tier] | None = None,
+    ) -> None:
+        """Make the slabs, in memory that other processes can map if `shared`, and open the tiers.
+
+        `namespace` has the fields that all namespaces of the model have in common; kind and salt are set here. Raises
+        `NoMemory`, `TierUnusable` or `ConfigError`.
+        """
+        self.settings, self.geometry, self._namespace = settings, geometry, namespace
+        self.chunk_size = geometry.chunk_size
+        host = Slab.of_size(settings.max_local_cpu_size * GIB, geometry.parts, geometry.part_bytes, shared=shared)
+        on_device = 0 if shared else settings.max_local_device_size * GIB
+        slab = Slab.of_size(on_device, geometry.parts, geometry.part_bytes, device) if on_device else None
+        tiers = open_tiers(settings, geometry.item_bytes) if tiers is None else tiers
+        self.slab = host
+        self.store = Store(host, tiers, device=slab, policy=WritePolicy(settings.store_policy))
+        self.index = CacheIndex()
+        self.learning = LearningQueue(host.slots * self.chunk_size)
+        self._salted: OrderedDict[tuple[RecordKind, str], bytes] = OrderedDict()
+        self.recalled: dict[ChunkKey, str] = {}  # What connectors noted with records.
+        self._recall()
+
+    # -- names -------------------------------------------------------------------------------------------------------
+
+    def namespace(self, kind: RecordKind, salt: str = "") -> bytes:
+        """Return the digest from which the keys of a tenant's chunks start."""
+        name = (kind, salt)
+        if name not in self._salted:
+            layout = self._namespace.layout if kind is RecordKind.PAGES else ""
+            own = replace(self._namespace, kind=kind.value, cache_salt=salt, layout=layout)
+            self._salted[name] = own.digest()
+            while len(self._salted) > SALTS:
+                self._salted.popitem(last=False)
+        return self._salted[name]
+
+    def token_chain(self, tokens: Sequence[int], salt: str = "", ends: Iterable[int] = ()) -> TokenChain:
+        """Return a prompt as exact token chunks. Partly full chunks are also looked for at the lengths `ends`."""
+        return TokenChain(self.index, self.namespace(RecordKind.PREFIX, salt), tokens, self.chunk_size, ends)
+
+    def block_chain(self, hashes: Sequence[bytes], block_size: int) -> BlockChain:
+        """Return a prompt as exact chunks of pages, named by an engine's block hashes."""
+        return BlockChain(self.index, self.namespace(RecordKind.PAGES), hashes, self.chunk_size, block_size)
+
+    def document(self, prompt: Sequence[int], span: Span, salt: str = "", *, learnable: bool = True) -> DocumentKeys:
+        """Return a document of a prompt with its keys; raise `InputError` for a token that is no uint32."""
+        exact = span.start == len(self.learned_behind) and tuple(prompt[: span.start]) == self.learned_behind
+        keys = self.document_keys(prompt[span.start : span.stop], self.namespace(RecordKind.DOCUMENT, salt))
+        return DocumentKeys(span, tuple(keys), exact, learnable)
+
+    def document_keys(self, tokens: Sequence[int], namespace: bytes) -> list[ChunkKey]:
+        """Return the keys of a document's chunks."""
+        return document_keys(namespace, tokens, self.chunk_size)
+
+    def begin_anew(self) -> None:
+        """Use other keys from now on, which no later process finds: new weights may have come into the same model."""
+        self._namespace = replace(self._namespace, model=self._namespace.model + os.urandom(16).hex())
+        self._salted.clear()
+        self.index = CacheIndex()
+
+    # -- plans -------------------------------------------------------------------------------------------------------
+
+    def look(self, view: PromptView, elsewhere: Mapping[ChunkKey, str] | None = None) -> Lookup:
+        """Find out where the parts of a prompt are.
+
+        Tiers that other processes share are asked, unless `elsewhere` holds the places that they have answered.
+        """
+        documents = view.documents
+        keys = [*view.chain.whole, *(key for document in documents for key in document.keys)]
+        places = self.lookup(keys, elsewhere)
+        full = len(keys) - sum(len(document.keys) for document in documents)
+        exact = find_run(view.chain, self.chunk_size, places[:full], lambda keys: self.lookup(keys, elsewhere))
+        found, at = [], full
+        for document in documents:
+            found.append(self._located(document, places[at : at + len(document.keys)]))
+            at += len(document.keys)
+        return Lookup(exact=tuple(exact), documents=tuple(found))
+
+    def lookup(self, keys: Sequence[ChunkKey], elsewhere: Mapping[ChunkKey, str] | None = None) -> list[str | None]:
+        """Return the place of each chunk, or None; `elsewhere` as for `look`."""
+        places = self.store.lookup(keys, shared=elsewhere is None)
+        known = elsewhere or {}
+        return [place or known.get(key) for key, place in zip(keys, places, strict=True)]
+
+    def plan(self, found: Lookup, wish: Wish) -> tuple[Plan, Wish]:
+        """Decide what is taken of what was found; see `choose_plan`."""
+        return choose_plan(found, wish, self._record_bytes, self.store.cost, LoadPolicy(self.settings.load_policy))
+
+    # -- KV ----------------------------------------------------------------------------------------------------------
+
+    def layers(
+        self, pieces: Sequence[Piece], shape: KVShape, loaded: "Counter[str] | None" = None
+    ) -> Generator[tuple[int, list[torch.Tensor]], None, None]:
+        """Yield for each layer, in order, its number and one tensor `[K, T, H, D]` for each piece.
+
+        Later layers are loaded meanwhile. Without pieces nothing is yielded. The tensors are views of slots and are
+        valid until the generator ends, so use it under `contextlib.closing`. `loaded` is increased by the bytes that
+        came from each place. Raises `ChunkLost` if a chunk is gone or turns out to be corrupt; then look again.
+        """
+        if not pieces:
+            return
+        with self.store.pinned([piece.key for piece in pieces]) as found:
+            pins = [pin for pin in found if pin is not None]
+            if len(pins) < len(pieces):
+                raise ChunkLost([piece.key for piece, pin in zip(pieces, found, strict=True) if pin is None])
+            try:
+                for layer in range(shape.layers):
+                    pairs = zip(pieces, pins, strict=True)
+                    yield layer, [self._part(piece, pin, layer, shape, loaded) for piece, pin in pairs]
+            finally:
+                if torch.cuda.is_available():
+                    torch.cuda.current_stream().synchronize()  # Copies out of slots end before the pins do.
+
+    def begin_exact(
+        self, chain: ExactChain, chunk: int, tokens: int, namespace: bytes, details: str = ""
+    ) -> Reservation | None:
+        """Return a slot for `tokens` tokens behind `chunk` full chunks, or None if they are stored or there is no room.
+
+        A shared tier is not asked, because that would cost a round trip for each chunk; it keeps one of two equal
+        records. A connector finds `details` again in `recalled` after a restart.
+        """
+        naming = chain.naming(chunk, tokens)
+        known = [naming.key, naming.longer] if naming.longer is not None else [naming.key]
+        stored = any(self.store.lookup(known, shared=False))
+        reservation = None
+        if not stored:
+            size = self.geometry.part_bytes * tokens // self.chunk_size  # Older bytes of the slot are not written.
+            label = " ".join(filter(None, (naming.label, details)))
+            meta = self._meta(chain.kind, naming.key, namespace, tokens, chunk * self.chunk_size, size, label)
+            reservation = self.store.begin(meta)
+        if reservation is not None or chain.kind is RecordKind.PREFIX:
+            chain.remember(chunk, tokens)
+        return reservation
+
+    def begin_document(self, namespace: bytes, tokens: Sequence[int]) -> list[Reservation | None] | None:
+        """Return a slot for each of a document's chunks, or None for a chunk that is stored already.
+
+        Returns None instead of the list if all chunks are stored, or if there is no room for all of them.
+        """
+        keys, first = self.document_keys(tokens, namespace), len(self.learned_behind)
+        places = self.store.lookup(keys, shared=False)
+        if all(places) or len(keys) > self.store.slots:
+            return None
+        slots: list[Reservation | None] = []
+        for key, place, (start, stop) in zip(keys, places, chunk_bounds(len(tokens), self.chunk_size), strict=True):
+            size = (stop - start) * self.geometry.token_bytes
+            meta = self._meta(RecordKind.DOCUMENT, key, namespace, stop - start, first + start, size)
+            slots.append(None if place else self.store.begin(meta))
+            if place is None and slots[-1] is None:
+                for begun in filter(None, slots):
+                    self.store.abort(begun)
+                return None
+        return slots
+
+    def fits(self, tokens: int) -> bool:
+        """Return whether all chunks of a document can be in memory at once, which their use requires."""
+        return len(chunk_bounds(tokens, self.chunk_size)) <= self.store.slots
+
+    def forget_all(self, *, wait: bool = True) -> None:
+        """Remove every chunk, even while it is read. Chunks on tiers that other processes share stay there."""
+        for key in self.store.known_keys():
+            self.store.forget(key, wait=wait, shared=False)
+
+    def stats(self) -> StoreStats:
+        """Return the store's counts since the start."""
+        return self.store.stats()
+
+    def close(self) -> None:
+        """Write to the tiers what is not there yet, and close everything."""
+        self.store.close()
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _located(self, document: DocumentKeys, places: Sequence[str | None]) -> DocumentLookup:
+        span, behind, exact = document.span, len(self.learned_behind), document.exact
+        bounds = chunk_bounds(len(span), self.chunk_size)
+        pieces = [
+            Piece.whole(RecordKind.DOCUMENT, key, stop - start, span.start + start, behind + start, place, exact=exact)
+            for key, place, (start, stop) in zip(document.keys, places, bounds, strict=True)
+        ]
+        return DocumentLookup(span=span, pieces=tuple(pieces), learnable=document.learnable)
+
+    def _part(self, piece: Piece, pin: Pin, layer: int, shape: KVShape, loaded: "Counter[str] | None") -> torch.Tensor:
+        part = shape.part(self.store.part(pin, layer), piece.stored)
+        if loaded is not None:
+            loaded[pin.place] += shape.part_bytes(piece.stored)
+        return part[:, piece.skip : piece.skip + piece.tokens]
+
+    def _record_bytes(self, piece: Piece) -> int:
+        if piece.kind is RecordKind.PAGES:
+            return self.geometry.part_bytes * self.geometry.parts
+        return piece.stored * self.geometry.token_bytes * self.geometry.parts
+
+    def _meta(
+        self, kind: RecordKind, key: ChunkKey, namespace: bytes, tokens: int, first: int, size: int, label: str = ""
+    ) -> RecordMeta:
+        parts = self.geometry.parts
+        return RecordMeta(
+            key=key,
+            namespace=namespace,
+            tokens=tokens,
+            first=first,
+            parts=parts,
+            part_bytes=size,
+            kind=kind,
+            label=label,
+        )
+
+    def _recall(self) -> None:
+        """Fill the index from the headers of records that earlier processes wrote to the disk."""
+        pages, old = self.namespace(RecordKind.PAGES), Counter[str]()
+        for place, meta in self.store.records():
+            old[place] += meta.kind is None
+            # Another model's pages have the same block hashes, but its token chunks have other keys.
+            if meta.kind is RecordKind.PREFIX or meta.namespace == pages:
+                label, _, details = meta.label.partition(" ")
+                with suppress(ValueError):  # lmc did not write this label.
+                    self.index.recall(meta.kind, meta.key, meta.tokens, label)
+                    if details:
+                        self.recalled[meta.key] = details
+        for place, count in old.items():
+            if count:
+                log.warning(
+                    "%d records on the %s tier were written by lmc 0.1.0, which named chunks differently. They are not "
+                    "used, and are evicted when room is needed; `lmc clear` removes them now.",
+                    count,
+                    place,
+                )

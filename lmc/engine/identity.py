@@ -1,0 +1,145 @@
+"""The identity of a model, for the keys of its chunks: equal wherever the model was loaded, and different if one bit
+is.
+
+A checkpoint is identified by the contents of its files, the config and every byte of the weights. Only the files are
+the same for transformers and vLLM, because vLLM fuses matrices in memory and its CPU build repacks them. Digests of
+files are remembered by path, size and times, so that only the first start reads them. A model without files (made in
+memory, or with dummy weights) is identified by the bytes of its parameters.
+"""
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+import xxhash
+
+WEIGHTS = ("*.safetensors", "*.bin", "*.gguf", "*.pt")  # All files of the first kind that a checkpoint has.
+READ_BYTES = 8 << 20  # at a time
+READERS = 4
+FRESH_SECONDS = 2.0  # A file that changed so short a while ago may change again without its times showing it.
+# Entries of a config that do not change keys or values. The dtype is a field of the namespace.
+NOT_KV = frozenset({"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache"})
+
+
+def rope_name(parameters: Mapping[str, object] | None) -> str:
+    """Return one spelling of a model's RoPE parameters, whichever way a library writes its defaults and numbers."""
+    given = {name: value for name, value in (parameters or {}).items() if value is not None}
+    kind = given.pop("rope_type", given.pop("type", "default"))
+    numbers = {name: float(value) if isinstance(value, int | float) else value for name, value in given.items()}
+    return json.dumps({**numbers, "rope_type": kind}, sort_keys=True, default=str)
+
+
+def checkpoint_files(name: str | Path, revision: str | None = None) -> list[Path]:
+    """Return the files on this host on which a checkpoint's KV depends; none if its weights are not here."""
+    path = Path(name)
+    if path.is_file():
+        return [path]
+    folder = path if path.is_dir() else _snapshot(str(name), revision)
+    weights = next((found for pattern in WEIGHTS if (found := sorted(folder.glob(pattern)))), []) if folder else []
+    return [*weights, *sorted(folder.glob("*.py")), *folder.glob("config.json")] if folder and weights else []
+
+
+def identity_of_files(files: Sequence[Path], also: Sequence[str] = ()) -> str:
+    """Return the identity of a checkpoint. `also` names the loader's options that change keys or values."""
+    digest = hashlib.sha256(repr(tuple(also)).encode())
+    with ThreadPoolExecutor(READERS, thread_name_prefix="lmc-identity") as pool:
+        for path, found in zip(files, _RememberedDigests().of(files, pool), strict=True):
+            digest.update(f"{path.name} {found}\n".encode())
+    return digest.hexdigest()
+
+
+def identity_of_parameters(
+    config: Mapping[str, object], parameters: Iterable[tuple[str, torch.Tensor]], also: Sequence[str] = ()
+) -> str:
+    """Return the identity of a model in memory: of its config, and of every byte of every parameter."""
+    digest = hashlib.sha256(repr(tuple(also)).encode() + _plain(config))
+    for name, weight in parameters:
+        raw = weight.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
+        # xxh3 over the bytes: 0.5 GB take 0.1 s, where sha256 would take 0.3 s. The weights are the operator's own.
+        digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode() + xxhash.xxh3_128_digest(raw))
+    return digest.hexdigest()
+
+
+def adapter_stamp(path: str) -> bytes:
+    """Return a digest that changes with a LoRA adapter's files.
+
+    An engine's block hashes name only the path, where another adapter may lie when the disk tier is used again.
+    """
+    try:
+        found = [(file.name, file.stat()) for file in sorted(Path(path).iterdir())]
+    except OSError:  # A hub's id: its chunks are not found again after this process.
+        return os.urandom(32)
+    known = [(name, status.st_size, status.st_mtime_ns) for name, status in found]
+    return hashlib.sha256(repr((path, known)).encode()).digest()
+
+
+class _RememberedDigests:
+    """Digests of files, kept in the user's cache directory."""
+
+    def __init__(self) -> None:
+        cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        self._file = Path(cache) / "lmc" / "checkpoints.json"
+        self._known: dict[str, list[object]] = {}
+        with suppress(OSError, ValueError):
+            known = json.loads(self._file.read_text())
+            self._known = known if isinstance(known, dict) else {}
+
+    def of(self, files: Sequence[Path], pool: ThreadPoolExecutor) -> list[str]:
+        """Return the digest of each file. Files that are not remembered are read."""
+        found = list(pool.map(self._digest, files))
+        changed = {path: entry for path, entry in found if path and self._known.get(path) != entry}
+        if changed:
+            self._remember(changed)
+        return [str(entry[-1]) for _, entry in found]
+
+    def _digest(self, file: Path) -> tuple[str, list[object]]:
+        """Return the path, and size, times and digest; no path if these may not be remembered."""
+        path = str(file.resolve())
+        status = os.stat(path)
+        stamp = [status.st_size, status.st_mtime_ns, status.st_ctime_ns]
+        known = self._known.get(path)
+        if isinstance(known, list) and known[:-1] == stamp:
+            return path, known
+        is_config = file.suffix == ".json"
+        digest = hashlib.sha256(_plain(json.loads(file.read_bytes()))).hexdigest() if is_config else _read(path)
+        fresh = time.time() - max(status.st_mtime, status.st_ctime) < FRESH_SECONDS
+        return ("" if fresh else path), [*stamp, digest]
+
+    def _remember(self, changed: Mapping[str, list[object]]) -> None:
+        with suppress(OSError):  # If the home is read-only, the next start reads the files again.
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            aside = self._file.with_suffix(f".{os.getpid()}")
+            known = {path: entry for path, entry in self._known.items() if os.path.exists(path)}
+            aside.write_text(json.dumps({**known, **changed}))
+            aside.replace(self._file)
+
+
+def _read(path: str) -> str:
+    digest, buffer = xxhash.xxh3_128(), memoryview(bytearray(READ_BYTES))
+    with open(path, "rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            digest.update(buffer[:count])
+    return digest.hexdigest()
+
+
+def _plain(config: Mapping[str, object]) -> bytes:
+    """Return the entries of a config on which keys and values depend."""
+    kept = {name: value for name, value in config.items() if name not in NOT_KV}
+    return json.dumps(kept, sort_keys=True, default=str).encode()
+
+
+def _snapshot(name: str, revision: str | None) -> Path | None:
+    """Return the folder of a hub's checkpoint on this host, if it has been downloaded."""
+    try:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+        return Path(snapshot_download(name, revision=revision, local_files_only=True))
+    except (ImportError, OSError, ValueError, HfHubHTTPError, LocalEntryNotFoundError):
+        return None

@@ -1,0 +1,201 @@
+"""The index of exact chunks: which stored chunks serve the beginning of a prompt.
+
+There are two kinds of exact records. *Token chunks* (transformers) are named by a chain of hashes over the tokens, a
+chunk at a time; the partly full chunk at the end of a stored prompt is found by its length, behind the chunk before it.
+*Pages* (vLLM) are named by the engine's hash of their last block, which covers the whole prompt up to there, including
+cache salt, LoRA and images; such a chunk serves any number of its leading blocks. The index remembers the ends and the
+blocks, and the labels of records hold them for the next process.
+"""
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import takewhile
+from typing import Protocol
+
+from lmc.engine.pieces import Piece
+from lmc.keys import ChunkKey, RecordKind, exact_keys, exact_root, next_key
+
+SHORT = 16  # bytes of a block hash that are remembered; too many for anybody to find two prompts that share them
+REMEMBERED = 1 << 20  # blocks: about 150 MB of index, 16 million tokens at 16 a block
+ENDS = 4096  # chunks for which the ends behind them are remembered
+
+Lookup = Callable[[Sequence[ChunkKey]], Sequence[str | None]]
+
+
+class CacheIndex:
+    """What is remembered of stored chunks beyond their keys."""
+
+    def __init__(self) -> None:
+        self._blocks: OrderedDict[bytes, tuple[ChunkKey, int]] = OrderedDict()  # short hash -> chunk, place in it
+        self._ends: OrderedDict[ChunkKey, set[int]] = OrderedDict()  # chunk -> lengths of ends behind it
+
+    def remember_blocks(self, key: ChunkKey, hashes: Sequence[bytes]) -> None:
+        """Remember which blocks a chunk of pages has."""
+        for place, block in enumerate(hashes):
+            self._blocks[block[:SHORT]] = (key, place)
+            self._blocks.move_to_end(block[:SHORT])
+        while len(self._blocks) > REMEMBERED:
+            self._blocks.popitem(last=False)
+
+    def remember_end(self, parent: ChunkKey, length: int) -> None:
+        """Remember that a partly full chunk of `length` tokens is stored behind the chunk `parent`."""
+        self._ends.setdefault(parent, set()).add(length)
+        self._ends.move_to_end(parent)
+        while len(self._ends) > ENDS:
+            self._ends.popitem(last=False)
+
+    def recall(self, kind: RecordKind | None, key: ChunkKey, tokens: int, label: str) -> None:
+        """Remember a chunk from the label of its record; raise `ValueError` for a label that lmc did not write."""
+        raw = bytes.fromhex(label)
+        if kind is RecordKind.PAGES:
+            self.remember_blocks(key, [raw[i : i + SHORT] for i in range(0, len(raw), SHORT)])
+        elif kind is RecordKind.PREFIX and raw:
+            self.remember_end(ChunkKey(raw), tokens)
+
+    def holder(self, block: bytes) -> tuple[ChunkKey, int] | None:
+        """Return the chunk that has this block, and the number of the block in it."""
+        return self._blocks.get(block[:SHORT])
+
+    def ends(self, parent: ChunkKey) -> set[int]:
+        """Return the lengths of the ends that are stored behind a chunk."""
+        return self._ends.get(parent, set())
+
+
+@dataclass(frozen=True, slots=True)
+class Naming:
+    """The key under which an exact chunk is stored."""
+
+    key: ChunkKey
+    label: str = ""
+    longer: ChunkKey | None = None  # of a longer chunk that serves the same tokens, if it is still stored
+
+
+class ExactChain(Protocol):
+    """A prompt as a chain of exact chunks."""
+
+    kind: RecordKind
+
+    @property
+    def whole(self) -> Sequence[ChunkKey]:
+        """The keys of its full chunks."""
+
+    def partial(self, chunk: int) -> list[tuple[ChunkKey, int]]:
+        """Return which chunks may serve the tokens behind `chunk` full chunks, and with how many of their tokens.
+
+        Those with the most tokens come first.
+        """
+
+    def naming(self, chunk: int, tokens: int) -> "Naming":
+        """Return the key and label for `tokens` tokens behind `chunk` full chunks."""
+
+    def remember(self, chunk: int, tokens: int) -> None:
+        """Remember that they are stored, so that they are found from now on."""
+
+
+class TokenChain:
+    """A prompt as token chunks. Ends are looked for at the lengths `ends`, and where the index has some."""
+
+    kind = RecordKind.PREFIX
+
+    def __init__(
+        self, index: CacheIndex, namespace: bytes, tokens: Sequence[int], chunk_size: int, ends: Iterable[int] = ()
+    ) -> None:
+        self._index, self._namespace, self._tokens, self._size = index, namespace, tokens, chunk_size
+        self._ends = {*ends, len(tokens)}
+
+    @cached_property
+    def whole(self) -> Sequence[ChunkKey]:
+        """A sha256 chain over the tokens."""
+        full = len(self._tokens) // self._size * self._size
+        return exact_keys(self._namespace, self._tokens[:full], self._size)
+
+    def partial(self, chunk: int) -> list[tuple[ChunkKey, int]]:
+        """Ends whose tokens come next in the prompt."""
+        at, parent = chunk * self._size, self._parent(chunk)
+        lengths = self._index.ends(parent) | {end - at for end in self._ends if at < end < at + self._size}
+        fitting = sorted((length for length in lengths if length <= len(self._tokens) - at), reverse=True)
+        return [(next_key(parent, self._tokens[at : at + length]), length) for length in fitting]
+
+    def naming(self, chunk: int, tokens: int) -> "Naming":
+        """The label of an end is the key of the chunk before it."""
+        at, parent = chunk * self._size, self._parent(chunk)
+        if tokens == self._size:
+            return Naming(self.whole[chunk])
+        return Naming(next_key(parent, self._tokens[at : at + tokens]), parent.hex())
+
+    def remember(self, chunk: int, tokens: int) -> None:
+        """Full chunks are found by their keys alone."""
+        if tokens < self._size:
+            self._index.remember_end(self._parent(chunk), tokens)
+
+    def _parent(self, chunk: int) -> ChunkKey:
+        return self.whole[chunk - 1] if chunk else exact_root(self._namespace)
+
+
+class BlockChain:
+    """A prompt as chunks of pages, by the engine's block hashes."""
+
+    kind = RecordKind.PAGES
+
+    def __init__(
+        self, index: CacheIndex, namespace: bytes, hashes: Sequence[bytes], chunk_size: int, block_size: int
+    ) -> None:
+        self._index, self._namespace, self._hashes = index, namespace, hashes
+        self._size, self._blocks = block_size, chunk_size // block_size
+
+    @property
+    def whole(self) -> Sequence[ChunkKey]:
+        """By the last block of each chunk."""
+        return [self.key(self._hashes[last]) for last in range(self._blocks - 1, len(self._hashes), self._blocks)]
+
+    def partial(self, chunk: int) -> list[tuple[ChunkKey, int]]:
+        """Return chunks whose leading blocks these are: they go on with other blocks, or end there."""
+        hashes, found = self._hashes[chunk * self._blocks : (chunk + 1) * self._blocks], []
+        for place in reversed(range(len(hashes))):
+            holder = self._index.holder(hashes[place])
+            if holder is not None and holder[1] == place:
+                found.append((holder[0], (place + 1) * self._size))
+            if place + 1 < self._blocks:  # A chunk that ends here may come from another process.
+                found.append((self.key(hashes[place]), (place + 1) * self._size))
+        return found
+
+    def naming(self, chunk: int, tokens: int) -> "Naming":
+        """Return the key and label. The label holds the chunk's block hashes, shortened."""
+        hashes = self._of(chunk, tokens)
+        holder = self._index.holder(hashes[-1])
+        longer = holder[0] if holder is not None and holder[1] == len(hashes) - 1 else None
+        return Naming(self.key(hashes[-1]), "".join(block[:SHORT].hex() for block in hashes), longer)
+
+    def remember(self, chunk: int, tokens: int) -> None:
+        """Remember the chunk for each of its blocks."""
+        hashes = self._of(chunk, tokens)
+        self._index.remember_blocks(self.key(hashes[-1]), hashes)
+
+    def key(self, last: bytes) -> ChunkKey:
+        """Return the key of the chunk whose last block has this hash."""
+        return ChunkKey(hashlib.sha256(b"pages" + self._namespace + last).digest())
+
+    def _of(self, chunk: int, tokens: int) -> Sequence[bytes]:
+        first = chunk * self._blocks
+        return self._hashes[first : first + tokens // self._size]
+
+
+def find_run(chain: ExactChain, chunk_size: int, places: Sequence[str | None], lookup: Lookup) -> list[Piece]:
+    """Return the longest run of exact chunks from the start of a prompt.
+
+    It has full chunks, which are at `places`, and perhaps a part of one more.
+    """
+    found: list[Piece] = []
+    for key, place in takewhile(lambda pair: pair[1], zip(chain.whole, places, strict=True)):
+        at = len(found) * chunk_size
+        found.append(Piece.whole(chain.kind, key, chunk_size, at, at, place))
+    at = len(found) * chunk_size
+    candidates = chain.partial(len(found))
+    there = lookup([key for key, _ in candidates]) if candidates else []
+    for (key, tokens), place in zip(candidates, there, strict=True):
+        if place is not None:
+            return [*found, Piece.whole(chain.kind, key, tokens, at, at, place)]
+    return found

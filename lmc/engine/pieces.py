@@ -1,0 +1,45 @@
+"""Pieces: stored chunks, or parts of them, and the positions of a prompt that they serve."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from lmc.keys import ChunkKey, RecordKind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """Tokens of one stored chunk, and the positions of a prompt where they are used."""
+
+    key: ChunkKey
+    kind: RecordKind
+    stored: int  # tokens in the chunk
+    at: int  # position in the prompt of the first token that is used
+    tokens: int  # that are used
+    first: int  # position at which the first used token was computed
+    skip: int = 0  # leading tokens of the chunk that are not used
+    place: str | None = None  # where the chunk was when it was looked for; None if it was nowhere
+    exact: bool = True  # full prefill of this prompt would give the same keys and values
+
+    @classmethod
+    def whole(
+        cls, kind: RecordKind, key: ChunkKey, tokens: int, at: int, first: int, place: str | None, *, exact: bool = True
+    ) -> "Piece":
+        """Return a chunk of which all tokens are used."""
+        return cls(key=key, kind=kind, stored=tokens, at=at, tokens=tokens, first=first, place=place, exact=exact)
+
+    @property
+    def stop(self) -> int:
+        """The position behind the last token that is used."""
+        return self.at + self.tokens
+
+
+def trim(pieces: Iterable[Piece], start: int, stop: int) -> list[Piece]:
+    """Return the parts of `pieces` on the positions `[start, stop)`."""
+    kept = []
+    for piece in pieces:
+        skip = max(0, start - piece.at)
+        tokens = min(piece.stop, stop) - piece.at - skip
+        if tokens > 0:
+            moved = replace(piece, skip=piece.skip + skip, tokens=tokens, at=piece.at + skip, first=piece.first + skip)
+            kept.append(moved)
+    return kept

@@ -1,0 +1,170 @@
+"""The planner decides what of a prompt is taken from the store.
+
+One snapshot of lookups goes in, one plan comes out, and nothing else is asked or changed.
+
+A plan has an exact part, from the start of the prompt, and behind it parts of documents anywhere. It uses everything
+that is stored; or, if loading would take longer than computing, only what is in memory.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import dropwhile, takewhile
+
+from lmc.blend.segments import Span
+from lmc.engine.pieces import Piece, trim
+from lmc.keys import ChunkKey
+from lmc.storage.cost_model import CostModel, LoadPolicy, Offer
+from lmc.storage.places import MEMORY
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DocumentLookup:
+    """A document of a prompt, and where its chunks are."""
+
+    span: Span
+    pieces: tuple[Piece, ...]  # all of its chunks, stored or not
+    learnable: bool = True  # False for text that may or may not be a document.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lookup:
+    """What is stored of a prompt, at one time."""
+
+    exact: tuple[Piece, ...] = ()  # the longest run from the start
+    documents: tuple[DocumentLookup, ...] = ()  # in the order of the prompt
+
+    @property
+    def pieces(self) -> list[Piece]:
+        """The pieces that are stored somewhere."""
+        everything = [*self.exact, *(piece for document in self.documents for piece in document.pieces)]
+        return [piece for piece in everything if piece.place is not None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wish:
+    """What a request wants of a plan, and what its engine can use."""
+
+    prompt: int  # tokens
+    local: int = 0  # leading tokens whose KV the engine has itself
+    exact_stop: int  # nothing is reused exactly behind this position
+    document_stop: int  # no document is reused behind this position
+    min_tokens: int = 0  # of stored documents, below which there is no blend
+    ratio: float = 0.0  # of the reused tokens, the share that is computed all the same
+    whole_prompt: bool = True  # A blend computes the prompt to its end, where the question chooses tokens to repair.
+    block_size: int = 1  # Approximate KV must begin in a block that the prompt fills.
+    refused: str = ""  # why documents are not reused; empty if they may be
+    memory_only: bool = False  # Chunks on tiers are not loaded.
+    lost: frozenset[ChunkKey] = frozenset()  # chunks that did not come
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What of a prompt is taken from the store."""
+
+    exact: tuple[Piece, ...] = ()  # from the start, one behind the other
+    documents: tuple[Piece, ...] = ()  # behind them
+    reach: int = 0  # where the exact part ends, the engine's own tokens included
+    stop: int = 0  # where the KV ends that the plan and its blend provide
+    unknown: tuple[Span, ...] = ()  # documents to learn
+    skipped: int = 0  # stored tokens that are left out because computing them is expected to be faster
+    note: str = ""  # why the plan is not what was asked for
+
+    @property
+    def pieces(self) -> tuple[Piece, ...]:
+        """The pieces of both parts."""
+        return self.exact + self.documents
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens are taken from the store."""
+        return sum(piece.tokens for piece in self.pieces)
+
+    @property
+    def approximate(self) -> tuple[Piece, ...]:
+        """The pieces that a blend repairs."""
+        return tuple(piece for piece in self.documents if not piece.exact)
+
+
+def make_plan(found: Lookup, wish: Wish) -> Plan:
+    """Return the plan for a prompt of which `found` is stored."""
+    usable = _usable(wish)
+    exact = trim(takewhile(usable, found.exact), wish.local, wish.exact_stop)
+    for piece in (piece for document in found.documents for piece in document.pieces if piece.exact):
+        reach = max(wish.local, _stop(exact))
+        if piece.at <= reach and usable(piece):
+            exact += trim([piece], reach, wish.exact_stop)
+    reach = max(wish.local, _stop(exact))
+    documents = [
+        piece
+        for document in found.documents
+        for piece in trim(filter(usable, document.pieces), reach, wish.document_stop)
+    ]
+    refused = (documents and wish.refused) or _too_little(documents, wish)
+    if refused or all(piece.exact for piece in documents):
+        documents = []
+    stop = (wish.prompt if wish.whole_prompt else _stop(documents)) if documents else reach
+    unknown = tuple(document.span for document in found.documents if _is_unknown(document, wish))
+    return Plan(exact=tuple(exact), documents=tuple(documents), reach=reach, stop=stop, unknown=unknown, note=refused)
+
+
+def choose_plan(
+    found: Lookup, wish: Wish, size_of: Callable[[Piece], int], cost: CostModel, policy: LoadPolicy
+) -> tuple[Plan, Wish]:
+    """Return the plan with everything that is stored, or with what is in memory if loading would take longer.
+
+    The wish that led to it is returned as well. `size_of` is the number of bytes that a piece's chunk has on a tier.
+    """
+    plan = make_plan(found, wish)
+    offer = _offer(plan, wish, size_of)
+    choice = cost.choose(offer, policy)
+    if choice.load:
+        return plan, wish
+    near = replace(wish, memory_only=True)
+    if not offer.records:
+        return plan, near
+    rest = make_plan(found, near)
+    note = "; ".join(filter(None, (rest.note, choice.why)))
+    return replace(rest, skipped=plan.tokens - rest.tokens, note=note), near
+
+
+def _offer(plan: Plan, wish: Wish, size_of: Callable[[Piece], int]) -> Offer:
+    """Return which records a plan would load, and how many tokens of prefill that would save.
+
+    Without its first record, all of the exact part behind it is lost.
+    """
+    away = {piece.key: piece for piece in plan.pieces if piece.place not in MEMORY}
+    return Offer(
+        records=[(str(piece.place), size_of(piece)) for piece in away.values()],
+        exact=sum(piece.tokens for piece in dropwhile(lambda piece: piece.key not in away, plan.exact)),
+        reused=sum(piece.tokens for piece in plan.documents if piece.key in away),
+        ratio=wish.ratio,
+        prompt=wish.prompt,
+    )
+
+
+def _usable(wish: Wish) -> Callable[[Piece], bool]:
+    def usable(piece: Piece) -> bool:
+        there = piece.place in MEMORY if wish.memory_only else piece.place is not None
+        return there and piece.key not in wish.lost
+
+    return usable
+
+
+def _stop(pieces: Sequence[Piece]) -> int:
+    return pieces[-1].stop if pieces else 0
+
+
+def _too_little(documents: Sequence[Piece], wish: Wish) -> str:
+    """Return why documents are not worth a blend, or cannot be blended; nothing if they are."""
+    approximate = [piece for piece in documents if not piece.exact]
+    tokens = sum(piece.tokens for piece in approximate)
+    if approximate and tokens < wish.min_tokens:
+        return f"{tokens} tokens of stored documents are fewer than blend_min_tokens={wish.min_tokens}"
+    if approximate and (approximate[0].at // wish.block_size + 1) * wish.block_size > wish.prompt:
+        return "stored documents begin in the prompt's last block, which the engine does not fill before it answers"
+    return ""
+
+
+def _is_unknown(document: DocumentLookup, wish: Wish) -> bool:
+    stored = all(piece.place is not None and piece.key not in wish.lost for piece in document.pieces)
+    return document.learnable and not stored

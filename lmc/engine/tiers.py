@@ -1,0 +1,43 @@
+"""Opens the tiers that the settings name."""
+
+from lmc.config import Settings
+from lmc.errors import ConfigError
+from lmc.redis_url import parse_redis_url
+from lmc.shapes import GIB
+from lmc.storage.codec import Coded
+from lmc.storage.disk import DiskTier
+from lmc.storage.tier import Tier
+
+
+def open_tiers(settings: Settings, item_bytes: int) -> list[Tier]:
+    """Return the tiers, fastest first. Codecs split numbers of `item_bytes`.
+
+    Raises `TierUnusable` or `ConfigError`; then nothing stays open.
+    """
+    tiers: list[Tier] = []
+    try:
+        if settings.local_disk is not None:
+            disk = DiskTier(settings.local_disk, int(settings.max_local_disk_size * GIB))
+            tiers.append(Coded(disk, settings.local_disk_serde, item_bytes))
+        if settings.remote_url is not None:
+            tiers.append(Coded(open_redis(settings), settings.remote_serde, item_bytes))
+    except BaseException:
+        for tier in tiers:
+            tier.close()
+        raise
+    return tiers
+
+
+def open_redis(settings: Settings) -> Tier:
+    """Return the Redis tier; raise `TierUnusable`, or `ConfigError` if a package for it is missing."""
+    assert settings.remote_url is not None
+    try:
+        from lmc.storage.redis import RedisTier
+    except ImportError as error:
+        raise ConfigError(f"remote_url needs the package {error.name}: pip install 'lmc[redis]'") from None
+    return RedisTier(
+        parse_redis_url(settings.remote_url),
+        deadline=settings.remote_deadline,
+        ttl=settings.remote_ttl,
+        prefix=settings.remote_prefix,
+    )

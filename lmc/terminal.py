@@ -1,0 +1,12 @@
+"""Standard output for people and for pipes."""
+
+import sys
+
+from rich.console import Console
+
+UNCUT = 1 << 16  # columns
+
+
+def console() -> Console:
+    """Return standard output: as wide as the terminal, or wide enough for every line if it is a file or a pipe."""
+    return Console(width=None if sys.stdout.isatty() else UNCUT)

@@ -1,0 +1,98 @@
+"""Reading a record from its file: parts go straight into the slab by direct I/O, and each one is verified."""
+
+import errno
+import fcntl
+import mmap
+import os
+import stat
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from lmc.errors import CorruptRecord
+from lmc.keys import ChunkKey
+from lmc.shapes import ALIGN
+from lmc.storage.disk.files import first_block, open_to_read, read_all, read_some
+from lmc.storage.record import RecordMeta, checksum, compare, decode_header, header_size, split_parts
+
+
+class DiskReader:
+    """An open record file."""
+
+    def __init__(
+        self, path: Path, key: ChunkKey, discard: Callable[[ChunkKey], None], into: Sequence[memoryview] = ()
+    ) -> None:
+        """Read and verify the header, and fill `into` with the bytes that follow it.
+
+        `discard` removes a record whose parts turn out to be corrupt later. Raises `FileNotFoundError` or
+        `CorruptRecord`.
+        """
+        self._discard = discard
+        self._early = 0  # how many bytes of the first parts may be in their place already
+        self.fd = open_to_read(path)
+        try:
+            status = os.fstat(self.fd)
+            size = status.st_size
+            if not stat.S_ISREG(status.st_mode):
+                raise OSError(errno.ENXIO, "not a file, though named like a record", str(path))
+            if size == 0 or size % ALIGN:  # Direct I/O reads whole blocks only.
+                raise CorruptRecord(f"a file of {size} bytes")
+            self.meta, self._start = self._header(size, into)
+            if self.meta.key != key:
+                raise CorruptRecord("the record of another key")
+            if size != self._start + self.meta.offset(self.meta.parts):
+                raise CorruptRecord("file size is not what the header says")
+        except BaseException:
+            os.close(self.fd)
+            raise
+
+    def request(self, first: int, count: int) -> None:
+        """Do nothing: requests that a disk gets early would only wait in another queue."""
+
+    def read(self, first: int, count: int, into: Sequence[memoryview]) -> None:
+        """Fill `into` with `count` parts and verify each; a corrupt one deletes the record."""
+        try:
+            self.verified(first, count, into)
+        except CorruptRecord:
+            self._discard(self.meta.key)
+            raise
+
+    def verified(self, first: int, count: int, into: Sequence[memoryview]) -> None:
+        """Fill `into` with `count` parts; raise `CorruptRecord` for a corrupt one, which stays where it is."""
+        sizes = self.meta.stored[first : first + count]
+        assert sum(map(len, into)) == sum(sizes)
+        parts, wanted = split_parts(into, sizes), self.meta.checksums[first : first + count]
+        early, self._early = first == 0 and self._early == sum(sizes), 0
+        # If they are not right, they were put elsewhere or are corrupt. Reading them again tells.
+        if early and tuple(map(checksum, parts)) == wanted:
+            return
+        self._fill(into, self._start + self.meta.offset(first))
+        compare(map(checksum, parts), wanted, first)
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self.fd)
+
+    def _fill(self, into: Sequence[memoryview], offset: int) -> None:
+        try:
+            read_all(self.fd, into, offset)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            # The memory is not aligned: read this file through the page cache.
+            fcntl.fcntl(self.fd, fcntl.F_SETFL, fcntl.fcntl(self.fd, fcntl.F_GETFL) & ~os.O_DIRECT)
+            read_all(self.fd, into, offset)
+
+    def _header(self, of: int, into: Sequence[memoryview]) -> tuple[RecordMeta, int]:
+        block = first_block()
+        read = read_some(self.fd, [block, *into]) if into else 0
+        if read < ALIGN:
+            read_all(self.fd, [block], 0)
+        size = header_size(bytes(block[:8]))
+        if size > of:
+            raise CorruptRecord(f"a header of {size} bytes in a file of {of}")
+        if size > ALIGN:
+            block = memoryview(mmap.mmap(-1, size))
+            read_all(self.fd, [block], 0)
+        else:
+            self._early = max(0, read - size)
+        return decode_header(bytes(block)), size

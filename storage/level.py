@@ -1,0 +1,98 @@
+"""A level of memory (device or host), and the work that the store's state leaves to threads.
+
+The store's lock guards all of this. Threads do the work outside of the lock, and report each step to the state.
+"""
+
+from dataclasses import dataclass, field
+
+from lmc.keys import ChunkKey
+from lmc.storage.change_log import ChangeLog
+from lmc.storage.ledger import Ledger, Slot
+from lmc.storage.record import RecordMeta
+from lmc.storage.slab import Slab
+from lmc.storage.tier import Tier
+
+
+@dataclass(slots=True, eq=False)
+class Level:
+    """A slab, the ledger of its slots, and the metadata of the chunks in them."""
+
+    name: str
+    slab: Slab
+    changes: ChangeLog
+    ledger: Ledger = field(init=False)
+    metas: dict[Slot, RecordMeta] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.ledger = Ledger(self.slab.slots)
+
+    def reserve(self) -> "tuple[Slot, Held | None] | None":
+        """Reserve a slot, and return it with the chunk that is evicted from it, if any; None if every slot is held."""
+        slot = self.ledger.reserve()
+        if slot is None:
+            return None
+        meta = self.metas.pop(slot, None)
+        self.slab.lose(slot)  # Another process may still read a slot that was released too early.
+        if meta is None:
+            return slot, None
+        if self.ledger.find(meta.key) is None:
+            self.changes.left(self.name, meta.key)
+        return slot, Held(meta, self, slot)
+
+    def commit(self, slot: Slot, meta: RecordMeta) -> None:
+        """Note that a reserved slot has been filled."""
+        self.ledger.commit(slot, meta.key)
+        self.metas[slot] = meta
+        self.slab.label(slot, meta.key, meta.parts)
+        self.changes.appeared(self.name, meta)
+
+    def drop(self, key: ChunkKey) -> None:
+        """Forget a chunk in every slot that has it. Whoever holds such a slot keeps it until it is released."""
+        while (slot := self.ledger.find(key)) is not None:
+            self.ledger.drop(slot)
+            self.metas.pop(slot, None)
+            self.slab.lose(slot)
+        self.changes.left(self.name, key)
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A chunk whose bytes stay in its slot until something has been done with them."""
+
+    meta: RecordMeta
+    level: Level
+    slot: Slot
+
+
+@dataclass(slots=True, eq=False)
+class Load:
+    """A record on its way from a tier to a slot of the host, for everybody who wants it."""
+
+    key: ChunkKey
+    tier: Tier
+    slot: Slot
+    readers: int = 1
+    ready: int = 0  # parts that have arrived and been verified
+    started: bool = False  # A thread works on it.
+    done: bool = False
+    failed: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Outgoing:
+    """A record on its way to tiers, from a slot of the host that is held, or from a copy of its bytes."""
+
+    meta: RecordMeta
+    slot: Slot | None
+    tiers: list[Tier]
+    left: int  # tiers that are not done with it
+
+
+@dataclass(slots=True)
+class Todo:
+    """What has to be done outside of the lock after a step of the state, in this order."""
+
+    evicted: list[Held] = field(default_factory=list)  # to be saved before their slots are written
+    loads: list[Load] = field(default_factory=list)
+    copies: list[tuple[Held, Level]] = field(default_factory=list)  # to another level
+    outgoing: list[Outgoing] = field(default_factory=list)

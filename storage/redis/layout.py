@@ -1,0 +1,122 @@
+"""How the parts of a record lie in values of Redis, and the script that makes them a record.
+
+This is arithmetic on sizes and views, without a connection.
+
+A value has 1 to 4 MiB, and is a little smaller than a size class of the allocator (jemalloc). A value of exactly 1 MiB
+would occupy 1.25 MiB.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import xxhash
+
+from lmc.storage.redis.resp import PIECE, Connection
+
+OVERHEAD = 64  # bytes of an allocation that Redis needs: its header, a zero, and the end of line while it receives
+CLASSES = tuple(quarters * (1 << 18) for quarters in (4, 5, 6, 7, 8, 10, 12, 14, 16))  # of jemalloc, 1 to 4 MiB
+LARGEST = CLASSES[-1] - OVERHEAD
+WORTH_CUTTING = 8  # A value that would waste more than an eighth of its size is cut.
+
+# Makes a record visible, or leaves nothing of it. The header is set first, because only that can be refused for want of
+# memory.
+COMPLETE = """
+local count = (#KEYS - 1) / 2
+local function discard(outcome)
+    for i = 2, count + 1 do redis.call('UNLINK', KEYS[i]) end
+    return outcome
+end
+if redis.call('EXISTS', KEYS[1]) == 1 then return discard(2) end
+for i = 2, count + 1 do
+    if redis.call('EXISTS', KEYS[i]) == 0 then return discard(0) end
+end
+local ttl = tonumber(ARGV[2])
+if ttl > 0 then redis.call('SET', KEYS[1], ARGV[1], 'EX', ttl) else redis.call('SET', KEYS[1], ARGV[1]) end
+for i = 2, count + 1 do
+    redis.call('RENAME', KEYS[i], KEYS[i + count])
+    -- The header expires before the values.
+    if ttl > 0 then redis.call('EXPIRE', KEYS[i + count], ttl + tonumber(ARGV[3]))
+    else redis.call('PERSIST', KEYS[i + count]) end
+end
+return 1
+"""
+COMPLETED, OTHERS = 1, 2  # its answers
+
+
+def value_sizes(total: int) -> tuple[int, ...]:
+    """Return the sizes of the values that hold `total` bytes."""
+    sizes = []
+    while total:
+        size = min(total, LARGEST)
+        whole = next(c for c in CLASSES if c - OVERHEAD >= size)
+        fitting = [c - OVERHEAD for c in CLASSES if c - OVERHEAD <= size]
+        if fitting and (whole - OVERHEAD - size) * WORTH_CUTTING > size:
+            size = fitting[-1]
+        sizes.append(size)
+        total -= size
+    return tuple(sizes)
+
+
+def overlaps(sizes: Sequence[int], start: int, stop: int) -> list[tuple[int, int, int]]:
+    """Return which values hold bytes `[start, stop)`: the number, the first byte in it, and how many."""
+    found = []
+    for number, end in enumerate(accumulate(sizes)):
+        begin = end - sizes[number]
+        if begin < stop and start < end:
+            first = max(start, begin)
+            found.append((number, first - begin, min(stop, end) - first))
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """The names of a record's header and values."""
+
+    header: bytes
+    sizes: tuple[int, ...]
+    final: tuple[bytes, ...]
+    aside: tuple[bytes, ...] = ()  # while the record is being written
+
+    @classmethod
+    def of(cls, header: bytes, sizes: tuple[int, ...], token: str = "") -> "Names":
+        """`token` tells one writer from another. Readers have none."""
+        count = range(len(sizes))
+        aside = tuple(b"%s:%s:%d" % (header, token.encode(), i) for i in count) if token else ()
+        return cls(header, sizes, tuple(b"%s:%d" % (header, i) for i in count), aside)
+
+
+class Cursor:
+    """Goes through parts from the first byte to the last, and computes the checksum of each part on the way."""
+
+    def __init__(self, parts: Sequence[memoryview]) -> None:
+        self._left = iter(parts)
+        self._view = memoryview(b"")
+        self._hashes: list[xxhash.xxh3_64] = []
+
+    def pieces(self, size: int) -> Iterator[memoryview]:
+        """Return the next `size` bytes in pieces, each of which is in the processor's cache when it is returned."""
+        for view in self._next(size):
+            for at in range(0, len(view), PIECE):
+                piece = view[at : at + PIECE]
+                self._hashes[-1].update(piece)
+                yield piece
+
+    def receive(self, connection: Connection, size: int) -> None:
+        """Fill the next `size` bytes."""
+        for view in self._next(size):
+            connection.receive(view, self._hashes[-1].update)
+
+    def checksums(self) -> tuple[int, ...]:
+        """Return the checksums of the parts that the cursor has passed."""
+        return tuple(h.intdigest() for h in self._hashes)
+
+    def _next(self, size: int) -> Iterator[memoryview]:
+        while size:
+            if not self._view:
+                self._view = next(self._left)
+                self._hashes.append(xxhash.xxh3_64())
+            view = self._view[:size]
+            self._view = self._view[len(view) :]
+            size -= len(view)
+            yield view

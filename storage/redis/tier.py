@@ -1,0 +1,378 @@
+"""The Redis tier: records in Redis, shared by all processes that use the same server, or cluster, and prefix.
+
+    PREFIX:{KEY}           the record's header, which is written last: the record is there if its header is
+    PREFIX:{KEY}:0, :1, …  the record's parts, side by side, cut into values that fill an allocation
+    PREFIX:{KEY}:TOKEN:0…  values of a record that is being written; they expire if the writer dies
+
+The braces around KEY keep all of a record on one node of a cluster. A writer renames its values and adds the header in
+one step (a script), unless another writer was faster.
+"""
+
+import contextlib
+import logging
+import os
+import re
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import TypeAlias
+
+from lmc.errors import CorruptRecord, TierUnusable
+from lmc.keys import FORMAT, ChunkKey
+from lmc.redis_url import RedisURL
+from lmc.storage.change_log import ChangeLog
+from lmc.storage.record import (
+    HEADER_LIMIT,
+    RecordMeta,
+    decode_header,
+    encode_header,
+    header_size,
+    split_parts,
+    verify_parts,
+)
+from lmc.storage.redis.connections import Server, Servers
+from lmc.storage.redis.layout import COMPLETE, COMPLETED, LARGEST, OTHERS, Cursor, Names, value_sizes
+from lmc.storage.redis.reader import WRONGTYPE, RedisReader, refused
+from lmc.storage.redis.resp import Connection, Reply, ReplyError, TooLong, Word, command, granted
+from lmc.storage.tier import Entry, Finding, Written
+
+log = logging.getLogger(__name__)
+
+NAMING = 2  # how chunks are named; lmc 0.1.0 named them differently, and did not say so
+UNFINISHED_SECONDS = 60
+BEHIND = 2  # values that are sent before the answer to the first of them is awaited
+FULL = ("OOM", "MISCONF", "NOREPLICAS")  # refusals to store anything; what is there can be read
+PROMPTLY = 0.4  # of the deadline; three lookups in a row that take longer open the breaker
+PAUSE_SECONDS = 5.0  # for which nothing is written after Redis was full
+SAID_EVERY = 60.0  # seconds
+VALUES_LIMIT = 1024  # that are removed with a record whose header cannot be read
+LISTED = 500  # names in an answer
+
+Answer: TypeAlias = "Reply | OSError"  # or why there is none
+
+
+class RedisTier:
+    """Records in Redis. Redis itself evicts and expires them."""
+
+    name = "redis"
+    shared = True
+    evictions = 0  # Redis does not tell how many chunks it evicts.
+
+    def __init__(self, remote: RedisURL, *, deadline: float = 0.5, ttl: int = 0, prefix: str = "lmc") -> None:
+        """Make a first contact with the servers.
+
+        A server that is away is a warning, and is used as soon as it comes. Raises `TierUnusable` for a refusal that
+        will not change by itself.
+        """
+        self.corrupt = 0
+        self._prefix, self._ttl = prefix.encode(), ttl
+        self._ours = re.compile(
+            rb"(?P<header>%s:\{(?P<key>[0-9a-f]{64})\})(?P<value>(:[0-9a-f]{16})?:[0-9]+)?" % re.escape(self._prefix)
+        )
+        self._paused_until, self._logged = 0.0, float("-inf")
+        self._prompt = deadline * PROMPTLY
+        self._thread = threading.local()  # `headers`: those that a thread has fetched and not used yet
+        self._servers = Servers(remote, deadline, self._greet, self._prefix + b":format")
+
+    @property
+    def usable(self) -> bool:
+        """False while no server answers; everything is a miss then, at once."""
+        return self._servers.usable
+
+    def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        """Ask every server concerned one question. Chunks on a server that is away are missing."""
+        answers = self._ask_all("EXISTS", keys, within=self._prompt)
+        errors = [answer for answer in answers.values() if isinstance(answer, OSError)]
+        if errors and len(errors) == len(answers):
+            raise errors[-1]
+        return [answers.get(i) == 1 for i in range(len(keys))]
+
+    def announce(self, keys: Sequence[ChunkKey], into: Sequence[Sequence[memoryview]] = ()) -> None:
+        """Fetch the headers of these records, from each server with one question."""
+        self._thread.headers = {keys[i]: answer for i, answer in self._ask_all("GET", keys).items()}
+
+    def open(self, key: ChunkKey) -> RedisReader | None:
+        """Open a record. Redis counts this as a use."""
+        server = self._server(key)
+        try:
+            return self._open(server, key) if server is not None else None
+        except CorruptRecord:
+            self.discard(key)
+            raise
+
+    def write(self, meta: RecordMeta, parts: Sequence[memoryview]) -> Written:
+        """Write values under temporary names; then rename them and add the header in one step."""
+        server = self._server(meta.key)
+        total = meta.offset(meta.parts)
+        if server is None or time.monotonic() < self._paused_until or total > VALUES_LIMIT * LARGEST:
+            return Written.REFUSED
+        names = Names.of(self._header(meta.key), value_sizes(total), os.urandom(8).hex())
+        try:
+            with server.connection() as connection:
+                return self._write(connection, meta, parts, names)
+        except ReplyError as error:
+            self._remove(server, names.aside)
+            if error.code not in FULL:
+                raise OSError(f"{server.name}: {error}") from None
+            self._pause(server, error)
+            return Written.REFUSED
+
+    def delete(self, key: ChunkKey) -> bool:
+        """Remove header and values at once."""
+        server = self._server(key)
+        if server is None:
+            return False
+        header, total = self._header(key), VALUES_LIMIT * LARGEST
+        with self._plainly(server) as connection, contextlib.suppress(CorruptRecord, TooLong):
+            (blob,) = connection.call_all([command("GET", header)])
+            if blob is None:
+                return False
+            if isinstance(blob, bytes):
+                meta = decode_header(blob)
+                total = min(total, meta.offset(meta.parts))
+        # If the header does not tell how many values there are, all that are possible are removed.
+        self._call(server, "UNLINK", header, *Names.of(header, value_sizes(total)).final)
+        return True
+
+    def discard(self, key: ChunkKey) -> None:
+        """Remove a record that was found to be corrupt, and count it."""
+        self.corrupt += 1
+        self.delete(key)
+
+    def entries(self) -> Iterator[Entry]:
+        """Return what the servers that answer hold, least recently used first. Redis counts whole seconds."""
+        found = []
+        for server in self._servers.all():
+            for names in self._names(server) if server.usable else []:
+                headers = [name for name in names if self._key(name)]
+                with self._plainly(server) as connection:
+                    asked = [command("OBJECT", "IDLETIME", name) for name in headers]
+                    idle = connection.call_all(asked)  # before the headers are read, which is a use of them
+                    blobs = connection.call_all([command("GET", name) for name in headers])
+                for name, seconds, blob in zip(headers, idle, blobs, strict=True):
+                    if isinstance(blob, bytes):
+                        used = time.time() - seconds if isinstance(seconds, int) else 0.0  # It may count uses instead.
+                        found.append(Entry(key=ChunkKey(self._key(name)), bytes=_record_bytes(blob), used=used))
+        return iter(sorted(found, key=lambda entry: entry.used))
+
+    def headers(self) -> Iterator[RecordMeta]:
+        """Return none, because Redis has the records of many processes."""
+        return iter(())
+
+    def report_to(self, changes: ChangeLog) -> None:
+        """Report nothing: Redis evicts by itself, and other processes write and delete."""
+
+    def check(self, fix: bool = False) -> list[Finding]:
+        """Read and verify every record, and look for values that have lost their header."""
+        findings = []
+        for server in self._servers.all():
+            for name in sorted({name for names in self._names(server) for name in names}):
+                key = self._key(name)
+                problem = self._problem(server, ChunkKey(key)) if key else self._astray(server, name)
+                if problem:
+                    findings.append(Finding(where=name.decode(), problem=problem, fixed=fix))
+                    if fix and key:
+                        self.discard(ChunkKey(key))
+                    elif fix:
+                        self._remove(server, [name])
+        return findings
+
+    def close(self) -> None:
+        """Close all connections. Whoever waits on one fails."""
+        self._servers.close()
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _greet(self, connection: Connection) -> None:
+        name = self._prefix + b":format"
+        made, scripts = connection.call_all([command("SET", name, FORMAT, "NX"), command("EVAL", "return 1", 0)])
+        _granted_unless_full(made)
+        granted(scripts)
+        held = connection.call("GET", name)
+        if held not in (None, b"%d" % FORMAT):
+            raise TierUnusable(
+                f"{name.decode()} in Redis is {held!r}: another version of lmc; set another remote_prefix"
+            )
+        naming = b"%s:naming{%s}" % (self._prefix, name)  # The braces keep it on the same node of a cluster.
+        (named,) = connection.call_all([command("SET", naming, NAMING, "NX")])
+        _granted_unless_full(named)
+        if made is None and named == b"OK":
+            log.warning(
+                "records that lmc 0.1.0 wrote to Redis under the prefix %s are not used, because it named chunks "
+                "differently. Redis evicts them when room is needed; `lmc clear` removes them now.",
+                self._prefix.decode(),
+            )
+
+    def _server(self, key: ChunkKey) -> Server | None:
+        server = self._servers.of(self._header(key))
+        return server if server is not None and server.usable else None
+
+    def _ask_all(self, verb: str, keys: Sequence[ChunkKey], within: float = float("inf")) -> dict[int, Answer]:
+        """Ask all servers at the same time for each key's header, within one deadline.
+
+        Returns answers by the key's index. There is none for a key on a server that is away, or if an answer that is
+        too long was in the way."""
+        answers: dict[int, Answer] = {}
+        asked: dict[Server, list[int]] = defaultdict(list)
+        for i, key in enumerate(keys):
+            server = self._server(key)
+            if server is not None:
+                asked[server].append(i)
+        silent: OSError | None = None
+        for server in list(asked):
+            try:
+                if silent is not None:  # One server has taken the whole deadline. The others are asked the next time.
+                    raise silent
+                with self._plainly(server) as connection:
+                    connection.post([command(verb, self._header(keys[i])) for i in asked[server]])
+            except OSError as error:
+                silent = error if isinstance(error, TimeoutError) else silent
+                answers |= dict.fromkeys(asked.pop(server), error)
+        for server, indexes in asked.items():
+            try:
+                with self._plainly(server, within) as connection, contextlib.suppress(TooLong):
+                    replies = connection.collect(len(indexes))
+                    refusals = [reply for reply in replies if isinstance(reply, ReplyError) and reply.code != WRONGTYPE]
+                    answers |= {i: reply for i, reply in zip(indexes, replies, strict=True) if reply not in refusals}
+                    if refusals:
+                        raise refusals[0]
+            except OSError as error:
+                answers |= {i: error for i in indexes if i not in answers}
+        return answers
+
+    def _header(self, key: ChunkKey) -> bytes:
+        return b"%s:{%s}" % (self._prefix, key.hex().encode())
+
+    def _key(self, name: bytes) -> bytes:
+        """Return the key of the chunk whose header is called `name`, or nothing."""
+        found = self._ours.fullmatch(name)
+        return bytes.fromhex(found["key"].decode()) if found and not found["value"] else b""
+
+    @contextlib.contextmanager
+    def _plainly(self, server: Server, within: float = float("inf")) -> Iterator[Connection]:
+        """Use a connection for commands that there is no reason to refuse."""
+        try:
+            with server.connection(within=within) as connection:
+                yield connection
+        except ReplyError as error:
+            raise OSError(f"{server.name}: {error}") from None
+
+    def _call(self, server: Server, *words: Word) -> Reply:
+        with self._plainly(server) as connection:
+            return connection.call(*words)
+
+    def _open(self, server: Server, key: ChunkKey) -> RedisReader | None:
+        try:
+            headers: dict[ChunkKey, Answer] = getattr(self._thread, "headers", {})
+            if key in headers:
+                blob = headers.pop(key)
+                if isinstance(blob, OSError):
+                    raise blob
+                granted(blob)
+            else:
+                with server.connection() as connection:
+                    try:
+                        blob = connection.call("GET", self._header(key))
+                    except TooLong as error:  # The server is not to blame.
+                        raise CorruptRecord(f"a header that is {error}") from None
+        except ReplyError as error:
+            raise refused(server, error) from None
+        if blob is None:
+            return None
+        if not isinstance(blob, bytes):
+            raise OSError(f"{server.name}: no value, though one was asked for")
+        if len(blob) > HEADER_LIMIT or header_size(blob[:8]) != len(blob):
+            raise CorruptRecord(f"a header of {len(blob)} bytes")
+        meta = decode_header(blob)
+        if meta.key != key:
+            raise CorruptRecord("the record of another key")
+        if meta.offset(meta.parts) > VALUES_LIMIT * LARGEST:
+            raise CorruptRecord("a record larger than any that is written")
+        return RedisReader(self.discard, self.delete, server, meta, self._header(key))
+
+    def _write(self, connection: Connection, meta: RecordMeta, parts: Sequence[memoryview], names: Names) -> Written:
+        connection.drain()
+        connection.put(command("EXISTS", names.header))
+        cursor = Cursor(split_parts(parts, meta.stored))
+        for i, (name, size) in enumerate(zip(names.aside, names.sizes, strict=True)):
+            connection.put(b"*5\r\n$3\r\nSET\r\n$%d\r\n%s\r\n$%d\r\n" % (len(name), name, size))
+            for piece in cursor.pieces(size):
+                connection.send(piece)
+            connection.put(b"\r\n$2\r\nEX\r\n$%d\r\n%d\r\n" % (len(str(UNFINISHED_SECONDS)), UNFINISHED_SECONDS))
+            if i == 0:
+                connection.flush()
+                # Whether the record exists is asked together with the first value, which saves a round trip.
+                if granted(connection.reply()) == 1:
+                    granted(connection.reply())
+                    connection.call("UNLINK", name)
+                    return Written.PRESENT
+            elif i >= BEHIND:
+                granted(connection.reply())
+        meta = replace(meta, checksums=cursor.checksums())
+        keys = [names.header, *names.aside, *names.final]
+        connection.put(command("EVAL", COMPLETE, len(keys), *keys, encode_header(meta), self._ttl, UNFINISHED_SECONDS))
+        connection.flush()
+        for _ in names.aside[-BEHIND:]:
+            granted(connection.reply())
+        outcome = granted(connection.reply())
+        if outcome not in (COMPLETED, OTHERS):
+            raise OSError("values have gone while others were written: Redis evicts what is new, or is very slow")
+        return Written.STORED if outcome == COMPLETED else Written.PRESENT
+
+    def _remove(self, server: Server, names: Sequence[bytes]) -> None:
+        with contextlib.suppress(OSError):
+            self._call(server, "UNLINK", *names)
+
+    def _pause(self, server: Server, error: ReplyError) -> None:
+        now = time.monotonic()
+        if now - self._logged > SAID_EVERY:
+            self._logged = now
+            log.warning("lmc: %s refuses to store (%s); storing there pauses, reading goes on", server.name, error)
+        self._paused_until = now + PAUSE_SECONDS
+
+    def _names(self, server: Server) -> Iterator[list[bytes]]:
+        """Return our names on a server, some at a time; a name may come twice."""
+        cursor: Word = b"0"
+        while True:
+            match self._call(server, "SCAN", cursor, "MATCH", self._prefix + b":{*", "COUNT", LISTED):
+                case [bytes() as cursor, list() as names]:
+                    yield [name for name in names if isinstance(name, bytes)]
+                case _:
+                    raise OSError(f"{server.name}: no list of names, though one was asked for")
+            if cursor == b"0":
+                return
+
+    def _problem(self, server: Server, key: ChunkKey) -> str:
+        """Return what is wrong with a record, if anything; remove nothing."""
+        try:
+            reader = self._open(server, key)
+            if reader is not None:
+                with contextlib.closing(reader):
+                    verify_parts(reader.meta, reader.verified)
+        except (CorruptRecord, FileNotFoundError) as error:
+            return str(error)
+        return ""
+
+    def _astray(self, server: Server, name: bytes) -> str:
+        """Return what is wrong with a value: that it has no header and will not expire."""
+        found = self._ours.fullmatch(name)
+        if found is None:
+            return ""  # It is not lmc's.
+        with self._plainly(server) as connection:
+            seconds, there = connection.call_all([command("TTL", name), command("EXISTS", found["header"])])
+        return "a value without a record" if seconds == -1 and there == 0 else ""
+
+
+def _granted_unless_full(answer: Reply) -> None:
+    """Raise the refusal of a write, unless Redis is full: then it can still be read."""
+    if not (isinstance(answer, ReplyError) and answer.code in FULL):
+        granted(answer)
+
+
+def _record_bytes(header: bytes) -> int:
+    with contextlib.suppress(CorruptRecord):
+        meta = decode_header(header)
+        return len(header) + meta.offset(meta.parts)
+    return len(header)

@@ -1,0 +1,360 @@
+"""The store's state: everything that the store's one lock guards.
+
+Each method is one step, which other threads see either completely or not at all. A step moves no bytes, calls no tier,
+starts no thread and waits for nothing but the lock; only the methods named `wait_…` wait for other steps. A step
+returns the work that has to be done after it, outside of the lock."""
+
+import itertools
+import threading
+from collections import Counter
+from collections.abc import Sequence
+
+from lmc.errors import ChunkLost
+from lmc.keys import ChunkKey
+from lmc.storage.contract import Pin, PinState, Reservation
+from lmc.storage.ledger import Slot
+from lmc.storage.level import Held, Level, Load, Outgoing, Todo
+from lmc.storage.locks import Rank, RankedLock
+from lmc.storage.record import RecordMeta
+from lmc.storage.slab import tag_of
+from lmc.storage.stats import StoreStats, WritePolicy
+from lmc.storage.tier import Tier, Written
+from lmc.storage.write_queues import WriteQueues
+
+
+class StoreState:
+    """Slots, pins, loads and queues of one store."""
+
+    def __init__(self, levels: Sequence[Level], tiers: Sequence[Tier], policy: WritePolicy) -> None:
+        self._changed = threading.Condition(RankedLock(Rank.STATE))  # type: ignore[arg-type]
+        self.levels, self.top, self.host = levels, levels[0], levels[-1]
+        self._tiers, self._policy = tiers, policy
+        self._by_name = {level.name: level for level in levels}
+        self._leases = itertools.count(1)
+        self._held: dict[int, Load | None] = {}  # by lease; None for a chunk that was in memory
+        self._writing: set[ChunkKey] = set()
+        self._loads: dict[ChunkKey, Load] = {}
+        self.queues = WriteQueues(levels, tiers)
+        self._closed = False
+        self._no_room = self._misses = 0
+        self._hits: Counter[str] = Counter()  # by place
+
+    # -- pins --------------------------------------------------------------------------------------------------------
+
+    def pin(self, keys: Sequence[ChunkKey], places: Sequence[str | None]) -> tuple[list[Pin | None], Todo]:
+        """Hold chunks that are in memory, join loads that are under way, and reserve slots for new loads."""
+        todo = Todo()
+        with self._changed:
+            # Chunks in memory are held first, so that none of them is evicted to make room for a load.
+            pins = [self._hold(key) or self._join(key) for key in keys]
+            tiers = {tier.name: tier for tier in self._tiers}
+            for i, (key, place) in enumerate(zip(keys, places, strict=True)):
+                if pins[i] is None and place in tiers:
+                    pins[i] = self._join(key) or self._load(key, tiers[place], todo)  # A key may be given twice.
+            self._misses += pins.count(None)
+            self._hits.update(pin.place for pin in pins if pin is not None)
+        return pins, todo
+
+    def state_of(self, pin: Pin) -> PinState:
+        """Return how far a pinned chunk has come. This needs no lock: `done` is set after `failed`."""
+        load = self._held[pin.lease]
+        if load is None or (load.done and not load.failed):
+            return PinState.READY
+        return PinState.LOST if load.failed else PinState.COMING
+
+    def arrived(self, pin: Pin) -> int:
+        """Return how many parts of a pinned chunk are there."""
+        load = self._held[pin.lease]
+        return self.host.slab.parts if load is None else load.ready
+
+    def wait_for_part(self, pin: Pin, part: int) -> None:
+        """Return when a part has arrived; raise `ChunkLost` if it never will."""
+        load = self._held[pin.lease]
+        if load is not None and load.ready <= part:
+            with self._changed:
+                self._changed.wait_for(lambda: load.ready > part or load.failed)
+            if load.ready <= part:
+                raise ChunkLost([pin.key])
+
+    def release(self, pins: Sequence[Pin]) -> tuple[list[Load], Todo]:
+        """Give pins back, and return those of their loads that have not ended well."""
+        left, read, todo = [], [], Todo()
+        with self._changed:
+            for pin in pins:
+                load = self._held.pop(pin.lease)
+                if load is None or (load.done and not load.failed):
+                    read.append(pin)
+                else:
+                    self._leave(load)
+                    left.append(load)
+            for level in self.levels:
+                slots = [pin.slot for pin in read if pin.level == level.name]
+                if level is self.host and self.top is not level and not self._closed:
+                    self._promote(slots, todo)
+                level.ledger.release(slots)
+        return left, todo
+
+    def wait_until_left(self, loads: Sequence[Load]) -> None:
+        """Return when no thread works on any of these loads, except on those that somebody else has joined."""
+        with self._changed:
+            self._changed.wait_for(lambda: all(load.done or load.readers for load in loads))
+
+    # -- slots that are filled ---------------------------------------------------------------------------------------
+
+    def begin(self, meta: RecordMeta, level: Level | None = None) -> tuple[Reservation | None, Todo]:
+        """Reserve a slot for a chunk that is not in memory, or on `level` for one that is not on that level."""
+        todo = Todo()
+        with self._changed:
+            loading = level is None and meta.key in self._loads
+            levels = [level] if level else self.levels
+            if loading or meta.key in self._writing or self._find(meta.key, levels):
+                return None, todo
+            for one in levels:  # The slots of a small device may all be held, by chunks on their way to the host.
+                slot = self._reserve(one, todo)
+                if slot is not None:
+                    self._writing.add(meta.key)
+                    return Reservation(meta, slot, one.name, next(self._leases)), todo
+        return None, todo
+
+    def commit(self, reservation: Reservation, source: Held | None = None) -> Todo:
+        """Let the chunk in a filled slot be found; with write_through, send it to the next place.
+
+        A copy is not kept if the chunk in its `source` has been forgotten meanwhile.
+        """
+        meta, slot, todo = reservation.meta, reservation.slot, Todo()
+        level = self._by_name[reservation.level]
+        with self._changed:
+            self._writing.discard(meta.key)
+            if source is not None and source.level.ledger.key_of(source.slot) != meta.key:
+                level.ledger.abort(slot)
+                return todo
+            level.commit(slot, meta)
+            if self._policy is WritePolicy.WRITE_THROUGH and not self._closed:
+                if level is self.host:
+                    self._send(meta, slot, todo)
+                elif self.host.ledger.find(meta.key) is None and self.queues.has_room(meta.key):
+                    self._copy(Held(meta, level, slot), self.host, todo)
+            level.ledger.release([slot])
+        return todo
+
+    def abort(self, reservation: Reservation) -> None:
+        """Give back a slot that was not filled."""
+        with self._changed:
+            self._writing.discard(reservation.meta.key)
+            self._by_name[reservation.level].ledger.abort(reservation.slot)
+
+    def drop(self, key: ChunkKey) -> None:
+        """Forget a chunk in memory, and one that is being loaded."""
+        with self._changed:
+            self._loads.pop(key, None)
+            for level in self.levels:
+                level.drop(key)
+
+    # -- reports of the loading threads ------------------------------------------------------------------------------
+
+    def started(self, load: Load) -> bool:
+        """Note that a thread begins with a load; return false if the load has ended already."""
+        with self._changed:
+            load.started = True
+            return not load.done
+
+    def wanted(self, load: Load) -> bool:
+        """Return whether anybody still waits for a load, and end it if not."""
+        with self._changed:  # in one step, because somebody may be about to join it
+            if load.readers == 0:
+                self._end(load, None)
+            return not load.done
+
+    def part_arrived(self, load: Load, ready: int, size: int) -> None:
+        """Note that `ready` parts are there now; `size` bytes of them are new."""
+        with self._changed:
+            self.host.slab.label(load.slot, load.key, ready)
+            load.ready = ready
+            self.queues.bytes[load.tier.name, "read"] += size
+            self._changed.notify_all()
+
+    def ended(self, load: Load, meta: RecordMeta | None) -> None:
+        """Note that a load has ended, well with the record's metadata, or badly with None; only the first counts."""
+        with self._changed:
+            self._end(load, meta)
+
+    # -- reports of the writing threads ------------------------------------------------------------------------------
+
+    def send_copy(self, meta: RecordMeta) -> list[Outgoing]:
+        """Let an evicted chunk wait for tiers; its bytes have to be copied first."""
+        todo = Todo()
+        with self._changed:
+            self._send(meta, None, todo)
+        return todo.outgoing
+
+    def copied(self, held: Held) -> None:
+        """Note that a copy to another level has ended, well or not."""
+        with self._changed:
+            self._arrived(held.level, held.slot)
+
+    def written(self, tier: Tier, meta: RecordMeta, outcome: Written | None, outgoing: Outgoing | None) -> None:
+        """Note that a tier is done with a record: its `outcome`, or None if the tier failed.
+
+        `outgoing` is None for a record that was not queued.
+        """
+        with self._changed:
+            self.queues.done(tier, meta, outcome, queued=outgoing is not None)
+            if outgoing is not None:
+                outgoing.left -= 1
+                if outgoing.left == 0:
+                    self._arrived(self.host, outgoing.slot)
+
+    def not_written(self, why: str, key: ChunkKey, *tiers: Tier) -> None:
+        """Note that a chunk will not be written after all, to these tiers or to any."""
+        with self._changed:
+            self.queues.drop(why, key, *tiers)
+
+    def wait_until_flushed(self) -> None:
+        """Return when no chunk is waiting to be copied or written."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self.queues.length)
+
+    # -- the end, and looking at it ----------------------------------------------------------------------------------
+
+    def close(self) -> bool:
+        """Reserve no more slots and send nothing more; return false if the state was closed already."""
+        with self._changed:
+            closed, self._closed = self._closed, True
+            return not closed
+
+    def resident(self) -> dict[ChunkKey, Held]:
+        """Return every chunk in memory; one that is on several levels is taken from the host."""
+        with self._changed:
+            return {meta.key: Held(meta, level, slot) for level in self.levels for slot, meta in level.metas.items()}
+
+    def held(self) -> int:
+        """Return how many slots are held or being written; it is zero when nothing is going on."""
+        with self._changed:
+            return sum(level.slab.slots - level.ledger.free for level in self.levels)
+
+    def take_complaints(self) -> list[tuple[str, str]]:
+        """Return what is to be logged since the last call, and about what."""
+        with self._changed:
+            complaints, self.queues.complaints = self.queues.complaints, []
+        return complaints
+
+    def counts(self) -> StoreStats:
+        """Return what is counted here; the tiers and the guard have the other numbers."""
+        with self._changed:
+            return StoreStats(
+                hits=dict(self._hits),
+                misses=self._misses,
+                bytes=dict(self.queues.bytes),
+                writes=dict(self.queues.writes),
+                dropped_writes=self.queues.dropped,
+                no_room=self._no_room,
+                evictions={level.name: level.ledger.evictions for level in self.levels},
+                queued=self.queues.length,
+            )
+
+    # -- inside, with the lock held ----------------------------------------------------------------------------------
+
+    @staticmethod
+    def _find(key: ChunkKey, levels: Sequence[Level]) -> tuple[Level, Slot] | None:
+        for level in levels:
+            slot = level.ledger.find(key)
+            if slot is not None:
+                return level, slot
+        return None
+
+    def _pin_of(self, key: ChunkKey, level: Level, slot: Slot, place: str, load: Load | None) -> Pin:
+        lease = next(self._leases)
+        self._held[lease] = load
+        return Pin(key, slot, tag_of(key), level.name, place, PinState.COMING if load else PinState.READY, lease)
+
+    def _hold(self, key: ChunkKey) -> Pin | None:
+        found = self._find(key, self.levels)
+        if found is None:
+            return None
+        level, slot = found
+        level.ledger.hold(slot)
+        return self._pin_of(key, level, slot, level.name, None)
+
+    def _join(self, key: ChunkKey) -> Pin | None:
+        load = self._loads.get(key)
+        if load is None:
+            return None
+        if load.readers == 0:  # Other processes were told that it is lost when the last reader left.
+            self.host.slab.label(load.slot, key, load.ready)
+        load.readers += 1
+        return self._pin_of(key, self.host, load.slot, load.tier.name, load)
+
+    def _load(self, key: ChunkKey, tier: Tier, todo: Todo) -> Pin | None:
+        slot = self._reserve(self.host, todo)
+        if slot is None:
+            return None
+        self.host.slab.label(slot, key, 0)
+        load = self._loads[key] = Load(key, tier, slot)
+        todo.loads.append(load)
+        return self._pin_of(key, self.host, slot, tier.name, load)
+
+    def _leave(self, load: Load) -> None:
+        """Note that a reader leaves a load that has not ended well."""
+        load.readers -= 1  # When there are none, the thread stops before the next part.
+        if load.readers == 0 and load.failed:
+            self.host.ledger.abort(load.slot)
+        elif load.readers == 0 and not load.started:
+            self._end(load, None)
+        elif load.readers == 0:
+            # The thread may hang in the tier. Another process that looks at the slot need not wait for that.
+            self.host.slab.lose(load.slot)
+
+    def _end(self, load: Load, meta: RecordMeta | None) -> None:
+        """End a load: with the record's metadata it is a hit from now on; with None, or if forgotten, it is a miss."""
+        if load.done:
+            return
+        ours, ledger = self._loads.get(load.key) is load, self.host.ledger
+        load.failed = meta is None or not ours
+        load.done = True  # after `failed`, because a pin's state is read without the lock
+        if ours:
+            del self._loads[load.key]
+        if meta is not None and not load.failed:
+            self.host.commit(load.slot, meta)
+            for _ in range(load.readers):
+                ledger.hold(load.slot)
+            ledger.release([load.slot])
+        else:
+            self.host.slab.lose(load.slot)
+            if load.readers == 0:
+                ledger.abort(load.slot)
+        self._changed.notify_all()
+
+    def _reserve(self, level: Level, todo: Todo) -> Slot | None:
+        found = None if self._closed else level.reserve()
+        if found is None:
+            self._no_room += not self._closed
+            return None
+        slot, evicted = found
+        if evicted is not None and self._policy is WritePolicy.WRITE_BACK:
+            todo.evicted.append(evicted)
+        return slot
+
+    def _promote(self, slots: Sequence[Slot], todo: Todo) -> None:
+        """Copy chunks that were read from the host to the device, where the next request will find them."""
+        for slot in slots:
+            if not self.queues.full and slot in self.host.metas:  # It may have been forgotten meanwhile.
+                self._copy(Held(self.host.metas[slot], self.host, slot), self.top, todo)
+
+    def _copy(self, held: Held, target: Level, todo: Todo) -> None:
+        held.level.ledger.hold(held.slot)
+        self.queues.length += 1
+        todo.copies.append((held, target))
+
+    def _send(self, meta: RecordMeta, slot: Slot | None, todo: Todo) -> None:
+        """Let a record wait for the tiers that take one now, and hold its slot meanwhile."""
+        takers = self.queues.enter(meta.key)
+        if takers:
+            if slot is not None:
+                self.host.ledger.hold(slot)
+            todo.outgoing.append(Outgoing(meta, slot, takers, len(takers)))
+
+    def _arrived(self, level: Level, slot: Slot | None) -> None:
+        if slot is not None:
+            level.ledger.release([slot])
+        self.queues.length -= 1
+        self._changed.notify_all()

@@ -1,0 +1,77 @@
+"""How many chunks are waiting to be written to each tier. A part of the store's state, guarded by its lock.
+
+At most half of the host's slots may be waiting at a time, and each tier has an equal share of these, so that a slow
+tier does not hold up the others. A chunk for which there is no room is not written; it stays in memory and is counted.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+
+from lmc.keys import ChunkKey
+from lmc.storage.level import Level
+from lmc.storage.record import RecordMeta
+from lmc.storage.stats import Verb
+from lmc.storage.tier import Tier, Written
+
+
+class WriteQueues:
+    """The lengths of the queues to tiers and between levels, and what has come of the writes."""
+
+    def __init__(self, levels: Sequence[Level], tiers: Sequence[Tier]) -> None:
+        slots = levels[-1].slab.slots
+        self._levels, self._tiers, self._remembered = levels, tiers, 2 * slots
+        self._limit = max(1, slots // 2)
+        self._share = max(1, self._limit // max(1, len(tiers)))
+        self._waiting: Counter[str] = Counter()  # by tier, with the chunks that are being written
+        self.length = self.dropped = 0
+        self.missed: defaultdict[str, set[ChunkKey]] = defaultdict(set)  # by tier, the chunks that it did not get
+        self.complaints: list[tuple[str, str]] = []  # what to log, and about what
+        self.writes: Counter[str] = Counter()  # records, by tier
+        self.bytes: Counter[tuple[str, Verb]] = Counter()
+
+    @property
+    def full(self) -> bool:
+        """Whether no more chunks may wait."""
+        return self.length >= self._limit
+
+    def has_room(self, key: ChunkKey) -> bool:
+        """Return whether a chunk may wait; if not, note that it is dropped."""
+        if self.full:
+            self.drop("the write queue is full", key)
+        return not self.full
+
+    def enter(self, key: ChunkKey) -> list[Tier]:
+        """Let a chunk wait for the tiers that take one now, and return them."""
+        takers: list[Tier] = []
+        for tier in self._tiers if self._tiers and self.has_room(key) else ():
+            if tier.usable and self._waiting[tier.name] < self._share:
+                takers.append(tier)
+            else:
+                self.drop(f"tier {tier.name} is {'behind' if tier.usable else 'not usable'}", key, tier)
+        self._waiting.update(tier.name for tier in takers)
+        self.length += bool(takers)
+        return takers
+
+    def done(self, tier: Tier, meta: RecordMeta, outcome: Written | None, *, queued: bool) -> None:
+        """Note that a tier is done with a record: its `outcome`, or None if the tier failed."""
+        self._waiting[tier.name] -= queued
+        if outcome is Written.STORED:
+            self.writes[tier.name] += 1
+            self.bytes[tier.name, "write"] += meta.offset(meta.parts)
+        elif outcome is not Written.PRESENT:
+            self.dropped += outcome is Written.REFUSED
+            self._note_missed(tier, meta.key)
+
+    def drop(self, why: str, key: ChunkKey, *tiers: Tier) -> None:
+        """Note that a chunk is not written to these tiers, or to any."""
+        self.dropped += 1
+        for tier in tiers or self._tiers:
+            self._note_missed(tier, key)
+        text = f"{why}: chunks are not written there, and are lost if they are evicted before the end"
+        self.complaints.append((" ".join(["writes", *(tier.name for tier in tiers)]), text))
+
+    def _note_missed(self, tier: Tier, key: ChunkKey) -> None:
+        missed = self.missed[tier.name]
+        missed.add(key)
+        if len(missed) > self._remembered:  # Chunks that have left memory cannot be written at the end.
+            missed &= set().union(*(level.ledger.keys() for level in self._levels))

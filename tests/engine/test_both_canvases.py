@@ -1,0 +1,218 @@
+"""The dense canvas and the paged canvas blend alike: the same weights, prompts, policies and stored parts lead to the
+same choice of tokens, and to the same keys, values and logits.
+"""
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from lab import engine, words
+from stepping import worker
+from transformers import AutoModelForCausalLM, DynamicCache
+
+from lmc.blend.attention import attend
+from lmc.blend.blender import Blender, BlendInput
+from lmc.blend.canvas import Placement
+from lmc.blend.strategies import STRATEGIES, RecomputePolicy
+from lmc.connectors.transformers.canvas import DenseCanvas
+from lmc.connectors.transformers.hf import forward, rows_of
+from lmc.connectors.transformers.layers import DecoderLayers
+from lmc.connectors.vllm.canvas import PagedCanvas
+from lmc.connectors.vllm.messages import BlendJob, DocumentPart
+
+SAME = 1e-4  # float32; the two attention kernels add up in different orders
+ROWS = 96  # of the paged canvas in one batch, fewer than the prompts have
+RATIOS = (0.05, 0.15, 0.5)
+ONE, TWO, THREE = words(150, 1), words(210, 2), words(90, 3)
+SYSTEM, QUESTION, UNKNOWN = words(37, 1000), words(23, 1001), words(31, 1002)
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A placement, and the tokens behind which and of which its KV was computed."""
+
+    placement: Placement
+    computed: tuple[int, ...]  # the tokens from position 0 to the end of the part
+
+
+@dataclass(frozen=True)
+class Case:
+    """A prompt with stored parts."""
+
+    tokens: list[int]
+    stored: list[Stored]
+    question: int
+    start: int = 0  # an exact prefix, which an engine has in its own cache
+
+
+def part(document: list[int], at: int, first: int = 0, stop: int | None = None) -> Stored:
+    """The tokens `[first, stop)` of a document, which was computed alone, from position `at` of a prompt on."""
+    stop = len(document) if stop is None else stop
+    return Stored(Placement(at=at, tokens=stop - first, first=first), tuple(document[:stop]))
+
+
+def case(system: list[int], *documents: list[int], start: int = 0) -> Case:
+    """A prompt whose documents are all stored."""
+    tokens, stored = list(system), []
+    for document in documents:
+        stored.append(part(document, len(tokens)))
+        tokens += document
+    return Case([*tokens, *QUESTION], stored, len(tokens), start)
+
+
+def case_with_gaps() -> Case:
+    """An unknown document between two others, and a document of which the middle chunk is missing."""
+    tokens = [*SYSTEM, *ONE, *UNKNOWN, *TWO, *QUESTION]
+    at = len(SYSTEM + ONE + UNKNOWN)
+    stored = [part(ONE, len(SYSTEM)), part(TWO, at, 0, 64), part(TWO, at + 128, 128)]
+    return Case(tokens, stored, len(tokens) - len(QUESTION))
+
+
+def case_with_exact_document() -> Case:
+    """The first document stands where it was learned, behind no tokens, so that it is exact."""
+    plain = case([], ONE, TWO)
+    first = plain.stored[0]
+    return replace(plain, stored=[Stored(replace(first.placement, exact=True), first.computed), *plain.stored[1:]])
+
+
+CASES = {
+    "documents": case(SYSTEM, THREE, ONE, TWO),
+    "gaps": case_with_gaps(),
+    "exact prefix": case(SYSTEM, ONE, TWO, start=len(SYSTEM) + 20),
+    "exact document": case_with_exact_document(),
+}
+POLICIES = {
+    **{f"{name} {ratio}": RecomputePolicy(strategy=name, ratios=(ratio,)) for name in STRATEGIES for ratio in RATIOS},
+    "deviation, two checks": RecomputePolicy(strategy="deviation", ratios=(0.5, 0.15), check_layers=(1, 2)),
+    "deviation, threshold": RecomputePolicy(strategy="deviation", ratios=(0.5,), thresholds=(0.3,)),
+}
+
+
+@pytest.fixture(scope="module")
+def model(models):
+    return AutoModelForCausalLM.from_pretrained(models("llama"), dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def lab(models):
+    with engine(models("llama")) as found:
+        found.settle()
+        yield found
+
+
+def computed(model, tokens) -> list[torch.Tensor]:
+    """The model's own KV of some tokens, `[K, T, H, D]` for each layer."""
+    return [torch.stack(kv) for kv in rows_of(forward(model, tokens, DynamicCache()).past_key_values)]
+
+
+def stored_parts(model, given: Case) -> list[list[torch.Tensor]]:
+    """For each placement its stored part in each layer."""
+    return [[kv[:, one.placement.first :].contiguous() for kv in computed(model, one.computed)] for one in given.stored]
+
+
+def dense(model, given: Case, policy: RecomputePolicy):
+    """The result of a blend over the dense canvas, its KV `[K, T, H, D]` by layer, and its logits."""
+    parts, placements = stored_parts(model, given), [one.placement for one in given.stored]
+    if given.start:  # transformers has no cache of its own: an exact prefix is an exact placement there
+        parts.insert(0, computed(model, given.tokens[: given.start]))
+        placements, parts = trimmed(placements, parts, given.start)
+    layers = DecoderLayers(model)
+    reader = ((layer, [one[layer] for one in parts]) for layer in range(layers.shape.layers))
+    canvas = DenseCanvas(layers, given.tokens, placements, reader)
+    length = len(given.tokens)
+    what = BlendInput(length=length, stop=length, question=given.question, placements=placements)
+    result = Blender(canvas, what, policy).run()
+    kv = [
+        torch.stack([keys.transpose(0, 1), values.transpose(0, 1)])
+        for keys, values in zip(canvas.keys, canvas.values, strict=True)
+    ]
+    return result, kv, canvas.logits
+
+
+def trimmed(placements, parts, start):
+    """The placements behind an exact prefix of `start` tokens, and that prefix."""
+    kept, left = [Placement(at=0, tokens=start, first=0, exact=True)], [parts[0]]
+    for placement, layers in zip(placements, parts[1:], strict=True):
+        skip = max(0, start - placement.at)
+        if skip < placement.tokens:
+            moved = {"at": placement.at + skip, "first": placement.first + skip, "tokens": placement.tokens - skip}
+            kept.append(replace(placement, **moved))
+            left.append([one[:, skip:] for one in layers])
+    return kept, left
+
+
+def paged(lab, model, given: Case, policy: RecomputePolicy):
+    """The same over the paged canvas, in blocks that the engine does not use now."""
+    mine = worker()
+    layers, length = mine._layers, len(given.tokens)
+    placements, parts = [one.placement for one in given.stored], stored_parts(model, given)
+    prefix = computed(model, given.tokens[: given.start]) if given.start else []
+    if given.start:
+        placements, parts = trimmed(placements, [prefix, *parts], given.start)
+        placements, parts = placements[1:], parts[1:]
+    pieces = tuple(
+        DocumentPart(slot=i, tag=0, at=p.at, tokens=p.tokens, first=p.first, skip=0, stored=p.tokens, exact=p.exact)
+        for i, p in enumerate(placements)
+    )
+    blocks = tuple(range(1, 1 - (-length // layers.block_size)))
+    job = BlendJob(
+        request="test", tokens=tuple(given.tokens), blocks=blocks, start=given.start, exact=given.start, stop=length,
+        question=given.question, copies=(), documents=pieces, ready=True, policy=policy,
+    )  # fmt: skip
+
+    def stored(piece, layer):
+        return parts[piece.slot][layer].contiguous().flatten().view(torch.uint8)
+
+    canvas = PagedCanvas(layers, job, mine._shape, ROWS, stored, lambda _: True)
+    everything = torch.arange(length)
+    with torch.inference_mode():
+        for layer in range(canvas.depth):  # nothing of the test before may be of use
+            empty = torch.full((length, mine._shape.kv_heads, mine._shape.head_dim), 1e3)
+            canvas.write(layer, everything, empty, empty)
+            if prefix:
+                canvas.write(layer, everything[: given.start], *prefix[layer])
+        what = BlendInput(length=length, stop=length, question=given.question, placements=placements, start=given.start)
+        result = Blender(canvas, what, policy).run()
+        kv = [torch.stack([one.clone() for one in canvas.read(layer, everything)]) for layer in range(canvas.depth)]
+        return result, kv, last_logits(lab, canvas, layers, length)
+
+
+def last_logits(lab, canvas, layers, length: int) -> torch.Tensor:
+    """The logits of the last token, by the engine's own layers over what the blend has left."""
+    last, nothing = torch.tensor([length - 1]), torch.empty(0, dtype=torch.long)
+    rows = canvas.begin(last)
+    for layer in range(canvas.depth):
+
+        def attention(query, layer=layer):
+            return attend(query, *canvas.context(layer, length, nothing), last, canvas.scale)
+
+        (batch,) = canvas.batches(rows)
+        canvas.run(layer, rows, batch, attention)
+    hidden, _ = layers.decoder.norm(rows.states, rows.residual)
+    engine_model = lab.core.model_executor.driver_worker.worker.get_model()
+    return engine_model.compute_logits(hidden)[0]
+
+
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+@pytest.mark.parametrize("given", CASES.values(), ids=CASES)
+def test_the_same_tokens_and_the_same_kv(lab, model, given, policy):
+    one, kv, logits = dense(model, given, policy)
+    other, paged_kv, paged_logits = paged(lab, model, given, policy)
+    assert (one.reused, one.fresh, one.charged) == (other.reused, other.fresh, other.charged)
+    assert one.computed == other.computed
+    assert [a.tolist() for a in one.repaired] == [b.tolist() for b in other.repaired]
+    difference = max(float((a - b).abs().max()) for a, b in zip(kv, paged_kv, strict=True))
+    assert difference <= SAME
+    assert float((logits - paged_logits[: len(logits)]).abs().max()) <= SAME
+
+
+def test_the_cases_differ_from_full_prefill_and_from_each_other(model):
+    """Without this, two canvases that both computed everything would agree as well."""
+    for given in CASES.values():
+        wanted = computed(model, given.tokens)
+        found = {name: dense(model, given, policy)[1] for name, policy in POLICIES.items() if "0.15" in name}
+        far = {
+            name: max(float((a - b).abs().max()) for a, b in zip(kv, wanted, strict=True)) for name, kv in found.items()
+        }
+        assert far.pop("all 0.15") <= SAME
+        assert min(far.values()) > 10 * SAME

@@ -1,0 +1,113 @@
+"""The self-test at start: it passes for a right model however the engine is set up, and finds each thing that could be
+wrong.
+"""
+
+import pytest
+import torch
+from lab import Prompt, answer, distance, engine, words
+from stepping import worker
+
+from lmc.connectors.vllm import canvas
+from lmc.connectors.vllm.native import NativeLayers
+from lmc.connectors.vllm.selftest import prove_model
+from lmc.errors import UnsupportedModel
+
+DOCUMENTS = [words(150, 1), words(300, 2)]
+
+
+@pytest.fixture(scope="module")
+def lab(models):
+    with engine(models("llama")) as found:
+        yield found
+
+
+def prove(lab) -> None:
+    """As at the start of the engine, in whose pages nothing is kept now."""
+    lab.settle()
+    mine = worker()
+    model, config = loaded(lab), mine._config
+    prove_model(model, mine._layers, mine._shape, config.model_config.get_vocab_size(), 1000)
+
+
+def loaded(lab):
+    return lab.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.get_model()
+
+
+def test_a_right_model_passes(lab):
+    prove(lab)
+
+
+@pytest.mark.parametrize("runs", [1, 2, 3])
+def test_an_engine_for_few_requests_blends_all_the_same(lab, monkeypatch, runs):
+    """With --max-num-seqs up to 3 a GPU's batches have few runs of rows: the self-test failed, and blending was off."""
+    monkeypatch.setattr(worker()._layers, "most_runs", runs)
+    prove(lab)
+    prompt = Prompt(DOCUMENTS)
+    wanted = lab.vanilla(prompt.tokens)
+    lab.learn(DOCUMENTS)
+    found = lab.ask(prompt.tokens, prompt.blend(strategy="head", ratio=1.0))
+    assert answer(found) == answer(wanted)
+    assert distance(found, wanted) <= 1e-5
+
+
+def test_a_mask_that_lets_scattered_rows_see_the_future_is_found(lab, monkeypatch):
+    """The attention of flash kernels: the last query is aligned with the last key, as if all rows were one run."""
+    common = NativeLayers._common
+
+    def one_run(self, positions, blocks):
+        found = common(self, positions, blocks)
+        count = torch.tensor([0, len(positions)], dtype=torch.int32)
+        last = torch.tensor([int(positions[-1]) + 1], dtype=torch.int32)
+        found.query_start_loc = found.query_start_loc_cpu = count
+        found.seq_lens = found.seq_lens_cpu_upper_bound = last
+        found.num_reqs, found.max_query_len = 1, len(positions)
+        found.block_table_tensor = found.block_table_tensor[:1].contiguous()
+        return found
+
+    monkeypatch.setattr(NativeLayers, "_common", one_run)
+    with pytest.raises(UnsupportedModel, match="differ from the model's"):
+        prove(lab)
+
+
+def test_a_mask_that_hides_the_rows_before_a_run_is_found(lab, monkeypatch):
+    common = NativeLayers._common
+
+    def short(self, positions, blocks):
+        found = common(self, positions, blocks)
+        if found.num_reqs > 1:
+            lengths = found.query_start_loc[1:] - found.query_start_loc[:-1]
+            found.seq_lens = found.seq_lens_cpu_upper_bound = lengths.to(torch.int32)
+        return found
+
+    monkeypatch.setattr(NativeLayers, "_common", short)
+    with pytest.raises(UnsupportedModel, match="differ from the model's"):
+        prove(lab)
+
+
+def test_a_row_that_is_written_to_another_slot_is_found(lab, monkeypatch):
+    """Only where rows are scattered: slots that follow each other from the first one on."""
+    common = NativeLayers._common
+
+    def consecutive(self, positions, blocks):
+        found = common(self, positions, blocks)
+        if found.num_reqs > 1:
+            start = found.slot_mapping[0]
+            found.slot_mapping = torch.arange(len(positions), device=positions.device) + start
+        return found
+
+    monkeypatch.setattr(NativeLayers, "_common", consecutive)
+    with pytest.raises(UnsupportedModel, match="differ from the model's"):
+        prove(lab)
+
+
+def test_a_rotation_that_turns_the_wrong_way_is_found(lab, monkeypatch):
+    rotate = canvas.rotate
+    monkeypatch.setattr(canvas, "rotate", lambda keys, cos, sin, **more: rotate(keys, cos, -sin, **more))
+    with pytest.raises(UnsupportedModel, match="differ from the model's"):
+        prove(lab)
+
+
+def test_the_blocks_are_as_they_were_afterwards(lab):
+    prove(lab)
+    for view in worker()._pages._views:
+        assert not view[1:3].any()  # 64 tokens in blocks of 32

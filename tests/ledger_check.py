@@ -1,0 +1,40 @@
+"""Proves the invariants of the store's bookkeeping, from the outside."""
+
+from collections.abc import Iterator
+
+from lmc.storage.ledger import Ledger, Slot
+from lmc.storage.store import Store
+
+
+def check_store(store: Store) -> None:
+    """Every ledger of a store is right."""
+    with store._state._changed:
+        for level in store._state.levels:
+            check_ledger(level.ledger)
+
+
+def check_ledger(ledger: Ledger) -> None:
+    """Each slot is exactly once in {free, held, being written}; links, keys and counts agree."""
+    queue = list(free_queue(ledger))
+    free = set(queue)
+    assert len(queue) == len(free) == ledger.free, "free queue and its count disagree"
+    assert all(ledger._previous[ledger._next[s]] == s for s in [*queue, ledger.slots]), "links disagree"
+    for slot in map(Slot, range(ledger.slots)):
+        assert (ledger._holders[slot] == 0) == (slot in free), f"slot {slot} is both free and held, or neither"
+        assert slot not in ledger._writing or (ledger._holders[slot] == 1 and ledger._keys[slot] is None)
+    held = {slot for slots in ledger._slots_of.values() for slot in slots}
+    assert held == {s for s in range(ledger.slots) if ledger._keys[s] is not None}, "keys and slots disagree"
+    assert all(ledger._keys[s] == key for key, slots in ledger._slots_of.items() for s in slots)
+
+
+def free_queue(ledger: Ledger) -> Iterator[Slot]:
+    """Free slots from the head: the order in which they will be taken."""
+    slot = ledger._next[ledger.slots]
+    while slot != ledger.slots:
+        yield Slot(slot)
+        slot = ledger._next[slot]
+
+
+def reserve(ledger: Ledger, count: int) -> list[Slot] | None:
+    """Take `count` slots, or none if fewer are free."""
+    return [ledger.reserve() for _ in range(count)] if count <= ledger.free else None

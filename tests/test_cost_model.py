@@ -1,0 +1,455 @@
+"""What loading and computing are expected to take, and the choice between them."""
+
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+from storage_fakes import PART_BYTES, PARTS, DictTier, get, key_of, note_load, put
+from tier_wrappers import Delayed, Faulty
+from vllm_fakes import Lab
+
+from lmc.connectors.vllm.prefill_pace import EngineStep, PrefillPace
+from lmc.errors import ChunkLost
+from lmc.storage.cost_model import (
+    TRIAL_CHOICES,
+    TRIAL_SECONDS,
+    Choice,
+    CostModel,
+    LoadPolicy,
+    LoadTiming,
+    Offer,
+    Rate,
+    Spent,
+)
+from lmc.storage.slab import Slab
+from lmc.storage.store import Store
+
+AUTO = LoadPolicy.AUTO
+
+
+class Clock:
+    """Time that goes on when it is told to."""
+
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def wanted(tier: str = "disk", *, records: int = 4, bytes: int = 4000, exact: int = 100, **more: object) -> Offer:
+    values: dict = {"reused": 0, "ratio": 0.0, "prompt": 100, **more}
+    return Offer(records=[(tier, bytes // records)] * records, exact=exact, **values)
+
+
+def measured(byte: float, *, record: float = 0.0, token: float = 0.01, clock: Clock | None = None) -> CostModel:
+    """CostModel that have seen three loads of a disk and three prefills of 100 tokens, all alike."""
+    cost = CostModel(clock or Clock())
+    for _ in range(3):
+        load(cost, byte, record=record)
+        cost.computed(100, 100 * token, 100)
+    return cost
+
+
+def load(cost: CostModel, byte: float, *, tier: str = "disk", record: float = 0.0, bytes: int = 1000) -> None:
+    note_load(cost, tier, records=2, opening=2 * record, bytes=bytes, reading=byte * bytes)
+
+
+def loads(cost: CostModel, offer: Offer | None = None) -> bool:
+    return cost.choose(offer or wanted(), AUTO).load
+
+
+# -- a rate ------------------------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_estimated_before_three_observations() -> None:
+    rate = Rate()
+    for _ in range(2):
+        rate.add(4.0, 2)
+        assert rate.value is None
+    rate.add(4.0, 2)
+    assert rate.value == 2.0
+
+
+@pytest.mark.parametrize("outlier", [1000.0, 0.001])
+@pytest.mark.parametrize("place", range(6))
+def test_one_outlier_changes_nothing(outlier: float, place: int) -> None:
+    rate = Rate()
+    for i in range(6):
+        rate.add(outlier if i == place else 2.0, 1)
+    assert rate.value == pytest.approx(2.0)
+
+
+def test_a_change_is_followed_within_a_few_observations() -> None:
+    rate = Rate()
+    for _ in range(20):
+        rate.add(1.0, 1)
+    found = []
+    for _ in range(8):
+        rate.add(10.0, 1)
+        found.append(rate.value)
+    assert found[0] == pytest.approx(1.0)
+    assert found == sorted(found)
+    assert found[-1] == pytest.approx(10.0, rel=0.1)
+
+
+def test_large_observations_count_for_more_than_small_ones() -> None:
+    """A record of a few kilobytes takes a read's latency: a byte of it costs a hundred times what it costs in bulk."""
+    rate = Rate()
+    for _ in range(4):
+        rate.add(1.0, 1_000_000)
+    for _ in range(4):
+        rate.add(0.01, 100)
+    assert rate.value == pytest.approx(1e-6, rel=0.05)
+
+
+def test_an_optimistic_rate_is_that_of_the_last_time_if_it_was_faster() -> None:
+    rate = Rate()
+    for _ in range(5):
+        rate.add(10.0, 1)
+    rate.add(0.1, 1)
+    assert rate.value == pytest.approx(10.0)
+    assert rate.optimistic == pytest.approx(0.1)
+
+
+# -- the choice --------------------------------------------------------------------------------------------------------
+
+
+def test_what_was_not_measured_is_loaded() -> None:
+    cost = CostModel(Clock())
+    assert cost.choose(wanted(), AUTO) == Choice(load=True)
+    for _ in range(3):
+        load(cost, 1.0)
+    assert loads(cost), "nobody knows what computing takes"
+    for _ in range(2):
+        cost.computed(100, 0.001, 100)
+        assert loads(cost)
+    cost.computed(100, 0.001, 100)
+    assert not loads(cost)
+    assert loads(cost, wanted("redis")), "nobody knows this tier"
+
+
+def test_what_is_faster_loaded_is_loaded_and_what_is_faster_computed_is_not() -> None:
+    assert measured(0.0001).choose(wanted(), AUTO) == Choice(
+        load=True, loading=pytest.approx(0.4), computing=pytest.approx(1.0)
+    )
+    choice = measured(0.001).choose(wanted(), AUTO)
+    assert choice == Choice(load=False, loading=pytest.approx(4.0), computing=pytest.approx(1.0))
+    assert "about 1 s: loading them would take about 4 s" in choice.why
+
+
+def test_what_takes_about_as_long_either_way_is_loaded() -> None:
+    assert loads(measured(0.00037))
+    assert not loads(measured(0.00038))
+
+
+def test_records_cost_by_themselves() -> None:
+    cost = measured(0.0001, record=0.4)
+    assert not loads(cost, wanted(records=4))
+    assert loads(cost, wanted(records=2))
+
+
+def test_tiers_of_one_request_add_up() -> None:
+    cost = measured(0.0001)
+    for _ in range(3):
+        load(cost, 0.001, tier="redis")
+    both = Offer(records=[("disk", 4000), ("redis", 500)], exact=100, reused=0, ratio=0.0, prompt=100)
+    assert cost.choose(both, AUTO).loading == pytest.approx(0.9)
+
+
+def test_a_blend_spares_what_it_does_not_compute_anew() -> None:
+    offer = wanted(exact=10, reused=200, ratio=0.15)
+    assert offer.saved == pytest.approx(10 + 170)
+    assert measured(0.0001).choose(offer, AUTO).computing == pytest.approx(1.8)
+    assert not loads(measured(0.0001), wanted(exact=0, reused=100, ratio=1.0)), "a load that spares nothing"
+
+
+def test_the_cost_of_a_token_is_that_of_a_prompt_as_long_or_the_next_shorter_one() -> None:
+    cost = CostModel(Clock())
+    for length, token in ((40, 0.01), (600, 0.02), (5000, 0.1)):
+        for _ in range(3):
+            cost.computed(length, length * token, length)
+            load(cost, 1.0)
+    found = {n: cost.choose(wanted(prompt=n, exact=1), AUTO).computing for n in (10, 40, 500, 600, 1023, 4000, 90000)}
+    assert found == {
+        10: pytest.approx(0.01),
+        40: pytest.approx(0.01),
+        500: pytest.approx(0.01),
+        600: pytest.approx(0.02),
+        1023: pytest.approx(0.02),
+        4000: pytest.approx(0.02),  # a power of two: those from 4096 on were measured
+        90000: pytest.approx(0.1),
+    }
+
+
+def test_computing_a_few_tokens_says_nothing() -> None:
+    cost = measured(0.001)
+    for _ in range(9):
+        cost.computed(5, 100.0, 100)
+    assert cost.choose(wanted(), AUTO).computing == pytest.approx(1.0)
+
+
+def test_policies_that_do_not_ask() -> None:
+    slow, fast = measured(1.0), measured(1e-9)
+    for _ in range(3):
+        assert slow.choose(wanted(), LoadPolicy.ALWAYS).load
+        never = fast.choose(wanted(), LoadPolicy.NEVER)
+        assert not never.load
+        assert "load_policy is never" in never.why
+    nothing = Offer(records=[], exact=0, reused=0, ratio=0.0, prompt=10)
+    assert measured(1.0).choose(nothing, AUTO).load
+
+
+# -- trials ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_slow_tier_is_tried_after_so_many_choices_and_so_many_seconds() -> None:
+    assert (TRIAL_CHOICES, TRIAL_SECONDS) == (8, 10.0)
+    clock = Clock()
+    cost = measured(1.0, clock=clock)
+    assert [loads(cost) for _ in range(20)] == [False] * 20, "however many requests come in a moment"
+    clock.now += 9.9
+    assert not loads(cost)
+    clock.now += 0.1
+    assert [loads(cost) for _ in range(3)] == [True, False, False], "one load, and the next count begins"
+    clock.now += 1000
+    assert [loads(cost) for _ in range(7)] == [False] * 6 + [True], "however long ago that was"
+
+
+def test_a_tier_that_is_fast_again_is_found_by_one_trial() -> None:
+    clock = Clock()
+    cost = measured(1.0, clock=clock)
+    for _ in range(20):
+        load(cost, 1.0)
+        assert not loads(cost)
+    clock.now += 10
+    assert loads(cost)
+    load(cost, 0.0001)
+    for _ in range(20):
+        assert loads(cost)
+        load(cost, 0.0001)
+    assert cost.choose(wanted(), AUTO).loading == pytest.approx(0.4, rel=0.1)
+
+
+def test_a_trial_that_happened_to_be_fast_is_followed_by_one_more_and_no_others() -> None:
+    clock = Clock()
+    cost = measured(1.0, clock=clock)
+    load(cost, 0.0001)
+    assert loads(cost)
+    load(cost, 1.0)
+    assert not loads(cost)
+
+
+def test_tiers_are_tried_by_themselves() -> None:
+    clock = Clock()
+    cost = measured(1.0, clock=clock)
+    for _ in range(3):
+        load(cost, 1.0, tier="redis")
+    for _ in range(8):
+        assert not loads(cost)
+    clock.now += 10
+    assert not loads(cost, wanted("redis"))
+    assert loads(cost)
+    assert not loads(cost, wanted("redis"))
+
+
+# -- what a batch took -------------------------------------------------------------------------------------------------
+
+
+def seen(cost: CostModel, tier: str) -> tuple[float, float]:
+    """The newest seconds per record and per byte."""
+    return cost._opening[tier].newest, cost._reading[tier].newest
+
+
+def took(spent: Spent, tier: str, seconds: float, bytes: int) -> None:
+    spent[tier, "reading"], spent[tier, "bytes"] = seconds, bytes
+
+
+def test_a_batch_takes_from_its_first_thread_s_begin_to_its_last_one_s_end() -> None:
+    clock = Clock()
+    cost = CostModel(clock)
+    batch = LoadTiming(cost, 2)
+    one = batch.begin()
+    clock.now += 1
+    two = batch.begin()
+    for mine in (one, two):
+        took(mine, "disk", 4.0, 500)
+        mine["disk", "records"], mine["disk", "opening"] = 1, 1.0
+    clock.now += 5
+    batch.end(one)
+    assert not cost._reading
+    clock.now += 4
+    batch.end(two)
+    assert seen(cost, "disk") == (pytest.approx(1.0), pytest.approx(0.008))  # 10 s: a fifth of them opening two
+
+
+def test_the_time_of_a_batch_is_shared_out_to_its_tiers() -> None:
+    clock = Clock()
+    cost = CostModel(clock)
+    batch = LoadTiming(cost, 1)
+    mine = batch.begin()
+    took(mine, "disk", 1.0, 100)
+    took(mine, "redis", 3.0, 100)
+    clock.now += 8
+    batch.end(mine)
+    assert (cost._reading["disk"].newest, cost._reading["redis"].newest) == (0.02, 0.06)
+
+
+def test_a_batch_that_read_nothing_says_nothing() -> None:
+    cost = CostModel(Clock())
+    batch = LoadTiming(cost, 2)
+    batch.end(batch.begin())
+    batch.end(batch.begin())
+    assert not cost._reading
+    assert not cost._opening
+
+
+def store_over(tier: object) -> Store:
+    slab = Slab.of_size(4.5 * PARTS * PART_BYTES, PARTS, PART_BYTES)
+    return Store(slab, [tier])  # type: ignore[list-item]
+
+
+def until(true: Callable[[], object]) -> None:
+    due = time.monotonic() + 10
+    while not true():
+        assert time.monotonic() < due
+        time.sleep(0.001)
+
+
+def test_a_store_measures_its_loads() -> None:
+    """Two threads, four records: what took one thread 0.12 s takes both together half of that, or more on a busy
+    machine.
+    """
+    tier = DictTier()
+    filling = store_over(tier)
+    for i in range(4):
+        put(filling, key_of(i))
+    filling.close()
+    store = store_over(Delayed(tier, per_part=0.01))
+    cost = store.cost
+    with store.pinned([key_of(i) for i in range(4)]) as pins:
+        for pin in pins:
+            assert pin is not None
+            store.part(pin, PARTS - 1)
+    until(lambda: cost._reading["dict"].newest)
+    batch_seconds = cost._reading["dict"].newest * 4 * PARTS * PART_BYTES
+    assert batch_seconds >= 2 * PARTS * 0.01 * 0.99
+    store.close()
+
+
+def test_a_tier_that_fails_is_no_measure_of_its_speed() -> None:
+    tier = DictTier()
+    filling = store_over(tier)
+    put(filling, key_of(1))
+    filling.close()
+    store = store_over(Faulty(tier, lambda verb, key: OSError("gone") if verb == "read" else None))
+    with pytest.raises(ChunkLost):
+        get(store, key_of(1))
+    until(lambda: store.cost._opening["dict"].newest)
+    assert store.cost._reading["dict"].value is None
+    assert not store.cost._reading["dict"]._last
+    store.close()
+
+
+def test_any_thread_may_measure_and_choose() -> None:
+    cost = CostModel()
+
+    def work() -> None:
+        for _ in range(300):
+            load(cost, 0.5)
+            cost.computed(100, 1.0, 100)
+            cost.choose(wanted(), AUTO)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    choice = cost.choose(wanted(), LoadPolicy("auto"))
+    assert (choice.loading, choice.computing) == (pytest.approx(2000.0), pytest.approx(1.0))
+
+
+# -- the engine's own prefilling ---------------------------------------------------------------------------------------
+
+
+def steps(*given: tuple[float, int, int], alone: bool = True) -> dict[int, float]:
+    """Seconds per token by power of two, from steps of one request: (when, tokens of a prompt, tokens decoded)."""
+    cost, position = CostModel(Clock()), 0
+    pace = PrefillPace(cost)
+    for at, prompts, decoded in given:
+        pace.add(
+            EngineStep(
+                at=at,
+                alone=alone,
+                requests=frozenset({"one"}),
+                tokens=prompts + decoded,
+                prompts=prompts,
+                reach=prompts * (2 * position + prompts),
+            )
+        )
+        position += prompts
+    return {power: rate.newest for power, rate in cost._computing.items()}
+
+
+def test_full_steps_one_after_the_other_are_measured_whether_planned_ahead_or_not() -> None:
+    planned_after = [(0, 1000, 0), (1, 1000, 0), (2, 1000, 0), (3, 1000, 0)]
+    planned_ahead = [(0, 1000, 0), (0.001, 1000, 0), (1, 1000, 0), (2, 1000, 0)]
+    for given in (planned_after, planned_ahead):
+        assert list(steps(*given).values()) == [pytest.approx(0.001, rel=0.01)] * 2
+
+
+def test_a_prompt_alone_is_measured_whether_planned_ahead_or_not() -> None:
+    assert steps((0, 1000, 0), (1, 0, 1), (1.02, 0, 1)) == {10: pytest.approx(0.00102)}
+    assert steps((0, 1000, 0), (0.001, 0, 1), (1, 0, 1)) == {10: pytest.approx(0.001)}
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        [(0, 1000, 0), (1, 0, 1)],  # and then nobody knows for how long there was nothing to do
+        [(0, 500, 500), (1, 500, 500), (2, 500, 500)],
+        [(0, 1000, 0), (1, 500, 0), (2, 500, 0)],
+        [(0, 0, 1), (1, 0, 1), (2, 0, 1)],
+        [(0, 0, 0), (1, 0, 0), (2, 0, 0)],
+    ],
+)
+def test_steps_that_could_mean_something_else_are_no_measure(given: list[tuple[float, int, int]]) -> None:
+    assert steps(*given) == {}
+
+
+def test_steps_beside_our_own_computing_are_no_measure() -> None:
+    assert steps((0, 1000, 0), (1, 1000, 0), (2, 1000, 0), alone=False) == {}
+
+
+def test_a_step_deep_in_a_prompt_is_filed_under_the_length_that_costs_as_much() -> None:
+    """Tokens 2000 to 3000 have 2500 before them on average: as many as those of a prompt of 5000."""
+    found = steps(*[(float(i), 1000, 0) for i in range(5)])
+    assert set(found) == {n.bit_length() for n in (3000, 5000, 7000)}
+
+
+def test_time_in_which_the_engine_idled_is_no_measure() -> None:
+    cost = CostModel(Clock())
+    pace = PrefillPace(cost)
+    for at, name in ((0, "one"), (1, "one"), (500, "two"), (501, "two")):
+        tokens = 1000 if at in (0, 500) else 1
+        prompts = tokens if tokens > 1 else 0
+        pace.add(
+            EngineStep(
+                at=at, alone=True, requests=frozenset({name}), tokens=tokens, prompts=prompts, reach=prompts * prompts
+            )
+        )
+    assert not cost._computing
+
+
+def test_the_scheduler_s_steps_are_watched() -> None:
+    lab = Lab(blocks=600, settings={"enable_blending": False}, blends=False)
+    request = lab.arrive("one", list(range(1000, 2600)))
+    lab.admit(request)
+    for lab.now in (0.0, 1.0, 2.0, 3.0):
+        lab.compute(request, 400)
+    lab.decode(request, [1, 2])
+    rates = lab.store.cost._computing
+    assert {rate.newest for rate in rates.values()} >= {1 / 400}
+    lab.finish(request)
+    lab.check()
+    lab.scheduler.close()

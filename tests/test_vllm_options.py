@@ -1,0 +1,123 @@
+"""What a request may wish for: everything that cannot be meant is an `InputError` that names it."""
+
+import pytest
+
+from lmc.blend.segments import Span
+from lmc.config import Settings
+from lmc.connectors.vllm.request_options import Options
+from lmc.errors import InputError
+
+NAN, INFINITY, HUGE = float("nan"), float("inf"), 10**5000
+DEEP = []
+for _ in range(5000):
+    DEEP = [DEEP]
+
+
+def named(value):
+    """The names of parameters whose text nobody can write."""
+    return {id(HUGE): "huge", id(DEEP): "deep"}.get(id(value), type(value).__name__)
+
+
+def test_without_wishes_the_settings_decide():
+    assert Options.read(None, 10) == Options.read({}, 10) == Options()
+    policy = Options().policy(Settings(blend_strategy="query", blend_recompute_ratios=(0.2,)))
+    assert (policy.strategy, policy.ratios, policy.thresholds) == ("query", (0.2,), None)
+
+
+def test_every_wish_is_read():
+    given = {"blend": True, "learn": False, "strategy": "head", "ratio": 1, "documents": [[0, 3], (3, 10)]}
+    assert Options.read(given, 10) == Options(strategy="head", ratio=1, documents=(Span(0, 3), Span(3, 10)))
+    assert Options.read({"learn": True, "ratio": None, "strategy": None, "documents": None}, 10) == Options(learn=True)
+    assert Options.read({"documents": []}, 10).documents == ()
+
+
+@pytest.mark.parametrize("given", [[], "blend", 1, True, 0, False, "", b"", DEEP, HUGE], ids=named)
+def test_wishes_must_be_an_object(given):
+    with pytest.raises(InputError, match=r"kv_transfer_params\['lmc'\] must be an object"):
+        Options.read(given, 10)
+
+
+@pytest.mark.parametrize("name", ["Blend", "ratios", "", 3, None, ("a", 1), HUGE, "x" * 100_000], ids=named)
+def test_an_unknown_wish_is_named_beside_the_known(name):
+    with pytest.raises(InputError, match=r"has no .*; there are blend, learn, strategy, ratio, documents") as caught:
+        Options.read({name: 1, "other": 2}, 10)
+    assert len(str(caught.value)) < 500
+
+
+@pytest.mark.parametrize("name", ["blend", "learn"])
+@pytest.mark.parametrize("value", [0, 1, "true", None, [], {}, NAN, HUGE, DEEP], ids=named)
+def test_a_switch_is_true_or_false(name, value):
+    with pytest.raises(InputError, match=f"lmc.{name} must be true or false"):
+        Options.read({name: value}, 10)
+
+
+@pytest.mark.parametrize(
+    "value", [True, False, "0.5", -0.1, 1.0001, 2, NAN, INFINITY, -INFINITY, HUGE, [0.1], {}, 1j], ids=named
+)
+def test_a_ratio_is_a_number_from_0_to_1(value):
+    with pytest.raises(InputError, match=r"lmc\.ratio must be between 0 and 1"):
+        Options.read({"ratio": value}, 10)
+
+
+@pytest.mark.parametrize(
+    "value", ["Query", "", 0, False, 1, ["query"], {"query": 1}, {}, [], HUGE, DEEP, "x" * 100_000], ids=named
+)
+def test_a_strategy_is_one_of_ours(value):
+    """A list was unhashable inside the policy, and empty ones meant the settings'."""
+    with pytest.raises(InputError, match=r"lmc\.strategy must be one of deviation, .*none, not") as caught:
+        Options.read({"strategy": value}, 10)
+    assert len(str(caught.value)) < 500
+
+
+@pytest.mark.parametrize("value", ["[[0, 3]]", 3, {"start": 0}, True, b"\x00\x03", {0, 3}, HUGE], ids=named)
+def test_documents_are_a_list(value):
+    with pytest.raises(InputError, match=r"lmc.documents must be a list of \[start, stop\]"):
+        Options.read({"documents": value}, 10)
+
+
+@pytest.mark.parametrize(
+    "pair",
+    [3, "03", b"\x00\x03", [0], [0, 1, 2], [], [0, True], [False, 3], [0.0, 3], [0, "3"], [None, 3], {0: 3}, DEEP],
+    ids=named,
+)
+def test_a_document_is_a_pair_of_whole_numbers(pair):
+    with pytest.raises(InputError, match=r"lmc.documents: .* is no \[start, stop\]") as caught:
+        Options.read({"documents": [pair]}, 10)
+    assert len(str(caught.value)) < 500
+
+
+@pytest.mark.parametrize("pair", [[-1, 3], [3, 3], [4, 3], [0, 11], [10, 11], [0, HUGE], [-HUGE, 3]], ids=named)
+def test_a_document_is_inside_the_prompt(pair):
+    with pytest.raises(InputError, match="is not inside the prompt of 10 tokens"):
+        Options.read({"documents": [pair]}, 10)
+
+
+@pytest.mark.parametrize("pairs", [[[0, 4], [3, 5]], [[5, 6], [0, 2]], [[0, 4], [0, 4]]], ids=named)
+def test_documents_are_in_order_and_apart(pairs):
+    with pytest.raises(InputError, match="overlaps what comes before it"):
+        Options.read({"documents": pairs}, 10)
+
+
+def test_a_document_to_learn_has_no_documents():
+    with pytest.raises(InputError, match=r"lmc\.learn and lmc\.documents"):
+        Options.read({"learn": True, "documents": [[0, 3]]}, 10)
+
+
+def test_deviation_takes_the_settings_schedule_and_the_others_its_first_ratio():
+    settings = Settings(
+        blend_strategy="deviation",
+        blend_check_layers=(1, 4),
+        blend_recompute_ratios=(0.3, 0.1),
+        blend_thresholds=(0.5, 0.2),
+    )
+    policy = Options().policy(settings)
+    assert (policy.ratios, policy.check_layers, policy.thresholds) == ((0.3, 0.1), (1, 4), (0.5, 0.2))
+    policy = Options(ratio=0.5).policy(settings)
+    assert (policy.ratios, policy.check_layers) == ((0.5, 0.5), (1, 4))
+    policy = Options(strategy="union").policy(settings)
+    assert (policy.strategy, policy.ratios, policy.check_layers, policy.thresholds) == ("union", (0.3,), (1,), None)
+
+
+def test_deviation_can_be_wished_for_where_the_settings_say_something_else():
+    policy = Options(strategy="deviation", ratio=0.0).policy(Settings())
+    assert (policy.strategy, policy.ratios, policy.check_layers) == ("deviation", (0.0,), (1,))
