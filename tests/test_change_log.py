@@ -1,0 +1,342 @@
+"""The change log: what has appeared in a place and what has left it, for readers who come at their own pace."""
+
+import tempfile
+from dataclasses import replace
+from functools import partial
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from storage_fakes import PART_BYTES, PARTS, RECORD_BYTES, DictTier, Shared, get, key_of, meta_of, put, raw_record
+from test_disk import path_of
+
+from lmc.keys import RecordKind
+from lmc.storage.change_log import Change, ChangeLog, Chunk
+from lmc.storage.disk import DiskTier
+from lmc.storage.slab import Slab
+from lmc.storage.store import Store, WritePolicy
+
+K0, K1, K2, K3 = map(key_of, range(4))
+KEYS = (K0, K1, K2, K3)
+THROUGH, BACK = WritePolicy.WRITE_THROUGH, WritePolicy.WRITE_BACK
+
+
+def chunk_of(key):
+    return Chunk.of(meta_of(key))
+
+
+def replayed(changes, start=None):
+    """What is present after these changes, by place; empty places are left out."""
+    there = {place: list(chunks) for place, chunks in (start or {}).items()}
+    for change in changes:
+        if change.appeared:
+            there.setdefault(change.place, []).append(change.chunk)
+        else:
+            there[change.place].remove(change.chunk)
+    return {place: chunks for place, chunks in there.items() if chunks}
+
+
+def present(log):
+    return {place: chunks for place, chunks in log.present()[1].items() if chunks}
+
+
+def steps(log, number=0):
+    """The changes after `number`, as keys, places and whether they appeared."""
+    changes, complete = log.since(number)
+    assert complete
+    return [(change.chunk.key, change.place, change.appeared) for change in changes]
+
+
+# -- the log -------------------------------------------------------------------------------------------------------
+
+
+def test_an_empty_log_has_no_changes_and_is_complete():
+    log = ChangeLog()
+    assert (log.since(0), log.present(), list(log.counts())) == (([], True), (0, {}), [])
+
+
+def test_a_change_says_which_chunk_came_or_went_and_where():
+    log = ChangeLog()
+    log.appeared("host", meta_of(K0))
+    log.appeared("disk", meta_of(K0))
+    log.left("host", K0)
+    chunk = chunk_of(K0)
+    changes = [Change(1, chunk, "host", True), Change(2, chunk, "disk", True), Change(3, chunk, "host", False)]
+    assert log.since(0) == (changes, True)
+    assert log.since(2) == (changes[2:], True)
+    assert log.since(3) == ([], True)
+
+
+def test_a_chunk_is_what_is_known_of_its_record():
+    meta = replace(meta_of(K0), kind=RecordKind.PREFIX, tokens=7, namespace=b"n" * 32)
+    assert Chunk.of(meta) == Chunk(K0, RecordKind.PREFIX, 7, b"n" * 32)
+
+
+def test_a_chunk_that_appears_twice_is_one_change():
+    """It may be in two slots of a slab. One that has left appears anew."""
+    log = ChangeLog()
+    for _ in range(2):
+        log.appeared("host", meta_of(K0))
+    assert steps(log) == [(K0, "host", True)]
+    log.left("host", K0)
+    log.appeared("host", meta_of(K0))
+    assert steps(log, 2) == [(K0, "host", True)]
+    assert list(log.counts()) == [("host", 1, 16)]
+
+
+def test_a_chunk_that_was_not_there_does_not_leave():
+    log = ChangeLog()
+    log.left("host", K0)
+    log.appeared("host", meta_of(K0))
+    log.left("disk", K0)
+    log.left("host", K1)
+    log.left("host", K0)
+    log.left("host", K0)
+    assert steps(log) == [(K0, "host", True), (K0, "host", False)]
+
+
+def test_chunks_and_tokens_are_counted_by_place():
+    log = ChangeLog()
+    for i, key in enumerate((K0, K1, K2), 1):
+        log.appeared("host", replace(meta_of(key), tokens=i))
+    log.appeared("disk", replace(meta_of(K0), tokens=1))
+    log.left("host", K1)
+    log.left("disk", K0)
+    assert sorted(log.counts()) == [("disk", 0, 0), ("host", 2, 4)]
+
+
+def test_a_log_that_reaches_back_far_enough_is_complete():
+    log = ChangeLog(kept=3)
+    for key in KEYS:
+        log.appeared("host", meta_of(key))
+    assert steps(log, 1) == [(K1, "host", True), (K2, "host", True), (K3, "host", True)]
+    assert log.since(0) == ([], False), "the first change is not kept any more"
+
+
+def test_what_was_returned_does_not_change_later():
+    log = ChangeLog()
+    log.appeared("host", meta_of(K0))
+    (changes, _), (_, there), counts = log.since(0), log.present(), log.counts()
+    log.left("host", K0)
+    log.appeared("host", meta_of(K1))
+    assert [change.number for change in changes] == [1]
+    assert there == {"host": [chunk_of(K0)]}
+    assert list(counts) == [("host", 1, 16)]
+
+
+operations = st.lists(st.tuples(st.booleans(), st.sampled_from(["device", "host", "disk"]), st.sampled_from(KEYS)))
+
+
+def apply(log, operation):
+    comes, place, key = operation
+    if comes:
+        log.appeared(place, replace(meta_of(key), tokens=1 + KEYS.index(key)))
+    else:
+        log.left(place, key)
+
+
+@settings(deadline=None)
+@given(operations)
+def test_replaying_all_changes_gives_what_is_present(done):
+    """A set for each place is the model. The numbers of the changes have no gaps."""
+    log, model, count = ChangeLog(), {}, 0
+    for operation in done:
+        comes, place, key = operation
+        there = model.setdefault(place, set())
+        count += (key in there) != comes
+        (there.add if comes else there.discard)(key)
+        apply(log, operation)
+    changes, complete = log.since(0)
+    assert complete
+    assert [change.number for change in changes] == list(range(1, count + 1))
+    assert replayed(changes) == present(log)
+    assert log.present()[0] == count
+    keys = {place: {chunk.key for chunk in chunks} for place, chunks in present(log).items()}
+    assert keys == {place: there for place, there in model.items() if there}
+    counts = {place: (chunks, tokens) for place, chunks, tokens in log.counts() if chunks or tokens}
+    tokens = {place: sum(1 + KEYS.index(key) for key in there) for place, there in model.items()}
+    assert counts == {place: (len(there), tokens[place]) for place, there in model.items() if there}
+
+
+@settings(deadline=None)
+@given(operations, st.integers(1, 5))
+def test_every_reader_gets_all_changes_or_is_told_that_it_cannot(done, kept):
+    log, all_of_them = ChangeLog(kept), ChangeLog()
+    for operation in done:
+        apply(log, operation)
+        apply(all_of_them, operation)
+    changes, _ = all_of_them.since(0)
+    for number in range(len(changes) + 1):
+        behind = len(changes) - number
+        assert log.since(number) == ((changes[number:], True) if behind <= kept else ([], False))
+
+
+@settings(deadline=None)
+@given(st.lists(operations, max_size=5))
+def test_a_reader_that_fell_behind_starts_again_from_what_is_present(rounds):
+    log, number, there = ChangeLog(kept=2), 0, {}
+    for done in rounds:
+        for operation in done:
+            apply(log, operation)
+        changes, complete = log.since(number)
+        if complete:
+            number, there = number + len(changes), replayed(changes, there)
+        else:
+            number, there = log.present()
+        assert {place: set(chunks) for place, chunks in there.items() if chunks} == {
+            place: set(chunks) for place, chunks in present(log).items()
+        }
+        assert log.since(number) == ([], True)
+
+
+# -- in a store ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def make():
+    made = []
+
+    def make_store(*tiers, slots=4, device=0, policy=THROUGH):
+        slab = Slab(device, PARTS, PART_BYTES) if device else None
+        made.append(Store(Slab(slots, PARTS, PART_BYTES), tiers, device=slab, policy=policy))
+        return made[-1]
+
+    yield make_store
+    for store in made:
+        store.close()
+
+
+@pytest.fixture
+def disk(tmp_path):
+    return partial(DiskTier, tmp_path, 100 * RECORD_BYTES)
+
+
+def keys_in(store, place):
+    return {chunk.key for chunk in present(store.changes).get(place, ())}
+
+
+def filled(store, *keys):
+    for key in keys:
+        assert put(store, key)
+        store.flush()
+    return store
+
+
+def test_a_chunk_that_is_stored_appears_in_memory_and_then_on_disk(make, disk):
+    store = filled(make(disk()), K0)
+    assert steps(store.changes) == [(K0, "host", True), (K0, "disk", True)]
+
+
+def test_a_slot_that_was_given_back_is_no_change(make):
+    store = make()
+    reservation = store.begin(meta_of(K0))
+    assert steps(store.changes) == []
+    store.abort(reservation)
+    assert steps(store.changes) == []
+
+
+def test_a_chunk_that_is_evicted_from_memory_leaves_it_and_is_still_on_disk(make, disk):
+    store = filled(make(disk(), slots=2), K0, K1)
+    number, _ = store.changes.present()
+    filled(store, K2)
+    assert steps(store.changes, number) == [(K0, "host", False), (K2, "host", True), (K2, "disk", True)]
+    assert (keys_in(store, "host"), keys_in(store, "disk")) == ({K1, K2}, {K0, K1, K2})
+    assert store.lookup([K0]) == ["disk"]
+    assert store.stats().present == {"host": (2, 32), "disk": (3, 48)}
+
+
+def test_a_chunk_that_is_loaded_appears_in_memory_and_stays_on_disk(make, disk):
+    store = filled(make(disk(), slots=1), K0, K1)
+    number, _ = store.changes.present()
+    assert get(store, K0)
+    assert steps(store.changes, number) == [(K1, "host", False), (K0, "host", True)]
+    assert keys_in(store, "disk") == {K0, K1}
+
+
+def test_a_chunk_that_is_copied_from_the_device_is_in_both_memories(make):
+    store = filled(make(device=1), K0, K1)
+    assert (keys_in(store, "device"), keys_in(store, "host")) == ({K1}, {K0, K1})
+
+
+def test_a_record_that_is_evicted_from_disk_leaves_it_and_is_still_in_memory(make, tmp_path):
+    store = filled(make(DiskTier(tmp_path, 2 * RECORD_BYTES)), K0, K1)
+    number, _ = store.changes.present()
+    filled(store, K2)
+    assert steps(store.changes, number) == [(K2, "host", True), (K0, "disk", False), (K2, "disk", True)]
+    assert store.lookup([K0]) == ["host"]
+
+
+def test_a_chunk_that_is_forgotten_leaves_every_place(make, disk):
+    store = filled(make(disk(), device=2), K0, K1)
+    number, _ = store.changes.present()
+    store.forget(K0)
+    assert sorted(steps(store.changes, number)) == [(K0, place, False) for place in ("device", "disk", "host")]
+    number, _ = store.changes.present()
+    store.forget(K0)
+    assert steps(store.changes, number) == []
+
+
+def test_a_record_that_turns_out_to_be_corrupt_leaves_the_disk(make, disk, tmp_path):
+    store = filled(make(disk(), slots=1), K0, K1)
+    path = path_of(tmp_path, K0)
+    blob = bytearray(path.read_bytes())
+    blob[0] ^= 1
+    path.write_bytes(blob)
+    number, _ = store.changes.present()
+    with store.pinned([K0]) as (pin,):
+        assert pin is not None
+    assert (K0, "disk", False) in steps(store.changes, number)
+    assert keys_in(store, "disk") == {K1}
+
+
+def test_a_record_whose_file_somebody_removed_leaves_the_disk_when_that_is_found(make, disk, tmp_path):
+    store = filled(make(disk(), slots=1), K0, K1)
+    path_of(tmp_path, K0).unlink()
+    with store.pinned([K0]) as (pin,):
+        assert pin is not None
+    assert keys_in(store, "disk") == {K1}
+    assert store.lookup([K0]) == [None]
+
+
+def test_records_of_earlier_processes_are_in_the_log_after_their_headers_were_read(make, disk):
+    filled(make(disk()), K0, K1).close()
+    store = make(disk())
+    assert present(store.changes) == {}
+    assert [(place, meta.key) for place, meta in store.records()] == [("disk", K0), ("disk", K1)]
+    assert present(store.changes) == {"disk": [chunk_of(K0), chunk_of(K1)]}
+    list(store.records())
+    assert steps(store.changes) == [(K0, "disk", True), (K1, "disk", True)], "reading them again changes nothing"
+    store.forget(K0)
+    assert keys_in(store, "disk") == {K1}
+
+
+def test_what_other_processes_keep_in_a_shared_tier_is_not_in_the_log(make):
+    tier = Shared()
+    tier.records[K0] = bytearray(raw_record(meta_of(K0)))
+    store = make(tier)
+    assert list(store.records()) == []
+    assert get(store, K0)
+    assert steps(store.changes) == [(K0, "host", True)]
+
+
+actions = st.lists(st.tuples(st.sampled_from([put, put, get, Store.forget]), st.sampled_from(KEYS)), max_size=25)
+
+
+@settings(max_examples=60, deadline=None)
+@given(actions, st.sampled_from([0, 1, 2]), st.integers(1, 3), st.sampled_from([THROUGH, BACK]), st.booleans())
+def test_the_log_says_what_every_place_of_a_store_holds(done, device, slots, policy, on_disk):
+    with tempfile.TemporaryDirectory() as folder:
+        tier = DiskTier(folder, 2 * RECORD_BYTES) if on_disk else DictTier()
+        slab = Slab(device, PARTS, PART_BYTES) if device else None
+        store = Store(Slab(slots, PARTS, PART_BYTES), [tier], device=slab, policy=policy)
+        for action, key in done:
+            action(store, key)
+            store.flush()
+        for level in store._levels:
+            assert keys_in(store, level.name) == set(level.ledger.keys())
+        assert keys_in(store, tier.name) == {entry.key for entry in tier.entries()}
+        changes, complete = store.changes.since(0)
+        assert complete
+        assert replayed(changes) == present(store.changes)
+        store.close()
+        assert keys_in(store, tier.name) == {entry.key for entry in tier.entries()}
