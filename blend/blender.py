@@ -23,7 +23,8 @@ from typing import Generic
 import torch
 
 from lmc.blend.attention import attend, attention_paid
-from lmc.blend.canvas import AttentionFunction, Canvas, Placement, R
+from lmc.blend.canvas import AttentionFunction, Canvas, R
+from lmc.blend.segments import Placement
 from lmc.blend.strategies import NEEDS_QUESTION, STRATEGIES, Evidence, RecomputePolicy, budget, by_deviation
 
 QUESTION_ROWS = 64  # The last tokens of the question score the documents; more rows cost time and change little.

@@ -6,7 +6,6 @@ into the engine's pages. To blend in another engine, one writes a third canvas; 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 import torch
@@ -14,19 +13,6 @@ import torch
 # Gets the queries [T, Q, D] of a batch whose keys and values are in the canvas, and returns the output of attention
 # [T, Q, D], or None to end the layer there.
 AttentionFunction = Callable[[torch.Tensor], torch.Tensor | None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Placement:
-    """Stored tokens and the positions where they are used.
-
-    `tokens` tokens that were computed at the positions from `first` on are used at the positions from `at` on.
-    """
-
-    at: int
-    tokens: int
-    first: int
-    exact: bool = False  # Full prefill would give the same keys and values, so they are never recomputed.
 
 
 class Rows(Protocol):

@@ -32,6 +32,19 @@ class Segments:
     question: Span  # behind the last separator; may be empty
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """Stored tokens and the positions where they are used.
+
+    `tokens` tokens that were computed at the positions from `first` on are used at the positions from `at` on.
+    """
+
+    at: int
+    tokens: int
+    first: int
+    exact: bool = False  # Full prefill would give the same keys and values, so they are never recomputed.
+
+
 Variants = tuple[tuple[int, ...], ...]
 
 

@@ -12,8 +12,7 @@ from models import FAMILIES, ROPES, SEPARATOR, random_model, random_tokens
 from transformers import DynamicCache
 
 from lmc.blend.blender import Blender, BlendInput
-from lmc.blend.canvas import Placement
-from lmc.blend.segments import Segments, join, split
+from lmc.blend.segments import Placement, Segments, join, split
 from lmc.blend.strategies import STRATEGIES, RecomputePolicy
 from lmc.connectors.transformers.canvas import DenseCanvas
 from lmc.connectors.transformers.layers import DecoderLayers

@@ -215,10 +215,11 @@ class Workers:
         if isinstance(job, BlendJob):
             for i in range(job.exact // BLOCK, len(job.blocks)):
                 for layer in range(LAYERS):
-                    exact = (i + 1) * BLOCK <= job.documents[0].at
+                    exact = (i + 1) * BLOCK <= job.documents[0].piece.at
                     self.pages[layer, job.blocks[i]] = page(job.tokens, i, layer) if exact else APPROXIMATE
             self.documents[job.request] = {
-                part.at: self.slab.part(part.slot, 0)[: part.stored * PAGE // BLOCK].clone() for part in job.documents
+                part.piece.at: self.slab.part(part.slot, 0)[: part.piece.stored * PAGE // BLOCK].clone()
+                for part in job.documents
             }
         return 1
 

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 import torch
 
 from lmc.blend.attention import attend
-from lmc.blend.canvas import AttentionFunction, Placement
+from lmc.blend.canvas import AttentionFunction
 from lmc.blend.rope import rotate, turn_between
+from lmc.blend.segments import Placement
 from lmc.connectors.transformers.layers import DecoderLayers, Projections
 
 # For each layer in order: its number, and one part [K, T, H, D] for each placement.

@@ -20,7 +20,6 @@ import torch
 from transformers import DynamicCache
 
 from lmc.blend.blender import Blender, BlendInput
-from lmc.blend.canvas import Placement
 from lmc.blend.segments import Segments, Variants, separator_variants, split
 from lmc.blend.strategies import RecomputePolicy
 from lmc.config import Settings
@@ -246,14 +245,11 @@ class CachedModel:
     def _blended(
         self, prompt: list[int], segments: Segments, plan: Plan, how: How, policy: RecomputePolicy, started: float
     ) -> Prefilled:
-        placements = [
-            Placement(at=piece.at, tokens=piece.tokens, first=piece.first, exact=piece.exact) for piece in plan.pieces
-        ]
         length, loaded = len(prompt), Counter[str]()
-        given = BlendInput(length=length, stop=length, question=segments.question.start, placements=placements)
+        given = BlendInput(length=length, stop=length, question=segments.question.start, placements=plan.pieces)
         begun = time.perf_counter()
         with closing(self.engine.layers(plan.pieces, self.layers.shape, loaded)) as reader:
-            canvas = DenseCanvas(self.layers, prompt, placements, reader)
+            canvas = DenseCanvas(self.layers, prompt, plan.pieces, reader)
             result = Blender(canvas, given, policy).run()
         assert canvas.logits is not None
         exact = plan.tokens - result.reused

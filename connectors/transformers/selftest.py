@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
-from lmc.blend.canvas import Placement
+from lmc.blend.segments import Placement
 from lmc.blend.selftest import FLOOR, KV, MOVED, NOISE, TOKENS, difference, prove, random_prompt
 from lmc.connectors.transformers.canvas import DenseCanvas
 from lmc.connectors.transformers.hf import forward, rows_of

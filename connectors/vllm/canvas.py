@@ -4,12 +4,13 @@ This module also has the two other operations of a worker on single tokens: to p
 keys and values.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import torch
 
-from lmc.blend.canvas import AttentionFunction, Placement
+from lmc.blend.canvas import AttentionFunction
 from lmc.blend.rope import rotate, turn_between
+from lmc.blend.segments import Placement
 from lmc.connectors.vllm.messages import BlendJob, DocumentPart
 from lmc.connectors.vllm.native import NativeLayers, PagedRows
 from lmc.connectors.vllm.tensor_parallel import agreed, summed
@@ -31,8 +32,9 @@ class PagedCanvas:
         self._layers, self._job, self._shape, self._batch_rows, self._part = layers, job, shape, batch_rows, part
         self._tokens = torch.tensor(job.tokens, device=self.device)
         self._blocks = torch.tensor(job.blocks, device=self.device)
-        self._turns = [self._turn_of(part) for part in job.documents]
-        ranges = [torch.arange(part.at, part.at + part.tokens, device=self.device) for part in job.documents]
+        self._turns = [self._turn_of(part.piece) for part in job.documents]
+        spans = [(part.piece.at, part.piece.stop) for part in job.documents]
+        ranges = [torch.arange(*span, device=self.device) for span in spans]
         self._stored = torch.cat(ranges) if ranges else torch.empty(0, dtype=torch.long, device=self.device)
 
     def place(self, layer: int) -> int:
@@ -41,8 +43,9 @@ class PagedCanvas:
         keys = torch.empty(size, dtype=self._shape.dtype, device=self.device)
         values = torch.empty_like(keys)
         at = 0
-        for piece, (cos, sin) in zip(self._job.documents, self._turns, strict=True):
-            stored = self._shape.part(self._part(piece, layer), piece.stored)[:, piece.skip : piece.skip + piece.tokens]
+        for part, (cos, sin) in zip(self._job.documents, self._turns, strict=True):
+            piece, raw = part.piece, self._part(part, layer)
+            stored = self._shape.part(raw, piece.stored)[:, piece.skip : piece.skip + piece.tokens]
             stored = stored.to(self.device, non_blocking=True)
             rows = slice(at, at + piece.tokens)
             out = keys[rows].transpose(0, 1)
@@ -91,14 +94,9 @@ class PagedCanvas:
         """Return the choice of rank 0."""
         return agreed(chosen, of)
 
-    def _turn_of(self, piece: DocumentPart) -> tuple[torch.Tensor, torch.Tensor]:
+    def _turn_of(self, piece: Placement) -> tuple[torch.Tensor, torch.Tensor]:
         old = self._layers.rows_of(piece.first, piece.tokens)
         return turn_between(*old, *self._layers.rows_of(piece.at, piece.tokens))
-
-
-def placements_of(parts: Sequence[DocumentPart]) -> list[Placement]:
-    """Return what the blender has to know of the parts that a job places."""
-    return [Placement(at=part.at, tokens=part.tokens, first=part.first, exact=part.exact) for part in parts]
 
 
 def prefill_alone(layers: NativeLayers, tokens: torch.Tensor, blocks: torch.Tensor, batch_rows: int) -> Iterator[int]:

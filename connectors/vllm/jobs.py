@@ -57,20 +57,8 @@ def page_copies(
 
 def document_parts(pieces: Sequence[Piece], pins: Mapping[ChunkKey, Pin]) -> tuple[DocumentPart, ...]:
     """Return the parts of documents that a blend places."""
-    return tuple(
-        DocumentPart(
-            slot=pins[piece.key].slot,
-            tag=pins[piece.key].tag,
-            at=piece.at,
-            tokens=piece.tokens,
-            first=piece.first,
-            skip=piece.skip,
-            stored=piece.stored,
-            exact=piece.exact,
-        )
-        for piece in pieces
-        if piece.kind is RecordKind.DOCUMENT
-    )
+    documents = [piece for piece in pieces if piece.kind is RecordKind.DOCUMENT]
+    return tuple(DocumentPart(slot=pins[one.key].slot, tag=pins[one.key].tag, piece=one) for one in documents)
 
 
 def sources_of(pieces: Sequence[Piece], pins: Mapping[ChunkKey, Pin]) -> Counter[str]:

@@ -7,6 +7,7 @@ what is done.
 from dataclasses import dataclass, field
 
 from lmc.blend.strategies import RecomputePolicy
+from lmc.engine import Piece
 from lmc.storage.slab import SlabAddress
 
 
@@ -37,16 +38,11 @@ class PageCopy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DocumentPart:
-    """Tokens of a stored chunk of a document, and where the prompt uses them."""
+    """Tokens of a stored chunk of a document, and the slot that holds the chunk."""
 
     slot: int
     tag: int
-    at: int  # position in the prompt of the first token that is used
-    tokens: int  # that are used
-    first: int  # position at which that first token was computed
-    skip: int  # leading tokens of the chunk that are not used
-    stored: int  # tokens in the chunk
-    exact: bool = False  # The tokens before it are those that it was computed behind.
+    piece: Piece
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

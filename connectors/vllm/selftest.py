@@ -9,7 +9,9 @@ from lmc.blend.strategies import RecomputePolicy
 from lmc.connectors.vllm.canvas import PagedCanvas, prefill_alone
 from lmc.connectors.vllm.messages import BlendJob, DocumentPart
 from lmc.connectors.vllm.native import NativeLayers
+from lmc.engine import Piece
 from lmc.errors import UnsupportedModel
+from lmc.keys import ChunkKey, RecordKind
 from lmc.shapes import KVShape
 
 
@@ -19,7 +21,8 @@ def prove_model(model: Any, layers: NativeLayers, shape: KVShape, vocabulary: in
     if blocks <= need:
         raise UnsupportedModel(f"the KV cache has only {blocks} blocks, too few for the self-test")
     table, tokens = tuple(range(1, need + 1)), random_prompt(vocabulary)  # Block 0 is the null block.
-    document = DocumentPart(slot=0, tag=0, at=MOVED, tokens=TOKENS - MOVED, first=0, skip=0, stored=TOKENS - MOVED)
+    piece = Piece.whole(RecordKind.DOCUMENT, ChunkKey(b""), TOKENS - MOVED, MOVED, 0, None, exact=False)
+    document = DocumentPart(slot=0, tag=0, piece=piece)
     with torch.inference_mode():
         try:
             whole, in_two = (_prefill(model, layers, tokens, table, chunks) for chunks in ([TOKENS], [MOVED, TOKENS]))

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from lmc.blend.blender import Blender, BlendInput, BlendResult
-from lmc.connectors.vllm.canvas import COPY_COST, PagedCanvas, placements_of, prefill_alone, read_tokens
+from lmc.connectors.vllm.canvas import COPY_COST, PagedCanvas, prefill_alone, read_tokens
 from lmc.connectors.vllm.messages import (
     BlendJob,
     DocumentPart,
@@ -279,14 +279,14 @@ class Worker:
             job,
             self._shape,
             self._rows,
-            lambda piece, layer: self._part(piece.slot, layer),
+            lambda part, layer: self._part(part.slot, layer),
             lambda layer: job.ready or self._arrived(job.documents, layer),
         )
         given = BlendInput(
             length=len(job.tokens),
             stop=job.stop,
             question=job.question,
-            placements=placements_of(job.documents),
+            placements=[part.piece for part in job.documents],
             start=job.exact,
         )
         blender = Blender(canvas, given, job.policy)

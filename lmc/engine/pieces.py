@@ -3,22 +3,20 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from lmc.blend.segments import Placement
 from lmc.keys import ChunkKey, RecordKind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class Piece(Placement):
     """Tokens of one stored chunk, and the positions of a prompt where they are used."""
 
     key: ChunkKey
     kind: RecordKind
     stored: int  # tokens in the chunk
-    at: int  # position in the prompt of the first token that is used
-    tokens: int  # that are used
-    first: int  # position at which the first used token was computed
     skip: int = 0  # leading tokens of the chunk that are not used
     place: str | None = None  # where the chunk was when it was looked for; None if it was nowhere
-    exact: bool = True  # full prefill of this prompt would give the same keys and values
+    exact: bool = True
 
     @classmethod
     def whole(

@@ -12,14 +12,17 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from lmc.blend.attention import attend
 from lmc.blend.blender import Blender, BlendInput
-from lmc.blend.canvas import Placement
+from lmc.blend.segments import Placement
 from lmc.blend.strategies import STRATEGIES, RecomputePolicy
 from lmc.connectors.transformers.canvas import DenseCanvas
 from lmc.connectors.transformers.hf import forward, rows_of
 from lmc.connectors.transformers.layers import DecoderLayers
 from lmc.connectors.vllm.canvas import PagedCanvas
 from lmc.connectors.vllm.messages import BlendJob, DocumentPart
+from lmc.engine import Piece
+from lmc.keys import ChunkKey, RecordKind
 
+DOCUMENT, NOBODY = RecordKind.DOCUMENT, ChunkKey(b"")
 SAME = 1e-4  # float32; the two attention kernels add up in different orders
 ROWS = 96  # of the paged canvas in one batch, fewer than the prompts have
 RATIOS = (0.05, 0.15, 0.5)
@@ -151,7 +154,7 @@ def paged(lab, model, given: Case, policy: RecomputePolicy):
         placements, parts = trimmed(placements, [prefix, *parts], given.start)
         placements, parts = placements[1:], parts[1:]
     pieces = tuple(
-        DocumentPart(slot=i, tag=0, at=p.at, tokens=p.tokens, first=p.first, skip=0, stored=p.tokens, exact=p.exact)
+        DocumentPart(slot=i, tag=0, piece=Piece.whole(DOCUMENT, NOBODY, p.tokens, p.at, p.first, None, exact=p.exact))
         for i, p in enumerate(placements)
     )
     blocks = tuple(range(1, 1 - (-length // layers.block_size)))
@@ -160,8 +163,8 @@ def paged(lab, model, given: Case, policy: RecomputePolicy):
         question=given.question, copies=(), documents=pieces, ready=True, policy=policy,
     )  # fmt: skip
 
-    def stored(piece, layer):
-        return parts[piece.slot][layer].contiguous().flatten().view(torch.uint8)
+    def stored(part, layer):
+        return parts[part.slot][layer].contiguous().flatten().view(torch.uint8)
 
     canvas = PagedCanvas(layers, job, mine._shape, ROWS, stored, lambda _: True)
     everything = torch.arange(length)
