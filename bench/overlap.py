@@ -53,7 +53,7 @@ def pieces_of(engine: CacheEngine, documents: list[list[int]]) -> list[Piece]:
     """Where the chunks of a prompt are that consists of these documents, all of which are stored."""
     prompt = [token for document in documents for token in document]
     spans = [Span(start, start + TOKENS) for start in range(0, len(prompt), TOKENS)]
-    view = PromptView(engine.token_chain(prompt), tuple(engine.document(prompt, span) for span in spans))
+    view = PromptView(engine.token_chain(prompt), engine.documents(prompt, spans))
     pieces = engine.look(view).pieces
     assert len(pieces) == len(documents)
     return pieces

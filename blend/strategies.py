@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from lmc.config import Settings
 from lmc.errors import ConfigError
 
 # The first tokens of each document, which `union` repairs whatever the question is. Published gains saturate near 16.
@@ -112,6 +113,19 @@ class RecomputePolicy:
     ratios: tuple[float, ...] = (0.15,)
     check_layers: tuple[int, ...] = (1,)
     thresholds: tuple[float, ...] | None = None
+
+    @classmethod
+    def of(cls, settings: Settings, strategy: str | None = None, ratio: float | None = None) -> "RecomputePolicy":
+        """Return the policy of the settings, or with another strategy or ratio; raise `ConfigError` as below."""
+        strategy = strategy or settings.blend_strategy
+        deviation = strategy == "deviation"
+        ratios = settings.blend_recompute_ratios if deviation else settings.blend_recompute_ratios[:1]
+        return cls(
+            strategy=strategy,
+            ratios=ratios if ratio is None else (ratio,) * len(ratios),
+            check_layers=settings.blend_check_layers if deviation else (1,),
+            thresholds=settings.blend_thresholds if deviation else None,
+        )
 
     def __post_init__(self) -> None:
         """Raise `ConfigError` if no blend can follow this policy."""

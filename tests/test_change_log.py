@@ -116,11 +116,20 @@ def test_a_log_that_reaches_back_far_enough_is_complete():
 def test_what_was_returned_does_not_change_later():
     log = ChangeLog()
     log.appeared("host", meta_of(K0))
-    (changes, _), (_, there), counts = log.since(0), log.present(), log.counts()
+    (changes, _), (_, there) = log.since(0), log.present()
     log.left("host", K0)
     log.appeared("host", meta_of(K1))
     assert [change.number for change in changes] == [1]
     assert there == {"host": [chunk_of(K0)]}
+
+
+def test_counts_are_taken_when_they_are_asked_for():
+    """Another thread may change the log while a reader goes through them."""
+    log = ChangeLog()
+    log.appeared("host", meta_of(K0))
+    counts = log.counts()
+    log.appeared("disk", meta_of(K0))
+    log.left("host", K0)
     assert list(counts) == [("host", 1, 16)]
 
 

@@ -30,7 +30,7 @@ from lmc.storage import loader
 from lmc.storage.contract import ChunkStore, Pin, PinState, Reservation
 from lmc.storage.record import RecordMeta
 from lmc.storage.slab import Slab, tag_of
-from lmc.storage.store import Store
+from lmc.storage.store import Store, WritePolicy
 
 K0, K1, K2 = map(key_of, range(3))
 
@@ -61,7 +61,9 @@ def store(tier):
 
 @pytest.fixture
 def with_device():
-    store = Store(Slab(4, PARTS, PART_BYTES), device=Slab(2, PARTS, PART_BYTES))
+    """A store whose chunks are on the device alone until they are evicted there."""
+    device = Slab(2, PARTS, PART_BYTES)
+    store = Store(Slab(4, PARTS, PART_BYTES), device=device, policy=WritePolicy.WRITE_BACK)
     yield store
     store.close()
     assert store.held() == 0
@@ -174,6 +176,18 @@ def test_an_unpickled_pin_on_the_device_is_read_there(with_device):
     assert [pin_bytes(with_device, pin, part) for part in range(PARTS)] == expected(K1)
     with_device.release([pin])
     with_device.flush()
+
+
+def test_each_of_several_pins_has_its_own_state(store, tier):
+    keep(store, K1)
+    coming, ready, joined = (pinned(store, key) for key in (K0, K1, K0))
+    assert tier.reading.wait(60)
+    assert [store.state(pin) for pin in (ready, coming, joined)] == [PinState.READY, PinState.COMING, PinState.COMING]
+    assert [store.arrived(pin) for pin in (coming, ready, joined)] == [0, PARTS, 0]
+    tier.open_all()
+    store.release([coming])
+    assert pin_bytes(store, joined, 1) == content(K0, 1), "somebody still waits for it"
+    store.release([ready, joined])
 
 
 def test_an_old_pin_does_not_release_a_new_one(store):

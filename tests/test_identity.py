@@ -141,9 +141,11 @@ def test_files_that_change_their_names_or_their_number_make_another_identity(che
     other.rename(one)
     (checkpoint / "aside").rename(other)
     identities.add(identity_of(checkpoint))
+    other.rename(checkpoint / "model-3.safetensors")
+    identities.add(identity_of(checkpoint))
     (checkpoint / "modeling.py").unlink()
     identities.add(identity_of(checkpoint))
-    assert len(identities) == 4
+    assert len(identities) == 5
 
 
 def test_options_of_the_loader_make_another_identity(checkpoint):
@@ -351,6 +353,15 @@ def test_one_bit_of_a_parameter_makes_another_identity(at, bit):
     other = WEIGHT.clone()
     other.view(torch.int16).view(-1)[at] ^= torch.tensor(1 << bit).to(torch.int16)
     assert identity_in_memory(w=other) != identity_in_memory(w=WEIGHT)
+
+
+def test_the_bytes_count_and_not_the_numbers_that_they_mean():
+    one = torch.ones(1, dtype=torch.float64)
+    assert identity_in_memory(w=torch.nextafter(one, 2 * one)) != identity_in_memory(w=one)
+    first, second = (torch.tensor([bits], dtype=torch.int16).view(torch.float16) for bits in (0x7E00, 0x7E01))
+    assert first.isnan()
+    assert second.isnan()
+    assert identity_in_memory(w=first) != identity_in_memory(w=second)
 
 
 @pytest.mark.parametrize(

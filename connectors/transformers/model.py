@@ -29,7 +29,7 @@ from lmc.connectors.transformers.hf import LayerKV, cache_of, forward, identity,
 from lmc.connectors.transformers.layers import DecoderLayers
 from lmc.connectors.transformers.report import How, Prefilled, Report
 from lmc.connectors.transformers.selftest import prove_model
-from lmc.engine import CacheEngine, Geometry, Plan, PromptView, Wish
+from lmc.engine import CacheEngine, DocumentKeys, Geometry, Plan, PromptView, Wish
 from lmc.engine.identity import rope_name
 from lmc.errors import ChunkLost, ConfigError, InputError, UnsupportedModel
 from lmc.keys import ChunkKey, Namespace, RecordKind, chunk_bounds
@@ -61,12 +61,7 @@ class CachedModel:
         self.model, self.settings = model.eval(), settings
         self.layers = DecoderLayers(model)
         self.separators: Variants = checked_variants(separator_ids, self.layers.vocabulary)
-        self.policy = RecomputePolicy(
-            strategy=settings.blend_strategy,
-            ratios=settings.blend_recompute_ratios,
-            check_layers=settings.blend_check_layers,
-            thresholds=settings.blend_thresholds,
-        )
+        self.policy = RecomputePolicy.of(settings)
         self.policy.check_depth(self.layers.shape.layers)
         self.blends = self._proves_itself()
         geometry = Geometry.of(self.layers.shape, settings.chunk_size)
@@ -216,20 +211,16 @@ class CachedModel:
         if how == "exact":
             self._store_exact(prompt, rows_of(done.cache))
         elif self.settings.blend_learn:
-            namespace = self.engine.namespace(RecordKind.DOCUMENT, self._salt)
-            for span in plan.unknown:
-                self.engine.learning.add(namespace, prompt[span.start : span.stop])
+            self.engine.learn_later(prompt, plan.unknown, self._salt)
         # The KV of the text before the first document is exact in any case, and is stored for the next prompt.
         self._store_exact(prompt[: segments.system.stop], rows_of(done.cache))
         return done
 
     def _plan(self, prompt: list[int], segments: Segments, how: How, ratio: float, lost: set[ChunkKey]) -> Plan:
         """Decide what of the prompt is taken from the store."""
-        documents = []
+        documents: tuple[DocumentKeys, ...] = ()
         if how != "exact":
-            documents = [self.engine.document(prompt, span, self._salt) for span in segments.documents]
-            if len(segments.system):  # It may be a document that has no separator before it.
-                documents.insert(0, self.engine.document(prompt, segments.system, self._salt, learnable=False))
+            documents = self.engine.documents(prompt, segments.documents, self._salt, start=segments.system)
         chain = self.engine.token_chain(prompt, self._salt, ends=[segments.system.stop])
         wish = Wish(
             prompt=len(prompt),
@@ -240,7 +231,7 @@ class CachedModel:
             refused="" if self.blends else "blending is off: the self-test failed for this model",
             lost=frozenset(lost),
         )
-        return self.engine.plan(self.engine.look(PromptView(chain, tuple(documents))), wish)[0]
+        return self.engine.plan(self.engine.look(PromptView(chain, documents)), wish)[0]
 
     def _blended(
         self, prompt: list[int], segments: Segments, plan: Plan, how: How, policy: RecomputePolicy, started: float

@@ -54,18 +54,8 @@ class Options:
 
     def policy(self, settings: Settings) -> RecomputePolicy:
         """Return the policy for this request; raise `InputError` if there is no such policy."""
-        strategy = self.strategy or settings.blend_strategy
-        deviation = strategy == "deviation"
-        ratios = settings.blend_recompute_ratios if deviation else settings.blend_recompute_ratios[:1]
-        if self.ratio is not None:
-            ratios = (self.ratio,) * len(ratios)
         try:
-            return RecomputePolicy(
-                strategy=strategy,
-                ratios=ratios,
-                check_layers=settings.blend_check_layers if deviation else (1,),
-                thresholds=settings.blend_thresholds if deviation else None,
-            )
+            return RecomputePolicy.of(settings, self.strategy, self.ratio)
         except ConfigError as error:
             raise InputError(str(error)) from error
 

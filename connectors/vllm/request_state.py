@@ -9,8 +9,7 @@ from typing import Any
 
 from lmc.blend.segments import Span
 from lmc.blend.strategies import RecomputePolicy
-from lmc.engine import Plan
-from lmc.engine.cache_engine import DocumentKeys
+from lmc.engine import DocumentKeys, Plan
 from lmc.keys import ChunkKey
 from lmc.storage.contract import Pin
 

@@ -75,10 +75,7 @@ class Roles:
             segments = split(prompt, self._variants)
             spans, start, state.question = segments.documents, segments.system, segments.question.start
         state.question = min(state.question, len(prompt) - 1)  # Without a question, the last token is one.
-        documents = [self._engine.document(prompt, span, state.salt) for span in spans]
-        if start:  # It may be a document that has no separator before it.
-            documents.insert(0, self._engine.document(prompt, start, state.salt, learnable=False))
-        state.documents = tuple(documents)
+        state.documents = self._engine.documents(prompt, spans, state.salt, start=start)
 
     def _why_not(self, request: Any, learn: bool) -> str:
         """Return why a request that would be blended or learned has to be served exactly; empty if it need not."""

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from lmc.blend.segments import Variants
+from lmc.blend.strategies import RecomputePolicy
 from lmc.config import Settings
 from lmc.connectors.vllm.claims import Claims
 from lmc.connectors.vllm.isolation import cached_blocks, salt, salt_of
@@ -21,14 +22,12 @@ from lmc.connectors.vllm.kv_events import KVEvents
 from lmc.connectors.vllm.messages import BlendJob, LoadJob, StepPlan, StepReport
 from lmc.connectors.vllm.pending import PendingTransfers
 from lmc.connectors.vllm.prefill_pace import PrefillPace
-from lmc.connectors.vllm.request_options import Options
 from lmc.connectors.vllm.request_state import Claim, RequestState, Role
 from lmc.connectors.vllm.roles import Roles
 from lmc.connectors.vllm.save_queue import SaveQueue
 from lmc.engine import CacheEngine, Lookup
 from lmc.engine.identity import adapter_stamp
 from lmc.engine.planner import make_plan
-from lmc.keys import RecordKind
 from lmc.metrics import flat
 from lmc.storage.contract import PinState
 
@@ -64,7 +63,7 @@ class Scheduler:
         `announces` says that KV events are wanted. Raises `ConfigError` if the model has no such check layers.
         """
         if blends:
-            Options().policy(settings).check_depth(sum(stages))
+            RecomputePolicy.of(settings).check_depth(sum(stages))
         self._settings, self.engine, self._pool, self._block_size = settings, engine, pool, block_size
         self._stages, self._clock = stages, clock
         self.counts: Counter[str] = Counter()
@@ -160,9 +159,7 @@ class Scheduler:
             self._forget(state)
         # Nothing is learned for a request that never ran: its engine may be asleep, without weights.
         if self._settings.blend_learn and request.num_computed_tokens:
-            namespace = self.engine.namespace(RecordKind.DOCUMENT, state.salt)
-            for span in state.unknown:
-                self.engine.learning.add(namespace, request.prompt_token_ids[span.start : span.stop])
+            self.engine.learn_later(request.prompt_token_ids, state.unknown, state.salt)
         return state.facts()
 
     # -- a step ------------------------------------------------------------------------------------------------------

@@ -136,8 +136,17 @@ class CacheEngine:
         """Return a prompt as exact chunks of pages, named by an engine's block hashes."""
         return BlockChain(self.index, self.namespace(RecordKind.PAGES), hashes, self.chunk_size, block_size)
 
-    def document(self, prompt: Sequence[int], span: Span, salt: str = "", *, learnable: bool = True) -> DocumentKeys:
-        """Return a document of a prompt with its keys; raise `InputError` for a token that is no uint32."""
+    def documents(
+        self, prompt: Sequence[int], spans: Iterable[Span], salt: str = "", *, start: Span | None = None
+    ) -> tuple[DocumentKeys, ...]:
+        """Return the documents of a prompt with their keys; raise `InputError` for a token that is no uint32.
+
+        The text at the `start` of a prompt may be a document that has no separator before it, and is never learned.
+        """
+        found = [self._document(prompt, span, salt) for span in spans]
+        return (self._document(prompt, start, salt, learnable=False), *found) if start else tuple(found)
+
+    def _document(self, prompt: Sequence[int], span: Span, salt: str, *, learnable: bool = True) -> DocumentKeys:
         exact = span.start == len(self.learned_behind) and tuple(prompt[: span.start]) == self.learned_behind
         keys = self.document_keys(prompt[span.start : span.stop], self.namespace(RecordKind.DOCUMENT, salt))
         return DocumentKeys(span, tuple(keys), exact, learnable)
@@ -145,6 +154,12 @@ class CacheEngine:
     def document_keys(self, tokens: Sequence[int], namespace: bytes) -> list[ChunkKey]:
         """Return the keys of a document's chunks."""
         return document_keys(namespace, tokens, self.chunk_size)
+
+    def learn_later(self, prompt: Sequence[int], documents: Iterable[Span], salt: str = "") -> None:
+        """Queue documents of a prompt to be learned when the engine is idle."""
+        namespace = self.namespace(RecordKind.DOCUMENT, salt)
+        for span in documents:
+            self.learning.add(namespace, prompt[span.start : span.stop])
 
     def begin_anew(self) -> None:
         """Use other keys from now on, which no later process finds: new weights may have come into the same model."""

@@ -29,10 +29,15 @@ NOT_KV = frozenset({"_name_or_path", "architectures", "dtype", "torch_dtype", "t
 
 def rope_name(parameters: Mapping[str, object] | None) -> str:
     """Return one spelling of a model's RoPE parameters, whichever way a library writes its defaults and numbers."""
-    given = {name: value for name, value in (parameters or {}).items() if value is not None}
+    given = {name: _as_floats(value) for name, value in (parameters or {}).items() if value is not None}
     kind = given.pop("rope_type", given.pop("type", "default"))
-    numbers = {name: float(value) if isinstance(value, int | float) else value for name, value in given.items()}
-    return json.dumps({**numbers, "rope_type": kind}, sort_keys=True, default=str)
+    return json.dumps({**given, "rope_type": kind}, sort_keys=True, default=str)
+
+
+def _as_floats(value: object) -> object:
+    if isinstance(value, list | tuple):
+        return [_as_floats(item) for item in value]
+    return float(value) if isinstance(value, int | float) else value
 
 
 def checkpoint_files(name: str | Path, revision: str | None = None) -> list[Path]:

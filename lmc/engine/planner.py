@@ -88,7 +88,8 @@ class Plan:
 def make_plan(found: Lookup, wish: Wish) -> Plan:
     """Return the plan for a prompt of which `found` is stored."""
     usable = _usable(wish)
-    exact = trim(takewhile(usable, found.exact), wish.local, wish.exact_stop)
+    behind = (piece for piece in found.exact if piece.stop > wish.local)  # What the engine has need not be usable.
+    exact = trim(takewhile(usable, behind), wish.local, wish.exact_stop)
     for piece in (piece for document in found.documents for piece in document.pieces if piece.exact):
         reach = max(wish.local, _stop(exact))
         if piece.at <= reach and usable(piece):
@@ -124,7 +125,8 @@ def choose_plan(
         return plan, near
     rest = make_plan(found, near)
     note = "; ".join(filter(None, (rest.note, choice.why)))
-    return replace(rest, skipped=plan.tokens - rest.tokens, note=note), near
+    # Without the exact chunks on tiers, documents may be worth a blend that are not with them.
+    return replace(rest, skipped=max(0, plan.tokens - rest.tokens), note=note), near
 
 
 def _offer(plan: Plan, wish: Wish, size_of: Callable[[Piece], int]) -> Offer:
