@@ -4,7 +4,8 @@
 
 The ceiling is 1/f, f = c/L + r·(1 − c/L) + q/N: what computing only this share of the tokens could give if everything
 else were free (c: layers run in full for the evidence, 1.15 for a check at layer 1 and 0 for the question's; r: ratio;
-q of N tokens are always fresh)."""
+q of N tokens are always fresh).
+"""
 
 import random
 import statistics

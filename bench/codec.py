@@ -6,7 +6,8 @@ Reading a record of R raw bytes takes R/B from a tier of B bytes/s; encoded it t
 other in one thread. So a codec pays below B = (1 − ratio)·decode; a record that does not get smaller is kept raw, and
 pays nowhere. The entropy of the planes' bytes is shown beside the ratio: what a coder of single bytes could reach. KV
 is that of the shipped model on its documents, of a model with random weights, and of normals with a scale per channel;
-one part per layer and chunk, as a store has them."""
+one part per layer and chunk, as a store has them.
+"""
 
 import mmap
 import time

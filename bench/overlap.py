@@ -4,7 +4,8 @@
 
 A prompt of 8 documents whose chunks lie on disk only. Every part takes at least a set time to read (the tier's own
 reads included); the consumer computes as long per layer (busy, in torch, on one thread). Without overlap the total
-would be 2.0."""
+would be 2.0.
+"""
 
 import sys
 import tempfile

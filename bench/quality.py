@@ -4,7 +4,8 @@ gap that it closes.
     python bench/quality.py [--orders 2]
 
 gap closed = (accuracy − blind reuse) / (full prefill − blind reuse). Every question is asked in several shuffled
-orders."""
+orders.
+"""
 
 from collections import defaultdict
 

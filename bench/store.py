@@ -6,7 +6,8 @@ evicting.
 One thread asks, a thousand times a second, where the 200 chunks of a prompt are that lies in memory. The others do a
 mix: lookups of prompts of 200 chunks from everywhere, stores, and retrievals of 4 chunks that are read to the end. The
 bytes of a chunk follow from its key, and are checked on a sample. `lookup` is the time of the call; `waking` is counted
-from when the thread meant to ask, and so has what the system and the interpreter took to let it run."""
+from when the thread meant to ask, and so has what the system and the interpreter took to let it run.
+"""
 
 import hashlib
 import random

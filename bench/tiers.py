@@ -12,7 +12,8 @@ hold, and none in the page cache. All ways take turns inside every round, in ano
 median of the rounds' own ratios, since the machine's speed drifts more between rounds than inside one. The last line
 has the mean of the three sizes; a size below the goal of its place goes once more with a clock around its steps. Peers'
 ways beside it: one `torch.save` a chunk through the page cache (its writes end in memory), and redis-py's `set` and
-`get`."""
+`get`.
+"""
 
 import argparse
 import os

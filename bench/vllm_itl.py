@@ -5,7 +5,8 @@ prefill.
 
 The same prompt (8 known documents in a new order, 2064 tokens) arrives while another request decodes, at 256 tokens a
 step. Two numbers count: the worst gap during the blend over the worst gap during chunked prefill, and the blend's TTFT
-over that of the same blend in one piece (an engine whose steps take the whole prompt), alone."""
+over that of the same blend in one piece (an engine whose steps take the whole prompt), alone.
+"""
 
 import random
 import statistics

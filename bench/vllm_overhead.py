@@ -7,7 +7,8 @@ Batches of new prompts, prefill and decode, go to three engines in turn: one wit
 and onto disk, and two without a connector, as one engine is up to 5 % faster than the next of its kind from one start
 to another: ratios are over the mean of the two, what they say of each other is shown beside them, and all are started
 several times. The threads that compute share a core, as only one of them has something to do; lmc's threads have the
-others."""
+others.
+"""
 
 import os
 import random

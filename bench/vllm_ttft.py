@@ -3,7 +3,8 @@
     python bench/vllm_ttft.py [--layers 12] [--hidden 1024]
 
 Both engines run side by side, on one core, and are asked in turn, so that a machine that is slower for a while is
-slower for both. Every prompt has an order and a question of its own: nothing but documents can be reused."""
+slower for both. Every prompt has an order and a question of its own: nothing but documents can be reused.
+"""
 
 import random
 import statistics

@@ -4,7 +4,8 @@
 
 Needs vLLM 0.32, lmc and bm25s: `pip install "lmc[vllm]" bm25s` with a GPU; without one what `make test-engine`
 installs, in .venv-vllm. The shipped model shows what is right; it is too small (1.4M) to show what is saved:
-`bench/vllm_ttft.py` does."""
+`bench/vllm_ttft.py` does.
+"""
 
 import os
 import sys

@@ -1,9 +1,10 @@
-"""The settings: one frozen value, made once at the start by `Settings.load`, and handed down from there.
+"""The settings: one frozen value, which `Settings.load` makes once at start, and which is passed down from there.
 
-Names are LMCache's where the meaning is the same, so that its YAML files and environments work as they stand. Sources,
-later ones win: defaults, a YAML file (`LMC_CONFIG_FILE`, else `LMCACHE_CONFIG_FILE`), the environment (`LMCACHE_*`,
-then `LMC_*`), overrides (an engine's extra options). Whatever cannot work raises `ConfigError` here, not later. This
-module opens no file but the YAML, and knows no model and no device."""
+Names are LMCache's where the meaning is the same, so that its YAML files and environments work unchanged. Sources, of
+which later ones win, are: defaults, a YAML file (`LMC_CONFIG_FILE`, else `LMCACHE_CONFIG_FILE`), the environment
+(`LMCACHE_*`, then `LMC_*`), and overrides (an engine's extra options). Settings that cannot work raise `ConfigError`
+here, and not later. This module opens no file but the YAML, and knows no model and no device.
+"""
 
 import difflib
 import json
@@ -33,12 +34,12 @@ from lmc.redis_url import parse_redis_url
 
 log = logging.getLogger(__name__)
 
-CACHEBLEND: Mapping[str, object] = {  # what `blend_preset: cacheblend` stands for: the published method
+CACHEBLEND: Mapping[str, object] = {  # `blend_preset: cacheblend` means the published method
     "blend_strategy": "deviation",
     "blend_check_layers": (1,),
     "blend_recompute_ratios": (0.15,),
 }
-SECRET = frozenset({"remote_url"})  # values that may hold a password: never shown
+SECRET = frozenset({"remote_url"})  # settings that may hold a password
 CONFIG_FILES = ("LMC_CONFIG_FILE", "LMCACHE_CONFIG_FILE")
 # Variables that begin like a setting's and belong to other parts of lmc, or to LMCache alone.
 NO_SETTINGS = (
@@ -54,12 +55,12 @@ def _number(value: object) -> object:
 
 
 def _optional(value: object) -> object:
-    """How an environment, which knows only text, says "not set"."""
+    """Return None for the texts with which an environment says "not set"."""
     return None if isinstance(value, str) and value.strip().lower() in {"", "none", "null"} else value
 
 
 def _items(value: object) -> object:
-    """`1`, `"1,2"`, `"[1, 2]"` and `[1, 2]` are all lists."""
+    """Return `1`, `"1,2"`, `"[1, 2]"` and `[1, 2]` as lists."""
     if isinstance(value, str):
         text = value.strip()
         return json.loads(text) if text.startswith("[") else [item.strip() for item in text.split(",")]
@@ -79,7 +80,7 @@ def _directory(value: object) -> object:
         raise ValueError("several directories")
     try:
         return Path(path).expanduser()
-    except RuntimeError as error:  # "~someone" who is not a user here
+    except RuntimeError as error:  # There is no user "~someone" here.
         raise ValueError(str(error)) from error
 
 
@@ -122,7 +123,7 @@ Strategy = Literal["query", "deviation", "head", "union", "random", "all", "none
 
 
 class Settings(BaseModel):
-    """Every setting there is. A field's description says what a bad value "must be"."""
+    """All settings. A field's description completes the error "… must be"."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
 
@@ -185,9 +186,7 @@ class Settings(BaseModel):
     _origins: dict[str, str] = PrivateAttr(default_factory=dict)
 
     def __init__(self, *sources: "Source", **arguments: object) -> None:
-        """Settings from `arguments`, then from `sources`: the first that has a value wins. Neither reads the
-        environment.
-        """
+        """Make settings from `arguments` and then `sources`, of which the first that has a value wins."""
         sources = (Source(arguments, _plain(), "argument {}".format), *sources)
         if next((s.given["blend_preset"].value for s in sources if "blend_preset" in s.given), None) == "cacheblend":
             sources = (*sources, Source(CACHEBLEND, _plain(), lambda _: "preset cacheblend"))
@@ -213,9 +212,10 @@ class Settings(BaseModel):
 
     @classmethod
     def load(cls, overrides: Mapping[str, object] | None = None, *, environ: Mapping[str, str] | None = None) -> Self:
-        """The effective settings of this process: overrides over environment over YAML over defaults.
+        """Return the settings of this process: overrides before environment before YAML before defaults.
 
-        Keys of `overrides` may start with `lmc.` or `lmcache.`; `environ` is `os.environ` if not given.
+        Keys of `overrides` may start with `lmc.` or `lmcache.`; `environ` is by default `os.environ`. Raises
+        `ConfigError`.
         """
         environ = os.environ if environ is None else environ
         dotted = {prefix + name: name for prefix in ("", "lmc.", "lmcache.") for name in _plain()}
@@ -227,7 +227,7 @@ class Settings(BaseModel):
         )
 
     def origin(self, name: str) -> str:
-        """Where the effective value of `name` came from, in words; `KeyError` if there is no such setting."""
+        """Return in words where the value of `name` came from; raise `KeyError` if there is no such setting."""
         if name not in Settings.model_fields:
             raise KeyError(name)
         return self._origins.get(name, "default")
@@ -237,9 +237,9 @@ class Settings(BaseModel):
 
 
 def shown(name: str, value: object) -> str:
-    """The value of setting `name` as a person may see it and could write it: without passwords."""
+    """Return the value of a setting as a person may see it, without passwords."""
     if name in SECRET and value is not None and not _names_a_redis(value):
-        return "(not shown)"  # nobody knows what of it is a password
+        return "(not shown)"  # Any part of it may be a password.
     text = str(value) if isinstance(value, Path) else repr(list(value) if isinstance(value, tuple) else value)
     return re.sub(r"(?<=://)\S*@", "***@", text)
 
@@ -257,7 +257,7 @@ def _described(name: str, value: object, origin: str) -> str:
 
 
 def _conflicts(settings: Settings) -> Iterator[tuple[str, str, str]]:
-    """Pairs of settings that are each fine and cannot work together, and why."""
+    """Return pairs of settings that cannot work together, and why."""
     if settings.enable_blending and not settings.save_unfull_chunk:
         yield "save_unfull_chunk", "enable_blending", "blending needs it; leave it out or set it to true"
     for name, value in CACHEBLEND.items():
@@ -277,14 +277,14 @@ def _conflicts(settings: Settings) -> Iterator[tuple[str, str, str]]:
 
 
 class Given(NamedTuple):
-    """A value as it was written, and where."""
+    """A value as it was written, and where it was written."""
 
     value: object
     origin: str
 
 
 class Source:
-    """One place where settings stand. A key that is no setting's spelling is refused here."""
+    """One source of settings. It raises `ConfigError` for a key that names no setting."""
 
     def __init__(
         self, written: Mapping[str, object], spellings: Mapping[str, str], origin: Callable[[str], str]
@@ -298,7 +298,7 @@ class Source:
             raise ConfigError("; ".join(_unknown(key, spellings, origin(key)) for key in unknown))
         for key, value in written.items():
             name, entry = spellings[key], Given(value, origin(key))
-            if name in self.given:  # "lmc.chunk_size" beside "lmcache.chunk_size"
+            if name in self.given:  # as with "lmc.chunk_size" and "lmcache.chunk_size"
                 twice = f"{_described(name, *self.given[name])} is set again"
                 raise ConfigError(f"{twice}, to {shown(name, value)} ({entry.origin}): leave one of the two out")
             if name not in IGNORED:
@@ -330,7 +330,7 @@ def _yaml_file(environ: Mapping[str, str]) -> Source:
         mark = getattr(error, "problem_mark", None)
         where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         problem = getattr(error, "problem", None) or getattr(error, "reason", "a value that cannot be read")
-        # `from None`: the parser's own text quotes the line, which may hold a password
+        # The parser's own text quotes the line, which may hold a password.
         raise ConfigError(f"{origin}{where} (from {variable}) is no YAML: {problem}") from None
     document = {} if document is None else document
     if not isinstance(document, dict):
@@ -340,7 +340,7 @@ def _yaml_file(environ: Mapping[str, str]) -> Source:
 
 
 def _unknown(key: str, spellings: Mapping[str, str], origin: str) -> str:
-    """The answer to a key that no setting has; its value is left out, as it may be anything."""
+    """Return the error for a key that names no setting. It leaves out the value, which may be a password."""
     name = re.sub(r"^(lmcache|lmc)[._]", "", key.lower())
     instead = next((text for pattern, text in INSTEAD.items() if fnmatchcase(name, pattern)), None)
     if instead:

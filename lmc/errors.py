@@ -3,21 +3,21 @@
 LmcError
 ├── ConfigError        a setting is unknown, has a bad value, or contradicts another
 ├── InputError         a prompt or document that cannot be served (empty, too long, out of vocabulary)
-├── UnsupportedModel   a model whose keys cannot be re-rotated exactly, or whose layers we do not know
+├── UnsupportedModel   a model whose keys cannot be re-rotated exactly, or whose layers lmc does not know
 ├── StorageError
 │   ├── NoMemory       a slab does not fit where it was asked for
 │   ├── TierUnusable   a tier cannot be opened: in use, not writable, of another format
 │   └── CorruptRecord  stored bytes are not what was written; inside the store this is a miss
-└── ChunkLost          a planned chunk could not be read after all: plan again without it
+└── ChunkLost          a chunk of a plan could not be read; plan again without it
 """
 
 
 class LmcError(Exception):
-    """Root of every error that lmc raises on purpose."""
+    """The root of every error that lmc raises on purpose."""
 
 
 class ConfigError(LmcError, ValueError):
-    """A setting that cannot work; the message names the key, the value, its source and what would be right."""
+    """A setting that cannot work. The message names the key, the value, its source, and what would be right."""
 
 
 class InputError(LmcError, ValueError):
@@ -25,15 +25,15 @@ class InputError(LmcError, ValueError):
 
 
 class UnsupportedModel(LmcError):
-    """A model that lmc cannot blend exactly; the message says why."""
+    """A model that lmc cannot blend exactly. The message says why."""
 
 
 class StorageError(LmcError):
-    """Something about the places where bytes are kept."""
+    """An error of memory or of a tier."""
 
 
 class NoMemory(StorageError):
-    """A slab does not fit: the message has the sum that was asked for and what is there."""
+    """A slab does not fit. The message says how much was asked for, and how much there is."""
 
 
 class TierUnusable(StorageError):
@@ -41,13 +41,13 @@ class TierUnusable(StorageError):
 
 
 class CorruptRecord(StorageError):
-    """Stored bytes that are not what was written."""
+    """Stored bytes are not what was written."""
 
 
 class ChunkLost(LmcError):
-    """A chunk that was promised is gone (evicted, or its record was corrupt).
+    """Chunks of a plan are gone, because they were evicted or their records are corrupt.
 
-    `keys` are the lost ones. Nothing wrong was delivered; the caller plans again and finds them missing.
+    `keys` are their keys. No wrong bytes were delivered. The caller plans again, and finds these chunks missing.
     """
 
     def __init__(self, keys: list[bytes]) -> None:

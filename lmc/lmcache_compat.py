@@ -1,12 +1,10 @@
-"""What lmc does instead, by the names of LMCache's settings (shell patterns, the first that fits): for those who move
-over.
-"""
+"""Answers to settings of LMCache that lmc does not have, for those who move over."""
 
 from collections.abc import Mapping
 
-# Settings that could only have the value that lmc has anyway.
+# Accepted with one warning, because lmc always does what they ask for.
 IGNORED: Mapping[str, str] = {
-    "local_cpu": "bytes pass through memory on their way to every tier; max_local_cpu_size says how much of it is used",
+    "local_cpu": "all chunks pass through memory; max_local_cpu_size says how much of it is used",
     "local_device": "chunks are kept in memory; for a slab on the accelerator set max_local_device_size",
     "use_layerwise": "loading always runs layer by layer",
 }
@@ -16,7 +14,7 @@ _NO_TRANSPORT = "bytes move between device, memory, disk and Redis without a tra
 _SYNCHRONOUS = "a lookup is answered at once from memory and never waited for; remove it"
 _UP_FRONT = "memory is taken once at start, all of max_local_cpu_size; remove it"
 _NO_PINS = "a pin ends with the request that holds it, so none has to be timed out; remove it"
-# By name (shell patterns, the first that fits).
+# Refused, with what to do instead. Names are shell patterns, of which the first that matches counts.
 INSTEAD: Mapping[str, str] = {
     "extra_config": "every setting stands at the top level; move the ones that lmc has there and remove the rest",
     "cache_policy": "the least recently used chunk is evicted first; remove it",

@@ -1,4 +1,4 @@
-"""Where a Redis is, from its URL. No connection is made here, and no password leaves in a message or a repr."""
+"""Parses the URL of a Redis. It makes no connection, and no password appears in a message or a repr."""
 
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -33,25 +33,25 @@ class Address(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RedisURL:
-    """A Redis, of whatever kind."""
+    """The address of a Redis server, cluster, or group of sentinels."""
 
     kind: str  # "single", "unix", "cluster" or "sentinel"
     hosts: tuple[Address, ...] = ()
     path: str = ""
     db: int = 0
-    service: str = ""  # the name that sentinels know the master by
+    service: str = ""  # the name by which sentinels know the master
     username: str | None = None
     password: str | None = field(default=None, repr=False)
     tls: bool = False
     options: tuple[tuple[str, str | bool], ...] = ()  # of TLS, by redis-py's names
 
     def __str__(self) -> str:
-        """What a person may see."""
+        """Return the address without the login."""
         return f"Redis at {self.path or ', '.join(map(str, self.hosts))}"
 
 
 def parse_redis_url(url: str) -> RedisURL:
-    """The place that `url` names; raise `ValueError` (without the URL, which may hold a password) if it names none."""
+    """Return what `url` names; raise `ValueError`, without the URL and its password, if it names no Redis."""
     try:
         split = urlsplit(url)
         kind, tls = SCHEMES[split.scheme]

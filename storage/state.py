@@ -2,7 +2,8 @@
 
 Each method is one step, which other threads see either completely or not at all. A step moves no bytes, calls no tier,
 starts no thread and waits for nothing but the lock; only the methods named `wait_…` wait for other steps. A step
-returns the work that has to be done after it, outside of the lock."""
+returns the work that has to be done after it, outside of the lock.
+"""
 
 import itertools
 import threading

@@ -123,7 +123,8 @@ class RedisServer(Stopped):
     certificates.
 
     `users` are ACL rules such as "reader on >secret ~* +@read"; `extra` are lines of redis.conf, after ours and so
-    stronger."""
+    stronger.
+    """
 
     def __init__(
         self,

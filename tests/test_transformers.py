@@ -748,3 +748,13 @@ def until(true: Callable[[], object]) -> None:
     while not true():
         assert time.monotonic() < due
         time.sleep(0.001)
+
+
+def test_parts_of_a_plan_on_different_devices_are_joined_on_the_model_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a slab on the device, some chunks of a prefix are there already and others come from the host."""
+    with CachedModel(random_model(), settings(), SEPARATOR) as cached:
+        monkeypatch.setattr(cached.layers, "device", torch.device("meta"))
+        parts = [torch.zeros(2, 3, 2, 16), torch.zeros(2, 5, 2, 16, device="meta")]
+        keys, values = cached._side_by_side(parts)
+    assert (keys.shape, values.shape) == ((2, 8, 16), (2, 8, 16))
+    assert keys.device.type == "meta"

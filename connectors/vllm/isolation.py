@@ -2,7 +2,8 @@
 
 vLLM keeps a request's blocks in its prefix cache under the request's block hashes. From the first approximate block on,
 these are replaced by hashes that chain from a salt of everything that the blend depends on. So plain prompts do not
-find these blocks, and the same blend finds them again. Only public list operations of the request are used."""
+find these blocks, and the same blend finds them again. Only public list operations of the request are used.
+"""
 
 import hashlib
 from array import array

@@ -17,7 +17,7 @@ from lmc.keys import ChunkKey
 from lmc.storage.change_log import ChangeLog
 from lmc.storage.places import place_of
 
-EXPECTED = 4096  # chunks whose details are kept before they appear
+ABSENT = 1024  # chunks, of about 10 KB each, whose details are kept while they are nowhere
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +69,7 @@ class KVEvents:
         self._changes, self._block_size = changes, block_size
         self._read = 0  # number of the last change that was read
         self._details: dict[ChunkKey, BlockDetails] = {}
-        self._expected: dict[ChunkKey, None] = {}  # in the order in which saving them began
+        self._absent: dict[ChunkKey, None] = {}  # chunks that have not appeared yet, or have left; the oldest first
         self._media: dict[ChunkKey, set[str]] = {}  # where announced chunks are
         self._copies: Counter[tuple[str, bytes]] = Counter()  # chunks that hold a block, by medium
 
@@ -87,10 +87,7 @@ class KVEvents:
     def expect(self, key: ChunkKey, details: BlockDetails) -> None:
         """Note that a chunk with these blocks is being saved."""
         self._details[key] = details
-        self._expected[key] = None
-        if len(self._expected) > EXPECTED:  # The oldest has never appeared.
-            stale = next(iter(self._expected))
-            del self._expected[stale], self._details[stale]
+        self._keep_while_absent(key)
 
     def recall(self, recalled: dict[ChunkKey, str]) -> None:
         """Take over the labels of records on disk that earlier processes wrote, and empty the mapping."""
@@ -109,6 +106,12 @@ class KVEvents:
             steps = self._difference()
         return [moved for step in steps for moved in self._moved(*step)]
 
+    def _keep_while_absent(self, key: ChunkKey) -> None:
+        self._absent[key] = None
+        if len(self._absent) > ABSENT:
+            oldest = next(iter(self._absent))
+            del self._absent[oldest], self._details[oldest]
+
     def _difference(self) -> list[tuple[ChunkKey, str, bool]]:
         """Return the steps from what was announced to what is there now."""
         self._read, present = self._changes.present()
@@ -123,11 +126,12 @@ class KVEvents:
             return
         if stored:
             self._media.setdefault(key, set()).add(medium)
-            self._expected.pop(key, None)
+            self._absent.pop(key, None)
         else:
             media.remove(medium)
-            if not media:
-                del self._media[key], self._details[key]
+            if not media:  # With write_back, a chunk leaves memory before it appears on the disk.
+                del self._media[key]
+                self._keep_while_absent(key)
         places = []
         for place, block in enumerate(details.hashes):
             self._copies[medium, block] += 1 if stored else -1

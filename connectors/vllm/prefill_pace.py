@@ -39,7 +39,8 @@ class PrefillPace:
     the one before has ended, or while it runs (asynchronous scheduling). If a prefill step comes before two small steps
     (a prompt, then its decoding), it takes the time from its own planning to that of the third. In an engine that does
     not plan ahead, this counts one small step too much. All three must have a request in common, because otherwise the
-    engine may have been idle between them."""
+    engine may have been idle between them.
+    """
 
     def __init__(self, cost: CostModel) -> None:
         self._cost = cost

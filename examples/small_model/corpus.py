@@ -6,7 +6,8 @@ person this document's `them` stands for. Explicit names may stand between the t
 looking for the latest name; it needs the resolved `them`.
 
 `python corpus.py` (re)writes `documents/*.txt` and `questions.json`. Pure Python; training draws its text from here
-too."""
+too.
+"""
 
 import argparse
 import json

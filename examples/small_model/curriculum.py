@@ -2,7 +2,8 @@
 
 Early stages are short (two documents), the last ones are longer than the shipped prompts. Rows with one document that
 stands alone, without system text, are part of every stage: a document computed alone must be familiar, so that blind
-reuse fails for want of context and not because alone is strange."""
+reuse fails for want of context and not because alone is strange.
+"""
 
 import random
 from collections.abc import Sequence

@@ -2,7 +2,8 @@
 
 RoPE depends on distances only, so blind reuse (keys of a document computed alone, rotated to their new place) equals
 one forward at the normal positions whose mask lets the tokens of a document see earlier tokens of the same document
-only."""
+only.
+"""
 
 import argparse
 import random

@@ -16,7 +16,8 @@ def train_tokenizer() -> PreTrainedTokenizerFast:
     """Trains on the list of words, not on running text: rare subjects must become one token as surely as `the`.
 
     All bytes are in the alphabet, so no text is unknown. White space of any kind counts as one space: a document may
-    then have one sentence a line and a word still has the same id at the start of a line as inside it."""
+    then have one sentence a line and a word still has the same id at the start of a line as inside it.
+    """
     bpe = Tokenizer(models.BPE())
     bpe.normalizer = normalizers.Replace(Regex(r"\s+"), " ")
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)

@@ -14,7 +14,7 @@ FULL_SCALE = 1.0  # relative deviation ‖Δk‖/‖k‖ at which the colour is 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Picture:
-    """One prompt as layers × tokens."""
+    """One prompt as a picture of layers × tokens."""
 
     title: str
     answered: str
@@ -24,7 +24,7 @@ class Picture:
     recomputed: list[list[int]]  # per layer, positions of reused tokens that were computed anew
 
     def data(self) -> dict[str, Any]:
-        """For the page's script: one byte a cell."""
+        """Return the data for the page's script, with one byte for each cell."""
         cells = bytes(min(255, round(255 * value / FULL_SCALE)) for row in self.deviation for value in row)
         return {
             "title": self.title,

@@ -1,4 +1,4 @@
-"""What a demo asks about: text documents, questions, and prompts built from them by BM25 in ever new orders.
+"""Documents, questions, and prompts: BM25 finds the documents of a question, and each prompt has a new order of them.
 
 Questions may refer back: an answer of null means "whoever the document before this one named last", which changes with
 the order of the documents.
@@ -21,7 +21,7 @@ TOP = 6  # documents a question, as in CacheBlend's evaluation
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """A question, and what would be right."""
+    """A question and its right answer."""
 
     question: str
     answer: str | None  # None: whoever the document before `document` named last
@@ -31,7 +31,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collection:
-    """What a demo asks about."""
+    """Documents and questions."""
 
     system: str
     documents: dict[str, str]  # by file name without ending
@@ -118,14 +118,14 @@ class Retriever:
         )
 
     def top(self, question: str, count: int) -> list[str]:
-        """Names of the `count` documents that fit best."""
+        """Return the names of the `count` documents that fit best."""
         query = self._bm25s.tokenize(question, stopwords=None, show_progress=False)
         found, _ = self._index.retrieve(query, k=min(count, len(self._names)), show_progress=False)
         return [self._names[i] for i in found[0]]
 
 
 class Prompts:
-    """Builds examples: retrieval, a new order, tokens."""
+    """Builds examples: it retrieves documents, puts them in a new order, and encodes them."""
 
     def __init__(self, collection: Collection, tokenizer: Any, special: str) -> None:
         self._collection = collection

@@ -33,13 +33,13 @@ PREFIX_BLOCK = 16  # tokens
 
 @dataclass(slots=True)
 class Tally:
-    """What one way did over all examples."""
+    """The results of one way over all examples."""
 
     reports: list[Report] = field(default_factory=list)
     right: dict[str, list[bool]] = field(default_factory=lambda: defaultdict(list))
 
     def row(self) -> dict[str, Any]:
-        """Numbers of the table: medians over prompts, means of counts, accuracies by class of question."""
+        """Return the numbers of the table: medians over prompts, means of counts, accuracies by class of question."""
         seconds = sorted(report.seconds for report in self.reports)
         loaded: Counter[str] = Counter()
         for report in self.reports:
@@ -62,7 +62,7 @@ class Tally:
 
 
 def answers(cached: CachedModel, done: Prefilled, prompt: list[int], wanted: str, tokenizer: Any) -> bool:
-    """Whether greedy decoding from a prefilled prompt begins with the wanted answer."""
+    """Return whether greedy decoding from a prefilled prompt begins with the right answer."""
     limit = len(tokenizer.encode(" " + wanted, add_special_tokens=False)) + 1  # one more: the answer may go on
     ids = torch.tensor([prompt], device=cached.layers.device)
     options = {"max_new_tokens": limit, "do_sample": False, "attention_mask": torch.ones_like(ids)}
@@ -71,7 +71,7 @@ def answers(cached: CachedModel, done: Prefilled, prompt: list[int], wanted: str
 
 
 def begins(said: str, wanted: str) -> bool:
-    """Whether an answer begins with the wanted words, and not with a longer word."""
+    """Return whether an answer begins with the right words, and not with a longer word."""
     said, wanted = said.strip().lower(), wanted.lower()
     return said.startswith(wanted) and not said[len(wanted) : len(wanted) + 1].isalnum()
 
@@ -116,7 +116,7 @@ def demo_settings(cache: Path) -> Settings:
 
 
 def beside(settings: Settings, **changes: object) -> Settings:
-    """Settings of a second cache in the same process: memory only, so that it takes nobody's directory."""
+    """Return settings of a second cache in the same process, in memory only, because a directory has one owner."""
     values = {
         name: value
         for name, value in settings.model_dump().items()
@@ -126,12 +126,12 @@ def beside(settings: Settings, **changes: object) -> Settings:
 
 
 def prefix_cache(settings: Settings) -> Settings:
-    """The prefix-caching baseline: chunks as small as vLLM's blocks, so that it finds all there is to find."""
+    """Return settings of the prefix-caching baseline, with chunks as small as vLLM's blocks."""
     return beside(settings, chunk_size=PREFIX_BLOCK)
 
 
 def run_large(settings: Settings) -> tuple[str, dict[str, dict[str, Any]]]:
-    """The same ways on a larger model with random weights: speed where prefill is compute.
+    """Run the same ways on a larger model with random weights, where computing takes most of the time.
 
     Nothing is right or wrong there.
     """
@@ -159,7 +159,7 @@ def run_large(settings: Settings) -> tuple[str, dict[str, dict[str, Any]]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """All that a demo found out."""
+    """All results of a demo."""
 
     facts: dict[str, Any]
     models: dict[str, dict[str, dict[str, Any]]]  # name of a model -> way -> row of the table
@@ -167,7 +167,7 @@ class Outcome:
     pictures: list[Picture]
 
     def json(self) -> str:
-        """Everything the table shows, and what was asked in which order."""
+        """Return everything that the table shows, and what was asked in which order."""
         asked = [
             {**asdict(example.question), "order": example.order, "expected": example.answer}
             for example in self.examples
@@ -175,7 +175,7 @@ class Outcome:
         return json.dumps({**self.facts, "models": self.models, "examples": asked}, indent=1)
 
     def heading(self) -> str:
-        """What was done, in a sentence or two."""
+        """Return in a sentence or two what was done."""
         facts = self.facts
         found, documents = facts["documents_found"], facts["documents"]
         learned = documents - found
@@ -188,7 +188,7 @@ class Outcome:
         return " ".join(parts)
 
     def table(self) -> tuple[list[str], list[list[str]]]:
-        """Columns and rows, one per model and way; numbers are per prompt."""
+        """Return columns, and a row for each model and way; numbers are per prompt."""
         kinds = sorted(
             {kind for ways in self.models.values() for row in ways.values() for kind in row["accuracy"]}, reverse=True
         )

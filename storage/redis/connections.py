@@ -196,7 +196,8 @@ class Servers:
 
         A server that is away is used as soon as it comes. `greet` is called with a connection to a server that is new
         or was away, and asks for the key `about`. Raises `TierUnusable` if a login, a database or a certificate is
-        refused."""
+        refused.
+        """
         self._remote, self._deadline, self._greet, self._about = remote, deadline, greet, about
         self._nodes: dict[str, Server] = {}
         self._cluster: RedisCluster | None = None

@@ -213,7 +213,8 @@ class RedisTier:
         """Ask all servers at the same time for each key's header, within one deadline.
 
         Returns answers by the key's index. There is none for a key on a server that is away, or if an answer that is
-        too long was in the way."""
+        too long was in the way.
+        """
         answers: dict[int, Answer] = {}
         asked: dict[Server, list[int]] = defaultdict(list)
         for i, key in enumerate(keys):

@@ -362,7 +362,8 @@ def test_eight_users_get_right_answers(soak):
 
 def test_memory_is_flat_after_the_warm_up(soak):
     """The engine's core has our index and store. In the worker vLLM's own CPU kernels keep something for every number
-    of rows they meet: without lmc it grows by 0.2 MB a request over the first 2000. A leaked prompt would be 6.7 MB."""
+    of rows they meet: without lmc it grows by 0.2 MB a request over the first 2000. A leaked prompt would be 6.7 MB.
+    """
     first, before = next(found for found in soak.memory if found[0] >= WARM * SOAK_REQUESTS)
     last, after = soak.memory[-1]
     assert all(after[name] - before[name] <= 10 for name in before if name != "Worker")
