@@ -157,7 +157,7 @@ class Blender(Generic[R]):
             paid = torch.zeros_like(attention)
             for probe in probes:
                 self._canvas.run(layer, rows, probe.batch, self._scoring(layer, probe, paid))
-                yield _slice_of(layer, probe.batch)
+                yield _slice_of(layer, probe.batch, self._canvas.context_cost(len(probe.present)))
             attention += paid
 
     def _probes(self, positions: torch.Tensor, question: int, batches: Sequence[slice]) -> list["_Probe"]:
@@ -255,5 +255,5 @@ def _merged(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     return torch.cat((one, other)).sort().values
 
 
-def _slice_of(layer: int, batch: slice) -> Slice:
-    return Slice(layer, batch.stop - batch.start)
+def _slice_of(layer: int, batch: slice, more: int = 0) -> Slice:
+    return Slice(layer, batch.stop - batch.start + more)

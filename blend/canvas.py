@@ -65,6 +65,9 @@ class Canvas(Protocol[R]):
     def context(self, layer: int, stop: int, absent: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return keys and values `[H, stop, D]` of the first positions, to be read; those at `absent [N]` are zeros."""
 
+    def context_cost(self, stop: int) -> int:
+        """Return the cost of `context`, as the number of rows that would take as long to compute."""
+
     def summed(self, evidence: torch.Tensor) -> torch.Tensor:
         """Return evidence added up over the KV heads of all tensor-parallel ranks."""
 

@@ -15,7 +15,7 @@ from lmc.keys import ChunkKey
 from lmc.storage.contract import Pin, PinState, Reservation
 from lmc.storage.ledger import Slot
 from lmc.storage.level import Held, Level, Load, Outgoing, Todo
-from lmc.storage.locks import Rank, RankedLock
+from lmc.storage.locks import Rank, new_lock
 from lmc.storage.record import RecordMeta
 from lmc.storage.slab import tag_of
 from lmc.storage.stats import StoreStats, WritePolicy
@@ -27,7 +27,7 @@ class StoreState:
     """Slots, pins, loads and queues of one store."""
 
     def __init__(self, levels: Sequence[Level], tiers: Sequence[Tier], policy: WritePolicy) -> None:
-        self._changed = threading.Condition(RankedLock(Rank.STATE))  # type: ignore[arg-type]
+        self._changed = threading.Condition(new_lock(Rank.STATE))  # type: ignore[arg-type]
         self.levels, self.top, self.host = levels, levels[0], levels[-1]
         self._tiers, self._policy = tiers, policy
         self._by_name = {level.name: level for level in levels}

@@ -42,6 +42,7 @@ class Store:
         self.changes = ChangeLog()
         self._host = Level("host", host, self.changes)
         self._levels = [*([Level("device", device, self.changes)] if device else []), self._host]
+        self._slabs = {level.name: level.slab for level in self._levels}
         self._tiers, self._guard = list(tiers), TierGuard()
         self._state = StoreState(self._levels, self._tiers, policy)
         self._loader = Loader(self._state, self._guard, load_threads)
@@ -208,7 +209,7 @@ class Store:
     # -- inside ------------------------------------------------------------------------------------------------------
 
     def _slab(self, level: str) -> Slab:
-        return next(one.slab for one in self._levels if one.name == level)
+        return self._slabs[level]
 
     def _in_memory(self, keys: Sequence[ChunkKey]) -> list[str | None]:
         """Look in memory without the lock, so that a lookup waits for nobody who stores or loads."""

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from lmc.errors import CorruptRecord
-from lmc.storage.locks import Rank, RankedLock
+from lmc.storage.locks import Rank, new_lock
 from lmc.storage.stats import Verb
 from lmc.storage.tier import Tier
 
@@ -28,7 +28,7 @@ class TierGuard:
         self.corrupt: Counter[str] = Counter()
         self.seconds: defaultdict[tuple[str, Verb], float] = defaultdict(float)
         self._complained: dict[str, float] = {}
-        self._lock = RankedLock(Rank.LEAF)
+        self._lock = new_lock(Rank.LEAF)
 
     def __call__(self, tier: Tier, verb: Verb, operation: Callable[[], T]) -> T | None:
         """Return what `operation` returns, or None if the tier fails."""

@@ -43,12 +43,14 @@ class WriteQueues:
     def enter(self, key: ChunkKey) -> list[Tier]:
         """Let a chunk wait for the tiers that take one now, and return them."""
         takers: list[Tier] = []
-        for tier in self._tiers if self._tiers and self.has_room(key) else ():
+        if not self._tiers or not self.has_room(key):
+            return takers
+        for tier in self._tiers:
             if tier.usable and self._waiting[tier.name] < self._share:
                 takers.append(tier)
             else:
                 self.drop(f"tier {tier.name} is {'behind' if tier.usable else 'not usable'}", key, tier)
-        self._waiting.update(tier.name for tier in takers)
+        self._waiting.update([tier.name for tier in takers])
         self.length += bool(takers)
         return takers
 

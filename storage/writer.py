@@ -157,7 +157,7 @@ class Writer:
         _logged(self._guard, tier, "write", lambda: tier.delete(key))
 
     def _complain(self) -> None:
-        for about, text in self._state.take_complaints():
+        for about, text in self._state.take_complaints() if self._state.queues.complaints else ():
             self._guard.complain(about, text)
 
     def _bytes_of(self, held: Held) -> Sequence[memoryview]:

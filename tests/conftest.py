@@ -12,6 +12,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Digests of checkpoints are remembered in the user's cache directory; a test run leaves nothing there.
 os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="lmc-tests-")
 
+os.environ["LMC_CHECK_LOCKS"] = "1"  # Locks check the order in which they are taken.
+
 import torch
 
 atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)

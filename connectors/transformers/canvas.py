@@ -113,6 +113,10 @@ class DenseCanvas:
         keys[:, absent] = values[:, absent] = 0
         return keys[:, :stop], values[:, :stop]
 
+    def context_cost(self, stop: int) -> int:
+        """Return 0, because views cost nothing."""
+        return 0
+
     def summed(self, evidence: torch.Tensor) -> torch.Tensor:
         """Return the evidence: there is one rank."""
         return evidence

@@ -86,6 +86,10 @@ class PagedCanvas:
         keys[:, absent] = values[:, absent] = 0
         return keys, values
 
+    def context_cost(self, stop: int) -> int:
+        """Return the cost of copying these keys and values."""
+        return stop // COPY_COST + 1
+
     def summed(self, evidence: torch.Tensor) -> torch.Tensor:
         """Add up evidence over the tensor-parallel group."""
         return summed(evidence)

@@ -28,7 +28,7 @@ from lmc.shapes import MIB
 from lmc.storage.change_log import ChangeLog
 from lmc.storage.disk import files
 from lmc.storage.disk.reader import DiskReader
-from lmc.storage.locks import Rank, RankedLock
+from lmc.storage.locks import Rank, new_lock
 from lmc.storage.record import RecordMeta, checksum, encode_header, split_parts, verify_parts
 from lmc.storage.tier import Entry, Finding, Written
 
@@ -62,7 +62,7 @@ class DiskTier:
         self.corrupt = self.evictions = 0
         self.bytes = 0  # what the records take on disk
         self._records, self._tmp = self.root / "records", self.root / "tmp"
-        self._lock = RankedLock(Rank.TIER)
+        self._lock = new_lock(Rank.TIER)
         self._changes: ChangeLog | None = None
         self._index: OrderedDict[ChunkKey, int] = OrderedDict()  # key -> bytes, least recently used first
         self._paused_until = 0.0
