@@ -15,8 +15,13 @@ os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="lmc-tests-")
 os.environ["LMC_CHECK_LOCKS"] = "1"  # Locks check the order in which they are taken.
 
 import torch
+from hypothesis import settings
 
 atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
+
+# The same examples in every run. To look for more, set other seeds by hand.
+settings.register_profile("same", derandomize=True, database=None, deadline=None)
+settings.load_profile("same")
 
 # Small tensors: a second thread costs more in barriers than it computes, above all on a busy machine.
 torch.set_num_threads(1)

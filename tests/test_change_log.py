@@ -1,5 +1,6 @@
 """The change log: what has appeared in a place and what has left it, for readers who come at their own pace."""
 
+import contextlib
 import tempfile
 from dataclasses import replace
 from functools import partial
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from storage_fakes import PART_BYTES, PARTS, RECORD_BYTES, DictTier, Shared, get, key_of, meta_of, put, raw_record
 from test_disk import path_of
 
+from lmc.errors import ChunkLost
 from lmc.keys import RecordKind
 from lmc.storage.change_log import Change, ChangeLog, Chunk
 from lmc.storage.disk import DiskTier
@@ -339,7 +341,9 @@ def test_the_log_says_what_every_place_of_a_store_holds(done, device, slots, pol
         slab = Slab(device, PARTS, PART_BYTES) if device else None
         store = Store(Slab(slots, PARTS, PART_BYTES), [tier], device=slab, policy=policy)
         for action, key in done:
-            action(store, key)
+            # With a disk for two records, what is evicted to make room for a load may push its record out.
+            with contextlib.suppress(ChunkLost):
+                action(store, key)
             store.flush()
         for level in store._levels:
             assert keys_in(store, level.name) == set(level.ledger.keys())
