@@ -174,9 +174,7 @@ class Blender(Generic[R]):
         return probes
 
     def _scoring(self, layer: int, probe: "_Probe", paid: torch.Tensor) -> AttentionFunction:
-        """Return attention over the keys that are present; it notes in `paid [N]` what the question pays to each of
-        them.
-        """
+        """Return attention over the keys that are present, which notes in `paid [N]` what the question pays to each."""
 
         def attention(query: torch.Tensor) -> torch.Tensor | None:
             at, present, scale = probe.positions, probe.present, self._canvas.scale

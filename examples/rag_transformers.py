@@ -49,6 +49,7 @@ with cached:  # closing writes to disk what is not there yet
         for how in ("full", "blend"):
             answer, report = cached.generate(prompt, how, max_new_tokens=1, do_sample=False)
             print(
-                f"{how:>6}: {report.seconds * 1e3:6.1f} ms to the first token, {report.reused} of {report.tokens} tokens reused, "
-                f"{report.charged_budget:.0%} of them repaired → {tokenizer.decode(answer).strip()}"
+                f"{how:>6}: {report.seconds * 1e3:6.1f} ms to the first token, "
+                f"{report.reused} of {report.tokens} tokens reused, {report.charged_budget:.0%} of them repaired "
+                f"→ {tokenizer.decode(answer).strip()}"
             )

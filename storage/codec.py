@@ -23,7 +23,7 @@ import torch
 from lmc.errors import ConfigError, CorruptRecord
 from lmc.keys import ChunkKey
 from lmc.shapes import ALIGN, GIB, aligned
-from lmc.storage.record import NO_CODEC, RecordMeta, encode_header, split_parts
+from lmc.storage.record import NO_CODEC, RecordMeta, encode_header, removed_if_corrupt, split_parts
 from lmc.storage.tier import RecordReader, Tier, Wrapped, Written
 
 PART_LIMIT = GIB  # bytes of a part in memory; LZ4 blocks and lengths of 32 bits allow little more
@@ -90,12 +90,9 @@ class CodedReader:
         encoded = _scratch(sum(sizes))
         self._inner.read(first, count, [encoded])
         views = split_parts(into, (self.meta.stored_part,) * count)
-        try:
+        with removed_if_corrupt(self._tier.delete, self.meta.key):
             for part, view in zip(split_parts([encoded], sizes), views, strict=True):
                 decode_part(part, view, self._planes)
-        except CorruptRecord:
-            self._tier.delete(self.meta.key)
-            raise
 
 
 def encode_record(

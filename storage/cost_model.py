@@ -1,5 +1,4 @@
-"""The cost model: how long loading chunks from tiers takes, how long computing them takes, and which of the two is
-faster.
+"""The cost model estimates whether loading chunks from tiers or computing them is faster.
 
 All estimates are running averages of what was measured. The loader reports its loads here; connectors report how long
 their prefills took, and ask before they load.

@@ -12,7 +12,8 @@ in the header or by the checksum of a part.
 
 import json
 import mmap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
@@ -72,6 +73,16 @@ def compare(found: Iterable[int], wanted: Sequence[int], first: int) -> None:
     for part, (one, right) in enumerate(zip(found, wanted, strict=True), first):
         if one != right:
             raise CorruptRecord(f"part {part} is not what was written")
+
+
+@contextmanager
+def removed_if_corrupt(remove: Callable[[ChunkKey], object], key: ChunkKey) -> Iterator[None]:
+    """Remove a record that turns out to be corrupt inside of the block. The error goes on to the caller."""
+    try:
+        yield
+    except CorruptRecord:
+        remove(key)
+        raise
 
 
 def verify_parts(meta: RecordMeta, read: Callable[[int, int, Sequence[memoryview]], None]) -> None:

@@ -119,8 +119,7 @@ class TestCodedRecordsThatGetSmaller(OverDict):
         assert {entry.bytes for entry in tier.entries()} == {ALIGN + PARTS * 2 * ALIGN}
 
 
-# -- nothing changes on the way
-# ------------------------------------------------------------------------------------------
+# -- nothing changes on the way ---------------------------------------------------------------------------------------
 
 
 def bits(tensor: torch.Tensor) -> memoryview:
@@ -276,8 +275,7 @@ def test_a_record_that_is_there_is_not_encoded_again(monkeypatch):
     assert tier.write(*record([memory(5 * ALIGN)] * 3)) is Written.PRESENT
 
 
-# -- over a directory, and under a store
-# ---------------------------------------------------------------------------------
+# -- over a directory, and under a store ------------------------------------------------------------------------------
 
 
 class Aligned(Wrapped):
@@ -365,8 +363,7 @@ def test_a_store_misses_what_cannot_be_decoded():
         assert inner.records == {}
 
 
-# -- what a record may say
-# -----------------------------------------------------------------------------------------------
+# -- what a record may say --------------------------------------------------------------------------------------------
 
 
 def hostile(codec: str, encoded: bytes, part_bytes: int = 2 * ALIGN, planes: int = 2) -> Coded:
@@ -470,8 +467,7 @@ def test_random_bytes_as_a_part_do_no_harm():
             continue
 
 
-# -- settings
-# ------------------------------------------------------------------------------------------------------------
+# -- settings ---------------------------------------------------------------------------------------------------------
 
 
 def test_an_unknown_codec_is_an_error_at_start():

@@ -606,8 +606,7 @@ def test_threads_that_have_ended_leave_no_connection(redis):
         assert len(ours) < 10
 
 
-# -- what is seen at once
-# ------------------------------------------------------------------------------------------------
+# -- what is seen at once ---------------------------------------------------------------------------------------------
 
 
 def test_a_value_that_is_evicted_just_before_its_record_is_finished_makes_no_half_record_visible(redis):
@@ -805,8 +804,7 @@ def say_no_secret(caplog: pytest.LogCaptureFixture, error: BaseException | None 
     assert [secret for secret in SECRETS for text in said if secret in text] == []
 
 
-# -- a model
-# ---------------------------------------------------------------------------------------------------------------
+# -- a model ----------------------------------------------------------------------------------------------------------
 
 DOCUMENTS = [random_tokens(20 + 5 * i, i) for i in range(6)]
 CHUNK = 4 * 2 * 16 * 2 * 16 * 4  # layers, keys and values, tokens, heads, numbers, bytes

@@ -172,8 +172,7 @@ def modes(directory: Path) -> dict[Path, int]:
     return seen
 
 
-# -- passwords: `hunter2` and `correct-horse` are the right ones here, `wrong-guess` is not
-# ---------------------------------
+# -- passwords: `hunter2` and `correct-horse` are the right ones here, `wrong-guess` is not ---------------------------
 
 
 @pytest.fixture(scope="module")

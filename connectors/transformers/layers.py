@@ -63,9 +63,7 @@ class DecoderLayers:
         return self._body.embed_tokens(tokens)  # type: ignore[no-any-return]
 
     def project(self, layer: int, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Projections:
-        """Return the inputs of a layer's attention from `hidden [T, E]`, with query and key rotated by `cos, sin [T,
-        R]`.
-        """
+        """Return a layer's query, key and value from `hidden [T, E]`, rotated by `cos, sin [T, R]`."""
         block = self._layers[layer]
         attention, normed = block.self_attn, block.input_layernorm(hidden)
         query = attention.q_proj(normed).unflatten(-1, (-1, self.head_dim))
@@ -77,9 +75,7 @@ class DecoderLayers:
         return Projections(_rotated(query, cos, sin), _rotated(key, cos, sin), value)
 
     def finish(self, layer: int, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        """Return the hidden states behind a layer, from those before it `[T, E]` and the attention's output `[T, Q,
-        D]`.
-        """
+        """Return the hidden states behind a layer, from `hidden [T, E]` before it and `attended [T, Q, D]`."""
         block = self._layers[layer]
         hidden = hidden + block.self_attn.o_proj(attended.flatten(1))
         return hidden + block.mlp(block.post_attention_layernorm(hidden))  # type: ignore[no-any-return]

@@ -1,5 +1,6 @@
-"""`LMCConnector` implements vLLM's connector interface. It translates, and leaves decisions to `Scheduler` and
-`Worker`.
+"""`LMCConnector` implements vLLM's connector interface.
+
+It translates between vLLM's terms and lmc's, and leaves decisions to `Scheduler` and `Worker`.
 
 vLLM makes one connector in the scheduler's process and one in each worker. They share the slab and exchange metadata,
 and nothing else, even where both are in one process.
@@ -192,9 +193,7 @@ class LMCConnector(KVConnectorBase_V1):
         )
 
     def _counts_images(self) -> bool:
-        """Return whether the engine numbers images instead of hashing them, because it caches neither them nor
-        prefixes.
-        """
+        """Return whether images are numbered instead of hashed, because neither they nor prefixes are cached."""
         multimodal = self._config.model_config.multimodal_config
         caches = self._config.cache_config.enable_prefix_caching
         return bool(multimodal and multimodal.mm_processor_cache_gb == 0 and not caches)

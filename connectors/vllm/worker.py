@@ -10,7 +10,7 @@ this one for ever (tensor parallelism), and where the slab cannot be opened.
 import logging
 from collections.abc import Generator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -38,6 +38,7 @@ from lmc.storage.ledger import Slot
 from lmc.storage.slab import LOST, Slab, SlabAddress
 
 log = logging.getLogger(__name__)
+E = TypeVar("E", bound=tuple[Any, ...])
 
 # Blends get at least a fourth of a step, whatever the engine computes, and learning at most that while requests run.
 LEAST_SHARE = 4
@@ -191,18 +192,16 @@ class Worker:
     def outcome(self) -> StepOutcome:
         """Return for the engine the requests whose load has ended, and the blocks whose contents are wrong."""
         out = StepOutcome()
-        done = [ended for ended in self._ended if _is_over(ended[0])]
-        self._ended = [ended for ended in self._ended if ended not in done]
-        for _, request, bad in done:
+        over, self._ended = _divided(self._ended)
+        for _, request, bad in over:
             out.received.add(request)
             out.bad_blocks.update(bad)
         return out
 
     def report(self) -> StepReport:
         """Return for lmc's scheduler what has ended since the last report."""
-        done = [copied for copied in self._copied if _is_over(copied[0])]
-        self._copied = [copied for copied in self._copied if copied not in done]
-        self._report.done |= {job: 1 for _, job in done}
+        over, self._copied = _divided(self._copied)
+        self._report.done |= {job: 1 for _, job in over}
         report, self._report = self._report, StepReport()
         return report
 
@@ -374,8 +373,13 @@ def _facts(job: BlendJob, result: BlendResult) -> dict[str, object]:
     }
 
 
-def _is_over(event: Any) -> bool:
-    return event is None or bool(event.query())
+def _divided(entries: list[E]) -> tuple[list[E], list[E]]:
+    """Return the entries whose event, their first item, is over, and the others."""
+    over: list[E] = []
+    waiting: list[E] = []
+    for entry in entries:
+        (over if entry[0] is None or entry[0].query() else waiting).append(entry)
+    return over, waiting
 
 
 def _blocks(copies: tuple[PageCopy, ...]) -> tuple[int, ...]:

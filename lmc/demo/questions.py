@@ -105,7 +105,7 @@ def _json(path: Path) -> Any:
 
 
 class Retriever:
-    """BM25 over the documents."""
+    """Retrieves documents by BM25."""
 
     def __init__(self, documents: dict[str, str]) -> None:
         import bm25s
@@ -138,8 +138,9 @@ class Prompts:
         self._encode: Callable[[str], list[int]] = lambda text: tokenizer.encode(text, add_special_tokens=False)
 
     def example(self, question: Question, order_seed: int) -> Example:
-        """The question over its best documents, shuffled; one that refers back never stands first, where nothing is
-        before it.
+        """Return the question over its best documents, in an order that `order_seed` decides.
+
+        A document whose answer depends on the one before it never stands first.
         """
         names = self._retriever.top(question.question, TOP)
         shuffle = random.Random(order_seed)
@@ -159,7 +160,7 @@ class Prompts:
 
 
 def sample(collection: Collection, count: int) -> Collection:
-    """`count` of the questions, of all kinds in turn."""
+    """Return a collection with `count` of the questions, taken from all kinds in turn."""
     kinds: dict[str, list[Question]] = defaultdict(list)
     for question in collection.questions:
         kinds[question.kind].append(question)

@@ -275,8 +275,9 @@ def run(
 def draw(
     cached: CachedModel, example: Example, done: dict[How, Prefilled], right: dict[How, bool], tokenizer: Any
 ) -> Picture:
-    """One example as layers × tokens: how far blindly reused keys are from full prefill's, and what the blend computed
-    anew.
+    """Draw one example as layers × tokens.
+
+    The picture shows how far blindly reused keys are from those of full prefill, and which tokens the blend computed.
     """
     length = len(example.prompt) - 1  # a cache ends before the last token
     segments = split(example.prompt, cached.separators)

@@ -1,5 +1,6 @@
-"""The identity of a model, for the keys of its chunks: equal wherever the model was loaded, and different if one bit
-is.
+"""The identity of a model, for the keys of its chunks.
+
+It is equal wherever the model was loaded, and different if one bit of its weights or its config is different.
 
 A checkpoint is identified by the contents of its files, the config and every byte of the weights. Only the files are
 the same for transformers and vLLM, because vLLM fuses matrices in memory and its CPU build repacks them. Digests of

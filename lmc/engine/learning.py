@@ -1,5 +1,6 @@
-"""The learning queue: documents that stood in prompts and are not stored. They wait here until an engine is idle and
-prefills them alone.
+"""The learning queue: documents that stood in prompts and are not stored.
+
+They wait here until the engine is idle and prefills them alone.
 """
 
 from collections import deque

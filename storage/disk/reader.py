@@ -12,7 +12,15 @@ from lmc.errors import CorruptRecord
 from lmc.keys import ChunkKey
 from lmc.shapes import ALIGN
 from lmc.storage.disk.files import first_block, open_to_read, read_all, read_some
-from lmc.storage.record import RecordMeta, checksum, compare, decode_header, header_size, split_parts
+from lmc.storage.record import (
+    RecordMeta,
+    checksum,
+    compare,
+    decode_header,
+    header_size,
+    removed_if_corrupt,
+    split_parts,
+)
 
 
 class DiskReader:
@@ -50,11 +58,8 @@ class DiskReader:
 
     def read(self, first: int, count: int, into: Sequence[memoryview]) -> None:
         """Fill `into` with `count` parts and verify each; a corrupt one deletes the record."""
-        try:
+        with removed_if_corrupt(self._discard, self.meta.key):
             self.verified(first, count, into)
-        except CorruptRecord:
-            self._discard(self.meta.key)
-            raise
 
     def verified(self, first: int, count: int, into: Sequence[memoryview]) -> None:
         """Fill `into` with `count` parts; raise `CorruptRecord` for a corrupt one, which stays where it is."""

@@ -29,7 +29,7 @@ from lmc.storage.change_log import ChangeLog
 from lmc.storage.disk import files
 from lmc.storage.disk.reader import DiskReader
 from lmc.storage.locks import Rank, new_lock
-from lmc.storage.record import RecordMeta, checksum, encode_header, split_parts, verify_parts
+from lmc.storage.record import RecordMeta, checksum, encode_header, removed_if_corrupt, split_parts, verify_parts
 from lmc.storage.tier import Entry, Finding, Written
 
 log = logging.getLogger(__name__)
@@ -99,15 +99,13 @@ class DiskTier:
         """Open a record, and note its use for eviction."""
         path = self._path(key)
         try:
-            reader = DiskReader(path, key, self.discard, getattr(self._thread, "into", {}).pop(key, ()))
+            with removed_if_corrupt(self.discard, key):
+                reader = DiskReader(path, key, self.discard, getattr(self._thread, "into", {}).pop(key, ()))
         except FileNotFoundError:
             with self._lock:
                 if not path.exists():  # Somebody has removed the file. A writer may also have brought it just now.
                     self._forget(key)
             return None
-        except CorruptRecord:
-            self.discard(key)
-            raise
         with self._lock:
             if key in self._index:
                 self._index.move_to_end(key)
@@ -117,9 +115,7 @@ class DiskTier:
         return reader
 
     def write(self, meta: RecordMeta, parts: Sequence[memoryview]) -> Written:
-        """Write a record to `tmp` and rename it. If the disk is full, older records are evicted, or else this one is
-        not kept.
-        """
+        """Write a record to `tmp` and rename it. If the disk stays full after an eviction, it is not kept."""
         if self.contains([meta.key])[0]:
             return Written.PRESENT
         if self.read_only or time.monotonic() < self._paused_until:

@@ -1,5 +1,4 @@
-"""A circuit breaker: a server that does not answer is not asked any more, until a thread that keeps trying gets
-through.
+"""A circuit breaker: a server that does not answer is left alone until a thread in the background gets an answer.
 
 It opens after one timeout, or after three other failures in a row. So whoever needs an answer waits for a silent server
 once, and not for every question.
@@ -20,7 +19,7 @@ CALM = 60.0  # seconds without trouble after which the next trouble is logged ag
 
 
 class Breaker:
-    """Whether `name` is worth asking."""
+    """Decides whether the server `name` is asked."""
 
     def __init__(self, name: str, greet: Callable[[], None]) -> None:
         """`greet` makes a first contact.

@@ -67,16 +67,16 @@ class Server:
 
     @property
     def usable(self) -> bool:
-        """Whether it is worth asking."""
+        """Whether the server is asked at all."""
         return self.breaker.usable
 
     @contextlib.contextmanager
     def connection(self, *, within: float = float("inf")) -> Iterator[Connection]:
-        """Use this thread's connection. An error in the block closes it, counts against the server, and is an
-        `OSError`.
+        """Use this thread's connection.
 
-        An answer that takes longer than `within` seconds counts against the server as well. A refused command is a
-        `ReplyError`, unless the refusal says that the server as a whole cannot be used now.
+        An error in the block closes it, counts against the server, and is raised as an `OSError`. An answer that takes
+        longer than `within` seconds counts against the server as well. A refused command is a `ReplyError`, unless the
+        refusal says that the server as a whole cannot be used now.
         """
         if not self.usable:
             self._drop()  # Answers may still be on their way.

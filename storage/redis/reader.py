@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 from lmc.errors import CorruptRecord
 from lmc.keys import ChunkKey
-from lmc.storage.record import RecordMeta, compare, split_parts
+from lmc.storage.record import RecordMeta, compare, removed_if_corrupt, split_parts
 from lmc.storage.redis.connections import Server
 from lmc.storage.redis.layout import Cursor, Names, overlaps, value_sizes
 from lmc.storage.redis.resp import Connection, Fetch, ReplyError, WrongValue, command
@@ -45,18 +45,14 @@ class RedisReader:
     def read(self, first: int, count: int, into: Sequence[memoryview]) -> None:
         """Fill `into` with `count` parts and verify each; a corrupt or missing one deletes the record."""
         try:
-            self.verified(first, count, into)
-        except CorruptRecord:
-            self._discard(self.meta.key)
-            raise
+            with removed_if_corrupt(self._discard, self.meta.key):
+                self.verified(first, count, into)
         except FileNotFoundError:
             self._delete(self.meta.key)  # what is left of it
             raise
 
     def verified(self, first: int, count: int, into: Sequence[memoryview]) -> None:
-        """Fill `into` with `count` parts; raise `CorruptRecord` for a corrupt one, `FileNotFoundError` for a missing
-        one.
-        """
+        """Fill `into` with `count` parts; raise `CorruptRecord` or, for a missing part, `FileNotFoundError`."""
         cursor = Cursor(split_parts(into, self.meta.stored[first : first + count]))
         try:
             with self._server.connection() as connection:

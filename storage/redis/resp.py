@@ -33,7 +33,7 @@ class ReplyError(Exception):
 
     @property
     def code(self) -> str:
-        """OOM, MOVED, WRONGTYPE, …"""
+        """The kind of refusal: OOM, MOVED, WRONGTYPE, …"""
         return str(self).partition(" ")[0]
 
 

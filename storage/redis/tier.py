@@ -29,6 +29,7 @@ from lmc.storage.record import (
     decode_header,
     encode_header,
     header_size,
+    removed_if_corrupt,
     split_parts,
     verify_parts,
 )
@@ -96,11 +97,8 @@ class RedisTier:
     def open(self, key: ChunkKey) -> RedisReader | None:
         """Open a record. Redis counts this as a use."""
         server = self._server(key)
-        try:
+        with removed_if_corrupt(self.discard, key):
             return self._open(server, key) if server is not None else None
-        except CorruptRecord:
-            self.discard(key)
-            raise
 
     def write(self, meta: RecordMeta, parts: Sequence[memoryview]) -> Written:
         """Write values under temporary names; then rename them and add the header in one step."""

@@ -59,8 +59,7 @@ def store_plain(lab) -> None:
     poison()
 
 
-# -- a slow disk
-# ---------------------------------------------------------------------------------------------------------
+# -- a slow disk ------------------------------------------------------------------------------------------------------
 
 
 def test_a_disk_slower_than_the_deadline_is_not_waited_for(lab, steps):
@@ -127,8 +126,7 @@ def test_a_slow_disk_within_the_deadline_is_used_layer_by_layer(lab, steps, monk
     assert right(lab, out, PROMPT.tokens)
 
 
-# -- a full slab
-# ---------------------------------------------------------------------------------------------------------
+# -- a full slab ------------------------------------------------------------------------------------------------------
 
 
 def test_a_slab_full_of_pinned_chunks_stores_and_loads_nothing_more(lab):
@@ -144,8 +142,7 @@ def test_a_slab_full_of_pinned_chunks_stores_and_loads_nothing_more(lab):
     assert lab.numbers["no_room"] > 0
 
 
-# -- requests that are aborted
-# -------------------------------------------------------------------------------------------
+# -- requests that are aborted ----------------------------------------------------------------------------------------
 
 
 def test_an_abort_before_a_load_lets_go_of_its_chunks(lab, steps):
@@ -239,8 +236,7 @@ def forget_pages(lab) -> None:
         lab.store.forget(key)
 
 
-# -- what a worker finds
-# -------------------------------------------------------------------------------------------------
+# -- what a worker finds ----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -338,8 +334,7 @@ def test_a_second_request_with_the_prefix_of_a_failed_load(lab, request, steps):
     assert [right(lab, steps.outputs[name], PLAIN) for name in seconds] == [True] * len(seconds)
 
 
-# -- preemption
-# ----------------------------------------------------------------------------------------------------------
+# -- preemption -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("ratio", [1.0, 0.0])
