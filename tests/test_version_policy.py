@@ -105,12 +105,14 @@ def test_any_other_name_is_no_name_of_the_module(install):
 
 
 def imported(path):
-    """What a file imports: module and name."""
+    """What a file imports, or takes from `vllm_api`: module and name."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom):
             yield from ((node.module or "", alias.name) for alias in node.names)
         elif isinstance(node, ast.Import):
             yield from ((alias.name, "") for alias in node.names)
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "vllm_api":
+            yield vllm_api.__name__, node.attr
 
 
 def test_all_that_lmc_uses_of_vllm_is_in_one_list():

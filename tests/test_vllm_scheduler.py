@@ -238,7 +238,7 @@ def test_images_that_are_only_numbered_are_kept_for_this_process_only(make):
     tier, image = DictTier(), {"mm_features": ["renderer0-mm-1-image-0"]}
     for counted, loaded in ((True, 0), (False, 0), (False, 40)):
         lab = make(tier)
-        lab.scheduler._counts_images = counted
+        lab.scheduler._setup.counts_images = counted
         assert lab.serve("one", PLAIN, **image).loaded == loaded
         lab.forget_prefixes()
         assert lab.serve("two", PLAIN, **image).loaded == 40

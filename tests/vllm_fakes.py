@@ -15,7 +15,7 @@ from ledger_check import check_store
 from lmc.config import Settings
 from lmc.connectors.vllm.messages import BlendJob, LoadJob, SaveJob, StepPlan, StepReport, WorkerFacts
 from lmc.connectors.vllm.scheduler import Scheduler
-from lmc.connectors.vllm.start import layers_of_stages, open_engine
+from lmc.connectors.vllm.start import Setup, layers_of_stages, open_engine
 from lmc.shapes import GIB
 from lmc.storage.slab import LOST, Slab
 
@@ -259,10 +259,10 @@ class Lab:
         self.engine = open_engine(self.settings, facts, BLOCK, "model", "sha256", tiers=tiers)
         self.store = self.engine.store
         self.pool, self.workers = Pool(blocks), Workers(blocks)
-        self.scheduler = Scheduler(
-            self.settings,
-            self.engine,
-            self.pool,
+        setup = Setup(
+            settings=self.settings,
+            engine=self.engine,
+            pool=self.pool,
             block_size=BLOCK,
             stages=layers_of_stages(facts),
             ranks=ranks,
@@ -272,6 +272,7 @@ class Lab:
             batch_tokens=batch_tokens,
             clock=lambda: self.now,
         )
+        self.scheduler = Scheduler(setup)
         self.tables, self.requests, self.cancelled = {}, {}, set()
         self.loading = set()  # requests whose blocks are not theirs to free
 

@@ -11,25 +11,22 @@ import torch
 from lmc.blend.canvas import AttentionFunction
 from lmc.blend.rope import rotate, turn_between
 from lmc.blend.segments import Placement
-from lmc.connectors.vllm.messages import BlendJob, DocumentPart
+from lmc.connectors.vllm.messages import BlendJob
 from lmc.connectors.vllm.native import NativeLayers, PagedRows
 from lmc.connectors.vllm.tensor_parallel import agreed, summed
-from lmc.shapes import KVShape
 
 COPY_COST = 32  # So many tokens are moved in the time in which one is computed: about 10 on GPUs, 100 on CPUs.
 
-Part = Callable[[DocumentPart, int], torch.Tensor]  # returns a chunk's part for a layer of this rank, uint8 [n]
+Part = Callable[[int, int], torch.Tensor]  # returns the part of a slot for a layer of this rank, uint8 [n]
 Arrived = Callable[[int], bool]  # see `Canvas.arrived`; the same answer on every rank
 
 
 class PagedCanvas:
     """The pages of one request. Rows go through a layer `batch_rows` at a time."""
 
-    def __init__(
-        self, layers: NativeLayers, job: BlendJob, shape: KVShape, batch_rows: int, part: Part, arrived: Arrived
-    ) -> None:
+    def __init__(self, layers: NativeLayers, job: BlendJob, batch_rows: int, part: Part, arrived: Arrived) -> None:
         self.depth, self.device, self.scale, self.arrived = layers.depth, layers.device, layers.scale, arrived
-        self._layers, self._job, self._shape, self._batch_rows, self._part = layers, job, shape, batch_rows, part
+        self._layers, self._job, self._batch_rows, self._part = layers, job, batch_rows, part
         self._tokens = torch.tensor(job.tokens, device=self.device)
         self._blocks = torch.tensor(job.blocks, device=self.device)
         self._turns = [self._turn_of(part.piece) for part in job.documents]
@@ -39,13 +36,14 @@ class PagedCanvas:
 
     def place(self, layer: int) -> int:
         """Write the stored keys of a layer, rotated, and its values into the pages, in one call."""
-        size = (len(self._stored), self._shape.kv_heads, self._shape.head_dim)
-        keys = torch.empty(size, dtype=self._shape.dtype, device=self.device)
+        shape = self._layers.shape
+        size = (len(self._stored), shape.kv_heads, shape.head_dim)
+        keys = torch.empty(size, dtype=shape.dtype, device=self.device)
         values = torch.empty_like(keys)
         at = 0
         for part, (cos, sin) in zip(self._job.documents, self._turns, strict=True):
-            piece, raw = part.piece, self._part(part, layer)
-            stored = self._shape.part(raw, piece.stored)[:, piece.skip : piece.skip + piece.tokens]
+            piece, raw = part.piece, self._part(part.slot, layer)
+            stored = shape.part(raw, piece.stored)[:, piece.skip : piece.skip + piece.tokens]
             stored = stored.to(self.device, non_blocking=True)
             rows = slice(at, at + piece.tokens)
             out = keys[rows].transpose(0, 1)

@@ -4,13 +4,12 @@ The planner decides which chunks are used. This module pins them, waits for chun
 to a deadline, and gives up those that are too late.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 
 from lmc.blend.strategies import NEEDS_QUESTION
-from lmc.config import Settings
 from lmc.connectors.vllm.request_state import Claim, RequestState, Role
-from lmc.engine import CacheEngine, Lookup, PromptView, Wish
+from lmc.connectors.vllm.start import Setup
+from lmc.engine import Lookup, PromptView, Wish
 from lmc.engine.planner import make_plan
 from lmc.keys import ChunkKey
 from lmc.storage.contract import PinState
@@ -22,13 +21,12 @@ DEADLINES = 10  # A load may take so many deadlines if something of it arrives w
 class Claims:
     """The claims on one cache engine."""
 
-    def __init__(self, settings: Settings, engine: CacheEngine, block_size: int, clock: Callable[[], float]) -> None:
-        self._settings, self._engine, self._block_size = settings, engine, block_size
-        self.clock = clock
+    def __init__(self, setup: Setup) -> None:
+        self._setup, self._engine, self._settings = setup, setup.engine, setup.settings
 
     def look(self, state: RequestState) -> Lookup:
         """Look up what is stored for a request. Tiers that other processes share are asked only the first time."""
-        chain = self._engine.block_chain(state.hashes, self._block_size)
+        chain = self._engine.block_chain(state.hashes, self._setup.block_size)
         blends = state.role is Role.BLEND and not state.request.num_preemptions
         found = self._engine.look(PromptView(chain, state.documents if blends else ()), state.elsewhere)
         if state.elsewhere is None:
@@ -47,7 +45,7 @@ class Claims:
             min_tokens=self._settings.blend_min_tokens,
             ratio=policy.ratios[-1] if policy else 0.0,
             whole_prompt=policy is not None and policy.strategy in NEEDS_QUESTION,
-            block_size=self._block_size,
+            block_size=self._setup.block_size,
             memory_only=state.memory_only,
             lost=frozenset(state.lost),
         )
@@ -86,7 +84,7 @@ class Claims:
         """Return whether no part has arrived within a deadline, or not everything within `DEADLINES` of them."""
         if state.waiting_since is None:
             return False
-        now, deadline = self.clock(), self._settings.load_deadline
+        now, deadline = self._setup.clock(), self._settings.load_deadline
         return now - state.progress_at > deadline or now - state.waiting_since > DEADLINES * deadline
 
     def waits(self, state: RequestState) -> bool:
@@ -98,13 +96,13 @@ class Claims:
 
     def wait_from_now(self, state: RequestState) -> None:
         """Let the deadline begin now."""
-        state.waiting_since = state.progress_at = self.clock()
+        state.waiting_since = state.progress_at = self._setup.clock()
 
     def note_progress(self, state: RequestState) -> None:
         """Note the time if parts have arrived since the last call."""
         arrived = sum(self._engine.store.arrived(pin) for pin in state.pins.values())
         if arrived != state.parts_arrived:
-            state.parts_arrived, state.progress_at = arrived, self.clock()
+            state.parts_arrived, state.progress_at = arrived, self._setup.clock()
 
     def give_up_late(self, state: RequestState) -> bool:
         """Release the chunks that a late load still waits for; return whether there were any."""

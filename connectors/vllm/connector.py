@@ -7,6 +7,7 @@ and nothing else, even where both are in one process.
 """
 
 import logging
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -14,26 +15,13 @@ import torch
 
 from lmc.blend.segments import Variants, separator_variants
 from lmc.config import Settings
+from lmc.connectors.vllm import vllm_api
 from lmc.connectors.vllm.messages import StepPlan, StepReport, WorkerFacts
 from lmc.connectors.vllm.model_identity import model_identity
 from lmc.connectors.vllm.plugin import join_log, loaded_model
 from lmc.connectors.vllm.scheduler import Scheduler
-from lmc.connectors.vllm.start import check_chunk_size, layers_of_stages, open_engine
+from lmc.connectors.vllm.start import Setup, check_chunk_size, layers_of_stages, open_engine
 from lmc.connectors.vllm.stats import LmcPromMetrics, LmcStats
-from lmc.connectors.vllm.vllm_api import (
-    BlockRemoved,
-    BlockStored,
-    CacheHitSource,
-    KVConnectorBase_V1,
-    KVConnectorHandshakeMetadata,
-    KVConnectorMetadata,
-    KVConnectorRole,
-    KVConnectorWorkerMetadata,
-    VllmConfig,
-    cached_tokenizer_from_config,
-    check_version,
-    maybe_convert_block_hash,
-)
 from lmc.connectors.vllm.worker import Worker
 from lmc.engine import CacheEngine
 from lmc.errors import ConfigError, InputError
@@ -43,39 +31,38 @@ from lmc.storage.places import place_of
 log = logging.getLogger(__name__)
 
 
-class Handshake(KVConnectorHandshakeMetadata):
+class Handshake(vllm_api.KVConnectorHandshakeMetadata):
     """Carries a worker's facts to the scheduler."""
 
     def __init__(self, facts: WorkerFacts) -> None:
         self.facts = facts
 
 
-class Metadata(KVConnectorMetadata):
+class Metadata(vllm_api.KVConnectorMetadata):
     """Carries a step's plan to the workers."""
 
     def __init__(self, plan: StepPlan) -> None:
         self.plan = plan
 
 
-class WorkerMetadata(KVConnectorWorkerMetadata):
+class WorkerMetadata(vllm_api.KVConnectorWorkerMetadata):
     """Carries the workers' reports to the scheduler."""
 
     def __init__(self, report: StepReport) -> None:
         self.report = report
 
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> "WorkerMetadata":
+    def aggregate(self, other: "WorkerMetadata") -> "WorkerMetadata":
         """Join the reports of two ranks."""
-        assert isinstance(other, WorkerMetadata)
         return WorkerMetadata(self.report.merge(other.report))
 
 
-class LMCConnector(KVConnectorBase_V1):
+class LMCConnector(vllm_api.KVConnectorBase_V1):
     """Exact KV offload and CacheBlend for an unmodified vLLM."""
 
-    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: Any) -> None:
+    def __init__(self, vllm_config: vllm_api.VllmConfig, role: vllm_api.KVConnectorRole, kv_cache_config: Any) -> None:
         """Read the settings; raise `ConfigError` if they cannot work with this engine."""
         join_log()
-        check_version()
+        vllm_api.check_version()
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         assert transfer is not None
@@ -86,9 +73,9 @@ class LMCConnector(KVConnectorBase_V1):
             raise ConfigError("context parallelism spreads a block's tokens over ranks, which lmc does not support")
         check_chunk_size(self.settings, vllm_config.cache_config.block_size)
         self._scheduler: Scheduler | None = None
-        self._worker: Worker | None = None
+        self._worker: Worker
         self._counted: dict[str, float] = {}
-        if role is KVConnectorRole.WORKER:
+        if role is vllm_api.KVConnectorRole.WORKER:
             self._worker = Worker(vllm_config, kv_cache_config, blends=self.settings.enable_blending)
         elif transfer.kv_load_failure_policy != "recompute":
             log.warning(
@@ -101,7 +88,6 @@ class LMCConnector(KVConnectorBase_V1):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Examine the engine's KV cache and model."""
-        assert self._worker is not None
         self._facts = self._worker.register(kv_caches, loaded_model())
 
     def get_handshake_metadata(self) -> Handshake:
@@ -110,10 +96,7 @@ class LMCConnector(KVConnectorBase_V1):
 
     def start_load_kv(self, forward_context: Any, **named: Any) -> None:
         """Do a slice of the loads, blends and learning that are under way."""
-        assert self._worker is not None
-        metadata = self._get_connector_metadata()
-        assert isinstance(metadata, Metadata)
-        self._worker.work(metadata.plan)
+        self._worker.work(self._get_connector_metadata().plan)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Do nothing: loads run between the engine's forward passes."""
@@ -123,25 +106,20 @@ class LMCConnector(KVConnectorBase_V1):
 
     def wait_for_save(self) -> None:
         """Copy the blocks that the forward pass has completed."""
-        assert self._worker is not None
-        metadata = self._get_connector_metadata()
-        assert isinstance(metadata, Metadata)
-        self._worker.save(metadata.plan.saves)
+        self._worker.save(self._get_connector_metadata().plan.saves)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Return the requests whose load has ended, including those that were aborted during it."""
-        assert self._worker is not None
         self._worker.cancel(finished_req_ids)
-        self._outcome = self._worker.outcome()
-        return None, self._outcome.received
+        received, self._bad_blocks = self._worker.outcome()
+        return None, received
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Return the blocks of the loads that failed in this step."""
-        return self._outcome.bad_blocks
+        return self._bad_blocks
 
     def build_connector_worker_meta(self) -> WorkerMetadata | None:
         """Return what was saved, learned and blended since the last report."""
-        assert self._worker is not None
         report = self._worker.report()
         return WorkerMetadata(report) if report else None
 
@@ -152,7 +130,7 @@ class LMCConnector(KVConnectorBase_V1):
         self._pool = gpu_block_pool
 
     def set_xfer_handshake_metadata_pp_aware(
-        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+        self, metadata: dict[tuple[int, int], vllm_api.KVConnectorHandshakeMetadata]
     ) -> None:
         """Open the store, now that all workers have reported."""
         if not self._config.model_config.is_prefix_caching_supported:
@@ -177,10 +155,10 @@ class LMCConnector(KVConnectorBase_V1):
             log.warning("blending is off: %s. Exact offload goes on.", refused)
         variants, first_token = self._separators() if not refused else (None, None)
         log.info("%s", self._summary(engine, blends=not refused))
-        self._scheduler = Scheduler(
-            self.settings,
-            engine,
-            self._pool,
+        setup = Setup(
+            settings=self.settings,
+            engine=engine,
+            pool=self._pool,
             block_size=cache.block_size,
             stages=layers_of_stages(workers),
             ranks=len(workers),
@@ -191,6 +169,7 @@ class LMCConnector(KVConnectorBase_V1):
             announces=bool(self._config.kv_events_config and self._config.kv_events_config.enable_kv_cache_events),
             counts_images=self._counts_images(),
         )
+        self._scheduler = Scheduler(setup)
 
     def _counts_images(self) -> bool:
         """Return whether images are numbered instead of hashed, because neither they nor prefixes are cached."""
@@ -210,7 +189,7 @@ class LMCConnector(KVConnectorBase_V1):
         return f"lmc: {how}, {room} ({settings.max_local_cpu_size:g} GB), {disk}{redis}, {found}"
 
     def _separators(self) -> tuple[Variants | None, int | None]:
-        tokenizer = cached_tokenizer_from_config(self._config.model_config)
+        tokenizer = vllm_api.cached_tokenizer_from_config(self._config.model_config)
         if tokenizer is None:
             log.warning(
                 "there is no tokenizer (skip_tokenizer_init), so the special string is not looked for; requests have "
@@ -240,14 +219,13 @@ class LMCConnector(KVConnectorBase_V1):
         if self._scheduler is not None and num_external_tokens:
             self._scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
 
-    def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[CacheHitSource, int]:
-        """Return the loaded tokens by the place they come from."""
-        found: dict[CacheHitSource, int] = {}
+    def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
+        """Return the loaded tokens by the place they come from, which is a `CacheHitSource`."""
+        found: Counter[Any] = Counter()
         places = self._scheduler.sources(request, num_external_tokens) if self._scheduler else {}
         for place, count in places.items():
-            source = CacheHitSource[place_of(place).hit_source]
-            found[source] = found.get(source, 0) + count
-        return found
+            found[vllm_api.CacheHitSource[place_of(place).hit_source]] += count
+        return dict(found)
 
     def build_connector_meta(self, scheduler_output: Any) -> Metadata:
         """Return the step's plan."""
@@ -296,15 +274,15 @@ class LMCConnector(KVConnectorBase_V1):
             return
         size = self._config.cache_config.block_size
         for change in self._scheduler.events.take():
-            details, hashes = change.details, [maybe_convert_block_hash(h) for h in change.details.hashes]
+            details, hashes = change.details, [vllm_api.maybe_convert_block_hash(h) for h in change.details.hashes]
             if not change.stored:
-                yield BlockRemoved(block_hashes=[hashes[i] for i in change.blocks], medium=change.medium)
+                yield vllm_api.BlockRemoved(block_hashes=[hashes[i] for i in change.blocks], medium=change.medium)
                 continue
             for place in change.blocks:  # Each block has a parent of its own, and so an event of its own.
                 parent = details.hashes[place - 1] if place else details.parent
-                yield BlockStored(
+                yield vllm_api.BlockStored(
                     block_hashes=[hashes[place]],
-                    parent_block_hash=None if parent is None else maybe_convert_block_hash(parent),
+                    parent_block_hash=None if parent is None else vllm_api.maybe_convert_block_hash(parent),
                     token_ids=list(details.tokens[place * size : (place + 1) * size]),
                     block_size=size,
                     lora_id=details.lora_id,
@@ -318,10 +296,9 @@ class LMCConnector(KVConnectorBase_V1):
         """Return what has been counted since the last time."""
         if self._scheduler is None:
             return None
-        counts = self._scheduler.numbers()
-        before, self._counted = self._counted, counts
+        before, self._counted = self._counted, self._scheduler.numbers()
         # Zeros are reported once, because a rate needs a value before the first count.
-        found = {key: count - before.get(key, 0) for key, count in counts.items() if count != before.get(key)}
+        found = {key: count - before.get(key, 0) for key, count in self._counted.items() if count != before.get(key)}
         return LmcStats(data=found)
 
     @classmethod
@@ -330,12 +307,6 @@ class LMCConnector(KVConnectorBase_V1):
         return LmcStats(data=data or {})
 
     @classmethod
-    def build_prom_metrics(
-        cls,
-        vllm_config: VllmConfig,
-        metric_types: Any,
-        labelnames: list[str],
-        per_engine_labelvalues: dict[int, list[object]],
-    ) -> LmcPromMetrics:
+    def build_prom_metrics(cls, *arguments: Any) -> LmcPromMetrics:
         """Return the metrics `lmc:*` of `/metrics`."""
-        return LmcPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        return LmcPromMetrics(*arguments)

@@ -19,8 +19,8 @@ def job_of(
     """Return the job for a claim; `ready` says that all parts are in their slots already."""
     plan, request = claim.plan, state.request
     copies = page_copies(plan.exact, state.pins, blocks, block_size)
-    parts = document_parts(plan.pieces, state.pins)
-    if not parts:
+    documents = [(piece, state.pins[piece.key]) for piece in plan.pieces if piece.kind is RecordKind.DOCUMENT]
+    if not documents:
         return LoadJob(request=state.id, copies=copies, ready=ready)
     assert state.policy is not None
     pages = [piece.stop for piece in plan.exact if piece.kind is RecordKind.PAGES]
@@ -34,7 +34,7 @@ def job_of(
         stop=min(plan.stop, request.num_prompt_tokens - 1),
         question=min(state.question, length),
         copies=copies,
-        documents=parts,
+        documents=tuple(DocumentPart(slot=pin.slot, tag=pin.tag, piece=piece) for piece, pin in documents),
         ready=ready,
         policy=state.policy,
     )
@@ -53,12 +53,6 @@ def page_copies(
             pin, wanted = pins[piece.key], tuple(blocks[at + skip : stop])
             copies.append(PageCopy(slot=pin.slot, tag=pin.tag, blocks=wanted, first=page + skip))
     return tuple(copies)
-
-
-def document_parts(pieces: Sequence[Piece], pins: Mapping[ChunkKey, Pin]) -> tuple[DocumentPart, ...]:
-    """Return the parts of documents that a blend places."""
-    documents = [piece for piece in pieces if piece.kind is RecordKind.DOCUMENT]
-    return tuple(DocumentPart(slot=pins[one.key].slot, tag=pins[one.key].tag, piece=one) for one in documents)
 
 
 def sources_of(pieces: Sequence[Piece], pins: Mapping[ChunkKey, Pin]) -> Counter[str]:

@@ -4,6 +4,7 @@ The scheduler's side owns the store. A worker gets slot numbers and block number
 what is done.
 """
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 from lmc.blend.strategies import RecomputePolicy
@@ -61,14 +62,14 @@ class BlendJob:
     request: str
     tokens: tuple[int, ...]  # from position 0 on; the last one too if the strategy needs the question
     blocks: tuple[int, ...]  # the request's block table
-    start: int  # The engine has the KV of all positions before this one.
-    exact: int  # All positions before this one are exact when `copies` are done.
     stop: int  # The engine computes the KV from this position on.
-    question: int  # where the question begins
-    copies: tuple[PageCopy, ...]
-    documents: tuple[DocumentPart, ...]
-    ready: bool
     policy: RecomputePolicy
+    start: int = 0  # The engine has the KV of all positions before this one.
+    exact: int = 0  # All positions before this one are exact when `copies` are done.
+    question: int = 0  # where the question begins
+    copies: tuple[PageCopy, ...] = ()
+    documents: tuple[DocumentPart, ...] = ()
+    ready: bool = True  # All parts are in their slots already.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,11 +120,8 @@ class StepReport:
 
     def merge(self, other: "StepReport") -> "StepReport":
         """Join the reports of two ranks."""
-        done = dict(self.done)
-        for job, ranks in other.done.items():
-            done[job] = done.get(job, 0) + ranks
         return StepReport(
-            done=done,
+            done=Counter(self.done) + Counter(other.done),
             failed=self.failed | other.failed,
             lost=self.lost | other.lost,
             blended={**other.blended, **self.blended},

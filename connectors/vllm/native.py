@@ -16,15 +16,11 @@ import torch
 
 from lmc.blend.canvas import AttentionFunction
 from lmc.blend.rope import check_rope
+from lmc.connectors.vllm import vllm_api
 from lmc.connectors.vllm.paged import TokenAccess
-from lmc.connectors.vllm.vllm_api import (
-    Attention,
-    CommonAttentionMetadata,
-    set_current_vllm_config,
-    set_forward_context,
-)
 from lmc.engine.identity import rope_name
 from lmc.errors import UnsupportedModel
+from lmc.shapes import KVShape
 
 # Architectures whose blend at ratio 1 was found equal to the engine's own prefill, and with which RoPE
 # (tests/engine/test_exact_and_blend.py: float32, CPU, logprobs within 1e-5). Gemma 2 and 3 were tried, and differ.
@@ -52,7 +48,7 @@ class RowBatch:
     """Consecutive rows that go through a layer together."""
 
     rows: slice
-    common: CommonAttentionMetadata
+    common: vllm_api.CommonAttentionMetadata
     slots: dict[str, torch.Tensor]
     metadata: dict[str, Any] = field(default_factory=dict)  # by layer, built from `common`
 
@@ -88,7 +84,7 @@ class NativeLayers:
         self._config = config
         self.decoder = model.model
         self._layers = list(self.decoder.layers)
-        attentions = [[m for m in layer.modules() if isinstance(m, Attention)] for layer in self._layers]
+        attentions = [[m for m in layer.modules() if isinstance(m, vllm_api.Attention)] for layer in self._layers]
         if any(len(found) != 1 for found in attentions):
             raise UnsupportedModel("a layer of it has no attention of its own, or more than one")
         self.attention = [found[0] for found in attentions]
@@ -107,7 +103,7 @@ class NativeLayers:
         if self._ratio > 1:
             spec = spec.copy_with_new_block_size(self.block_size // self._ratio)
         # The runner's own builders hold plans and buffers of the step that is under way.
-        with set_current_vllm_config(config):
+        with vllm_api.set_current_vllm_config(config):
             builder = self.attention[0].attn_backend.get_builder_cls()
             self._builder = builder(spec, group.layer_names, config, self.device)
         self._built: RowBatch | None = None
@@ -115,6 +111,8 @@ class NativeLayers:
         self.most_runs = config.scheduler_config.max_num_seqs if self.device.type != "cpu" else 1 << 30
         self._names: list[str] = group.layer_names
         self.access = [TokenAccess(a, caches[a.layer_name]) for a in self.attention]
+        heads, size, dtype = self.access[0].kv_heads, self.access[0].head_dim, self.access[0].dtype
+        self.shape = KVShape(layers=self.depth, kv_heads=heads, head_dim=size, dtype=dtype)
         self.scale: float = self.attention[0].impl.scale
 
     @property
@@ -189,7 +187,7 @@ class NativeLayers:
             batch.metadata, self._built = dict.fromkeys(self._names, made), batch
         count = batch.rows.stop - batch.rows.start
         metadata = batch.metadata if attends else None
-        return set_forward_context(
+        return vllm_api.set_forward_context(
             metadata, self._config, num_tokens=count, slot_mapping=batch.slots, skip_compiled=True
         )
 
@@ -224,7 +222,7 @@ class NativeLayers:
             found.append(RowBatch(rows, common, dict.fromkeys(self._names, common.slot_mapping)))
         return found
 
-    def _common(self, positions: torch.Tensor, blocks: torch.Tensor) -> CommonAttentionMetadata:
+    def _common(self, positions: torch.Tensor, blocks: torch.Tensor) -> vllm_api.CommonAttentionMetadata:
         at = positions.cpu()
         edges = torch.cat((torch.tensor([0]), _breaks(at), torch.tensor([len(at)])))
         starts = edges.to(torch.int32)
@@ -232,7 +230,7 @@ class NativeLayers:
         runs = len(lengths)
         table = blocks[: -(-int(lengths.max()) // self.block_size)].to(torch.int32)
         table = self.kernel_blocks(table)
-        return CommonAttentionMetadata(
+        return vllm_api.CommonAttentionMetadata(
             query_start_loc=starts.to(self.device),
             query_start_loc_cpu=starts,
             seq_lens=lengths.to(self.device),

@@ -20,18 +20,14 @@ class Pages:
     """The pages of all layers, addressed by the scheduler's block numbers."""
 
     def __init__(self, caches: Mapping[str, torch.Tensor], blocks: int) -> None:
-        views, seen, layouts = [], set(), []
-        for cache in caches.values():
-            place = (cache.data_ptr(), cache.shape, cache.stride())
-            if place not in seen:  # Layers may share a cache.
-                seen.add(place)
-                inner = _order(cache)
-                views.append(_page_major(cache, blocks, inner))
-                layouts.append(f"{tuple(views[-1].shape[1:])}{cache.dtype}{inner}")
-        self._views = views
+        # Layers may share a cache.
+        apart = {(cache.data_ptr(), cache.shape, cache.stride()): cache for cache in caches.values()}.values()
+        views = [(_page_major(cache, blocks), _order(cache)) for cache in apart]
+        self._views = [view for view, _ in views]
+        layouts = [f"{tuple(view.shape[1:])}{view.dtype}{order}" for view, order in views]
         self.layout = ";".join(dict.fromkeys(layouts))  # Pages can be exchanged between caches whose layouts are equal.
-        self.layers = len(views)
-        self.page_bytes = tuple(view[0].numel() * view.dtype.itemsize for view in views)
+        self.layers = len(self._views)
+        self.page_bytes = tuple(view[0].numel() * view.dtype.itemsize for view in self._views)
 
     def save(self, layer: int, blocks: Sequence[int], part: torch.Tensor) -> None:
         """Copy the pages of `blocks` side by side into `part`, uint8 `[n]`."""
@@ -106,14 +102,14 @@ def _order(cache: torch.Tensor) -> tuple[int, ...]:
     return tuple(sorted(range(1, cache.dim()), key=lambda d: -strides[d]))
 
 
-def _page_major(cache: torch.Tensor, blocks: int, inner: Sequence[int]) -> torch.Tensor:
+def _page_major(cache: torch.Tensor, blocks: int) -> torch.Tensor:
     """Return the cache `[B, ratio, …]` with a page's dimensions in the order that they have in memory.
 
     `ratio` is the number of the kernel's blocks in a block of the scheduler.
     """
     if cache.shape[0] % blocks:
         raise UnsupportedModel(f"a cache of shape {tuple(cache.shape)} is not made of the engine's {blocks} blocks")
-    pages: torch.Tensor = cache.permute(0, *inner).unflatten(0, (blocks, cache.shape[0] // blocks))
+    pages: torch.Tensor = cache.permute(0, *_order(cache)).unflatten(0, (blocks, cache.shape[0] // blocks))
     return pages
 
 

@@ -2,23 +2,26 @@
 
 import reprlib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
 from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from lmc.blend.segments import Span
 from lmc.blend.strategies import STRATEGIES, RecomputePolicy
-from lmc.config import Settings
-from lmc.errors import ConfigError, InputError
+from lmc.config import Settings, Strategy
+from lmc.errors import InputError
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """The options of one request."""
+class Options(BaseModel):
+    """The options of one request. A field's description completes the error "… must be"."""
 
-    blend: bool = True
-    learn: bool = False  # The prompt is a document, whose KV is stored for use anywhere.
-    strategy: str | None = None
-    ratio: float | None = None
+    model_config = ConfigDict(frozen=True, strict=True)
+
+    blend: bool = Field(default=True, description="true or false")
+    # The prompt is a document, whose KV is stored for use anywhere.
+    learn: bool = Field(default=False, description="true or false")
+    strategy: Strategy | None = Field(default=None, description=f"one of {', '.join(STRATEGIES)}")
+    ratio: float | None = Field(default=None, ge=0, le=1, description="between 0 and 1")
     documents: tuple[Span, ...] | None = None  # instead of the special string
 
     @classmethod
@@ -28,36 +31,24 @@ class Options:
             return cls()
         if not isinstance(given, Mapping):
             raise InputError(f"kv_transfer_params['lmc'] must be an object, not {_shown(given)}")
-        known = [field.name for field in fields(cls)]
-        unknown = sorted(_shown(name) for name in given if name not in known)
+        unknown = sorted(_shown(name) for name in given if name not in cls.model_fields)
         if unknown:
-            raise InputError(f"kv_transfer_params['lmc'] has no {', '.join(unknown)}; there are {', '.join(known)}")
-        for name in ("blend", "learn"):
-            if not isinstance(given.get(name, True), bool):
-                raise InputError(f"lmc.{name} must be true or false, not {_shown(given[name])}")
-        strategy = given.get("strategy")
-        if strategy is not None and strategy not in tuple(STRATEGIES):
-            raise InputError(f"lmc.strategy must be one of {', '.join(STRATEGIES)}, not {_shown(strategy)}")
-        ratio = given.get("ratio")
-        if ratio is not None and (isinstance(ratio, bool) or not isinstance(ratio, int | float) or not 0 <= ratio <= 1):
-            raise InputError(f"lmc.ratio must be between 0 and 1, not {_shown(ratio)}")
+            known = ", ".join(cls.model_fields)
+            raise InputError(f"kv_transfer_params['lmc'] has no {', '.join(unknown)}; there are {known}")
         documents = given.get("documents")
         if documents is not None and given.get("learn"):
             raise InputError("lmc.learn and lmc.documents exclude each other, because the whole prompt is learned")
-        return cls(
-            blend=given.get("blend", True),
-            learn=given.get("learn", False),
-            strategy=strategy,
-            ratio=ratio,
-            documents=None if documents is None else _spans(documents, prompt_tokens),
-        )
+        spans = None if documents is None else _spans(documents, prompt_tokens)
+        try:
+            return cls.model_validate({**given, "documents": spans})
+        except ValidationError as error:
+            name = str(error.errors(include_input=False)[0]["loc"][0])
+            wanted = cls.model_fields[name].description
+            raise InputError(f"lmc.{name} must be {wanted}, not {_shown(given[name])}") from None
 
     def policy(self, settings: Settings) -> RecomputePolicy:
-        """Return the policy for this request; raise `InputError` if there is no such policy."""
-        try:
-            return RecomputePolicy.of(settings, self.strategy, self.ratio)
-        except ConfigError as error:
-            raise InputError(str(error)) from error
+        """Return the policy for this request; raise `ConfigError` if there is no such policy."""
+        return RecomputePolicy.of(settings, self.strategy, self.ratio)
 
 
 def _spans(given: Any, prompt_tokens: int) -> tuple[Span, ...]:

@@ -4,11 +4,10 @@ import logging
 from collections import Counter
 from typing import Any
 
-from lmc.blend.segments import Variants, split
-from lmc.config import Settings
+from lmc.blend.segments import split
 from lmc.connectors.vllm.request_options import Options
 from lmc.connectors.vllm.request_state import RequestState, Role
-from lmc.engine import CacheEngine
+from lmc.connectors.vllm.start import Setup
 from lmc.errors import ConfigError, InputError
 from lmc.keys import check_tokens
 
@@ -18,20 +17,8 @@ log = logging.getLogger(__name__)
 class Roles:
     """Classifies requests. Those that are refused are served exactly and counted, and each reason is logged once."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        engine: CacheEngine,
-        variants: Variants | None,
-        first_token: int | None,
-        counts: "Counter[str]",
-        *,
-        blends: bool,
-        layers: int,
-    ) -> None:
-        self._settings, self._engine, self._variants, self._counts = settings, engine, variants, counts
-        self._blends, self._layers = blends, layers
-        self.first_token = first_token  # BOS, if the tokenizer has one
+    def __init__(self, setup: Setup, counts: "Counter[str]") -> None:
+        self._setup, self._counts = setup, counts
         self.told: set[str] = set()
 
     def classify(self, request: Any) -> RequestState:
@@ -39,7 +26,7 @@ class Roles:
         given = request.kv_transfer_params
         try:
             options = Options.read(given.get("lmc") if isinstance(given, dict) else None, request.num_prompt_tokens)
-            state = RequestState(request=request, role=Role.EXACT, policy=options.policy(self._settings))
+            state = RequestState(request=request, role=Role.EXACT, policy=options.policy(self._setup.settings))
             self._find_role(state, options)
         except (InputError, ConfigError) as error:
             self._refuse("options", f"a request is served without blending: {error}")
@@ -49,12 +36,12 @@ class Roles:
     def _find_role(self, state: RequestState, options: Options) -> None:
         request = state.request
         asked = options.learn or (options.blend and options.documents is not None)
-        if not asked and not (self._blends and options.blend and self._variants):
+        if not asked and not (self._setup.blends and options.blend and self._setup.variants):
             return
         if request.prompt_token_ids is None:
             return
         assert state.policy is not None
-        state.policy.check_depth(self._layers)
+        state.policy.check_depth(sum(self._setup.stages))
         check_tokens(request.prompt_token_ids)
         if not options.learn:
             self._find_documents(state, options)
@@ -71,21 +58,21 @@ class Roles:
             spans = options.documents
             state.question = spans[-1].stop if spans else 0
         else:
-            assert self._variants is not None
-            segments = split(prompt, self._variants)
+            assert self._setup.variants is not None
+            segments = split(prompt, self._setup.variants)
             spans, start, state.question = segments.documents, segments.system, segments.question.start
         state.question = min(state.question, len(prompt) - 1)  # Without a question, the last token is one.
-        state.documents = self._engine.documents(prompt, spans, state.salt, start=start)
+        state.documents = self._setup.engine.documents(prompt, spans, state.salt, start=start)
 
     def _why_not(self, request: Any, learn: bool) -> str:
         """Return why a request that would be blended or learned has to be served exactly; empty if it need not."""
         for there, why in (
-            (not self._blends, "blending is off; the log of the engine's start says why"),
+            (not self._setup.blends, "blending is off; the log of the engine's start says why"),
             (request.lora_request is not None, "requests with LoRA are not blended"),
             (bool(request.mm_features), "requests with multimodal input are not blended"),
             (request.prompt_embeds is not None, "requests with prompt embeddings are not blended"),
             (
-                learn and request.prompt_token_ids[0] == self.first_token,
+                learn and request.prompt_token_ids[0] == self._setup.first_token,
                 "a document to learn must not begin with the BOS token, which it does not have inside of a prompt "
                 "(add_special_tokens: false)",
             ),

@@ -7,14 +7,12 @@ that the engine does not give them to another request.
 import functools
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any
 
-from lmc.config import Settings
 from lmc.connectors.vllm.kv_events import KVEvents
 from lmc.connectors.vllm.messages import LearnJob, SaveJob
 from lmc.connectors.vllm.pending import PendingTransfers
 from lmc.connectors.vllm.request_state import RequestState, Role
-from lmc.engine import CacheEngine
+from lmc.connectors.vllm.start import Setup
 from lmc.keys import RecordKind, chunk_bounds
 
 log = logging.getLogger(__name__)
@@ -25,20 +23,11 @@ Table = Callable[[], Sequence[int]]  # returns a request's block table
 class SaveQueue:
     """The saving and learning of one engine."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        engine: CacheEngine,
-        pending: PendingTransfers,
-        pool: Any,
-        *,
-        block_size: int,
-        batch_tokens: int,
-        events: KVEvents | None = None,
-    ) -> None:
-        self._settings, self._engine, self._pending, self._pool, self._events = settings, engine, pending, pool, events
-        self._block_size, self._chunk = block_size, engine.chunk_size
-        self._spare = -(-batch_tokens // block_size)  # blocks that learning leaves free for a prompt
+    def __init__(self, setup: Setup, pending: PendingTransfers, events: KVEvents | None) -> None:
+        self._settings, self._engine, self._pool = setup.settings, setup.engine, setup.pool
+        self._block_size = setup.block_size
+        self._pending, self._events, self._chunk = pending, events, setup.engine.chunk_size
+        self._spare = -(-setup.batch_tokens // setup.block_size)  # blocks that learning leaves free for a prompt
         self._saves: list[SaveJob] = []
         self._learning = 0  # number of the job under way
 

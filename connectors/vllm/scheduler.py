@@ -7,14 +7,11 @@ The engine's requests and block pool come in as arguments; no vLLM is imported.
 
 import logging
 import os
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from lmc.blend.segments import Variants
 from lmc.blend.strategies import RecomputePolicy
-from lmc.config import Settings
 from lmc.connectors.vllm.claims import Claims
 from lmc.connectors.vllm.isolation import cached_blocks, salt, salt_of
 from lmc.connectors.vllm.jobs import job_of, sources_of
@@ -25,7 +22,8 @@ from lmc.connectors.vllm.prefill_pace import PrefillPace
 from lmc.connectors.vllm.request_state import Claim, RequestState, Role
 from lmc.connectors.vllm.roles import Roles
 from lmc.connectors.vllm.save_queue import SaveQueue
-from lmc.engine import CacheEngine, Lookup
+from lmc.connectors.vllm.start import Setup
+from lmc.engine import Lookup
 from lmc.engine.identity import adapter_stamp
 from lmc.engine.planner import make_plan
 from lmc.metrics import flat
@@ -41,49 +39,27 @@ LEARN_SECONDS = 10.0  # for which an idle engine goes on learning; a shutdown or
 class Scheduler:
     """The requests of one vLLM engine."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        engine: CacheEngine,
-        pool: Any,
-        *,
-        block_size: int,
-        stages: tuple[int, ...],
-        ranks: int,
-        variants: Variants | None,
-        first_token: int | None,
-        blends: bool,
-        batch_tokens: int,
-        announces: bool = False,
-        counts_images: bool = False,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """`stages` are the numbers of layers of the pipeline stages, and `ranks` is the number of workers.
-
-        `announces` says that KV events are wanted. Raises `ConfigError` if the model has no such check layers.
-        """
-        if blends:
-            RecomputePolicy.of(settings).check_depth(sum(stages))
-        self._settings, self.engine, self._pool, self._block_size = settings, engine, pool, block_size
-        self._stages, self._clock = stages, clock
+    def __init__(self, setup: Setup) -> None:
+        """Raise `ConfigError` if the model does not have the check layers of the settings."""
+        self._layers = sum(setup.stages)
+        if setup.blends:
+            RecomputePolicy.of(setup.settings).check_depth(self._layers)
+        self._setup, self.engine, self._pool, self._block_size = setup, setup.engine, setup.pool, setup.block_size
         self.counts: Counter[str] = Counter()
-        self._roles = Roles(settings, engine, variants, first_token, self.counts, blends=blends, layers=sum(stages))
-        self._claims = Claims(settings, engine, block_size, clock)
-        self._pace = PrefillPace(engine.store.cost)
-        self.pending = PendingTransfers(ranks, engine.store)
-        self.events = KVEvents(engine.store.changes, block_size) if announces else None
+        self._roles = Roles(setup, self.counts)
+        self._claims = Claims(setup)
+        self._pace = PrefillPace(self.engine.store.cost)
+        self.pending = PendingTransfers(setup.ranks, self.engine.store)
+        self.events = KVEvents(self.engine.store.changes, setup.block_size) if setup.announces else None
         if self.events:
-            self.events.recall(engine.recalled)
-        self._saves = SaveQueue(
-            settings, engine, self.pending, pool, block_size=block_size, batch_tokens=batch_tokens, events=self.events
-        )
+            self.events.recall(self.engine.recalled)
+        self._saves = SaveQueue(setup, self.pending, self.events)
         self._states: dict[str, RequestState] = {}
         self._jobs: list[LoadJob | BlendJob] = []
         self._introduced = False
-        self._ran = clock()  # when the engine last computed something
+        self._ran = setup.clock()  # when the engine last computed something
         self._adapters: dict[tuple[int, str], bytes] = {}
-        # If the engine numbers images, the same number means another image in another process.
-        self._counts_images, self._process = counts_images, os.urandom(32)
+        self._process = os.urandom(32)
 
     # -- requests come and go ----------------------------------------------------------------------------------------
 
@@ -92,8 +68,8 @@ class Scheduler:
         state = self._roles.classify(request)
         if request.lora_request is not None:
             state.stamp = self._adapter(request.lora_request)
-        if request.mm_features and self._counts_images:
-            state.stamp += self._process
+        if request.mm_features and self._setup.counts_images:
+            state.stamp += self._process  # The same number means another image in another process.
         self._states[state.id] = state
         self.counts["requests"] += 1
         if request.skip_reading_prefix_cache:
@@ -158,7 +134,7 @@ class Scheduler:
             self._saves.save_tail(state, blocks)
             self._forget(state)
         # Nothing is learned for a request that never ran: its engine may be asleep, without weights.
-        if self._settings.blend_learn and request.num_computed_tokens:
+        if self._setup.settings.blend_learn and request.num_computed_tokens:
             self.engine.learn_later(request.prompt_token_ids, state.unknown, state.salt)
         return state.facts()
 
@@ -167,7 +143,7 @@ class Scheduler:
     def plan(self, scheduled: dict[str, int], tables: Tables) -> StepPlan:
         """Return what the workers have to do in this step."""
         if scheduled:
-            self._ran = self._clock()
+            self._ran = self._setup.clock()
         for request, tokens in scheduled.items():
             state = self._states.get(request)
             if state is not None:
@@ -179,7 +155,7 @@ class Scheduler:
         learn = self._saves.learn_next() if self._runs else None
         plan = StepPlan(
             slab=self.engine.slab.address,
-            stages=self._stages,
+            stages=self._setup.stages,
             scheduled=sum(scheduled.values()),
             loads=self._jobs,
             late=late,
@@ -189,7 +165,7 @@ class Scheduler:
         self._jobs = []
         blending = any(state.loading and state.approximate is not None for state in self._states.values())
         requests = {name: self._states[name].request for name in scheduled if name in self._states}
-        self._pace.planned(self._clock(), scheduled, requests, alone=not (blending or plan.learn))
+        self._pace.planned(self._setup.clock(), scheduled, requests, alone=not (blending or plan.learn))
         return plan
 
     def reset(self) -> None:
@@ -242,7 +218,7 @@ class Scheduler:
     @property
     def _runs(self) -> bool:
         """Whether the engine has computed something lately; if not, it may be paused, or asleep without its weights."""
-        return self._clock() - self._ran < LEARN_SECONDS
+        return self._setup.clock() - self._ran < LEARN_SECONDS
 
     def numbers(self) -> dict[str, float]:
         """Return counts since the start and gauges, by the keys of `lmc.metrics`."""
@@ -251,7 +227,7 @@ class Scheduler:
             **flat(self.engine.store.stats()),
             "stored_chunks": self.pending.stored["chunks"],
             "stored_tokens": self.pending.stored["tokens"],
-            "layers": sum(self._stages),
+            "layers": self._layers,
         }
 
     # -- inside ------------------------------------------------------------------------------------------------------

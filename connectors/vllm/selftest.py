@@ -12,10 +12,9 @@ from lmc.connectors.vllm.native import NativeLayers
 from lmc.engine import Piece
 from lmc.errors import UnsupportedModel
 from lmc.keys import ChunkKey, RecordKind
-from lmc.shapes import KVShape
 
 
-def prove_model(model: Any, layers: NativeLayers, shape: KVShape, vocabulary: int, blocks: int) -> None:
+def prove_model(model: Any, layers: NativeLayers, vocabulary: int, blocks: int) -> None:
     """Raise `UnsupportedModel` if lmc leaves other keys and values in the pages than the model's own forward pass."""
     need = -(-TOKENS // layers.block_size)
     if blocks <= need:
@@ -27,30 +26,25 @@ def prove_model(model: Any, layers: NativeLayers, shape: KVShape, vocabulary: in
         try:
             whole, in_two = (_prefill(model, layers, tokens, table, chunks) for chunks in ([TOKENS], [MOVED, TOKENS]))
             alone = _prefill_alone(layers, tokens[MOVED:], table)
-            part = _bytes_of(torch.stack(alone[0]))
-            canvas = _canvas(layers, shape, tokens, table, (), torch.empty(0))
-            prove(canvas, _canvas(layers, shape, tokens, table, (document,), part), whole, in_two)
+            part = torch.stack(alone[0]).flatten().view(torch.uint8)
+            canvas = _canvas(layers, tokens, table, (), torch.empty(0))
+            prove(canvas, _canvas(layers, tokens, table, (document,), part), whole, in_two)
         finally:
             _clear(layers, table)
 
 
 def _canvas(
-    layers: NativeLayers, shape: KVShape, tokens: list[int], table: tuple[int, ...], documents: Any, part: torch.Tensor
+    layers: NativeLayers, tokens: list[int], table: tuple[int, ...], documents: Any, part: torch.Tensor
 ) -> PagedCanvas:
     job = BlendJob(
         request="self-test",
         tokens=tuple(tokens),
         blocks=table,
-        start=0,
-        exact=0,
         stop=len(tokens),
-        question=0,
-        copies=(),
         documents=documents,
-        ready=True,
         policy=RecomputePolicy(strategy="all"),
     )
-    return PagedCanvas(layers, job, shape, TOKENS, lambda *_: part, lambda _: True)
+    return PagedCanvas(layers, job, TOKENS, lambda *_: part, lambda _: True)
 
 
 def _prefill(model: Any, layers: NativeLayers, tokens: list[int], table: tuple[int, ...], stops: list[int]) -> list[KV]:
@@ -74,10 +68,6 @@ def _prefill_alone(layers: NativeLayers, tokens: list[int], table: tuple[int, ..
 def _read(layers: NativeLayers, blocks: torch.Tensor, count: int) -> list[KV]:
     slots = layers.slots(blocks, torch.arange(count, device=layers.device))
     return [tuple(one.clone() for one in access.gather(slots)) for access in layers.access]  # type: ignore[misc]
-
-
-def _bytes_of(part: torch.Tensor) -> torch.Tensor:
-    return part.contiguous().flatten().view(torch.uint8)
 
 
 def _clear(layers: NativeLayers, table: tuple[int, ...]) -> None:

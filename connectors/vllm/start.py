@@ -1,9 +1,13 @@
 """Opens the cache engine of a vLLM engine, with the sizes and names that its workers report."""
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from lmc.blend.segments import Variants
 from lmc.config import Settings
 from lmc.connectors.vllm.messages import WorkerFacts
 from lmc.engine import CacheEngine, Geometry
@@ -11,6 +15,25 @@ from lmc.errors import ConfigError
 from lmc.keys import Namespace
 from lmc.shapes import KV
 from lmc.storage.tier import Tier
+
+
+@dataclass(slots=True, kw_only=True)
+class Setup:
+    """What the scheduler's side of the connector works with."""
+
+    settings: Settings
+    engine: CacheEngine
+    pool: Any  # the engine's block pool
+    block_size: int  # tokens
+    stages: tuple[int, ...]  # layers of each pipeline stage
+    ranks: int  # number of workers
+    batch_tokens: int  # that the engine computes in a step at most
+    blends: bool  # The model can be blended, and the settings allow it.
+    variants: Variants | None = None  # of the special string; None if there is no tokenizer
+    first_token: int | None = None  # BOS, if the tokenizer has one
+    announces: bool = False  # KV events are wanted.
+    counts_images: bool = False  # The engine numbers images and does not hash them.
+    clock: Callable[[], float] = time.monotonic
 
 
 def check_chunk_size(settings: Settings, block_size: int) -> None:

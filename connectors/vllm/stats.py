@@ -44,14 +44,8 @@ class LmcStats(KVConnectorStats):
 class LmcPromMetrics(KVConnectorPromMetrics):
     """The metrics `lmc:*` in the engine's `/metrics`, with vLLM's labels before lmc's own."""
 
-    def __init__(
-        self,
-        vllm_config: Any,
-        metric_types: Any,
-        labelnames: list[str],
-        per_engine_labelvalues: dict[int, list[object]],
-    ) -> None:
-        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+    def __init__(self, config: Any, types: Any, labelnames: list[str], labelvalues: dict[int, list[object]]) -> None:
+        super().__init__(config, types, labelnames, labelvalues)
         while _registered:
             with contextlib.suppress(KeyError):  # The registry may have been emptied.
                 REGISTRY.unregister(_registered.pop())
@@ -68,7 +62,7 @@ class LmcPromMetrics(KVConnectorPromMetrics):
                 _registered.append(metric)
         self._children: dict[tuple[int, str], Any] = {}
         self._levels: dict[tuple[int, str], float] = {}  # gauges
-        for engine in per_engine_labelvalues:
+        for engine in labelvalues:
             for name in NAMES.values():
                 if not name.labels:
                     self._add(engine, name.name, 0)

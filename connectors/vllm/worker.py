@@ -9,7 +9,7 @@ this one for ever (tensor parallelism), and where the slab cannot be opened.
 
 import logging
 from collections.abc import Generator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -33,7 +33,7 @@ from lmc.connectors.vllm.selftest import prove_model
 from lmc.connectors.vllm.tensor_parallel import all_of
 from lmc.connectors.vllm.vllm_api import get_pp_group, get_tensor_model_parallel_rank, get_tp_group
 from lmc.errors import ChunkLost, UnsupportedModel
-from lmc.shapes import KVShape
+from lmc.keys import chunk_bounds
 from lmc.storage.ledger import Slot
 from lmc.storage.slab import LOST, Slab, SlabAddress
 
@@ -55,14 +55,6 @@ class Work:
     job: int = -1  # the number of a job that learns
 
 
-@dataclass(slots=True)
-class StepOutcome:
-    """What the engine is told at the end of a step."""
-
-    received: set[str] = field(default_factory=set)
-    bad_blocks: set[int] = field(default_factory=set)
-
-
 class Worker:
     """One rank's side of the connector."""
 
@@ -70,7 +62,6 @@ class Worker:
         self._config, self._kv_cache_config, self._blends = config, kv_cache_config, blends
         self._pages: Pages
         self._layers: NativeLayers | None = None
-        self._shape: KVShape
         self._slab: Slab | None = None
         self._loading: dict[str, Work] = {}  # by request, oldest first
         self._learning: list[Work] = []
@@ -98,14 +89,14 @@ class Worker:
         refused = "blending is off (enable_blending)"
         if self._blends:
             refused = self._prepare_blending(caches, model)
-        access = self._layers.access[0] if self._layers else None
+        shape = self._layers.shape if self._layers else None
         return WorkerFacts(
             rank=(get_pp_group().rank_in_group, get_tensor_model_parallel_rank()),
             page_bytes=self._pages.page_bytes,
             layout=self._layout(),
             weights=weights_in_memory(self._config, model),
-            kv_heads=access.kv_heads if access else 0,
-            head_dim=access.head_dim if access else 0,
+            kv_heads=shape.kv_heads if shape else 0,
+            head_dim=shape.head_dim if shape else 0,
             dtype=str(cache.dtype),
             rope=self._layers.rope if self._layers else "",
             refused=refused,
@@ -133,21 +124,14 @@ class Worker:
             layers = NativeLayers(model, self._config, self._kv_cache_config, caches)
             if layers.depth != self._pages.layers:
                 raise UnsupportedModel("the engine has other KV caches than one for each of its layers")
-            shape = self._shape_of(layers)
-            vocabulary = self._config.model_config.get_vocab_size()
-            prove_model(model, layers, shape, vocabulary, self._kv_cache_config.num_blocks)
+            prove_model(model, layers, self._config.model_config.get_vocab_size(), self._kv_cache_config.num_blocks)
         except UnsupportedModel as error:
             return str(error)
         except Exception as error:
             log.exception("lmc could not try whether this model can be blended")
             return f"the self-test raised {type(error).__name__}: {error}"
-        self._layers, self._shape = layers, shape
+        self._layers = layers
         return ""
-
-    @staticmethod
-    def _shape_of(layers: NativeLayers) -> KVShape:
-        access = layers.access[0]
-        return KVShape(layers=layers.depth, kv_heads=access.kv_heads, head_dim=access.head_dim, dtype=access.dtype)
 
     # -- a step ------------------------------------------------------------------------------------------------------
 
@@ -176,27 +160,27 @@ class Worker:
         """Copy the blocks that this step has completed; on CUDA in another stream, after the forward pass."""
         if not jobs:
             return
-        with torch.inference_mode():
-            if self._stream is None:
-                self._save_all(jobs)
-                return
+        if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(self._stream):
-                self._save_all(jobs)
+        with torch.inference_mode(), torch.cuda.stream(self._stream):
+            for job in jobs:
+                try:
+                    self._save(job)
+                except Exception:
+                    log.exception("lmc could not save a chunk")
+                    self._report.failed.add(job.job)
+            event = self._event()
+            self._copied += [(event, job.job) for job in jobs]
 
     def cancel(self, requests: set[str]) -> None:
         """Stop the work for requests that have ended. The engine frees their blocks when they are reported."""
         for request in requests & self._loading.keys():
             self._end(self._loading[request], ())
 
-    def outcome(self) -> StepOutcome:
+    def outcome(self) -> tuple[set[str], set[int]]:
         """Return for the engine the requests whose load has ended, and the blocks whose contents are wrong."""
-        out = StepOutcome()
         over, self._ended = _divided(self._ended)
-        for _, request, bad in over:
-            out.received.add(request)
-            out.bad_blocks.update(bad)
-        return out
+        return {request for _, request, _ in over}, {block for _, _, bad in over for block in bad}
 
     def report(self) -> StepReport:
         """Return for lmc's scheduler what has ended since the last report."""
@@ -274,19 +258,11 @@ class Worker:
             yield from self._load(job.copies, job.ready)
         self._check(job.documents)
         canvas = PagedCanvas(
-            self._layers,
-            job,
-            self._shape,
-            self._rows,
-            lambda part, layer: self._part(part.slot, layer),
-            lambda layer: job.ready or self._arrived(job.documents, layer),
+            self._layers, job, self._rows, self._part, lambda layer: job.ready or self._arrived(job.documents, layer)
         )
+        pieces = [part.piece for part in job.documents]
         given = BlendInput(
-            length=len(job.tokens),
-            stop=job.stop,
-            question=job.question,
-            placements=[part.piece for part in job.documents],
-            start=job.exact,
+            length=len(job.tokens), stop=job.stop, question=job.question, placements=pieces, start=job.exact
         )
         blender = Blender(canvas, given, job.policy)
         for done in blender.slices():
@@ -295,36 +271,25 @@ class Worker:
         self._report.blended[job.request] = _facts(job, blender.result)
 
     def _learn(self, job: LearnJob) -> Generator[int, None, None]:
-        layers = self._layers
-        assert layers is not None
-        tokens = torch.tensor(job.tokens, device=layers.device)
-        blocks = torch.tensor(job.blocks, device=layers.device)
-        yield from prefill_alone(layers, tokens, blocks, self._rows)
-        for index, slot in enumerate(job.slots):
-            start, stop = index * job.chunk, min((index + 1) * job.chunk, len(job.tokens))
+        assert self._layers is not None
+        tokens, blocks = (torch.tensor(one, device=self._device) for one in (job.tokens, job.blocks))
+        yield from prefill_alone(self._layers, tokens, blocks, self._rows)
+        for slot, (start, stop) in zip(job.slots, chunk_bounds(len(job.tokens), job.chunk), strict=True):
             if slot >= 0:
                 self._save_tokens(slot, blocks, start, stop)
-            yield (stop - start) * layers.depth // COPY_COST + 1
+            yield (stop - start) * self._layers.depth // COPY_COST + 1
 
-    def _save_all(self, jobs: list[SaveJob]) -> None:
-        for job in jobs:
-            try:
-                if job.tokens is None:
-                    for layer in range(self._pages.layers):
-                        self._pages.save(layer, job.blocks, self._part(job.slot, layer))
-                else:
-                    blocks = torch.tensor(job.blocks, device=self._layers.device)  # type: ignore[union-attr]
-                    self._save_tokens(job.slot, blocks, *job.tokens)
-            except Exception:
-                log.exception("lmc could not save a chunk")
-                self._report.failed.add(job.job)
-        event = self._event()
-        self._copied += [(event, job.job) for job in jobs]
+    def _save(self, job: SaveJob) -> None:
+        if job.tokens is not None:
+            self._save_tokens(job.slot, torch.tensor(job.blocks, device=self._device), *job.tokens)
+            return
+        for layer in range(self._pages.layers):
+            self._pages.save(layer, job.blocks, self._part(job.slot, layer))
 
     def _save_tokens(self, slot: int, blocks: torch.Tensor, start: int, stop: int) -> None:
         assert self._layers is not None
         for layer in range(self._layers.depth):
-            part = self._shape.part(self._part(slot, layer), stop - start)
+            part = self._layers.shape.part(self._part(slot, layer), stop - start)
             read_tokens(self._layers, layer, blocks, start, stop, part)
 
     # -- inside: the slab --------------------------------------------------------------------------------------------

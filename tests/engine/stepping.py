@@ -83,8 +83,7 @@ class Clock:
 
     def __init__(self, lab: Lab) -> None:
         self.now = 0.0
-        scheduler = lab.connector._scheduler
-        scheduler._clock = scheduler._claims.clock = self
+        lab.connector._scheduler._setup.clock = self
 
     def __call__(self) -> float:
         return self.now

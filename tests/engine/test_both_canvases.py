@@ -163,14 +163,14 @@ def paged(lab, model, given: Case, policy: RecomputePolicy):
         question=given.question, copies=(), documents=pieces, ready=True, policy=policy,
     )  # fmt: skip
 
-    def stored(part, layer):
-        return parts[part.slot][layer].contiguous().flatten().view(torch.uint8)
+    def stored(slot, layer):
+        return parts[slot][layer].contiguous().flatten().view(torch.uint8)
 
-    canvas = PagedCanvas(layers, job, mine._shape, ROWS, stored, lambda _: True)
+    canvas = PagedCanvas(layers, job, ROWS, stored, lambda _: True)
     everything = torch.arange(length)
     with torch.inference_mode():
         for layer in range(canvas.depth):  # nothing of the test before may be of use
-            empty = torch.full((length, mine._shape.kv_heads, mine._shape.head_dim), 1e3)
+            empty = torch.full((length, layers.shape.kv_heads, layers.shape.head_dim), 1e3)
             canvas.write(layer, everything, empty, empty)
             if prefix:
                 canvas.write(layer, everything[: given.start], *prefix[layer])

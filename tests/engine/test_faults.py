@@ -30,7 +30,7 @@ def shared(models, tmp_path_factory):
 def lab(shared):
     """The engine with empty caches, an honest disk and the documents learned; proven to hold nothing afterwards."""
     scheduler = shared.connector._scheduler
-    disk, clock = shared.store._tiers[0], scheduler._clock
+    disk, clock = shared.store._tiers[0], scheduler._setup.clock
     shared.forget()
     shared.learn(DOCUMENTS)
     poison()
@@ -38,7 +38,7 @@ def lab(shared):
     shared.settle()
     threads_are_done(shared)
     shared.store._tiers[0] = disk
-    scheduler._clock = scheduler._claims.clock = clock
+    scheduler._setup.clock = clock
     shared.check()
 
 

@@ -26,7 +26,7 @@ def prove(lab) -> None:
     lab.settle()
     mine = worker()
     model, config = loaded(lab), mine._config
-    prove_model(model, mine._layers, mine._shape, config.model_config.get_vocab_size(), 1000)
+    prove_model(model, mine._layers, config.model_config.get_vocab_size(), 1000)
 
 
 def loaded(lab):

@@ -19,7 +19,7 @@ BOS = 1
 def lab(models):
     """One engine for all requests: it has to live through every one of them."""
     with engine(models("llama")) as found:
-        found.connector._scheduler._roles.first_token = BOS  # as a tokenizer would say
+        found.connector._scheduler._setup.first_token = BOS  # as a tokenizer would say
         found.learn(DOCUMENTS)
         yield found
 
@@ -179,7 +179,7 @@ def separators(tokenizer):
     connector = LMCConnector.__new__(LMCConnector)
     connector.settings = Settings(enable_blending=True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lmc.connectors.vllm.connector.cached_tokenizer_from_config", lambda _: tokenizer)
+        patch.setattr("vllm.tokenizers.cached_tokenizer_from_config", lambda _: tokenizer)
         connector._config = SimpleNamespace(model_config=None)
         return connector._separators()
 
