@@ -336,9 +336,14 @@ class StoreState:
         return slot
 
     def _promote(self, slots: Sequence[Slot], todo: Todo) -> None:
-        """Copy chunks that were read from the host to the device, where the next request will find them."""
+        """Copy chunks that were read from the host to the device, where the next request will find them.
+
+        With write_back the copy may evict a chunk from the device, and that one another from the host to a tier. So
+        there must be room in the queue for both.
+        """
+        wanted = 2 if self._policy is WritePolicy.WRITE_BACK else 1
         for slot in slots:
-            if not self.queues.full and slot in self.host.metas:  # It may have been forgotten meanwhile.
+            if self.queues.room >= wanted and slot in self.host.metas:  # It may have been forgotten meanwhile.
                 self._copy(Held(self.host.metas[slot], self.host, slot), self.top, todo)
 
     def _copy(self, held: Held, target: Level, todo: Todo) -> None:

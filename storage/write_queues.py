@@ -30,15 +30,15 @@ class WriteQueues:
         self.bytes: Counter[tuple[str, Verb]] = Counter()
 
     @property
-    def full(self) -> bool:
-        """Whether no more chunks may wait."""
-        return self.length >= self._limit
+    def room(self) -> int:
+        """How many more chunks may wait."""
+        return self._limit - self.length
 
     def has_room(self, key: ChunkKey) -> bool:
         """Return whether a chunk may wait; if not, note that it is dropped."""
-        if self.full:
+        if self.room < 1:
             self.drop("the write queue is full", key)
-        return not self.full
+        return self.room > 0
 
     def enter(self, key: ChunkKey) -> list[Tier]:
         """Let a chunk wait for the tiers that take one now, and return them."""

@@ -3,10 +3,12 @@
 import hashlib
 import mmap
 import threading
+import time
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
@@ -72,6 +74,24 @@ def writing(store: Store, meta: RecordMeta) -> Iterator[torch.Tensor | None]:
         store.abort(reservation)
         raise
     store.commit(reservation)
+
+
+_waited: dict[Path, int] = {}
+_waited_mutex = threading.Lock()
+
+
+def own_seconds() -> float:
+    """Seconds by the monotonic clock, less those in which threads of this process were ready and had no CPU.
+
+    A limit on waiting that is measured with it holds on a machine that is busy with other things as well. The kernel
+    counts the time that each thread has waited for a CPU, in nanoseconds, as the second number of `schedstat`.
+    """
+    with _waited_mutex:
+        for thread in Path("/proc/self/task").glob("*/schedstat"):
+            with suppress(OSError, IndexError):  # The thread has ended.
+                waited = int(thread.read_text().split()[1])
+                _waited[thread] = max(waited, _waited.get(thread, 0))  # What ended threads have waited still counts.
+        return time.monotonic() - sum(_waited.values()) / 1e9
 
 
 def put(store: Store, key: ChunkKey, version: int = 0) -> bool:

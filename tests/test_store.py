@@ -796,6 +796,24 @@ def test_write_back_evicts_from_the_device_what_it_has_saved(make):
     assert [get(store, key) for key in (K0, K1, K2, K3)] == [expected(key) for key in (K0, K1, K2, K3)]
 
 
+def test_a_chunk_that_is_read_displaces_none_whose_write_has_no_room(make, tier):
+    """The way to the device evicts a chunk there, and this one another from the host, while the queue is full."""
+    keys, gated = [key_of(i) for i in range(9)], Gated(tier)
+    store = make(gated, slots=4, device=2, policy=BACK)  # two may be queued
+    for key in keys:
+        put(store, key)
+        store.flush()
+    gated.open_all()
+    gated.write_gate.clear()
+    assert get(store, keys[0]) == expected(keys[0])  # takes the slot of a chunk that now waits to be written
+    assert gated.writing.wait(60)
+    store._writer._copies.submit(int).result()  # what was to be copied has been
+    gated.open_all()
+    store.flush()
+    assert None not in store.lookup(keys)
+    assert store.stats().dropped_writes == 0
+
+
 def test_write_back_through_all_levels_loses_nothing(make, tier):
     keys = [key_of(i) for i in range(9)]
     store = make(tier, slots=4, device=2, policy=BACK)
