@@ -1,22 +1,11 @@
 """Parses the URL of a Redis. It makes no connection, and no password appears in a message or a repr."""
 
 from dataclasses import dataclass, field
-from types import MappingProxyType
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 REDIS_PORT, SENTINEL_PORT = 6379, 26379
-SCHEMES = MappingProxyType(
-    {
-        "redis": ("single", False),
-        "rediss": ("single", True),
-        "unix": ("unix", False),
-        "redis-cluster": ("cluster", False),
-        "rediss-cluster": ("cluster", True),
-        "redis-sentinel": ("sentinel", False),
-        "rediss-sentinel": ("sentinel", True),
-    }
-)
+KINDS = {"redis": "single", "unix": "unix", "redis-cluster": "cluster", "redis-sentinel": "sentinel"}  # by scheme
 TLS_OPTIONS = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_cert_reqs", "ssl_check_hostname")
 REQUIREMENTS = ("required", "optional", "none")
 
@@ -54,38 +43,31 @@ def parse_redis_url(url: str) -> RedisURL:
     """Return what `url` names; raise `ValueError`, without the URL and its password, if it names no Redis."""
     try:
         split = urlsplit(url)
-        kind, tls = SCHEMES[split.scheme]
-        query = dict(parse_qsl(split.query, keep_blank_values=True, strict_parsing=bool(split.query)))
+        tls = split.scheme.startswith("rediss")
+        kind = KINDS[split.scheme.replace("rediss", "redis")]
         login, _, places = split.netloc.rpartition("@")
         username, _, password = login.partition(":")
-        db = query.pop("db", None)
-        path, service = unquote(split.path), ""
-        if kind == "unix":
-            if places or not path.startswith("/"):
-                raise ValueError("no path")
-        else:
-            names = [name for name in path.split("/") if name]
-            if kind == "sentinel":
-                service, names = names[0], names[1:]
-            if names:
-                db, names = names[0] if db is None else _refuse("two databases"), names[1:]
-            if names or (kind == "cluster" and db not in (None, "0")):
-                raise ValueError("a path that means nothing here")
-            path = ""
+        path = unquote(split.path)
+        query = parse_qsl(split.query, keep_blank_values=True, strict_parsing=bool(split.query))
+        names = [name for name in path.split("/") if name and kind != "unix"]
+        service = names.pop(0) if kind == "sentinel" else ""
+        (db,) = [*names, *(value for name, value in query if name == "db")] or ["0"]
         standard = SENTINEL_PORT if kind == "sentinel" else REDIS_PORT
         hosts = () if kind == "unix" else tuple(_address(place, standard) for place in places.split(","))
-        if len(hosts) > 1 and kind == "single":
-            raise ValueError("several hosts")
+        if kind == "unix" and (places or not path.startswith("/")):
+            raise ValueError("no path")
+        if not db.isdecimal() or (kind == "cluster" and db != "0") or (kind == "single" and len(hosts) > 1):
+            raise ValueError("no database, or none that a cluster has, or several hosts")
         return RedisURL(
             kind=kind,
             hosts=hosts,
-            path=path,
-            db=_whole(db or "0"),
+            path=path if kind == "unix" else "",
+            db=int(db),
             service=service,
             username=unquote(username) or None,
             password=unquote(password) or None,
             tls=tls,
-            options=tuple((name, _option(name, value, tls)) for name, value in query.items()),
+            options=tuple((name, _option(name, value, tls)) for name, value in query if name != "db"),
         )
     except (ValueError, KeyError, IndexError):
         raise ValueError("no URL of a Redis") from None
@@ -93,26 +75,13 @@ def parse_redis_url(url: str) -> RedisURL:
 
 def _address(place: str, standard: int) -> Address:
     split = urlsplit(f"//{place}")
-    if not split.hostname or split.path or split.query or split.username is not None:
+    port = standard if split.port is None else split.port
+    if not split.hostname or not port or split.path or split.query or split.username is not None:
         raise ValueError("no host")
-    return Address(split.hostname, standard if split.port is None else split.port or _refuse("port 0"))
+    return Address(split.hostname, port)
 
 
 def _option(name: str, value: str, tls: bool) -> str | bool:
-    if not tls or name not in TLS_OPTIONS or not value:
+    if not tls or name not in TLS_OPTIONS or not value or (name == "ssl_cert_reqs" and value not in REQUIREMENTS):
         raise ValueError("an option that means nothing here")
-    if name == "ssl_check_hostname":
-        return {"true": True, "false": False}[value.lower()]
-    if name == "ssl_cert_reqs" and value not in REQUIREMENTS:
-        raise ValueError("no requirement")
-    return value
-
-
-def _whole(text: str) -> int:
-    if not text.isdecimal():
-        raise ValueError("no number")
-    return int(text)
-
-
-def _refuse(why: str) -> NoReturn:
-    raise ValueError(why)
+    return {"true": True, "false": False}[value.lower()] if name == "ssl_check_hostname" else value
