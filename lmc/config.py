@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import re
+from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from itertools import pairwise
@@ -18,15 +19,7 @@ from pathlib import Path
 from typing import Annotated, Literal, NamedTuple, Self, get_args
 
 import yaml
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    PrivateAttr,
-    ValidationError,
-)
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError
 
 from lmc.errors import ConfigError
 from lmc.lmcache_compat import IGNORED, INSTEAD
@@ -44,8 +37,7 @@ CONFIG_FILES = ("LMC_CONFIG_FILE", "LMCACHE_CONFIG_FILE")
 # Variables that begin like a setting's and belong to other parts of lmc, or to LMCache alone.
 NO_SETTINGS = (
     *CONFIG_FILES, "LMC_LOG_*", "LMC_SERVER", "LMC_ADMIN*", "LMC_KERNELS", "LMC_ROUTER_*", "LMC_UNTESTED_VLLM",
-    "LMC_CHECK_LOCKS",
-    "LMCACHE_USE_EXPERIMENTAL", "LMCACHE_TRACK_USAGE", "LMCACHE_LOG_LEVEL",
+    "LMC_CHECK_LOCKS", "LMCACHE_USE_EXPERIMENTAL", "LMCACHE_TRACK_USAGE", "LMCACHE_LOG_LEVEL",
 )  # fmt: skip
 
 
@@ -72,33 +64,17 @@ def _directory(value: object) -> object:
     if not isinstance(value, str | Path):
         return value
     text = str(value)
-    path = text.removeprefix("file://")
-    if path != text and not path.startswith(("/", "~")):
-        raise ValueError("file://kv names a host called kv; file:///kv is the directory")
-    if re.match(r"\w+:", path):
-        raise ValueError("no scheme but file:")
-    if any(part.lstrip().startswith(("/", "~", "file:")) for part in path.split(",")[1:]):
-        raise ValueError("several directories")
-    try:
-        return Path(path).expanduser()
-    except RuntimeError as error:  # There is no user "~someone" here.
-        raise ValueError(str(error)) from error
+    path = os.path.expanduser(text.removeprefix("file://"))
+    if re.match(r"(?!file://[/~])\w+:", text):  # file://kv names a host called kv; file:///kv is the directory
+        raise ValueError("no scheme but file://")
+    if path.startswith("~") or re.search(r",\s*(/|~|file:)", path):
+        raise ValueError("nobody's home, or several directories")
+    return Path(path)
 
 
-def _not_blank(text: str) -> str:
-    if not text.strip():
-        raise ValueError("blank")
-    return text
-
-
-def _redis(value: str | None) -> str | None:
-    if value is not None:
-        parse_redis_url(value)
-    return value
-
-
-def _codec(value: object) -> object:
-    return "none" if value == "naive" else value  # LMCache's name for it
+def _redis(url: str) -> str:
+    parse_redis_url(url)
+    return url
 
 
 def _rising(layers: tuple[int, ...]) -> tuple[int, ...]:
@@ -119,7 +95,8 @@ Layers = Annotated[tuple[Annotated[Whole, Field(ge=1)], ...], Field(min_length=1
 Ratios = Annotated[tuple[Annotated[Real, Field(ge=0, le=1)], ...], Field(min_length=1), AfterValidator(_falling)]
 Thresholds = tuple[Annotated[Real, Field(ge=0)], ...]
 CODEC_WANTED = "none (or naive, its other name), lz4 or planes"
-Codec = Annotated[Literal["none", "lz4", "planes"], BeforeValidator(_codec)]
+# LMCache's name for "none" is "naive".
+Codec = Annotated[Literal["none", "lz4", "planes"], BeforeValidator(lambda name: "none" if name == "naive" else name)]
 Strategy = Literal["query", "deviation", "head", "union", "random", "all", "none"]
 
 
@@ -141,7 +118,7 @@ class Settings(BaseModel):
     )
     max_local_disk_size: Real = Field(10.0, ge=0, description="a number of GB")
     local_disk_serde: Codec = Field("none", description=CODEC_WANTED)
-    remote_url: Annotated[str | None, AfterValidator(_redis), BeforeValidator(_optional)] = Field(
+    remote_url: Annotated[Annotated[str, AfterValidator(_redis)] | None, BeforeValidator(_optional)] = Field(
         None,
         repr=False,
         description="redis://[user:password@]host[:port][/db], rediss:// for TLS, unix:///path[?db=0], "
@@ -168,8 +145,8 @@ class Settings(BaseModel):
     blend_preset: Annotated[Literal["cacheblend"] | None, BeforeValidator(_optional)] = Field(
         None, description="cacheblend, or left out"
     )
-    blend_special_str: Annotated[str, AfterValidator(_not_blank)] = Field(
-        " # # ", description="a separator with something other than spaces in it, such as ' # # '"
+    blend_special_str: str = Field(
+        " # # ", pattern=r"\S", description="a separator with something other than spaces in it, such as ' # # '"
     )
     blend_strategy: Strategy = Field("union", description=f"one of {', '.join(get_args(Strategy))}")
     blend_check_layers: Annotated[Layers, BeforeValidator(_items)] = Field(
@@ -188,26 +165,24 @@ class Settings(BaseModel):
 
     def __init__(self, *sources: "Source", **arguments: object) -> None:
         """Make settings from `arguments` and then `sources`, of which the first that has a value wins."""
-        sources = (Source(arguments, _plain(), "argument {}".format), *sources)
-        if next((s.given["blend_preset"].value for s in sources if "blend_preset" in s.given), None) == "cacheblend":
-            sources = (*sources, Source(CACHEBLEND, _plain(), lambda _: "preset cacheblend"))
-        given = {name: entry for source in reversed(sources) for name, entry in source.given.items()}
+        given = ChainMap(_source(arguments, _plain(), "argument {}".format), *sources)
+        if "blend_preset" in given and given["blend_preset"].value == "cacheblend":
+            given.maps.append({name: Given(value, "preset cacheblend") for name, value in CACHEBLEND.items()})
+        fields = Settings.model_fields
         try:
-            super().__init__(**{name: entry.value for name, entry in given.items()})
+            super().__init__(**{name: given[name].value for name in fields if name in given})
         except ValidationError as error:
             bad = dict.fromkeys(str(problem["loc"][0]) for problem in error.errors(include_input=False))
-            found = [
-                f"{_described(name, *given[name])} must be {Settings.model_fields[name].description}" for name in bad
-            ]
+            found = [f"{_described(name, *given[name])} must be {fields[name].description}" for name in bad]
             raise ConfigError("; ".join(found)) from None  # pydantic's own text adds types, and could add a password
-        self._origins = {name: entry.origin for name, entry in given.items()}
+        self._origins = {name: given[name].origin if name in given else "default" for name in fields}
         found = [
             f"{self._described(name)} contradicts {self._described(other)}: {why}"
             for name, other, why in _conflicts(self)
         ]
         if found:
             raise ConfigError("; ".join(found))
-        ignored = [text for source in sources for text in source.ignored]
+        ignored = [f"{name} ({given[name].origin}), as {why}" for name, why in IGNORED.items() if name in given]
         if ignored:
             log.warning("lmc has no use for these settings of LMCache, and ignores them: %s", "; ".join(ignored))
 
@@ -221,7 +196,7 @@ class Settings(BaseModel):
         environ = os.environ if environ is None else environ
         dotted = {prefix + name: name for prefix in ("", "lmc.", "lmcache.") for name in _plain()}
         return cls(
-            Source(overrides or {}, dotted, "override {}".format),
+            _source(overrides or {}, dotted, "override {}".format),
             _environment(environ, "LMC_"),
             _environment(environ, "LMCACHE_"),
             _yaml_file(environ),
@@ -229,9 +204,7 @@ class Settings(BaseModel):
 
     def origin(self, name: str) -> str:
         """Return in words where the value of `name` came from; raise `KeyError` if there is no such setting."""
-        if name not in Settings.model_fields:
-            raise KeyError(name)
-        return self._origins.get(name, "default")
+        return self._origins[name]
 
     def _described(self, name: str) -> str:
         return _described(name, getattr(self, name), self.origin(name))
@@ -239,18 +212,13 @@ class Settings(BaseModel):
 
 def shown(name: str, value: object) -> str:
     """Return the value of a setting as a person may see it, without passwords."""
-    if name in SECRET and value is not None and not _names_a_redis(value):
-        return "(not shown)"  # Any part of it may be a password.
+    if name in SECRET and value is not None:
+        try:
+            parse_redis_url(str(value))
+        except ValueError:
+            return "(not shown)"  # Any part of it may be a password.
     text = str(value) if isinstance(value, Path) else repr(list(value) if isinstance(value, tuple) else value)
     return re.sub(r"(?<=://)\S*@", "***@", text)
-
-
-def _names_a_redis(value: object) -> bool:
-    try:
-        parse_redis_url(str(value))
-    except ValueError:
-        return False
-    return True
 
 
 def _described(name: str, value: object, origin: str) -> str:
@@ -284,26 +252,22 @@ class Given(NamedTuple):
     origin: str
 
 
-class Source:
-    """One source of settings. It raises `ConfigError` for a key that names no setting."""
+Source = dict[str, Given]  # by the name of the setting
 
-    def __init__(
-        self, written: Mapping[str, object], spellings: Mapping[str, str], origin: Callable[[str], str]
-    ) -> None:
-        self.given: dict[str, Given] = {}
-        self.ignored = [
-            f"{key} ({origin(key)}), as {IGNORED[spellings[key]]}" for key in written if spellings.get(key) in IGNORED
-        ]
-        unknown = [key for key in written if key not in spellings]
-        if unknown:
-            raise ConfigError("; ".join(_unknown(key, spellings, origin(key)) for key in unknown))
-        for key, value in written.items():
-            name, entry = spellings[key], Given(value, origin(key))
-            if name in self.given:  # as with "lmc.chunk_size" and "lmcache.chunk_size"
-                twice = f"{_described(name, *self.given[name])} is set again"
-                raise ConfigError(f"{twice}, to {shown(name, value)} ({entry.origin}): leave one of the two out")
-            if name not in IGNORED:
-                self.given[name] = entry
+
+def _source(written: Mapping[str, object], spellings: Mapping[str, str], origin: Callable[[str], str]) -> Source:
+    """Return one source of settings; raise `ConfigError` for keys that name no setting, or the same one twice."""
+    unknown = [_unknown(key, spellings, origin(key)) for key in written if key not in spellings]
+    if unknown:
+        raise ConfigError("; ".join(unknown))
+    found: Source = {}
+    for key, value in written.items():
+        name, entry = spellings[key], Given(value, origin(key))
+        if name in found:  # as with "lmc.chunk_size" and "lmcache.chunk_size"
+            twice = f"{_described(name, *found[name])} is set again"
+            raise ConfigError(f"{twice}, to {shown(name, value)} ({entry.origin}): leave one of the two out")
+        found[name] = entry
+    return found
 
 
 def _plain() -> dict[str, str]:
@@ -313,13 +277,13 @@ def _plain() -> dict[str, str]:
 def _environment(environ: Mapping[str, str], prefix: str) -> Source:
     found = {key: value for key, value in environ.items() if key.startswith(prefix)}
     written = {key: found[key] for key in found if not any(fnmatchcase(key, pattern) for pattern in NO_SETTINGS)}
-    return Source(written, {prefix + name.upper(): name for name in _plain()}, "environment {}".format)
+    return _source(written, {prefix + name.upper(): name for name in _plain()}, "environment {}".format)
 
 
 def _yaml_file(environ: Mapping[str, str]) -> Source:
     variable = next((name for name in CONFIG_FILES if environ.get(name)), None)
     if variable is None:
-        return Source({}, {}, str)
+        return {}
     path = Path(os.path.expanduser(environ[variable]))
     origin = f"YAML {path}"
     try:
@@ -333,17 +297,16 @@ def _yaml_file(environ: Mapping[str, str]) -> Source:
         problem = getattr(error, "problem", None) or getattr(error, "reason", "a value that cannot be read")
         # The parser's own text quotes the line, which may hold a password.
         raise ConfigError(f"{origin}{where} (from {variable}) is no YAML: {problem}") from None
-    document = {} if document is None else document
-    if not isinstance(document, dict):
+    if not isinstance(document, dict | None):
         kind = type(document).__name__
         raise ConfigError(f"{origin} (from {variable}) holds a {kind}; it must be a mapping such as 'chunk_size: 256'")
-    return Source({str(key): value for key, value in document.items()}, _plain(), lambda _: origin)
+    return _source({str(key): value for key, value in (document or {}).items()}, _plain(), lambda _: origin)
 
 
 def _unknown(key: str, spellings: Mapping[str, str], origin: str) -> str:
     """Return the error for a key that names no setting. It leaves out the value, which may be a password."""
     name = re.sub(r"^(lmcache|lmc)[._]", "", key.lower())
-    instead = next((text for pattern, text in INSTEAD.items() if fnmatchcase(name, pattern)), None)
+    instead = next((text for pattern, text in INSTEAD.items() if re.fullmatch(pattern, name)), None)
     if instead:
         return f"{key} ({origin}) is a setting of LMCache that lmc does not have: {instead}"
     near = difflib.get_close_matches(name, Settings.model_fields, n=1)
