@@ -4,7 +4,7 @@ A command raises what the library raises, and `Commands` turns every `LmcError` 
 command needs is imported when it runs, because `lmc --help` should not wait for torch.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from datetime import UTC, datetime
 from itertools import chain
@@ -23,7 +23,7 @@ from lmc.terminal import console
 
 if TYPE_CHECKING:
     from lmc.config import Settings
-    from lmc.inspect import Holding, TierLocation
+    from lmc.inspect import Holdings, TierLocation
     from lmc.keys import ChunkKey
     from lmc.storage.tier import Tier
 
@@ -91,11 +91,10 @@ def stat(directory: Directory = None) -> None:
     from lmc.inspect import places, survey
 
     for place in places(directory):
-        with place.opened() as tier:
-            found, unreadable = survey(tier)
+        found, unreadable = survey(place)
         console().print(Text(place.name), holdings_table(found))
         if unreadable:
-            console().print(f"{len(unreadable)} records have headers that cannot be read: see lmc check")
+            console().print(f"{unreadable} records have headers that cannot be read: see lmc check")
 
 
 @app.command()
@@ -145,35 +144,36 @@ def doomed_records(tiers: "Sequence[tuple[TierLocation, Tier]]", namespace: str 
 
     if namespace is None:
         return {place.name: [entry.key for entry in tier.entries()] for place, tier in tiers}
-    found = {}
-    for place, _ in tiers:
-        with place.opened() as tier:  # A tier that is opened to change it would note a use of whatever it opens.
-            found[place.name] = survey(tier)[0]
+    # A tier that is opened to change it would note a use of whatever it opens.
+    found = {place.name: survey(place)[0] for place, _ in tiers}
     digest = find_namespace(namespace, chain.from_iterable(found.values()))
-    return {name: there[digest].keys if digest in there else [] for name, there in found.items()}
+    return {name: [entry.key for entry, _ in there.get(digest, ())] for name, there in found.items()}
 
 
-def holdings_table(found: "Mapping[bytes, Holding]") -> Table:
+def holdings_table(found: "Holdings") -> Table:
     """Return one row for each namespace, the largest first, and their total."""
-    from lmc.inspect import SHORT, total
+    from lmc.inspect import SHORT
     from lmc.shapes import GIB
 
     columns = "namespace", "records", "tokens", "GiB", "layers", "bytes a token", "codec"
     table = Table(*columns, "least recently used", "most recently used")
-    rows = sorted(found.items(), key=lambda item: -item[1].bytes)
-    for name, held in [*((digest.hex()[:SHORT], held) for digest, held in rows), ("total", total(found.values()))]:
+    rows = sorted(found.items(), key=lambda item: -sum(entry.bytes for entry, _ in item[1]))
+    everything = list(chain.from_iterable(found.values()))
+    for name, held in [*((digest.hex()[:SHORT], held) for digest, held in rows), ("total", everything)]:
         if name == "total":
             table.add_section()
-        used = [datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M:%S UTC") for at in held.used] or ["-", "-"]
+        size, tokens = sum(entry.bytes for entry, _ in held), sum(meta.tokens for _, meta in held)
+        used = [datetime.fromtimestamp(e.used, UTC).strftime("%Y-%m-%d %H:%M:%S UTC") for e, _ in held] or ["-"]
         table.add_row(
             name,
-            str(len(held.keys)),
-            str(held.tokens),
-            f"{held.bytes / GIB:.3f}",
-            ", ".join(map(str, sorted(held.layers))) or "-",
-            f"{held.bytes / held.tokens:.0f}" if held.tokens else "-",
-            ", ".join(sorted(held.codecs)) or "-",
-            *used,
+            str(len(held)),
+            str(tokens),
+            f"{size / GIB:.3f}",
+            ", ".join(map(str, sorted({meta.parts for _, meta in held}))) or "-",
+            f"{size / tokens:.0f}" if tokens else "-",
+            ", ".join(sorted({meta.codec for _, meta in held})) or "-",
+            min(used),
+            max(used),
         )
     return table
 

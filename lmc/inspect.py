@@ -5,65 +5,42 @@ Inspection changes nothing on a disk, whoever owns it. In Redis, reading a heade
 
 import re
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from lmc.config import Settings
 from lmc.errors import ConfigError, CorruptRecord, InputError, TierUnusable
-from lmc.keys import ChunkKey
 from lmc.redis_url import parse_redis_url
 from lmc.storage.disk import UNBOUNDED, DiskTier
-from lmc.storage.tier import Tier
+from lmc.storage.record import RecordMeta
+from lmc.storage.tier import Entry, Tier
 
 AT_ONCE = 500  # headers that are asked for together
 SHORT = 12  # hex digits of a namespace's digest that are shown
 
+Holdings = dict[bytes, list[tuple[Entry, RecordMeta]]]  # the records of a tier by the digest of their namespace
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+
+@dataclass(frozen=True, slots=True)
 class TierLocation:
     """Where a tier is, and how to open it."""
 
     name: str
-    read_only: Callable[[], Tier]
-    writable: Callable[[], Tier]  # raises TierUnusable if another process owns the tier
+    open: Callable[[bool], Tier]  # to change it or to read it; raises TierUnusable if another process may change it
 
     @contextmanager
     def opened(self, *, change: bool = False) -> Iterator[Tier]:
         """Yield the tier; raise `TierUnusable` if there is none, if it does not answer, or if it fails in the block."""
         try:
-            with closing(self.read_only()) as tier:
+            with ExitStack() as stack:
+                tier = stack.enter_context(closing(self.open(False)))
                 if not tier.usable:
                     raise TierUnusable(f"{self.name} does not answer")
-                if not change:
-                    yield tier
-                    return
-                with closing(self.writable()) as changeable:  # Opened first, it would make a tier where none is.
-                    yield changeable
+                # Opened first, a tier that may be changed would make one where none is.
+                yield stack.enter_context(closing(self.open(True))) if change else tier
         except OSError as error:
             raise TierUnusable(f"{self.name}: {error}") from error
-
-
-@dataclass(slots=True, kw_only=True)
-class Holding:
-    """The records of one namespace in one place."""
-
-    keys: list[ChunkKey] = field(default_factory=list)
-    tokens: int = 0
-    bytes: int = 0
-    layers: set[int] = field(default_factory=set)
-    codecs: set[str] = field(default_factory=set)
-    used: list[float] = field(default_factory=list)  # the least and the most recent use; empty if there are no records
-
-    def add(self, other: "Holding") -> None:
-        """Add the records of another holding."""
-        self.keys += other.keys
-        self.tokens += other.tokens
-        self.bytes += other.bytes
-        self.layers |= other.layers
-        self.codecs |= other.codecs
-        both = self.used + other.used
-        self.used = [min(both), max(both)] if both else []
 
 
 def places(directory: Path | None) -> list[TierLocation]:
@@ -73,7 +50,9 @@ def places(directory: Path | None) -> list[TierLocation]:
     settings = Settings.load()
     found = [_disk(settings.local_disk)] if settings.local_disk is not None else []
     if settings.remote_url is not None:
-        found.append(_remote(settings, settings.remote_url))
+        from lmc.engine.tiers import open_redis
+
+        found.append(TierLocation(str(parse_redis_url(settings.remote_url)), lambda _: open_redis(settings)))
     if not found:
         raise ConfigError(
             "no tier to look at: give its directory, or set local_disk or remote_url (LMC_LOCAL_DISK, LMC_REMOTE_URL, "
@@ -82,36 +61,24 @@ def places(directory: Path | None) -> list[TierLocation]:
     return found
 
 
-def survey(tier: Tier) -> tuple[dict[bytes, Holding], list[ChunkKey]]:
-    """Return what a tier holds by namespace digest, and the records whose headers cannot be read."""
-    found: dict[bytes, Holding] = {}
-    unreadable = []
-    entries = list(tier.entries())
-    for number, entry in enumerate(entries):
-        if number % AT_ONCE == 0:
-            tier.announce([one.key for one in entries[number : number + AT_ONCE]])
-        try:
-            reader = tier.open(entry.key)
-        except CorruptRecord:
-            unreadable.append(entry.key)
-            continue
-        if reader is None:  # It has gone since it was listed.
-            continue
-        with closing(reader):
-            meta = reader.meta
-        record = Holding(keys=[entry.key], tokens=meta.tokens, bytes=entry.bytes, used=[entry.used])
-        record.layers.add(meta.parts)
-        record.codecs.add(meta.codec)
-        found.setdefault(meta.namespace, Holding()).add(record)
+def survey(place: TierLocation) -> tuple[Holdings, int]:
+    """Return what a tier holds, and how many records have headers that cannot be read."""
+    found: Holdings = {}
+    unreadable = 0
+    with place.opened() as tier:
+        entries = list(tier.entries())
+        for number, entry in enumerate(entries):
+            if number % AT_ONCE == 0:
+                tier.announce([one.key for one in entries[number : number + AT_ONCE]])
+            try:
+                reader = tier.open(entry.key)
+            except CorruptRecord:
+                unreadable += 1
+                continue
+            if reader is not None:  # Otherwise it has gone since it was listed.
+                with closing(reader):
+                    found.setdefault(reader.meta.namespace, []).append((entry, reader.meta))
     return found, unreadable
-
-
-def total(holdings: Iterable[Holding]) -> Holding:
-    """Return the sum of all holdings."""
-    everything = Holding()
-    for holding in holdings:
-        everything.add(holding)
-    return everything
 
 
 def find_namespace(prefix: str, namespaces: Iterable[bytes]) -> bytes:
@@ -129,17 +96,4 @@ def find_namespace(prefix: str, namespaces: Iterable[bytes]) -> bytes:
 
 
 def _disk(directory: Path) -> TierLocation:
-    return TierLocation(
-        name=f"disk tier {directory}",
-        read_only=lambda: DiskTier(directory, UNBOUNDED, read_only=True),
-        writable=lambda: DiskTier(directory, UNBOUNDED),
-    )
-
-
-def _remote(settings: Settings, url: str) -> TierLocation:
-    def connect() -> Tier:
-        from lmc.engine.tiers import open_redis
-
-        return open_redis(settings)
-
-    return TierLocation(name=str(parse_redis_url(url)), read_only=connect, writable=connect)
+    return TierLocation(f"disk tier {directory}", lambda change: DiskTier(directory, UNBOUNDED, read_only=not change))
