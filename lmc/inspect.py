@@ -27,7 +27,7 @@ class TierLocation:
     """Where a tier is, and how to open it."""
 
     name: str
-    open: Callable[[bool], Tier]  # to change it or to read it; raises TierUnusable if another process may change it
+    open: Callable[[bool], Tier]  # with True, to change it; raises TierUnusable if another process owns it
 
     @contextmanager
     def opened(self, *, change: bool = False) -> Iterator[Tier]:

@@ -145,9 +145,7 @@ def register(of: Counted, registry: CollectorRegistry = REGISTRY) -> StoreCollec
     try:
         registry.register(collector)
     except ValueError as error:
-        raise InputError(
-            "this registry shows a store already: unregister that one, or use a registry for each"
-        ) from error
+        raise InputError("this registry shows a store already: unregister it, or use another registry") from error
     return collector
 
 

@@ -6,7 +6,8 @@ subtracts the one before, and prints the difference as a table.
 
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lmc.errors import InputError
-from lmc.metrics import NAMES, Labels
+from lmc.metrics import NAMES, Labels, key
 from lmc.shapes import GIB, MIB
 from lmc.storage.places import fastest_first
 
@@ -32,6 +33,7 @@ LOWEST = {"tier_usable", "layers"}  # Of several engines these gauges show the l
 
 Series = tuple[str, tuple[tuple[str, str], ...]]  # a metric, and all its labels
 Numbers = dict[tuple[str, Labels], float]  # by metric and lmc's own labels
+Rates = defaultdict[str, dict[str, float]]  # by metric, or metric|direction, and place; totals if no time is given
 Line = tuple[str, str, dict[str, str]]  # a title, the number over all places, and the numbers by place
 
 
@@ -69,15 +71,11 @@ def top(url: str, interval: float, once: bool, console: Console | None = None) -
         raise InputError(f"an interval of {interval:g} seconds: it must be more than 0")
     with _ended_by_ctrl_c() as interrupted:
         before = fetch(url)
-        totals = table(url, before.since(None))
-        if once:
-            console.print(totals)
-            return
-        live = Live(console=console, auto_refresh=False)
-        show = partial(live.update, refresh=True) if console.is_terminal else console.print
-        with live if console.is_terminal else nullcontext():
-            show(totals)
-            while not interrupted():
+        live = Live(console=console, auto_refresh=False) if console.is_terminal and not once else None
+        show = partial(live.update, refresh=True) if live else console.print
+        with live or nullcontext():
+            show(table(url, before.since(None)))
+            while not once and not interrupted():
                 time.sleep(interval)
                 try:
                     now = fetch(url)
@@ -119,8 +117,8 @@ def fetch(url: str) -> Sample:
             text = answer.read().decode()
     except HTTPError as error:
         error.close()
-        refused = f"{url} answers {error.code} {error.reason}"
-        raise InputError(f"{refused}: give the address of the metrics, as {URL}") from None
+        said = f"{url} answers {error.code} {error.reason}"
+        raise InputError(f"{said}: give the address of the metrics, as {URL}") from None
     except (OSError, HTTPException, ValueError) as error:
         failed = f"no metrics at {url} ({error.reason if isinstance(error, URLError) else error})"
         raise InputError(f"{failed}: start the server, or give another address: lmc top {URL}") from None
@@ -150,77 +148,15 @@ def read(text: str) -> dict[Series, float]:
 # -- the table --------------------------------------------------------------------------------------------------------
 
 # The lines of single metrics: above the bytes, between the bytes and the tokens, and below the tokens.
-COUNTS: tuple[dict[str, str], ...] = (
-    {"hits": "hits", "misses": "misses"},
-    {
-        "chunks written": "written_chunks", "evictions": "evictions", "failures": "failures",
-        "corrupt records": "corrupt_records", "usable (now)": "tier_usable", "chunks (now)": "chunks",
-        "tokens (now)": "chunk_tokens", "write queue (now)": "write_queue_depth", "dropped writes": "dropped_writes",
-        "no room": "no_room", "requests": "requests", "blends": "blends", "loads": "loads",
-        "loads skipped": "loads_skipped", "loads failed": "failed_loads", "refused": "refused",
-    },
-    {"chunks stored": "stored_chunks", "tokens stored": "stored_tokens"},
-)  # fmt: skip
-
-
-class Rates:
-    """Numbers of `seconds` as rates, or totals if there are no seconds; gauges stay as they are."""
-
-    def __init__(self, numbers: Numbers, seconds: float | None) -> None:
-        self._numbers, self._seconds = numbers, seconds
-
-    def by_place(self, name: str, *way: str) -> dict[str, float]:
-        """Return a metric by place; the place is empty for a metric that has none."""
-        unit = 1.0 if self._seconds is None or NAMES[name].gauge else self._seconds
-        found = {labels: n / unit for (other, labels), n in self._numbers.items() if other == name}
-        return {(labels or ("",))[0]: n for labels, n in found.items() if labels[1:] == way}
-
-    def total(self, name: str) -> float | None:
-        """Return a metric over all places, or None if the endpoint does not have it."""
-        found = self.by_place(name)
-        return sum(found.values()) if found else None
-
-    def lines(self) -> Iterator[Line]:
-        """Return the lines of the table."""
-        hits = self.total("hits") or 0.0
-        wanted = hits + (self.total("misses") or 0.0)
-        yield "hit rate", f"{hits / wanted:.1%}" if wanted else "-", {}
-        yield from self._counts(0)
-        yield from self._moved("read", "read")
-        yield from self._moved("written", "write")
-        lookups = self.by_place("seconds", "lookup")
-        yield "seconds of lookups", "", {place: f"{n:.3f}" for place, n in lookups.items()}
-        yield from self._counts(1)
-        yield from self._tokens()
-        yield from self._counts(2)
-
-    def _counts(self, group: int) -> Iterator[Line]:
-        for title, name in COUNTS[group].items():
-            found = self.by_place(name)
-            if name == "tier_usable":
-                yield title, "", {place: "yes" if n else "NO" for place, n in found.items()}
-            elif found:
-                metric = NAMES[name]
-                over_all = "" if metric.gauge and metric.labels else number(sum(found.values()))
-                yield title, over_all, {place: number(n) for place, n in found.items()}
-
-    def _moved(self, title: str, way: str) -> Iterator[Line]:
-        """Bytes in one direction, and the seconds that a GiB of them took."""
-        moved, took = self.by_place("bytes", way), self.by_place("seconds", way)
-        if moved:
-            yield title, size(sum(moved.values())), {place: size(n) for place, n in moved.items()}
-            costs = {place: took[place] / n * GIB for place, n in moved.items() if n and place in took}
-            yield f"  {way}: seconds per GiB", "", {place: f"{cost:.3f}" for place, cost in costs.items()}
-
-    def _tokens(self) -> Iterator[Line]:
-        """Where reused tokens came from, and how many tokens blends have computed again."""
-        found = {name.removeprefix("tokens_from_"): self.total(name) for name in NAMES if name.startswith("tokens_f")}
-        known = {place: n for place, n in found.items() if n is not None}
-        if known:
-            yield "tokens reused", number(sum(known.values())), {place: number(n) for place, n in known.items()}
-        computed, layers = self.total("token_layers"), self.total("layers")
-        if computed is not None and layers:
-            yield "tokens recomputed by blends", number(computed / layers), {}
+CHUNKS = {"hits": "hits", "misses": "misses"}
+WORK = {
+    "chunks written": "written_chunks", "evictions": "evictions", "failures": "failures",
+    "corrupt records": "corrupt_records", "usable (now)": "tier_usable", "chunks (now)": "chunks",
+    "tokens (now)": "chunk_tokens", "write queue (now)": "write_queue_depth", "dropped writes": "dropped_writes",
+    "no room": "no_room", "requests": "requests", "blends": "blends", "loads": "loads",
+    "loads skipped": "loads_skipped", "loads failed": "failed_loads", "refused": "refused",
+}  # fmt: skip
+STORED = {"chunks stored": "stored_chunks", "tokens stored": "stored_tokens"}
 
 
 def table(url: str, numbers: Numbers, seconds: float | None = None) -> Table:
@@ -231,9 +167,55 @@ def table(url: str, numbers: Numbers, seconds: float | None = None) -> Table:
     for place in places:
         shown.add_column(Text(place), justify="right")
     shown.columns[1].justify = "right"
-    for name, over_all, by_place in Rates(numbers, seconds).lines():
+    rates: Rates = defaultdict(dict)
+    for (name, labels), n in numbers.items():
+        unit = 1.0 if seconds is None or NAMES[name].gauge else seconds
+        rates[key(name, labels[1:])][labels[0] if labels else ""] = n / unit
+    for name, over_all, by_place in _lines(rates):
         shown.add_row(*map(Text, (name, over_all, *(by_place.get(place, "") for place in places))))
     return shown
+
+
+def _lines(rates: Rates) -> Iterator[Line]:
+    hits, misses = (sum(rates[name].values()) for name in CHUNKS)
+    yield "hit rate", f"{hits / (hits + misses):.1%}" if hits + misses else "-", {}
+    yield from _counts(rates, CHUNKS)
+    yield from _moved(rates, "read", "read")
+    yield from _moved(rates, "written", "write")
+    yield "seconds of lookups", "", {place: f"{n:.3f}" for place, n in rates["seconds|lookup"].items()}
+    yield from _counts(rates, WORK)
+    yield from _tokens(rates)
+    yield from _counts(rates, STORED)
+
+
+def _counts(rates: Rates, titles: Mapping[str, str]) -> Iterator[Line]:
+    for title, name in titles.items():
+        metric, found = NAMES[name], rates[name]
+        if name == "tier_usable":
+            yield title, "", {place: "yes" if n else "NO" for place, n in found.items()}
+        elif found:
+            over_all = "" if metric.gauge and metric.labels else number(sum(found.values()))
+            yield title, over_all, {place: number(n) for place, n in found.items()}
+
+
+def _moved(rates: Rates, title: str, way: str) -> Iterator[Line]:
+    """Bytes in one direction, and the seconds that a GiB of them took."""
+    moved, took = rates[f"bytes|{way}"], rates[f"seconds|{way}"]
+    if moved:
+        yield title, size(sum(moved.values())), {place: size(n) for place, n in moved.items()}
+        costs = {place: took[place] / n * GIB for place, n in moved.items() if n and place in took}
+        yield f"  {way}: seconds per GiB", "", {place: f"{cost:.3f}" for place, cost in costs.items()}
+
+
+def _tokens(rates: Rates) -> Iterator[Line]:
+    """Where reused tokens came from, and how many tokens blends have computed again."""
+    named = {name.removeprefix("tokens_from_"): rates[name] for name in NAMES if name.startswith("tokens_from_")}
+    found = {place: sum(counts.values()) for place, counts in named.items() if counts}
+    if found:
+        yield "tokens reused", number(sum(found.values())), {place: number(n) for place, n in found.items()}
+    layers = sum(rates["layers"].values())
+    if layers:
+        yield "tokens recomputed by blends", number(sum(rates["token_layers"].values()) / layers), {}
 
 
 def number(count: float) -> str:
