@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import takewhile
-from typing import Protocol
 
 from lmc.engine.pieces import Piece
 from lmc.keys import ChunkKey, RecordKind, exact_keys, exact_root, next_key
@@ -55,9 +54,10 @@ class CacheIndex:
         elif kind is RecordKind.PREFIX and raw:
             self.remember_end(ChunkKey(raw), tokens)
 
-    def holder(self, block: bytes) -> tuple[ChunkKey, int] | None:
-        """Return the chunk that has this block, and the number of the block in it."""
-        return self._blocks.get(block[:SHORT])
+    def holder(self, block: bytes, place: int) -> ChunkKey | None:
+        """Return the chunk that has this block as its block number `place`."""
+        key, found = self._blocks.get(block[:SHORT], (None, None))
+        return key if found == place else None
 
     def ends(self, parent: ChunkKey) -> set[int]:
         """Return the lengths of the ends that are stored behind a chunk."""
@@ -73,28 +73,6 @@ class Naming:
     longer: ChunkKey | None = None  # of a longer chunk that serves the same tokens, if it is still stored
 
 
-class ExactChain(Protocol):
-    """A prompt as a chain of exact chunks."""
-
-    kind: RecordKind
-
-    @property
-    def whole(self) -> Sequence[ChunkKey]:
-        """The keys of its full chunks."""
-
-    def partial(self, chunk: int) -> list[tuple[ChunkKey, int]]:
-        """Return which chunks may serve the tokens behind `chunk` full chunks, and with how many of their tokens.
-
-        Those with the most tokens come first.
-        """
-
-    def naming(self, chunk: int, tokens: int) -> "Naming":
-        """Return the key and label for `tokens` tokens behind `chunk` full chunks."""
-
-    def remember(self, chunk: int, tokens: int) -> None:
-        """Remember that they are stored, so that they are found from now on."""
-
-
 class TokenChain:
     """A prompt as token chunks. Ends are looked for at the lengths `ends`, and where the index has some."""
 
@@ -108,26 +86,26 @@ class TokenChain:
 
     @cached_property
     def whole(self) -> Sequence[ChunkKey]:
-        """A sha256 chain over the tokens."""
+        """The keys of the full chunks: a sha256 chain over the tokens."""
         full = len(self._tokens) // self._size * self._size
         return exact_keys(self._namespace, self._tokens[:full], self._size)
 
     def partial(self, chunk: int) -> list[tuple[ChunkKey, int]]:
-        """Ends whose tokens come next in the prompt."""
+        """Return which ends may serve the tokens behind `chunk` full chunks, and their lengths, longest first."""
         at, parent = chunk * self._size, self._parent(chunk)
         lengths = self._index.ends(parent) | {end - at for end in self._ends if at < end < at + self._size}
         fitting = sorted((length for length in lengths if length <= len(self._tokens) - at), reverse=True)
         return [(next_key(parent, self._tokens[at : at + length]), length) for length in fitting]
 
-    def naming(self, chunk: int, tokens: int) -> "Naming":
-        """The label of an end is the key of the chunk before it."""
+    def naming(self, chunk: int, tokens: int) -> Naming:
+        """Return the key for `tokens` tokens behind `chunk` full chunks; an end's label is the key before it."""
         at, parent = chunk * self._size, self._parent(chunk)
         if tokens == self._size:
             return Naming(self.whole[chunk])
         return Naming(next_key(parent, self._tokens[at : at + tokens]), parent.hex())
 
     def remember(self, chunk: int, tokens: int) -> None:
-        """Full chunks are found by their keys alone."""
+        """Remember that they are stored, so that they are found. Full chunks are found by their keys alone."""
         if tokens < self._size:
             self._index.remember_end(self._parent(chunk), tokens)
 
@@ -146,31 +124,33 @@ class BlockChain:
         self._index, self._namespace, self._hashes = index, namespace, hashes
         self._size, self._blocks = block_size, chunk_size // block_size
 
-    @property
+    @cached_property
     def whole(self) -> Sequence[ChunkKey]:
-        """By the last block of each chunk."""
+        """The keys of the full chunks, by the last block of each."""
         return [self.key(self._hashes[last]) for last in range(self._blocks - 1, len(self._hashes), self._blocks)]
 
     def partial(self, chunk: int) -> list[tuple[ChunkKey, int]]:
-        """Return chunks whose leading blocks these are: they go on with other blocks, or end there."""
+        """Return which chunks may serve the blocks behind `chunk` full chunks, and with how many of their tokens.
+
+        Those with the most tokens come first. Behind them they go on with other blocks, or end.
+        """
         hashes, found = self._hashes[chunk * self._blocks : (chunk + 1) * self._blocks], []
         for place in reversed(range(len(hashes))):
-            holder = self._index.holder(hashes[place])
-            if holder is not None and holder[1] == place:
-                found.append((holder[0], (place + 1) * self._size))
+            holder = self._index.holder(hashes[place], place)
+            if holder is not None:
+                found.append((holder, (place + 1) * self._size))
             if place + 1 < self._blocks:  # A chunk that ends here may come from another process.
                 found.append((self.key(hashes[place]), (place + 1) * self._size))
         return found
 
-    def naming(self, chunk: int, tokens: int) -> "Naming":
-        """Return the key and label. The label holds the chunk's block hashes, shortened."""
+    def naming(self, chunk: int, tokens: int) -> Naming:
+        """Return the key for `tokens` tokens behind `chunk` full chunks; its label has the block hashes, shortened."""
         hashes = self._of(chunk, tokens)
-        holder = self._index.holder(hashes[-1])
-        longer = holder[0] if holder is not None and holder[1] == len(hashes) - 1 else None
+        longer = self._index.holder(hashes[-1], len(hashes) - 1)
         return Naming(self.key(hashes[-1]), "".join(block[:SHORT].hex() for block in hashes), longer)
 
     def remember(self, chunk: int, tokens: int) -> None:
-        """Remember the chunk for each of its blocks."""
+        """Remember that they are stored, for each of their blocks, so that they are found."""
         hashes = self._of(chunk, tokens)
         self._index.remember_blocks(self.key(hashes[-1]), hashes)
 
@@ -183,19 +163,18 @@ class BlockChain:
         return self._hashes[first : first + tokens // self._size]
 
 
+ExactChain = TokenChain | BlockChain
+
+
 def find_run(chain: ExactChain, chunk_size: int, places: Sequence[str | None], lookup: Lookup) -> list[Piece]:
     """Return the longest run of exact chunks from the start of a prompt.
 
     It has full chunks, which are at `places`, and perhaps a part of one more.
     """
-    found: list[Piece] = []
-    for key, place in takewhile(lambda pair: pair[1], zip(chain.whole, places, strict=True)):
-        at = len(found) * chunk_size
-        found.append(Piece.whole(chain.kind, key, chunk_size, at, at, place))
-    at = len(found) * chunk_size
-    candidates = chain.partial(len(found))
-    there = lookup([key for key, _ in candidates]) if candidates else []
-    for (key, tokens), place in zip(candidates, there, strict=True):
-        if place is not None:
-            return [*found, Piece.whole(chain.kind, key, tokens, at, at, place)]
-    return found
+    stored = takewhile(lambda pair: pair[1], zip(chain.whole, places, strict=True))
+    found = [(key, chunk_size, place) for key, place in stored]
+    ends = chain.partial(len(found))
+    there = lookup([key for key, _ in ends]) if ends else []
+    found += [(key, tokens, place) for (key, tokens), place in zip(ends, there, strict=True) if place][:1]
+    starts = range(0, len(found) * chunk_size, chunk_size)
+    return [Piece.whole(chain.kind, key, n, at, at, place) for at, (key, n, place) in zip(starts, found, strict=True)]
