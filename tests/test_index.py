@@ -32,7 +32,7 @@ class Pages:
 
     def find(self, found, lookup):
         chain = self.chain(found)
-        return find_run(chain, N, lookup(chain.whole), lookup)
+        return find_run(chain, N, dict(zip(chain.whole, lookup(chain.whole), strict=True)), lookup)
 
     def recall(self, key, label):
         self.index.recall(RecordKind.PAGES, key, 0, label)
@@ -236,7 +236,8 @@ def store_tokens(stored, index, tokens):
 
 
 def reach(stored, chain):
-    return sum(blocks_of(find_run(chain, N, stored(chain.whole), stored)))
+    places = dict(zip(chain.whole, stored(chain.whole), strict=True))
+    return sum(blocks_of(find_run(chain, N, places, stored)))
 
 
 def test_the_end_of_a_stored_prompt_is_found_by_longer_prompts(stored):

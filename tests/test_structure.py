@@ -169,7 +169,7 @@ def test_public_names_are_frozen() -> None:
     methods = {name for name in vars(connector.CachedModel) if not name.startswith("_")}
     assert methods == {"load", "close", "learn", "learn_pending", "knows", "keep", "prefill", "generate"}
     assert {name for name in vars(CacheEngine) if not name.startswith("_")} == {
-        "namespace", "token_chain", "block_chain", "documents", "learn_later", "document_keys", "learned_behind",
+        "namespace", "token_chain", "block_chain", "documents", "learn_later", "document_keys",
         "look", "lookup",
         "plan", "layers", "stats", "begin_exact", "begin_document", "fits", "begin_anew", "forget_all", "close",
     }  # fmt: skip

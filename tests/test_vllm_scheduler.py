@@ -1059,7 +1059,7 @@ def test_what_waits_to_be_learned_is_bounded(make):
     for i in range(400):
         run(lab, str(i), prompt([1000 + i] * CHUNK))
     assert len(lab.engine.learning)
-    assert sum(len(document.tokens) for document in lab.engine.learning._waiting) <= 4 * CHUNK
+    assert sum(len(document.tokens) for document in lab.engine.learning) <= 4 * CHUNK
 
 
 def test_a_document_larger_than_the_slab_is_left_alone(make):

@@ -29,7 +29,7 @@ from lmc.connectors.transformers.hf import LayerKV, cache_of, forward, identity,
 from lmc.connectors.transformers.layers import DecoderLayers
 from lmc.connectors.transformers.report import How, Prefilled, Report
 from lmc.connectors.transformers.selftest import prove_model
-from lmc.engine import CacheEngine, DocumentKeys, Geometry, Plan, PromptView, Wish
+from lmc.engine import CacheEngine, DocumentLookup, Geometry, Plan, PromptView, Wish
 from lmc.engine.identity import rope_name
 from lmc.errors import ChunkLost, ConfigError, InputError, UnsupportedModel
 from lmc.keys import ChunkKey, Namespace, RecordKind, chunk_bounds
@@ -218,7 +218,7 @@ class CachedModel:
 
     def _plan(self, prompt: list[int], segments: Segments, how: How, ratio: float, lost: set[ChunkKey]) -> Plan:
         """Decide what of the prompt is taken from the store."""
-        documents: tuple[DocumentKeys, ...] = ()
+        documents: tuple[DocumentLookup, ...] = ()
         if how != "exact":
             documents = self.engine.documents(prompt, segments.documents, self._salt, start=segments.system)
         chain = self.engine.token_chain(prompt, self._salt, ends=[segments.system.stop])

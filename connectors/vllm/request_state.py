@@ -9,7 +9,7 @@ from typing import Any
 
 from lmc.blend.segments import Span
 from lmc.blend.strategies import RecomputePolicy
-from lmc.engine import DocumentKeys, Plan
+from lmc.engine import DocumentLookup, Plan
 from lmc.keys import ChunkKey
 from lmc.storage.contract import Pin
 
@@ -37,7 +37,7 @@ class RequestState:
     request: Any
     role: Role
     policy: RecomputePolicy | None = None
-    documents: tuple[DocumentKeys, ...] = ()
+    documents: tuple[DocumentLookup, ...] = ()
     question: int = 0
     stamp: bytes = b""  # joins the block hashes, which do not cover a LoRA adapter's files or numbered images
     # What is stored for it

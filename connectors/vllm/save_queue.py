@@ -67,7 +67,7 @@ class SaveQueue:
     def learn_next(self) -> LearnJob | None:
         """Return the next document to learn, if none is under way and the engine has blocks to spare."""
         waiting = self._engine.learning
-        document = waiting.first()
+        document = waiting[-1] if waiting else None
         if document is None or self._learning in self._pending.under_way:
             return None
         tokens = document.tokens

@@ -11,17 +11,17 @@ begin_…      slots for new chunks, which the connector fills and commits
 
 import logging
 import os
-from collections import Counter, OrderedDict
+from collections import Counter, deque
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 
 from lmc.blend.segments import Span
 from lmc.config import Settings
 from lmc.engine.index import BlockChain, CacheIndex, ExactChain, TokenChain, find_run
-from lmc.engine.learning import LearningQueue
 from lmc.engine.pieces import Piece
 from lmc.engine.planner import DocumentLookup, Lookup, Plan, Wish, choose_plan
 from lmc.engine.tiers import open_tiers
@@ -39,6 +39,7 @@ from lmc.storage.tier import Tier
 log = logging.getLogger(__name__)
 
 SALTS = 4096  # cache salts (tenants) whose namespaces are remembered
+WAITING = 256  # documents to learn, at most; one that is dropped comes again with the next prompt that has it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,23 +55,16 @@ class Geometry:
     @classmethod
     def of(cls, shape: KVShape, chunk_size: int) -> "Geometry":
         """Return the sizes for a connector that keeps exact chunks as tokens, in the layout of documents."""
-        return cls(
-            chunk_size=chunk_size,
-            parts=shape.layers,
-            part_bytes=shape.part_bytes(chunk_size),
-            token_bytes=shape.token_bytes,
-            item_bytes=shape.dtype.itemsize,
-        )
+        part, token, item = shape.part_bytes(chunk_size), shape.token_bytes, shape.dtype.itemsize
+        return cls(chunk_size=chunk_size, parts=shape.layers, part_bytes=part, token_bytes=token, item_bytes=item)
 
 
 @dataclass(frozen=True, slots=True)
-class DocumentKeys:
-    """A document in a prompt, and the keys of its chunks."""
+class Unlearned:
+    """A document that stood in a prompt and is not stored, and the namespace of the tenant who brought it."""
 
-    span: Span
-    keys: tuple[ChunkKey, ...]
-    exact: bool = False  # whether the tokens before it are those that it was computed behind
-    learnable: bool = True
+    namespace: bytes
+    tokens: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,13 +72,11 @@ class PromptView:
     """The parts of a prompt that may be stored, with their keys."""
 
     chain: ExactChain
-    documents: tuple[DocumentKeys, ...] = ()
+    documents: tuple[DocumentLookup, ...] = ()  # whose places do not count, because `look` asks for them
 
 
 class CacheEngine:
     """The chunks of one model, for all tenants."""
-
-    learned_behind: tuple[int, ...] = ()  # The tokens that documents are computed behind.
 
     def __init__(
         self,
@@ -103,15 +95,13 @@ class CacheEngine:
         """
         self.settings, self.geometry, self._namespace = settings, geometry, namespace
         self.chunk_size = geometry.chunk_size
-        host = Slab.of_size(settings.max_local_cpu_size * GIB, geometry.parts, geometry.part_bytes, shared=shared)
+        self.slab = Slab.of_size(settings.max_local_cpu_size * GIB, geometry.parts, geometry.part_bytes, shared=shared)
         on_device = 0 if shared else settings.max_local_device_size * GIB
-        slab = Slab.of_size(on_device, geometry.parts, geometry.part_bytes, device) if on_device else None
+        device_slab = Slab.of_size(on_device, geometry.parts, geometry.part_bytes, device) if on_device else None
         tiers = open_tiers(settings, geometry.item_bytes) if tiers is None else tiers
-        self.slab = host
-        self.store = Store(host, tiers, device=slab, policy=WritePolicy(settings.store_policy))
+        self.store = Store(self.slab, tiers, device=device_slab, policy=WritePolicy(settings.store_policy))
         self.index = CacheIndex()
-        self.learning = LearningQueue(host.slots * self.chunk_size)
-        self._salted: OrderedDict[tuple[RecordKind, str], bytes] = OrderedDict()
+        self.learning: deque[Unlearned] = deque()  # The document that has waited longest is the last one.
         self.recalled: dict[ChunkKey, str] = {}  # What connectors noted with records.
         self._recall()
 
@@ -119,14 +109,7 @@ class CacheEngine:
 
     def namespace(self, kind: RecordKind, salt: str = "") -> bytes:
         """Return the digest from which the keys of a tenant's chunks start."""
-        name = (kind, salt)
-        if name not in self._salted:
-            layout = self._namespace.layout if kind is RecordKind.PAGES else ""
-            own = replace(self._namespace, kind=kind.value, cache_salt=salt, layout=layout)
-            self._salted[name] = own.digest()
-            while len(self._salted) > SALTS:
-                self._salted.popitem(last=False)
-        return self._salted[name]
+        return _digest(self._namespace, kind, salt)
 
     def token_chain(self, tokens: Sequence[int], salt: str = "", ends: Iterable[int] = ()) -> TokenChain:
         """Return a prompt as exact token chunks. Partly full chunks are also looked for at the lengths `ends`."""
@@ -138,33 +121,40 @@ class CacheEngine:
 
     def documents(
         self, prompt: Sequence[int], spans: Iterable[Span], salt: str = "", *, start: Span | None = None
-    ) -> tuple[DocumentKeys, ...]:
-        """Return the documents of a prompt with their keys; raise `InputError` for a token that is no uint32.
+    ) -> tuple[DocumentLookup, ...]:
+        """Return the documents of a prompt, not looked up yet; raise `InputError` for a token that is no uint32.
 
         The text at the `start` of a prompt may be a document that has no separator before it, and is never learned.
         """
-        found = [self._document(prompt, span, salt) for span in spans]
-        return (self._document(prompt, start, salt, learnable=False), *found) if start else tuple(found)
+        namespace = self.namespace(RecordKind.DOCUMENT, salt)
+        everything = [start, *spans] if start else spans
+        return tuple(self._document(prompt, span, namespace, learnable=span is not start) for span in everything)
 
-    def _document(self, prompt: Sequence[int], span: Span, salt: str, *, learnable: bool = True) -> DocumentKeys:
-        exact = span.start == len(self.learned_behind) and tuple(prompt[: span.start]) == self.learned_behind
-        keys = self.document_keys(prompt[span.start : span.stop], self.namespace(RecordKind.DOCUMENT, salt))
-        return DocumentKeys(span, tuple(keys), exact, learnable)
+    def _document(self, prompt: Sequence[int], span: Span, namespace: bytes, *, learnable: bool) -> DocumentLookup:
+        keys, exact = self.document_keys(prompt[span.start : span.stop], namespace), span.start == 0
+        pieces = [
+            Piece.whole(RecordKind.DOCUMENT, key, stop - start, span.start + start, start, None, exact=exact)
+            for key, (start, stop) in zip(keys, chunk_bounds(len(span), self.chunk_size), strict=True)
+        ]
+        return DocumentLookup(span=span, pieces=tuple(pieces), learnable=learnable)
 
     def document_keys(self, tokens: Sequence[int], namespace: bytes) -> list[ChunkKey]:
         """Return the keys of a document's chunks."""
         return document_keys(namespace, tokens, self.chunk_size)
 
     def learn_later(self, prompt: Sequence[int], documents: Iterable[Span], salt: str = "") -> None:
-        """Queue documents of a prompt to be learned when the engine is idle."""
+        """Queue documents to be learned when the engine is idle, each once, and no more of them than memory holds."""
         namespace = self.namespace(RecordKind.DOCUMENT, salt)
         for span in documents:
-            self.learning.add(namespace, prompt[span.start : span.stop])
+            document = Unlearned(namespace, tuple(prompt[span.start : span.stop]))
+            tokens = len(span) + sum(len(waiting.tokens) for waiting in self.learning)
+            room = len(self.learning) < WAITING and tokens <= self.slab.slots * self.chunk_size
+            if room and document not in self.learning:
+                self.learning.appendleft(document)
 
     def begin_anew(self) -> None:
         """Use other keys from now on, which no later process finds: new weights may have come into the same model."""
         self._namespace = replace(self._namespace, model=self._namespace.model + os.urandom(16).hex())
-        self._salted.clear()
         self.index = CacheIndex()
 
     # -- plans -------------------------------------------------------------------------------------------------------
@@ -174,16 +164,15 @@ class CacheEngine:
 
         Tiers that other processes share are asked, unless `elsewhere` holds the places that they have answered.
         """
-        documents = view.documents
-        keys = [*view.chain.whole, *(key for document in documents for key in document.keys)]
-        places = self.lookup(keys, elsewhere)
-        full = len(keys) - sum(len(document.keys) for document in documents)
-        exact = find_run(view.chain, self.chunk_size, places[:full], lambda keys: self.lookup(keys, elsewhere))
-        found, at = [], full
-        for document in documents:
-            found.append(self._located(document, places[at : at + len(document.keys)]))
-            at += len(document.keys)
-        return Lookup(exact=tuple(exact), documents=tuple(found))
+        whole = view.chain.whole
+        keys = [*whole, *(piece.key for document in view.documents for piece in document.pieces)]
+        places = dict(zip(keys, self.lookup(keys, elsewhere), strict=True))
+        exact = find_run(view.chain, self.chunk_size, places, lambda keys: self.lookup(keys, elsewhere))
+        documents = [
+            replace(document, pieces=tuple(replace(piece, place=places[piece.key]) for piece in document.pieces))
+            for document in view.documents
+        ]
+        return Lookup(exact=tuple(exact), documents=tuple(documents))
 
     def lookup(self, keys: Sequence[ChunkKey], elsewhere: Mapping[ChunkKey, str] | None = None) -> list[str | None]:
         """Return the place of each chunk, or None; `elsewhere` as for `look`."""
@@ -230,9 +219,8 @@ class CacheEngine:
         """
         naming = chain.naming(chunk, tokens)
         known = [naming.key, naming.longer] if naming.longer is not None else [naming.key]
-        stored = any(self.store.lookup(known, shared=False))
         reservation = None
-        if not stored:
+        if not any(self.store.lookup(known, shared=False)):
             size = self.geometry.part_bytes * tokens // self.chunk_size  # Older bytes of the slot are not written.
             label = " ".join(filter(None, (naming.label, details)))
             meta = self._meta(chain.kind, naming.key, namespace, tokens, chunk * self.chunk_size, size, label)
@@ -246,14 +234,14 @@ class CacheEngine:
 
         Returns None instead of the list if all chunks are stored, or if there is no room for all of them.
         """
-        keys, first = self.document_keys(tokens, namespace), len(self.learned_behind)
+        keys = self.document_keys(tokens, namespace)
         places = self.store.lookup(keys, shared=False)
         if all(places) or len(keys) > self.store.slots:
             return None
         slots: list[Reservation | None] = []
         for key, place, (start, stop) in zip(keys, places, chunk_bounds(len(tokens), self.chunk_size), strict=True):
             size = (stop - start) * self.geometry.token_bytes
-            meta = self._meta(RecordKind.DOCUMENT, key, namespace, stop - start, first + start, size)
+            meta = self._meta(RecordKind.DOCUMENT, key, namespace, stop - start, start, size)
             slots.append(None if place else self.store.begin(meta))
             if place is None and slots[-1] is None:
                 for begun in filter(None, slots):
@@ -280,15 +268,6 @@ class CacheEngine:
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
-    def _located(self, document: DocumentKeys, places: Sequence[str | None]) -> DocumentLookup:
-        span, behind, exact = document.span, len(self.learned_behind), document.exact
-        bounds = chunk_bounds(len(span), self.chunk_size)
-        pieces = [
-            Piece.whole(RecordKind.DOCUMENT, key, stop - start, span.start + start, behind + start, place, exact=exact)
-            for key, place, (start, stop) in zip(document.keys, places, bounds, strict=True)
-        ]
-        return DocumentLookup(span=span, pieces=tuple(pieces), learnable=document.learnable)
-
     def _part(self, piece: Piece, pin: Pin, layer: int, shape: KVShape, loaded: "Counter[str] | None") -> torch.Tensor:
         part = shape.part(self.store.part(pin, layer), piece.stored)
         if loaded is not None:
@@ -301,18 +280,11 @@ class CacheEngine:
         return piece.stored * self.geometry.token_bytes * self.geometry.parts
 
     def _meta(
-        self, kind: RecordKind, key: ChunkKey, namespace: bytes, tokens: int, first: int, size: int, label: str = ""
+        self, kind: RecordKind, key: ChunkKey, namespace: bytes, tokens: int, at: int, size: int, label: str = ""
     ) -> RecordMeta:
         parts = self.geometry.parts
         return RecordMeta(
-            key=key,
-            namespace=namespace,
-            tokens=tokens,
-            first=first,
-            parts=parts,
-            part_bytes=size,
-            kind=kind,
-            label=label,
+            key=key, namespace=namespace, tokens=tokens, first=at, parts=parts, part_bytes=size, kind=kind, label=label
         )
 
     def _recall(self) -> None:
@@ -335,3 +307,9 @@ class CacheEngine:
                     count,
                     place,
                 )
+
+
+@lru_cache(SALTS)
+def _digest(namespace: Namespace, kind: RecordKind, salt: str) -> bytes:
+    layout = namespace.layout if kind is RecordKind.PAGES else ""
+    return replace(namespace, kind=kind.value, cache_salt=salt, layout=layout).digest()

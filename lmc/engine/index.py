@@ -9,7 +9,7 @@ blocks, and the labels of records hold them for the next process.
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import takewhile
@@ -21,6 +21,7 @@ SHORT = 16  # bytes of a block hash that are remembered; too many for anybody to
 REMEMBERED = 1 << 20  # blocks: about 150 MB of index, 16 million tokens at 16 a block
 ENDS = 4096  # chunks for which the ends behind them are remembered
 
+Places = Mapping[ChunkKey, str | None]
 Lookup = Callable[[Sequence[ChunkKey]], Sequence[str | None]]
 
 
@@ -166,13 +167,12 @@ class BlockChain:
 ExactChain = TokenChain | BlockChain
 
 
-def find_run(chain: ExactChain, chunk_size: int, places: Sequence[str | None], lookup: Lookup) -> list[Piece]:
+def find_run(chain: ExactChain, chunk_size: int, places: Places, lookup: Lookup) -> list[Piece]:
     """Return the longest run of exact chunks from the start of a prompt.
 
     It has full chunks, which are at `places`, and perhaps a part of one more.
     """
-    stored = takewhile(lambda pair: pair[1], zip(chain.whole, places, strict=True))
-    found = [(key, chunk_size, place) for key, place in stored]
+    found = [(key, chunk_size, places[key]) for key in takewhile(places.get, chain.whole)]
     ends = chain.partial(len(found))
     there = lookup([key for key, _ in ends]) if ends else []
     found += [(key, tokens, place) for (key, tokens), place in zip(ends, there, strict=True) if place][:1]

@@ -56,6 +56,11 @@ class Wish:
     memory_only: bool = False  # Chunks on tiers are not loaded.
     lost: frozenset[ChunkKey] = frozenset()  # chunks that did not come
 
+    def usable(self, piece: Piece) -> bool:
+        """Return whether a piece is stored where it can be taken from."""
+        there = piece.place in MEMORY if self.memory_only else piece.place is not None
+        return there and piece.key not in self.lost
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
@@ -87,24 +92,24 @@ class Plan:
 
 def make_plan(found: Lookup, wish: Wish) -> Plan:
     """Return the plan for a prompt of which `found` is stored."""
-    usable = _usable(wish)
     behind = (piece for piece in found.exact if piece.stop > wish.local)  # What the engine has need not be usable.
-    exact = trim(takewhile(usable, behind), wish.local, wish.exact_stop)
+    exact = trim(takewhile(wish.usable, behind), wish.local, wish.exact_stop)
     for piece in (piece for document in found.documents for piece in document.pieces if piece.exact):
         reach = max(wish.local, _stop(exact))
-        if piece.at <= reach and usable(piece):
+        if piece.at <= reach and wish.usable(piece):
             exact += trim([piece], reach, wish.exact_stop)
     reach = max(wish.local, _stop(exact))
     documents = [
         piece
         for document in found.documents
-        for piece in trim(filter(usable, document.pieces), reach, wish.document_stop)
+        for piece in trim(filter(wish.usable, document.pieces), reach, wish.document_stop)
     ]
     refused = (documents and wish.refused) or _too_little(documents, wish)
     if refused or all(piece.exact for piece in documents):
         documents = []
     stop = (wish.prompt if wish.whole_prompt else _stop(documents)) if documents else reach
-    unknown = tuple(document.span for document in found.documents if _is_unknown(document, wish))
+    stored = replace(wish, memory_only=False).usable
+    unknown = tuple(one.span for one in found.documents if one.learnable and not all(map(stored, one.pieces)))
     return Plan(exact=tuple(exact), documents=tuple(documents), reach=reach, stop=stop, unknown=unknown, note=refused)
 
 
@@ -144,14 +149,6 @@ def _offer(plan: Plan, wish: Wish, size_of: Callable[[Piece], int]) -> Offer:
     )
 
 
-def _usable(wish: Wish) -> Callable[[Piece], bool]:
-    def usable(piece: Piece) -> bool:
-        there = piece.place in MEMORY if wish.memory_only else piece.place is not None
-        return there and piece.key not in wish.lost
-
-    return usable
-
-
 def _stop(pieces: Sequence[Piece]) -> int:
     return pieces[-1].stop if pieces else 0
 
@@ -165,8 +162,3 @@ def _too_little(documents: Sequence[Piece], wish: Wish) -> str:
     if approximate and (approximate[0].at // wish.block_size + 1) * wish.block_size > wish.prompt:
         return "stored documents begin in the prompt's last block, which the engine does not fill before it answers"
     return ""
-
-
-def _is_unknown(document: DocumentLookup, wish: Wish) -> bool:
-    stored = all(piece.place is not None and piece.key not in wish.lost for piece in document.pieces)
-    return document.learnable and not stored
