@@ -1,5 +1,7 @@
 """Opens the tiers that the settings name."""
 
+from contextlib import ExitStack, closing
+
 from lmc.config import Settings
 from lmc.errors import ConfigError
 from lmc.redis_url import parse_redis_url
@@ -15,16 +17,14 @@ def open_tiers(settings: Settings, item_bytes: int) -> list[Tier]:
     Raises `TierUnusable` or `ConfigError`; then nothing stays open.
     """
     tiers: list[Tier] = []
-    try:
+    with ExitStack() as opened:
         if settings.local_disk is not None:
-            disk = DiskTier(settings.local_disk, int(settings.max_local_disk_size * GIB))
+            disk = opened.enter_context(closing(DiskTier(settings.local_disk, int(settings.max_local_disk_size * GIB))))
             tiers.append(Coded(disk, settings.local_disk_serde, item_bytes))
         if settings.remote_url is not None:
-            tiers.append(Coded(open_redis(settings), settings.remote_serde, item_bytes))
-    except BaseException:
-        for tier in tiers:
-            tier.close()
-        raise
+            remote = opened.enter_context(closing(open_redis(settings)))
+            tiers.append(Coded(remote, settings.remote_serde, item_bytes))
+        opened.pop_all()  # Without an error they stay open.
     return tiers
 
 
@@ -35,9 +35,5 @@ def open_redis(settings: Settings) -> Tier:
         from lmc.storage.redis import RedisTier
     except ImportError as error:
         raise ConfigError(f"remote_url needs the package {error.name}: pip install 'lmc[redis]'") from None
-    return RedisTier(
-        parse_redis_url(settings.remote_url),
-        deadline=settings.remote_deadline,
-        ttl=settings.remote_ttl,
-        prefix=settings.remote_prefix,
-    )
+    remote = parse_redis_url(settings.remote_url)
+    return RedisTier(remote, deadline=settings.remote_deadline, ttl=settings.remote_ttl, prefix=settings.remote_prefix)
