@@ -78,8 +78,7 @@ def document_keys(namespace: bytes, tokens: Sequence[int], chunk_size: int) -> l
 
 def chunk_bounds(tokens: int, chunk_size: int) -> list[tuple[int, int]]:
     """Return the half-open token ranges of the chunks of `tokens` tokens; the last may be partly full."""
-    edges = [*range(0, tokens, chunk_size), tokens]
-    return list(pairwise(edges))
+    return list(pairwise([*range(0, tokens, chunk_size), tokens]))
 
 
 def check_tokens(tokens: Sequence[int]) -> "array[int]":
@@ -94,8 +93,6 @@ def _chain(parent: bytes, tokens: Sequence[int], chunk_size: int) -> list[ChunkK
     packed = memoryview(check_tokens(tokens)).cast("B")  # 4 bytes a token, little-endian on all supported machines
     keys, step, sha256 = [], 4 * chunk_size, hashlib.sha256
     for start in range(0, len(packed), step):
-        h = sha256(parent)
-        h.update(packed[start : start + step])
-        parent = h.digest()
+        parent = sha256(parent + packed[start : start + step]).digest()
         keys.append(ChunkKey(parent))
     return keys

@@ -41,5 +41,4 @@ class KVShape:
 
     def part(self, raw: "torch.Tensor", tokens: int) -> "torch.Tensor":
         """A part's bytes as a tensor: uint8 `[n]` -> `[K, T, H, D]`, no copy."""
-        used = raw[: self.part_bytes(tokens)]
-        return used.view(self.dtype).view(KV, tokens, self.kv_heads, self.head_dim)
+        return raw[: self.part_bytes(tokens)].view(self.dtype).view(KV, tokens, self.kv_heads, self.head_dim)

@@ -53,10 +53,14 @@ def checkpoint_files(name: str | Path, revision: str | None = None) -> list[Path
 
 def identity_of_files(files: Sequence[Path], also: Sequence[str] = ()) -> str:
     """Return the identity of a checkpoint. `also` names the loader's options that change keys or values."""
-    digest = hashlib.sha256(repr(tuple(also)).encode())
+    digest, remembered = hashlib.sha256(repr(tuple(also)).encode()), _remembered()
     with ThreadPoolExecutor(READERS, thread_name_prefix="lmc-identity") as pool:
-        for path, found in zip(files, _RememberedDigests().of(files, pool), strict=True):
-            digest.update(f"{path.name} {found}\n".encode())
+        found = list(pool.map(lambda file: _entry(file, remembered), files))
+    changed = {path: entry for path, entry in found if path and remembered.get(path) != entry}
+    if changed:
+        _remember({path: entry for path, entry in remembered.items() if os.path.exists(path)} | changed)
+    for file, (_, entry) in zip(files, found, strict=True):
+        digest.update(f"{file.name} {entry[-1]}\n".encode())
     return digest.hexdigest()
 
 
@@ -85,45 +89,39 @@ def adapter_stamp(path: str) -> bytes:
     return hashlib.sha256(repr((path, known)).encode()).digest()
 
 
-class _RememberedDigests:
-    """Digests of files, kept in the user's cache directory."""
+def _digests_file() -> Path:
+    """Return the file in the user's cache directory in which digests of files are remembered."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lmc" / "checkpoints.json"
 
-    def __init__(self) -> None:
-        cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-        self._file = Path(cache) / "lmc" / "checkpoints.json"
-        self._known: dict[str, list[object]] = {}
-        with suppress(OSError, ValueError):
-            known = json.loads(self._file.read_text())
-            self._known = known if isinstance(known, dict) else {}
 
-    def of(self, files: Sequence[Path], pool: ThreadPoolExecutor) -> list[str]:
-        """Return the digest of each file. Files that are not remembered are read."""
-        found = list(pool.map(self._digest, files))
-        changed = {path: entry for path, entry in found if path and self._known.get(path) != entry}
-        if changed:
-            self._remember(changed)
-        return [str(entry[-1]) for _, entry in found]
+def _remembered() -> dict[str, list[object]]:
+    with suppress(OSError, ValueError):
+        known = json.loads(_digests_file().read_text())
+        return known if isinstance(known, dict) else {}
+    return {}
 
-    def _digest(self, file: Path) -> tuple[str, list[object]]:
-        """Return the path, and size, times and digest; no path if these may not be remembered."""
-        path = str(file.resolve())
-        status = os.stat(path)
-        stamp = [status.st_size, status.st_mtime_ns, status.st_ctime_ns]
-        known = self._known.get(path)
-        if isinstance(known, list) and known[:-1] == stamp:
-            return path, known
-        is_config = file.suffix == ".json"
-        digest = hashlib.sha256(_plain(json.loads(file.read_bytes()))).hexdigest() if is_config else _read(path)
-        fresh = time.time() - max(status.st_mtime, status.st_ctime) < FRESH_SECONDS
-        return ("" if fresh else path), [*stamp, digest]
 
-    def _remember(self, changed: Mapping[str, list[object]]) -> None:
-        with suppress(OSError):  # If the home is read-only, the next start reads the files again.
-            self._file.parent.mkdir(parents=True, exist_ok=True)
-            aside = self._file.with_suffix(f".{os.getpid()}")
-            known = {path: entry for path, entry in self._known.items() if os.path.exists(path)}
-            aside.write_text(json.dumps({**known, **changed}))
-            aside.replace(self._file)
+def _remember(known: Mapping[str, list[object]]) -> None:
+    file = _digests_file()
+    with suppress(OSError):  # If the home is read-only, the next start reads the files again.
+        file.parent.mkdir(parents=True, exist_ok=True)
+        aside = file.with_suffix(f".{os.getpid()}")
+        aside.write_text(json.dumps(known))
+        aside.replace(file)
+
+
+def _entry(file: Path, remembered: Mapping[str, list[object]]) -> tuple[str, list[object]]:
+    """Return a file's path, and its size, times and digest; no path if these may not be remembered."""
+    path = str(file.resolve())
+    status = os.stat(path)
+    stamp = [status.st_size, status.st_mtime_ns, status.st_ctime_ns]
+    known = remembered.get(path)
+    if isinstance(known, list) and known[:-1] == stamp:
+        return path, known
+    is_config = file.suffix == ".json"
+    digest = hashlib.sha256(_plain(json.loads(file.read_bytes()))).hexdigest() if is_config else _read(path)
+    fresh = time.time() - max(status.st_mtime, status.st_ctime) < FRESH_SECONDS
+    return ("" if fresh else path), [*stamp, digest]
 
 
 def _read(path: str) -> str:

@@ -94,16 +94,13 @@ def make_plan(found: Lookup, wish: Wish) -> Plan:
     """Return the plan for a prompt of which `found` is stored."""
     behind = (piece for piece in found.exact if piece.stop > wish.local)  # What the engine has need not be usable.
     exact = trim(takewhile(wish.usable, behind), wish.local, wish.exact_stop)
-    for piece in (piece for document in found.documents for piece in document.pieces if piece.exact):
+    pieces = [piece for document in found.documents for piece in filter(wish.usable, document.pieces)]
+    for piece in pieces:
         reach = max(wish.local, _stop(exact))
-        if piece.at <= reach and wish.usable(piece):
+        if piece.exact and piece.at <= reach:
             exact += trim([piece], reach, wish.exact_stop)
     reach = max(wish.local, _stop(exact))
-    documents = [
-        piece
-        for document in found.documents
-        for piece in trim(filter(wish.usable, document.pieces), reach, wish.document_stop)
-    ]
+    documents = trim(pieces, reach, wish.document_stop)
     refused = (documents and wish.refused) or _too_little(documents, wish)
     if refused or all(piece.exact for piece in documents):
         documents = []
