@@ -6,6 +6,7 @@ reads it). Taking a free slot evicts the chunk in it. The order in which slots a
 block pool in release 0.32.0.
 """
 
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import NewType
 
@@ -19,16 +20,18 @@ class Ledger:
 
     def __init__(self, slots: int) -> None:
         assert slots > 0
-        self.slots = self.free = slots
-        self.evictions = 0
+        self.slots, self.evictions = slots, 0
         self._holders = [0] * slots
         self._keys: list[ChunkKey | None] = [None] * slots
         self._writing: set[Slot] = set()
         # A key may be in several slots: two requests that computed the same chunk each keep their own.
         self._slots_of: dict[ChunkKey, list[Slot]] = {}
-        # The free queue is doubly linked, in two lists. Index `slots` is a sentinel between its tail and its head.
-        self._next = [*range(1, slots + 1), 0]
-        self._previous = [slots, *range(slots)]
+        self._queue = OrderedDict.fromkeys(map(Slot, range(slots)))  # the free slots; the first is taken next
+
+    @property
+    def free(self) -> int:
+        """How many slots are free."""
+        return len(self._queue)
 
     def find(self, key: ChunkKey) -> Slot | None:
         """Return a slot that holds `key`, whether it is free or held."""
@@ -54,15 +57,14 @@ class Ledger:
         """Add a holder to a slot that has a key: nothing evicts it until all its holders have released it."""
         assert self._keys[slot] is not None, f"slot {slot} holds nothing"
         if self._holders[slot] == 0:
-            self._unlink(slot)
+            del self._queue[slot]
         self._holders[slot] += 1
 
     def reserve(self) -> Slot | None:
         """Take the slot at the head of the free queue to write to it, evicting its key; None if no slot is free."""
-        if not self.free:
+        if not self._queue:
             return None
-        slot = Slot(self._next[self.slots])
-        self._unlink(slot)
+        slot, _ = self._queue.popitem(last=False)
         if self._keys[slot] is not None:
             self.drop(slot)
             self.evictions += 1
@@ -92,7 +94,9 @@ class Ledger:
             self._holders[slot] -= 1
             if self._holders[slot] == 0:
                 self._writing.discard(slot)
-                self._link(slot, head=self._keys[slot] is None)
+                self._queue[slot] = None
+                if self._keys[slot] is None:
+                    self._queue.move_to_end(slot, last=False)
 
     def drop(self, slot: Slot) -> None:
         """Forget the key in `slot`; whoever holds the slot keeps it until it is released."""
@@ -102,15 +106,3 @@ class Ledger:
         self._slots_of[key].remove(slot)
         if not self._slots_of[key]:
             del self._slots_of[key]
-
-    def _unlink(self, slot: Slot) -> None:
-        before, after = self._previous[slot], self._next[slot]
-        self._next[before], self._previous[after] = after, before
-        self.free -= 1
-
-    def _link(self, slot: Slot, *, head: bool) -> None:
-        before = self.slots if head else self._previous[self.slots]
-        after = self._next[before]
-        self._next[before] = self._previous[after] = slot
-        self._previous[slot], self._next[slot] = before, after
-        self.free += 1

@@ -1,7 +1,5 @@
 """Proves the invariants of the store's bookkeeping, from the outside."""
 
-from collections.abc import Iterator
-
 from lmc.storage.ledger import Ledger, Slot
 from lmc.storage.store import Store
 
@@ -15,10 +13,9 @@ def check_store(store: Store) -> None:
 
 def check_ledger(ledger: Ledger) -> None:
     """Each slot is exactly once in {free, held, being written}; links, keys and counts agree."""
-    queue = list(free_queue(ledger))
+    queue = free_queue(ledger)
     free = set(queue)
     assert len(queue) == len(free) == ledger.free, "free queue and its count disagree"
-    assert all(ledger._previous[ledger._next[s]] == s for s in [*queue, ledger.slots]), "links disagree"
     for slot in map(Slot, range(ledger.slots)):
         assert (ledger._holders[slot] == 0) == (slot in free), f"slot {slot} is both free and held, or neither"
         assert slot not in ledger._writing or (ledger._holders[slot] == 1 and ledger._keys[slot] is None)
@@ -27,12 +24,9 @@ def check_ledger(ledger: Ledger) -> None:
     assert all(ledger._keys[s] == key for key, slots in ledger._slots_of.items() for s in slots)
 
 
-def free_queue(ledger: Ledger) -> Iterator[Slot]:
+def free_queue(ledger: Ledger) -> list[Slot]:
     """Free slots from the head: the order in which they will be taken."""
-    slot = ledger._next[ledger.slots]
-    while slot != ledger.slots:
-        yield Slot(slot)
-        slot = ledger._next[slot]
+    return list(ledger._queue)
 
 
 def reserve(ledger: Ledger, count: int) -> list[Slot] | None:
