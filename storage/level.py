@@ -26,18 +26,16 @@ class Level:
     def __post_init__(self) -> None:
         self.ledger = Ledger(self.slab.slots)
 
-    def reserve(self) -> "tuple[Slot, Held | None] | None":
-        """Reserve a slot, and return it with the chunk that is evicted from it, if any; None if every slot is held."""
+    def reserve(self, evicted: "list[Held]") -> Slot | None:
+        """Reserve a slot, and add the chunk that was in it, if any, to `evicted`; None if every slot is held."""
         slot = self.ledger.reserve()
-        if slot is None:
-            return None
-        meta = self.metas.pop(slot, None)
-        self.slab.lose(slot)  # Another process may still read a slot that was released too early.
-        if meta is None:
-            return slot, None
-        if self.ledger.find(meta.key) is None:
-            self.changes.left(self.name, meta.key)
-        return slot, Held(meta, self, slot)
+        if slot is not None:
+            self.slab.lose(slot)  # Another process may still read a slot that was released too early.
+            if (meta := self.metas.pop(slot, None)) is not None:
+                evicted.append(Held(meta, self, slot))
+                if self.ledger.find(meta.key) is None:
+                    self.changes.left(self.name, meta.key)
+        return slot
 
     def commit(self, slot: Slot, meta: RecordMeta) -> None:
         """Note that a reserved slot has been filled."""
@@ -92,7 +90,7 @@ class Outgoing:
 class Todo:
     """What has to be done outside of the lock after a step of the state, in this order."""
 
-    evicted: list[Held] = field(default_factory=list)  # to be saved before their slots are written
+    evicted: list[Held] = field(default_factory=list)  # with write_back saved before their slots are written
     loads: list[Load] = field(default_factory=list)
     copies: list[tuple[Held, Level]] = field(default_factory=list)  # to another level
     outgoing: list[Outgoing] = field(default_factory=list)

@@ -9,7 +9,6 @@ import logging
 import resource
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from itertools import zip_longest
 from typing import TypeVar
 
@@ -65,10 +64,10 @@ class Loader:
     def _load_together(self, loads: Sequence[Load], spent: Spent) -> None:
         readers: dict[Load, RecordReader] = {}
         try:
-            loads = [load for load in loads if self._state.started(load)]
+            loads = [load for load in loads if self._state.wanted(load)]
             self._announce(loads, spent)
             for load in loads:
-                reader = self._timed(load.tier, "opening", spent, partial(self._open, load))
+                reader = self._timed(load.tier, "opening", spent, self._open, load)
                 spent[load.tier.name, "records"] += 1
                 if reader is None:
                     self._state.ended(load, None)
@@ -85,23 +84,20 @@ class Loader:
         for tier in {load.tier.name: load.tier for load in loads}.values():
             ours = [load for load in loads if load.tier is tier]
             keys, into = [load.key for load in ours], [slab.memory(load.slot, 0, count, slab.stride) for load in ours]
-            self._timed(tier, "opening", spent, partial(tier.announce, keys, into))
+            self._timed(tier, "opening", spent, tier.announce, keys, into)
 
     def _open(self, load: Load) -> RecordReader | None:
         reader = load.tier.open(load.key)
-        if reader is not None and (
-            reader.meta.parts != self._slab.parts or reader.meta.stored_part > self._slab.stride
-        ):
-            reader.close()
-            load.tier.delete(load.key)
-            raise CorruptRecord("a record of another shape is stored under this key")
-        return reader
+        if reader is None or (reader.meta.parts == self._slab.parts and reader.meta.stored_part <= self._slab.stride):
+            return reader
+        reader.close()
+        load.tier.delete(load.key)
+        raise CorruptRecord("a record of another shape is stored under this key")
 
     def _read_in_step(self, readers: dict[Load, RecordReader], spent: Spent) -> None:
         ranges = self._ranges()
+        self._request(readers, *ranges[0])
         for (first, count), ahead in zip_longest(ranges, ranges[1:]):
-            if first == 0:
-                self._request(readers, first, count)
             if ahead is not None:  # The next parts are on their way while these are read.
                 self._request(readers, *ahead)
             for load, reader in readers.items():
@@ -111,7 +107,7 @@ class Loader:
     def _read(self, load: Load, reader: RecordReader, first: int, count: int, spent: Spent) -> None:
         size = count * reader.meta.stored_part
         memory = self._slab.memory(load.slot, first, count, reader.meta.stored_part)
-        if not self._timed(load.tier, "reading", spent, _done(partial(reader.read, first, count, memory))):
+        if not self._timed(load.tier, "reading", spent, _done, reader.read, first, count, memory):
             self._state.ended(load, None)
             return
         spent[load.tier.name, "bytes"] += size
@@ -122,13 +118,13 @@ class Loader:
     def _request(self, readers: dict[Load, RecordReader], first: int, count: int) -> None:
         """Tell the readers what will be read next."""
         for load, reader in readers.items():
-            if not load.done and not self._guard(load.tier, "read", _done(partial(reader.request, first, count))):
+            if not load.done and not self._guard(load.tier, "read", _done, reader.request, first, count):
                 self._state.ended(load, None)
 
-    def _timed(self, tier: Tier, what: str, spent: Spent, operation: Callable[[], T]) -> T | None:
+    def _timed(self, tier: Tier, what: str, spent: Spent, work: Callable[..., T], *arguments: object) -> T | None:
         started = self.cost.clock()
         try:
-            return self._guard(tier, "read", operation)
+            return self._guard(tier, "read", work, *arguments)
         finally:
             spent[tier.name, what] += self.cost.clock() - started
 
@@ -138,14 +134,10 @@ class Loader:
         return [(first, min(step, parts - first)) for first in range(0, parts, step)]
 
 
-def _done(operation: Callable[[], None]) -> Callable[[], bool]:
-    """Make an operation return true, which tells it from one that failed under the guard."""
-
-    def done() -> bool:
-        operation()
-        return True
-
-    return done
+def _done(operation: Callable[..., None], *arguments: object) -> bool:
+    """Run an operation; true tells it from one that failed under the guard."""
+    operation(*arguments)
+    return True
 
 
 def _open_files() -> int:

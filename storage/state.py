@@ -30,7 +30,7 @@ class StoreState:
         self._changed = threading.Condition(new_lock(Rank.STATE))  # type: ignore[arg-type]
         self.levels, self.top, self.host = levels, levels[0], levels[-1]
         self._tiers, self._policy = tiers, policy
-        self._by_name = {level.name: level for level in levels}
+        self.by_name = {level.name: level for level in levels}
         self._leases = itertools.count(1)
         self._held: dict[int, Load | None] = {}  # by lease; None for a chunk that was in memory
         self._writing: set[ChunkKey] = set()
@@ -123,7 +123,7 @@ class StoreState:
         A copy is not kept if the chunk in its `source` has been forgotten meanwhile.
         """
         meta, slot, todo = reservation.meta, reservation.slot, Todo()
-        level = self._by_name[reservation.level]
+        level = self.by_name[reservation.level]
         with self._changed:
             self._writing.discard(meta.key)
             if source is not None and source.level.ledger.key_of(source.slot) != meta.key:
@@ -142,7 +142,7 @@ class StoreState:
         """Give back a slot that was not filled."""
         with self._changed:
             self._writing.discard(reservation.meta.key)
-            self._by_name[reservation.level].ledger.abort(reservation.slot)
+            self.by_name[reservation.level].ledger.abort(reservation.slot)
 
     def drop(self, key: ChunkKey) -> None:
         """Forget a chunk in memory, and one that is being loaded."""
@@ -153,15 +153,10 @@ class StoreState:
 
     # -- reports of the loading threads ------------------------------------------------------------------------------
 
-    def started(self, load: Load) -> bool:
-        """Note that a thread begins with a load; return false if the load has ended already."""
-        with self._changed:
-            load.started = True
-            return not load.done
-
     def wanted(self, load: Load) -> bool:
-        """Return whether anybody still waits for a load, and end it if not."""
+        """Note that a thread works on a load; return whether anybody still waits for it, and end it if not."""
         with self._changed:  # in one step, because somebody may be about to join it
+            load.started = True
             if load.readers == 0:
                 self._end(load, None)
             return not load.done
@@ -257,11 +252,8 @@ class StoreState:
 
     @staticmethod
     def _find(key: ChunkKey, levels: Sequence[Level]) -> tuple[Level, Slot] | None:
-        for level in levels:
-            slot = level.ledger.find(key)
-            if slot is not None:
-                return level, slot
-        return None
+        found = ((level, level.ledger.find(key)) for level in levels)
+        return next(((level, slot) for level, slot in found if slot is not None), None)
 
     def _pin_of(self, key: ChunkKey, level: Level, slot: Slot, place: str, load: Load | None) -> Pin:
         lease = next(self._leases)
@@ -326,13 +318,10 @@ class StoreState:
         self._changed.notify_all()
 
     def _reserve(self, level: Level, todo: Todo) -> Slot | None:
-        found = None if self._closed else level.reserve()
-        if found is None:
-            self._no_room += not self._closed
+        if self._closed:
             return None
-        slot, evicted = found
-        if evicted is not None and self._policy is WritePolicy.WRITE_BACK:
-            todo.evicted.append(evicted)
+        slot = level.reserve(todo.evicted)
+        self._no_room += slot is None
         return slot
 
     def _promote(self, slots: Sequence[Slot], todo: Todo) -> None:

@@ -8,21 +8,19 @@ parts and bytes, and not what a part means.
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 
 import torch
 
 from lmc.keys import ChunkKey
 from lmc.storage.change_log import ChangeLog
 from lmc.storage.contract import Pin, PinState, Reservation
-from lmc.storage.cost_model import CostModel
 from lmc.storage.level import Level
 from lmc.storage.loader import Loader
 from lmc.storage.record import RecordMeta
 from lmc.storage.slab import Slab
 from lmc.storage.state import StoreState
 from lmc.storage.stats import StoreStats, WritePolicy
-from lmc.storage.tier import Entry, Tier
+from lmc.storage.tier import Tier
 from lmc.storage.tier_guard import TierGuard
 from lmc.storage.writer import Writer
 
@@ -42,12 +40,14 @@ class Store:
         self.changes = ChangeLog()
         self._host = Level("host", host, self.changes)
         self._levels = [*([Level("device", device, self.changes)] if device else []), self._host]
-        self._slabs = {level.name: level.slab for level in self._levels}
         self._tiers, self._guard = list(tiers), TierGuard()
         self._state = StoreState(self._levels, self._tiers, policy)
         self._loader = Loader(self._state, self._guard, load_threads)
         self._writer = Writer(self._state, self._tiers, policy, self._guard)
-        for tier in self._tiers:
+        self.cost = self._loader.cost  # the estimates by which connectors choose between loading and computing
+        self.slots = host.slots  # how many chunks fit in host memory
+        self.shared_places = frozenset(tier.name for tier in tiers if tier.shared)  # which other processes use as well
+        for tier in tiers:
             tier.report_to(self.changes)
 
     # -- finding and reading -----------------------------------------------------------------------------------------
@@ -59,7 +59,7 @@ class Store:
             missing = [i for i, place in enumerate(found) if place is None]
             if not missing:
                 break
-            there = self._guard(tier, "lookup", partial(tier.contains, [keys[i] for i in missing]))
+            there = self._guard(tier, "lookup", tier.contains, [keys[i] for i in missing])
             for i, present in zip(missing, there or (), strict=False):  # no answers if the tier failed
                 found[i] = tier.name if present else None
         return found
@@ -96,7 +96,7 @@ class Store:
     def part(self, pin: Pin, part: int) -> torch.Tensor:
         """Wait for part `part` and return a view of it: uint8 `[stride]`; raise `ChunkLost` if it never comes."""
         self._state.wait_for_part(pin, part)
-        return self._slab(pin.level).part(pin.slot, part)
+        return self._state.by_name[pin.level].slab.part(pin.slot, part)
 
     def release(self, pins: Sequence[Pin], *, wait: bool = True) -> None:
         """Give pins back."""
@@ -118,16 +118,16 @@ class Store:
 
     def view(self, reservation: Reservation) -> torch.Tensor:
         """Return the slot to fill: uint8 `[L, stride]`."""
-        return self._slab(reservation.level).slot(reservation.slot)
+        return self._state.by_name[reservation.level].slab.slot(reservation.slot)
 
     def commit(self, reservation: Reservation) -> None:
         """Let the chunk be found from now on, and send it to the next place."""
-        self._slab(reservation.level).seal(reservation.slot, reservation.meta.part_bytes)
+        self._state.by_name[reservation.level].slab.seal(reservation.slot, reservation.meta.part_bytes)
         self._writer.do(self._state.commit(reservation))
 
     def abort(self, reservation: Reservation) -> None:
         """Give the slot back."""
-        self._slab(reservation.level).written(reservation.slot)
+        self._state.by_name[reservation.level].slab.written(reservation.slot)
         self._state.abort(reservation)
 
     def forget(self, key: ChunkKey, *, wait: bool = True, shared: bool = True) -> None:
@@ -170,21 +170,6 @@ class Store:
             present={place: (chunks, tokens) for place, chunks, tokens in self.changes.counts()},
         )
 
-    @property
-    def cost(self) -> CostModel:
-        """The estimates by which connectors choose between loading and computing."""
-        return self._loader.cost
-
-    @property
-    def slots(self) -> int:
-        """How many chunks fit in host memory."""
-        return self._host.slab.slots
-
-    @property
-    def shared_places(self) -> frozenset[str]:
-        """The names of the tiers that other processes use as well."""
-        return frozenset(tier.name for tier in self._tiers if tier.shared)
-
     def records(self) -> Iterator[tuple[str, RecordMeta]]:
         """Read the header of every record in the tiers that only this process uses, and enter it in the change log.
 
@@ -201,15 +186,11 @@ class Store:
 
     def known_keys(self) -> set[ChunkKey]:
         """Return every key in memory and in the tiers that only this process uses."""
-        known = set(self._state.resident())
-        for tier in (tier for tier in self._tiers if not tier.shared):
-            known.update(entry.key for entry in self._guard(tier, "lookup", partial(_listed, tier)) or ())
-        return known
+        ours = [tier for tier in self._tiers if not tier.shared]
+        listed = [self._guard(tier, "lookup", lambda one: list(one.entries()), tier) or () for tier in ours]
+        return {*self._state.resident(), *(entry.key for entries in listed for entry in entries)}
 
     # -- inside ------------------------------------------------------------------------------------------------------
-
-    def _slab(self, level: str) -> Slab:
-        return self._slabs[level]
 
     def _in_memory(self, keys: Sequence[ChunkKey]) -> list[str | None]:
         """Look in memory without the lock, so that a lookup waits for nobody who stores or loads."""
@@ -218,7 +199,3 @@ class Store:
             name, there = level.name, level.ledger.holds(keys)
             found = [place or (name if held else None) for place, held in zip(found, there, strict=True)]
         return found
-
-
-def _listed(tier: Tier) -> list[Entry]:
-    return list(tier.entries())

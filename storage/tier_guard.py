@@ -30,11 +30,11 @@ class TierGuard:
         self._complained: dict[str, float] = {}
         self._lock = new_lock(Rank.LEAF)
 
-    def __call__(self, tier: Tier, verb: Verb, operation: Callable[[], T]) -> T | None:
+    def __call__(self, tier: Tier, verb: Verb, operation: Callable[..., T], *arguments: object) -> T | None:
         """Return what `operation` returns, or None if the tier fails."""
         started = time.perf_counter()
         try:
-            return operation()
+            return operation(*arguments)
         except (OSError, CorruptRecord) as error:
             if verb == "read" and isinstance(error, FileNotFoundError):
                 return None  # The record was evicted while it was read, which is not a failure.

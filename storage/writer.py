@@ -10,7 +10,7 @@ Every step is reported to the store's state, which decides what goes where. A sl
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
+from itertools import chain
 from typing import TypeVar
 
 from lmc.keys import ChunkKey
@@ -31,46 +31,30 @@ T = TypeVar("T")
 WRITERS = 2
 
 
-class TierQueue:
-    """The threads that write to one tier. What concerns one key is done in the order in which it was submitted."""
-
-    def __init__(self, tier: Tier) -> None:
-        writers = 1 if tier.shared else WRITERS
-        self._threads = [_thread(f"lmc-{tier.name}-{i}") for i in range(writers)]
-
-    def submit(self, key: ChunkKey, job: Callable[..., None], *arguments: object) -> "Future[None]":
-        """Run a job after everything that was submitted for `key`."""
-        return self._threads[key[-1] % len(self._threads)].submit(job, *arguments)
-
-    def close(self) -> None:
-        """Wait for what was submitted, and stop the threads."""
-        for thread in self._threads:
-            thread.shutdown()
-
-
 class Writer:
-    """The queues of one store."""
+    """The queues of one store, each with a thread of its own."""
 
     def __init__(self, state: StoreState, tiers: Sequence[Tier], policy: WritePolicy, guard: TierGuard) -> None:
-        self._state, self._policy, self._guard = state, policy, guard
+        self._state, self._tiers, self._policy, self._guard = state, tiers, policy, guard
         self._copies = _thread("lmc-copy")
-        self._tiers, self._queues = tiers, {tier.name: TierQueue(tier) for tier in tiers}
+        writers = {tier.name: range(1 if tier.shared else WRITERS) for tier in tiers}
+        self._queues = {name: [_thread(f"lmc-{name}-{i}") for i in numbers] for name, numbers in writers.items()}
 
     def do(self, todo: Todo) -> None:
         """Save what was evicted, and start everything else."""
-        for evicted in todo.evicted:
+        for evicted in todo.evicted if self._policy is WritePolicy.WRITE_BACK else ():
             self._save(evicted)
         for held, target in todo.copies:
             self._copies.submit(self._carry, held, target)
         for outgoing in todo.outgoing:
             assert outgoing.slot is not None
-            self._submit(outgoing, self._bytes_of(Held(outgoing.meta, self._state.host, outgoing.slot)))
+            self._send(outgoing, self._bytes_of(Held(outgoing.meta, self._state.host, outgoing.slot)))
         self._complain()
 
-    def delete(self, key: ChunkKey, *, shared: bool) -> "list[Future[None]]":
+    def delete(self, key: ChunkKey, *, shared: bool) -> "list[Future[bool | None]]":
         """Remove a record that is in no slot any more from the tiers, after the writes of it that are queued."""
         tiers = [tier for tier in self._tiers if shared or not tier.shared]
-        return [self._queues[tier.name].submit(key, self._delete, tier, key) for tier in tiers]
+        return [self._submit(tier, key, _logged, self._guard, tier, "write", tier.delete, key) for tier in tiers]
 
     def close(self) -> None:
         """Write what is in memory only, and stop the threads. The state must be closed before.
@@ -85,14 +69,14 @@ class Writer:
             through = tier.shared and self._policy is WritePolicy.WRITE_THROUGH
             missed = self._state.queues.missed[tier.name]
             keys = [key for key in resident if not through or key in missed]
-            there = self._guard(tier, "lookup", partial(tier.contains, keys)) if keys else None
+            there = self._guard(tier, "lookup", tier.contains, keys) if keys else None
             for key, present in zip(keys, there or [False] * len(keys), strict=True):
                 if not present:
-                    writes.append(self._queues[tier.name].submit(key, self._write_last, tier, resident[key]))
+                    writes.append(self._submit(tier, key, self._write_last, tier, resident[key]))
         for write in writes:
             write.result()
-        for queue in self._queues.values():
-            queue.close()
+        for thread in chain(*self._queues.values()):
+            thread.shutdown()
 
     # -- in the thread that evicted ----------------------------------------------------------------------------------
 
@@ -104,21 +88,26 @@ class Writer:
                 return
             for outgoing in self._state.send_copy(evicted.meta):
                 try:
-                    copy = self._snapshot(evicted)
+                    copy = self._bytes_of(evicted, copied=True)
                 except OSError:
                     for tier in outgoing.tiers:
                         self._state.written(tier, evicted.meta, None, outgoing)
                     raise
-                self._submit(outgoing, copy)
+                self._send(outgoing, copy)
         except OSError as error:  # There is no memory for a copy.
             self._state.not_written(f"what is evicted cannot be copied ({error})", evicted.meta.key)
             self._complain()
 
     # -- in the threads ----------------------------------------------------------------------------------------------
 
-    def _submit(self, outgoing: Outgoing, parts: Sequence[memoryview]) -> None:
+    def _submit(self, tier: Tier, key: ChunkKey, job: Callable[..., T], *arguments: object) -> "Future[T]":
+        """Run a job after everything that was submitted for `key` in this tier."""
+        queues = self._queues[tier.name]
+        return queues[key[-1] % len(queues)].submit(job, *arguments)
+
+    def _send(self, outgoing: Outgoing, parts: Sequence[memoryview]) -> None:
         for tier in outgoing.tiers:
-            self._queues[tier.name].submit(outgoing.meta.key, self._write, tier, outgoing.meta, parts, outgoing)
+            self._submit(tier, outgoing.meta.key, self._write, tier, outgoing.meta, parts, outgoing)
 
     def _carry(self, held: Held, target: Level) -> None:
         try:
@@ -143,7 +132,7 @@ class Writer:
         outcome: Written | None = None
         try:
             if tier.usable:
-                outcome = _logged(self._guard, tier, "write", lambda: tier.write(meta, parts))
+                outcome = _logged(self._guard, tier, "write", tier.write, meta, parts)
             else:  # It was usable when the record was queued.
                 self._state.not_written(f"tier {tier.name} is not usable", meta.key, tier)
                 self._complain()
@@ -153,21 +142,15 @@ class Writer:
     def _write_last(self, tier: Tier, held: Held) -> None:
         self._write(tier, held.meta, self._bytes_of(held), None)
 
-    def _delete(self, tier: Tier, key: ChunkKey) -> None:
-        _logged(self._guard, tier, "write", lambda: tier.delete(key))
-
     def _complain(self) -> None:
         for about, text in self._state.take_complaints() if self._state.queues.complaints else ():
             self._guard.complain(about, text)
 
-    def _bytes_of(self, held: Held) -> Sequence[memoryview]:
-        if held.level is not self._state.host:
-            return self._snapshot(held)
-        return held.level.slab.memory(held.slot, 0, held.meta.parts, held.meta.stored_part)
-
-    @staticmethod
-    def _snapshot(held: Held) -> Sequence[memoryview]:
-        return [held.level.slab.snapshot(held.slot, held.meta.parts, held.meta.stored_part)]
+    def _bytes_of(self, held: Held, *, copied: bool = False) -> list[memoryview]:
+        slab, parts, size = held.level.slab, held.meta.parts, held.meta.stored_part
+        if copied or held.level is not self._state.host:
+            return [slab.snapshot(held.slot, parts, size)]
+        return slab.memory(held.slot, 0, parts, size)
 
 
 def _thread(name: str) -> ThreadPoolExecutor:
