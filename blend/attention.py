@@ -7,23 +7,21 @@ keys behind them.
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from lmc.blend.canvas import KV
+
 # Queries in one call. Keys behind the last query of a call are not read, so small calls save half of the work.
 BLOCK = 64
 
 
 def attend(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    positions: torch.Tensor,
-    scale: float,
-    present: torch.Tensor | None = None,
+    query: torch.Tensor, kv: KV, positions: torch.Tensor, scale: float, present: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Return the outputs `[T, Q, D]` of queries `[T, Q, D]` at ascending `positions [T]`.
 
-    `keys, values [H, N, D]` are at the positions 0…N-1; where `present [N]` is false they are not seen. Query head i
-    reads KV head i // (Q / H).
+    The keys and values `kv`, `[H, N, D]` each, are at the positions 0…N-1; where `present [N]` is false they are not
+    seen. Query head i reads KV head i // (Q / H).
     """
+    keys, values = kv
     heads, group = keys.shape[0], query.shape[1] // keys.shape[0]
     out = torch.empty_like(query)
     for start in range(0, len(positions), BLOCK):

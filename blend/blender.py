@@ -178,14 +178,14 @@ class Blender(Generic[R]):
 
         def attention(query: torch.Tensor) -> torch.Tensor | None:
             at, present, scale = probe.positions, probe.present, self._canvas.scale
-            keys, values = self._canvas.context(layer, len(present), probe.absent)
+            kv = self._canvas.context(layer, len(present), probe.absent)
             if probe.scoring < len(at):
                 so_far = paid[: len(present)]
-                scores = attention_paid(query[probe.scoring :], keys, at[probe.scoring :], scale, present)
+                scores = attention_paid(query[probe.scoring :], kv[0], at[probe.scoring :], scale, present)
                 torch.maximum(so_far, scores, out=so_far)
             if layer == self._canvas.depth - 1:
                 return None  # Nobody reads the output of the last layer in this pass.
-            return attend(query, keys, values, at, scale, present)
+            return attend(query, kv, at, scale, present)
 
         return attention
 
@@ -220,15 +220,13 @@ class Blender(Generic[R]):
         deviation, magnitude = (self._canvas.summed((x * x).sum((1, 2))) for x in (fresh - stored, stored))
         offset = self._offset[torch.searchsorted(self._reused, candidates)]
         evidence = Evidence(offset=offset, deviation=deviation, magnitude=magnitude)
-        chosen = self._canvas.agreed(self._most_deviating(layer, evidence), len(candidates))
+        check, thresholds = self._policy.check_layers.index(layer), self._policy.thresholds
+        count = budget(len(self._reused), self._policy.ratios[check])
+        chosen = by_deviation(evidence, count, thresholds[check] if thresholds else None)
+        chosen = self._canvas.agreed(chosen, len(candidates))
         goes_on = ~reused
         goes_on[reused.nonzero().flatten()[chosen]] = True
         return self._canvas.keep(rows, goes_on.nonzero().flatten())
-
-    def _most_deviating(self, layer: int, evidence: Evidence) -> torch.Tensor:
-        check, thresholds = self._policy.check_layers.index(layer), self._policy.thresholds
-        count = budget(len(self._reused), self._policy.ratios[check])
-        return by_deviation(evidence, count, thresholds[check] if thresholds else None)
 
     # -- counting ----------------------------------------------------------------------------------------------------
 

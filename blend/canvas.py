@@ -10,6 +10,8 @@ from typing import Protocol, TypeVar
 
 import torch
 
+KV = tuple[torch.Tensor, torch.Tensor]  # keys and values of one layer
+
 # Gets the queries [T, Q, D] of a batch whose keys and values are in the canvas, and returns the output of attention
 # [T, Q, D], or None to end the layer there.
 AttentionFunction = Callable[[torch.Tensor], torch.Tensor | None]
@@ -25,7 +27,10 @@ R = TypeVar("R", bound=Rows)
 
 
 class Canvas(Protocol[R]):
-    """The keys and values of one prompt in every layer, and the model's layers to compute more of them."""
+    """The keys and values of one prompt in every layer, and the model's layers to compute more of them.
+
+    A canvas inherits the answers of an engine with one rank, whose parts arrive when they are placed.
+    """
 
     depth: int  # layers
     device: torch.device
@@ -33,6 +38,7 @@ class Canvas(Protocol[R]):
 
     def arrived(self, layer: int) -> bool:
         """Return whether the stored parts of a layer can be placed now; raise `ChunkLost` if they never will be."""
+        return True
 
     def place(self, layer: int) -> int:
         """Put the stored parts of a layer where they are used, with keys rotated to their new positions.
@@ -56,20 +62,23 @@ class Canvas(Protocol[R]):
         of the last layer that nobody reads may be left out.
         """
 
-    def read(self, layer: int, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def read(self, layer: int, positions: torch.Tensor) -> KV:
         """Return keys and values `[T, H, D]` at `positions [T]`."""
 
     def write(self, layer: int, positions: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Set keys and values `[T, H, D]` at `positions [T]`, whether these rows are being computed or not."""
 
-    def context(self, layer: int, stop: int, absent: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def context(self, layer: int, stop: int, absent: torch.Tensor) -> KV:
         """Return keys and values `[H, stop, D]` of the first positions, to be read; those at `absent [N]` are zeros."""
 
     def context_cost(self, stop: int) -> int:
         """Return the cost of `context`, as the number of rows that would take as long to compute."""
+        return 0
 
     def summed(self, evidence: torch.Tensor) -> torch.Tensor:
         """Return evidence added up over the KV heads of all tensor-parallel ranks."""
+        return evidence
 
     def agreed(self, chosen: torch.Tensor, of: int) -> torch.Tensor:
         """Return the indices that rank 0 has `chosen` among `of` candidates, so that all ranks take the same steps."""
+        return chosen

@@ -14,6 +14,7 @@ from lmc.errors import UnsupportedModel
 
 # With these types frequencies do not depend on the prompt's length, so that a rotation by a difference is exact.
 SHIFT_INVARIANT = ("default", "linear", "llama3", "yarn")
+Turn = tuple[torch.Tensor, torch.Tensor]  # cos and sin [T, R/2]
 
 
 def check_rope(parameters: Mapping[str, object]) -> None:
@@ -26,35 +27,25 @@ def check_rope(parameters: Mapping[str, object]) -> None:
         )
 
 
-def turn_between(
-    cos_old: torch.Tensor, sin_old: torch.Tensor, cos_new: torch.Tensor, sin_new: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return cos and sin, float32 `[T, R/2]`, of the rotation that moves keys from old to new positions.
+def turn_between(old: Turn, new: Turn) -> Turn:
+    """Return the rotation, in float32, that moves keys from old to new positions.
 
-    The arguments are rows `[T, R/2]` of the model's cos and sin. The result is divided by the rows' squared magnitude,
+    The arguments are rows of the model's own cos and sin. The result is divided by the rows' squared magnitude,
     which is 1 except where YaRN scales them, because stored keys have that factor already. Equal rows give exactly
     (1, 0), so that a key that does not move keeps its bits.
     """
-    co, so, cn, sn = (t.float() for t in (cos_old, sin_old, cos_new, sin_new))
+    co, so, cn, sn = (t.float() for t in (*old, *new))
     magnitude = co * co + so * so
     return (cn * co + sn * so) / magnitude, (sn * co - cn * so) / magnitude
 
 
-def rotate(
-    keys: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    *,
-    interleaved: bool = False,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Rotate `keys [H, T, D]` by `cos, sin [T, R/2]`, computed in float32; dimensions from R on stay as they are.
+def rotate(keys: torch.Tensor, turn: Turn, out: torch.Tensor, *, interleaved: bool = False) -> None:
+    """Rotate `keys [H, T, D]` into `out`, computed in float32; dimensions from R on stay as they are.
 
-    Pairs are (i, i + R/2) as in GPT-NeoX and Llama, or (2i, 2i + 1) if `interleaved`, as in GPT-J. With `out`, of the
-    same shape and dtype and not overlapping, nothing is allocated for float32.
+    Pairs are (i, i + R/2) as in GPT-NeoX and Llama, or (2i, 2i + 1) if `interleaved`, as in GPT-J. `out` has the same
+    shape and dtype and does not overlap `keys`; nothing is allocated for float32.
     """
-    out = torch.empty_like(keys) if out is None else out
-    half = cos.shape[-1]
+    (cos, sin), half = turn, turn[0].shape[-1]
     first, second = slice(0, half), slice(half, 2 * half)
     if interleaved:
         first, second = slice(0, 2 * half, 2), slice(1, 2 * half, 2)
@@ -67,4 +58,3 @@ def rotate(
     else:
         out[..., first] = (a * cos).addcmul_(b, sin, value=-1)
         out[..., second] = (b * cos).addcmul_(a, sin)
-    return out

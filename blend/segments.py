@@ -5,11 +5,13 @@ way before a word that takes the last blank with it; each of these ways is a var
 a part of the prompt. They belong to no document.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 from lmc.errors import InputError
+
+Tokens = Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +50,7 @@ class Placement:
 Variants = tuple[tuple[int, ...], ...]
 
 
-def separator_variants(encode: Callable[[str], Sequence[int]], special: str) -> Variants:
+def separator_variants(encode: Callable[[str], Tokens], special: str) -> Variants:
     """Return every token sequence as which `special` can be encoded, longest first.
 
     `encode` may or may not add special tokens. Raises `InputError` if `special` cannot be found among other tokens.
@@ -63,28 +65,21 @@ def separator_variants(encode: Callable[[str], Sequence[int]], special: str) -> 
     blank = set(encode(" ")[start:]) | set(encode("\n")[start:])
     variants = tuple(sorted((v for v in found if set(v) - blank), key=lambda v: (-len(v), v)))
     if not special.strip() or not variants:
-        raise InputError(
-            f"the special string {special!r} encodes to no token of its own; set blend_special_str to another one"
-        )
+        wrong = f"the special string {special!r} encodes to no token of its own"
+        raise InputError(f"{wrong}; set blend_special_str to another one")
     return variants
 
 
-def split(tokens: Sequence[int], variants: Variants) -> Segments:
+def split(tokens: Tokens, variants: Variants) -> Segments:
     """Cut a prompt at every separator. Without separators, all of it is the question."""
     cuts = _find(tokens, variants)
     if not cuts:
         return Segments(system=Span(0, 0), documents=(), question=Span(0, len(tokens)))
-    edges = [Span(a.stop, b.start) for a, b in pairwise(cuts)]
-    return Segments(
-        system=Span(0, cuts[0].start),
-        documents=tuple(span for span in edges if len(span)),
-        question=Span(cuts[-1].stop, len(tokens)),
-    )
+    documents = tuple(Span(a.stop, b.start) for a, b in itertools.pairwise(cuts) if a.stop < b.start)
+    return Segments(system=Span(0, cuts[0].start), documents=documents, question=Span(cuts[-1].stop, len(tokens)))
 
 
-def join(
-    system: Sequence[int], documents: Sequence[Sequence[int]], question: Sequence[int], separator: Sequence[int]
-) -> list[int]:
+def join(system: Tokens, documents: Sequence[Tokens], question: Tokens, separator: Tokens) -> list[int]:
     """Return the prompt that `split` cuts into these parts; with an empty `system` it starts with a separator."""
     prompt = list(system)
     for part in (*documents, question):
@@ -92,22 +87,17 @@ def join(
     return prompt
 
 
-def _find(tokens: Sequence[int], variants: Variants) -> list[Span]:
-    by_first: dict[int, list[tuple[int, ...]]] = {}
-    for variant in variants:
-        by_first.setdefault(variant[0], []).append(variant)
+def _find(tokens: Tokens, variants: Variants) -> list[Span]:
     cuts: list[Span] = []
-    for at, token in enumerate(tokens):
-        if token not in by_first or (cuts and at < cuts[-1].stop):
-            continue
-        for variant in by_first[token]:
-            if tuple(tokens[at : at + len(variant)]) == variant:
-                cuts.append(Span(at, at + len(variant)))
-                break
+    firsts = {variant[0] for variant in variants}
+    for at in (at for at, token in enumerate(tokens) if token in firsts):
+        if not cuts or at >= cuts[-1].stop:
+            found = (Span(at, at + len(v)) for v in variants if tuple(tokens[at : at + len(v)]) == v)
+            cuts += itertools.islice(found, 1)
     return cuts
 
 
-def _inside(encode: Callable[[str], Sequence[int]], before: str, text: str, after: str) -> tuple[int, ...]:
+def _inside(encode: Callable[[str], Tokens], before: str, text: str, after: str) -> tuple[int, ...]:
     """Return how `text` is encoded between two others: the tokens that their own encodings do not explain."""
     whole, left, right = encode(before + text + after), encode(before), encode(after)
     start = _common_prefix(whole, left)
@@ -115,5 +105,5 @@ def _inside(encode: Callable[[str], Sequence[int]], before: str, text: str, afte
     return tuple(whole[start:stop])
 
 
-def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+def _common_prefix(a: Tokens, b: Tokens) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

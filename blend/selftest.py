@@ -5,11 +5,11 @@ not see an earlier one), a wrong slot (a row is written to one place and read fr
 Blending stays off for a model that fails.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
-from lmc.blend.canvas import Canvas, R
+from lmc.blend.canvas import KV, Canvas, R
 from lmc.errors import UnsupportedModel
 
 TOKENS = 64  # in the prompt
@@ -19,8 +19,6 @@ FLOOR = {torch.float64: 1e-5, torch.float32: 1e-5, torch.float16: 4e-3, torch.bf
 # Allowed are so many times the model's own noise, which is the difference between a prefill in one chunk and in two.
 NOISE = 8
 CEILING = 0.1  # With more noise than this, a wrong result could not be told from a right one.
-
-KV = tuple[torch.Tensor, torch.Tensor]  # keys and values [T, H, D] of one layer
 
 
 def random_prompt(vocabulary: int) -> list[int]:
@@ -37,29 +35,33 @@ def prove(canvas: Canvas[R], moved: Canvas[R], whole: Sequence[KV], in_two: Sequ
     """Raise `UnsupportedModel` if lmc's results differ from the model's by more than the model's own noise allows.
 
     `canvas` holds the random prompt and nothing stored; `moved` places a document, its last tokens computed alone, at
-    `MOVED`. `whole` and `in_two` are the KV of the prompt by layer, as the model's own prefill leaves it in one chunk
-    and in two.
+    `MOVED`. `whole` and `in_two` are the KV `[T, H, D]` of the prompt by layer, as the model's own prefill leaves it
+    in one chunk and in two.
     """
-    noise = max(
-        difference(a, b) for one, other in zip(in_two, whole, strict=True) for a, b in zip(one, other, strict=True)
-    )
-    allowed = max(NOISE * noise, FLOOR[whole[0][0].dtype])
-    if not allowed <= CEILING:
-        raise UnsupportedModel(
-            f"two prefills of {TOKENS} random tokens differ by {noise:.2g} (relative), which hides any error"
-        )
-    found = max(_recomputed(canvas, whole), _rotated(moved, whole))
+    noise = _largest(in_two, whole)
+    if not NOISE * noise <= CEILING:
+        differ = f"two prefills of {TOKENS} random tokens differ by {noise:.2g} (relative)"
+        raise UnsupportedModel(f"{differ}, which hides any error")
+    check("layers", max(_recomputed(canvas, whole), _rotated(moved, whole)), noise, whole[0][0].dtype)
+
+
+def check(what: str, found: float, noise: float, dtype: torch.dtype) -> None:
+    """Raise `UnsupportedModel` if a difference is larger than the model's own noise allows."""
+    allowed = max(NOISE * noise, FLOOR[dtype])
     if not found <= allowed:
-        raise UnsupportedModel(
-            f"on {TOKENS} random tokens lmc's layers differ from the model's by {found:.2g} (relative); {allowed:.2g} "
-            "is allowed"
-        )
+        differ = f"on {TOKENS} random tokens lmc's {what} differ from the model's by {found:.2g} (relative)"
+        raise UnsupportedModel(f"{differ}; {allowed:.2g} is allowed")
 
 
 def difference(found: torch.Tensor, wanted: torch.Tensor) -> float:
     """Return the largest difference, relative to the largest value; infinite if anything is NaN."""
     largest = (found.double() - wanted.double()).abs().max() / wanted.double().abs().max().clamp_min(1e-6)
     return float(largest.nan_to_num(nan=float("inf")))
+
+
+def _largest(found: Iterable[KV], wanted: Iterable[KV]) -> float:
+    pairs = zip(found, wanted, strict=True)
+    return max(difference(a, b) for one, other in pairs for a, b in zip(one, other, strict=True))
 
 
 def _recomputed(canvas: Canvas[R], whole: Sequence[KV]) -> float:
@@ -73,11 +75,7 @@ def _recomputed(canvas: Canvas[R], whole: Sequence[KV]) -> float:
     for layer in range(canvas.depth):
         for batch in canvas.batches(rows):
             canvas.run(layer, rows, batch)
-    return max(
-        difference(found, wanted)
-        for layer, kv in enumerate(whole)
-        for found, wanted in zip(canvas.read(layer, everything), kv, strict=True)
-    )
+    return _largest((canvas.read(layer, everything) for layer in range(canvas.depth)), whole)
 
 
 def _rotated(moved: Canvas[R], whole: Sequence[KV]) -> float:

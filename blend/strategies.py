@@ -118,14 +118,12 @@ class RecomputePolicy:
     def of(cls, settings: Settings, strategy: str | None = None, ratio: float | None = None) -> "RecomputePolicy":
         """Return the policy of the settings, or with another strategy or ratio; raise `ConfigError` as below."""
         strategy = strategy or settings.blend_strategy
-        deviation = strategy == "deviation"
-        ratios = settings.blend_recompute_ratios if deviation else settings.blend_recompute_ratios[:1]
-        return cls(
-            strategy=strategy,
-            ratios=ratios if ratio is None else (ratio,) * len(ratios),
-            check_layers=settings.blend_check_layers if deviation else (1,),
-            thresholds=settings.blend_thresholds if deviation else None,
-        )
+        ratios = settings.blend_recompute_ratios
+        ratios = ratios if ratio is None else (ratio,) * len(ratios)
+        if strategy != "deviation":
+            return cls(strategy=strategy, ratios=ratios[:1])
+        layers, thresholds = settings.blend_check_layers, settings.blend_thresholds
+        return cls(strategy=strategy, ratios=ratios, check_layers=layers, thresholds=thresholds)
 
     def __post_init__(self) -> None:
         """Raise `ConfigError` if no blend can follow this policy."""

@@ -43,7 +43,7 @@ def test_outputs_and_scores_equal_attention_by_definition(
     weights = by_definition(query, keys, positions, 0.4, visible)
     wanted = torch.einsum("qtn,qnd->tqd", weights, values.repeat_interleave(group, dim=0).double())
 
-    assert torch.allclose(attend(query, keys, values, positions, 0.4, visible).double(), wanted, atol=1e-5)
+    assert torch.allclose(attend(query, (keys, values), positions, 0.4, visible).double(), wanted, atol=1e-5)
     assert torch.allclose(
         attention_paid(query, keys, positions, 0.4, visible).double(), weights.mean(0).amax(0), atol=1e-6
     )
@@ -55,7 +55,7 @@ def test_more_queries_than_a_block_are_answered_alike() -> None:
     positions = torch.arange(count) * 2
     query, keys, values = torch.randn(count, 2, 8), torch.randn(1, 2 * count, 8), torch.randn(1, 2 * count, 8)
 
-    together = attend(query, keys, values, positions, 0.3)
+    together = attend(query, (keys, values), positions, 0.3)
 
     weights = by_definition(query, keys, positions, 0.3)
     assert torch.allclose(together.double(), torch.einsum("qtn,nd->tqd", weights, values[0].double()), atol=1e-5)
@@ -65,9 +65,9 @@ def test_a_later_key_changes_nothing() -> None:
     torch.manual_seed(0)
     positions = torch.tensor([1, 4, 9])
     query, keys, values = torch.randn(3, 2, 8), torch.randn(2, 12, 8), torch.randn(2, 12, 8)
-    before = attend(query, keys, values, positions, 0.3)
+    before = attend(query, (keys, values), positions, 0.3)
 
     keys[:, 5:] = 1e4
     values[:, 5:] = 1e4
 
-    assert torch.equal(attend(query, keys, values, positions, 0.3)[:2], before[:2])
+    assert torch.equal(attend(query, (keys, values), positions, 0.3)[:2], before[:2])

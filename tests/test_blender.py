@@ -62,7 +62,8 @@ class Scene:
             name: getattr(blender.result, name)
             for name in ("reused", "computed", "repaired", "charged", "charged_budget")
         }
-        return SimpleNamespace(keys=canvas.keys, values=canvas.values, logits=canvas.logits, **said)
+        keys, values = zip(*canvas.kv, strict=True)
+        return SimpleNamespace(keys=keys, values=values, logits=canvas.logits, **said)
 
 
 def every_reused(scene: Scene) -> list[int]:

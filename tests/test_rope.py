@@ -4,7 +4,7 @@ import pytest
 import torch
 from models import ROPES, random_model
 
-from lmc.blend.rope import check_rope, rotate, turn_between
+from lmc.blend.rope import Turn, check_rope, rotate, turn_between
 from lmc.connectors.transformers.layers import DecoderLayers
 from lmc.errors import UnsupportedModel
 
@@ -17,15 +17,21 @@ def rotated_by_definition(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor)
     return x * cos + torch.cat((-b, a), dim=-1) * sin
 
 
+def rotated(keys: torch.Tensor, turn: Turn, interleaved: bool = False) -> torch.Tensor:
+    out = torch.empty_like(keys)
+    rotate(keys, turn, out, interleaved=interleaved)
+    return out
+
+
 @pytest.mark.parametrize("rope", ["plain", "llama3", "yarn"])
 def test_a_moved_key_equals_the_key_computed_there(rope: str) -> None:
     layers = DecoderLayers(random_model(rope=rope))
     cos, sin = layers.rows(1000)
     raw = torch.randn(2, len(OLD), layers.head_dim)
     half = layers.head_dim // 2
-    turn = turn_between(cos[OLD, :half], sin[OLD, :half], cos[NEW, :half], sin[NEW, :half])
+    turn = turn_between((cos[OLD, :half], sin[OLD, :half]), (cos[NEW, :half], sin[NEW, :half]))
 
-    moved = rotate(rotated_by_definition(raw, cos[OLD], sin[OLD]), *turn)
+    moved = rotated(rotated_by_definition(raw, cos[OLD], sin[OLD]), turn)
 
     assert (moved - rotated_by_definition(raw, cos[NEW], sin[NEW])).abs().max() <= 1e-5
 
@@ -35,29 +41,29 @@ def test_there_and_back_again_is_the_same_key(rope: str) -> None:
     cos, sin = DecoderLayers(random_model(rope=rope)).rows(1000)
     half = cos.shape[1] // 2
     keys = torch.randn(2, len(OLD), 2 * half)
-    there = turn_between(cos[OLD, :half], sin[OLD, :half], cos[NEW, :half], sin[NEW, :half])
-    back = turn_between(cos[NEW, :half], sin[NEW, :half], cos[OLD, :half], sin[OLD, :half])
+    there = turn_between((cos[OLD, :half], sin[OLD, :half]), (cos[NEW, :half], sin[NEW, :half]))
+    back = turn_between((cos[NEW, :half], sin[NEW, :half]), (cos[OLD, :half], sin[OLD, :half]))
 
-    assert (rotate(rotate(keys, *there), *back) - keys).abs().max() <= 1e-5
+    assert (rotated(rotated(keys, there), back) - keys).abs().max() <= 1e-5
 
 
 def test_a_key_that_does_not_move_keeps_its_bits() -> None:
     cos, sin = DecoderLayers(random_model(rope="yarn")).rows(1000)
     half = cos.shape[1] // 2
     keys = torch.randn(2, len(OLD), 2 * half)
-    stay = turn_between(cos[OLD, :half], sin[OLD, :half], cos[OLD, :half], sin[OLD, :half])
+    stay = turn_between((cos[OLD, :half], sin[OLD, :half]), (cos[OLD, :half], sin[OLD, :half]))
 
-    assert torch.equal(rotate(keys, *stay), keys)
+    assert torch.equal(rotated(keys, stay), keys)
 
 
 def test_bf16_keys_are_off_by_one_unit_in_the_last_place_at_most() -> None:
     cos, sin = DecoderLayers(random_model()).rows(1000)
     half = cos.shape[1] // 2
     raw = torch.randn(2, len(OLD), 2 * half)
-    turn = turn_between(cos[OLD, :half], sin[OLD, :half], cos[NEW, :half], sin[NEW, :half])
+    turn = turn_between((cos[OLD, :half], sin[OLD, :half]), (cos[NEW, :half], sin[NEW, :half]))
     stored = rotated_by_definition(raw, cos[OLD], sin[OLD]).bfloat16()
 
-    moved = rotate(stored, *turn)
+    moved = rotated(stored, turn)
 
     assert moved.dtype is torch.bfloat16
     wanted = rotated_by_definition(raw, cos[NEW], sin[NEW])
@@ -70,7 +76,7 @@ def test_only_the_rotated_dimensions_turn(interleaved: bool) -> None:
     angle = torch.tensor([[0.3, 1.1]])
     keys = torch.randn(3, 1, 10)
 
-    out = rotate(keys, angle.cos(), angle.sin(), interleaved=interleaved)
+    out = rotated(keys, (angle.cos(), angle.sin()), interleaved=interleaved)
 
     assert torch.equal(out[..., 4:], keys[..., 4:])
     pairs = [(0, 1), (2, 3)] if interleaved else [(0, 2), (1, 3)]

@@ -2,12 +2,13 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from lmc.blend.attention import attend
-from lmc.blend.canvas import AttentionFunction
-from lmc.blend.rope import rotate, turn_between
+from lmc.blend.canvas import KV, AttentionFunction, Canvas
+from lmc.blend.rope import Turn, rotate, turn_between
 from lmc.blend.segments import Placement
 from lmc.connectors.transformers.layers import DecoderLayers, Projections
 
@@ -25,8 +26,8 @@ class DenseRows:
     projected: Projections | None = None  # in the next layer, if they are computed already
 
 
-class DenseCanvas:
-    """The KV of one prompt. After a blend all of it is in `keys` and `values`, and the last token's in `logits`."""
+class DenseCanvas(Canvas[DenseRows]):
+    """The KV of one prompt. After a blend all of it is in `kv`, and the logits of the last token are in `logits`."""
 
     def __init__(
         self, layers: DecoderLayers, tokens: Sequence[int], placements: Sequence[Placement], reader: Reader
@@ -38,25 +39,19 @@ class DenseCanvas:
         self._cos, self._sin = layers.rows(len(tokens))
         self._turns = [self._turn_of(placement) for placement in placements]
         size = (layers.shape.kv_heads, len(tokens), layers.shape.head_dim)
-        self.keys, self.values = (
-            [torch.empty(size, dtype=layers.shape.dtype, device=self.device) for _ in range(self.depth)]
-            for _ in ("keys", "values")
-        )  # per layer [H, N, D]
-        self.logits: torch.Tensor | None = None  # [V]
-
-    def arrived(self, layer: int) -> bool:
-        """Return true, because `place` waits for the reader."""
-        return True
+        empty = partial(torch.empty, size, dtype=layers.shape.dtype, device=self.device)
+        self.kv: list[KV] = [(empty(), empty()) for _ in range(self.depth)]  # [H, N, D] each
+        self.logits: torch.Tensor  # [V], after the last layer
 
     def place(self, layer: int) -> int:
         """Write stored keys, rotated, and values to their places."""
         arrived, parts = next(self._reader)
         assert arrived == layer, "the reader is out of step"
-        keys, values = self.keys[layer], self.values[layer]
-        for placement, (cos, sin), part in zip(self._placements, self._turns, parts, strict=True):
+        keys, values = self.kv[layer]
+        for placement, turn, part in zip(self._placements, self._turns, parts, strict=True):
             here = slice(placement.at, placement.at + placement.tokens)
             stored = part.to(self.device).transpose(1, 2)  # [K, T, H, D] -> [K, H, T, D]
-            rotate(stored[0], cos, sin, out=keys[:, here])
+            rotate(stored[0], turn, keys[:, here])
             values[:, here] = stored[1]
         return 0
 
@@ -86,48 +81,36 @@ class DenseCanvas:
         if attention is not None:
             attended = attention(projected.query)
         else:
-            kv = self.keys[layer], self.values[layer]
-            attended = attend(projected.query[wanted], *kv, rows.positions[wanted], self.scale)
+            attended = attend(projected.query[wanted], self.kv[layer], rows.positions[wanted], self.scale)
         rows.projected = projected if attended is None else None
         if attended is not None:
             rows.hidden = self._layers.finish(layer, rows.hidden[wanted], attended)
             if layer == self.depth - 1:
                 self.logits = self._layers.logits(rows.hidden[-1])
 
-    def read(self, layer: int, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def read(self, layer: int, positions: torch.Tensor) -> KV:
         """Return copies `[T, H, D]`."""
-        return self.keys[layer][:, positions].transpose(0, 1), self.values[layer][:, positions].transpose(0, 1)
+        keys, values = self.kv[layer]
+        return keys[:, positions].transpose(0, 1), values[:, positions].transpose(0, 1)
 
     def write(self, layer: int, positions: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Write keys and values `[T, H, D]` to their places."""
-        self.keys[layer].index_copy_(1, positions, keys.transpose(0, 1))
-        self.values[layer].index_copy_(1, positions, values.transpose(0, 1))
+        for whole, some in zip(self.kv[layer], (keys, values), strict=True):
+            whole.index_copy_(1, positions, some.transpose(0, 1))
 
-    def context(self, layer: int, stop: int, absent: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def context(self, layer: int, stop: int, absent: torch.Tensor) -> KV:
         """Return views.
 
         Absent rows, which are computed later, are zeroed in place. Their weight in attention is zero, but 0 × NaN would
         be NaN.
         """
-        keys, values = self.keys[layer], self.values[layer]
+        keys, values = self.kv[layer]
         keys[:, absent] = values[:, absent] = 0
         return keys[:, :stop], values[:, :stop]
 
-    def context_cost(self, stop: int) -> int:
-        """Return 0, because views cost nothing."""
-        return 0
-
-    def summed(self, evidence: torch.Tensor) -> torch.Tensor:
-        """Return the evidence: there is one rank."""
-        return evidence
-
-    def agreed(self, chosen: torch.Tensor, of: int) -> torch.Tensor:
-        """Return the choice: there is one rank."""
-        return chosen
-
-    def _turn_of(self, placement: Placement) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return cos and sin `[T, R/2]` that rotate a placement's keys to their new positions, in every layer."""
+    def _turn_of(self, placement: Placement) -> Turn:
+        """Return what rotates a placement's keys to their new positions, in every layer."""
         assert placement.first <= placement.at, "a document never moves towards the start"
-        half, cos, sin = self._cos.shape[-1] // 2, self._cos, self._sin
-        old, new = (slice(at, at + placement.tokens) for at in (placement.first, placement.at))
-        return turn_between(cos[old, :half], sin[old, :half], cos[new, :half], sin[new, :half])
+        half, starts = self._cos.shape[-1] // 2, (placement.first, placement.at)
+        rows = (slice(start, start + placement.tokens) for start in starts)
+        return turn_between(*((self._cos[at, :half], self._sin[at, :half]) for at in rows))

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from transformers.cache_utils import DynamicLayer
 from transformers.utils.logging import disable_progress_bar
 
+from lmc.blend.canvas import KV
 from lmc.engine.identity import checkpoint_files, identity_of_files, identity_of_parameters
 from lmc.errors import UnsupportedModel
 
@@ -43,15 +44,12 @@ def identity(model: Any, checkpoint: str | Path | None) -> str:
     return identity_of_parameters(model.config.to_dict(), model.named_parameters())
 
 
-LayerKV = tuple[torch.Tensor, torch.Tensor]  # keys and values [T, H, D]
-
-
-def rows_of(cache: DynamicCache) -> list[LayerKV]:
+def rows_of(cache: DynamicCache) -> list[KV]:
     """Return views `[T, H, D]` of a transformers cache `[1, H, T, D]`."""
     return [(layer.keys[0].transpose(0, 1), layer.values[0].transpose(0, 1)) for layer in cache.layers]
 
 
-def cache_of(kv: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> DynamicCache:
+def cache_of(kv: Sequence[KV]) -> DynamicCache:
     """Return a transformers cache around `[H, T, D]` tensors, without the copy that `update` would make."""
     cache = DynamicCache()
     for keys, values in kv:

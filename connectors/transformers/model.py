@@ -11,7 +11,7 @@ It serves one prompt at a time and is not thread-safe, because the model is not.
 import logging
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -20,12 +20,13 @@ import torch
 from transformers import DynamicCache
 
 from lmc.blend.blender import Blender, BlendInput
+from lmc.blend.canvas import KV
 from lmc.blend.segments import Segments, Variants, separator_variants, split
 from lmc.blend.strategies import RecomputePolicy
 from lmc.config import Settings
 from lmc.connectors.transformers.arguments import check_options, checked_tokens, checked_variants
 from lmc.connectors.transformers.canvas import DenseCanvas
-from lmc.connectors.transformers.hf import LayerKV, cache_of, forward, identity, load, rows_of
+from lmc.connectors.transformers.hf import cache_of, forward, identity, load, rows_of
 from lmc.connectors.transformers.layers import DecoderLayers
 from lmc.connectors.transformers.report import How, Prefilled, Report
 from lmc.connectors.transformers.selftest import prove_model
@@ -37,6 +38,7 @@ from lmc.storage.contract import Reservation
 from lmc.storage.places import MEMORY
 
 log = logging.getLogger(__name__)
+Computed = tuple[torch.Tensor, DynamicCache, dict[str, Any]]  # logits, the KV of all tokens, and fields of the report
 
 
 class CachedModel:
@@ -63,11 +65,24 @@ class CachedModel:
         self.separators: Variants = checked_variants(separator_ids, self.layers.vocabulary)
         self.policy = RecomputePolicy.of(settings)
         self.policy.check_depth(self.layers.shape.layers)
-        self.blends = self._proves_itself()
-        geometry = Geometry.of(self.layers.shape, settings.chunk_size)
-        namespace = self._namespace(identity(model, checkpoint))
+        self._salt, self.blends = cache_salt, True
+        try:
+            prove_model(model, self.layers)
+        except UnsupportedModel as error:
+            log.error("blending is off: %s", error)
+            self.blends = False
+        shape = self.layers.shape
+        namespace = Namespace(
+            model=identity(model, checkpoint),
+            dtype=str(shape.dtype),
+            layers=shape.layers,
+            kv_heads=shape.kv_heads,
+            head_dim=shape.head_dim,
+            rope=rope_name(model.config.rope_parameters),
+            chunk_size=settings.chunk_size,
+        )
+        geometry = Geometry.of(shape, settings.chunk_size)
         self.engine = CacheEngine(settings, geometry, namespace, device=self.layers.device)
-        self._salt = cache_salt
 
     @classmethod
     def load(cls, name: str | Path, settings: Settings, *, cache_salt: str = "") -> tuple["CachedModel", Any]:
@@ -108,19 +123,17 @@ class CachedModel:
         kv = rows_of(forward(self.model, document, DynamicCache()).past_key_values)
         self._note_speed(len(document), 0, started)
         self.engine.store.flush()  # A full write queue would drop chunks.
-        slots = self.engine.begin_document(self.engine.namespace(RecordKind.DOCUMENT, self._salt), document) or []
-        bounds = chunk_bounds(len(document), self.engine.chunk_size)
-        new = [(slot, start) for slot, (start, _) in zip(slots, bounds, strict=bool(slots)) if slot is not None]
-        for slot, start in new:
-            self._fill(slot, kv, start)
+        slots = self.engine.begin_document(self.engine.namespace(RecordKind.DOCUMENT, self._salt), document) or ()
+        new = [slot for slot in slots if slot is not None]
+        for slot in new:
+            self._fill(slot, kv)
         return len(new)
 
     def learn_pending(self) -> int:
         """Learn the unknown documents of earlier prompts; return how many there were."""
-        count = 0
-        while len(self.engine.learning):
+        count = len(self.engine.learning)
+        for _ in range(count):
             self.learn(self.engine.learning.pop().tokens)
-            count += 1
         return count
 
     def knows(self, document_ids: Sequence[int]) -> bool:
@@ -166,16 +179,14 @@ class CachedModel:
         prompt = self._checked(prompt_ids, "prompt")
         started = time.perf_counter()
         self.learn_pending()
+        policy = RecomputePolicy(strategy="none", ratios=(0.0,)) if how == "reuse" else policy or self.policy
         lost: set[ChunkKey] = set()
         while True:  # Each round loses at least one chunk, so this ends.
             try:
-                done = self._prefill(prompt, how, policy or self.policy, started, lost)
+                return self._prefill(prompt, how, policy, started, lost)
             except ChunkLost as error:
                 log.warning("%s; the prompt is prefilled without them", error)
                 lost.update(map(ChunkKey, error.keys))
-            else:
-                done.cache.crop(-1)
-                return done
 
     def generate(self, prompt_ids: Sequence[int], how: How = "blend", **options: Any) -> tuple[list[int], Report]:
         """Prefill a prompt and let the model generate; return the new tokens and the report of the prefill.
@@ -198,23 +209,24 @@ class CachedModel:
     def _prefill(
         self, prompt: list[int], how: How, policy: RecomputePolicy, started: float, lost: set[ChunkKey]
     ) -> Prefilled:
-        if how == "full":
-            return self._by_model(prompt, Plan(), how, started)
-        policy = RecomputePolicy(strategy="none", ratios=(0.0,)) if how == "reuse" else policy
         segments = split(prompt, self.separators)
-        plan = self._plan(prompt, segments, how, policy.ratios[-1], lost)
+        plan = Plan() if how == "full" else self._plan(prompt, segments, how, policy.ratios[-1], lost)
         if self.blends and plan.pieces:
             # This is faster for exact prefixes too: behind a cache, transformers' attention also reads hidden keys.
-            done = self._blended(prompt, segments, plan, how, policy, started)
+            logits, cache, counts = self._blended(prompt, segments.question.start, plan, policy)
         else:
-            done = self._by_model(prompt, plan, how, started)
+            logits, cache, counts = self._by_model(prompt, plan)
+        counts |= {"unknown": len(plan.unknown), "skipped": plan.skipped, "note": plan.note}
+        report = Report(how=how, tokens=len(prompt), seconds=self._elapsed(started), **counts)
         if how == "exact":
-            self._store_exact(prompt, rows_of(done.cache))
-        elif self.settings.blend_learn:
+            self._store_exact(prompt, rows_of(cache))
+        elif how != "full" and self.settings.blend_learn:
             self.engine.learn_later(prompt, plan.unknown, self._salt)
-        # The KV of the text before the first document is exact in any case, and is stored for the next prompt.
-        self._store_exact(prompt[: segments.system.stop], rows_of(done.cache))
-        return done
+        if how != "full":
+            # The KV of the text before the first document is exact in any case, and is stored for the next prompt.
+            self._store_exact(prompt[: segments.system.stop], rows_of(cache))
+        cache.crop(-1)
+        return Prefilled(logits=logits, cache=cache, report=report)
 
     def _plan(self, prompt: list[int], segments: Segments, how: How, ratio: float, lost: set[ChunkKey]) -> Plan:
         """Decide what of the prompt is taken from the store."""
@@ -233,63 +245,40 @@ class CachedModel:
         )
         return self.engine.plan(self.engine.look(PromptView(chain, documents)), wish)[0]
 
-    def _blended(
-        self, prompt: list[int], segments: Segments, plan: Plan, how: How, policy: RecomputePolicy, started: float
-    ) -> Prefilled:
-        length, loaded = len(prompt), Counter[str]()
-        given = BlendInput(length=length, stop=length, question=segments.question.start, placements=plan.pieces)
-        begun = time.perf_counter()
+    def _blended(self, prompt: list[int], question: int, plan: Plan, policy: RecomputePolicy) -> Computed:
+        length, loaded, begun = len(prompt), Counter[str](), time.perf_counter()
+        given = BlendInput(length=length, stop=length, question=question, placements=plan.pieces)
         with closing(self.engine.layers(plan.pieces, self.layers.shape, loaded)) as reader:
             canvas = DenseCanvas(self.layers, prompt, plan.pieces, reader)
             result = Blender(canvas, given, policy).run()
-        assert canvas.logits is not None
         exact = plan.tokens - result.reused
         if not result.reused and loaded.keys() <= MEMORY:
             self._note_speed(length - exact, exact, begun)
-        cache = cache_of(list(zip(canvas.keys, canvas.values, strict=True)))
+        cache = cache_of(canvas.kv)
         cache.lmc_approximate = result.reused > 0
-        charged, repaired = result.charged_budget, tuple(result.repaired)
-        blended = {"reused": result.reused, "charged_budget": charged, "repaired": repaired}
-        report = self._report(
-            plan, how, started, loaded, tokens=length, exact=exact, computed=result.computed, **blended
-        )
-        return Prefilled(logits=canvas.logits, cache=cache, report=report)
+        counts = {"computed": tuple(result.computed), "loaded": dict(loaded), "exact": exact, "reused": result.reused}
+        repaired = {"charged_budget": result.charged_budget, "repaired": tuple(result.repaired)}
+        return canvas.logits, cache, counts | repaired
 
-    def _by_model(self, prompt: list[int], plan: Plan, how: How, started: float) -> Prefilled:
+    def _by_model(self, prompt: list[int], plan: Plan) -> Computed:
         """The model's own prefill behind an exact prefix, or of the whole prompt."""
         loaded = Counter[str]()
         with closing(self.engine.layers(plan.exact, self.layers.shape, loaded)) as reader:
-            stored = [self._side_by_side(parts) for _, parts in reader]
-        cache, reach = cache_of(stored), plan.reach
-        begun = time.perf_counter()
-        logits = forward(self.model, prompt[reach:], cache).logits[0, -1]
-        self._note_speed(len(prompt) - reach, reach, begun)
-        computed = (len(prompt) - reach,) * self.layers.shape.layers
-        report = self._report(plan, how, started, loaded, tokens=len(prompt), exact=reach, computed=computed)
-        return Prefilled(logits=logits, cache=cache, report=report)
+            cache = cache_of([self._side_by_side(parts) for _, parts in reader])
+        begun, new = time.perf_counter(), len(prompt) - plan.reach
+        logits = forward(self.model, prompt[plan.reach :], cache).logits[0, -1]
+        self._note_speed(new, plan.reach, begun)
+        computed = (new,) * self.layers.shape.layers
+        return logits, cache, {"computed": computed, "loaded": dict(loaded), "exact": plan.reach}
 
-    def _report(
-        self, plan: Plan, how: How, started: float, loaded: Mapping[str, int], computed: Sequence[int], **counts: Any
-    ) -> Report:
-        return Report(
-            how=how,
-            computed=tuple(computed),
-            loaded=dict(loaded),
-            unknown=len(plan.unknown),
-            skipped=plan.skipped,
-            seconds=self._elapsed(started),
-            note=plan.note,
-            **counts,
-        )
-
-    def _side_by_side(self, parts: Sequence[torch.Tensor]) -> LayerKV:
+    def _side_by_side(self, parts: Sequence[torch.Tensor]) -> KV:
         """Join parts `[K, T, H, D]`, of which some may be on the device already, to keys and values `[H, T, D]`."""
         together = torch.cat([part.to(self.layers.device) for part in parts], dim=1).transpose(1, 2)
         return together[0], together[1]
 
     # -- storing -----------------------------------------------------------------------------------------------------
 
-    def _store_exact(self, tokens: Sequence[int], kv: Sequence[LayerKV]) -> int:
+    def _store_exact(self, tokens: Sequence[int], kv: Sequence[KV]) -> int:
         """Store the KV of a prompt's beginning for prompts that start with it; return how many chunks are new."""
         chain, new = self.engine.token_chain(tokens, self._salt), 0
         namespace = self.engine.namespace(RecordKind.PREFIX, self._salt)
@@ -300,32 +289,25 @@ class CachedModel:
                 break
             slot = self.engine.begin_exact(chain, number, stop - start, namespace)
             if slot is not None:
-                self._fill(slot, kv, start)
+                self._fill(slot, kv)
                 new += 1
         return new
 
-    def _fill(self, slot: Reservation, kv: Sequence[LayerKV], start: int) -> None:
-        """Copy the KV of a chunk that begins at row `start` into its slot, and let it be found."""
+    def _fill(self, slot: Reservation, kv: Sequence[KV]) -> None:
+        """Copy the KV of a chunk into its slot, and let it be found."""
         store, tokens = self.engine.store, slot.meta.tokens
+        rows = slice(slot.meta.first, slot.meta.first + tokens)
         try:
             for raw, (keys, values) in zip(store.view(slot), kv, strict=True):
                 part = self.layers.shape.part(raw, tokens)
-                part[0].copy_(keys[start : start + tokens])
-                part[1].copy_(values[start : start + tokens])
+                part[0].copy_(keys[rows])
+                part[1].copy_(values[rows])
         except BaseException:
             store.abort(slot)
             raise
         store.commit(slot)
 
     # -- the model ---------------------------------------------------------------------------------------------------
-
-    def _proves_itself(self) -> bool:
-        try:
-            prove_model(self.model, self.layers)
-        except UnsupportedModel as error:
-            log.error("blending is off: %s", error)
-            return False
-        return True
 
     def _note_speed(self, tokens: int, behind: int, started: float) -> None:
         """Tell the cost model how long a prefill took, if most of its tokens were computed."""
@@ -340,15 +322,3 @@ class CachedModel:
 
     def _checked(self, token_ids: Sequence[int], what: str) -> list[int]:
         return checked_tokens(token_ids, what, self.layers.positions, self.layers.vocabulary)
-
-    def _namespace(self, model: str) -> Namespace:
-        shape = self.layers.shape
-        return Namespace(
-            model=model,
-            dtype=str(shape.dtype),
-            layers=shape.layers,
-            kv_heads=shape.kv_heads,
-            head_dim=shape.head_dim,
-            rope=rope_name(self.model.config.rope_parameters),
-            chunk_size=self.settings.chunk_size,
-        )

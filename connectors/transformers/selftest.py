@@ -6,8 +6,9 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
+from lmc.blend.canvas import KV
 from lmc.blend.segments import Placement
-from lmc.blend.selftest import FLOOR, KV, MOVED, NOISE, TOKENS, difference, prove, random_prompt
+from lmc.blend.selftest import MOVED, TOKENS, check, difference, prove, random_prompt
 from lmc.connectors.transformers.canvas import DenseCanvas
 from lmc.connectors.transformers.hf import forward, rows_of
 from lmc.connectors.transformers.layers import DecoderLayers
@@ -27,12 +28,7 @@ def prove_model(model: Any, layers: DecoderLayers) -> None:
         parts = ((layer, [torch.stack(kv)]) for layer, kv in enumerate(alone))
         canvas = DenseCanvas(layers, tokens, [], iter(()))
         prove(canvas, DenseCanvas(layers, tokens, [placement], parts), whole, in_two)
-        assert canvas.logits is not None
-        found, allowed = difference(canvas.logits, wanted), max(NOISE * difference(again, wanted), FLOOR[wanted.dtype])
-    if not found <= allowed:
-        raise UnsupportedModel(
-            f"lmc's logits differ from the model's by {found:.2g} (relative), allowed are {allowed:.2g}"
-        )
+        check("logits", difference(canvas.logits, wanted), difference(again, wanted), wanted.dtype)
 
 
 def _prefill(model: Any, chunks: Sequence[Sequence[int]]) -> tuple[list[KV], torch.Tensor]:

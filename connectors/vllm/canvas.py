@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from lmc.blend.canvas import AttentionFunction
-from lmc.blend.rope import rotate, turn_between
+from lmc.blend.canvas import KV, AttentionFunction
+from lmc.blend.rope import Turn, rotate, turn_between
 from lmc.blend.segments import Placement
 from lmc.connectors.vllm.messages import BlendJob
 from lmc.connectors.vllm.native import NativeLayers, PagedRows
@@ -41,13 +41,13 @@ class PagedCanvas:
         keys = torch.empty(size, dtype=shape.dtype, device=self.device)
         values = torch.empty_like(keys)
         at = 0
-        for part, (cos, sin) in zip(self._job.documents, self._turns, strict=True):
+        for part, turn in zip(self._job.documents, self._turns, strict=True):
             piece, raw = part.piece, self._part(part.slot, layer)
             stored = shape.part(raw, piece.stored)[:, piece.skip : piece.skip + piece.tokens]
             stored = stored.to(self.device, non_blocking=True)
             rows = slice(at, at + piece.tokens)
             out = keys[rows].transpose(0, 1)
-            rotate(stored[0].transpose(0, 1), cos, sin, interleaved=self._layers.interleaved, out=out)
+            rotate(stored[0].transpose(0, 1), turn, out, interleaved=self._layers.interleaved)
             values[rows] = stored[1]
             at += piece.tokens
         self.write(layer, self._stored, keys, values)
@@ -69,7 +69,7 @@ class PagedCanvas:
         """Run the engine's own layer, which writes the rows' keys and values into the pages."""
         self._layers.run(layer, rows, next(one for one in rows.batches if one.rows == batch), attention)
 
-    def read(self, layer: int, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def read(self, layer: int, positions: torch.Tensor) -> KV:
         """Return copies `[T, H, D]` from the pages."""
         return self._layers.access[layer].gather(self._layers.slots(self._blocks, positions))
 
@@ -77,7 +77,7 @@ class PagedCanvas:
         """Write keys and values `[T, H, D]` into the pages, with the backend's own writer."""
         self._layers.access[layer].scatter(self._layers.slots(self._blocks, positions), keys, values)
 
-    def context(self, layer: int, stop: int, absent: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def context(self, layer: int, stop: int, absent: torch.Tensor) -> KV:
         """Return copies `[H, stop, D]` from whole pages."""
         blocks = self._layers.kernel_blocks(self._blocks[: -(-stop // self._layers.block_size)])
         keys, values = self._layers.access[layer].tokens_of(blocks, stop)
@@ -96,9 +96,8 @@ class PagedCanvas:
         """Return the choice of rank 0."""
         return agreed(chosen, of)
 
-    def _turn_of(self, piece: Placement) -> tuple[torch.Tensor, torch.Tensor]:
-        old = self._layers.rows_of(piece.first, piece.tokens)
-        return turn_between(*old, *self._layers.rows_of(piece.at, piece.tokens))
+    def _turn_of(self, piece: Placement) -> Turn:
+        return turn_between(*(self._layers.rows_of(start, piece.tokens) for start in (piece.first, piece.at)))
 
 
 def prefill_alone(layers: NativeLayers, tokens: torch.Tensor, blocks: torch.Tensor, batch_rows: int) -> Iterator[int]:

@@ -4,7 +4,8 @@ from typing import Any
 
 import torch
 
-from lmc.blend.selftest import KV, MOVED, TOKENS, prove, random_prompt
+from lmc.blend.canvas import KV
+from lmc.blend.selftest import MOVED, TOKENS, prove, random_prompt
 from lmc.blend.strategies import RecomputePolicy
 from lmc.connectors.vllm.canvas import PagedCanvas, prefill_alone
 from lmc.connectors.vllm.messages import BlendJob, DocumentPart

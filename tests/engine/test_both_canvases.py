@@ -125,10 +125,7 @@ def dense(model, given: Case, policy: RecomputePolicy):
     length = len(given.tokens)
     what = BlendInput(length=length, stop=length, question=given.question, placements=placements)
     result = Blender(canvas, what, policy).run()
-    kv = [
-        torch.stack([keys.transpose(0, 1), values.transpose(0, 1)])
-        for keys, values in zip(canvas.keys, canvas.values, strict=True)
-    ]
+    kv = [torch.stack([keys.transpose(0, 1), values.transpose(0, 1)]) for keys, values in canvas.kv]
     return result, kv, canvas.logits
 
 
@@ -187,7 +184,7 @@ def last_logits(lab, canvas, layers, length: int) -> torch.Tensor:
     for layer in range(canvas.depth):
 
         def attention(query, layer=layer):
-            return attend(query, *canvas.context(layer, length, nothing), last, canvas.scale)
+            return attend(query, canvas.context(layer, length, nothing), last, canvas.scale)
 
         (batch,) = canvas.batches(rows)
         canvas.run(layer, rows, batch, attention)

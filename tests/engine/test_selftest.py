@@ -102,7 +102,9 @@ def test_a_row_that_is_written_to_another_slot_is_found(lab, monkeypatch):
 
 def test_a_rotation_that_turns_the_wrong_way_is_found(lab, monkeypatch):
     rotate = canvas.rotate
-    monkeypatch.setattr(canvas, "rotate", lambda keys, cos, sin, **more: rotate(keys, cos, -sin, **more))
+    monkeypatch.setattr(
+        canvas, "rotate", lambda keys, turn, out, **more: rotate(keys, (turn[0], -turn[1]), out, **more)
+    )
     with pytest.raises(UnsupportedModel, match="differ from the model's"):
         prove(lab)
 
