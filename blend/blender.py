@@ -92,12 +92,9 @@ class Blender(Generic[R]):
         self._is_reused[self._reused] = True
         self._fresh = (~self._present).nonzero().flatten()
         self._placed = 0  # layers whose stored parts are in place
-        self.result = BlendResult(
-            reused=len(self._reused),
-            fresh=len(self._fresh),
-            computed=[0] * canvas.depth,
-            repaired=[self._reused[:0]] * canvas.depth,
-        )
+        reused, fresh, depth = self._reused, len(self._fresh), canvas.depth
+        repaired = [reused[:0]] * depth
+        self.result = BlendResult(reused=len(reused), fresh=fresh, computed=[0] * depth, repaired=repaired)
 
     def slices(self) -> Iterator[Slice]:
         """Run the blend, a slice at a time. Call under `torch.inference_mode()`."""
@@ -166,12 +163,10 @@ class Blender(Generic[R]):
         present[positions] = True
         absent, where = (~present).nonzero().flatten(), positions.tolist()
         scoring = max(question, len(where) - QUESTION_ROWS)
-        probes = []
-        for batch in batches:
-            stop = where[batch.stop - 1] + 1
-            first = max(scoring - batch.start, 0)
-            probes.append(_Probe(batch, positions[batch], first, absent[absent < stop], present[:stop]))
-        return probes
+        return [
+            _Probe(batch, positions[batch], max(scoring - batch.start, 0), absent[absent < stop], present[:stop])
+            for batch, stop in ((batch, where[batch.stop - 1] + 1) for batch in batches)
+        ]
 
     def _scoring(self, layer: int, probe: "_Probe", paid: torch.Tensor) -> AttentionFunction:
         """Return attention over the keys that are present, which notes in `paid [N]` what the question pays to each."""

@@ -59,9 +59,8 @@ def separator_variants(encode: Callable[[str], Tokens], special: str) -> Variant
     start = _common_prefix(encode("a"), encode("b"))  # special tokens that come before every text, such as BOS
     for text in (special, special.strip(), " " + special.strip(), special.strip() + " "):
         found.add(tuple(encode(text)[start:]))
-        for before in ("a", "a.", "a\n"):
-            for after in ("a", " a", "A", "\n"):
-                found.add(_inside(encode, before, text, after))
+        for before, after in itertools.product(("a", "a.", "a\n"), ("a", " a", "A", "\n")):
+            found.add(_inside(encode, before, text, after))
     blank = set(encode(" ")[start:]) | set(encode("\n")[start:])
     variants = tuple(sorted((v for v in found if set(v) - blank), key=lambda v: (-len(v), v)))
     if not special.strip() or not variants:

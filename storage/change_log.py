@@ -5,7 +5,7 @@ the last number that it has seen. If the log does not reach back so far, the rea
 the list of the chunks that are present.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -53,7 +53,7 @@ class ChangeLog:
         self._changes: deque[Change] = deque(maxlen=kept)
         self._number = 0
         self._present: dict[str, dict[ChunkKey, Chunk]] = {}  # by place
-        self._tokens: dict[str, int] = {}  # by place
+        self._tokens: Counter[str] = Counter()  # by place
 
     def appeared(self, place: str, meta: RecordMeta) -> None:
         """Note that a chunk can be found in a place from now on."""
@@ -93,13 +93,12 @@ class ChangeLog:
         while self._noted:
             place, key, meta = self._noted.popleft()
             there = self._present.setdefault(place, {})
-            tokens = self._tokens.setdefault(place, 0)
             if meta is not None and key not in there:
                 chunk = there[key] = Chunk.of(meta)
-                self._tokens[place] = tokens + chunk.tokens
+                self._tokens[place] += chunk.tokens
             elif meta is None and key in there:
                 chunk = there.pop(key)
-                self._tokens[place] = tokens - chunk.tokens
+                self._tokens[place] -= chunk.tokens
             else:
                 continue
             self._number += 1

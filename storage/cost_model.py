@@ -194,15 +194,14 @@ class LoadTiming:
 
     def __init__(self, cost: CostModel, threads: int) -> None:
         self._cost, self._left = cost, threads
-        self._begun: float | None = None
+        self._begun = float("inf")
         self._spent: Spent = defaultdict(float)
         self._mutex = threading.Lock()
 
     def begin(self) -> Spent:
         """Note that a thread begins, and return what it counts in."""
         with self._mutex:
-            if self._begun is None:
-                self._begun = self._cost.clock()
+            self._begun = min(self._begun, self._cost.clock())
         return defaultdict(float)
 
     def end(self, spent: Spent) -> None:
@@ -213,7 +212,6 @@ class LoadTiming:
             self._left -= 1
             if self._left:
                 return
-        assert self._begun is not None
         wall = self._cost.clock() - self._begun
         busy = sum(seconds for (_, what), seconds in self._spent.items() if what in ("opening", "reading"))
         if not busy:

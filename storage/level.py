@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from lmc.keys import ChunkKey
 from lmc.storage.change_log import ChangeLog
+from lmc.storage.contract import PinState
 from lmc.storage.ledger import Ledger, Slot
 from lmc.storage.record import RecordMeta
 from lmc.storage.slab import Slab
@@ -72,8 +73,7 @@ class Load:
     readers: int = 1
     ready: int = 0  # parts that have arrived and been verified
     started: bool = False  # A thread works on it.
-    done: bool = False
-    failed: bool = False
+    state: PinState = PinState.COMING
 
 
 @dataclass(slots=True, eq=False)

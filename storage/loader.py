@@ -5,22 +5,18 @@ parts of all of them before the second parts of any, so that a request can begin
 the store's state, which decides what becomes of it.
 """
 
-import logging
 import resource
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import zip_longest
-from typing import TypeVar
 
 from lmc.errors import CorruptRecord
+from lmc.storage.contract import PinState
 from lmc.storage.cost_model import CostModel, LoadTiming, Spent
 from lmc.storage.level import Load
 from lmc.storage.state import StoreState
 from lmc.storage.tier import RecordReader, Tier
-from lmc.storage.tier_guard import TierGuard
-
-log = logging.getLogger(__name__)
-T = TypeVar("T")
+from lmc.storage.tier_guard import T, TierGuard, logged
 
 OPEN_FILES_SHARE = 4  # A batch opens at most a fourth of the files that a process may have open.
 READ_AHEAD_BYTES = 1 << 20  # Smaller parts are read several at a time, because a request costs more than its bytes.
@@ -52,10 +48,8 @@ class Loader:
         spent, at_once = timing.begin(), max(1, _open_files() // OPEN_FILES_SHARE // self._threads)
         try:
             for first in range(0, len(loads), at_once):
-                self._load_together(loads[first : first + at_once], spent)
-        except Exception:
-            log.exception("lmc: loading chunks failed unexpectedly; those that had not arrived are misses")
-            raise
+                together = loads[first : first + at_once]
+                logged(self._load_together, together, spent, then="chunks that had not arrived are misses")
         finally:
             for load in loads:
                 self._state.ended(load, None)  # This changes nothing for loads that have ended well.
@@ -101,7 +95,7 @@ class Loader:
             if ahead is not None:  # The next parts are on their way while these are read.
                 self._request(readers, *ahead)
             for load, reader in readers.items():
-                if not load.done and self._state.wanted(load):
+                if self._state.wanted(load):
                     self._read(load, reader, first, count, spent)
 
     def _read(self, load: Load, reader: RecordReader, first: int, count: int, spent: Spent) -> None:
@@ -118,7 +112,8 @@ class Loader:
     def _request(self, readers: dict[Load, RecordReader], first: int, count: int) -> None:
         """Tell the readers what will be read next."""
         for load, reader in readers.items():
-            if not load.done and not self._guard(load.tier, "read", _done, reader.request, first, count):
+            coming = load.state is PinState.COMING
+            if coming and not self._guard(load.tier, "read", _done, reader.request, first, count):
                 self._state.ended(load, None)
 
     def _timed(self, tier: Tier, what: str, spent: Spent, work: Callable[..., T], *arguments: object) -> T | None:

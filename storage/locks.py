@@ -17,12 +17,7 @@ class Rank(IntEnum):
     LEAF = 3  # counters and the change log: nothing is called while one of these is held
 
 
-class _HeldRanks(threading.local):
-    def __init__(self) -> None:
-        self.ranks: list[Rank] = []
-
-
-_held = _HeldRanks()
+_held = threading.local()  # `ranks`: those of the locks that a thread holds
 
 
 class RankedLock:
@@ -33,7 +28,7 @@ class RankedLock:
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
         """As `threading.Lock.acquire`."""
-        held = _held.ranks
+        held: list[Rank] = _held.__dict__.setdefault("ranks", [])
         wrong = blocking and held and max(held) >= self._rank
         assert not wrong, f"a lock of rank {self._rank.name} is taken while {held} are held"
         taken = self._lock.acquire(blocking, timeout)

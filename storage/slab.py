@@ -76,8 +76,11 @@ class Slab:
         self.device = torch.device(device)
         self.bytes = slots * parts * self.stride
         self.labels: memoryview | None = None  # int64, two for each slot: the chunk's tag, and the parts that are there
-        if at is None:
-            _check_room(self.bytes, self.device)
+        room = UNLIMITED if at else _room(self.device)
+        if self.bytes > room:
+            lower = "max_local_cpu_size" if self.device.type == "cpu" else "max_local_device_size"
+            there = f"does not fit on {device}: {room / GIB:.2f} GiB are available"
+            raise NoMemory(f"a slab of {self.bytes / GIB:.2f} GiB {there}; lower {lower}")
         if self.device.type == "cpu":
             memory = self._shared_memory(at) if shared or at else _new_memory(self.bytes)
             self._view = memoryview(memory)
@@ -102,9 +105,8 @@ class Slab:
         """Make a slab of as many slots as `budget` bytes hold; raise `NoMemory` if they hold none."""
         slot_bytes = parts * aligned(part_bytes)
         if budget < slot_bytes:
-            raise NoMemory(
-                f"a slab of {budget / MIB:.3f} MiB holds no chunk: one takes {slot_bytes / MIB:.3f} MiB; raise its size"
-            )
+            taken = f"one takes {slot_bytes / MIB:.3f} MiB"
+            raise NoMemory(f"a slab of {budget / MIB:.3f} MiB holds no chunk: {taken}; raise its size")
         return cls(int(budget // slot_bytes), parts, part_bytes, device, shared=shared)
 
     # -- shared with other processes ---------------------------------------------------------------------------------
@@ -210,11 +212,8 @@ class Slab:
             _populate(memory)
             return memory
         try:
-            file = os.open(at.path, os.O_RDWR | os.O_CLOEXEC)
-            try:
-                memory = mmap.mmap(file, size)
-            finally:
-                os.close(file)
+            with open(at.path, "r+b", buffering=0) as file:
+                memory = mmap.mmap(file.fileno(), size)
         except (OSError, ValueError) as error:  # `ValueError`: a file of another size, which is not this slab
             raise StorageError(
                 f"cannot open the slab of the scheduler at {at.path} ({error}): its workers must run on the same host, "
@@ -276,15 +275,6 @@ def _clear_cuda_error() -> None:
     paths = {line.split()[-1] for line in maps.read_text().splitlines() if "libcudart" in line} if maps.exists() else ()
     for path in paths:
         ctypes.CDLL(path).cudaGetLastError()
-
-
-def _check_room(size: int, device: torch.device) -> None:
-    room = _room(device)
-    if size > room:
-        raise NoMemory(
-            f"a slab of {size / GIB:.2f} GiB does not fit on {device}: {room / GIB:.2f} GiB are available; "
-            f"lower {'max_local_cpu_size' if device.type == 'cpu' else 'max_local_device_size'}"
-        )
 
 
 def _room(device: torch.device) -> int:

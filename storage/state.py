@@ -57,11 +57,9 @@ class StoreState:
         return pins, todo
 
     def state_of(self, pin: Pin) -> PinState:
-        """Return how far a pinned chunk has come. This needs no lock: `done` is set after `failed`."""
+        """Return how far a pinned chunk has come. This needs no lock."""
         load = self._held[pin.lease]
-        if load is None or (load.done and not load.failed):
-            return PinState.READY
-        return PinState.LOST if load.failed else PinState.COMING
+        return PinState.READY if load is None else load.state
 
     def arrived(self, pin: Pin) -> int:
         """Return how many parts of a pinned chunk are there."""
@@ -73,7 +71,7 @@ class StoreState:
         load = self._held[pin.lease]
         if load is not None and load.ready <= part:
             with self._changed:
-                self._changed.wait_for(lambda: load.ready > part or load.failed)
+                self._changed.wait_for(lambda: load.ready > part or load.state is PinState.LOST)
             if load.ready <= part:
                 raise ChunkLost([pin.key])
 
@@ -83,14 +81,14 @@ class StoreState:
         with self._changed:
             for pin in pins:
                 load = self._held.pop(pin.lease)
-                if load is None or (load.done and not load.failed):
+                if load is None or load.state is PinState.READY:
                     read.append(pin)
                 else:
                     self._leave(load)
                     left.append(load)
             for level in self.levels:
                 slots = [pin.slot for pin in read if pin.level == level.name]
-                if level is self.host and self.top is not level and not self._closed:
+                if level is not self.top and not self._closed:
                     self._promote(slots, todo)
                 level.ledger.release(slots)
         return left, todo
@@ -98,7 +96,7 @@ class StoreState:
     def wait_until_left(self, loads: Sequence[Load]) -> None:
         """Return when no thread works on any of these loads, except on those that somebody else has joined."""
         with self._changed:
-            self._changed.wait_for(lambda: all(load.done or load.readers for load in loads))
+            self._changed.wait_for(lambda: all(load.state is not PinState.COMING or load.readers for load in loads))
 
     # -- slots that are filled ---------------------------------------------------------------------------------------
 
@@ -159,7 +157,7 @@ class StoreState:
             load.started = True
             if load.readers == 0:
                 self._end(load, None)
-            return not load.done
+            return load.state is PinState.COMING
 
     def part_arrived(self, load: Load, ready: int, size: int) -> None:
         """Note that `ready` parts are there now; `size` bytes of them are new."""
@@ -289,7 +287,7 @@ class StoreState:
     def _leave(self, load: Load) -> None:
         """Note that a reader leaves a load that has not ended well."""
         load.readers -= 1  # When there are none, the thread stops before the next part.
-        if load.readers == 0 and load.failed:
+        if load.readers == 0 and load.state is PinState.LOST:
             self.host.ledger.abort(load.slot)
         elif load.readers == 0 and not load.started:
             self._end(load, None)
@@ -299,14 +297,13 @@ class StoreState:
 
     def _end(self, load: Load, meta: RecordMeta | None) -> None:
         """End a load: with the record's metadata it is a hit from now on; with None, or if forgotten, it is a miss."""
-        if load.done:
+        if load.state is not PinState.COMING:
             return
         ours, ledger = self._loads.get(load.key) is load, self.host.ledger
-        load.failed = meta is None or not ours
-        load.done = True  # after `failed`, because a pin's state is read without the lock
+        load.state = PinState.LOST if meta is None or not ours else PinState.READY
         if ours:
             del self._loads[load.key]
-        if meta is not None and not load.failed:
+        if meta is not None and ours:
             self.host.commit(load.slot, meta)
             for _ in range(load.readers):
                 ledger.hold(load.slot)

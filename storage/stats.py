@@ -20,9 +20,7 @@ class StoreStats:
 
     hits: dict[str, int]  # chunks pinned, by place
     misses: int
-    bytes: dict[
-        tuple[str, Verb], int
-    ]  # read from and written to tiers, with the size that they have in memory, without a codec
+    bytes: dict[tuple[str, Verb], int]  # read from and written to tiers, counted as in memory, without a codec
     writes: dict[str, int]  # records stored, by tier
     dropped_writes: int  # because the queue was full, or a tier not usable
     no_room: int  # chunks for which every slot was held

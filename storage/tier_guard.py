@@ -56,3 +56,12 @@ class TierGuard:
                 return
             self._complained[about] = now
         log.warning("%s", text)
+
+
+def logged(work: Callable[..., T], *arguments: object, then: str = "the chunk stays where it was") -> T:
+    """Do a thread's work; log an unexpected error, and what follows, before anybody who waits for it goes on."""
+    try:
+        return work(*arguments)
+    except Exception:
+        log.exception("lmc: background work failed unexpectedly; %s", then)
+        raise

@@ -44,21 +44,15 @@ def checked_variants(separator_ids: Variants | Sequence[int], vocabulary: int) -
     try:
         listed: list[Any] = list(separator_ids)
         nested = listed if listed and isinstance(listed[0], list | tuple) else [listed]
-        variants = tuple(tuple(operator.index(token) for token in variant) for variant in nested)
-    except TypeError as error:
+        return tuple(tuple(checked_tokens(one, "separator", len(one), vocabulary)) for one in nested)
+    except (TypeError, InputError) as error:
         wanted = "must be token ids of blend_special_str, or several sequences of them"
-        raise ConfigError(f"separator_ids {wanted}: {error}") from error
-    if not all(variants) or any(not 0 <= token < vocabulary for variant in variants for token in variant):
-        raise ConfigError(
-            f"separator_ids {separator_ids}: a sequence is empty, or not in the vocabulary of {vocabulary}"
-        )
-    return variants
+        raise ConfigError(f"separator_ids {separator_ids} {wanted}: {error}") from error
 
 
 def check_options(options: Mapping[str, Any]) -> None:
     """Raise `InputError` for options of generation that cannot continue a prefilled cache."""
     refused = [name for name, fine in ONE_SEQUENCE.items() if options.get(name, fine) != fine]
     if refused:
-        raise InputError(
-            f"generate: {', '.join(refused)} cannot be used here; call model.generate on a prefilled cache yourself"
-        )
+        names = ", ".join(refused)
+        raise InputError(f"generate: {names} cannot be used here; call model.generate on a prefilled cache yourself")

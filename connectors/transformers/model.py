@@ -11,7 +11,7 @@ It serves one prompt at a time and is not thread-safe, because the model is not.
 import logging
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from lmc.connectors.transformers.hf import cache_of, forward, identity, load, ro
 from lmc.connectors.transformers.layers import DecoderLayers
 from lmc.connectors.transformers.report import How, Prefilled, Report
 from lmc.connectors.transformers.selftest import prove_model
-from lmc.engine import CacheEngine, DocumentLookup, Geometry, Plan, PromptView, Wish
+from lmc.engine import CacheEngine, Geometry, Plan, PromptView, Wish
 from lmc.engine.identity import rope_name
 from lmc.errors import ChunkLost, ConfigError, InputError, UnsupportedModel
 from lmc.keys import ChunkKey, Namespace, RecordKind, chunk_bounds
@@ -123,11 +123,8 @@ class CachedModel:
         kv = rows_of(forward(self.model, document, DynamicCache()).past_key_values)
         self._note_speed(len(document), 0, started)
         self.engine.store.flush()  # A full write queue would drop chunks.
-        slots = self.engine.begin_document(self.engine.namespace(RecordKind.DOCUMENT, self._salt), document) or ()
-        new = [slot for slot in slots if slot is not None]
-        for slot in new:
-            self._fill(slot, kv)
-        return len(new)
+        namespace = self.engine.namespace(RecordKind.DOCUMENT, self._salt)
+        return self._fill(self.engine.begin_document(namespace, document) or (), kv)
 
     def learn_pending(self) -> int:
         """Learn the unknown documents of earlier prompts; return how many there were."""
@@ -230,9 +227,8 @@ class CachedModel:
 
     def _plan(self, prompt: list[int], segments: Segments, how: How, ratio: float, lost: set[ChunkKey]) -> Plan:
         """Decide what of the prompt is taken from the store."""
-        documents: tuple[DocumentLookup, ...] = ()
-        if how != "exact":
-            documents = self.engine.documents(prompt, segments.documents, self._salt, start=segments.system)
+        spans, start = ((), None) if how == "exact" else (segments.documents, segments.system)
+        documents = self.engine.documents(prompt, spans, self._salt, start=start)
         chain = self.engine.token_chain(prompt, self._salt, ends=[segments.system.stop])
         wish = Wish(
             prompt=len(prompt),
@@ -280,32 +276,31 @@ class CachedModel:
 
     def _store_exact(self, tokens: Sequence[int], kv: Sequence[KV]) -> int:
         """Store the KV of a prompt's beginning for prompts that start with it; return how many chunks are new."""
-        chain, new = self.engine.token_chain(tokens, self._salt), 0
+        chain = self.engine.token_chain(tokens, self._salt)
         namespace = self.engine.namespace(RecordKind.PREFIX, self._salt)
-        bounds = chunk_bounds(len(tokens), self.engine.chunk_size)
         # More chunks than there are slots would evict the first ones again.
-        for number, (start, stop) in enumerate(bounds[: self.engine.store.slots]):
-            if stop - start < self.engine.chunk_size and not self.settings.save_unfull_chunk:
-                break
-            slot = self.engine.begin_exact(chain, number, stop - start, namespace)
-            if slot is not None:
-                self._fill(slot, kv)
-                new += 1
-        return new
+        bounds = chunk_bounds(len(tokens), self.engine.chunk_size)[: self.engine.store.slots]
+        least = 1 if self.settings.save_unfull_chunk else self.engine.chunk_size
+        sizes = [stop - start for start, stop in bounds if stop - start >= least]
+        slots = (self.engine.begin_exact(chain, number, size, namespace) for number, size in enumerate(sizes))
+        return self._fill(slots, kv)
 
-    def _fill(self, slot: Reservation, kv: Sequence[KV]) -> None:
-        """Copy the KV of a chunk into its slot, and let it be found."""
-        store, tokens = self.engine.store, slot.meta.tokens
-        rows = slice(slot.meta.first, slot.meta.first + tokens)
-        try:
-            for raw, (keys, values) in zip(store.view(slot), kv, strict=True):
-                part = self.layers.shape.part(raw, tokens)
-                part[0].copy_(keys[rows])
-                part[1].copy_(values[rows])
-        except BaseException:
-            store.abort(slot)
-            raise
-        store.commit(slot)
+    def _fill(self, slots: Iterable[Reservation | None], kv: Sequence[KV]) -> int:
+        """Copy the KV of chunks into their slots, and let them be found; return how many there were."""
+        store, count = self.engine.store, 0
+        for slot in filter(None, slots):
+            rows = slice(slot.meta.first, slot.meta.first + slot.meta.tokens)
+            try:
+                for raw, (keys, values) in zip(store.view(slot), kv, strict=True):
+                    part = self.layers.shape.part(raw, slot.meta.tokens)
+                    part[0].copy_(keys[rows])
+                    part[1].copy_(values[rows])
+            except BaseException:
+                store.abort(slot)
+                raise
+            store.commit(slot)
+            count += 1
+        return count
 
     # -- the model ---------------------------------------------------------------------------------------------------
 
