@@ -18,7 +18,7 @@ The algorithm is here and nowhere else. The canvas knows where keys and values l
 
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Generic
+from typing import Generic, NamedTuple
 
 import torch
 
@@ -41,8 +41,7 @@ class BlendInput:
     start: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Slice:
+class Slice(NamedTuple):
     """What was done since the last slice. After each slice, the engine may serve other requests."""
 
     layer: int
@@ -65,8 +64,7 @@ class BlendResult:
         return self.charged / (len(self.computed) * self.reused) if self.reused else 0.0
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Probe:
+class _Probe(NamedTuple):
     """A batch of the first pass, and the keys that it sees."""
 
     batch: slice

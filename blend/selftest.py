@@ -26,11 +26,6 @@ def random_prompt(vocabulary: int) -> list[int]:
     return torch.randint(vocabulary, (TOKENS,), generator=torch.Generator().manual_seed(0)).tolist()
 
 
-def scattered_positions() -> list[int]:
-    """Return positions in runs of one, two and three with gaps between them, and the last position."""
-    return [position for position in range(TOKENS - 1) if position % 11 in (1, 4, 5, 7, 8, 9)] + [TOKENS - 1]
-
-
 def prove(canvas: Canvas[R], moved: Canvas[R], whole: Sequence[KV], in_two: Sequence[KV]) -> None:
     """Raise `UnsupportedModel` if lmc's results differ from the model's by more than the model's own noise allows.
 
@@ -67,7 +62,11 @@ def _largest(found: Iterable[KV], wanted: Iterable[KV]) -> float:
 def _recomputed(canvas: Canvas[R], whole: Sequence[KV]) -> float:
     """Fill the canvas with the model's KV, spoil scattered rows, recompute only those, and compare all rows."""
     everything = torch.arange(TOKENS, device=canvas.device)
-    scattered = torch.tensor(scattered_positions(), device=canvas.device)
+    # Runs of one, two and three positions with gaps between them, and the last position.
+    positions = [
+        position for position in range(TOKENS) if position % 11 in (1, 4, 5, 7, 8, 9) or position == TOKENS - 1
+    ]
+    scattered = torch.tensor(positions, device=canvas.device)
     for layer, (keys, values) in enumerate(whole):
         canvas.write(layer, everything, keys, values)
         canvas.write(layer, scattered, -2 * keys.flip(0)[scattered], -2 * values.flip(0)[scattered])

@@ -6,9 +6,8 @@ driver for a store in the same process.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -27,8 +26,7 @@ class PinState(Enum):
     LOST = "lost"  # The rest of it will not arrive.
 
 
-@dataclass(frozen=True, slots=True)
-class Pin:
+class Pin(NamedTuple):
     """A chunk that is not evicted until the pin is released. It is in memory, or is being loaded from a tier."""
 
     key: ChunkKey
@@ -40,8 +38,7 @@ class Pin:
     lease: int  # a number that no other pin or reservation gets
 
 
-@dataclass(frozen=True, slots=True)
-class Reservation:
+class Reservation(NamedTuple):
     """A slot to be filled, until `commit` or `abort`."""
 
     meta: RecordMeta

@@ -66,10 +66,8 @@ class Choice:
             return ""
         if self.loading is None or self.computing is None:
             return "stored tokens were not loaded: load_policy is never"
-        return (
-            f"stored tokens were computed, in about {self.computing:.3g} s: "
-            f"loading them would take about {self.loading:.3g} s"
-        )
+        computed = f"stored tokens were computed, in about {self.computing:.3g} s"
+        return f"{computed}: loading them would take about {self.loading:.3g} s"
 
 
 @dataclass(slots=True)
@@ -152,9 +150,7 @@ class CostModel:
             return Choice(load=policy is LoadPolicy.ALWAYS)
         with self._mutex:
             tiers = {tier for tier, _ in offer.records}
-            loading, computing = self._loading(offer), self._pace(offer.prompt)
-            if computing is not None:
-                computing *= offer.saved
+            loading, computing = self._loading(offer), self._computing_of(offer)
             slower = loading is not None and computing is not None and loading > CLEARLY * computing
             load = not slower or any(map(self._due, tiers))
             for tier in tiers:
@@ -172,11 +168,12 @@ class CostModel:
             seconds += record + byte * size
         return seconds
 
-    def _pace(self, length: int) -> float | None:
+    def _computing_of(self, offer: Offer) -> float | None:
+        length = offer.prompt.bit_length()
         paces = {bits: rate.value for bits, rate in self._computing.items() if rate.value is not None}
         if not paces:
             return None
-        return paces[max((bits for bits in paces if bits <= length.bit_length()), default=min(paces))]
+        return offer.saved * paces[max((bits for bits in paces if bits <= length), default=min(paces))]
 
     def _due(self, tier: str) -> bool:
         since, times = self._passed_over.get(tier, (0.0, 0))
@@ -213,10 +210,8 @@ class LoadTiming:
             if self._left:
                 return
         wall = self._cost.clock() - self._begun
-        busy = sum(seconds for (_, what), seconds in self._spent.items() if what in ("opening", "reading"))
-        if not busy:
-            return
-        for tier, what in list(self._spent):
-            if what in ("opening", "reading"):
-                self._spent[tier, what] *= wall / busy
-        self._cost.loaded(self._spent)
+        seconds = [(tier, what) for tier, what in self._spent if what in ("opening", "reading")]
+        busy = sum(self._spent[key] for key in seconds)
+        if busy:
+            self._spent.update({key: self._spent[key] * wall / busy for key in seconds})
+            self._cost.loaded(self._spent)

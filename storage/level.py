@@ -4,6 +4,7 @@ The store's lock guards all of this. Threads do the work outside of the lock, an
 """
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from lmc.keys import ChunkKey
 from lmc.storage.change_log import ChangeLog
@@ -14,18 +15,13 @@ from lmc.storage.slab import Slab
 from lmc.storage.tier import Tier
 
 
-@dataclass(slots=True, eq=False)
 class Level:
     """A slab, the ledger of its slots, and the metadata of the chunks in them."""
 
-    name: str
-    slab: Slab
-    changes: ChangeLog
-    ledger: Ledger = field(init=False)
-    metas: dict[Slot, RecordMeta] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.ledger = Ledger(self.slab.slots)
+    def __init__(self, name: str, slab: Slab, changes: ChangeLog) -> None:
+        self.name, self.slab, self.changes = name, slab, changes
+        self.ledger = Ledger(slab.slots)
+        self.metas: dict[Slot, RecordMeta] = {}
 
     def reserve(self, evicted: "list[Held]") -> Slot | None:
         """Reserve a slot, and add the chunk that was in it, if any, to `evicted`; None if every slot is held."""
@@ -54,8 +50,7 @@ class Level:
         self.changes.left(self.name, key)
 
 
-@dataclass(frozen=True, slots=True)
-class Held:
+class Held(NamedTuple):
     """A chunk whose bytes stay in its slot until something has been done with them."""
 
     meta: RecordMeta

@@ -215,10 +215,8 @@ class Slab:
             with open(at.path, "r+b", buffering=0) as file:
                 memory = mmap.mmap(file.fileno(), size)
         except (OSError, ValueError) as error:  # `ValueError`: a file of another size, which is not this slab
-            raise StorageError(
-                f"cannot open the slab of the scheduler at {at.path} ({error}): its workers must run on the same host, "
-                "in the same PID namespace and as the same user"
-            ) from error
+            wanted = "its workers must run on the same host, in the same PID namespace and as the same user"
+            raise StorageError(f"cannot open the slab of the scheduler at {at.path} ({error}): {wanted}") from error
         # The owner has taken the pages. Mapping them into this process goes on beside the first steps.
         threading.Thread(target=_populate, args=(memory,), name="lmc-map", daemon=True).start()
         return memory
@@ -260,12 +258,9 @@ def _page_lock(flat: torch.Tensor) -> bool:
     status = int(torch.cuda.cudart().cudaHostRegister(flat.data_ptr(), flat.numel(), 0))
     if status:
         _clear_cuda_error()
-        log.warning(
-            "lmc: %.2f GiB of memory cannot be page-locked (CUDA error %d), so copies to and from the GPU are slower; "
-            "raise the limit of locked memory (ulimit -l), or lower max_local_cpu_size",
-            flat.numel() / GIB,
-            status,
-        )
+        failed = f"{flat.numel() / GIB:.2f} GiB of memory cannot be page-locked (CUDA error {status})"
+        cure = "raise the limit of locked memory (ulimit -l), or lower max_local_cpu_size"
+        log.warning("lmc: %s, so copies to and from the GPU are slower; %s", failed, cure)
     return not status
 
 

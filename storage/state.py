@@ -106,9 +106,9 @@ class StoreState:
         with self._changed:
             loading = level is None and meta.key in self._loads
             levels = [level] if level else self.levels
-            if loading or meta.key in self._writing or self._find(meta.key, levels):
-                return None, todo
-            for one in levels:  # The slots of a small device may all be held, by chunks on their way to the host.
+            known = loading or meta.key in self._writing or self._find(meta.key, levels)
+            # The slots of a small device may all be held, by chunks on their way to the host.
+            for one in levels if not known else ():
                 slot = self._reserve(one, todo)
                 if slot is not None:
                     self._writing.add(meta.key)

@@ -62,8 +62,7 @@ class Writer:
         resident, writes = self._state.resident(), []
         for tier in self._tiers:
             through = tier.shared and self._policy is WritePolicy.WRITE_THROUGH
-            missed = self._state.queues.missed[tier.name]
-            keys = [key for key in resident if not through or key in missed]
+            keys = [key for key in resident if not through or key in self._state.queues.missed[tier.name]]
             there = self._guard(tier, "lookup", tier.contains, keys) if keys else None
             for key, present in zip(keys, there or [False] * len(keys), strict=True):
                 if not present:

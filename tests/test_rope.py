@@ -27,8 +27,8 @@ def rotated(keys: torch.Tensor, turn: Turn, interleaved: bool = False) -> torch.
 def test_a_moved_key_equals_the_key_computed_there(rope: str) -> None:
     layers = DecoderLayers(random_model(rope=rope))
     cos, sin = layers.rows(1000)
-    raw = torch.randn(2, len(OLD), layers.head_dim)
-    half = layers.head_dim // 2
+    raw = torch.randn(2, len(OLD), layers.shape.head_dim)
+    half = layers.shape.head_dim // 2
     turn = turn_between((cos[OLD, :half], sin[OLD, :half]), (cos[NEW, :half], sin[NEW, :half]))
 
     moved = rotated(rotated_by_definition(raw, cos[OLD], sin[OLD]), turn)

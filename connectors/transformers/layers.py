@@ -30,23 +30,17 @@ class DecoderLayers:
         """Raise `UnsupportedModel` for a family or a RoPE that lmc cannot run exactly."""
         config = model.config
         if config.model_type not in FAMILIES:
+            families = ", ".join(FAMILIES)
             raise UnsupportedModel(
-                f"models of type {config.model_type!r} cannot be blended yet (supported: {', '.join(FAMILIES)})"
+                f"models of type {config.model_type!r} cannot be blended yet (supported: {families})"
             )
         check_rope(config.rope_parameters)
-        body = model.model
-        attention = body.layers[0].self_attn
-        self._head, self._body, self._layers = model.lm_head, body, body.layers
+        self._head, self._body, self._layers = model.lm_head, model.model, model.model.layers
+        attention, weight, heads = self._layers[0].self_attn, self._body.embed_tokens.weight, config.num_key_value_heads
         self.scale: float = attention.scaling
-        self.head_dim: int = attention.head_dim
         self.vocabulary: int = config.vocab_size
-        self.shape = KVShape(
-            layers=len(body.layers),
-            kv_heads=config.num_key_value_heads,
-            head_dim=attention.head_dim,
-            dtype=body.embed_tokens.weight.dtype,
-        )
-        self.device: torch.device = body.embed_tokens.weight.device
+        self.shape = KVShape(layers=len(self._layers), kv_heads=heads, head_dim=attention.head_dim, dtype=weight.dtype)
+        self.device: torch.device = weight.device
         # The blender's mask has no sliding window, so prompts that are longer than the window are refused.
         window = getattr(config, "sliding_window", None)
         self.positions: int = min(config.max_position_embeddings, window or config.max_position_embeddings)
@@ -66,9 +60,9 @@ class DecoderLayers:
         """Return a layer's query, key and value from `hidden [T, E]`, rotated by `cos, sin [T, R]`."""
         block = self._layers[layer]
         attention, normed = block.self_attn, block.input_layernorm(hidden)
-        query = attention.q_proj(normed).unflatten(-1, (-1, self.head_dim))
-        key = attention.k_proj(normed).unflatten(-1, (-1, self.head_dim))
-        value = attention.v_proj(normed).unflatten(-1, (-1, self.head_dim))
+        query = attention.q_proj(normed).unflatten(-1, (-1, self.shape.head_dim))
+        key = attention.k_proj(normed).unflatten(-1, (-1, self.shape.head_dim))
+        value = attention.v_proj(normed).unflatten(-1, (-1, self.shape.head_dim))
         if hasattr(attention, "q_norm"):
             query, key = attention.q_norm(query), attention.k_norm(key)
         cos, sin = cos[:, None], sin[:, None]

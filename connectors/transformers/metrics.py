@@ -1,7 +1,6 @@
 """Counts of the requests that a program without a server makes, for Prometheus."""
 
-import prometheus_client
-from prometheus_client import REGISTRY, CollectorRegistry
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge
 
 from lmc.connectors.transformers.report import Report
 from lmc.metrics import NAMES
@@ -12,10 +11,10 @@ class Prefills:
 
     def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
         self._requests, self._blends, self._skipped, self._computed = (
-            prometheus_client.Counter(f"lmc_{name}", NAMES[name].what, registry=registry)
+            Counter(f"lmc_{name}", NAMES[name].what, registry=registry)
             for name in ("requests", "blends", "loads_skipped", "token_layers")
         )
-        self._layers = prometheus_client.Gauge("lmc_layers", NAMES["layers"].what, registry=registry)
+        self._layers = Gauge("lmc_layers", NAMES["layers"].what, registry=registry)
 
     def add(self, report: Report) -> None:
         """Count one prefill."""
