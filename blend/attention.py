@@ -44,16 +44,16 @@ def attend(
 
 
 def attention_paid(
-    query: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor, scale: float, present: torch.Tensor | None = None
+    query: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor, scale: float, present: torch.Tensor
 ) -> torch.Tensor:
     """Return the attention that each key gets, `[N]` float32.
 
-    It is the softmax of `query [T, Q, D]` over `keys [H, N, D]`, its mean over heads, and the maximum over queries.
+    It is the softmax of `query [T, Q, D]` over those of `keys [H, N, D]` that are `present [N]`, its mean over heads,
+    and the maximum over queries.
     """
     heads, group = keys.shape[0], query.shape[1] // keys.shape[0]
-    hidden = positions[:, None] < torch.arange(keys.shape[1], device=keys.device)  # [T, N]
-    if present is not None:
-        hidden |= ~present
+    later = positions[:, None] < torch.arange(keys.shape[1], device=keys.device)
+    hidden = later.logical_or_(~present)  # [T, N]
     paid = torch.zeros(hidden.shape, device=keys.device)
     for head in range(heads):  # One head at a time: [G·T, N] fits in the processor's cache, and [Q, T, N] does not.
         q = query[:, head * group : (head + 1) * group].transpose(0, 1).float()  # [G, T, D]

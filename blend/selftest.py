@@ -63,9 +63,7 @@ def _recomputed(canvas: Canvas[R], whole: Sequence[KV]) -> float:
     """Fill the canvas with the model's KV, spoil scattered rows, recompute only those, and compare all rows."""
     everything = torch.arange(TOKENS, device=canvas.device)
     # Runs of one, two and three positions with gaps between them, and the last position.
-    positions = [
-        position for position in range(TOKENS) if position % 11 in (1, 4, 5, 7, 8, 9) or position == TOKENS - 1
-    ]
+    positions = [at for at in range(TOKENS) if at % 11 in (1, 4, 5, 7, 8, 9) or at == TOKENS - 1]
     scattered = torch.tensor(positions, device=canvas.device)
     for layer, (keys, values) in enumerate(whole):
         canvas.write(layer, everything, keys, values)

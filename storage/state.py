@@ -106,7 +106,8 @@ class StoreState:
         with self._changed:
             loading = level is None and meta.key in self._loads
             levels = [level] if level else self.levels
-            known = loading or meta.key in self._writing or self._find(meta.key, levels)
+            there = any(one.ledger.find(meta.key) is not None for one in levels)
+            known = there or loading or meta.key in self._writing
             # The slots of a small device may all be held, by chunks on their way to the host.
             for one in levels if not known else ():
                 slot = self._reserve(one, todo)
@@ -248,23 +249,18 @@ class StoreState:
 
     # -- inside, with the lock held ----------------------------------------------------------------------------------
 
-    @staticmethod
-    def _find(key: ChunkKey, levels: Sequence[Level]) -> tuple[Level, Slot] | None:
-        found = ((level, level.ledger.find(key)) for level in levels)
-        return next(((level, slot) for level, slot in found if slot is not None), None)
-
     def _pin_of(self, key: ChunkKey, level: Level, slot: Slot, place: str, load: Load | None) -> Pin:
         lease = next(self._leases)
         self._held[lease] = load
         return Pin(key, slot, tag_of(key), level.name, place, PinState.COMING if load else PinState.READY, lease)
 
     def _hold(self, key: ChunkKey) -> Pin | None:
-        found = self._find(key, self.levels)
-        if found is None:
-            return None
-        level, slot = found
-        level.ledger.hold(slot)
-        return self._pin_of(key, level, slot, level.name, None)
+        for level in self.levels:
+            slot = level.ledger.find(key)
+            if slot is not None:
+                level.ledger.hold(slot)
+                return self._pin_of(key, level, slot, level.name, None)
+        return None
 
     def _join(self, key: ChunkKey) -> Pin | None:
         load = self._loads.get(key)

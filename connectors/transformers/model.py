@@ -12,7 +12,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from contextlib import closing
+from contextlib import AbstractContextManager, closing
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 Computed = tuple[torch.Tensor, DynamicCache, dict[str, Any]]  # logits, the KV of all tokens, and fields of the report
 
 
-class CachedModel:
+class CachedModel(AbstractContextManager["CachedModel"]):
     """A transformers model with a cache engine. Use it under `with`, or close it, so that all reaches the disk."""
 
     def __init__(
@@ -90,9 +90,6 @@ class CachedModel:
         model, tokenizer = load(name)
         variants = separator_variants(tokenizer.encode, settings.blend_special_str)
         return cls(model, settings, variants, cache_salt=cache_salt, checkpoint=name), tokenizer
-
-    def __enter__(self) -> "CachedModel":
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:
