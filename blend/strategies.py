@@ -134,8 +134,7 @@ class RecomputePolicy:
         if self.strategy != "deviation":
             return
         if not self.check_layers or min(self.check_layers) < 1:
-            wrong = f"blend check layers {self.check_layers}"
-            raise ConfigError(f"{wrong}: a stored key can deviate from layer 1 on")
+            raise ConfigError(f"blend check layers {self.check_layers}: a stored key can deviate from layer 1 on")
         if len(self.ratios) != len(self.check_layers) or len(self.thresholds or self.ratios) != len(self.ratios):
             raise ConfigError("blend check layers, ratios and thresholds must be equally many")
 

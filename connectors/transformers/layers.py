@@ -60,9 +60,8 @@ class DecoderLayers:
         """Return a layer's query, key and value from `hidden [T, E]`, rotated by `cos, sin [T, R]`."""
         block = self._layers[layer]
         attention, normed = block.self_attn, block.input_layernorm(hidden)
-        query = attention.q_proj(normed).unflatten(-1, (-1, self.shape.head_dim))
-        key = attention.k_proj(normed).unflatten(-1, (-1, self.shape.head_dim))
-        value = attention.v_proj(normed).unflatten(-1, (-1, self.shape.head_dim))
+        projections = (attention.q_proj, attention.k_proj, attention.v_proj)
+        query, key, value = (project(normed).unflatten(-1, (-1, self.shape.head_dim)) for project in projections)
         if hasattr(attention, "q_norm"):
             query, key = attention.q_norm(query), attention.k_norm(key)
         cos, sin = cos[:, None], sin[:, None]
