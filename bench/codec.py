@@ -99,15 +99,15 @@ def entropy(views: list[memoryview], planes: int) -> float:
 
 
 def measured(views: list[memoryview], planes: int, repeats: int) -> dict[str, float]:
-    scratch, into = memory(len(views[0])), memory(len(views[0]))
-    encoded = [side_by_side(encode_part(view, scratch, planes)) for view in views]
+    into = memory(len(views[0]))
+    encoded = [side_by_side(encode_part(view, planes)) for view in views]
     for view, part in zip(views, encoded, strict=True):
         decode_part(part, into, planes)
         assert into == view
 
     def encode() -> None:
         for view in views:
-            encode_part(view, scratch, planes)
+            encode_part(view, planes)
 
     def decode() -> None:
         for part in encoded:

@@ -12,18 +12,16 @@ The inner tier keeps the checksums, of what it stores. Nothing in an encoded par
 size of a part.
 """
 
-import mmap
-import threading
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from lmc.errors import ConfigError, CorruptRecord
 from lmc.keys import ChunkKey
 from lmc.shapes import ALIGN, GIB, aligned
-from lmc.storage.record import NO_CODEC, RecordMeta, encode_header, removed_if_corrupt, split_parts
+from lmc.storage.record import NO_CODEC, RecordMeta, encode_header, pages, removed_if_corrupt, scratch, split_parts
 from lmc.storage.tier import RecordReader, Tier, Wrapped, Written
 
 PART_LIMIT = GIB  # bytes of a part in memory; LZ4 blocks and lengths of 32 bits allow little more
@@ -31,7 +29,6 @@ ITEMS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # byte
 NAMES = {1: "lz4", 2: "planes2+lz4", 4: "planes4+lz4", 8: "planes8+lz4"}
 PLANES = {name: planes for planes, name in NAMES.items()}
 LENGTH = 4  # bytes
-_thread = threading.local()
 
 
 class Coded(Wrapped):
@@ -72,7 +69,7 @@ class Coded(Wrapped):
             return self.inner.write(meta, parts)
         if self.inner.contains([meta.key])[0]:
             return Written.PRESENT
-        return self.inner.write(*(encode_record(meta, parts, self.planes) or (meta, parts)))
+        return self.inner.write(*encode_record(meta, parts, self.planes))
 
 
 class CodedReader:
@@ -87,7 +84,7 @@ class CodedReader:
     def read(self, first: int, count: int, into: Sequence[memoryview]) -> None:
         """Read parts and decode them into `into`; one that cannot be decoded deletes the record."""
         sizes = self._stored[first : first + count]
-        encoded = _scratch(sum(sizes))
+        encoded = scratch(sum(sizes))
         self._inner.read(first, count, [encoded])
         views = split_parts(into, (self.meta.stored_part,) * count)
         with removed_if_corrupt(self._tier.delete, self.meta.key):
@@ -97,31 +94,31 @@ class CodedReader:
 
 def encode_record(
     meta: RecordMeta, parts: Sequence[memoryview], planes: int
-) -> tuple[RecordMeta, list[memoryview]] | None:
-    """Return what to write instead, in memory that direct I/O accepts, or None if it would not be smaller."""
+) -> tuple[RecordMeta, Sequence[memoryview]]:
+    """Return what to write instead, in memory that direct I/O accepts, or the same if that would not be smaller."""
     raw = meta.offset(meta.parts)
-    out, scratch = _pages(raw), _pages(meta.stored_part)
+    out = pages(raw)
     sizes: list[int] = []
     for view in split_parts(parts, meta.stored):
-        part = encode_part(view, scratch, planes)
+        part = encode_part(view, planes)
         start, size = sum(sizes), aligned(sum(map(len, part)))
         if start + size > raw:
-            return None
+            return meta, parts
         for piece in part:
             out[start : start + len(piece)] = piece
             start += len(piece)
         sizes.append(size)
     coded = replace(meta, codec=NAMES[planes], sizes=tuple(sizes))
-    return (coded, [out[: sum(sizes)]]) if _record_bytes(coded) < _record_bytes(meta) else None
+    return (coded, [out[: sum(sizes)]]) if _record_bytes(coded) < _record_bytes(meta) else (meta, parts)
 
 
-def encode_part(view: memoryview, scratch: memoryview, planes: int) -> list[memoryview | bytes]:
+def encode_part(view: memoryview, planes: int) -> list[memoryview | bytes]:
     """Return the pieces of an encoded part: the lengths, then the blocks.
 
-    The blocks may lie in `view` and in `scratch`, which is as long as `view`.
+    The blocks may lie in `view` and in this thread's `scratch`, and are good until that is used again.
     """
     compress, length = _lz4().compress, len(view) // planes
-    split = view if planes == 1 else _split(view, scratch, planes)
+    split = view if planes == 1 else _split(view, planes)
     blocks: list[memoryview | bytes] = []
     for start in range(0, len(view), length):
         plane = split[start : start + length]
@@ -162,14 +159,15 @@ def _plane(block: memoryview, length: int) -> torch.Tensor:
 # Planes are split and joined by shifting and adding whole items, at 7 to 20 GB/s (1 MiB in cache, one core of an AMD
 # EPYC; bfloat16 is faster than float32). Copying every k-th byte reaches 0.6 to 0.9 GB/s for splitting, 3.7 for
 # joining.
-def _split(view: memoryview, scratch: memoryview, planes: int) -> memoryview:
-    """Split `[n × k]` bytes into `[k, n]`, in `scratch`."""
+def _split(view: memoryview, planes: int) -> memoryview:
+    """Split `[n × k]` bytes into `[k, n]`, in this thread's `scratch`."""
     raw = torch.frombuffer(view, dtype=torch.uint8)
     items = (raw if raw.data_ptr() % planes == 0 else raw.clone()).view(ITEMS[planes])
-    split = torch.frombuffer(scratch, dtype=torch.uint8, count=len(view)).view(planes, -1)
+    split = scratch(len(view))
+    rows = torch.frombuffer(split, dtype=torch.uint8).view(planes, -1)
     for j in range(planes):
-        split[j].copy_(items >> (8 * j))
-    return scratch[: len(view)]
+        rows[j].copy_(items >> (8 * j))
+    return split
 
 
 def _join(planes: Sequence[torch.Tensor], into: memoryview) -> None:
@@ -196,18 +194,6 @@ def _check(meta: RecordMeta) -> None:
 def _record_bytes(meta: RecordMeta) -> int:
     """Return the bytes of a record with its header."""
     return len(encode_header(replace(meta, checksums=(0,) * meta.parts))) + meta.offset(meta.parts)
-
-
-def _scratch(size: int) -> memoryview:
-    """Return this thread's memory, good until the next call: a thread reads one record at a time."""
-    if len(getattr(_thread, "pages", b"")) < size:
-        _thread.pages = _pages(size)
-    return cast("memoryview", _thread.pages)[:size]
-
-
-def _pages(size: int) -> memoryview:
-    """Return zeros in memory that direct I/O accepts."""
-    return memoryview(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
 
 
 def _lz4() -> Any:

@@ -12,6 +12,7 @@ in the header or by the checksum of a part.
 
 import json
 import mmap
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ PART_LIMIT = 1 << 40  # bytes
 NO_CODEC = "none"
 BEGINNING = b'{"__metadata__":'
 OPTIONAL = ("sizes", "kind", "label")  # metadata that is left out if it is empty
+_thread = threading.local()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,10 +88,9 @@ def removed_if_corrupt(remove: Callable[[ChunkKey], object], key: ChunkKey) -> I
 
 
 def verify_parts(meta: RecordMeta, read: Callable[[int, int, Sequence[memoryview]], None]) -> None:
-    """Read each part of a record once, into memory that is thrown away; `read` raises an error for a corrupt one."""
-    scratch = memoryview(mmap.mmap(-1, max(meta.stored)))
+    """Read each part of a record once, into scratch memory; `read` raises an error for a corrupt one."""
     for part, size in enumerate(meta.stored):
-        read(part, 1, [scratch[:size]])
+        read(part, 1, [scratch(size)])
 
 
 def split_parts(memory: Sequence[memoryview], sizes: Sequence[int]) -> list[memoryview]:
@@ -103,6 +104,19 @@ def split_parts(memory: Sequence[memoryview], sizes: Sequence[int]) -> list[memo
         parts.append(left[:size])
         left = left[size:]
     return parts
+
+
+def pages(size: int) -> memoryview:
+    """Return zeros in memory that direct I/O accepts."""
+    return memoryview(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+
+
+def scratch(size: int) -> memoryview:
+    """Return this thread's memory, good until the next call: a thread reads one record at a time."""
+    held: memoryview = getattr(_thread, "scratch", memoryview(b""))
+    if len(held) < size:
+        held = _thread.scratch = pages(size)
+    return held[:size]
 
 
 def encode_header(meta: RecordMeta) -> bytes:
