@@ -574,7 +574,7 @@ def test_more_than_the_filesystem_has_is_refused_at_start_with_both_numbers(tmp_
     ):
         DiskTier(tmp_path, 2 * whole)
     DiskTier(tmp_path, whole).close()  # the refused one has let go; and whether so much is free now is not asked
-    DiskTier(tmp_path, disk.UNBOUNDED).close()
+    DiskTier(tmp_path, files.UNBOUNDED).close()
     DiskTier(tmp_path, 2 * whole, read_only=True).close()
 
 
@@ -742,7 +742,7 @@ def test_a_really_full_filesystem_evicts_and_goes_on(small_mount, tmp_path, monk
     if small_mount is None:
         small_mount = tmp_path
         monkeypatch.setattr(os, "pwritev", SmallDisk(tmp_path, 1 << 20))
-    tier = DiskTier(small_mount, disk.UNBOUNDED)
+    tier = DiskTier(small_mount, files.UNBOUNDED)
     keys = [key_of(i) for i in range(100)]
     outcomes = [tier.write(meta_of(key), [stored(meta_of(key))]) for key in keys]
     assert outcomes == [Written.STORED] * 100

@@ -6,27 +6,30 @@ Nothing here knows of records.
 import contextlib
 import errno
 import fcntl
-import mmap
 import os
-import threading
 import time
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from pathlib import Path
+from typing import TypeAlias
 
-from lmc.errors import CorruptRecord, TierUnusable
-from lmc.shapes import ALIGN, GIB
+from lmc.errors import TierUnusable
+from lmc.shapes import GIB
 
-_thread = threading.local()
 _locks: set[int] = set()  # descriptors of the locks that this process holds
-DIRECT = getattr(os, "O_DIRECT", 0)
 VIEWS_PER_CALL = 1000  # below the kernel's IOV_MAX of 1024
+UNBOUNDED = 1 << 62  # a capacity with which nothing is ever evicted
+
+VectoredIO: TypeAlias = Callable[[int, Sequence[memoryview], int], int]  # os.preadv or os.pwritev
 
 
-def take_directory(root: Path, folders: Sequence[Path]) -> int:
+def take_directory(root: Path, folders: Sequence[Path], capacity: int) -> int:
     """Lock a directory, and return the descriptor of the lock.
 
-    The directory and the `folders` in it are made if they are missing, readable by nobody else.
+    The directory and the `folders` in it are made if they are missing, readable by nobody else. Raises `TierUnusable`
+    if that fails, or the file system is too small for `capacity` bytes, even if it were empty.
     """
+    lock = None
     try:
         missing = [folder for folder in (root, *root.parents) if not folder.exists()]
         for folder in (*reversed(missing), *folders):  # One by one: with `parents`, mkdir would ignore the mode.
@@ -34,19 +37,19 @@ def take_directory(root: Path, folders: Sequence[Path]) -> int:
         for folder in folders:
             if not os.access(folder, os.R_OK | os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids):
                 raise PermissionError(errno.EACCES, f"{os.strerror(errno.EACCES)} ({folder})")
+        _check_room(root, capacity)
         lock = os.open(root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        raise TierUnusable(f"cannot write to disk tier {root}: {error.strerror}; choose another directory") from error
-    try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        os.close(lock)
-        if error.errno != errno.EWOULDBLOCK:
-            raise TierUnusable(f"cannot lock disk tier {root}: {error.strerror}; choose another directory") from error
-        raise TierUnusable(
-            f"disk tier {root} is in use by another process, or was not closed in this one; "
-            "give each a directory of its own"
-        ) from error
+        if lock is not None:
+            os.close(lock)
+        if isinstance(error, BlockingIOError):
+            raise TierUnusable(
+                f"disk tier {root} is in use by another process, or was not closed in this one; "
+                "give each a directory of its own"
+            ) from error
+        doing = "write to" if lock is None else "lock"
+        raise TierUnusable(f"cannot {doing} disk tier {root}: {error.strerror}; choose another directory") from error
     _locks.add(lock)
     return lock
 
@@ -67,11 +70,10 @@ def _in_a_child() -> None:
 os.register_at_fork(after_in_child=_in_a_child)
 
 
-def check_room(root: Path, capacity: int) -> None:
-    """Raise `TierUnusable` if the file system is too small for `capacity` bytes, even if it were empty."""
+def _check_room(root: Path, capacity: int) -> None:
     there = os.statvfs(root)
     whole, free = there.f_blocks * there.f_frsize, there.f_bavail * there.f_frsize
-    if capacity > whole:
+    if whole < capacity < UNBOUNDED:
         raise TierUnusable(
             f"disk tier {root} may take {capacity / GIB:.3f} GiB (max_local_disk_size), but its filesystem "
             f"has {whole / GIB:.3f} GiB, of which {free / GIB:.3f} GiB are free; lower it, or choose another directory"
@@ -79,26 +81,8 @@ def check_room(root: Path, capacity: int) -> None:
 
 
 def open_to_read(path: Path) -> int:
-    """Open a file, with direct I/O where possible, which leaves the page cache to others.
-
-    Anything but a file (a link, a pipe) raises `OSError`, and is never waited for.
-    """
-    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-    return _directly(lambda direct: os.open(path, flags | direct))
-
-
-def aligned_copy(blob: bytes) -> memoryview:
-    """Copy `blob` to memory that direct I/O accepts."""
-    block = mmap.mmap(-1, len(blob))
-    block[:] = blob
-    return memoryview(block)
-
-
-def first_block() -> memoryview:
-    """Return this thread's memory for the first block of a file; it is good until the next call."""
-    if not hasattr(_thread, "block"):
-        _thread.block = memoryview(mmap.mmap(-1, ALIGN))
-    return _thread.block  # type: ignore[no-any-return]
+    """Open a file. Anything but a file (a link, a pipe) raises `OSError`, and is never waited for."""
+    return _open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
 
 
 def touch(fd: int) -> None:
@@ -107,30 +91,40 @@ def touch(fd: int) -> None:
     os.utime(fd, ns=(now, now))
 
 
-def read_some(fd: int, into: Sequence[memoryview]) -> int:
-    """Fill `into` from the start of a file with one request; return 0 if direct I/O does not accept the memory."""
-    try:
-        return os.preadv(fd, into[:VIEWS_PER_CALL], 0)
-    except OSError as error:
-        if error.errno != errno.EINVAL:
-            raise
-        return 0
-
-
-def read_all(fd: int, into: Sequence[memoryview], offset: int) -> None:
-    """Fill `into` from `offset` on; raise `CorruptRecord` if the file ends before that."""
-    while into:
-        done = os.preadv(fd, into[:VIEWS_PER_CALL], offset)
-        if done == 0:
-            raise CorruptRecord("file is shorter than its header says")
-        offset += done
-        into = _advance(into, done)
-
-
 def write_new(path: Path, views: Sequence[memoryview], first: Callable[[], memoryview] | None = None) -> None:
     """Write `views` to a new file, and then, if given, what `first` returns over the start of it."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
-    _directly(lambda direct: _write_all(os.open(path, flags | direct, 0o600), views, first))
+    fd = _open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    try:
+        _write(fd, views)
+        if first is not None:
+            _write(fd, [first()])
+        with contextlib.suppress(OSError):  # The time only improves the order of eviction after a restart.
+            touch(fd)
+    finally:
+        os.close(fd)
+
+
+def transfer(operation: VectoredIO, fd: int, views: Sequence[memoryview], offset: int = 0) -> int:
+    """Read or write all of `views` from `offset` on; return how many bytes that were.
+
+    They are fewer only if a file that is read ends before. Memory that direct I/O does not accept goes through the page
+    cache.
+    """
+    moved = 0
+    while views:
+        try:
+            done = operation(fd, views[:VIEWS_PER_CALL], offset + moved)
+        except OSError as error:
+            flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+            if error.errno != errno.EINVAL or not flags & os.O_DIRECT:
+                raise
+            fcntl.fcntl(fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
+            continue
+        if done == 0:
+            break
+        moved += done
+        views = _advance(views, done)
+    return moved
 
 
 def move(path: Path, to: Path) -> None:
@@ -142,43 +136,24 @@ def move(path: Path, to: Path) -> None:
         path.rename(to)
 
 
-def _directly(operation: Callable[[int], int]) -> int:
-    """Run an operation with the flag for direct I/O, or without if the file system or the memory does not allow it."""
+def _write(fd: int, views: Sequence[memoryview]) -> None:
+    if transfer(os.pwritev, fd, views) < sum(map(len, views)):
+        raise OSError(errno.EIO, "nothing was written")
+
+
+def _open(path: Path, flags: int) -> int:
+    """Open a file with direct I/O, which leaves the page cache to others, or without if the file system has none."""
     try:
-        return operation(DIRECT)
+        return os.open(path, flags | os.O_CLOEXEC | os.O_DIRECT, 0o600)
     except OSError as error:
-        if error.errno != errno.EINVAL or not DIRECT:
+        if error.errno != errno.EINVAL:
             raise
-    return operation(0)
-
-
-def _write_all(fd: int, views: Sequence[memoryview], first: Callable[[], memoryview] | None) -> int:
-    try:
-        written = _write(fd, views)
-        if first is not None:
-            _write(fd, [first()])
-        with contextlib.suppress(OSError):  # The time only improves the order of eviction after a restart.
-            touch(fd)
-        return written
-    finally:
-        os.close(fd)
-
-
-def _write(fd: int, views: Sequence[memoryview]) -> int:
-    offset = 0
-    while views:
-        done = os.pwritev(fd, views[:VIEWS_PER_CALL], offset)
-        if done == 0:
-            raise OSError(errno.EIO, "nothing was written")
-        offset += done
-        views = _advance(views, done)
-    return offset
+    return os.open(path, flags | os.O_CLOEXEC, 0o600)
 
 
 def _advance(views: Sequence[memoryview], done: int) -> Sequence[memoryview]:
     """Return what is left of `views` after `done` bytes."""
-    skip = 0
-    while skip < len(views) and done >= len(views[skip]):
-        done -= len(views[skip])
-        skip += 1
-    return [views[skip][done:], *views[skip + 1 :]] if done else views[skip:]
+    for i, end in enumerate(accumulate(map(len, views))):
+        if end > done:
+            return [views[i][done - end :], *views[i + 1 :]]
+    return []

@@ -1,8 +1,6 @@
 """Reading a record from its file: parts go straight into the slab by direct I/O, and each one is verified."""
 
 import errno
-import fcntl
-import mmap
 import os
 import stat
 from collections.abc import Callable, Sequence
@@ -11,16 +9,8 @@ from pathlib import Path
 from lmc.errors import CorruptRecord
 from lmc.keys import ChunkKey
 from lmc.shapes import ALIGN
-from lmc.storage.disk.files import first_block, open_to_read, read_all, read_some
-from lmc.storage.record import (
-    RecordMeta,
-    checksum,
-    compare,
-    decode_header,
-    header_size,
-    removed_if_corrupt,
-    split_parts,
-)
+from lmc.storage.disk.files import open_to_read, transfer
+from lmc.storage.record import checksum, compare, decode_header, header_size, removed_if_corrupt, scratch, split_parts
 
 
 class DiskReader:
@@ -35,7 +25,6 @@ class DiskReader:
         `CorruptRecord`.
         """
         self._discard = discard
-        self._early = 0  # how many bytes of the first parts may be in their place already
         self.fd = open_to_read(path)
         try:
             status = os.fstat(self.fd)
@@ -44,7 +33,17 @@ class DiskReader:
                 raise OSError(errno.ENXIO, "not a file, though named like a record", str(path))
             if size == 0 or size % ALIGN:  # Direct I/O reads whole blocks only.
                 raise CorruptRecord(f"a file of {size} bytes")
-            self.meta, self._start = self._header(size, into)
+            block = scratch(ALIGN)
+            read = self._fill([block, *into], 0, at_least=ALIGN)
+            self._start = header_size(bytes(block[:8]))
+            if self._start > size:
+                raise CorruptRecord(f"a header of {self._start} bytes in a file of {size}")
+            # How many bytes of the first parts may be in their place already.
+            self._early = read - ALIGN if self._start == ALIGN else 0
+            if self._start > ALIGN:
+                block = scratch(self._start)
+                self._fill([block], 0, at_least=self._start)
+            self.meta = decode_header(bytes(block))
             if self.meta.key != key:
                 raise CorruptRecord("the record of another key")
             if size != self._start + self.meta.offset(self.meta.parts):
@@ -70,34 +69,15 @@ class DiskReader:
         # If they are not right, they were put elsewhere or are corrupt. Reading them again tells.
         if early and tuple(map(checksum, parts)) == wanted:
             return
-        self._fill(into, self._start + self.meta.offset(first))
+        self._fill(into, self._start + self.meta.offset(first), at_least=sum(sizes))
         compare(map(checksum, parts), wanted, first)
 
     def close(self) -> None:
         """Close the file."""
         os.close(self.fd)
 
-    def _fill(self, into: Sequence[memoryview], offset: int) -> None:
-        try:
-            read_all(self.fd, into, offset)
-        except OSError as error:
-            if error.errno != errno.EINVAL:
-                raise
-            # The memory is not aligned: read this file through the page cache.
-            fcntl.fcntl(self.fd, fcntl.F_SETFL, fcntl.fcntl(self.fd, fcntl.F_GETFL) & ~os.O_DIRECT)
-            read_all(self.fd, into, offset)
-
-    def _header(self, of: int, into: Sequence[memoryview]) -> tuple[RecordMeta, int]:
-        block = first_block()
-        read = read_some(self.fd, [block, *into]) if into else 0
-        if read < ALIGN:
-            read_all(self.fd, [block], 0)
-        size = header_size(bytes(block[:8]))
-        if size > of:
-            raise CorruptRecord(f"a header of {size} bytes in a file of {of}")
-        if size > ALIGN:
-            block = memoryview(mmap.mmap(-1, size))
-            read_all(self.fd, [block], 0)
-        else:
-            self._early = max(0, read - size)
-        return decode_header(bytes(block)), size
+    def _fill(self, into: Sequence[memoryview], offset: int, *, at_least: int) -> int:
+        read = transfer(os.preadv, self.fd, into, offset)
+        if read < at_least:
+            raise CorruptRecord("file is shorter than its header says")
+        return read
