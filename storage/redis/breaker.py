@@ -76,14 +76,10 @@ class Breaker:
                 self._logged = now
                 log.warning("lmc: no answer from %s (%s); its chunks are misses until it answers", self.name, error)
 
-    def stop(self) -> None:
-        """Let nobody ask any more."""
+    def close(self, seconds: float = 0.0) -> None:
+        """Let nobody ask any more, and wait for the thread for at most `seconds`."""
         self._closed.set()
         self.usable = False
-
-    def close(self, seconds: float) -> None:
-        """Stop, and wait for the thread for at most `seconds`."""
-        self.stop()
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():
             thread.join(seconds)

@@ -28,7 +28,8 @@ from lmc.storage.redis.resp import Connection, ProtocolError, ReplyError, WrongV
 MOVED = ("MOVED", "ASK")
 FOR_NOW = (*MOVED, "READONLY", "CLUSTERDOWN", "TRYAGAIN", "MASTERDOWN", "LOADING", "BUSY")
 AWAY = (*FOR_NOW, "NOAUTH", "NOPERM")
-TROUBLES = (OSError, redis.RedisError, RedisClusterException, ReplyError)
+TROUBLES = (OSError, redis.RedisError, RedisClusterException)
+REFUSALS = (ReplyError, redis.AuthenticationError, redis.ResponseError)
 # redis-py raises these when something that is no Redis answers its greeting.
 GARBAGE = (ValueError, TypeError, LookupError, AttributeError, AssertionError, RecursionError)
 
@@ -60,9 +61,6 @@ class Server:
         self._secret = pool.connection_kwargs.get("password")
         self._pool, self._deadline, self._greet, self._lost = pool, deadline, greet, lost
         self._local = threading.local()
-        # The lock is re-entrant because the garbage collector may end a connection while the same thread holds it.
-        self._mutex = threading.RLock()
-        self._refreshing = threading.Lock()
         self._connections: dict[Connection, redis.Connection] = {}
 
     @property
@@ -75,8 +73,8 @@ class Server:
         """Use this thread's connection.
 
         An error in the block closes it, counts against the server, and is raised as an `OSError`. An answer that takes
-        longer than `within` seconds counts against the server as well. A refused command is a `ReplyError`, unless the
-        refusal says that the server as a whole cannot be used now.
+        longer than `within` seconds counts against the server as well. A refused command is a `ReplyError`, and does
+        not count, unless the refusal says that the server as a whole cannot be used now.
         """
         if not self.usable:
             self._drop()  # Answers may still be on their way.
@@ -89,7 +87,7 @@ class Server:
         except TROUBLES as error:
             self._drop()
             if isinstance(error, ReplyError) and error.code not in AWAY:
-                raise
+                raise ReplyError(str(error), self.name) from None
             trouble = _as_os_error(self.name, error, self._secret)
             if isinstance(error, ReplyError) and error.code in MOVED:
                 self._refresh_map()  # The server is not to blame.
@@ -110,12 +108,9 @@ class Server:
 
     def retire(self) -> None:
         """Use the server no more, as it has left the cluster. Whoever waits on a connection fails at once."""
-        self.breaker.stop()
-        with self._mutex:
-            connections = list(self._connections)
-        for connection in connections:
-            connection.close()
-            # Threads would keep theirs, and the pool, which the next server of this name gets, has a limited number.
+        self.breaker.close()
+        # Threads would keep theirs, and the pool, which the next server of this name gets, has a limited number.
+        for connection in list(self._connections):
             self._give_back(connection)
 
     def close(self) -> None:
@@ -126,13 +121,10 @@ class Server:
 
     def _of_this_thread(self) -> Connection:
         held: _OfThread | None = getattr(self._local, "held", None)
-        if held is not None and held.connection in self._connections and held.connection.alive():
-            return held.connection
-        held = None
-        self._drop()  # The server may have closed it while nobody used it.
-        connection = self._connect()
-        self._local.held = _OfThread(connection, self._give_back)
-        return connection
+        # The server may have closed it while nobody used it.
+        if held is None or held.connection not in self._connections or not held.connection.alive():
+            held = self._local.held = _OfThread(self._connect(), self._give_back)
+        return held.connection
 
     def _connect(self) -> Connection:
         try:
@@ -145,47 +137,33 @@ class Server:
         except BaseException:
             made.disconnect()
             raise
-        with self._mutex:
-            self._connections[connection] = made
+        self._connections[connection] = made
         return connection
 
     def _drop(self) -> None:
         self._local.held = None  # Its finaliser gives the connection back.
 
     def _give_back(self, connection: Connection) -> None:
-        with self._mutex:
-            made = self._connections.pop(connection, None)
+        made = self._connections.pop(connection, None)
         if made is not None:
             made.disconnect()
             self._pool.release(made)
 
     def _greet_again(self) -> None:
-        connection = None
         try:
             connection = self._connect()
-            self._greet(connection)
+            try:
+                self._greet(connection)
+            finally:
+                self._give_back(connection)
         except TROUBLES as error:
             self._lost()
             raise _first_trouble(self.name, error, self._secret) from None
-        finally:
-            if connection is not None:
-                self._give_back(connection)
 
     def _refresh_map(self) -> None:
-        """Get a cluster's new map in a thread of its own, one at a time."""
-        if not self._refreshing.acquire(blocking=False):
-            return
-
-        def refresh() -> None:
-            try:
-                self._lost()
-            finally:
-                self._refreshing.release()
-
-        try:
-            threading.Thread(target=refresh, name="lmc-redis-map", daemon=True).start()
-        except RuntimeError:  # No thread can be started now.
-            self._refreshing.release()
+        """Get a cluster's new map in a thread of its own."""
+        with contextlib.suppress(RuntimeError):  # No thread can be started now.
+            threading.Thread(target=self._lost, name="lmc-redis-map", daemon=True).start()
 
 
 class Servers:
@@ -199,12 +177,10 @@ class Servers:
         refused.
         """
         self._remote, self._deadline, self._greet, self._about = remote, deadline, greet, about
-        self._nodes: dict[str, Server] = {}
+        self._nodes: dict[str, Server] = {}  # of a cluster by their names, or one whose name is empty
         self._cluster: RedisCluster | None = None
         self._map: dict[int, str] = {}  # of a cluster: hash slot -> node
-        self._names: list[str] = [""] if remote.kind != "cluster" else []
-        self._mutex = threading.Lock()
-        self._closed = False
+        self._refreshing = threading.Lock()
         if remote.kind == "cluster":
             self._breaker = Breaker(str(remote), self._find_cluster)
         else:
@@ -217,14 +193,13 @@ class Servers:
             raise
 
     def of(self, key: bytes) -> Server | None:
-        """Return the server that has `key`, or None if that is not known now."""
-        if self._remote.kind != "cluster":
-            return self._nodes[""]
-        return self._nodes.get(self._map.get(key_slot(key), ""))
+        """Return the server that has `key`, or None if it is away or not known now."""
+        server = self._nodes.get(self._map.get(key_slot(key), "") if self._map else "")
+        return server if server is not None and server.usable else None
 
     def all(self) -> list[Server]:
         """Return every server that chunks may be on."""
-        return [self._nodes[name] for name in self._names if name in self._nodes]
+        return list(self._nodes.values())
 
     @property
     def usable(self) -> bool:
@@ -232,18 +207,22 @@ class Servers:
         return any(server.usable for server in self.all())
 
     def refresh_map(self) -> None:
-        """Get a cluster's map anew, if any of its nodes answers."""
-        with self._mutex, contextlib.suppress(*TROUBLES, *GARBAGE):
-            if self._cluster is not None and not self._closed:
-                self._cluster.nodes_manager.initialize()
-                self._take_map(self._cluster)
+        """Get a cluster's map anew, if any of its nodes answers, and unless somebody is getting it already."""
+        cluster = self._cluster if self._breaker.usable else None
+        if cluster is not None and self._refreshing.acquire(blocking=False):
+            try:
+                with contextlib.suppress(*TROUBLES, *GARBAGE):
+                    cluster.nodes_manager.initialize()
+                    self._take_map(cluster)
+            finally:
+                self._refreshing.release()
 
     def close(self) -> None:
         """Close all connections."""
-        self._closed = True
-        for server in list(self._nodes.values()):
-            server.breaker.stop()  # all of them, before any is waited for
-        for server in list(self._nodes.values()):
+        self._breaker.close()
+        for server in self.all():
+            server.breaker.close()  # all of them, before any is waited for
+        for server in self.all():
             server.close()
         self._breaker.close(2 * self._deadline)
         if self._cluster is not None:
@@ -253,30 +232,23 @@ class Servers:
 
     def _find_cluster(self) -> None:
         nodes = [ClusterNode(address.host, address.port) for address in self._remote.hosts]
+        cluster = None
         try:
             # A search always starts from the hosts of the URL, because a cluster may come back under new addresses.
             cluster = RedisCluster(
                 startup_nodes=nodes, require_full_coverage=False, dynamic_startup_nodes=False, **self._options()
             )
-        except TROUBLES as error:
-            raise _first_trouble(str(self._remote), error, self._remote.password) from None
-        except GARBAGE as error:  # The nodes have no slots yet.
-            raise OSError(f"{self._remote}: no cluster yet ({type(error).__name__})") from None
-        with self._mutex:
             self._take_map(cluster)
-        owner = self.of(self._about)
-        try:
+            owner = self.of(self._about)
             if owner is not None:
                 with owner.connection() as connection:
                     self._greet(connection)
-        except (*TROUBLES, TierUnusable) as error:
-            with self._mutex:  # No node is asked for anything before the greeting.
-                for node in self._nodes.values():
-                    node.retire()
-                self._nodes, self._map, self._names = {}, {}, []
-            cluster.close()
-            if isinstance(error, TierUnusable):
-                raise
+        except (*TROUBLES, *GARBAGE, TierUnusable) as error:
+            for node in self.all():  # No node is asked for anything before the greeting.
+                node.retire()
+            self._nodes, self._map = {}, {}
+            if cluster is not None:
+                cluster.close()
             raise _first_trouble(str(self._remote), error, self._remote.password) from None
         self._cluster = cluster
 
@@ -288,8 +260,7 @@ class Servers:
                 self._nodes[node.name] = Server(name, pool, self._deadline, self._greet_node, self.refresh_map)
         # redis-py's map is locked while it is made anew, so lmc has a copy.
         self._map = {slot: nodes[0].name for slot, nodes in cluster.nodes_manager.slots_cache.items() if nodes}
-        self._names = sorted(set(self._map.values()))
-        for name in self._nodes.keys() - set(self._names):
+        for name in self._nodes.keys() - set(self._map.values()):
             self._nodes.pop(name).retire()
 
     def _greet_node(self, connection: Connection) -> None:
@@ -303,30 +274,27 @@ class Servers:
 
     def _pool(self) -> redis.ConnectionPool:
         remote, options = self._remote, self._options()
-        if remote.kind == "unix":
-            return redis.ConnectionPool(redis.UnixDomainSocketConnection, path=remote.path, db=remote.db, **options)
         if remote.kind == "sentinel":
             # Sentinels are asked one after the other, within one deadline for all of them together.
             patience = self._deadline / len(remote.hosts)
-            own = {**self._options(login=False), "socket_timeout": patience, "socket_connect_timeout": patience}
-            sentinel = Sentinel([tuple(host) for host in remote.hosts], sentinel_kwargs=own)
-            pool: redis.ConnectionPool = sentinel.master_for(remote.service, db=remote.db, **options).connection_pool
-            return pool
-        host, port = remote.hosts[0]
-        kind = redis.SSLConnection if options.pop("ssl", False) else redis.Connection
-        return redis.ConnectionPool(kind, host=host, port=port, db=remote.db, **options)
+            own = {**options, "socket_timeout": patience, "socket_connect_timeout": patience}
+            sentinel = Sentinel(remote.hosts, sentinel_kwargs={**own, "username": None, "password": None})
+            client = sentinel.master_for(remote.service, db=remote.db, **options)
+        else:
+            where = {"unix_socket_path": remote.path} if remote.kind == "unix" else remote.hosts[0]._asdict()
+            client = redis.Redis(**where, db=remote.db, **options)
+        pool: redis.ConnectionPool = client.connection_pool
+        return pool
 
-    def _options(self, *, login: bool = True) -> dict[str, Any]:
-        options: dict[str, Any] = {"socket_timeout": self._deadline, "socket_connect_timeout": self._deadline}
-        options |= {"retry": Retry(NoBackoff(), 0), "protocol": 2, "client_name": "lmc"}
-        if login:
-            options |= {"username": self._remote.username, "password": self._remote.password}
-        if self._remote.tls:
-            options |= {"ssl": True, **dict(self._remote.options)}
-        return options
+    def _options(self) -> dict[str, Any]:
+        remote = self._remote
+        options = {"socket_timeout": self._deadline, "socket_connect_timeout": self._deadline, "client_name": "lmc"}
+        options |= {"retry": Retry(NoBackoff(), 0), "protocol": 2}
+        options |= {"username": remote.username, "password": remote.password}
+        return options | {"ssl": True, **dict(remote.options)} if remote.tls else options
 
 
-def _as_os_error(name: str, error: Exception, secret: str | None) -> OSError:
+def _as_os_error(name: str, error: BaseException, secret: str | None) -> OSError:
     """Translate an error of a connection, without the password."""
     # A server that does not know a command repeats its arguments, which for AUTH include the password.
     said = str(error).partition(", with args beginning with")[0]
@@ -334,18 +302,20 @@ def _as_os_error(name: str, error: Exception, secret: str | None) -> OSError:
     return kind(f"{name}: {said.replace(secret, '***') if secret else said}")
 
 
-def _first_trouble(name: str, error: Exception, secret: str | None) -> OSError | TierUnusable:
+def _first_trouble(name: str, error: BaseException, secret: str | None) -> OSError | TierUnusable:
     """Translate an error of a first contact.
 
     Refusals that will not change by themselves (a login, a permission, a database, a certificate) are `TierUnusable`.
     """
+    if isinstance(error, TierUnusable):
+        return error
+    if not isinstance(error, TROUBLES):  # The nodes have no slots yet.
+        return OSError(f"{name}: no cluster yet ({type(error).__name__})")
     trouble = _as_os_error(name, error, secret)
-    if isinstance(error, ReplyError) and error.code not in FOR_NOW:
-        return TierUnusable(str(trouble))
     seen: BaseException | None = error
     while seen is not None:
-        refused = isinstance(seen, redis.AuthenticationError | redis.ResponseError)
-        refused = refused and str(seen).partition(" ")[0] not in FOR_NOW and not isinstance(seen, ClusterError)
+        refused = isinstance(seen, REFUSALS) and not isinstance(seen, ClusterError)
+        refused = refused and str(seen).partition(" ")[0] not in FOR_NOW
         if refused or isinstance(seen, ssl.SSLCertVerificationError):
             return TierUnusable(str(trouble))
         seen = seen.__cause__ or seen.__context__

@@ -7,7 +7,6 @@ would occupy 1.25 MiB.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 
 import xxhash
@@ -69,21 +68,9 @@ def overlaps(sizes: Sequence[int], start: int, stop: int) -> list[tuple[int, int
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class Names:
-    """The names of a record's header and values."""
-
-    header: bytes
-    sizes: tuple[int, ...]
-    final: tuple[bytes, ...]
-    aside: tuple[bytes, ...] = ()  # while the record is being written
-
-    @classmethod
-    def of(cls, header: bytes, sizes: tuple[int, ...], token: str = "") -> "Names":
-        """`token` tells one writer from another. Readers have none."""
-        count = range(len(sizes))
-        aside = tuple(b"%s:%s:%d" % (header, token.encode(), i) for i in count) if token else ()
-        return cls(header, sizes, tuple(b"%s:%d" % (header, i) for i in count), aside)
+def value_names(start: bytes, count: int) -> list[bytes]:
+    """Return the names of the `count` values of a record; `start` is the name of its header, or that and a token."""
+    return [b"%s:%d" % (start, number) for number in range(count)]
 
 
 class Cursor:

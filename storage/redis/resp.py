@@ -28,13 +28,12 @@ Reply: TypeAlias = "bytes | int | ReplyError | list[Reply] | None"
 Word = bytes | str | int
 
 
-class ReplyError(Exception):
-    """The server refused a command. The first word of its answer says why."""
+class ReplyError(OSError):
+    """The server refused a command. The first word of its answer, the `code`, says why: OOM, MOVED, WRONGTYPE, …"""
 
-    @property
-    def code(self) -> str:
-        """The kind of refusal: OOM, MOVED, WRONGTYPE, …"""
-        return str(self).partition(" ")[0]
+    def __init__(self, answer: str, server: str = "") -> None:
+        super().__init__(f"{server}: {answer}" if server else answer)
+        self.code = answer.partition(" ")[0]
 
 
 class WrongValue(Exception):
@@ -56,22 +55,6 @@ class Fetch:
     command: bytes
     length: int  # that the value must have
     dropped: bool = False  # It was thrown away, or will be when it arrives.
-
-
-class TransferTimer:
-    """Measures how long each `PIECE` bytes take, because a very slow connection is as useless as a silent one."""
-
-    def __init__(self, deadline: float) -> None:
-        self.left = PIECE
-        self._deadline, self._since = deadline, time.monotonic()
-
-    def moved(self, count: int, now: float, *, whole: bool) -> None:
-        """Note that `count` bytes were moved; raise `TimeoutError` if they are late, unless this was the `whole`."""
-        self.left -= count
-        if self.left > 0 and not whole and now - self._since > self._deadline * NEARLY:
-            raise TimeoutError("too little was moved within the deadline")
-        if self.left <= 0:
-            self.left, self._since = PIECE, now
 
 
 def command(*words: Word) -> bytes:
@@ -153,13 +136,14 @@ class Connection:
 
     def send(self, view: memoryview) -> None:
         """Send everything; raise `TimeoutError` if a piece is not accepted in time."""
-        piece = TransferTimer(self._deadline)
-        while self._held or view:
-            sent = self._sent(view[:PIECE])
-            ahead = min(sent, len(self._held))
-            del self._held[:ahead]
-            view = view[sent - ahead :]
-            piece.moved(sent, self._moved, whole=not (self._held or view))
+        for at in range(0, len(view) or 1, PIECE):
+            piece, began = view[at : at + PIECE], time.monotonic()
+            while self._held or piece:
+                self._check_pace(began)
+                sent = self._sent(piece)
+                ahead = min(sent, len(self._held))
+                del self._held[:ahead]
+                piece = piece[sent - ahead :]
 
     def reply(self) -> Reply:
         """Return the next answer."""
@@ -206,12 +190,11 @@ class Connection:
         Raises `WrongValue` if the value is missing or has another length, and `ReplyError` if it is no value.
         """
         assert not fetch.dropped
-        while self._head() is not fetch:
+        while (self._coming or self._queued)[0] is not fetch:
             self._discard()
         self._pump()
-        line = self._line()
+        _, line = self._next_answer()
         self.heard = True
-        self._take()
         if line[:1] == b"-":
             raise ReplyError(line[1:].decode("utf-8", "replace"))
         if line[:1] != b"$":
@@ -254,14 +237,13 @@ class Connection:
         self._start += at
         if at and seen:
             seen(view[:at])
-        piece = TransferTimer(self._deadline)
-        while at < len(view):
-            part = view[at : at + piece.left]
-            got = self._arrived(part, self._wait_for_all)
+        for first in range(at, len(view), PIECE):
+            piece, got, began = view[first : first + PIECE], 0, time.monotonic()
+            while got < len(piece):
+                self._check_pace(began)
+                got += self._arrived(piece[got:], self._wait_for_all)
             if seen:
-                seen(part[:got])
-            at += got
-            piece.moved(got, self._moved, whole=at == len(view))
+                seen(piece)
 
     def alive(self) -> bool:
         """Return whether the server has not closed the connection meanwhile, as far as that is known here."""
@@ -301,19 +283,16 @@ class Connection:
             self.put(b"".join(batch))
             self.flush()
 
-    def _take(self) -> Fetch:
-        fetch = self._coming.popleft()
-        self._bytes_coming -= fetch.length
-        return fetch
-
-    def _head(self) -> Fetch:
+    def _next_answer(self) -> tuple[Fetch, bytes]:
+        """Return the oldest fetch, and the first line of its answer."""
         if not self._coming:
             self._pump()
-        return self._coming[0]
+        line, fetch = self._line(), self._coming.popleft()
+        self._bytes_coming -= fetch.length
+        return fetch, line
 
     def _discard(self) -> None:
-        fetch, line = self._head(), self._line()
-        self._take()
+        fetch, line = self._next_answer()
         fetch.dropped = True
         length = _number(line[1:]) if line[:1] == b"$" else -1
         if length > fetch.length:
@@ -329,7 +308,7 @@ class Connection:
             left -= len(part)
 
     def _line(self) -> bytes:
-        piece = TransferTimer(self._deadline)
+        began = time.monotonic()
         while True:
             held = bytes(self._buffer[self._start : self._stop])
             end = held.find(b"\r\n")
@@ -340,37 +319,42 @@ class Connection:
                 raise ProtocolError("a line without an end")
             self._buffer[: len(held)] = held
             self._start, self._stop = 0, len(held)
-            got = self._arrived(self._buffer[self._stop :], 0)
-            self._stop += got
-            piece.moved(got, self._moved, whole=b"\n" in self._buffer[self._stop - got : self._stop].tobytes())
+            self._check_pace(began)
+            self._stop += self._arrived(self._buffer[self._stop :], 0)
+
+    def _check_pace(self, began: float) -> None:
+        """Raise `TimeoutError` for a piece that began then and is not complete, though the deadline is nearly over.
+
+        A very slow connection is as useless as a silent one.
+        """
+        if self._moved - began > self._deadline * NEARLY:
+            raise TimeoutError("too little was moved within the deadline")
 
     def _arrived(self, view: memoryview, flags: int) -> int:
         passed = time.monotonic() - self._moved
         # The kernel's own limit would count from now on.
         if passed > self._deadline * NOTHING and not self.ready(max(0.0, self._deadline - passed)):
             raise TimeoutError("no answer within the deadline")
-        try:
-            got = self._sock.recv_into(view, len(view), flags)
-        except (BlockingIOError, TimeoutError, ValueError) as error:
-            raise _plainly(error, "no answer within the deadline") from None
+        got = self._timed("no answer", self._sock.recv_into, view, len(view), flags)
         if got == 0:
             raise ConnectionResetError("the server has closed the connection")
-        self._moved = time.monotonic()
         return got
 
     def _sent(self, view: memoryview) -> int:
-        held = self._held
+        if self._gathers:
+            return self._timed("nothing was accepted", self._sock.sendmsg, [self._held, view])
+        return self._timed("nothing was accepted", self._sock.send, bytes(self._held) or view)
+
+    def _timed(self, late: str, operation: Callable[..., int], *arguments: object) -> int:
+        """Send or receive; translate what the kernel and TLS raise."""
         try:
-            sent = self._sock.sendmsg([held, view]) if self._gathers else self._sock.send(bytes(held) or view)
-        except (BlockingIOError, TimeoutError, ValueError) as error:
-            raise _plainly(error, "nothing was accepted within the deadline") from None
+            moved = operation(*arguments)
+        except (BlockingIOError, TimeoutError):
+            raise TimeoutError(f"{late} within the deadline") from None
+        except ValueError:  # Another thread has closed the socket.
+            raise ConnectionResetError("the connection was closed") from None
         self._moved = time.monotonic()
-        return sent
-
-
-def _plainly(error: Exception, late: str) -> OSError:
-    """Translate what the kernel and TLS raise when the deadline is over, or another thread has closed the socket."""
-    return ConnectionResetError("the connection was closed") if isinstance(error, ValueError) else TimeoutError(late)
+        return moved
 
 
 def _number(text: bytes) -> int:

@@ -34,7 +34,7 @@ from lmc.storage.record import (
     verify_parts,
 )
 from lmc.storage.redis.connections import Server, Servers
-from lmc.storage.redis.layout import COMPLETE, COMPLETED, LARGEST, OTHERS, Cursor, Names, value_sizes
+from lmc.storage.redis.layout import COMPLETE, COMPLETED, LARGEST, OTHERS, Cursor, value_names, value_sizes
 from lmc.storage.redis.reader import WRONGTYPE, RedisReader, refused
 from lmc.storage.redis.resp import Connection, Reply, ReplyError, TooLong, Word, command, granted
 from lmc.storage.tier import Entry, Finding, Written
@@ -88,42 +88,47 @@ class RedisTier:
         errors = [answer for answer in answers.values() if isinstance(answer, OSError)]
         if errors and len(errors) == len(answers):
             raise errors[-1]
-        return [answers.get(i) == 1 for i in range(len(keys))]
+        return [answers.get(key) == 1 for key in keys]
 
     def announce(self, keys: Sequence[ChunkKey], into: Sequence[Sequence[memoryview]] = ()) -> None:
         """Fetch the headers of these records, from each server with one question."""
-        self._thread.headers = {keys[i]: answer for i, answer in self._ask_all("GET", keys).items()}
+        self._thread.headers = self._ask_all("GET", keys)
 
     def open(self, key: ChunkKey) -> RedisReader | None:
         """Open a record. Redis counts this as a use."""
-        server = self._server(key)
+        server = self._servers.of(self._header(key))
         with removed_if_corrupt(self.discard, key):
             return self._open(server, key) if server is not None else None
 
     def write(self, meta: RecordMeta, parts: Sequence[memoryview]) -> Written:
         """Write values under temporary names; then rename them and add the header in one step."""
-        server = self._server(meta.key)
-        total = meta.offset(meta.parts)
+        header, total = self._header(meta.key), meta.offset(meta.parts)
+        server = self._servers.of(header)
         if server is None or time.monotonic() < self._paused_until or total > VALUES_LIMIT * LARGEST:
             return Written.REFUSED
-        names = Names.of(self._header(meta.key), value_sizes(total), os.urandom(8).hex())
+        sizes = value_sizes(total)
+        aside = value_names(b"%s:%s" % (header, os.urandom(8).hex().encode()), len(sizes))
         try:
             with server.connection() as connection:
-                return self._write(connection, meta, parts, names)
+                return self._write(connection, meta, Cursor(split_parts(parts, meta.stored)), sizes, aside)
         except ReplyError as error:
-            self._remove(server, names.aside)
+            self._remove(server, aside)
             if error.code not in FULL:
-                raise OSError(f"{server.name}: {error}") from None
-            self._pause(server, error)
+                raise
+            now = time.monotonic()
+            if now - self._logged > SAID_EVERY:
+                self._logged = now
+                log.warning("lmc: a write was refused (%s); storing there pauses, reading goes on", error)
+            self._paused_until = now + PAUSE_SECONDS
             return Written.REFUSED
 
     def delete(self, key: ChunkKey) -> bool:
         """Remove header and values at once."""
-        server = self._server(key)
+        header, total = self._header(key), VALUES_LIMIT * LARGEST
+        server = self._servers.of(header)
         if server is None:
             return False
-        header, total = self._header(key), VALUES_LIMIT * LARGEST
-        with self._plainly(server) as connection, contextlib.suppress(CorruptRecord, TooLong):
+        with server.connection() as connection, contextlib.suppress(CorruptRecord, TooLong):
             (blob,) = connection.call_all([command("GET", header)])
             if blob is None:
                 return False
@@ -131,7 +136,7 @@ class RedisTier:
                 meta = decode_header(blob)
                 total = min(total, meta.offset(meta.parts))
         # If the header does not tell how many values there are, all that are possible are removed.
-        self._call(server, "UNLINK", header, *Names.of(header, value_sizes(total)).final)
+        self._call(server, "UNLINK", header, *value_names(header, len(value_sizes(total))))
         return True
 
     def discard(self, key: ChunkKey) -> None:
@@ -145,7 +150,7 @@ class RedisTier:
         for server in self._servers.all():
             for names in self._names(server) if server.usable else []:
                 headers = [name for name in names if self._key(name)]
-                with self._plainly(server) as connection:
+                with server.connection() as connection:
                     asked = [command("OBJECT", "IDLETIME", name) for name in headers]
                     idle = connection.call_all(asked)  # before the headers are read, which is a use of them
                     blobs = connection.call_all([command("GET", name) for name in headers])
@@ -185,17 +190,14 @@ class RedisTier:
 
     def _greet(self, connection: Connection) -> None:
         name = self._prefix + b":format"
-        made, scripts = connection.call_all([command("SET", name, FORMAT, "NX"), command("EVAL", "return 1", 0)])
-        _granted_unless_full(made)
-        granted(scripts)
-        held = connection.call("GET", name)
+        asked = [command("SET", name, FORMAT, "NX"), command("EVAL", "return 1", 0), command("GET", name)]
+        made, _, held = map(_granted_unless_full, connection.call_all(asked))
         if held not in (None, b"%d" % FORMAT):
             raise TierUnusable(
                 f"{name.decode()} in Redis is {held!r}: another version of lmc; set another remote_prefix"
             )
         naming = b"%s:naming{%s}" % (self._prefix, name)  # The braces keep it on the same node of a cluster.
-        (named,) = connection.call_all([command("SET", naming, NAMING, "NX")])
-        _granted_unless_full(named)
+        (named,) = map(_granted_unless_full, connection.call_all([command("SET", naming, NAMING, "NX")]))
         if made is None and named == b"OK":
             log.warning(
                 "records that lmc 0.1.0 wrote to Redis under the prefix %s are not used, because it named chunks "
@@ -203,42 +205,38 @@ class RedisTier:
                 self._prefix.decode(),
             )
 
-    def _server(self, key: ChunkKey) -> Server | None:
-        server = self._servers.of(self._header(key))
-        return server if server is not None and server.usable else None
-
-    def _ask_all(self, verb: str, keys: Sequence[ChunkKey], within: float = float("inf")) -> dict[int, Answer]:
+    def _ask_all(self, verb: str, keys: Sequence[ChunkKey], within: float = float("inf")) -> dict[ChunkKey, Answer]:
         """Ask all servers at the same time for each key's header, within one deadline.
 
-        Returns answers by the key's index. There is none for a key on a server that is away, or if an answer that is
+        There is no answer for a key on a server that is away, or if an answer that is
         too long was in the way.
         """
-        answers: dict[int, Answer] = {}
-        asked: dict[Server, list[int]] = defaultdict(list)
-        for i, key in enumerate(keys):
-            server = self._server(key)
+        answers: dict[ChunkKey, Answer] = {}
+        asked: dict[Server, list[ChunkKey]] = defaultdict(list)
+        for key in keys:
+            server = self._servers.of(self._header(key))
             if server is not None:
-                asked[server].append(i)
+                asked[server].append(key)
         silent: OSError | None = None
         for server in list(asked):
             try:
                 if silent is not None:  # One server has taken the whole deadline. The others are asked the next time.
                     raise silent
-                with self._plainly(server) as connection:
-                    connection.post([command(verb, self._header(keys[i])) for i in asked[server]])
+                with server.connection() as connection:
+                    connection.post([command(verb, self._header(key)) for key in asked[server]])
             except OSError as error:
                 silent = error if isinstance(error, TimeoutError) else silent
                 answers |= dict.fromkeys(asked.pop(server), error)
-        for server, indexes in asked.items():
+        for server, theirs in asked.items():
             try:
-                with self._plainly(server, within) as connection, contextlib.suppress(TooLong):
-                    replies = connection.collect(len(indexes))
+                with server.connection(within=within) as connection, contextlib.suppress(TooLong):
+                    replies = connection.collect(len(theirs))
                     refusals = [reply for reply in replies if isinstance(reply, ReplyError) and reply.code != WRONGTYPE]
-                    answers |= {i: reply for i, reply in zip(indexes, replies, strict=True) if reply not in refusals}
+                    answers |= {key: reply for key, reply in zip(theirs, replies, strict=True) if reply not in refusals}
                     if refusals:
                         raise refusals[0]
             except OSError as error:
-                answers |= {i: error for i in indexes if i not in answers}
+                answers |= {key: error for key in theirs if key not in answers}
         return answers
 
     def _header(self, key: ChunkKey) -> bytes:
@@ -249,17 +247,8 @@ class RedisTier:
         found = self._ours.fullmatch(name)
         return bytes.fromhex(found["key"].decode()) if found and not found["value"] else b""
 
-    @contextlib.contextmanager
-    def _plainly(self, server: Server, within: float = float("inf")) -> Iterator[Connection]:
-        """Use a connection for commands that there is no reason to refuse."""
-        try:
-            with server.connection(within=within) as connection:
-                yield connection
-        except ReplyError as error:
-            raise OSError(f"{server.name}: {error}") from None
-
     def _call(self, server: Server, *words: Word) -> Reply:
-        with self._plainly(server) as connection:
+        with server.connection() as connection:
             return connection.call(*words)
 
     def _open(self, server: Server, key: ChunkKey) -> RedisReader | None:
@@ -269,7 +258,6 @@ class RedisTier:
                 blob = headers.pop(key)
                 if isinstance(blob, OSError):
                     raise blob
-                granted(blob)
             else:
                 with server.connection() as connection:
                     try:
@@ -277,7 +265,7 @@ class RedisTier:
                     except TooLong as error:  # The server is not to blame.
                         raise CorruptRecord(f"a header that is {error}") from None
         except ReplyError as error:
-            raise refused(server, error) from None
+            raise refused(error) from None
         if blob is None:
             return None
         if not isinstance(blob, bytes):
@@ -291,11 +279,13 @@ class RedisTier:
             raise CorruptRecord("a record larger than any that is written")
         return RedisReader(self.discard, self.delete, server, meta, self._header(key))
 
-    def _write(self, connection: Connection, meta: RecordMeta, parts: Sequence[memoryview], names: Names) -> Written:
+    def _write(
+        self, connection: Connection, meta: RecordMeta, cursor: Cursor, sizes: Sequence[int], aside: list[bytes]
+    ) -> Written:
+        header = self._header(meta.key)
         connection.drain()
-        connection.put(command("EXISTS", names.header))
-        cursor = Cursor(split_parts(parts, meta.stored))
-        for i, (name, size) in enumerate(zip(names.aside, names.sizes, strict=True)):
+        connection.put(command("EXISTS", header))
+        for i, (name, size) in enumerate(zip(aside, sizes, strict=True)):
             connection.put(b"*5\r\n$3\r\nSET\r\n$%d\r\n%s\r\n$%d\r\n" % (len(name), name, size))
             for piece in cursor.pieces(size):
                 connection.send(piece)
@@ -310,10 +300,10 @@ class RedisTier:
             elif i >= BEHIND:
                 granted(connection.reply())
         meta = replace(meta, checksums=cursor.checksums())
-        keys = [names.header, *names.aside, *names.final]
+        keys = [header, *aside, *value_names(header, len(sizes))]
         connection.put(command("EVAL", COMPLETE, len(keys), *keys, encode_header(meta), self._ttl, UNFINISHED_SECONDS))
         connection.flush()
-        for _ in names.aside[-BEHIND:]:
+        for _ in aside[-BEHIND:]:
             granted(connection.reply())
         outcome = granted(connection.reply())
         if outcome not in (COMPLETED, OTHERS):
@@ -323,13 +313,6 @@ class RedisTier:
     def _remove(self, server: Server, names: Sequence[bytes]) -> None:
         with contextlib.suppress(OSError):
             self._call(server, "UNLINK", *names)
-
-    def _pause(self, server: Server, error: ReplyError) -> None:
-        now = time.monotonic()
-        if now - self._logged > SAID_EVERY:
-            self._logged = now
-            log.warning("lmc: %s refuses to store (%s); storing there pauses, reading goes on", server.name, error)
-        self._paused_until = now + PAUSE_SECONDS
 
     def _names(self, server: Server) -> Iterator[list[bytes]]:
         """Return our names on a server, some at a time; a name may come twice."""
@@ -359,15 +342,14 @@ class RedisTier:
         found = self._ours.fullmatch(name)
         if found is None:
             return ""  # It is not lmc's.
-        with self._plainly(server) as connection:
+        with server.connection() as connection:
             seconds, there = connection.call_all([command("TTL", name), command("EXISTS", found["header"])])
         return "a value without a record" if seconds == -1 and there == 0 else ""
 
 
-def _granted_unless_full(answer: Reply) -> None:
-    """Raise the refusal of a write, unless Redis is full: then it can still be read."""
-    if not (isinstance(answer, ReplyError) and answer.code in FULL):
-        granted(answer)
+def _granted_unless_full(answer: Reply) -> Reply:
+    """Return an answer. Raise a refusal, unless Redis is full: then it can still be read."""
+    return answer if isinstance(answer, ReplyError) and answer.code in FULL else granted(answer)
 
 
 def _record_bytes(header: bytes) -> int:
