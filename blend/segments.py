@@ -89,10 +89,11 @@ def join(system: Tokens, documents: Sequence[Tokens], question: Tokens, separato
 def _find(tokens: Tokens, variants: Variants) -> list[Span]:
     cuts: list[Span] = []
     firsts = {variant[0] for variant in variants}
-    for at in (at for at, token in enumerate(tokens) if token in firsts):
-        if not cuts or at >= cuts[-1].stop:
-            found = (Span(at, at + len(v)) for v in variants if tuple(tokens[at : at + len(v)]) == v)
-            cuts += itertools.islice(found, 1)
+    for at, token in enumerate(tokens):
+        if token in firsts and (not cuts or at >= cuts[-1].stop):
+            found = next((one for one in variants if tuple(tokens[at : at + len(one)]) == one), None)
+            if found is not None:
+                cuts.append(Span(at, at + len(found)))
     return cuts
 
 

@@ -134,7 +134,13 @@ class Writer:
             self._state.written(tier, meta, outcome, outgoing)
 
     def _write_last(self, tier: Tier, held: Held) -> None:
-        self._write(tier, held.meta, self._bytes_of(held), None)
+        try:
+            parts = self._bytes_of(held)
+        except OSError as error:  # There is no memory for a copy.
+            self._state.not_written(f"what is in memory only cannot be copied ({error})", held.meta.key, tier)
+            self._complain()
+        else:
+            self._write(tier, held.meta, parts, None)
 
     def _complain(self) -> None:
         for about, text in self._state.take_complaints() if self._state.queues.complaints else ():

@@ -309,6 +309,16 @@ def test_what_is_evicted_and_cannot_be_copied_is_lost_and_nothing_else(make, tie
     assert get(store, K1) == expected(K1)
 
 
+def test_the_end_is_orderly_if_there_is_no_memory_for_a_copy(make, tier, monkeypatch):
+    """The error left threads and tiers open."""
+    store = make(tier, device=1, policy=BACK)
+    put(store, K0)
+    monkeypatch.setattr(Slab, "snapshot", lambda *_: (_ for _ in ()).throw(OSError("no memory")))
+    store.close()
+    assert tier.records == {}
+    assert store.stats().dropped_writes == 1
+
+
 def test_loads_that_cannot_be_begun_hold_nothing_and_keep_nobody_waiting(make, tier, monkeypatch):
     """A load that no thread was given was joined, and waited for, by all who asked for its chunk later."""
     other = make(tier)

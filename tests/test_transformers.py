@@ -24,6 +24,7 @@ from lmc.connectors.transformers.report import How, Report
 from lmc.engine import PromptView
 from lmc.errors import ConfigError, InputError, NoMemory, UnsupportedModel
 from lmc.storage import cost_model
+from lmc.storage.contract import Reservation
 from lmc.storage.disk import DiskTier
 from lmc.storage.record import RecordMeta
 from lmc.storage.tier import Written
@@ -509,6 +510,26 @@ def test_a_document_that_memory_cannot_hold_is_refused_and_not_learned() -> None
         wanted = cached.prefill(ids, "full").logits
         for how in ("blend", "exact", "blend"):
             assert (cached.prefill(ids, how).logits - wanted).abs().max() <= 1e-4  # type: ignore[arg-type]
+
+
+def test_a_document_of_which_a_chunk_cannot_be_filled_holds_nothing(
+    cached: CachedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The slots of its other chunks were held for ever."""
+    view, seen = cached.engine.store.view, []
+
+    def failing(slot: Reservation) -> torch.Tensor:
+        seen.append(slot)
+        if len(seen) == 2:
+            raise MemoryError
+        return view(slot)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cached.engine.store, "view", failing)
+        with pytest.raises(MemoryError):
+            cached.learn(DOCUMENTS[5])  # 45 tokens in chunks of 16
+    assert cached.engine.store.held() == 0
+    assert cached.learn(DOCUMENTS[5]) == 2
 
 
 def test_blending_needs_to_be_switched_on() -> None:

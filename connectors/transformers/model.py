@@ -284,8 +284,8 @@ class CachedModel(AbstractContextManager["CachedModel"]):
 
     def _fill(self, slots: Iterable[Reservation | None], kv: Sequence[KV]) -> int:
         """Copy the KV of chunks into their slots, and let them be found; return how many there were."""
-        store, count = self.engine.store, 0
-        for slot in filter(None, slots):
+        store, count, left = self.engine.store, 0, filter(None, slots)
+        for slot in left:
             rows = slice(slot.meta.first, slot.meta.first + slot.meta.tokens)
             try:
                 for raw, (keys, values) in zip(store.view(slot), kv, strict=True):
@@ -293,7 +293,8 @@ class CachedModel(AbstractContextManager["CachedModel"]):
                     part[0].copy_(keys[rows])
                     part[1].copy_(values[rows])
             except BaseException:
-                store.abort(slot)
+                for unfilled in (slot, *left):
+                    store.abort(unfilled)
                 raise
             store.commit(slot)
             count += 1
