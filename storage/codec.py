@@ -51,7 +51,11 @@ class Coded(Wrapped):
         if reader is None or (reader.meta.codec == NO_CODEC and not reader.meta.sizes):
             return reader
         try:
-            _check(reader.meta)
+            if reader.meta.codec not in PLANES:
+                raise CorruptRecord(f"parts in codec {reader.meta.codec[:40]!r}, which lmc never wrote")
+            # An encoded part is larger than a raw one by at most its lengths.
+            if reader.meta.stored_part > PART_LIMIT or max(reader.meta.stored) > reader.meta.stored_part + ALIGN:
+                raise CorruptRecord("impossible sizes of encoded parts")
             _lz4()
         except ConfigError as error:  # The record is right, and cannot be read here.
             reader.close()
@@ -78,18 +82,17 @@ class CodedReader:
     def __init__(self, inner: RecordReader, tier: Tier) -> None:
         self.meta = replace(inner.meta, codec=NO_CODEC, sizes=())
         self._tier, self._inner = tier, inner
-        self._stored, self._planes = inner.meta.stored, PLANES[inner.meta.codec]
         self.request, self.close = inner.request, inner.close
 
     def read(self, first: int, count: int, into: Sequence[memoryview]) -> None:
         """Read parts and decode them into `into`; one that cannot be decoded deletes the record."""
-        sizes = self._stored[first : first + count]
+        sizes = self._inner.meta.stored[first : first + count]
         encoded = scratch(sum(sizes))
         self._inner.read(first, count, [encoded])
         views = split_parts(into, (self.meta.stored_part,) * count)
         with removed_if_corrupt(self._tier.delete, self.meta.key):
             for part, view in zip(split_parts([encoded], sizes), views, strict=True):
-                decode_part(part, view, self._planes)
+                decode_part(part, view, PLANES[self._inner.meta.codec])
 
 
 def encode_record(
@@ -180,15 +183,6 @@ def _join(planes: Sequence[torch.Tensor], into: memoryview) -> None:
         items.add_(plane, alpha=1 << (8 * j))
     if out is not raw:
         raw.copy_(out)
-
-
-def _check(meta: RecordMeta) -> None:
-    """Raise `CorruptRecord` if the parts of this record cannot be decoded."""
-    if meta.codec not in PLANES:
-        raise CorruptRecord(f"parts in codec {meta.codec[:40]!r}, which lmc never wrote")
-    # An encoded part is larger than a raw one by at most its lengths.
-    if meta.stored_part > PART_LIMIT or max(meta.stored) > meta.stored_part + ALIGN:
-        raise CorruptRecord("impossible sizes of encoded parts")
 
 
 def _record_bytes(meta: RecordMeta) -> int:

@@ -154,11 +154,10 @@ def decode_header(blob: bytes) -> RecordMeta:
         )
     except (ValueError, OverflowError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptRecord(f"unreadable header: {error}") from error
-    if not 0 < meta.parts <= PARTS_LIMIT or not 0 < meta.part_bytes <= PART_LIMIT or len(meta.checksums) != meta.parts:
-        raise CorruptRecord("impossible sizes in header")
+    possible = 0 < meta.parts <= PARTS_LIMIT and 0 < meta.part_bytes <= PART_LIMIT and len(meta.checksums) == meta.parts
     fitting = all(0 < size <= PART_LIMIT and size % ALIGN == 0 for size in meta.sizes)
-    if meta.sizes and (len(meta.sizes) != meta.parts or not fitting):
-        raise CorruptRecord("impossible sizes of parts in header")
+    if not (possible and fitting and len(meta.sizes) in (0, meta.parts)):
+        raise CorruptRecord("impossible sizes in header")
     if encode_header(meta) != blob:
         raise CorruptRecord("header is not what was written")
     return meta

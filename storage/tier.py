@@ -61,10 +61,7 @@ class Tier(Protocol):
 
     name: str
     shared: bool  # with other processes, which read and write there too
-
-    @property
-    def evictions(self) -> int:
-        """Records that it has removed to stay within its bound."""
+    evictions: int  # records that it has removed to stay within its bound
 
     @property
     def usable(self) -> bool:

@@ -70,11 +70,18 @@ class DiskTier:
         self._sums = ThreadPoolExecutor(2, thread_name_prefix="lmc-sums")
         if read_only and not self._records.is_dir():
             raise TierUnusable(f"no disk tier at {self.root}: it has no records directory")
-        lock = None if read_only else files.take_directory(self.root, [self._records, self._tmp], capacity)
+        lock = -1 if read_only else files.take_directory(self.root, [self._records, self._tmp], capacity)
         # The lock is released even if nobody calls `close`, for the next tier in this process.
-        self._let_go = weakref.finalize(self, files.give_directory_back, lock) if lock is not None else lambda: None
+        self._let_go = weakref.finalize(self, files.give_directory_back, lock)
         try:
-            self._start()
+            for entry in self.entries():
+                self._index[entry.key] = entry.bytes
+                self.bytes += entry.bytes
+            if not read_only:
+                # The lock is ours, so nobody is writing: they are of a writer that was killed.
+                for leftover in self._leftovers():
+                    leftover.unlink(missing_ok=True)
+                self._evict(self.bytes - self.capacity)
         except OSError as error:
             self.close()
             raise TierUnusable(f"cannot read disk tier {self.root}: {error}") from error
@@ -101,9 +108,8 @@ class DiskTier:
                 if not path.exists():  # Somebody has removed the file. A writer may also have brought it just now.
                     self._forget(key)
             return None
-        with self._lock:
-            if key in self._index:
-                self._index.move_to_end(key)
+        with self._lock, contextlib.suppress(KeyError):  # A reader of another's directory has no index.
+            self._index.move_to_end(key)
         if not self.read_only:
             with contextlib.suppress(OSError):  # The time only improves the order of eviction after a restart.
                 files.touch(reader.fd)
@@ -155,7 +161,15 @@ class DiskTier:
 
     def entries(self) -> Iterator[Entry]:
         """Return what the directory holds now, least recently used first."""
-        return iter(sorted(self._scan(), key=lambda entry: entry.used))
+        found = []
+        for shard in os.scandir(self._records) if self._records.is_dir() else ():
+            for file in os.scandir(shard.path) if shard.is_dir(follow_symlinks=False) else ():
+                named = _RECORD_NAME.fullmatch(file.name) and file.name[:2] == shard.name
+                if named and file.is_file(follow_symlinks=False):
+                    with contextlib.suppress(FileNotFoundError):  # It may be removed meanwhile.
+                        status, key = file.stat(), ChunkKey(bytes.fromhex(file.name[:64]))
+                        found.append(Entry(key=key, bytes=status.st_size, used=status.st_mtime))
+        return iter(sorted(found, key=lambda entry: entry.used))
 
     def headers(self) -> Iterator[RecordMeta]:
         """Read the header of each record, without counting that as a use. Unreadable records are left alone."""
@@ -194,28 +208,9 @@ class DiskTier:
         self._sums.shutdown()
         self._let_go()
 
-    def _start(self) -> None:
-        """Remove what a killed writer has left (the lock is ours, so nobody is writing), and rebuild the index."""
-        for leftover in [] if self.read_only else self._leftovers():
-            leftover.unlink(missing_ok=True)
-        for entry in self.entries():
-            self._index[entry.key] = entry.bytes
-            self.bytes += entry.bytes
-        if not self.read_only:
-            self._evict(self.bytes - self.capacity)
-
     def _leftovers(self) -> list[Path]:
         found = sorted(self._tmp.iterdir()) if self._tmp.is_dir() else []
         return [path for path in found if _TEMPORARY_NAME.fullmatch(path.name) and path.is_file()]
-
-    def _scan(self) -> Iterator[Entry]:
-        for shard in os.scandir(self._records) if self._records.is_dir() else ():
-            for file in os.scandir(shard.path) if shard.is_dir(follow_symlinks=False) else ():
-                named = _RECORD_NAME.fullmatch(file.name) and file.name[:2] == shard.name
-                if named and file.is_file(follow_symlinks=False):
-                    with contextlib.suppress(FileNotFoundError):  # It may be removed meanwhile.
-                        status, key = file.stat(), ChunkKey(bytes.fromhex(file.name[:64]))
-                        yield Entry(key=key, bytes=status.st_size, used=status.st_mtime)
 
     def _path(self, key: ChunkKey) -> Path:
         name = key.hex()

@@ -9,9 +9,10 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeAlias
 
 import redis
+from redis import ConnectionPool
 from redis.backoff import NoBackoff
 from redis.cluster import ClusterNode, RedisCluster
 from redis.crc import key_slot
@@ -22,7 +23,7 @@ from redis.sentinel import Sentinel
 from lmc.errors import TierUnusable
 from lmc.redis_url import RedisURL
 from lmc.storage.redis.breaker import Breaker
-from lmc.storage.redis.resp import Connection, ProtocolError, ReplyError, WrongValue, command
+from lmc.storage.redis.resp import Connection, ProtocolError, ReplyError, TooLong, WrongValue, command
 
 # Refusals that say something about the server, and not about the command.
 MOVED = ("MOVED", "ASK")
@@ -32,6 +33,9 @@ TROUBLES = (OSError, redis.RedisError, RedisClusterException)
 REFUSALS = (ReplyError, redis.AuthenticationError, redis.ResponseError)
 # redis-py raises these when something that is no Redis answers its greeting.
 GARBAGE = (ValueError, TypeError, LookupError, AttributeError, AssertionError, RecursionError)
+
+
+Greet: TypeAlias = Callable[[Connection], None]
 
 
 class _OfThread:
@@ -48,12 +52,7 @@ class Server:
     """One server, with a connection for each thread that asks it."""
 
     def __init__(
-        self,
-        name: str,
-        pool: redis.ConnectionPool,
-        deadline: float,
-        greet: Callable[[Connection], None],
-        lost: Callable[[], None] = lambda: None,
+        self, name: str, pool: ConnectionPool, deadline: float, greet: Greet, lost: Callable[[], None] = lambda: None
     ) -> None:
         """`greet` is called with a new connection after the server was away; `lost` whenever it cannot be reached."""
         self.name = name
@@ -84,6 +83,9 @@ class Server:
             connection = self._of_this_thread()
             connection.heard = False
             yield connection
+        except (WrongValue, TooLong):  # The server is not to blame.
+            self.breaker.worked()
+            raise
         except TROUBLES as error:
             self._drop()
             if isinstance(error, ReplyError) and error.code not in AWAY:
@@ -94,9 +96,6 @@ class Server:
             else:
                 self.breaker.failed(trouble)
             raise trouble from None
-        except WrongValue:
-            self.breaker.worked()
-            raise
         except BaseException:
             self._drop()  # Answers may still be on their way.
             raise
@@ -122,7 +121,7 @@ class Server:
     def _of_this_thread(self) -> Connection:
         held: _OfThread | None = getattr(self._local, "held", None)
         # The server may have closed it while nobody used it.
-        if held is None or held.connection not in self._connections or not held.connection.alive():
+        if held is None or not held.connection.alive():
             held = self._local.held = _OfThread(self._connect(), self._give_back)
         return held.connection
 
@@ -169,7 +168,7 @@ class Server:
 class Servers:
     """All servers of a Redis: one, or the primaries of a cluster."""
 
-    def __init__(self, remote: RedisURL, deadline: float, greet: Callable[[Connection], None], about: bytes) -> None:
+    def __init__(self, remote: RedisURL, deadline: float, greet: Greet, about: bytes) -> None:
         """Make a first contact.
 
         A server that is away is used as soon as it comes. `greet` is called with a connection to a server that is new
@@ -184,7 +183,7 @@ class Servers:
         if remote.kind == "cluster":
             self._breaker = Breaker(str(remote), self._find_cluster)
         else:
-            server = self._nodes[""] = Server(str(remote), self._pool(), deadline, greet)
+            server = self._nodes[""] = Server(str(remote), self._client().connection_pool, deadline, greet)
             self._breaker = server.breaker
         try:
             self._breaker.start()
@@ -272,19 +271,17 @@ class Servers:
 
     # -- connections -------------------------------------------------------------------------------------------------
 
-    def _pool(self) -> redis.ConnectionPool:
+    def _client(self) -> redis.Redis:
         remote, options = self._remote, self._options()
         if remote.kind == "sentinel":
             # Sentinels are asked one after the other, within one deadline for all of them together.
             patience = self._deadline / len(remote.hosts)
             own = {**options, "socket_timeout": patience, "socket_connect_timeout": patience}
             sentinel = Sentinel(remote.hosts, sentinel_kwargs={**own, "username": None, "password": None})
-            client = sentinel.master_for(remote.service, db=remote.db, **options)
-        else:
-            where = {"unix_socket_path": remote.path} if remote.kind == "unix" else remote.hosts[0]._asdict()
-            client = redis.Redis(**where, db=remote.db, **options)
-        pool: redis.ConnectionPool = client.connection_pool
-        return pool
+            client: redis.Redis = sentinel.master_for(remote.service, db=remote.db, **options)
+            return client
+        where = {"unix_socket_path": remote.path} if remote.kind == "unix" else remote.hosts[0]._asdict()
+        return redis.Redis(**where, db=remote.db, **options)
 
     def _options(self) -> dict[str, Any]:
         remote = self._remote

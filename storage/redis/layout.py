@@ -19,22 +19,17 @@ LARGEST = CLASSES[-1] - OVERHEAD
 WORTH_CUTTING = 8  # A value that would waste more than an eighth of its size is cut.
 
 # Makes a record visible, or leaves nothing of it. The header is set first, because only that can be refused for want of
-# memory.
+# memory. It expires before the values.
 COMPLETE = """
-local count = (#KEYS - 1) / 2
-local function discard(outcome)
-    for i = 2, count + 1 do redis.call('UNLINK', KEYS[i]) end
-    return outcome
+local count, ttl = (#KEYS - 1) / 2, tonumber(ARGV[2])
+local present = redis.call('EXISTS', KEYS[1]) == 1
+if present or redis.call('EXISTS', unpack(KEYS, 2, count + 1)) < count then
+    redis.call('UNLINK', unpack(KEYS, 2, count + 1))
+    return present and 2 or 0
 end
-if redis.call('EXISTS', KEYS[1]) == 1 then return discard(2) end
-for i = 2, count + 1 do
-    if redis.call('EXISTS', KEYS[i]) == 0 then return discard(0) end
-end
-local ttl = tonumber(ARGV[2])
 if ttl > 0 then redis.call('SET', KEYS[1], ARGV[1], 'EX', ttl) else redis.call('SET', KEYS[1], ARGV[1]) end
 for i = 2, count + 1 do
     redis.call('RENAME', KEYS[i], KEYS[i + count])
-    -- The header expires before the values.
     if ttl > 0 then redis.call('EXPIRE', KEYS[i + count], ttl + tonumber(ARGV[3]))
     else redis.call('PERSIST', KEYS[i + count]) end
 end
@@ -83,16 +78,15 @@ class Cursor:
 
     def pieces(self, size: int) -> Iterator[memoryview]:
         """Return the next `size` bytes in pieces, each of which is in the processor's cache when it is returned."""
-        for view in self._next(size):
-            for at in range(0, len(view), PIECE):
-                piece = view[at : at + PIECE]
-                self._hashes[-1].update(piece)
-                yield piece
+        for piece in self._next(size):
+            self._hashes[-1].update(piece)
+            yield piece
 
     def receive(self, connection: Connection, size: int) -> None:
         """Fill the next `size` bytes."""
-        for view in self._next(size):
-            connection.receive(view, self._hashes[-1].update)
+        for piece in self._next(size):
+            connection.receive(piece)
+            self._hashes[-1].update(piece)
 
     def checksums(self) -> tuple[int, ...]:
         """Return the checksums of the parts that the cursor has passed."""
@@ -103,7 +97,7 @@ class Cursor:
             if not self._view:
                 self._view = next(self._left)
                 self._hashes.append(xxhash.xxh3_64())
-            view = self._view[:size]
-            self._view = self._view[len(view) :]
-            size -= len(view)
-            yield view
+            piece = self._view[: min(size, PIECE)]
+            self._view = self._view[len(piece) :]
+            size -= len(piece)
+            yield piece

@@ -207,9 +207,7 @@ class Connection:
                 self._skip(length)
             raise WrongValue(max(0, length))
         into()
-        end = bytearray(2)
-        self.receive(memoryview(end))
-        if end != b"\r\n":
+        if self._line():
             raise ProtocolError("a value without an end")
 
     def drop(self, fetches: Sequence[Fetch]) -> None:
@@ -227,23 +225,16 @@ class Connection:
 
     # -- bytes -------------------------------------------------------------------------------------------------------
 
-    def receive(self, view: memoryview, seen: Callable[[memoryview], None] | None = None) -> None:
-        """Fill `view`, and show each piece to `seen` while it is in the cache.
-
-        Raises `ConnectionError` or `TimeoutError`.
-        """
+    def receive(self, view: memoryview) -> None:
+        """Fill `view`; raise `ConnectionError` or `TimeoutError`."""
         at = min(len(view), self._stop - self._start)
         view[:at] = self._buffer[self._start : self._start + at]
         self._start += at
-        if at and seen:
-            seen(view[:at])
         for first in range(at, len(view), PIECE):
             piece, got, began = view[first : first + PIECE], 0, time.monotonic()
             while got < len(piece):
                 self._check_pace(began)
                 got += self._arrived(piece[got:], self._wait_for_all)
-            if seen:
-                seen(piece)
 
     def alive(self) -> bool:
         """Return whether the server has not closed the connection meanwhile, as far as that is known here."""
@@ -273,15 +264,12 @@ class Connection:
 
     def _pump(self) -> None:
         self._check_answers()
-        batch = []
         while self._queued and (not self._coming or self._bytes_coming + self._queued[0].length <= WINDOW):
             fetch = self._queued.popleft()
             self._coming.append(fetch)
             self._bytes_coming += fetch.length
-            batch.append(fetch.command)
-        if batch:
-            self.put(b"".join(batch))
-            self.flush()
+            self.put(fetch.command)
+        self.flush()
 
     def _next_answer(self) -> tuple[Fetch, bytes]:
         """Return the oldest fetch, and the first line of its answer."""
@@ -302,10 +290,8 @@ class Connection:
     def _skip(self, length: int) -> None:
         left = length + 2 if length >= 0 else 0  # the value and its end
         scratch = memoryview(bytearray(min(left, PIECE)))
-        while left:
-            part = scratch[:left]
-            self.receive(part)
-            left -= len(part)
+        for at in range(0, left, PIECE):
+            self.receive(scratch[: left - at])
 
     def _line(self) -> bytes:
         began = time.monotonic()

@@ -23,16 +23,7 @@ from lmc.errors import CorruptRecord, TierUnusable
 from lmc.keys import FORMAT, ChunkKey
 from lmc.redis_url import RedisURL
 from lmc.storage.change_log import ChangeLog
-from lmc.storage.record import (
-    HEADER_LIMIT,
-    RecordMeta,
-    decode_header,
-    encode_header,
-    header_size,
-    removed_if_corrupt,
-    split_parts,
-    verify_parts,
-)
+from lmc.storage.record import RecordMeta, decode_header, encode_header, removed_if_corrupt, split_parts, verify_parts
 from lmc.storage.redis.connections import Server, Servers
 from lmc.storage.redis.layout import COMPLETE, COMPLETED, LARGEST, OTHERS, Cursor, value_names, value_sizes
 from lmc.storage.redis.reader import WRONGTYPE, RedisReader, refused
@@ -69,9 +60,8 @@ class RedisTier:
         """
         self.corrupt = 0
         self._prefix, self._ttl = prefix.encode(), ttl
-        self._ours = re.compile(
-            rb"(?P<header>%s:\{(?P<key>[0-9a-f]{64})\})(?P<value>(:[0-9a-f]{16})?:[0-9]+)?" % re.escape(self._prefix)
-        )
+        ours = rb"(?P<header>%s:\{(?P<key>[0-9a-f]{64})\})(?P<value>(:[0-9a-f]{16})?:[0-9]+)?"
+        self._ours = re.compile(ours % re.escape(self._prefix))
         self._paused_until, self._logged = 0.0, float("-inf")
         self._prompt = deadline * PROMPTLY
         self._thread = threading.local()  # `headers`: those that a thread has fetched and not used yet
@@ -107,12 +97,14 @@ class RedisTier:
         if server is None or time.monotonic() < self._paused_until or total > VALUES_LIMIT * LARGEST:
             return Written.REFUSED
         sizes = value_sizes(total)
-        aside = value_names(b"%s:%s" % (header, os.urandom(8).hex().encode()), len(sizes))
+        names = value_names(b"%s:%s" % (header, os.urandom(8).hex().encode()), len(sizes))
+        aside = dict(zip(names, sizes, strict=True))
         try:
             with server.connection() as connection:
-                return self._write(connection, meta, Cursor(split_parts(parts, meta.stored)), sizes, aside)
+                return self._write(connection, meta, Cursor(split_parts(parts, meta.stored)), aside)
         except ReplyError as error:
-            self._remove(server, aside)
+            with contextlib.suppress(OSError):
+                self._call(server, "UNLINK", *names)
             if error.code not in FULL:
                 raise
             now = time.monotonic()
@@ -149,15 +141,15 @@ class RedisTier:
         found = []
         for server in self._servers.all():
             for names in self._names(server) if server.usable else []:
-                headers = [name for name in names if self._key(name)]
+                headers = [name for name in names if not name["value"]]
+                # Reading a header is a use of it, so its idle time is asked for before.
+                asked = [command(*verb, name[0]) for name in headers for verb in (("OBJECT", "IDLETIME"), ("GET",))]
                 with server.connection() as connection:
-                    asked = [command("OBJECT", "IDLETIME", name) for name in headers]
-                    idle = connection.call_all(asked)  # before the headers are read, which is a use of them
-                    blobs = connection.call_all([command("GET", name) for name in headers])
-                for name, seconds, blob in zip(headers, idle, blobs, strict=True):
+                    answers = connection.call_all(asked)
+                for name, seconds, blob in zip(headers, answers[::2], answers[1::2], strict=True):
                     if isinstance(blob, bytes):
                         used = time.time() - seconds if isinstance(seconds, int) else 0.0  # It may count uses instead.
-                        found.append(Entry(key=ChunkKey(self._key(name)), bytes=_record_bytes(blob), used=used))
+                        found.append(Entry(key=_key(name), bytes=_record_bytes(blob), used=used))
         return iter(sorted(found, key=lambda entry: entry.used))
 
     def headers(self) -> Iterator[RecordMeta]:
@@ -171,15 +163,15 @@ class RedisTier:
         """Read and verify every record, and look for values that have lost their header."""
         findings = []
         for server in self._servers.all():
-            for name in sorted({name for names in self._names(server) for name in names}):
-                key = self._key(name)
-                problem = self._problem(server, ChunkKey(key)) if key else self._astray(server, name)
+            ours = {name[0]: name for names in self._names(server) for name in names}
+            for _, name in sorted(ours.items()):
+                problem = self._astray(server, name) if name["value"] else self._problem(server, _key(name))
                 if problem:
-                    findings.append(Finding(where=name.decode(), problem=problem, fixed=fix))
-                    if fix and key:
-                        self.discard(ChunkKey(key))
+                    findings.append(Finding(where=name[0].decode(), problem=problem, fixed=fix))
+                    if fix and name["value"]:
+                        self._call(server, "UNLINK", name[0])
                     elif fix:
-                        self._remove(server, [name])
+                        self.discard(_key(name))
         return findings
 
     def close(self) -> None:
@@ -189,27 +181,25 @@ class RedisTier:
     # -- inside ------------------------------------------------------------------------------------------------------
 
     def _greet(self, connection: Connection) -> None:
-        name = self._prefix + b":format"
+        prefix = self._prefix.decode()
+        name = f"{prefix}:format"
         asked = [command("SET", name, FORMAT, "NX"), command("EVAL", "return 1", 0), command("GET", name)]
         made, _, held = map(_granted_unless_full, connection.call_all(asked))
         if held not in (None, b"%d" % FORMAT):
-            raise TierUnusable(
-                f"{name.decode()} in Redis is {held!r}: another version of lmc; set another remote_prefix"
-            )
-        naming = b"%s:naming{%s}" % (self._prefix, name)  # The braces keep it on the same node of a cluster.
+            raise TierUnusable(f"{name} in Redis is {held!r}: another version of lmc; set another remote_prefix")
+        naming = f"{prefix}:naming{{{name}}}"  # The braces keep it on the same node of a cluster.
         (named,) = map(_granted_unless_full, connection.call_all([command("SET", naming, NAMING, "NX")]))
         if made is None and named == b"OK":
             log.warning(
                 "records that lmc 0.1.0 wrote to Redis under the prefix %s are not used, because it named chunks "
                 "differently. Redis evicts them when room is needed; `lmc clear` removes them now.",
-                self._prefix.decode(),
+                prefix,
             )
 
     def _ask_all(self, verb: str, keys: Sequence[ChunkKey], within: float = float("inf")) -> dict[ChunkKey, Answer]:
         """Ask all servers at the same time for each key's header, within one deadline.
 
-        There is no answer for a key on a server that is away, or if an answer that is
-        too long was in the way.
+        There is no answer for a key on a server that is away, or if an answer that is too long was in the way.
         """
         answers: dict[ChunkKey, Answer] = {}
         asked: dict[Server, list[ChunkKey]] = defaultdict(list)
@@ -242,11 +232,6 @@ class RedisTier:
     def _header(self, key: ChunkKey) -> bytes:
         return b"%s:{%s}" % (self._prefix, key.hex().encode())
 
-    def _key(self, name: bytes) -> bytes:
-        """Return the key of the chunk whose header is called `name`, or nothing."""
-        found = self._ours.fullmatch(name)
-        return bytes.fromhex(found["key"].decode()) if found and not found["value"] else b""
-
     def _call(self, server: Server, *words: Word) -> Reply:
         with server.connection() as connection:
             return connection.call(*words)
@@ -254,24 +239,17 @@ class RedisTier:
     def _open(self, server: Server, key: ChunkKey) -> RedisReader | None:
         try:
             headers: dict[ChunkKey, Answer] = getattr(self._thread, "headers", {})
-            if key in headers:
-                blob = headers.pop(key)
-                if isinstance(blob, OSError):
-                    raise blob
-            else:
-                with server.connection() as connection:
-                    try:
-                        blob = connection.call("GET", self._header(key))
-                    except TooLong as error:  # The server is not to blame.
-                        raise CorruptRecord(f"a header that is {error}") from None
+            blob = headers.pop(key) if key in headers else self._call(server, "GET", self._header(key))
+            if isinstance(blob, OSError):
+                raise blob
+        except TooLong as error:
+            raise CorruptRecord(f"a header that is {error}") from None
         except ReplyError as error:
             raise refused(error) from None
         if blob is None:
             return None
         if not isinstance(blob, bytes):
             raise OSError(f"{server.name}: no value, though one was asked for")
-        if len(blob) > HEADER_LIMIT or header_size(blob[:8]) != len(blob):
-            raise CorruptRecord(f"a header of {len(blob)} bytes")
         meta = decode_header(blob)
         if meta.key != key:
             raise CorruptRecord("the record of another key")
@@ -279,13 +257,11 @@ class RedisTier:
             raise CorruptRecord("a record larger than any that is written")
         return RedisReader(self.discard, self.delete, server, meta, self._header(key))
 
-    def _write(
-        self, connection: Connection, meta: RecordMeta, cursor: Cursor, sizes: Sequence[int], aside: list[bytes]
-    ) -> Written:
+    def _write(self, connection: Connection, meta: RecordMeta, cursor: Cursor, aside: dict[bytes, int]) -> Written:
         header = self._header(meta.key)
         connection.drain()
         connection.put(command("EXISTS", header))
-        for i, (name, size) in enumerate(zip(aside, sizes, strict=True)):
+        for i, (name, size) in enumerate(aside.items()):
             connection.put(b"*5\r\n$3\r\nSET\r\n$%d\r\n%s\r\n$%d\r\n" % (len(name), name, size))
             for piece in cursor.pieces(size):
                 connection.send(piece)
@@ -300,31 +276,24 @@ class RedisTier:
             elif i >= BEHIND:
                 granted(connection.reply())
         meta = replace(meta, checksums=cursor.checksums())
-        keys = [header, *aside, *value_names(header, len(sizes))]
+        keys = [header, *aside, *value_names(header, len(aside))]
         connection.put(command("EVAL", COMPLETE, len(keys), *keys, encode_header(meta), self._ttl, UNFINISHED_SECONDS))
         connection.flush()
-        for _ in aside[-BEHIND:]:
-            granted(connection.reply())
-        outcome = granted(connection.reply())
+        *_, outcome = [granted(connection.reply()) for _ in range(min(BEHIND, len(aside)) + 1)]
         if outcome not in (COMPLETED, OTHERS):
             raise OSError("values have gone while others were written: Redis evicts what is new, or is very slow")
         return Written.STORED if outcome == COMPLETED else Written.PRESENT
 
-    def _remove(self, server: Server, names: Sequence[bytes]) -> None:
-        with contextlib.suppress(OSError):
-            self._call(server, "UNLINK", *names)
-
-    def _names(self, server: Server) -> Iterator[list[bytes]]:
-        """Return our names on a server, some at a time; a name may come twice."""
-        cursor: Word = b"0"
-        while True:
-            match self._call(server, "SCAN", cursor, "MATCH", self._prefix + b":{*", "COUNT", LISTED):
+    def _names(self, server: Server) -> Iterator[list[re.Match[bytes]]]:
+        """Return our names on a server, taken apart, some at a time; a name may come twice."""
+        cursor = b""
+        while cursor != b"0":
+            match self._call(server, "SCAN", cursor or 0, "MATCH", self._prefix + b":{*", "COUNT", LISTED):
                 case [bytes() as cursor, list() as names]:
-                    yield [name for name in names if isinstance(name, bytes)]
+                    matches = [self._ours.fullmatch(name) for name in names if isinstance(name, bytes)]
+                    yield [match for match in matches if match]
                 case _:
                     raise OSError(f"{server.name}: no list of names, though one was asked for")
-            if cursor == b"0":
-                return
 
     def _problem(self, server: Server, key: ChunkKey) -> str:
         """Return what is wrong with a record, if anything; remove nothing."""
@@ -337,19 +306,20 @@ class RedisTier:
             return str(error)
         return ""
 
-    def _astray(self, server: Server, name: bytes) -> str:
+    def _astray(self, server: Server, name: re.Match[bytes]) -> str:
         """Return what is wrong with a value: that it has no header and will not expire."""
-        found = self._ours.fullmatch(name)
-        if found is None:
-            return ""  # It is not lmc's.
         with server.connection() as connection:
-            seconds, there = connection.call_all([command("TTL", name), command("EXISTS", found["header"])])
+            seconds, there = connection.call_all([command("TTL", name[0]), command("EXISTS", name["header"])])
         return "a value without a record" if seconds == -1 and there == 0 else ""
 
 
 def _granted_unless_full(answer: Reply) -> Reply:
     """Return an answer. Raise a refusal, unless Redis is full: then it can still be read."""
     return answer if isinstance(answer, ReplyError) and answer.code in FULL else granted(answer)
+
+
+def _key(name: re.Match[bytes]) -> ChunkKey:
+    return ChunkKey(bytes.fromhex(name["key"].decode()))
 
 
 def _record_bytes(header: bytes) -> int:
