@@ -372,6 +372,16 @@ def test_a_cluster_of_another_format_is_an_error_and_nothing_is_left_of_it(clust
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("lmc-")]
 
 
+def test_a_user_without_the_right_to_write_is_refused_by_a_cluster_at_the_start(tmp_path):
+    """Only single servers were refused; a cluster was said to be away, and was asked again and again."""
+    rights = "~* +@read +@connection +cluster|slots +cluster|shards"
+    with RedisCluster(tmp_path, extra=[f"user lmc on >s3cret {rights}"]) as own:
+        hosts = ",".join(f"{node.host}:{node.port}" for node in own.nodes)
+        with pytest.raises(TierUnusable, match="NOPERM"):
+            RedisTier(parse_redis_url(f"redis-cluster://lmc:s3cret@{hosts}"))
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("lmc-")]
+
+
 def test_a_user_with_few_rights_is_enough_on_a_cluster(tmp_path):
     rights = "~lmc:* +@read +@write +@scripting +@connection +@keyspace +cluster|slots +cluster|shards"
     with RedisCluster(tmp_path, extra=[f"user lmc on >s3cret {rights}"]) as own:
