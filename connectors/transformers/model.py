@@ -127,7 +127,7 @@ class CachedModel(AbstractContextManager["CachedModel"]):
         """Learn the unknown documents of earlier prompts; return how many there were."""
         count = len(self.engine.learning)
         for _ in range(count):
-            self.learn(self.engine.learning.pop().tokens)
+            self.learn(self.engine.learning.popleft().tokens)
         return count
 
     def knows(self, document_ids: Sequence[int]) -> bool:

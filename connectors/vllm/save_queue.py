@@ -67,18 +67,18 @@ class SaveQueue:
     def learn_next(self) -> LearnJob | None:
         """Return the next document to learn, if none is under way and the engine has blocks to spare."""
         waiting = self._engine.learning
-        document = waiting[-1] if waiting else None
+        document = waiting[0] if waiting else None
         if document is None or self._learning in self._pending.under_way:
             return None
         tokens = document.tokens
         need = -(-len(tokens) // self._block_size)
         if need + self._spare >= len(self._pool.blocks):  # The null block is never free.
-            waiting.pop()
+            waiting.popleft()
             log.warning("a document of %d tokens is too long to be learned beside a prompt", len(tokens))
             return None
         if need + self._spare > self._pool.get_num_free_blocks():
             return None
-        waiting.pop()
+        waiting.popleft()
         slots = self._engine.begin_document(document.namespace, tokens)
         if slots is None:
             return None

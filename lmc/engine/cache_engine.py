@@ -101,7 +101,7 @@ class CacheEngine:
         tiers = open_tiers(settings, geometry.item_bytes) if tiers is None else tiers
         self.store = Store(self.slab, tiers, device=device_slab, policy=WritePolicy(settings.store_policy))
         self.index = CacheIndex()
-        self.learning: deque[Unlearned] = deque()  # The document that has waited longest is the last one.
+        self.learning: deque[Unlearned] = deque()  # the document that has waited longest first
         self.recalled: dict[ChunkKey, str] = {}  # What connectors noted with records.
         self._recall()
 
@@ -150,7 +150,7 @@ class CacheEngine:
             tokens = len(span) + sum(len(waiting.tokens) for waiting in self.learning)
             room = len(self.learning) < WAITING and tokens <= self.slab.slots * self.chunk_size
             if room and document not in self.learning:
-                self.learning.appendleft(document)
+                self.learning.append(document)
 
     def begin_anew(self) -> None:
         """Use other keys from now on, which no later process finds: new weights may have come into the same model."""
