@@ -18,9 +18,11 @@ demo: $(VENV)/ready
 # Everything: the tests of the vLLM connector run a real engine (its CPU build), in an environment of their own. Both at once, each
 # with a core for itself; the engine goes first, as it does more things at the same time.
 test: $(VENV)/ready $(ENGINE)/ready redis
-	@$(MAKE) --no-print-directory --keep-going --jobs 2 --output-sync=line FAST="nice -n 10" test-fast test-engine
+	@$(MAKE) --no-print-directory --keep-going --jobs 2 --output-sync=line FAST="nice -n 10" REDIS= test-fast test-engine
 
-test-fast: $(VENV)/ready redis
+# Make may miss that a quick prerequisite has ended while it starts another job, and then runs the two one after the other.
+REDIS := redis
+test-fast: $(VENV)/ready $(REDIS)
 	$(FAST) $(BIN)/python -m pytest $(TESTS)
 
 test-engine: $(ENGINE)/ready
