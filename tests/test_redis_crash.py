@@ -34,7 +34,8 @@ def test_three_hundred_killed_writers_leave_no_wrong_record_in_two_tiers(tmp_pat
     monkeypatch.setattr(values, "LARGEST", values.LARGEST)
     monkeypatch.setattr("lmc.storage.redis.tier.LARGEST", values.LARGEST)
     cut_small()
-    assert len(values.value_sizes(PARTS * PART_BYTES)) > 1
+    values_of_each = len(values.value_sizes(PARTS * PART_BYTES))
+    assert values_of_each > 1
     dice = random.Random(9)
     directory = tmp_path / "tier"
     torn = {"disk": 0, "redis": 0}
@@ -48,11 +49,13 @@ def test_three_hundred_killed_writers_leave_no_wrong_record_in_two_tiers(tmp_pat
             child = int(zygote.stdout.readline())
             if seed % 4:  # the others may still be starting
                 assert zygote.stdout.readline() == "begun\n"
-            # Half of them at some time, the others in the middle of a write, however slow the machine.
+            # Half of them in the middle of a write, a fourth when there are records, and the others at some time.
             if seed % 4 == 1:
                 soon(lambda: any((directory / "tmp").glob("*")))
             elif seed % 4 == 2:
                 soon(lambda: not aside(redis) <= asides)  # noqa: B023
+            elif seed % 4 == 3:  # however slow the machine
+                soon(lambda: used(directory) >= 6 * RECORD_BYTES and redis.ask("DBSIZE") >= 6 * (1 + values_of_each))
             else:
                 time.sleep(dice.uniform(0.0, 0.06))
             os.kill(child, signal.SIGKILL)

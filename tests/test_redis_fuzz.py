@@ -422,6 +422,15 @@ def every_thread_ends_well(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("quick")
+def test_a_greeting_that_announces_a_billion_items_takes_no_memory():
+    """hiredis, which redis-py greets with if it is there, took 8 GB for them."""
+    with traced(), FakeServer(lambda words: b"*1000000000\r\n", greets=False) as server:
+        tier = RedisTier(parse_redis_url(server.url), deadline=0.05)
+        assert not tier.usable
+        tier.close()
+
+
+@pytest.mark.usefixtures("quick")
 def test_five_hundred_servers_that_lie_get_errors_and_misses_out_of_us_and_little_memory():
     crashes: dict[str, int] = {}
     for seed in range(SERVERS):

@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 
 import redis
 from redis import ConnectionPool
+from redis._parsers import _RESP2Parser
 from redis.backoff import NoBackoff
 from redis.cluster import ClusterNode, RedisCluster
 from redis.crc import key_slot
@@ -32,7 +33,7 @@ AWAY = (*FOR_NOW, "NOAUTH", "NOPERM")
 TROUBLES = (OSError, redis.RedisError, RedisClusterException)
 REFUSALS = (ReplyError, redis.AuthenticationError, redis.ResponseError)
 # redis-py raises these when something that is no Redis answers its greeting.
-GARBAGE = (ValueError, TypeError, LookupError, AttributeError, AssertionError, RecursionError)
+GARBAGE = (ValueError, TypeError, LookupError, AttributeError, AssertionError, RecursionError, OverflowError)
 
 
 Greet: TypeAlias = Callable[[Connection], None]
@@ -56,6 +57,8 @@ class Server:
     ) -> None:
         """`greet` is called with a new connection after the server was away; `lost` whenever it cannot be reached."""
         self.name = name
+        # hiredis would take memory for as many items as an answer announces, before the first of them arrives.
+        pool.connection_kwargs["parser_class"] = _RESP2Parser
         self.breaker = Breaker(name, self._greet_again)
         self._secret = pool.connection_kwargs.get("password")
         self._pool, self._deadline, self._greet, self._lost = pool, deadline, greet, lost
