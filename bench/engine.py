@@ -278,9 +278,9 @@ class _Parts:
         def run(layers: Any, layer: int, rows: Any, batch: Any, attention: Any = None) -> None:
             whole = layer < layers.depth - 1
 
-            def watched(query: Any) -> Any:
+            def watched(query: Any, own: Any) -> Any:
                 nonlocal whole
-                attended = attention(query)
+                attended = attention(query, own)
                 whole = attended is not None
                 return attended
 

@@ -18,13 +18,15 @@ The algorithm is here and nowhere else. The canvas knows where keys and values l
 
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Generic, NamedTuple
 
 import torch
 
 from lmc.blend.attention import attend, attention_paid
-from lmc.blend.canvas import AttentionFunction, Canvas, R
+from lmc.blend.canvas import Attention, Canvas, R
 from lmc.blend.segments import Placement
+from lmc.blend.shift import MeanShift, shifts_of
 from lmc.blend.strategies import NEEDS_QUESTION, STRATEGIES, Evidence, RecomputePolicy, budget, by_deviation
 
 QUESTION_ROWS = 64  # The last tokens of the question score the documents; more rows cost time and change little.
@@ -81,8 +83,8 @@ class Blender(Generic[R]):
         """Raise `ConfigError` if the policy's check layers are deeper than the model."""
         policy.check_depth(canvas.depth)
         self._canvas, self._given, self._policy = canvas, given, policy
-        loose = [placement for placement in given.placements if not placement.exact]
-        self._reused, self._offset = self._positions(loose, "at"), self._positions(loose, "first")
+        self._loose = [placement for placement in given.placements if not placement.exact]
+        self._reused, self._offset = self._positions(self._loose, "at"), self._positions(self._loose, "first")
         self._present = torch.zeros(given.length, dtype=torch.bool, device=canvas.device)
         self._present[: given.start] = True
         self._present[self._positions(given.placements, "at")] = True
@@ -123,6 +125,7 @@ class Blender(Generic[R]):
         """Compute these tokens in every layer. At check layers fewer of them go on."""
         rows = self._canvas.begin(positions) if len(positions) else None
         repaired = self._repaired(positions)
+        shifts = [] if checks else self._shifts(rows)  # `deviation` is as published.
         for layer in range(self._canvas.depth):
             yield from self._place(layer)
             if rows is None:
@@ -131,9 +134,16 @@ class Blender(Generic[R]):
             if layer in checks:
                 rows = yield from self._check(layer, rows)
                 repaired = self._repaired(rows.positions)
-            for batch in self._canvas.batches(rows):
-                self._canvas.run(layer, rows, batch)
-                yield _slice_of(layer, batch)
+            for batch, shift in zip_longest(self._canvas.batches(rows), shifts):
+                self._canvas.run(layer, rows, batch, shift.attention(layer) if shift else None)
+                yield _slice_of(layer, batch, shift.cost if shift else 0)
+
+    def _shifts(self, rows: R | None) -> list[MeanShift]:
+        """Return what corrects the tokens that are not repaired, for each batch of rows."""
+        if rows is None or self._policy.correction == "none":
+            return []
+        batches = [self._repaired(rows.positions[batch]) for batch in self._canvas.batches(rows)]
+        return list(shifts_of(self._canvas, self._loose, batches, self._given.length))
 
     def _ask(self, attention: torch.Tensor) -> Iterator[Slice]:
         """Run the question over the unrepaired KV, and add to `attention [N]` what it pays to each token in each layer.
@@ -166,10 +176,10 @@ class Blender(Generic[R]):
             for batch, stop in ((batch, where[batch.stop - 1] + 1) for batch in batches)
         ]
 
-    def _scoring(self, layer: int, probe: "_Probe", paid: torch.Tensor) -> AttentionFunction:
+    def _scoring(self, layer: int, probe: "_Probe", paid: torch.Tensor) -> Attention:
         """Return attention over the keys that are present, which notes in `paid [N]` what the question pays to each."""
 
-        def attention(query: torch.Tensor) -> torch.Tensor | None:
+        def attention(query: torch.Tensor, own: object) -> torch.Tensor | None:
             at, present, scale = probe.positions, probe.present, self._canvas.scale
             kv = self._canvas.context(layer, len(present), probe.absent)
             if probe.scoring < len(at):
@@ -207,7 +217,7 @@ class Blender(Generic[R]):
         candidates = rows.positions[reused]
         stored = self._canvas.read(layer, candidates)[0].float()
         for batch in self._canvas.batches(rows):
-            self._canvas.run(layer, rows, batch, lambda query: None)
+            self._canvas.run(layer, rows, batch, lambda query, own: None)
             yield _slice_of(layer, batch)
         fresh = self._canvas.read(layer, candidates)[0].float()
         deviation, magnitude = (self._canvas.summed((x * x).sum((1, 2))) for x in (fresh - stored, stored))

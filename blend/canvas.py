@@ -10,11 +10,21 @@ from typing import Protocol, TypeVar
 
 import torch
 
+from lmc.blend.rope import Turn
+from lmc.blend.segments import Placement
+
 KV = tuple[torch.Tensor, torch.Tensor]  # keys and values of one layer
 
-# Gets the queries [T, Q, D] of a batch whose keys and values are in the canvas, and returns the output of attention
-# [T, Q, D], or None to end the layer there.
-AttentionFunction = Callable[[torch.Tensor], torch.Tensor | None]
+# What attends for a batch whose keys and values are in the canvas: a function of its queries [T, Q, D], and of another
+# function, which does it as the engine would. It returns the output of attention, or None to end the layer there.
+Attention = Callable[[torch.Tensor, Callable[[], torch.Tensor | None]], torch.Tensor | None]
+
+
+def positions_of(placement: Placement, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the positions `[T]` of a placement's tokens, as they were computed and as they are used."""
+    assert placement.first <= placement.at, "a document never moves towards the start"
+    old = torch.arange(placement.first, placement.first + placement.tokens, device=device)
+    return old, old + (placement.at - placement.first)
 
 
 class Rows(Protocol):
@@ -35,6 +45,7 @@ class Canvas(Protocol[R]):
     depth: int  # layers
     device: torch.device
     scale: float  # of the attention's logits
+    interleaved: bool = False  # RoPE rotates the dimensions (2i, 2i + 1) together, and not (i, i + R/2).
 
     def arrived(self, layer: int) -> bool:
         """Return whether the stored parts of a layer can be placed now; raise `ChunkLost` if they never will be."""
@@ -55,18 +66,22 @@ class Canvas(Protocol[R]):
     def batches(self, rows: R) -> Sequence[slice]:
         """Return the slices of the rows that go through a layer in one call each."""
 
-    def run(self, layer: int, rows: R, batch: slice, attention: AttentionFunction | None = None) -> None:
+    def run(self, layer: int, rows: R, batch: slice, attention: Attention | None = None) -> None:
         """Run a batch of rows through a layer. Their keys and values are in the canvas before attention reads it.
 
+        `attention` may change keys and values of other rows before it attends.
         Without `attention` the engine's own is used, with the exact causal mask over everything in the canvas. Outputs
         of the last layer that nobody reads may be left out.
         """
 
     def read(self, layer: int, positions: torch.Tensor) -> KV:
-        """Return keys and values `[T, H, D]` at `positions [T]`."""
+        """Return copies of the keys and values `[T, H, D]` at `positions [T]`."""
 
     def write(self, layer: int, positions: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Set keys and values `[T, H, D]` at `positions [T]`, whether these rows are being computed or not."""
+
+    def turn(self, old: torch.Tensor, new: torch.Tensor) -> Turn:
+        """Return the rotation that moves keys from the positions `old [T]` to the positions `new [T]`."""
 
     def context(self, layer: int, stop: int, absent: torch.Tensor) -> KV:
         """Return keys and values `[H, stop, D]` of the first positions, to be read; those at `absent [N]` are zeros."""

@@ -113,6 +113,7 @@ class RecomputePolicy:
     ratios: tuple[float, ...] = (0.15,)
     check_layers: tuple[int, ...] = (1,)
     thresholds: tuple[float, ...] | None = None
+    correction: str = "none"  # or "shift" (`lmc.blend.shift`), which `deviation` does not have
 
     @classmethod
     def of(cls, settings: Settings, strategy: str | None = None, ratio: float | None = None) -> "RecomputePolicy":
@@ -121,7 +122,7 @@ class RecomputePolicy:
         ratios = settings.blend_recompute_ratios
         ratios = ratios if ratio is None else (ratio,) * len(ratios)
         if strategy != "deviation":
-            return cls(strategy=strategy, ratios=ratios[:1])
+            return cls(strategy=strategy, ratios=ratios[:1], correction=settings.blend_correction)
         layers, thresholds = settings.blend_check_layers, settings.blend_thresholds
         return cls(strategy=strategy, ratios=ratios, check_layers=layers, thresholds=thresholds)
 

@@ -31,6 +31,7 @@ CACHEBLEND: Mapping[str, object] = {  # `blend_preset: cacheblend` means the pub
     "blend_strategy": "deviation",
     "blend_check_layers": (1,),
     "blend_recompute_ratios": (0.15,),
+    "blend_correction": "none",
 }
 SECRET = frozenset({"remote_url"})  # settings that may hold a password
 CONFIG_FILES = ("LMC_CONFIG_FILE", "LMCACHE_CONFIG_FILE")
@@ -157,6 +158,9 @@ class Settings(BaseModel):
     )
     blend_thresholds: Annotated[Thresholds | None, BeforeValidator(_items), BeforeValidator(_optional)] = Field(
         None, description="a number from 0 on for each check layer, or left out"
+    )
+    blend_correction: Literal["shift", "none"] = Field(
+        "shift", description="shift (other tokens of a document get the mean change of its recomputed ones) or none"
     )
     blend_min_tokens: Whole = Field(256, ge=0, description="a whole number of tokens from 0 on")
     blend_learn: bool = Field(True, description="true or false")

@@ -53,6 +53,7 @@ def test_the_list_of_settings_is_frozen() -> None:
         "blend_check_layers",
         "blend_recompute_ratios",
         "blend_thresholds",
+        "blend_correction",
         "blend_min_tokens",
         "blend_learn",
     ]
@@ -387,6 +388,7 @@ class TestPreset:
         assert settings.blend_strategy == "deviation"
         assert settings.blend_check_layers == (1,)
         assert settings.blend_recompute_ratios == (0.15,)
+        assert settings.blend_correction == "none"
         assert {settings.origin(name) for name in CACHEBLEND} == {"preset cacheblend"}
 
     def test_it_may_be_repeated_by_hand(self) -> None:

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 
 from lmc.blend.attention import attend
-from lmc.blend.canvas import KV, AttentionFunction, Canvas
+from lmc.blend.canvas import KV, Attention, Canvas, positions_of
 from lmc.blend.rope import Turn, rotate, turn_between
 from lmc.blend.segments import Placement
 from lmc.connectors.transformers.layers import DecoderLayers, Projections
@@ -37,7 +37,7 @@ class DenseCanvas(Canvas[DenseRows]):
         self._layers, self._placements, self._reader = layers, placements, reader
         self._tokens = torch.tensor(tokens, device=self.device)
         self._cos, self._sin = layers.rows(len(tokens))
-        self._turns = [self._turn_of(placement) for placement in placements]
+        self._turns = [self.turn(*positions_of(placement, self.device)) for placement in placements]
         size = (layers.shape.kv_heads, len(tokens), layers.shape.head_dim)
         empty = partial(torch.empty, size, dtype=layers.shape.dtype, device=self.device)
         self.kv: list[KV] = [(empty(), empty()) for _ in range(self.depth)]  # [H, N, D] each
@@ -70,18 +70,19 @@ class DenseCanvas(Canvas[DenseRows]):
         """Return one batch of all rows."""
         return [slice(0, len(rows.positions))]
 
-    def run(self, layer: int, rows: DenseRows, batch: slice, attention: AttentionFunction | None = None) -> None:
+    def run(self, layer: int, rows: DenseRows, batch: slice, attention: Attention | None = None) -> None:
         """Project the rows, write keys and values, attend, and finish the layer.
 
         After the last layer only the logits of the last token are computed.
         """
         projected = rows.projected or self._layers.project(layer, rows.hidden, *rows.turns)
         self.write(layer, rows.positions, projected.key, projected.value)
-        wanted = slice(-1, None) if attention is None and layer == self.depth - 1 else slice(None)
-        if attention is not None:
-            attended = attention(projected.query)
-        else:
-            attended = attend(projected.query[wanted], self.kv[layer], rows.positions[wanted], self.scale)
+        wanted = slice(-1, None) if layer == self.depth - 1 else slice(None)
+
+        def own() -> torch.Tensor:
+            return attend(projected.query[wanted], self.kv[layer], rows.positions[wanted], self.scale)
+
+        attended = attention(projected.query, own) if attention is not None else own()
         rows.projected = projected if attended is None else None
         if attended is not None:
             rows.hidden = self._layers.finish(layer, rows.hidden[wanted], attended)
@@ -98,6 +99,11 @@ class DenseCanvas(Canvas[DenseRows]):
         for whole, some in zip(self.kv[layer], (keys, values), strict=True):
             whole.index_copy_(1, positions, some.transpose(0, 1))
 
+    def turn(self, old: torch.Tensor, new: torch.Tensor) -> Turn:
+        """Return cos and sin `[T, R/2]`, which are the same in every layer."""
+        half = self._cos.shape[-1] // 2
+        return turn_between(*((self._cos[at, :half], self._sin[at, :half]) for at in (old, new)))
+
     def context(self, layer: int, stop: int, absent: torch.Tensor) -> KV:
         """Return views.
 
@@ -107,10 +113,3 @@ class DenseCanvas(Canvas[DenseRows]):
         keys, values = self.kv[layer]
         keys[:, absent] = values[:, absent] = 0
         return keys[:, :stop], values[:, :stop]
-
-    def _turn_of(self, placement: Placement) -> Turn:
-        """Return what rotates a placement's keys to their new positions, in every layer."""
-        assert placement.first <= placement.at, "a document never moves towards the start"
-        half, starts = self._cos.shape[-1] // 2, (placement.first, placement.at)
-        rows = (slice(start, start + placement.tokens) for start in starts)
-        return turn_between(*((self._cos[at, :half], self._sin[at, :half]) for at in rows))

@@ -8,9 +8,8 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from lmc.blend.canvas import KV, AttentionFunction
+from lmc.blend.canvas import KV, Attention, positions_of
 from lmc.blend.rope import Turn, rotate, turn_between
-from lmc.blend.segments import Placement
 from lmc.connectors.vllm.messages import BlendJob
 from lmc.connectors.vllm.native import NativeLayers, PagedRows
 from lmc.connectors.vllm.tensor_parallel import agreed, summed
@@ -26,13 +25,13 @@ class PagedCanvas:
 
     def __init__(self, layers: NativeLayers, job: BlendJob, batch_rows: int, part: Part, arrived: Arrived) -> None:
         self.depth, self.device, self.scale, self.arrived = layers.depth, layers.device, layers.scale, arrived
+        self.interleaved = layers.interleaved
         self._layers, self._job, self._batch_rows, self._part = layers, job, batch_rows, part
         self._tokens = torch.tensor(job.tokens, device=self.device)
         self._blocks = torch.tensor(job.blocks, device=self.device)
-        self._turns = [self._turn_of(part.piece) for part in job.documents]
-        spans = [(part.piece.at, part.piece.stop) for part in job.documents]
-        ranges = [torch.arange(*span, device=self.device) for span in spans]
-        self._stored = torch.cat(ranges) if ranges else torch.empty(0, dtype=torch.long, device=self.device)
+        moves = [positions_of(part.piece, self.device) for part in job.documents]
+        self._turns = [self.turn(*move) for move in moves]
+        self._stored = torch.cat([torch.empty(0, dtype=torch.long, device=self.device), *(new for _, new in moves)])
 
     def place(self, layer: int) -> int:
         """Write the stored keys of a layer, rotated, and its values into the pages, in one call."""
@@ -47,7 +46,7 @@ class PagedCanvas:
             stored = stored.to(self.device, non_blocking=True)
             rows = slice(at, at + piece.tokens)
             out = keys[rows].transpose(0, 1)
-            rotate(stored[0].transpose(0, 1), turn, out, interleaved=self._layers.interleaved)
+            rotate(stored[0].transpose(0, 1), turn, out, interleaved=self.interleaved)
             values[rows] = stored[1]
             at += piece.tokens
         self.write(layer, self._stored, keys, values)
@@ -65,7 +64,7 @@ class PagedCanvas:
         """Return batches of at most `batch_rows` rows."""
         return [batch.rows for batch in rows.batches]
 
-    def run(self, layer: int, rows: PagedRows, batch: slice, attention: AttentionFunction | None = None) -> None:
+    def run(self, layer: int, rows: PagedRows, batch: slice, attention: Attention | None = None) -> None:
         """Run the engine's own layer, which writes the rows' keys and values into the pages."""
         self._layers.run(layer, rows, next(one for one in rows.batches if one.rows == batch), attention)
 
@@ -76,6 +75,10 @@ class PagedCanvas:
     def write(self, layer: int, positions: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Write keys and values `[T, H, D]` into the pages, with the backend's own writer."""
         self._layers.access[layer].scatter(self._layers.slots(self._blocks, positions), keys, values)
+
+    def turn(self, old: torch.Tensor, new: torch.Tensor) -> Turn:
+        """Return cos and sin `[T, R/2]` from the model's own table, which is the same in every layer."""
+        return turn_between(self._layers.angles(old), self._layers.angles(new))
 
     def context(self, layer: int, stop: int, absent: torch.Tensor) -> KV:
         """Return copies `[H, stop, D]` from whole pages."""
@@ -95,9 +98,6 @@ class PagedCanvas:
     def agreed(self, chosen: torch.Tensor, of: int) -> torch.Tensor:
         """Return the choice of rank 0."""
         return agreed(chosen, of)
-
-    def _turn_of(self, piece: Placement) -> Turn:
-        return turn_between(*(self._layers.rows_of(start, piece.tokens) for start in (piece.first, piece.at)))
 
 
 def prefill_alone(layers: NativeLayers, tokens: torch.Tensor, blocks: torch.Tensor, batch_rows: int) -> Iterator[int]:

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from lmc.blend.canvas import AttentionFunction
-from lmc.blend.rope import check_rope
+from lmc.blend.canvas import Attention
+from lmc.blend.rope import Turn, check_rope
 from lmc.connectors.vllm import vllm_api
 from lmc.connectors.vllm.paged import TokenAccess
 from lmc.engine.identity import rope_name
@@ -37,10 +37,6 @@ PROVEN = {
 
 class _EndOfLayer(Exception):
     """Ends a layer after its projections, when the rest is not needed."""
-
-
-def _no_attention(query: torch.Tensor) -> None:
-    """Compute nothing: only the keys and values of the rows are wanted."""
 
 
 @dataclass(slots=True, eq=False)
@@ -120,13 +116,12 @@ class NativeLayers:
         """The number of layers."""
         return len(self._layers)
 
-    def rows_of(self, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the model's cos and sin `[T, R/2]` of `count` positions from `first` on."""
-        table = self._rope.cos_sin_cache[first : first + count]
-        if len(table) < count:
-            raise UnsupportedModel(f"its RoPE table ends at position {first + len(table)}")
-        cos, sin = table.float().chunk(2, dim=-1)
-        return cos, sin
+    def angles(self, positions: torch.Tensor) -> Turn:
+        """Return the model's cos and sin `[T, R/2]` of `positions [T]`."""
+        table = self._rope.cos_sin_cache
+        if len(positions) and int(positions.max()) >= len(table):
+            raise UnsupportedModel(f"its RoPE table ends at position {len(table)}")
+        return tuple(table[positions].float().chunk(2, dim=-1))
 
     @property
     def interleaved(self) -> bool:
@@ -156,19 +151,19 @@ class NativeLayers:
         batches = self._batches(positions, blocks, size)
         return PagedRows(positions, rows.states[kept], rows.residual[kept], batches)
 
-    def run(self, layer: int, rows: PagedRows, batch: RowBatch, attention: AttentionFunction | None = None) -> None:
+    def run(self, layer: int, rows: PagedRows, batch: RowBatch, attention: Attention | None = None) -> None:
         """Run a layer for the rows of a batch, in place, and write their keys and values into the pages.
 
-        `attention` replaces the engine's own; it is called when keys and values are written. Without it, only the
-        projections of the last layer are computed, because its output is not read.
+        `attention` is called when they are written. Of the last layer only the projections are computed, because its
+        output is not read.
         """
         if attention is None and layer == self.depth - 1:
-            attention = _no_attention
+            attention = lambda query, own: None  # noqa: E731 - only keys and values are wanted
         states, residual = rows.states[batch.rows], rows.residual[batch.rows]
         if attention is not None:  # The layer may end early, and kernels may work in place.
             states, residual = states.clone(), residual.clone()
         try:
-            with self._attention_replaced(layer, batch, attention), self.forward_context(batch, attention is None):
+            with self._attention_replaced(layer, batch, attention), self.forward_context(batch):
                 call = self._layers[layer]
                 states, residual = call(rows.positions[batch.rows], states, None if layer == 0 else residual)
         except _EndOfLayer:
@@ -179,30 +174,34 @@ class NativeLayers:
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
-    def forward_context(self, batch: RowBatch, attends: bool = True) -> Any:
-        """Return the engine's context for a call of the model or a layer, with attention metadata if it `attends`."""
-        if attends and self._built is not batch:
+    def forward_context(self, batch: RowBatch) -> Any:
+        """Return the engine's context for a call of the model or a layer."""
+        if self._built is not batch:
             # Building for another batch may have overwritten the builder's buffers.
             made = self._builder.build(0, batch.common)
             batch.metadata, self._built = dict.fromkeys(self._names, made), batch
         count = batch.rows.stop - batch.rows.start
-        metadata = batch.metadata if attends else None
         return vllm_api.set_forward_context(
-            metadata, self._config, num_tokens=count, slot_mapping=batch.slots, skip_compiled=True
+            batch.metadata, self._config, num_tokens=count, slot_mapping=batch.slots, skip_compiled=True
         )
 
     @contextmanager
-    def _attention_replaced(self, layer: int, batch: RowBatch, attention: AttentionFunction | None) -> Iterator[None]:
+    def _attention_replaced(self, layer: int, batch: RowBatch, attention: Attention | None) -> Iterator[None]:
         """Let the layer's attention module write keys and values into the pages and then call `attention`."""
         if attention is None:
             yield
             return
         module = self.attention[layer]
+        original = module.forward
 
-        def forward(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        def forward(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *more: Any, **named: Any) -> Any:
             heads = (-1, module.num_kv_heads, module.head_size)
             self.access[layer].scatter(batch.slots[module.layer_name], key.reshape(heads), value.reshape(heads))
-            attended = attention(query.reshape(-1, module.num_heads, module.head_size))
+
+            def own() -> torch.Tensor | None:  # It writes the same keys and values again.
+                return None if layer == self.depth - 1 else original(query, key, value, *more, **named)
+
+            attended = attention(query.reshape(-1, module.num_heads, module.head_size), own)
             if attended is None:
                 raise _EndOfLayer
             return attended.flatten(1)

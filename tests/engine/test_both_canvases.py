@@ -88,6 +88,11 @@ POLICIES = {
     **{f"{name} {ratio}": RecomputePolicy(strategy=name, ratios=(ratio,)) for name in STRATEGIES for ratio in RATIOS},
     "deviation, two checks": RecomputePolicy(strategy="deviation", ratios=(0.5, 0.15), check_layers=(1, 2)),
     "deviation, threshold": RecomputePolicy(strategy="deviation", ratios=(0.5,), thresholds=(0.3,)),
+    **{
+        f"{name} {ratio}, shift": RecomputePolicy(strategy=name, ratios=(ratio,), correction="shift")
+        for name in ("union", "head")
+        for ratio in RATIOS
+    },
 }
 
 
@@ -163,7 +168,8 @@ def paged(lab, model, given: Case, policy: RecomputePolicy):
     def stored(slot, layer):
         return parts[slot][layer].contiguous().flatten().view(torch.uint8)
 
-    canvas = PagedCanvas(layers, job, ROWS, stored, lambda _: True)
+    # The shift of a document whose rows are in two batches is estimated twice, and the dense canvas has one batch.
+    canvas = PagedCanvas(layers, job, ROWS if policy.correction == "none" else length, stored, lambda _: True)
     everything = torch.arange(length)
     with torch.inference_mode():
         for layer in range(canvas.depth):  # nothing of the test before may be of use

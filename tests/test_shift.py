@@ -1,0 +1,179 @@
+"""The mean shift finds what all tokens of a document have in common, and gives it to those that are not repaired."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from models import SEPARATOR, random_model, random_tokens
+
+from lmc.blend import shift
+from lmc.blend.blender import Blender, BlendInput
+from lmc.blend.canvas import Canvas
+from lmc.blend.rope import rotate
+from lmc.blend.segments import Placement, join, split
+from lmc.blend.shift import DAMPING, shifts_of
+from lmc.blend.strategies import RecomputePolicy
+from lmc.connectors.transformers.canvas import DenseCanvas
+from lmc.connectors.transformers.hf import forward, rows_of
+from lmc.connectors.transformers.layers import DecoderLayers
+
+HEADS, DIM, LENGTH = 2, 8, 60
+DOCUMENTS = [random_tokens(20 + 3 * i, i) for i in range(3)]
+FREQUENCIES = 0.5 ** torch.arange(DIM // 2)
+
+
+class Tensors(Canvas):
+    """One layer of keys and values, and nothing that computes."""
+
+    device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        make = torch.Generator().manual_seed(7)
+        self.keys, self.values = torch.randn(2, LENGTH, HEADS, DIM, generator=make)
+
+    def read(self, layer, positions):
+        return self.keys[positions], self.values[positions]
+
+    def write(self, layer, positions, keys, values):
+        self.keys[positions], self.values[positions] = keys, values
+
+    def turn(self, old, new):
+        angles = (new - old)[:, None] * FREQUENCIES
+        return angles.cos(), angles.sin()
+
+
+def at_zero(canvas: Canvas, keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Keys `[T, H, D]` as they would be at position 0."""
+    out = torch.empty_like(keys)
+    rotate(keys.transpose(0, 1), canvas.turn(positions, torch.zeros_like(positions)), out.transpose(0, 1))
+    return out
+
+
+def repair(canvas: Tensors, positions: list[int], seed: int) -> None:
+    """Give rows new keys and values, as computing them would."""
+    make = torch.Generator().manual_seed(seed)
+    canvas.keys[positions] += torch.randn(len(positions), HEADS, DIM, generator=make)
+    canvas.values[positions] += torch.randn(len(positions), HEADS, DIM, generator=make)
+
+
+@pytest.fixture(autouse=True)
+def few_are_enough(monkeypatch):
+    monkeypatch.setattr(shift, "LEAST", 2)
+
+
+@pytest.mark.parametrize(
+    ("stops", "estimating"), [([60], [9, 12, 15, 20]), ([25, 60], [9, 12, 15, 20]), ([7, 13, 22, 60], [9, 12])]
+)
+def test_the_others_get_the_damped_mean_of_their_own_document(stops, estimating):
+    """The first document has two pieces; tokens 0 and 1 of each document take no part.
+
+    In the last case its rows are in several batches, and the first of them that has any decides.
+    """
+    canvas = Tensors()
+    pieces = [
+        Placement(at=5, tokens=8, first=0),
+        Placement(at=13, tokens=8, first=8),
+        Placement(at=30, tokens=20, first=0),
+    ]
+    repaired = [6, 9, 12, 15, 20, 41, 44]
+    keys, values = canvas.keys.clone(), canvas.values.clone()
+    batches = [[position for position in repaired if start <= position < stop] for start, stop in pairwise([0, *stops])]
+    shifts = list(shifts_of(canvas, pieces, [torch.tensor(rows, dtype=torch.long) for rows in batches], LENGTH))
+    for rows, found in zip(batches, shifts, strict=True):
+        attention = found.attention(0)
+        repair(canvas, rows, seed=sum(rows))
+        assert attention(None, lambda: "attended") == "attended"
+
+    # Position 6 is the second token of its document.
+    for first, last, rows in ((5, 21, estimating), (30, 50, [41, 44])):
+        at, weight = torch.tensor(rows), len(rows) / (len(rows) + DAMPING)
+        others = torch.tensor([one for one in range(first + 2, last) if one not in repaired])
+        mean = (at_zero(canvas, canvas.keys[at], at) - at_zero(canvas, keys[at], at)).mean(0)
+        moved = at_zero(canvas, canvas.keys[others], others) - at_zero(canvas, keys[others], others)
+        assert torch.allclose(moved, (weight * mean).expand_as(moved), atol=1e-5)
+        change = canvas.values[others] - values[others]
+        assert torch.allclose(change, (weight * (canvas.values[at] - values[at]).mean(0)).expand_as(change), atol=1e-5)
+    untouched = torch.tensor([*range(7), *range(21, 32), *range(50, 60)])
+    untouched = untouched[untouched != 6]
+    assert torch.equal(canvas.keys[untouched], keys[untouched])
+    assert torch.equal(canvas.values[untouched], values[untouched])
+
+
+def test_with_too_few_repaired_tokens_nothing_is_shifted():
+    canvas, pieces = Tensors(), [Placement(at=5, tokens=10, first=0), Placement(at=30, tokens=20, first=0)]
+    assert list(shifts_of(canvas, pieces, [torch.tensor([8, 9, 40])], LENGTH)) == []
+    assert len(list(shifts_of(canvas, pieces, [torch.tensor([8, 9, 40]), torch.tensor([41])], LENGTH))) == 2
+
+
+def test_a_document_without_a_repaired_token_stays_as_it_is():
+    canvas = Tensors()
+    keys = canvas.keys.clone()
+    pieces = [Placement(at=5, tokens=10, first=0), Placement(at=30, tokens=20, first=0)]
+    (found,) = shifts_of(canvas, pieces, [torch.tensor([8, 9, 11, 12])], LENGTH)
+    attention = found.attention(0)
+    repair(canvas, [8, 9, 11, 12], seed=1)
+    attention(None, lambda: None)
+    assert torch.equal(canvas.keys[30:50], keys[30:50])
+    assert not torch.equal(canvas.keys[10:15], keys[10:15])
+
+
+@pytest.mark.parametrize("rope", ["plain", "llama3", "yarn"])
+def test_a_change_that_all_tokens_have_in_common_is_found_whole(monkeypatch, rope):
+    """The stored keys and values are full prefill's, less a constant in each layer. Without damping nothing is left."""
+    monkeypatch.setattr(shift, "DAMPING", 0)
+    model = random_model("llama", rope)
+    layers, prompt = DecoderLayers(model), join(random_tokens(9, 50), DOCUMENTS, random_tokens(11, 51), SEPARATOR)
+    segments = split(prompt, (SEPARATOR,))
+    done = forward(model, prompt, None)
+    wanted = rows_of(done.past_key_values)
+    pieces = [Placement(at=span.start, tokens=len(span), first=0) for span in segments.documents]
+    measure = DenseCanvas(layers, prompt, (), iter(()))
+    make = torch.Generator().manual_seed(3)
+
+    def reader():
+        for layer, (keys, values) in enumerate(wanted):
+            yield layer, [less_a_constant(piece, keys, values) for piece in pieces]
+
+    def less_a_constant(piece, keys, values):
+        here = torch.arange(piece.at, piece.at + piece.tokens)
+        alone = here - piece.at
+        constant = torch.randn(2, *keys.shape[1:], generator=make).expand(piece.tokens, -1, -1, -1).clone()
+        constant[:2] = 0
+        moved, turned = torch.empty_like(keys[here]), torch.empty_like(keys[here])
+        rotate(keys[here].transpose(0, 1), measure.turn(here, alone), moved.transpose(0, 1))
+        rotate(constant[:, 0].transpose(0, 1), measure.turn(torch.zeros_like(alone), alone), turned.transpose(0, 1))
+        return torch.stack((moved - turned, values[here] - constant[:, 1]))
+
+    canvas = DenseCanvas(layers, prompt, pieces, reader())
+    given = BlendInput(length=len(prompt), stop=len(prompt), question=segments.question.start, placements=pieces)
+    policy = RecomputePolicy(strategy="head", ratios=(0.3,), correction="shift")
+    result = Blender(canvas, given, policy).run()
+
+    assert 0 < result.charged_budget <= 0.3
+    assert torch.allclose(canvas.logits, done.logits[0, -1], atol=1e-4)
+    for (keys, values), (right_keys, right_values) in zip(canvas.kv, wanted, strict=True):
+        assert torch.allclose(keys.transpose(0, 1), right_keys, atol=1e-4)
+        assert torch.allclose(values.transpose(0, 1), right_values, atol=1e-4)
+
+
+@pytest.mark.parametrize("strategy", ["union", "deviation", "all", "none"])
+def test_with_every_token_repaired_or_none_there_is_nothing_to_shift(strategy):
+    """And `deviation` is as published."""
+    model = random_model("llama", "plain")
+    prompt = join(random_tokens(9, 50), DOCUMENTS, random_tokens(11, 51), SEPARATOR)
+    segments = split(prompt, (SEPARATOR,))
+    pieces = [Placement(at=span.start, tokens=len(span), first=0) for span in segments.documents]
+    stored = [rows_of(forward(model, prompt[p.at : p.at + p.tokens], None).past_key_values) for p in pieces]
+    found = []
+    for correction in ("none", "shift"):
+        reader = ((layer, [torch.stack(kv[layer]) for kv in stored]) for layer in range(model.config.num_hidden_layers))
+        canvas = DenseCanvas(DecoderLayers(model), prompt, pieces, reader)
+        given = BlendInput(length=len(prompt), stop=len(prompt), question=segments.question.start, placements=pieces)
+        ratio = {"deviation": 0.2}.get(strategy, 1.0)
+        policy = RecomputePolicy(strategy=strategy, ratios=(ratio,), check_layers=(1,), correction=correction)
+        Blender(canvas, given, policy).run()
+        found.append(canvas)
+    for plain, shifted in zip(found[0].kv, found[1].kv, strict=True):
+        for one, other in zip(plain, shifted, strict=True):
+            assert torch.equal(one, other)
+    assert torch.equal(found[0].logits, found[1].logits)
