@@ -160,7 +160,7 @@ class Settings(BaseModel):
         None, description="a number from 0 on for each check layer, or left out"
     )
     blend_correction: Literal["shift", "none"] = Field(
-        "shift", description="shift (other tokens of a document get the mean change of its recomputed ones) or none"
+        "none", description="none, or shift (other tokens of a document get the mean change of its recomputed ones)"
     )
     blend_min_tokens: Whole = Field(256, ge=0, description="a whole number of tokens from 0 on")
     blend_learn: bool = Field(True, description="true or false")
