@@ -189,7 +189,7 @@ def last_logits(lab, canvas, layers, length: int) -> torch.Tensor:
     rows = canvas.begin(last)
     for layer in range(canvas.depth):
 
-        def attention(query, layer=layer):
+        def attention(query, own, layer=layer):
             return attend(query, canvas.context(layer, length, nothing), last, canvas.scale)
 
         (batch,) = canvas.batches(rows)
