@@ -121,7 +121,12 @@ class CachedModel(AbstractContextManager["CachedModel"]):
         self._note_speed(len(document), 0, started)
         self.engine.store.flush()  # A full write queue would drop chunks.
         namespace = self.engine.namespace(RecordKind.DOCUMENT, self._salt)
-        return self._fill(self.engine.begin_document(namespace, document) or (), kv)
+        slots = iter(self.engine.begin_document(namespace, document) or ())
+        try:
+            return self._fill(slots, kv)
+        finally:
+            for unfilled in filter(None, slots):
+                self.engine.store.abort(unfilled)
 
     def learn_pending(self) -> int:
         """Learn the unknown documents of earlier prompts; return how many there were."""
@@ -284,8 +289,8 @@ class CachedModel(AbstractContextManager["CachedModel"]):
 
     def _fill(self, slots: Iterable[Reservation | None], kv: Sequence[KV]) -> int:
         """Copy the KV of chunks into their slots, and let them be found; return how many there were."""
-        store, count, left = self.engine.store, 0, filter(None, slots)
-        for slot in left:
+        store, count = self.engine.store, 0
+        for slot in filter(None, slots):
             rows = slice(slot.meta.first, slot.meta.first + slot.meta.tokens)
             try:
                 for raw, (keys, values) in zip(store.view(slot), kv, strict=True):
@@ -293,8 +298,7 @@ class CachedModel(AbstractContextManager["CachedModel"]):
                     part[0].copy_(keys[rows])
                     part[1].copy_(values[rows])
             except BaseException:
-                for unfilled in (slot, *left):
-                    store.abort(unfilled)
+                store.abort(slot)
                 raise
             store.commit(slot)
             count += 1
