@@ -163,7 +163,7 @@ class NativeLayers:
         if attention is not None:  # The layer may end early, and kernels may work in place.
             states, residual = states.clone(), residual.clone()
         try:
-            with self._attention_replaced(layer, batch, attention), self.forward_context(batch):
+            with self._attention_replaced(layer, batch, attention), self.forward_context(batch, attention is None):
                 call = self._layers[layer]
                 states, residual = call(rows.positions[batch.rows], states, None if layer == 0 else residual)
         except _EndOfLayer:
@@ -174,15 +174,16 @@ class NativeLayers:
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
-    def forward_context(self, batch: RowBatch) -> Any:
-        """Return the engine's context for a call of the model or a layer."""
-        if self._built is not batch:
+    def forward_context(self, batch: RowBatch, attends: bool = True) -> Any:
+        """Return the engine's context for a call of the model or a layer, with attention metadata if it `attends`."""
+        if attends and self._built is not batch:
             # Building for another batch may have overwritten the builder's buffers.
             made = self._builder.build(0, batch.common)
             batch.metadata, self._built = dict.fromkeys(self._names, made), batch
         count = batch.rows.stop - batch.rows.start
+        metadata = batch.metadata if attends else None
         return vllm_api.set_forward_context(
-            batch.metadata, self._config, num_tokens=count, slot_mapping=batch.slots, skip_compiled=True
+            metadata, self._config, num_tokens=count, slot_mapping=batch.slots, skip_compiled=True
         )
 
     @contextmanager
@@ -198,8 +199,11 @@ class NativeLayers:
             heads = (-1, module.num_kv_heads, module.head_size)
             self.access[layer].scatter(batch.slots[module.layer_name], key.reshape(heads), value.reshape(heads))
 
-            def own() -> torch.Tensor | None:  # It writes the same keys and values again.
-                return None if layer == self.depth - 1 else original(query, key, value, *more, **named)
+            def own() -> torch.Tensor | None:
+                if layer == self.depth - 1:
+                    return None
+                with self.forward_context(batch):  # It writes the same keys and values again.
+                    return original(query, key, value, *more, **named)  # type: ignore[no-any-return]
 
             attended = attention(query.reshape(-1, module.num_heads, module.head_size), own)
             if attended is None:
