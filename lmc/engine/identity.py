@@ -21,6 +21,7 @@ import torch
 import xxhash
 
 WEIGHTS = ("*.safetensors", "*.bin", "*.gguf", "*.pt")  # All files of the first kind that a checkpoint has.
+DIGESTS = "checkpoints.json"  # where digests of files are remembered
 READ_BYTES = 8 << 20  # at a time
 READERS = 4
 FRESH_SECONDS = 2.0  # A file that changed so short a while ago may change again without its times showing it.
@@ -89,20 +90,20 @@ def adapter_stamp(path: str) -> bytes:
     return hashlib.sha256(repr((path, known)).encode()).digest()
 
 
-def _digests_file() -> Path:
-    """Return the file in the user's cache directory in which digests of files are remembered."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lmc" / "checkpoints.json"
+def user_cache() -> Path:
+    """Return lmc's directory in the user's cache directory."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lmc"
 
 
 def _remembered() -> dict[str, list[object]]:
     with suppress(OSError, ValueError):
-        known = json.loads(_digests_file().read_text())
+        known = json.loads((user_cache() / DIGESTS).read_text())
         return known if isinstance(known, dict) else {}
     return {}
 
 
 def _remember(known: Mapping[str, list[object]]) -> None:
-    file = _digests_file()
+    file = user_cache() / DIGESTS
     with suppress(OSError):  # If the home is read-only, the next start reads the files again.
         file.parent.mkdir(parents=True, exist_ok=True)
         aside = file.with_suffix(f".{os.getpid()}")
