@@ -23,7 +23,6 @@ Attention = Callable[[torch.Tensor, Callable[[], torch.Tensor | None]], torch.Te
 
 def positions_of(placements: Sequence[Placement], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the positions `[T]` of all tokens of placements, as they were computed and as they are used."""
-    assert all(one.first <= one.at for one in placements), "a document never moves towards the start"
     none = torch.empty(0, dtype=torch.long, device=device)
     old = [torch.arange(one.first, one.first + one.tokens, device=device) for one in placements]
     new = [positions + (one.at - one.first) for one, positions in zip(placements, old, strict=True)]

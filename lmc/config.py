@@ -32,6 +32,7 @@ CACHEBLEND: Mapping[str, object] = {  # `blend_preset: cacheblend` means the pub
     "blend_check_layers": (1,),
     "blend_recompute_ratios": (0.15,),
     "blend_correction": "none",
+    "blend_learn_prefix": "none",
 }
 SECRET = frozenset({"remote_url"})  # settings that may hold a password
 CONFIG_FILES = ("LMC_CONFIG_FILE", "LMCACHE_CONFIG_FILE")
@@ -161,6 +162,9 @@ class Settings(BaseModel):
     )
     blend_correction: Literal["shift", "none"] = Field(
         "none", description="none, or shift (other tokens of a document get the mean change of its recomputed ones)"
+    )
+    blend_learn_prefix: Literal["sink", "none"] = Field(
+        "sink", description="sink (documents are learned behind the tokenizer's first token) or none (learned alone)"
     )
     blend_min_tokens: Whole = Field(256, ge=0, description="a whole number of tokens from 0 on")
     blend_learn: bool = Field(True, description="true or false")

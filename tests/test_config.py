@@ -54,6 +54,7 @@ def test_the_list_of_settings_is_frozen() -> None:
         "blend_recompute_ratios",
         "blend_thresholds",
         "blend_correction",
+        "blend_learn_prefix",
         "blend_min_tokens",
         "blend_learn",
     ]

@@ -24,7 +24,7 @@ ALLOWED = {
     "blend": {"lmc.blend"},
     "connectors": {"lmc.connectors", "lmc.blend", "lmc.engine", "lmc.metrics", "lmc.storage"},
 }
-CODE_LINES = 7605  # of the package without the demo
+CODE_LINES = 7650  # of the package without the demo
 NO_CODE = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER,
 }  # fmt: skip
@@ -169,7 +169,7 @@ def test_public_names_are_frozen() -> None:
     methods = {name for name in vars(connector.CachedModel) if not name.startswith("_")}
     assert methods == {"load", "close", "learn", "learn_pending", "knows", "keep", "prefill", "generate"}
     assert {name for name in vars(CacheEngine) if not name.startswith("_")} == {
-        "namespace", "token_chain", "block_chain", "documents", "learn_later", "document_keys",
+        "namespace", "token_chain", "block_chain", "documents", "begins", "learn_later", "document_keys",
         "look", "lookup",
         "plan", "layers", "stats", "begin_exact", "begin_document", "fits", "begin_anew", "forget_all", "close",
     }  # fmt: skip

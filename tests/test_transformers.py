@@ -5,6 +5,7 @@ import logging
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -15,11 +16,11 @@ from storage_fakes import note_load
 from tier_wrappers import Counted, Delayed
 from transformers import DynamicCache
 
-from lmc.blend.segments import join
+from lmc.blend.segments import Span, join
 from lmc.blend.strategies import RecomputePolicy
 from lmc.config import Settings
 from lmc.connectors.transformers import CachedModel
-from lmc.connectors.transformers.hf import identity
+from lmc.connectors.transformers.hf import forward, identity, rows_of
 from lmc.connectors.transformers.report import How, Report
 from lmc.engine import PromptView
 from lmc.errors import ConfigError, InputError, NoMemory, UnsupportedModel
@@ -779,3 +780,42 @@ def test_parts_of_a_plan_on_different_devices_are_joined_on_the_model_s(monkeypa
         keys, values = cached._side_by_side(parts)
     assert (keys.shape, values.shape) == ((2, 8, 16), (2, 8, 16))
     assert keys.device.type == "meta"
+
+
+# -- behind an attention sink ------------------------------------------------------------------------------------------
+
+SINK = 2
+
+
+def test_a_document_is_learned_behind_the_sink_and_exact_there() -> None:
+    with CachedModel(random_model(), settings(), SEPARATOR, learn_prefix=[SINK]) as cached:
+        document = DOCUMENTS[0]
+        wanted = rows_of(forward(cached.model, [SINK, *document], DynamicCache()).past_key_values)
+        cached.learn(document)
+        placed = cached.engine.documents([*SYSTEM, *document], [Span(len(SYSTEM), len(SYSTEM) + len(document))])
+        with closing(cached.engine.layers(placed[0].pieces, cached.layers.shape)) as reader:
+            for layer, parts in reader:
+                stored = torch.cat(parts, dim=1)
+                for side in (0, 1):
+                    assert torch.allclose(stored[side], wanted[layer][side][1:], atol=1e-6)
+        ids = [SINK, *document, *SEPARATOR, *random_tokens(7, 80)]
+        blend = cached.prefill(ids)
+        assert blend.report.reused == 0
+        assert (blend.logits - cached.prefill(ids, "full").logits).abs().max() <= 1e-4
+
+
+def test_at_ratio_one_documents_behind_a_sink_are_full_prefill() -> None:
+    with CachedModel(random_model(), settings(), SEPARATOR, learn_prefix=[SINK]) as cached:
+        for document in DOCUMENTS[:4]:
+            cached.learn(document)
+        # The first document begins before the position at which it was learned.
+        for ids in (prompt(3, 1, 0), join([], [DOCUMENTS[i] for i in (2, 0)], random_tokens(7, 80), SEPARATOR)):
+            blend = cached.prefill(ids, "blend", policy=EVERYTHING)
+            assert blend.report.reused > 0
+            assert (cached.prefill(ids, "full").logits - blend.logits).abs().max() <= 1e-4
+
+
+@pytest.mark.parametrize("prefix", [[VOCABULARY], [-1], ["a"]])
+def test_a_sink_that_is_no_token_is_refused(prefix: list) -> None:
+    with pytest.raises(InputError, match="learn_prefix"):
+        CachedModel(random_model(), settings(), SEPARATOR, learn_prefix=prefix)

@@ -13,6 +13,7 @@ from storage_fakes import DictTier, Gated, Shared, note_load
 from tier_wrappers import Counted, Faulty
 from vllm_fakes import APPROXIMATE, BLOCK, CHUNK, LAYERS, PAGE, SEPARATOR, Adapter, Lab, page, state_of, token_bytes
 
+from lmc.blend.segments import Span
 from lmc.connectors.vllm import claims
 from lmc.connectors.vllm.messages import BlendJob, LoadJob, StepReport
 from lmc.connectors.vllm.model_identity import model_identity
@@ -814,6 +815,49 @@ def test_learned_documents_are_reused_in_any_order(make):
     assert (job.start, job.exact, job.question, len(job.tokens)) == (0, 0, 43, 48)
     lab.compute(request, 1)
     assert lab.finish(request)["tokens_from"] == {"host": 32}
+
+
+@pytest.mark.parametrize("told", ["with the sink", "without it", "seen in a prompt"])
+def test_documents_are_learned_behind_the_sink(make, told):
+    """It is there already if the request to learn begins with it, and else the document is computed once more."""
+    lab = make(prefix=(1,))
+    if told == "seen in a prompt":
+        lab.serve("first", prompt(DOC_B, system=range(900, 903)))
+    else:
+        learn(lab, [1, *DOC_B] if told == "with the sink" else DOC_B)
+        assert lab.requests[f"learn 0 {len(DOC_B) + (told == 'with the sink')} {{}}"].facts == {"learned": True}
+    lab.settle()
+    lab.forget_prefixes()
+
+    request = lab.arrive("one", prompt(DOC_B))
+    lab.admit(request)
+    (job,) = lab.step().loads
+
+    places = [(p.at, p.tokens, p.first, p.exact) for p in (part.piece for part in job.documents)]
+    assert places == [(7, 8, 1, False), (15, 8, 9, False), (23, 4, 17, False)]
+    found = lab.workers.documents["one"]
+    assert torch.equal(found[15], token_bytes([1, *DOC_B], 9, 17, 0))
+    lab.compute(request, 1)
+    lab.finish(request)
+
+
+def test_a_document_behind_the_sink_alone_is_exact(make):
+    lab = make(prefix=(1,))
+    learn(lab, [1, *DOC_A])
+    pieces = lab.engine.documents([1, *DOC_A, *SEPARATOR, 9], (), start=Span(0, 1 + len(DOC_A)))[0].pieces
+    assert [(p.at, p.first, p.exact) for p in pieces] == [(1, 1, True), (9, 9, True)]
+    assert not lab.engine.documents([2, *DOC_A, *SEPARATOR, 9], [Span(1, 1 + len(DOC_A))])[0].pieces[0].exact
+
+
+def test_kinds_of_learning_never_mix(make):
+    """What was learned alone is not found behind a sink, nor behind another one."""
+    tier = DictTier()
+    fill(tier, documents=[DOC_A])
+    for prefix in ((1,), (2,)):
+        lab = make(tier, prefix=prefix)
+        assert lab.store.lookup(document_keys(lab, DOC_A)) == [None, None]
+    alone = make(tier)
+    assert all(alone.store.lookup(document_keys(alone, DOC_A)))
 
 
 def test_approximate_positions_are_never_saved(make):

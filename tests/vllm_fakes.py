@@ -194,7 +194,8 @@ class Workers:
                 report.failed.add(work.job)
         for learn in plan.learn:
             for index, slot in enumerate(learn.slots):
-                start, stop = index * CHUNK, min((index + 1) * CHUNK, len(learn.tokens))
+                start = learn.document + index * CHUNK
+                stop = min(start + CHUNK, len(learn.tokens))
                 for layer in range(LAYERS) if slot >= 0 else ():
                     part = token_bytes(learn.tokens, start, stop, layer)
                     self.slab.part(slot, layer)[: len(part)] = part
@@ -239,7 +240,9 @@ class Workers:
 class Lab:
     """A scheduler with everything around it, driven as vLLM does."""
 
-    def __init__(self, tiers=(), *, slots=16, blocks=64, ranks=1, batch_tokens=16, blends=True, settings=None):
+    def __init__(
+        self, tiers=(), *, slots=16, blocks=64, ranks=1, batch_tokens=16, blends=True, settings=None, prefix=()
+    ):
         self.now = 0.0
         memory = slots * LAYERS * 4096 * ranks / GIB
         given = {"chunk_size": CHUNK, "max_local_cpu_size": memory, "enable_blending": True, "blend_min_tokens": 4}
@@ -256,7 +259,7 @@ class Lab:
             )
             for rank in range(ranks)
         ]
-        self.engine = open_engine(self.settings, facts, BLOCK, "model", "sha256", tiers=tiers)
+        self.engine = open_engine(self.settings, facts, BLOCK, "model", "sha256", tiers=tiers, prefix=prefix)
         self.store = self.engine.store
         self.pool, self.workers = Pool(blocks), Workers(blocks)
         setup = Setup(

@@ -21,7 +21,7 @@ from transformers import DynamicCache
 
 from lmc.blend.blender import Blender, BlendInput
 from lmc.blend.canvas import KV
-from lmc.blend.segments import Segments, Variants, separator_variants, split
+from lmc.blend.segments import Segments, Variants, separator_variants, sink_of, split
 from lmc.blend.strategies import RecomputePolicy
 from lmc.config import Settings
 from lmc.connectors.transformers.arguments import check_options, checked_tokens, checked_variants
@@ -52,13 +52,15 @@ class CachedModel(AbstractContextManager["CachedModel"]):
         *,
         cache_salt: str = "",
         checkpoint: str | Path | None = None,
+        learn_prefix: Sequence[int] = (),
     ) -> None:
         """Raise `UnsupportedModel`, `ConfigError`, `NoMemory` or `TierUnusable`.
 
         `separator_ids` is one token sequence, or all as which the special string can be encoded
         (`segments.separator_variants`). `checkpoint` is where the model was loaded from; give it only if the weights
         have not changed since. Other engines that loaded the same checkpoint, such as vLLM, then find its documents.
-        Without it, the model is identified by its bytes in memory.
+        Without it, the model is identified by its bytes in memory. Documents are learned behind the tokens of
+        `learn_prefix` (`segments.sink_of`), and alone if there are none.
         """
         self.model, self.settings = model.eval(), settings
         self.layers = DecoderLayers(model)
@@ -82,14 +84,16 @@ class CachedModel(AbstractContextManager["CachedModel"]):
             chunk_size=settings.chunk_size,
         )
         geometry = Geometry.of(shape, settings.chunk_size)
-        self.engine = CacheEngine(settings, geometry, namespace, device=self.layers.device)
+        prefix = self._checked(learn_prefix, "learn_prefix") if learn_prefix else ()
+        self.engine = CacheEngine(settings, geometry, namespace, device=self.layers.device, prefix=prefix)
 
     @classmethod
     def load(cls, name: str | Path, settings: Settings, *, cache_salt: str = "") -> tuple["CachedModel", Any]:
         """Load a model from a directory or a hub's id, and return it with a cache engine, and its tokenizer."""
         model, tokenizer = load(name)
         variants = separator_variants(tokenizer.encode, settings.blend_special_str)
-        return cls(model, settings, variants, cache_salt=cache_salt, checkpoint=name), tokenizer
+        prefix = sink_of(tokenizer) if settings.blend_learn_prefix == "sink" else ()
+        return cls(model, settings, variants, cache_salt=cache_salt, checkpoint=name, learn_prefix=prefix), tokenizer
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:
@@ -111,13 +115,15 @@ class CachedModel(AbstractContextManager["CachedModel"]):
         Raises `InputError` if it is empty, too long for the model or for memory, or has tokens outside of the
         vocabulary.
         """
-        document = self._checked(document_ids, "document")
+        document = self._checked(document_ids, "document", behind=len(self.engine.prefix))
         if not self.engine.fits(len(document)):
             raise InputError(f"a document of {len(document)} tokens does not fit into memory: raise max_local_cpu_size")
         if self.knows(document):
             return 0
         started = time.perf_counter()
-        kv = rows_of(forward(self.model, document, DynamicCache()).past_key_values)
+        prefix = self.engine.prefix
+        done = rows_of(forward(self.model, [*prefix, *document], DynamicCache()).past_key_values)
+        kv = [(keys[len(prefix) :], values[len(prefix) :]) for keys, values in done]
         self._note_speed(len(document), 0, started)
         self.engine.store.flush()  # A full write queue would drop chunks.
         namespace = self.engine.namespace(RecordKind.DOCUMENT, self._salt)
@@ -317,5 +323,5 @@ class CachedModel(AbstractContextManager["CachedModel"]):
             torch.cuda.synchronize()
         return time.perf_counter() - started
 
-    def _checked(self, token_ids: Sequence[int], what: str) -> list[int]:
-        return checked_tokens(token_ids, what, self.layers.positions, self.layers.vocabulary)
+    def _checked(self, token_ids: Sequence[int], what: str, behind: int = 0) -> list[int]:
+        return checked_tokens(token_ids, what, self.layers.positions - behind, self.layers.vocabulary)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from lmc.blend.segments import Variants, separator_variants
+from lmc.blend.segments import Variants, separator_variants, sink_of
 from lmc.config import Settings
 from lmc.connectors.vllm import vllm_api
 from lmc.connectors.vllm.messages import StepPlan, StepReport, WorkerFacts
@@ -149,11 +149,13 @@ class LMCConnector(vllm_api.KVConnectorBase_V1):
             own = settings.local_disk / f"dp{parallel.data_parallel_index}"
             settings = settings.model_copy(update={"local_disk": own})
         model = model_identity(self._config, [facts.weights for facts in workers])
-        engine = open_engine(settings, workers, cache.block_size, model, cache.prefix_caching_hash_algo)
         refused = next((facts.refused for facts in workers if facts.refused), "")
         if refused and self.settings.enable_blending:
             log.warning("blending is off: %s. Exact offload goes on.", refused)
-        variants, first_token = self._separators() if not refused else (None, None)
+        tokenizer = self._tokenizer() if not refused else None
+        prefix = sink_of(tokenizer) if tokenizer and settings.blend_learn_prefix == "sink" else ()
+        hashing = cache.prefix_caching_hash_algo
+        engine = open_engine(settings, workers, cache.block_size, model, hashing, prefix=prefix)
         log.info("%s", self._summary(engine, blends=not refused))
         setup = Setup(
             settings=self.settings,
@@ -162,8 +164,8 @@ class LMCConnector(vllm_api.KVConnectorBase_V1):
             block_size=cache.block_size,
             stages=layers_of_stages(workers),
             ranks=len(workers),
-            variants=variants,
-            first_token=first_token,
+            variants=self._separators(tokenizer) if tokenizer else None,
+            first_token=tokenizer.bos_token_id if tokenizer else None,
             blends=not refused,
             batch_tokens=self._config.scheduler_config.max_num_batched_tokens,
             announces=bool(self._config.kv_events_config and self._config.kv_events_config.enable_kv_cache_events),
@@ -188,19 +190,20 @@ class LMCConnector(vllm_api.KVConnectorBase_V1):
         found = f"{len(engine.store.known_keys())} chunks found"
         return f"lmc: {how}, {room} ({settings.max_local_cpu_size:g} GB), {disk}{redis}, {found}"
 
-    def _separators(self) -> tuple[Variants | None, int | None]:
+    def _tokenizer(self) -> Any:
         tokenizer = vllm_api.cached_tokenizer_from_config(self._config.model_config)
         if tokenizer is None:
             log.warning(
                 "there is no tokenizer (skip_tokenizer_init), so the special string is not looked for; requests have "
-                "to say where their documents are (kv_transfer_params, lmc.documents)"
+                "to say where their documents are (kv_transfer_params, lmc.documents), which are learned alone"
             )
-            return None, None
+        return tokenizer
+
+    def _separators(self, tokenizer: Any) -> Variants:
         try:
-            variants = separator_variants(tokenizer.encode, self.settings.blend_special_str)
+            return separator_variants(tokenizer.encode, self.settings.blend_special_str)
         except InputError as error:
             raise ConfigError(str(error)) from error
-        return variants, tokenizer.bos_token_id
 
     def on_new_request(self, request: Any) -> None:
         """Look at a request that has arrived."""

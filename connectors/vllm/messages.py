@@ -77,7 +77,8 @@ class LearnJob:
     """A document to prefill alone, in borrowed blocks, and to copy into the slots of its chunks."""
 
     job: int
-    tokens: tuple[int, ...]
+    tokens: tuple[int, ...]  # what it is learned behind, and the document
+    document: int  # where it begins among them
     blocks: tuple[int, ...]
     chunk: int  # tokens in a full chunk
     slots: tuple[int, ...]  # -1 for a chunk that is stored already

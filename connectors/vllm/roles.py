@@ -67,12 +67,14 @@ class Roles:
     def _why_not(self, request: Any, learn: bool) -> str:
         """Return why a request that would be blended or learned has to be served exactly; empty if it need not."""
         first = "a document to learn must not begin with the BOS token, which it does not have inside of a prompt"
+        learned, engine = request.prompt_token_ids, self._setup.engine
+        begins = learned[0] == self._setup.first_token and not (engine.prefix and engine.begins(learned))
         reasons = {
             "blending is off; the log of the engine's start says why": not self._setup.blends,
             "requests with LoRA are not blended": request.lora_request is not None,
             "requests with multimodal input are not blended": bool(request.mm_features),
             "requests with prompt embeddings are not blended": request.prompt_embeds is not None,
-            f"{first} (add_special_tokens: false)": learn and request.prompt_token_ids[0] == self._setup.first_token,
+            f"{first} (add_special_tokens: false)": learn and begins,
         }
         return next((why for why, there in reasons.items() if there), "")
 

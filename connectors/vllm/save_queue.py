@@ -8,6 +8,7 @@ import functools
 import logging
 from collections.abc import Callable, Sequence
 
+from lmc.blend.segments import Span
 from lmc.connectors.vllm.kv_events import KVEvents
 from lmc.connectors.vllm.messages import LearnJob, SaveJob
 from lmc.connectors.vllm.pending import PendingTransfers
@@ -70,16 +71,16 @@ class SaveQueue:
         document = waiting[0] if waiting else None
         if document is None or self._learning in self._pending.under_way:
             return None
-        tokens = document.tokens
+        tokens = (*self._engine.prefix, *document.tokens)
         need = -(-len(tokens) // self._block_size)
         if need + self._spare >= len(self._pool.blocks):  # The null block is never free.
             waiting.popleft()
-            log.warning("a document of %d tokens is too long to be learned beside a prompt", len(tokens))
+            log.warning("a document of %d tokens is too long to be learned beside a prompt", len(document.tokens))
             return None
         if need + self._spare > self._pool.get_num_free_blocks():
             return None
         waiting.popleft()
-        slots = self._engine.begin_document(document.namespace, tokens)
+        slots = self._engine.begin_document(document.namespace, document.tokens)
         if slots is None:
             return None
         blocks = self._pool.get_new_blocks(need)
@@ -88,6 +89,7 @@ class SaveQueue:
         return LearnJob(
             job=job,
             tokens=tokens,
+            document=len(self._engine.prefix),
             blocks=tuple(block.block_id for block in blocks),
             chunk=self._chunk,
             slots=tuple(slot.slot if slot else -1 for slot in slots),
@@ -120,8 +122,15 @@ class SaveQueue:
         self._saves.append(SaveJob(job=job, slot=slot.slot, blocks=blocks))
 
     def _save_document(self, state: RequestState, blocks: Sequence[int]) -> None:
-        """Save the prompt of a request that is a document, reading its keys and values from its pages."""
-        tokens = state.request.prompt_token_ids
+        """Save the prompt of a request that is a document, reading its keys and values from its pages.
+
+        If documents are learned behind a token with which the prompt does not begin, it has to be computed again.
+        """
+        prompt, before = state.request.prompt_token_ids, len(self._engine.prefix)
+        if not self._engine.begins(prompt):
+            state.learned = self._engine.learn_later(prompt, [Span(0, len(prompt))], state.salt)
+            return
+        tokens = prompt[before:]
         namespace = self._engine.namespace(RecordKind.DOCUMENT, state.salt)
         slots = self._engine.begin_document(namespace, tokens)
         if slots is None:
@@ -129,11 +138,11 @@ class SaveQueue:
             state.learned = all(self._engine.lookup(keys))
             return
         state.learned = True
-        table = tuple(blocks[: -(-len(tokens) // self._block_size)])
-        for slot, bounds in zip(slots, chunk_bounds(len(tokens), self._chunk), strict=True):
+        table = tuple(blocks[: -(-len(prompt) // self._block_size)])
+        for slot, (start, stop) in zip(slots, chunk_bounds(len(tokens), self._chunk), strict=True):
             if slot is not None:
-                job = self._pending.begin([slot], self._hold(table))
-                self._saves.append(SaveJob(job=job, slot=slot.slot, blocks=table, tokens=bounds))
+                job, positions = self._pending.begin([slot], self._hold(table)), (before + start, before + stop)
+                self._saves.append(SaveJob(job=job, slot=slot.slot, blocks=table, tokens=positions))
 
     def _hold(self, blocks: Sequence[int]) -> Callable[[], None]:
         """Keep the engine from reusing blocks; return the function that releases them."""

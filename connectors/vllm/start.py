@@ -59,11 +59,13 @@ def open_engine(
     hashing: str,
     *,
     tiers: Sequence[Tier] | None = None,
+    prefix: Sequence[int] = (),
 ) -> CacheEngine:
     """Make the slab and open the tiers, by default those of the settings.
 
     `model` is the model's identity, and `hashing` the algorithm of the engine's block hashes. A chunk has a part for
-    each layer and rank; the ranks of a layer are side by side. Raises `ConfigError`, `NoMemory` or `TierUnusable`.
+    each layer and rank; the ranks of a layer are side by side. Documents are learned behind the tokens of `prefix`.
+    Raises `ConfigError`, `NoMemory` or `TierUnusable`.
     """
     check_chunk_size(settings, block_size)
     first, ranks = workers[0], max(worker.rank[1] for worker in workers) + 1
@@ -88,4 +90,4 @@ def open_engine(
         tensor_parallel=ranks,
         layout=f"{layout}|block {block_size}|{hashing}",
     )
-    return CacheEngine(settings, geometry, namespace, shared=True, tiers=tiers)
+    return CacheEngine(settings, geometry, namespace, shared=True, tiers=tiers, prefix=prefix)

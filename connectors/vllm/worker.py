@@ -274,9 +274,10 @@ class Worker:
         assert self._layers is not None
         tokens, blocks = (torch.tensor(one, device=self._device) for one in (job.tokens, job.blocks))
         yield from prefill_alone(self._layers, tokens, blocks, self._rows)
-        for slot, (start, stop) in zip(job.slots, chunk_bounds(len(job.tokens), job.chunk), strict=True):
+        begin, count = job.document, len(job.tokens) - job.document
+        for slot, (start, stop) in zip(job.slots, chunk_bounds(count, job.chunk), strict=True):
             if slot >= 0:
-                self._save_tokens(slot, blocks, start, stop)
+                self._save_tokens(slot, blocks, begin + start, begin + stop)
             yield (stop - start) * self._layers.depth // COPY_COST + 1
 
     def _save(self, job: SaveJob) -> None:

@@ -87,12 +87,14 @@ class CacheEngine:
         device: torch.device | str = "cpu",
         shared: bool = False,
         tiers: Sequence[Tier] | None = None,
+        prefix: Sequence[int] = (),
     ) -> None:
         """Make the slabs, in memory that other processes can map if `shared`, and open the tiers.
 
-        `namespace` has the fields that all namespaces of the model have in common; kind and salt are set here. Raises
-        `NoMemory`, `TierUnusable` or `ConfigError`.
+        `namespace` has the fields that all namespaces of the model have in common; kind and salt are set here.
+        Documents are learned behind the tokens of `prefix`. Raises `NoMemory`, `TierUnusable` or `ConfigError`.
         """
+        self.prefix = tuple(prefix)
         self.settings, self.geometry, self._namespace = settings, geometry, namespace
         self.chunk_size = geometry.chunk_size
         self.slab = Slab.of_size(settings.max_local_cpu_size * GIB, geometry.parts, geometry.part_bytes, shared=shared)
@@ -109,7 +111,7 @@ class CacheEngine:
 
     def namespace(self, kind: RecordKind, salt: str = "") -> bytes:
         """Return the digest from which the keys of a tenant's chunks start."""
-        return _digest(self._namespace, kind, salt)
+        return _digest(self._namespace, kind, salt, self.prefix if kind is RecordKind.DOCUMENT else ())
 
     def token_chain(self, tokens: Sequence[int], salt: str = "", ends: Iterable[int] = ()) -> TokenChain:
         """Return a prompt as exact token chunks. Partly full chunks are also looked for at the lengths `ends`."""
@@ -127,13 +129,23 @@ class CacheEngine:
         The text at the `start` of a prompt may be a document that has no separator before it, and is never learned.
         """
         namespace = self.namespace(RecordKind.DOCUMENT, salt)
-        everything = [start, *spans] if start else spans
-        return tuple(self._document(prompt, span, namespace, learnable=span is not start) for span in everything)
+        found = [self._document(prompt, span, namespace) for span in spans]
+        if start:
+            behind = Span(len(self.prefix) if self.begins(prompt) else 0, start.stop)
+            found.insert(0, self._document(prompt, behind, namespace, learnable=False))
+        return tuple(found)
 
-    def _document(self, prompt: Sequence[int], span: Span, namespace: bytes, *, learnable: bool) -> DocumentLookup:
-        keys, exact = self.document_keys(prompt[span.start : span.stop], namespace), span.start == 0
+    def begins(self, prompt: Sequence[int]) -> bool:
+        """Return whether a prompt begins with the tokens behind which documents are learned."""
+        return tuple(prompt[: len(self.prefix)]) == self.prefix
+
+    def _document(
+        self, prompt: Sequence[int], span: Span, namespace: bytes, *, learnable: bool = True
+    ) -> DocumentLookup:
+        keys, before = self.document_keys(prompt[span.start : span.stop], namespace), len(self.prefix)
+        exact = span.start == before and self.begins(prompt)
         pieces = [
-            Piece.whole(RecordKind.DOCUMENT, key, stop - start, span.start + start, start, None, exact=exact)
+            Piece.whole(RecordKind.DOCUMENT, key, stop - start, span.start + start, before + start, None, exact=exact)
             for key, (start, stop) in zip(keys, chunk_bounds(len(span), self.chunk_size), strict=True)
         ]
         return DocumentLookup(span=span, pieces=tuple(pieces), learnable=learnable)
@@ -142,8 +154,12 @@ class CacheEngine:
         """Return the keys of a document's chunks."""
         return document_keys(namespace, tokens, self.chunk_size)
 
-    def learn_later(self, prompt: Sequence[int], documents: Iterable[Span], salt: str = "") -> None:
-        """Queue documents to be learned when the engine is idle, each once, and no more of them than memory holds."""
+    def learn_later(self, prompt: Sequence[int], documents: Iterable[Span], salt: str = "") -> bool:
+        """Queue documents to be learned when the engine is idle, each once, and no more of them than memory holds.
+
+        Returns whether all of them are queued.
+        """
+        complete = True
         namespace = self.namespace(RecordKind.DOCUMENT, salt)
         for span in documents:
             document = Unlearned(namespace, tuple(prompt[span.start : span.stop]))
@@ -151,6 +167,8 @@ class CacheEngine:
             room = len(self.learning) < WAITING and tokens <= self.slab.slots * self.chunk_size
             if room and document not in self.learning:
                 self.learning.append(document)
+            complete &= document in self.learning
+        return complete
 
     def begin_anew(self) -> None:
         """Use other keys from now on, which no later process finds: new weights may have come into the same model."""
@@ -310,6 +328,7 @@ class CacheEngine:
 
 
 @lru_cache(SALTS)
-def _digest(namespace: Namespace, kind: RecordKind, salt: str) -> bytes:
+def _digest(namespace: Namespace, kind: RecordKind, salt: str, prefix: tuple[int, ...]) -> bytes:
     layout = namespace.layout if kind is RecordKind.PAGES else ""
-    return replace(namespace, kind=kind.value, cache_salt=salt, layout=layout).digest()
+    name = f"{kind.value} behind {prefix}" if prefix else kind.value
+    return replace(namespace, kind=name, cache_salt=salt, layout=layout).digest()

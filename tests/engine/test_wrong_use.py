@@ -178,10 +178,7 @@ def separators(tokenizer):
     """What a connector finds with a tokenizer."""
     connector = LMCConnector.__new__(LMCConnector)
     connector.settings = Settings(enable_blending=True)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("vllm.tokenizers.cached_tokenizer_from_config", lambda _: tokenizer)
-        connector._config = SimpleNamespace(model_config=None)
-        return connector._separators()
+    return connector._separators(tokenizer)
 
 
 def test_ranks_that_each_have_a_scheduler_of_their_own_are_refused():
