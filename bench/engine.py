@@ -246,7 +246,7 @@ class _Parts:
     """
 
     def __init__(self) -> None:
-        from lmc.blend import blender
+        from lmc.blend import blender, shift
         from lmc.connectors.vllm.canvas import PagedCanvas
         from lmc.connectors.vllm.native import NativeLayers
 
@@ -257,8 +257,9 @@ class _Parts:
             (NativeLayers, "_batches", "metadata"),
             (PagedCanvas, "context", "context of the first pass"),
             (blender, "attend", "attention of the first pass"),
-            (blender, "attention_paid", "scores"),
+            (blender, "attend_and_score", "attention and scores of the question"),
             (PagedCanvas, "place", "rotate and place"),
+            (shift.MeanShift, "_apply", "mean shift"),
         ):
             setattr(owner, name, self._clocked(getattr(owner, name), part))
 

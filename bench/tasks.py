@@ -27,6 +27,9 @@ class Words:
     people: tuple[tuple[str, str], ...]  # a first name, and its pronoun
     cities: tuple[str, ...]
     jobs: tuple[str, ...]
+    animals: tuple[str, ...]
+    colors: tuple[str, ...]
+    goods: tuple[str, ...]
     fillers: tuple[str, ...]
 
 
@@ -38,6 +41,9 @@ DEVELOPMENT = Words(
     ),
     cities=("London", "Paris", "Rome", "Berlin", "Madrid", "Vienna", "Tokyo", "Dublin"),
     jobs=("teacher", "doctor", "baker", "farmer", "pilot", "nurse", "lawyer", "painter"),
+    animals=("dog", "cat", "horse", "goat", "cow", "pig", "duck", "sheep"),
+    colors=("red", "green", "blue", "yellow"),
+    goods=("bicycles", "pianos", "clocks", "shoes"),
     fillers=(
         "A new roof was put on the main building a few years ago.",
         "Visitors are welcome on weekdays and may look around.",
@@ -49,6 +55,26 @@ DEVELOPMENT = Words(
         "In most years the busiest months are May and October.",
         "The local newspaper has written about it more than once.",
         "Two long meetings are held there every month.",
+        "Behind the fence there are a few old apple trees.",
+        "The telephone is answered from nine to five.",
+        "A storm broke two of the lamps at the entrance.",
+        "The floor is made of stone and is cold in winter.",
+        "Some of the chairs were given by friends.",
+        "Bread is brought every morning by a boy with a cart.",
+        "The walls carry photographs of a summer long ago.",
+        "Water has to be carried up from the well.",
+        "It is never quite silent in the long corridor.",
+        "Keys are kept in a box behind the second door.",
+        "A path of gravel goes once around everything.",
+        "On some days one smells the sea from there.",
+        "The clock over the door has been wrong for weeks.",
+        "Letters are put on a table beside the stairs.",
+        "Nobody complains about the food any more.",
+        "The heating was paid for by a small loan.",
+        "A list of all rules hangs next to the window.",
+        "Children like to play on the steps after school.",
+        "The lift is repaired again and again.",
+        "In spring the river comes very close.",
     ),
 )  # fmt: skip
 HELD_OUT = Words(
@@ -59,6 +85,9 @@ HELD_OUT = Words(
     ),
     cities=("Athens", "Moscow", "Chicago", "Boston", "Toronto", "Sydney", "Lisbon", "Oslo"),
     jobs=("singer", "writer", "cook", "driver", "actor", "judge", "miner", "tailor"),
+    animals=("wolf", "fox", "bear", "lion", "mouse", "bird", "snake", "rabbit"),
+    colors=("white", "black", "brown", "pink"),
+    goods=("candles", "carpets", "bottles", "knives"),
     fillers=(
         "The old stairs creak when somebody walks on them.",
         "Most of the people who come there know each other well.",
@@ -70,6 +99,26 @@ HELD_OUT = Words(
         "A narrow path leads from there down to the lake.",
         "Nobody remembers who planted the two tall trees.",
         "On clear days one can see the hills from the upper floor.",
+        "A wooden bench stands in the sun all afternoon.",
+        "The shelves are dusted once a week.",
+        "Parcels are left with the neighbours if nobody is in.",
+        "An old map of the coast hangs above the desk.",
+        "The lights go out by themselves at eleven.",
+        "Snow is cleared away before the first visitors come.",
+        "Somebody has planted roses along the wall.",
+        "The coffee is better than it used to be.",
+        "Bicycles may be left in the yard without a lock.",
+        "The well was closed when the pipes were laid.",
+        "A new carpet covers the worst of the boards.",
+        "Music can be heard through the open doors.",
+        "The bell rings twice when the ferry arrives.",
+        "Tables are carried outside as soon as it is warm.",
+        "The cellar is dry and is used to keep potatoes.",
+        "Every guest gets a small key and a lamp.",
+        "The roof has been home to swallows for years.",
+        "Two of the rooms have no windows at all.",
+        "Newspapers of the last week lie on the counter.",
+        "The gate squeaks, and everybody knows that sound.",
     ),
 )  # fmt: skip
 
@@ -91,28 +140,74 @@ class Draw:
 
 
 def subject(draw: Draw) -> Item:
-    """Chunks of a fixed size: the second chunk says "the company", and the first one says which."""
-    pairs = draw.pairs(draw.words.firms, draw.words.cities, draw.documents // 2)
+    """Chunks of a fixed size: the second chunk says "the company", "it" or "she", and the first one says who it is."""
+    words, choose = draw.words, draw.random.choice
+    firm, (name, he_or_she) = choose(words.firms), choose(words.people)
+    subjects = [
+        (
+            f"This text is about the company {firm}.",
+            "The company has its headquarters in {}.",
+            f"In which city does the company {firm} have its headquarters?",
+            f"The company {firm} has its headquarters in",
+            choose(words.cities),
+        ),
+        (
+            f"This text is about a person called {name}.",
+            f"{he_or_she} works as a {{}} all week.",
+            f"What does {name} work as?",
+            f"{name} works as a",
+            choose(words.jobs),
+        ),
+        (
+            "This text is about a farm outside of the town.",
+            "The animal that is kept there is a {}.",
+            "Which animal is kept on the farm?",
+            "The animal that is kept there is a",
+            choose(words.animals),
+        ),
+        (
+            "This text is about the old bridge of the town.",
+            "It was painted {} after the war.",
+            "In which color was the old bridge painted?",
+            "The old bridge was painted",
+            choose(words.colors),
+        ),
+        (
+            "This text is about a shop in Market Street.",
+            "The shop sells {} and nothing else.",
+            "What does the shop in Market Street sell?",
+            "The shop in Market Street sells",
+            choose(words.goods),
+        ),
+    ]
+    picked = draw.random.sample(subjects, min(len(subjects), draw.documents // 2))
     documents = []
-    for firm, city in pairs:
-        documents.append(f"This text is about the company {firm}. {draw.filler()}")
-        documents.append(f"The company has its headquarters in {city}. {draw.filler()}")
-    firm, city = draw.random.choice(pairs)
-    question = f"In which city does the company {firm} have its headquarters?"
-    return Item(documents, question, f"The company {firm} has its headquarters in", city)
+    for first, second, _, _, answer in picked:
+        documents += [f"{first} {draw.filler()}", f"{second.format(answer)} {draw.filler()}"]
+    while len(documents) < draw.documents:
+        documents.append(draw.filler())
+    _, _, question, lead, answer = choose(picked)
+    return Item(documents, question, lead, answer)
 
 
 def pronoun(draw: Draw) -> Item:
-    """The second chunk says "she" or "he", and the first one says who."""
-    people = draw.random.sample(draw.words.people, draw.documents // 2)
-    cities = draw.random.sample(draw.words.cities, len(people))
-    documents = []
-    for (name, pronoun), city in zip(people, cities, strict=True):
-        documents.append(f"{name} worked as a {draw.random.choice(draw.words.jobs)} for many years. {draw.filler()}")
-        documents.append(f"{pronoun} moved to {city} later. {draw.filler()}")
-    number = draw.random.randrange(len(people))
-    name = people[number][0]
-    return Item(documents, f"To which city did {name} move?", f"{name} moved to", cities[number])
+    """The second chunk says "she" or "he", and the first one says who. Two people did different things."""
+    (name, he_or_she), (other, of_other) = draw.random.sample(draw.words.people, 2)
+    job, city, animal = (draw.random.choice(kind) for kind in (draw.words.jobs, draw.words.cities, draw.words.animals))
+    documents = [
+        f"{name} worked as a {job} for many years. {draw.filler()}",
+        f"{he_or_she} moved to {city} later. {draw.filler()}",
+        f"{other} lived alone for many years. {draw.filler()}",
+        f"{of_other} bought a {animal} later. {draw.filler()}",
+    ]
+    while len(documents) < draw.documents:
+        documents.append(draw.filler())
+    return draw.random.choice(
+        [
+            Item(documents, f"To which city did {name} move later?", f"{name} moved to", city),
+            Item(documents, f"Which animal did {other} buy later?", f"{other} bought a", animal),
+        ]
+    )
 
 
 def correction(draw: Draw) -> Item:
@@ -124,21 +219,72 @@ def correction(draw: Draw) -> Item:
     return Item(documents, f"Where is the office of {firm} now?", f"The office of {firm} is now in", new)
 
 
+def update(draw: Draw) -> Item:
+    """The last document says what has changed since one of the others was written."""
+    names = draw.random.sample([name for name, _ in draw.words.people], draw.documents - 1)
+    *jobs, new = draw.random.sample(draw.words.jobs, draw.documents)
+    documents = [f"{name} works as a {job}. {draw.filler()}" for name, job in zip(names, jobs, strict=True)]
+    name = draw.random.choice(names)
+    documents.append(f"Correction: {name} now works as a {new}. {draw.filler()}")
+    return Item(documents, f"What does {name} work as now?", f"{name} now works as a", new)
+
+
 def scope(draw: Draw) -> Item:
-    """The same key in several sections, whose names stand in the chunks before."""
-    pairs = draw.pairs(draw.words.firms, draw.words.cities, draw.documents // 2)
+    """Keys of several sections, whose names stand in the chunks before."""
+    server, city, color, name = (
+        draw.random.choice(kind)
+        for kind in (draw.words.firms, draw.words.cities, draw.words.colors, [name for name, _ in draw.words.people])
+    )
     documents = []
-    for server, city in pairs:
-        documents.append(f"[{server}]\nThis section is about the server {server}. {draw.filler()}")
-        documents.append(f"location = {city}\n{draw.filler()}")
-    server, city = draw.random.choice(pairs)
-    return Item(
-        documents, f"What is the location of the server {server}?", f"The location of the server {server} is", city
+    for section, key, value in (
+        (f"server {server}", "location", city),
+        ("window", "color", color),
+        ("user", "name", name),
+    ):
+        about = f"[{section}]\nThis section is about the {section.split()[0]}."
+        documents += [f"{about} {draw.filler()}", f"{key} = {value}\n{draw.filler()}"]
+    while len(documents) < draw.documents:
+        documents.append(draw.filler())
+    return draw.random.choice(
+        [
+            Item(
+                documents,
+                f"What is the location of the server {server}?",
+                f"The location of the server {server} is",
+                city,
+            ),
+            Item(documents, "What is the color of the window?", "The color of the window is", color),
+            Item(documents, "What is the name of the user?", "The name of the user is", name),
+        ]
     )
 
 
+def rivals(draw: Draw) -> Item:
+    """As `subject`, with several companies. The model itself often takes one for the other."""
+    pairs = draw.pairs(draw.words.firms, draw.words.cities, draw.documents // 2)
+    documents = []
+    for firm, city in pairs:
+        documents.append(f"This text is about the company {firm}. {draw.filler()}")
+        documents.append(f"The company has its headquarters in {city}. {draw.filler()}")
+    firm, city = draw.random.choice(pairs)
+    question = f"In which city does the company {firm} have its headquarters?"
+    return Item(documents, question, f"The company {firm} has its headquarters in", city)
+
+
+def price(draw: Draw) -> Item:
+    """A control: prices, one of which is corrected in the last document."""
+    goods = draw.random.sample([*draw.words.goods, *draw.words.animals], draw.documents - 1)
+    *prices, new = draw.random.sample(range(11, 99), draw.documents)
+    documents = [
+        f"The price of {one} is {cost} dollars. {draw.filler()}" for one, cost in zip(goods, prices, strict=True)
+    ]
+    again = draw.random.choice(goods)
+    documents.append(f"Correction: the new price of {again} is {new} dollars. {draw.filler()}")
+    return Item(documents, f"What is the new price of {again}?", f"The new price of {again} is", str(new))
+
+
 def fact(draw: Draw) -> Item:
-    """One document answers, and the others do not matter: a control."""
+    """A control: one document answers, and the others do not matter."""
     names = tuple(name for name, _ in draw.words.people)
     pairs = draw.pairs(names, draw.words.jobs, draw.documents)
     documents = [f"{name} is a {job}. {draw.filler()}" for name, job in pairs]
@@ -146,10 +292,15 @@ def fact(draw: Draw) -> Item:
     return Item(documents, f"What is the job of {name}?", f"{name} is a", job)
 
 
-TASKS: dict[str, Callable[[Draw], Item]] = {
+Task = Callable[[Draw], Item]
+# Full prefill is right in at least 85 % of these on SmolLM2-135M, and blind reuse differs from it.
+MAIN: dict[str, Task] = {
     "subject": subject,
     "pronoun": pronoun,
-    "correction": correction,
     "scope": scope,
-    "fact": fact,
+    "correction": correction,
+    "update": update,
 }
+CONTROLS: dict[str, Task] = {"fact": fact, "price": price}
+HARD: dict[str, Task] = {"rivals": rivals}
+TASKS = MAIN | CONTROLS | HARD

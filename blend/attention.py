@@ -43,21 +43,28 @@ def attend(
     return out
 
 
-def attention_paid(
-    query: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor, scale: float, present: torch.Tensor
-) -> torch.Tensor:
-    """Return the attention that each key gets, `[N]` float32.
+def attend_and_score(
+    query: torch.Tensor, kv: KV, positions: torch.Tensor, scale: float, present: torch.Tensor, over_heads: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what `attend` returns, and the attention `[N]` float32 that each key gets from these queries.
 
-    It is the softmax of `query [T, Q, D]` over those of `keys [H, N, D]` that are `present [N]`, its mean over heads,
-    and the maximum over queries.
+    The attention is the maximum over queries of its mean over heads, or with `over_heads="max"` the maximum over both.
     """
+    keys, values = kv
     heads, group = keys.shape[0], query.shape[1] // keys.shape[0]
     later = positions[:, None] < torch.arange(keys.shape[1], device=keys.device)
     hidden = later.logical_or_(~present)  # [T, N]
-    paid = torch.zeros(hidden.shape, device=keys.device)
+    mean = torch.zeros(hidden.shape, device=keys.device)
+    largest, out = torch.zeros(keys.shape[1], device=keys.device), torch.empty_like(query)
     for head in range(heads):  # One head at a time: [G·T, N] fits in the processor's cache, and [Q, T, N] does not.
-        q = query[:, head * group : (head + 1) * group].transpose(0, 1).float()  # [G, T, D]
+        here = slice(head * group, (head + 1) * group)
+        q = query[:, here].transpose(0, 1).float()  # [G, T, D]
         # Scaled before the product, in float32: large keys (Qwen2's biases) overflow half precision.
         logits = ((q * scale) @ keys[head].float().T).masked_fill_(hidden, float("-inf"))
-        paid += logits.softmax(-1).sum(0)
-    return paid.amax(0) / (heads * group)
+        weights = logits.softmax(-1)
+        out[:, here] = (weights @ values[head].float()).transpose(0, 1).to(out.dtype)
+        if over_heads == "max":
+            torch.maximum(largest, weights.amax((0, 1)), out=largest)
+        else:
+            mean += weights.sum(0)
+    return out, largest if over_heads == "max" else mean.amax(0) / (heads * group)

@@ -23,7 +23,7 @@ from typing import Generic, NamedTuple
 
 import torch
 
-from lmc.blend.attention import attend, attention_paid
+from lmc.blend.attention import attend, attend_and_score
 from lmc.blend.canvas import Attention, Canvas, R, positions_of
 from lmc.blend.segments import Placement
 from lmc.blend.shift import MeanShift, shifts_of
@@ -92,6 +92,7 @@ class Blender(Generic[R]):
         self._is_reused[self._reused] = True
         self._fresh = (~self._present).nonzero().flatten()
         self._placed = 0  # layers whose stored parts are in place
+        self._attention: torch.Tensor | None = None  # that the question pays to the reused tokens
         reused, fresh, depth = self._reused, len(self._fresh), canvas.depth
         repaired = [reused[:0]] * depth
         self.result = BlendResult(reused=len(reused), fresh=fresh, computed=[0] * depth, repaired=repaired)
@@ -102,9 +103,11 @@ class Blender(Generic[R]):
         if not len(self._reused):
             yield from self._pass(fresh)
         elif strategy in NEEDS_QUESTION:
-            attention = torch.zeros(self._given.length, device=self._canvas.device)
+            attention = torch.zeros(self._canvas.depth, self._given.length, device=self._canvas.device)
             yield from self._ask(attention)
-            chosen = self._choose(Evidence(offset=self._offset, attention=self._canvas.summed(attention)[self._reused]))
+            joined = self._canvas.largest if NEEDS_QUESTION[strategy] == "max" else self._canvas.summed
+            self._attention = joined(attention[:, self._reused]).sum(0)
+            chosen = self._choose(Evidence(offset=self._offset, attention=self._attention))
             # The first pass has finished what stands before all reused tokens.
             yield from self._pass(_merged(fresh[fresh > self._reused[0]], chosen))
         elif strategy == "deviation":
@@ -136,17 +139,17 @@ class Blender(Generic[R]):
                 repaired = self._repaired(rows.positions)
             for batch, shift in zip_longest(self._canvas.batches(rows), shifts):
                 self._canvas.run(layer, rows, batch, shift.attention(layer) if shift else None)
-                yield _slice_of(layer, batch, shift.cost if shift else 0)
+                yield _slice_of(layer, batch, shift.cost(layer) if shift else 0)
 
     def _shifts(self, rows: R | None) -> list[MeanShift]:
         """Return what corrects the tokens that are not repaired, for each batch of rows."""
         if rows is None or self._policy.correction == "none":
             return []
         batches = [self._repaired(rows.positions[batch]) for batch in self._canvas.batches(rows)]
-        return list(shifts_of(self._canvas, self._offset, self._reused, batches))
+        return list(shifts_of(self._canvas, self._offset, self._reused, batches, self._attention))
 
     def _ask(self, attention: torch.Tensor) -> Iterator[Slice]:
-        """Run the question over the unrepaired KV, and add to `attention [N]` what it pays to each token in each layer.
+        """Run the question over the unrepaired KV, and note in `attention [L, N]` what it pays to each token.
 
         Fresh tokens before all reused ones run with it; their KV is exact and finished afterwards. Separators and
         unknown documents behind them are absent: to compute them here too would cost as much as the question itself,
@@ -159,11 +162,9 @@ class Blender(Generic[R]):
         for layer in range(self._canvas.depth):
             yield from self._place(layer)
             self._charge(layer, len(positions), self._reused[:0])
-            paid = torch.zeros_like(attention)
             for probe in probes:
-                self._canvas.run(layer, rows, probe.batch, self._scoring(layer, probe, paid))
+                self._canvas.run(layer, rows, probe.batch, self._scoring(layer, probe, attention[layer]))
                 yield _slice_of(layer, probe.batch, self._canvas.context_cost(len(probe.present)))
-            attention += paid
 
     def _probes(self, positions: torch.Tensor, question: int, batches: Sequence[slice]) -> list["_Probe"]:
         """Return what each batch of the first pass sees; `question` is the index of the question's first row."""
@@ -180,15 +181,16 @@ class Blender(Generic[R]):
         """Return attention over the keys that are present, which notes in `paid [N]` what the question pays to each."""
 
         def attention(query: torch.Tensor, own: object) -> torch.Tensor | None:
-            at, present, scale = probe.positions, probe.present, self._canvas.scale
+            at, present, scale, first = probe.positions, probe.present, self._canvas.scale, probe.scoring
             kv = self._canvas.context(layer, len(present), probe.absent)
-            if probe.scoring < len(at):
-                so_far = paid[: len(present)]
-                scores = attention_paid(query[probe.scoring :], kv[0], at[probe.scoring :], scale, present)
+            last = layer == self._canvas.depth - 1  # Nobody reads its output in this pass.
+            attended = [] if last else [attend(query[:first], kv, at[:first], scale, present)]
+            if first < len(at):
+                over_heads, so_far = NEEDS_QUESTION[self._policy.strategy], paid[: len(present)]
+                out, scores = attend_and_score(query[first:], kv, at[first:], scale, present, over_heads)
                 torch.maximum(so_far, scores, out=so_far)
-            if layer == self._canvas.depth - 1:
-                return None  # Nobody reads the output of the last layer in this pass.
-            return attend(query, kv, at, scale, present)
+                attended.append(out)
+            return None if last else torch.cat(attended)
 
         return attention
 

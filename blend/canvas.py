@@ -96,6 +96,10 @@ class Canvas(Protocol[R]):
         """Return evidence added up over the KV heads of all tensor-parallel ranks."""
         return evidence
 
+    def largest(self, evidence: torch.Tensor) -> torch.Tensor:
+        """Return the largest evidence over the KV heads of all tensor-parallel ranks."""
+        return evidence
+
     def agreed(self, chosen: torch.Tensor, of: int) -> torch.Tensor:
         """Return the indices that rank 0 has `chosen` among `of` candidates, so that all ranks take the same steps."""
         return chosen

@@ -4,6 +4,9 @@ What the other documents of a prompt change in a document has a part that is com
 mean of what the repaired tokens of a document have changed by is added to its other tokens: to their values, and to
 their keys as they are before RoPE. The idea is AgentKVShift's (arXiv 2607.21604), which estimates the shift from probe
 tokens in one layer; here the tokens that are repaired anyway estimate it in every layer.
+
+Measured on a pretrained model (docs/fusion.md), the shift gains nothing in the first layers, nor for the tokens to
+which the question attends least, so these stay as they are.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -14,33 +17,45 @@ import torch
 from lmc.blend.canvas import KV, Attention, Canvas
 from lmc.blend.rope import Turn, rotate
 
-# Few tokens estimate a shift badly. With less than LEAST of a document on average there is none, and the mean over n
-# tokens counts n / (n + DAMPING) of its value.
-LEAST, DAMPING = 8, 8
+DAMPING = 8  # Few tokens estimate a shift badly: the mean over n tokens counts n / (n + DAMPING) of its value.
 # The first tokens of a document are attention sinks. Their keys and values are unlike those of the others.
 SINKS = 2
+FIRST_LAYER = 1 / 3  # of the model's depth
 
 
 class MeanShift:
     """The shifts of documents that are repaired in the same batch of rows."""
 
-    def __init__(self, canvas: Canvas[Any], document: torch.Tensor, repaired: torch.Tensor) -> None:
-        """`document [N]` numbers the approximate tokens, -1 for the others; `repaired [T]` are positions."""
+    def __init__(
+        self, canvas: Canvas[Any], document: torch.Tensor, repaired: torch.Tensor, shifted: torch.Tensor
+    ) -> None:
+        """`document [N]` numbers the approximate tokens, -1 for the others; `shifted [N]` says which may change.
+
+        `repaired [T]` are positions.
+        """
         self._canvas, self._repaired = canvas, repaired[document[repaired] >= 0]
         self._of_repaired = document[self._repaired]
         counts = torch.bincount(self._of_repaired, minlength=max(1, int(document.max()) + 1))
         self._weights = (1 / (counts + DAMPING))[:, None, None]
-        is_other = (document >= 0) & (counts[document] > 0)
+        is_other = shifted & (document >= 0) & (counts[document] > 0)
         is_other[self._repaired] = False
         self._others = is_other.nonzero().flatten()
         self._of_others = document[self._others]
         self._back = canvas.turn(self._repaired, torch.zeros_like(self._repaired))
         self._forth = canvas.turn(torch.zeros_like(self._others), self._others)
-        # The cost in one layer, as the number of rows that would take as long to compute.
-        self.cost = canvas.context_cost(len(self._others))
+        self._first_layer = int(canvas.depth * FIRST_LAYER)
 
-    def attention(self, layer: int) -> Attention:
-        """Return the engine's own attention over the shifted tokens, for a layer that is not repaired yet."""
+    def cost(self, layer: int) -> int:
+        """Return the cost in a layer, as the number of rows that would take as long to compute."""
+        return self._canvas.context_cost(len(self._others)) if layer >= self._first_layer else 0
+
+    def attention(self, layer: int) -> Attention | None:
+        """Return the engine's own attention over the shifted tokens, for a layer that is not repaired yet.
+
+        Returns None for a layer in which nothing is shifted.
+        """
+        if layer < self._first_layer:
+            return None
         stored = self._canvas.read(layer, self._repaired)
 
         def attention(_: torch.Tensor, own: Callable[[], torch.Tensor | None]) -> torch.Tensor | None:
@@ -70,18 +85,26 @@ class MeanShift:
 
 
 def shifts_of(
-    canvas: Canvas[Any], offset: torch.Tensor, reused: torch.Tensor, batches: Sequence[torch.Tensor]
+    canvas: Canvas[Any],
+    offset: torch.Tensor,
+    reused: torch.Tensor,
+    batches: Sequence[torch.Tensor],
+    attention: torch.Tensor | None = None,
 ) -> Iterator[MeanShift]:
-    """Yield the shifts to apply after each batch of repaired positions, if these are enough.
+    """Yield the shifts to apply after each batch of repaired positions.
 
     `reused [N]` are the positions of approximate tokens, and `offset [N]` those in their own documents. A document is
-    shifted with the first batch that has any of its tokens.
+    shifted with the first batch that has any of its tokens. Of the tokens, those with less than the median of the
+    `attention [N]` that the question pays to them stay as they are.
     """
-    starts, number = torch.unique(reused - offset, return_inverse=True)
-    if sum(map(len, batches)) < LEAST * len(starts):
+    if not len(reused):
         return
+    _, number = torch.unique(reused - offset, return_inverse=True)
     document = reused.new_full((int(reused[-1]) + 1,), -1)
     document[reused] = torch.where(offset >= SINKS, number, -1)
+    shifted = torch.ones_like(document, dtype=torch.bool)
+    if attention is not None:
+        shifted[reused] = attention >= attention.median()
     for repaired in batches:
-        yield MeanShift(canvas, document, repaired)
+        yield MeanShift(canvas, document, repaired, shifted)
         document[torch.isin(document, document[repaired])] = -1

@@ -12,15 +12,16 @@ import torch
 from lmc.config import Settings
 from lmc.errors import ConfigError
 
-# The first tokens of each document, which `union` repairs whatever the question is. Published gains saturate near 16.
-HEAD_TOKENS = 8
+# What `union` repairs whatever the question is: the tokens of a document that were computed at these first positions,
+# which are two tokens behind an attention sink.
+HEAD_POSITIONS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
     """What is known of N reused tokens, in the order of their positions."""
 
-    offset: torch.Tensor  # [N] position of each token in its own document
+    offset: torch.Tensor  # [N] position at which each token was computed in its own document
     deviation: torch.Tensor | None = None  # [N] squared L2 between fresh and re-rotated key, float32, over all KV heads
     magnitude: torch.Tensor | None = None  # [N] squared L2 of the re-rotated key
     attention: torch.Tensor | None = None  # [N] attention that the question pays to each token
@@ -60,17 +61,16 @@ def by_query(evidence: Evidence, count: int) -> torch.Tensor:
 
 
 def by_union(evidence: Evidence, count: int) -> torch.Tensor:
-    """Choose the first `HEAD_TOKENS` of each document, and for the rest of the budget what the question attends to.
+    """Choose the first tokens of each document, and for the rest of the budget what the question attends to.
 
-    The first tokens get at most half of the budget. A document tends to take over information from the documents before
+    The first tokens get at most a fourth of the budget. A document may take over information from the documents before
     it in its first tokens, to which questions do not attend.
     """
     assert evidence.attention is not None
-    heads = by_head(evidence, count // 2)
-    heads = heads[evidence.offset[heads] < HEAD_TOKENS]
+    heads = by_head(evidence, count // 4)
     attention = evidence.attention.clone()
-    attention[heads] = float("-inf")
-    return torch.cat((heads, highest(attention, count - len(heads)))).sort().values
+    attention[heads[evidence.offset[heads] < HEAD_POSITIONS]] = float("inf")
+    return highest(attention, count)
 
 
 def by_chance(evidence: Evidence, count: int) -> torch.Tensor:
@@ -99,7 +99,9 @@ STRATEGIES: dict[str, Callable[[Evidence, int], torch.Tensor]] = {
     "all": by_all,
     "none": by_none,
 }
-NEEDS_QUESTION = frozenset({"query", "union"})
+# The strategies that score by the question's attention: by its mean over heads, as published, or by that of the head
+# that attends most. Heads look for different things, and with a small budget the mean misses some of them.
+NEEDS_QUESTION = {"query": "mean", "union": "max"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lmc.blend.attention import BLOCK, attend, attention_paid
+from lmc.blend.attention import BLOCK, attend, attend_and_score
 
 
 def by_definition(query, keys, positions, scale, visible=None):
@@ -44,9 +44,10 @@ def test_outputs_and_scores_equal_attention_by_definition(
     wanted = torch.einsum("qtn,qnd->tqd", weights, values.repeat_interleave(group, dim=0).double())
 
     assert torch.allclose(attend(query, (keys, values), positions, 0.4, visible).double(), wanted, atol=1e-5)
-    assert torch.allclose(
-        attention_paid(query, keys, positions, 0.4, visible).double(), weights.mean(0).amax(0), atol=1e-6
-    )
+    for over_heads, scores in (("mean", weights.mean(0).amax(0)), ("max", weights.amax((0, 1)))):
+        attended, found = attend_and_score(query, (keys, values), positions, 0.4, visible, over_heads)
+        assert torch.allclose(attended.double(), wanted, atol=1e-5)
+        assert torch.allclose(found.double(), scores, atol=1e-6)
 
 
 def test_more_queries_than_a_block_are_answered_alike() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lmc.blend.strategies import HEAD_TOKENS, STRATEGIES, Evidence, budget, by_deviation
+from lmc.blend.strategies import HEAD_POSITIONS, STRATEGIES, Evidence, budget, by_deviation
 
 VECTORS = json.loads((Path(__file__).parent / "data" / "cacheblend.json").read_text())
 OFFSETS = torch.tensor([0, 1, 2, 3, 0, 1, 2, 3, 4, 5])  # two documents, of 4 and 6 tokens
@@ -51,17 +51,17 @@ def test_the_query_strategy_takes_what_the_question_attends_to() -> None:
     assert STRATEGIES["query"](evidence(attention=[0, 0.1, 0, 0.9, 0, 0, 0, 0, 0, 0.5]), 2).tolist() == [3, 9]
 
 
-def test_the_union_spends_half_on_heads_at_most_and_the_rest_on_the_question() -> None:
+def test_the_union_spends_a_fourth_on_heads_at_most_and_the_rest_on_the_question() -> None:
     offsets = torch.cat([torch.arange(30), torch.arange(30)])
     attention = torch.zeros(60)
     attention[[0, 15, 43]] = torch.tensor([0.9, 0.5, 0.7])
     scores = Evidence(offset=offsets, attention=attention)
 
     assert STRATEGIES["union"](scores, 1).tolist() == [0]
-    assert STRATEGIES["union"](scores, 4).tolist() == [0, 15, 30, 43]
-    heads = {*range(HEAD_TOKENS), *range(30, 30 + HEAD_TOKENS)}
-    chosen = STRATEGIES["union"](scores, 4 * HEAD_TOKENS + 6).tolist()
-    assert len(chosen) == 4 * HEAD_TOKENS + 6
+    assert STRATEGIES["union"](scores, 4).tolist() == [0, 1, 15, 43]
+    heads = {*range(HEAD_POSITIONS), *range(30, 30 + HEAD_POSITIONS)}
+    chosen = STRATEGIES["union"](scores, 8 * HEAD_POSITIONS).tolist()
+    assert len(chosen) == 8 * HEAD_POSITIONS
     assert heads | {15, 43} <= set(chosen)
 
 

@@ -12,7 +12,7 @@ from lmc.blend.canvas import KV, Attention, positions_of
 from lmc.blend.rope import Turn, rotate, turn_between
 from lmc.connectors.vllm.messages import BlendJob
 from lmc.connectors.vllm.native import NativeLayers, PagedRows
-from lmc.connectors.vllm.tensor_parallel import agreed, summed
+from lmc.connectors.vllm.tensor_parallel import agreed, largest, summed
 
 COPY_COST = 32  # So many tokens are moved in the time in which one is computed: about 10 on GPUs, 100 on CPUs.
 
@@ -94,6 +94,10 @@ class PagedCanvas:
     def summed(self, evidence: torch.Tensor) -> torch.Tensor:
         """Add up evidence over the tensor-parallel group."""
         return summed(evidence)
+
+    def largest(self, evidence: torch.Tensor) -> torch.Tensor:
+        """Return the largest evidence of the tensor-parallel group."""
+        return largest(evidence)
 
     def agreed(self, chosen: torch.Tensor, of: int) -> torch.Tensor:
         """Return the choice of rank 0."""

@@ -64,27 +64,26 @@ class TokenAccess:
         if self._cpu:
             if attention.isa not in CPU_LAYOUTS:
                 raise UnsupportedModel(f"keys cannot be read from pages of the CPU kernel {attention.isa!r}")
-            page = cache.view(blocks, self.kv_heads, KV * self._size * self.head_dim)
-            half = self._size * self.head_dim
-            self._keys = page[..., :half].view(blocks, self.kv_heads, self.head_dim, self._size)
-            self._values = page[..., half:].view(blocks, self.kv_heads, self._size, self.head_dim)
+            self._halves = cache.view(blocks, self.kv_heads, KV, self._size * self.head_dim)
+            self._keys = self._halves[:, :, 0].view(blocks, self.kv_heads, self.head_dim, self._size).transpose(2, 3)
+            self._values = self._halves[:, :, 1].view(blocks, self.kv_heads, self._size, self.head_dim)
 
     def gather(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return keys and values `[T, H, D]` of `slots [T]`."""
         block, offset = slots // self._size, slots % self._size
         if self._cpu:
-            return self._keys[block, :, :, offset], self._values[block, :, offset]
+            return self._keys[block, :, offset], self._values[block, :, offset]
         both = self._cache[block, :, offset]  # [T, H, C]
         return both[..., : self.head_dim], both[..., self.head_dim :]
 
     def tokens_of(self, blocks: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return copies of the keys and values `[H, T, D]` of the first `tokens` tokens in kernel blocks `[B]`."""
-        if self._cpu:
-            keys, values = self._keys[blocks].transpose(2, 3), self._values[blocks]
-        else:
-            keys, values = self._cache[blocks].split(self.head_dim, dim=-1)
-        # [B, H, N, D] either way -> [H, T, D]
-        return tuple(one.transpose(0, 1).flatten(1, 2)[:, :tokens] for one in (keys, values))  # type: ignore[return-value]
+        if self._cpu:  # The keys stay transposed, so that whole rows of pages are copied.
+            pages = self._halves.index_select(0, blocks).transpose(0, 1)  # [H, B, K, N·D]
+            keys = pages[:, :, 0].unflatten(-1, (self.head_dim, self._size)).transpose(1, 2).flatten(2).transpose(1, 2)
+            return keys[:, :tokens], pages[:, :, 1].unflatten(-1, (self._size, self.head_dim)).flatten(1, 2)[:, :tokens]
+        keys, values = self._cache[blocks].split(self.head_dim, dim=-1)  # [B, H, N, D]
+        return tuple(one.transpose(0, 1).flatten(1, 2)[:, :tokens] for one in (keys, values))
 
     def scatter(self, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Write keys and values `[T, H, D]` with the backend's own writer, which knows its layout."""

@@ -13,6 +13,16 @@ def summed(evidence: torch.Tensor) -> torch.Tensor:
     return group.all_reduce(evidence) if group.world_size > 1 else evidence
 
 
+def largest(evidence: torch.Tensor) -> torch.Tensor:
+    """Return the largest evidence over the heads of all ranks."""
+    group = get_tp_group()
+    if group.world_size == 1:
+        return evidence
+    evidence = evidence.contiguous()
+    torch.distributed.all_reduce(evidence, torch.distributed.ReduceOp.MAX, group.device_group)
+    return evidence
+
+
 def agreed(chosen: torch.Tensor, of: int) -> torch.Tensor:
     """Return the choice of rank 0 among `of` candidates.
 
