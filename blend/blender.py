@@ -92,7 +92,6 @@ class Blender(Generic[R]):
         self._is_reused[self._reused] = True
         self._fresh = (~self._present).nonzero().flatten()
         self._placed = 0  # layers whose stored parts are in place
-        self._attention: torch.Tensor | None = None  # that the question pays to the reused tokens
         reused, fresh, depth = self._reused, len(self._fresh), canvas.depth
         repaired = [reused[:0]] * depth
         self.result = BlendResult(reused=len(reused), fresh=fresh, computed=[0] * depth, repaired=repaired)
@@ -106,8 +105,8 @@ class Blender(Generic[R]):
             attention = torch.zeros(self._canvas.depth, self._given.length, device=self._canvas.device)
             yield from self._ask(attention)
             joined = self._canvas.largest if NEEDS_QUESTION[strategy] == "max" else self._canvas.summed
-            self._attention = joined(attention[:, self._reused]).sum(0)
-            chosen = self._choose(Evidence(offset=self._offset, attention=self._attention))
+            scores = joined(attention[:, self._reused]).sum(0)
+            chosen = self._choose(Evidence(offset=self._offset, attention=scores))
             # The first pass has finished what stands before all reused tokens.
             yield from self._pass(_merged(fresh[fresh > self._reused[0]], chosen))
         elif strategy == "deviation":
@@ -139,14 +138,14 @@ class Blender(Generic[R]):
                 repaired = self._repaired(rows.positions)
             for batch, shift in zip_longest(self._canvas.batches(rows), shifts):
                 self._canvas.run(layer, rows, batch, shift.attention(layer) if shift else None)
-                yield _slice_of(layer, batch, shift.cost(layer) if shift else 0)
+                yield _slice_of(layer, batch, shift.cost if shift else 0)
 
     def _shifts(self, rows: R | None) -> list[MeanShift]:
         """Return what corrects the tokens that are not repaired, for each batch of rows."""
         if rows is None or self._policy.correction == "none":
             return []
         batches = [self._repaired(rows.positions[batch]) for batch in self._canvas.batches(rows)]
-        return list(shifts_of(self._canvas, self._offset, self._reused, batches, self._attention))
+        return list(shifts_of(self._canvas, self._offset, self._reused, batches))
 
     def _ask(self, attention: torch.Tensor) -> Iterator[Slice]:
         """Run the question over the unrepaired KV, and note in `attention [L, N]` what it pays to each token.

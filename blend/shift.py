@@ -4,9 +4,6 @@ What the other documents of a prompt change in a document has a part that is com
 mean of what the repaired tokens of a document have changed by is added to its other tokens: to their values, and to
 their keys as they are before RoPE. The idea is AgentKVShift's (arXiv 2607.21604), which estimates the shift from probe
 tokens in one layer; here the tokens that are repaired anyway estimate it in every layer.
-
-Measured on a pretrained model (docs/fusion.md), the shift gains nothing in the first layers, nor for the tokens to
-which the question attends least, so these stay as they are.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -20,41 +17,32 @@ from lmc.blend.rope import Turn, rotate
 DAMPING = 8  # Few tokens estimate a shift badly: the mean over n tokens counts n / (n + DAMPING) of its value.
 # The first tokens of a document are attention sinks. Their keys and values are unlike those of the others.
 SINKS = 2
-FIRST_LAYER = 1 / 3  # of the model's depth
 
 
 class MeanShift:
     """The shifts of documents that are repaired in the same batch of rows."""
 
-    def __init__(
-        self, canvas: Canvas[Any], document: torch.Tensor, repaired: torch.Tensor, shifted: torch.Tensor
-    ) -> None:
-        """`document [N]` numbers the approximate tokens, -1 for the others; `shifted [N]` says which may change.
-
-        `repaired [T]` are positions.
-        """
+    def __init__(self, canvas: Canvas[Any], document: torch.Tensor, repaired: torch.Tensor) -> None:
+        """`document [N]` numbers the approximate tokens, -1 for the others; `repaired [T]` are positions."""
         self._canvas, self._repaired = canvas, repaired[document[repaired] >= 0]
         self._of_repaired = document[self._repaired]
         counts = torch.bincount(self._of_repaired, minlength=max(1, int(document.max()) + 1))
         self._weights = (1 / (counts + DAMPING))[:, None, None]
-        is_other = shifted & (document >= 0) & (counts[document] > 0)
+        is_other = (document >= 0) & (counts[document] > 0)
         is_other[self._repaired] = False
         self._others = is_other.nonzero().flatten()
         self._of_others = document[self._others]
         self._back = canvas.turn(self._repaired, torch.zeros_like(self._repaired))
         self._forth = canvas.turn(torch.zeros_like(self._others), self._others)
-        self._first_layer = int(canvas.depth * FIRST_LAYER)
-
-    def cost(self, layer: int) -> int:
-        """Return the cost in a layer, as the number of rows that would take as long to compute."""
-        return self._canvas.context_cost(len(self._others)) if layer >= self._first_layer else 0
+        # The cost in one layer, as the number of rows that would take as long to compute.
+        self.cost = canvas.context_cost(len(self._others))
 
     def attention(self, layer: int) -> Attention | None:
         """Return the engine's own attention over the shifted tokens, for a layer that is not repaired yet.
 
-        Returns None for a layer in which nothing is shifted.
+        Returns None for layer 0, in which keys and values depend on nothing but the token.
         """
-        if layer < self._first_layer:
+        if layer == 0:
             return None
         stored = self._canvas.read(layer, self._repaired)
 
@@ -85,26 +73,18 @@ class MeanShift:
 
 
 def shifts_of(
-    canvas: Canvas[Any],
-    offset: torch.Tensor,
-    reused: torch.Tensor,
-    batches: Sequence[torch.Tensor],
-    attention: torch.Tensor | None = None,
+    canvas: Canvas[Any], offset: torch.Tensor, reused: torch.Tensor, batches: Sequence[torch.Tensor]
 ) -> Iterator[MeanShift]:
     """Yield the shifts to apply after each batch of repaired positions.
 
     `reused [N]` are the positions of approximate tokens, and `offset [N]` those in their own documents. A document is
-    shifted with the first batch that has any of its tokens. Of the tokens, those with less than the median of the
-    `attention [N]` that the question pays to them stay as they are.
+    shifted with the first batch that has any of its tokens.
     """
     if not len(reused):
         return
     _, number = torch.unique(reused - offset, return_inverse=True)
     document = reused.new_full((int(reused[-1]) + 1,), -1)
     document[reused] = torch.where(offset >= SINKS, number, -1)
-    shifted = torch.ones_like(document, dtype=torch.bool)
-    if attention is not None:
-        shifted[reused] = attention >= attention.median()
     for repaired in batches:
-        yield MeanShift(canvas, document, repaired, shifted)
+        yield MeanShift(canvas, document, repaired)
         document[torch.isin(document, document[repaired])] = -1
