@@ -22,7 +22,7 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
 }
-SETTINGS = {"enable_blending": True, "max_local_cpu_size": 2.0, "load_deadline": 60.0}
+SETTINGS = {"enable_blending": True, "blend_calibration": "ignore", "max_local_cpu_size": 2.0, "load_deadline": 60.0}
 BLOCK = 32
 
 

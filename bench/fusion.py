@@ -125,7 +125,7 @@ def main() -> None:
     words, names = (HELD_OUT if options.held_out else DEVELOPMENT), options.tasks.split(",")
     print(machine())
     rows, means = [], defaultdict(list)
-    settings = Settings(enable_blending=True, blend_min_tokens=0, max_local_cpu_size=1.0)
+    settings = Settings(enable_blending=True, blend_calibration="ignore", blend_min_tokens=0, max_local_cpu_size=1.0)
     behind, tokenizer = CachedModel.load(smollm2(), settings)
     with behind, CachedModel(behind.model, settings, behind.separators) as alone:
         fusion = Fusion(alone, behind, tokenizer, [float(ratio) for ratio in options.ratios.split(",")])

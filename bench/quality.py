@@ -39,7 +39,7 @@ def main() -> None:
     arguments = parser(__doc__, "quality")
     arguments.add_argument("--orders", type=int, default=2)
     options = arguments.parse_args()
-    settings = Settings(enable_blending=True, max_local_cpu_size=0.5)
+    settings = Settings(enable_blending=True, blend_calibration="ignore", max_local_cpu_size=0.5)
     collection = read_collection(SHIPPED / "documents", SHIPPED / "questions.json")
     cached, tokenizer = CachedModel.load(SHIPPED / "model", settings)
     rows = []

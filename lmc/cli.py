@@ -17,6 +17,7 @@ from rich.text import Text
 from typer.core import TyperGroup
 
 from lmc import top as tops
+from lmc.calibrate.command import calibrate
 from lmc.demo.command import demo
 from lmc.errors import InputError, LmcError
 from lmc.terminal import console
@@ -133,6 +134,7 @@ def top(
 
 
 app.command(name="demo")(demo)
+app.command(name="calibrate")(calibrate)
 
 
 def doomed_records(tiers: "Sequence[tuple[TierLocation, Tier]]", namespace: str | None) -> "dict[str, list[ChunkKey]]":

@@ -166,6 +166,9 @@ class Settings(BaseModel):
     blend_learn_prefix: Literal["sink", "none"] = Field(
         "sink", description="sink (documents are learned behind the tokenizer's first token) or none (learned alone)"
     )
+    blend_calibration: Literal["obey", "ignore"] = Field(
+        "obey", description="obey (a model for which `lmc calibrate` said no is not blended) or ignore"
+    )
     blend_min_tokens: Whole = Field(256, ge=0, description="a whole number of tokens from 0 on")
     blend_learn: bool = Field(True, description="true or false")
 

@@ -344,7 +344,7 @@ def test_documents_without_text_are_named(tmp_path: Path, content: bytes) -> Non
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--documents", "nowhere"], "no .txt files with text in nowhere"),
+        (["--documents", "nowhere"], "no .txt or .md files with text in nowhere"),
         (["--questions", "nowhere.json"], "cannot read nowhere.json"),
         (["--questions", str(SMALL / "documents" / "inn-01.txt")], "is no JSON"),
         (["--model", "/nowhere/at/all"], "there is no such directory"),

@@ -31,6 +31,7 @@ from lmc.connectors.transformers.layers import DecoderLayers
 from lmc.connectors.transformers.report import How, Prefilled, Report
 from lmc.connectors.transformers.selftest import prove_model
 from lmc.engine import CacheEngine, Geometry, Plan, PromptView, Wish
+from lmc.engine.calibration import calibration_objection
 from lmc.engine.identity import rope_name
 from lmc.errors import ChunkLost, ConfigError, InputError, UnsupportedModel
 from lmc.keys import ChunkKey, Namespace, RecordKind, chunk_bounds
@@ -67,15 +68,12 @@ class CachedModel(AbstractContextManager["CachedModel"]):
         self.separators: Variants = checked_variants(separator_ids, self.layers.vocabulary)
         self.policy = RecomputePolicy.of(settings)
         self.policy.check_depth(self.layers.shape.layers)
-        self._salt, self.blends = cache_salt, True
-        try:
-            prove_model(model, self.layers)
-        except UnsupportedModel as error:
-            log.error("blending is off: %s", error)
-            self.blends = False
+        self._salt, name = cache_salt, identity(model, checkpoint)
+        self._refused = self._why_not(name, checkpoint)
+        self.blends = not self._refused
         shape = self.layers.shape
         namespace = Namespace(
-            model=identity(model, checkpoint),
+            model=name,
             dtype=str(shape.dtype),
             layers=shape.layers,
             kv_heads=shape.kv_heads,
@@ -244,7 +242,7 @@ class CachedModel(AbstractContextManager["CachedModel"]):
             document_stop=len(prompt) - 1,
             min_tokens=self.settings.blend_min_tokens,
             ratio=ratio,
-            refused="" if self.blends else "blending is off: the self-test failed for this model",
+            refused=self._refused,
             lost=frozenset(lost),
         )
         return self.engine.plan(self.engine.look(PromptView(chain, documents)), wish)[0]
@@ -311,6 +309,18 @@ class CachedModel(AbstractContextManager["CachedModel"]):
         return count
 
     # -- the model ---------------------------------------------------------------------------------------------------
+
+    def _why_not(self, name: str, checkpoint: str | Path | None) -> str:
+        """Return why documents are not blended, or nothing, and log it. `name` is the model's identity."""
+        try:
+            prove_model(self.model, self.layers)
+        except UnsupportedModel as error:
+            log.error("blending is off: %s", error)
+            return "blending is off: the self-test failed for this model"
+        if objection := calibration_objection(self.settings, name, checkpoint):
+            log.warning("blending is off: %s", objection)
+            return "blending is off: lmc calibrate advised against it"
+        return ""
 
     def _note_speed(self, tokens: int, behind: int, started: float) -> None:
         """Tell the cost model how long a prefill took, if most of its tokens were computed."""

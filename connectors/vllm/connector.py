@@ -17,13 +17,14 @@ from lmc.blend.segments import Variants, separator_variants, sink_of
 from lmc.config import Settings
 from lmc.connectors.vllm import vllm_api
 from lmc.connectors.vllm.messages import StepPlan, StepReport, WorkerFacts
-from lmc.connectors.vllm.model_identity import model_identity
+from lmc.connectors.vllm.model_identity import files_of, model_identity
 from lmc.connectors.vllm.plugin import join_log, loaded_model
 from lmc.connectors.vllm.scheduler import Scheduler
 from lmc.connectors.vllm.start import Setup, check_chunk_size, layers_of_stages, open_engine
 from lmc.connectors.vllm.stats import LmcPromMetrics, LmcStats
 from lmc.connectors.vllm.worker import Worker
 from lmc.engine import CacheEngine
+from lmc.engine.calibration import calibration_objection
 from lmc.errors import ConfigError, InputError
 from lmc.redis_url import parse_redis_url
 from lmc.storage.places import place_of
@@ -150,6 +151,8 @@ class LMCConnector(vllm_api.KVConnectorBase_V1):
             settings = settings.model_copy(update={"local_disk": own})
         model = model_identity(self._config, [facts.weights for facts in workers])
         refused = next((facts.refused for facts in workers if facts.refused), "")
+        checkpoint = self._config.model_config.model if files_of(self._config) else None
+        refused = refused or calibration_objection(settings, model, checkpoint)
         if refused and self.settings.enable_blending:
             log.warning("blending is off: %s. Exact offload goes on.", refused)
         tokenizer = self._tokenizer() if not refused else None

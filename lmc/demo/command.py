@@ -22,7 +22,7 @@ def demo(
     model: Annotated[
         Path | None, typer.Option(help="directory or hub id of a Llama, Mistral, Qwen2 or Qwen3 model")
     ] = None,
-    documents: Annotated[Path | None, typer.Option(help="directory of .txt files")] = None,
+    documents: Annotated[Path | None, typer.Option(help="directory of .txt and .md files")] = None,
     questions: Annotated[Path | None, typer.Option(help="JSON file of questions and answers")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="write all numbers here")] = None,
     page: Annotated[Path, typer.Option(help="the HTML page with pictures")] = Path(".demo/demo.html"),

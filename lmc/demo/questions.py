@@ -54,7 +54,7 @@ def read_collection(documents: Path, questions: Path) -> Collection:
 
     The questions' file is a list of `{"question", "answer"}`, or a mapping with `questions`, `system` and `last_named`.
     """
-    texts = _texts(documents)
+    texts = read_texts(documents)
     content = _json(questions)
     if isinstance(content, list):
         content = {"questions": content}
@@ -82,16 +82,18 @@ def read_collection(documents: Path, questions: Path) -> Collection:
     return Collection(system=system, documents=texts, questions=asked, last_named=last_named)
 
 
-def _texts(folder: Path) -> dict[str, str]:
+def read_texts(folder: Path) -> dict[str, str]:
+    """Return the texts of a directory, `a.txt` as `a` and `a.md` as `a.md`; raise `InputError` if there are none."""
     texts = {}
-    for path in sorted(folder.glob("*.txt")) if folder.is_dir() else []:
+    for path in sorted([*folder.glob("*.txt"), *folder.glob("*.md")]) if folder.is_dir() else []:
+        name = path.stem if path.suffix == ".txt" else path.name
         try:
-            texts[path.stem] = path.read_text(encoding="utf-8").strip()
+            texts[name] = path.read_text(encoding="utf-8").strip()
         except (OSError, UnicodeDecodeError) as error:
             raise InputError(f"cannot read {path} as UTF-8 text: {error}") from error
     texts = {name: text for name, text in texts.items() if text}
     if not texts:
-        raise InputError(f"no .txt files with text in {folder}: give a directory of text documents")
+        raise InputError(f"no .txt or .md files with text in {folder}: give a directory of text documents")
     return texts
 
 

@@ -95,6 +95,14 @@ def user_cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lmc"
 
 
+def replace_text(file: Path, text: str) -> None:
+    """Write a whole file of the user's cache so that other processes see the old one or the new one."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    aside = file.with_suffix(f".{os.getpid()}")
+    aside.write_text(text)
+    aside.replace(file)
+
+
 def _remembered() -> dict[str, list[object]]:
     with suppress(OSError, ValueError):
         known = json.loads((user_cache() / DIGESTS).read_text())
@@ -105,10 +113,7 @@ def _remembered() -> dict[str, list[object]]:
 def _remember(known: Mapping[str, list[object]]) -> None:
     file = user_cache() / DIGESTS
     with suppress(OSError):  # If the home is read-only, the next start reads the files again.
-        file.parent.mkdir(parents=True, exist_ok=True)
-        aside = file.with_suffix(f".{os.getpid()}")
-        aside.write_text(json.dumps(known))
-        aside.replace(file)
+        replace_text(file, json.dumps(known))
 
 
 def _entry(file: Path, remembered: Mapping[str, list[object]]) -> tuple[str, list[object]]:

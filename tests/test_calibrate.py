@@ -1,0 +1,387 @@
+"""`lmc calibrate`: what it finds, when it says no, and that connectors obey."""
+
+import json
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from models import random_model, random_tokens
+from transformers import AutoTokenizer
+from typer.testing import CliRunner
+
+from lmc.blend.segments import join, split
+from lmc.calibrate.measure import BLIND, RATIOS, Measured, Numbers
+from lmc.calibrate.prompts import ANSWER, CalibrationPrompts, collect, passages_of, questions_about
+from lmc.calibrate.verdict import calibration, judge, reads_documents, table, yaml_lines
+from lmc.cli import app
+from lmc.config import Settings
+from lmc.connectors.transformers import CachedModel
+from lmc.connectors.transformers.hf import identity
+from lmc.connectors.vllm.model_identity import model_identity
+from lmc.demo import SHIPPED
+from lmc.engine.calibration import (
+    Calibration,
+    calibration_objection,
+    calibration_of,
+    calibrations_file,
+    fusion_settings,
+    keep_calibration,
+)
+
+MODEL, DOCUMENTS, QUESTIONS = SHIPPED / "model", SHIPPED / "documents", SHIPPED / "questions.json"
+BLENDING = Settings(enable_blending=True, max_local_cpu_size=0.02)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Each test has a cache directory of its own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def lmc(*words: str | Path) -> tuple[int, str, str]:
+    result = CliRunner().invoke(app, ["calibrate", *map(str, words)])
+    if result.exception and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, result.stdout, result.stderr
+
+
+@pytest.fixture(scope="module")
+def random_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with random weights, and the tokenizer of the shipped one."""
+    folder = tmp_path_factory.mktemp("random")
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    random_model(vocab_size=len(tokenizer), max_position_embeddings=2048).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+# -- the verdict -----------------------------------------------------------------------------------------------------
+
+
+def measured(same: dict[float, float], *, gain: float = 2.0, seconds: float = 0.5) -> Measured:
+    """Ten prompts, at each ratio with a share of the same tokens; full prefill takes a second."""
+    found = Measured(full=[1.0] * 10, gains=[gain - 0.1, gain + 0.1] * 5, tokens=[1000] * 10)
+    for ratio in (BLIND, *RATIOS):
+        share = same.get(ratio, 0.0)
+        found.ways[ratio] = Numbers(same=[share] * 10, first=[True] * 10, kl=[1 - share] * 10, seconds=[seconds] * 10)
+    return found
+
+
+def test_the_smallest_ratio_that_reaches_the_target_is_chosen() -> None:
+    shares = {0.05: 0.9, 0.1: 0.97, 0.15: 0.98, 0.3: 0.99, 0.5: 1.0}
+    assert judge(measured(shares), 0.98).ratio == 0.15
+    assert judge(measured(shares), 0.95).ratio == 0.1
+    assert judge(measured(shares), 1.0).ratio == 0.5
+
+
+def test_a_ratio_that_is_good_by_luck_is_not_chosen() -> None:
+    assert judge(measured({0.05: 0.99, 0.1: 0.9, 0.15: 0.99, 0.3: 0.99, 0.5: 1.0}), 0.98).ratio == 0.15
+
+
+def test_first_tokens_must_agree_as_well() -> None:
+    found = measured(dict.fromkeys(RATIOS, 0.99))
+    for ratio in (0.05, 0.1):
+        found.ways[ratio].first[:3] = [False] * 3
+    assert judge(found, 0.98).ratio == 0.15
+
+
+def test_the_answer_is_no_if_no_ratio_is_good_enough() -> None:
+    verdict = judge(measured({0.3: 0.9, 0.5: 0.97}), 0.98)
+    assert verdict.ratio is None
+    assert verdict.reason == (
+        "no ratio reaches an agreement of 98.0%: at 0.5 97.0% of the tokens and 100% of the first tokens are full "
+        "prefill's"
+    )
+
+
+def test_the_answer_is_no_if_no_time_is_gained() -> None:
+    verdict = judge(measured(dict.fromkeys(RATIOS, 1.0), seconds=0.95), 0.98)
+    assert verdict.ratio is None
+    assert verdict.reason == "ratio 0.05 reaches 98.0%, and no time is gained: its TTFT is 95% of full prefill's"
+    assert judge(measured(dict.fromkeys(RATIOS, 1.0), seconds=0.9), 0.98).ratio == 0.05
+
+
+def test_the_answer_is_no_if_the_model_does_not_read_the_documents() -> None:
+    verdict = judge(measured(dict.fromkeys(RATIOS, 1.0), gain=0.05), 0.98)
+    assert verdict.ratio is None
+    assert "does not read the documents" in verdict.reason
+
+
+@pytest.mark.parametrize(
+    ("gains", "reads"),
+    [([2.0, 3.0, 2.5, 2.2], True), ([5.0, -5.0, 4.0, -2.0], False), ([0.02, 0.03, 0.02, 0.03], False), ([9.0], False)],
+)
+def test_a_model_reads_documents_if_they_help_clearly(gains: list[float], reads: bool) -> None:
+    assert reads_documents(gains) == reads
+
+
+def test_the_yaml_lines_are_settings_that_mean_the_calibrated_ones(tmp_path: Path) -> None:
+    for given in (Settings(blend_correction="shift"), Settings(blend_preset="cacheblend", blend_thresholds=(0.1,))):
+        file = tmp_path / "lmc.yaml"
+        file.write_text(yaml_lines(given, 0.3))
+        read = Settings.load(environ={"LMC_CONFIG_FILE": str(file)})
+        assert read.enable_blending
+        assert set(read.blend_recompute_ratios) == {0.3}
+        assert fusion_settings(read) == fusion_settings(given)
+
+
+def test_the_table_has_full_prefill_blind_reuse_and_every_ratio() -> None:
+    columns, rows = table(measured({BLIND: 0.5, 0.05: 0.75}))
+    assert [row[0] for row in rows] == ["full prefill", "blind reuse", *(f"blend {ratio:g}" for ratio in RATIOS)]
+    assert dict(zip(columns, rows[2], strict=True)) == {
+        "way": "blend 0.05",
+        "TTFT ms": "500",
+        "speed-up": "2.0",
+        "same tokens": "75.0%",
+        "same first token": "100%",
+        "KL": "0.2500",
+        "gap closed": "50%",
+    }
+
+
+# -- prompts ---------------------------------------------------------------------------------------------------------
+
+
+def test_long_texts_are_cut_between_words_and_nothing_is_lost() -> None:
+    text = " ".join(f"word{number}" for number in range(300))
+    passages = passages_of(text, tokens=900, size=200)
+    assert " ".join(passages) == text
+    assert 4 < len(passages) <= 6
+    assert passages_of("x" * 100, tokens=100, size=30) == ["x" * 30, "x" * 30, "x" * 30, "x" * 10]
+    assert passages_of("short", tokens=1, size=200) == ["short"]
+
+
+def test_a_made_question_is_a_sentence_without_its_second_half() -> None:
+    text = "The first sentence of this short text has ten words. Too short. # 1 | 2 | 3 | 4 | 5 | 6 | 7 | 8 | 9 | 10"
+    (question,) = questions_about({"a 1": text})
+    assert (question.question, question.answer) == ("The first sentence of this", "short text has ten words.")
+
+
+def test_a_prompt_holds_the_documents_between_separators_and_ends_with_the_known_half(tmp_path: Path) -> None:
+    sentence = "owner of goose is the old miller who came here before dusk"
+    for number in range(8):
+        (tmp_path / f"{number}.md").write_text(
+            f"{sentence} {number} .\n" + "thin frost came from the hill side .\n" * 9
+        )
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    tokenizer.chat_template = "<{{ messages[0]['content'] }}>"
+    collection = collect(tmp_path, None, tokenizer, 2048)
+    prompts = CalibrationPrompts(collection, tokenizer, " # # ", made=True)
+    prompt = prompts.prompt(0)
+    separator = tuple(tokenizer.encode(" # # ", add_special_tokens=False))
+    parts = split(prompt.tokens, (separator,))
+    assert len(parts.documents) == 6
+    known = tokenizer.encode(collection.questions[0].question, add_special_tokens=False)
+    rest = len(known) - 1  # Its first token may be joined with the end of the template.
+    assert prompt.tokens[-rest:] == prompt.bare[-rest:] == known[1:]
+    assert prompt.bare == join(
+        prompt.tokens[: parts.system.stop], (), prompt.tokens[parts.question.start :], list(separator)
+    )
+    assert 0 < len(prompt.right) <= ANSWER
+    assert prompts.prompt(0) == prompt, "the same every time"
+
+
+# -- the file --------------------------------------------------------------------------------------------------------
+
+
+def result(**changes: object) -> Calibration:
+    values = {"date": "2026-01-31", "worth_it": True, "reason": "99 % at half of the time", "ratio": 0.15}
+    numbers = {"target": 0.98, "agreement": 0.99, "kl": 0.01, "speed_up": 2.0, "prompts": 8}
+    return Calibration.model_validate({**values, **numbers, "settings": fusion_settings(Settings()), **changes})
+
+
+def test_calibrations_are_kept_by_model_and_replaced() -> None:
+    assert calibration_of("a") is None
+    keep_calibration("a", result())
+    keep_calibration("b", result(worth_it=False, ratio=None))
+    keep_calibration("a", result(ratio=0.3))
+    assert calibration_of("a") == result(ratio=0.3)
+    assert calibration_of("b") == result(worth_it=False, ratio=None)
+    assert [path.name for path in calibrations_file().parent.iterdir()] == ["calibrations.json"]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"\xff\xfe", b"[1]", b'{"a": 7}', b'{"a": {"version": 1}}', json.dumps({"a": {"version": 2}}).encode()],
+)
+def test_a_file_or_an_entry_that_cannot_be_read_counts_as_empty(content: bytes) -> None:
+    calibrations_file().parent.mkdir(parents=True)
+    calibrations_file().write_bytes(content)
+    assert calibration_of("a") is None
+    keep_calibration("a", result())
+    assert calibration_of("a") == result()
+
+
+def test_what_is_kept_says_what_was_measured_and_with_which_settings() -> None:
+    found = measured(dict.fromkeys(RATIOS, 0.99))
+    kept = calibration(found, judge(found, 0.98), 0.98, Settings(blend_correction="shift"))
+    assert (kept.worth_it, kept.ratio, kept.agreement, kept.speed_up, kept.prompts) == (True, 0.05, 0.99, 2.0, 10)
+    assert kept.settings["blend_correction"] == "shift"
+
+
+# -- connectors ------------------------------------------------------------------------------------------------------
+
+
+def test_a_model_that_was_never_calibrated_is_blended_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    assert calibration_objection(BLENDING, "a", "some/model") == ""
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert "lmc calibrate some/model --documents DIR" in record.getMessage()
+
+
+def test_a_model_for_which_the_answer_was_no_is_not_blended() -> None:
+    keep_calibration("a", result(worth_it=False, ratio=None, reason="no time is gained"))
+    said = calibration_objection(BLENDING, "a", "some/model")
+    assert said == (
+        "lmc calibrate found on 2026-01-31 that it is not worth it for this model: no time is gained "
+        "(blend_calibration: ignore blends all the same)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("kept", "settings", "said"),
+    [
+        ({}, {}, ""),
+        ({"ratio": 0.3}, {}, "blend_recompute_ratios is 0.15, and lmc calibrate found that this model needs 0.3"),
+        ({"ratio": 0.05}, {}, ""),
+        ({"worth_it": False}, {"blend_strategy": "head"}, "calibrated with another blend_strategy"),
+        ({"worth_it": False}, {"blend_calibration": "ignore"}, ""),
+        ({"worth_it": False}, {"enable_blending": False}, ""),
+    ],
+)
+def test_other_models_are_blended(
+    kept: dict[str, object], settings: dict[str, object], said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    keep_calibration("a", result(**kept))
+    assert calibration_objection(Settings(**{"enable_blending": True, **settings}), "a", "some/model") == ""
+    assert len(caplog.records) == bool(said)
+    assert said in caplog.text
+
+
+def test_a_model_without_a_checkpoint_has_no_warning(caplog: pytest.LogCaptureFixture) -> None:
+    assert calibration_objection(BLENDING, "a", None) == ""
+    assert not caplog.records
+
+
+def test_transformers_obeys(random_checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
+    name = identity(None, random_checkpoint)
+    document, question = random_tokens(300, 1), random_tokens(20, 2)
+    with CachedModel.load(random_checkpoint, BLENDING)[0] as cached:
+        assert cached.blends
+        assert "never calibrated" in caplog.text
+    keep_calibration(name, result(worth_it=False, ratio=None))
+    cached, _ = CachedModel.load(random_checkpoint, BLENDING)
+    with cached:
+        assert not cached.blends
+        assert "blending is off: lmc calibrate found on 2026-01-31" in caplog.text
+        cached.learn(document)
+        prompt = join(random_tokens(9, 3), [document], question, list(cached.separators[0]))
+        done = cached.prefill(prompt, "blend")
+        assert done.report.reused == 0
+        assert done.report.note == "blending is off: lmc calibrate advised against it"
+        assert torch.equal(done.logits.argmax(), cached.prefill(prompt, "full").logits.argmax())
+    ignoring = Settings(enable_blending=True, max_local_cpu_size=0.02, blend_calibration="ignore")
+    with CachedModel.load(random_checkpoint, ignoring)[0] as cached:
+        assert cached.blends
+
+
+def test_vllm_finds_the_same_entry(random_checkpoint: Path) -> None:
+    model = SimpleNamespace(
+        model=str(random_checkpoint),
+        revision=None,
+        hf_overrides={},
+        quantization=None,
+        hf_config=SimpleNamespace(to_dict=dict),
+    )
+    config = SimpleNamespace(load_config=SimpleNamespace(load_format="auto"), model_config=model)
+    assert model_identity(config, []) == identity(None, random_checkpoint)
+
+
+# -- the command -----------------------------------------------------------------------------------------------------
+
+
+def test_the_small_model_is_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TTFT is not asserted, as the machine may be busy: the verdict may be that no time is gained."""
+    monkeypatch.setenv("LMC_MAX_LOCAL_CPU_SIZE", "0.3")
+    code, out, err = lmc(MODEL, "--documents", DOCUMENTS, "--questions", QUESTIONS, "--prompts", "3")
+    assert "3 prompts of 1" in out, err
+    kept = calibration_of(identity(None, MODEL))
+    assert kept is not None
+    assert str(calibrations_file()) in out
+    if code == 0:
+        assert kept.worth_it
+        assert "enable_blending: true" in out
+    else:
+        assert code == 1
+        assert "no time is gained" in kept.reason
+        assert "Blending is not worth it for this model: " in out
+
+
+def test_random_weights_are_not_worth_it(random_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LMC_MAX_LOCAL_CPU_SIZE", "0.3")
+    for questions in (["--questions", QUESTIONS], []):
+        code, out, _ = lmc(random_checkpoint, "--documents", DOCUMENTS, "--prompts", "4", *questions)
+        assert code == 1
+        assert "Blending is not worth it for this model: the model does not read the documents" in out
+        kept = calibration_of(identity(None, random_checkpoint))
+        assert kept is not None
+        assert not kept.worth_it
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["/nowhere/at/all", "--documents", DOCUMENTS], "there is no such directory"),
+        ([MODEL, "--documents", "nowhere"], "no .txt or .md files with text in nowhere"),
+        ([MODEL, "--documents", MODEL], "no .txt or .md files with text in "),
+        ([DOCUMENTS, "--documents", DOCUMENTS], "cannot load a causal language model from "),
+        ([MODEL, "--documents", DOCUMENTS, "--agreement", "1.5"], "--agreement 1.5 must be above 0 and at most 1"),
+        ([MODEL, "--documents", DOCUMENTS, "--agreement", "nan"], "--agreement nan must be above 0 and at most 1"),
+        ([MODEL, "--documents", DOCUMENTS, "--questions", "nowhere.json"], "cannot read nowhere.json"),
+    ],
+)
+def test_wrong_inputs_are_answered_in_one_line(words: list[str | Path], message: str) -> None:
+    code, _, err = lmc(*words)
+    assert code == 2
+    assert message in err
+    assert err.count("\n") == 1
+    assert not calibrations_file().exists()
+
+
+def test_documents_without_a_sentence_need_questions(tmp_path: Path) -> None:
+    (tmp_path / "numbers.txt").write_text("1 2 3 4 5 6 7 8 9 10 11 12")
+    code, _, err = lmc(MODEL, "--documents", tmp_path)
+    assert code == 2
+    assert "has no sentence of 8 to 40 words to ask about: use --questions" in err
+
+
+def test_documents_that_are_too_short_to_be_blended_are_named(tmp_path: Path) -> None:
+    (tmp_path / "one.txt").write_text("owner of goose is the old miller who came here before dusk .")
+    code, _, err = lmc(MODEL, "--documents", tmp_path)
+    assert code == 2
+    assert "no prompt over these documents is blended" in err
+    assert "blend_min_tokens" in err
+
+
+def test_a_cache_directory_that_cannot_be_written_is_named_behind_the_result(
+    random_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nowhere")
+    monkeypatch.setenv("LMC_MAX_LOCAL_CPU_SIZE", "0.3")
+    code, out, err = lmc(random_checkpoint, "--documents", DOCUMENTS, "--questions", QUESTIONS, "--prompts", "2")
+    assert code == 2
+    assert "Blending is not worth it" in out
+    assert "the result cannot be kept in /proc/nowhere/lmc/calibrations.json" in err
+
+
+def test_separators_in_a_document_do_not_stop_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LMC_MAX_LOCAL_CPU_SIZE", "0.3")
+    text = "owner of goose Mara . thin frost came from the hill side # # before dusk . " * 8
+    for number in range(6):
+        (tmp_path / f"{number}.txt").write_text(text)
+    (tmp_path / "q.json").write_text(json.dumps([{"question": "owner of lamp", "answer": "Mara"}]))
+    code, _, err = lmc(MODEL, "--documents", tmp_path, "--questions", tmp_path / "q.json", "--prompts", "2")
+    assert code in (0, 1), err
