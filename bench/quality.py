@@ -45,7 +45,7 @@ def main() -> None:
     rows = []
     with cached:
         prompts = Prompts(collection, tokenizer, settings.blend_special_str)
-        learn_all(cached, prompts)
+        learn_all(cached, list(prompts.tokens.values()))
         examples = [
             prompts.example(q, order * 7919 + i)
             for order in range(options.orders)

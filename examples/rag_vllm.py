@@ -62,7 +62,7 @@ def main() -> None:
         example = prompts.example(question, number)
         for way, wishes in WAYS.items():
             answer, ttft, facts = ask(llm, example.prompt, 8, **wishes)
-            right = "right" if begins(answer, example.answer) else "wrong"
+            right = "right" if begins(answer, *example.accepted) else "wrong"
             reused, source = facts.get("reused_tokens", 0), ", ".join(facts.get("tokens_from", {}))
             repaired = f"{facts.get('charged_budget', 0):.0%}"
             said = (answer.split() or ["-"])[0]

@@ -19,7 +19,7 @@ def scene() -> Iterator[tuple[CachedModel, object, dict[str, list[Example]]]]:
     cached, tokenizer = CachedModel.load(SMALL / "model", settings)
     with cached:
         prompts = Prompts(collection, tokenizer, settings.blend_special_str)
-        learn_all(cached, prompts)
+        learn_all(cached, list(prompts.tokens.values()))
         examples: dict[str, list[Example]] = {}
         for number, question in enumerate(collection.questions):
             examples.setdefault(question.kind, []).append(prompts.example(question, number))

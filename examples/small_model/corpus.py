@@ -208,6 +208,7 @@ def question_sheet(documents: Sequence[Document]) -> dict[str, object]:
     ]
     return {
         "system": SYSTEM,
+        "answer_tokens": 2,  # an answer is one word, which is one token; the next one shows that it ends there
         "last_named": {document.name: document.last_named for document in documents},
         "questions": rows,
     }

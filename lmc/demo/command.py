@@ -1,6 +1,5 @@
 """The command line of `lmc demo`. What it needs is imported when it runs, so that `lmc --help` stays quick."""
 
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,15 +9,20 @@ from rich.progress import Progress, TaskID
 from rich.table import Table
 from rich.text import Text
 
-from lmc.demo import SHIPPED
+from lmc.demo import REAL, SHIPPED
 from lmc.errors import ConfigError, InputError
 from lmc.terminal import console
 
 if TYPE_CHECKING:
-    from lmc.demo.run import Outcome
+    from lmc.demo.outcome import Outcome
+
+FEW = 20  # questions whose answers are printed
 
 
 def demo(
+    small: Annotated[
+        bool, typer.Option("--small", help="the small model, over documents made for it; seconds")
+    ] = False,
     model: Annotated[
         Path | None, typer.Option(help="directory or hub id of a Llama, Mistral, Qwen2 or Qwen3 model")
     ] = None,
@@ -28,8 +32,8 @@ def demo(
     page: Annotated[Path, typer.Option(help="the HTML page with pictures")] = Path(".demo/demo.html"),
     cache: Annotated[Path, typer.Option(help="disk tier of the documents' KV")] = Path(".demo/cache"),
     limit: Annotated[int | None, typer.Option(min=1, help="ask only so many questions")] = None,
-    large: Annotated[bool, typer.Option(help="also time a 100M model with random weights")] = True,
-    seed: Annotated[int | None, typer.Option(help="of the documents' orders; default: another one every time")] = None,
+    large: Annotated[bool, typer.Option(help="with --small: also time a 100M model with random weights")] = True,
+    seed: Annotated[int, typer.Option(help="of the documents' orders")] = 1,
 ) -> None:
     """Ask questions over documents in ever new orders, in four ways, and show what each costs and gets right."""
     try:
@@ -39,9 +43,8 @@ def demo(
         raise ConfigError(f"the demo needs {error.name}: pip install 'lmc[transformers]'") from error
     for output in filter(None, (page, json_file)):
         _check_writable(output)
-    collection = read_collection(documents or SHIPPED / "documents", questions or SHIPPED / "questions.json")
-    if limit is not None:
-        collection = sample(collection, limit)
+    data = SHIPPED if small else REAL
+    collection = sample(read_collection(documents or data / "documents", questions or data / "questions.json"), limit)
     bar = Progress(console=Console(stderr=True), transient=True)
     tasks: dict[str, TaskID] = {}
 
@@ -51,17 +54,30 @@ def demo(
         bar.update(tasks[what], completed=done)
 
     with bar:
+        if model is None and not small:
+            progress("the model, which is converted once", 0, 1)
+            model = _pretrained()
+            progress("the model, which is converted once", 1, 1)
         outcome = run(
             model or SHIPPED / "model",
             collection,
             demo_settings(cache),
-            seed=int(time.time()) if seed is None else seed,
-            large=large,
+            seed=seed,
+            large=large and small,
             progress=progress,
         )
     _show(outcome, page)
     if json_file is not None:
         json_file.write_text(outcome.json() + "\n")
+
+
+def _pretrained() -> Path:
+    from lmc.demo.pretrained import smollm2
+
+    try:
+        return smollm2()
+    except InputError as error:
+        raise InputError(f"{error}; or run `lmc demo --small`, which needs nothing more") from error
 
 
 def _check_writable(output: Path) -> None:
@@ -74,12 +90,17 @@ def _check_writable(output: Path) -> None:
 
 
 def _show(outcome: "Outcome", page: Path) -> None:
-    """Print the table and write the page."""
+    """Print the table, and the answers if they are few; write the page."""
     from lmc.demo.page import write_page
 
-    heading, (columns, rows) = outcome.heading(), outcome.table()
+    columns, rows = outcome.table()
     table = Table(*columns)
     for row in rows:
         table.add_row(*map(Text, row))
-    console().print(Text(heading), table, Text(f"pictures of {len(outcome.pictures)} prompts: {page}"), sep="\n")
-    write_page(page, heading, columns, rows, outcome.pictures)
+    shown = outcome.asked if len(outcome.asked) <= FEW else []
+    answers = [
+        Text("\n".join((f"{number:2}. {asked.title()}", *asked.lines()))) for number, asked in enumerate(shown, 1)
+    ]
+    end = f"answers, and pictures of {len(outcome.pictures)} prompts: {page}"
+    console().print(*answers, Text(outcome.heading()), table, Text(end), sep="\n")
+    write_page(page, outcome)

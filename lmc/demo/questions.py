@@ -1,13 +1,14 @@
 """Documents, questions, and prompts: BM25 finds the documents of a question, and each prompt has a new order of them.
 
-Questions may refer back: an answer of null means "whoever the document before this one named last", which changes with
-the order of the documents.
+Long documents are cut into passages of a fixed number of words, if the questions' file says how long. A model that has
+a chat template is asked in it. Questions may refer back: an answer of null means "whoever the document before this one
+named last", which changes with the order of the documents.
 """
 
 import json
 import random
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from pathlib import Path
@@ -17,6 +18,7 @@ from lmc.blend.segments import join
 from lmc.errors import InputError
 
 TOP = 6  # documents a question, as in CacheBlend's evaluation
+DOCUMENTS = "\0"  # where the documents stand in a chat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,8 +27,11 @@ class Question:
 
     question: str
     answer: str | None  # None: whoever the document before `document` named last
+    accepted: tuple[str, ...] = ()  # other forms of the answer that are right too
+    lead: str = ""  # how the answer begins, which is given to the model
     document: str | None = None
     kind: str = "self"
+    shown: bool = False  # The demo asks these, if there are any, and else all.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,8 +39,9 @@ class Collection:
     """Documents and questions."""
 
     system: str
-    documents: dict[str, str]  # by file name without ending
+    documents: dict[str, str]  # by file name without ending, and the passage's number if documents are cut
     questions: list[Question]
+    answer_tokens: int = 16  # how many tokens of an answer are generated
     last_named: dict[str, str] = field(default_factory=dict)
 
 
@@ -48,19 +54,28 @@ class Example:
     answer: str
     prompt: list[int]
 
+    @property
+    def accepted(self) -> tuple[str, ...]:
+        """Every right answer."""
+        return self.answer, *self.question.accepted
+
 
 def read_collection(documents: Path, questions: Path) -> Collection:
     """Text files of a directory and a JSON file of questions; raise `InputError` naming the file and what is wrong.
 
-    The questions' file is a list of `{"question", "answer"}`, or a mapping with `questions`, `system` and `last_named`.
+    The questions' file is a list of `{"question", "answer"}`, or a mapping with `questions`, and where they are wanted
+    `system`, `passage_words`, `answer_tokens` and `last_named`.
     """
     texts = read_texts(documents)
     content = _json(questions)
     if isinstance(content, list):
         content = {"questions": content}
+    if isinstance(content, dict) and (words := content.get("passage_words")):
+        cuts = {name: enumerate(passages(text, words)) for name, text in texts.items()}
+        texts = {f"{name}-{number:03d}": passage for name, cut in cuts.items() for number, passage in cut}
     try:
-        asked = [Question(**entry) for entry in content["questions"]]
-    except (TypeError, KeyError) as error:
+        asked = [Question(**{**entry, "accepted": tuple(entry.get("accepted", ()))}) for entry in content["questions"]]
+    except (TypeError, KeyError, AttributeError) as error:
         raise InputError(f'{questions}: each question is {{"question": …, "answer": …}}; {error}') from error
     last_named = content.get("last_named", {})
     for question in asked:
@@ -78,8 +93,23 @@ def read_collection(documents: Path, questions: Path) -> Collection:
             raise InputError(f"{questions}: {question.question!r} needs {needs}")
     if not asked:
         raise InputError(f"{questions} has no questions")
-    system = content.get("system", "Answer from the documents.")
-    return Collection(system=system, documents=texts, questions=asked, last_named=last_named)
+    return Collection(
+        system=content.get("system", "Answer from the documents."),
+        documents=texts,
+        questions=asked,
+        answer_tokens=content.get("answer_tokens", 16),
+        last_named=last_named,
+    )
+
+
+def passages(text: str, words: int) -> Iterator[str]:
+    """Cut a text into passages of `words` words without overlap; a rest of less than half joins the one before."""
+    tokens = text.split()
+    start = 0
+    while start < len(tokens):
+        stop = start + words if len(tokens) - start >= 1.5 * words else len(tokens)
+        yield " ".join(tokens[start:stop])
+        start = stop
 
 
 def read_texts(folder: Path) -> dict[str, str]:
@@ -130,16 +160,29 @@ class Prompts:
     """Builds examples: it retrieves documents, puts them in a new order, and encodes them."""
 
     def __init__(self, collection: Collection, tokenizer: Any, special: str) -> None:
-        self._collection = collection
+        self._collection, self._tokenizer = collection, tokenizer
         self._retriever = Retriever(collection.documents)
-        self.tokens = {
-            name: tokenizer.encode(text, add_special_tokens=False) for name, text in collection.documents.items()
-        }
-        self._system = tokenizer.encode(collection.system)
-        self._separator = tokenizer.encode(special, add_special_tokens=False)
-        self._encode: Callable[[str], list[int]] = lambda text: tokenizer.encode(text, add_special_tokens=False)
+        self.tokens = {name: self._encode(text) for name, text in collection.documents.items()}
+        self._separator = self._encode(special)
 
-    def example(self, question: Question, order_seed: int) -> Example:
+    def _encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False)  # type: ignore[no-any-return]
+
+    def _around(self, question: Question) -> tuple[list[int], list[int]]:
+        """Return what stands before and behind the documents: in the model's chat template, if it has one."""
+        system = self._collection.system
+        if not getattr(self._tokenizer, "chat_template", None):
+            asked = f"{question.question} {question.lead}".strip()
+            return self._tokenizer.encode(system), self._encode(asked)
+        content = f"Here are the documents.{DOCUMENTS}Question: {question.question}"
+        chat = [{"role": "system", "content": system}, {"role": "user", "content": content}]
+        if "system" not in str(self._tokenizer.chat_template):
+            chat = [{"role": "user", "content": f"{system} {content}"}]
+        text = self._tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+        before, behind = text.split(DOCUMENTS)
+        return self._encode(before), self._encode(behind + question.lead)
+
+    def example(self, question: Question, order_seed: int | str) -> Example:
         """Return the question over its best documents, in an order that `order_seed` decides.
 
         A document whose answer depends on the one before it never stands first.
@@ -155,16 +198,19 @@ class Prompts:
                 other = shuffle.randrange(1, len(names))
                 names[0], names[other] = names[other], names[0]
             answer = self._collection.last_named[names[names.index(str(question.document)) - 1]]
-        prompt = join(
-            self._system, [self.tokens[name] for name in names], self._encode(question.question), self._separator
-        )
-        return Example(question=question, order=tuple(names), answer=answer, prompt=prompt)
+        return Example(question=question, order=tuple(names), answer=answer, prompt=self.build(question, names))
+
+    def build(self, question: Question, order: Sequence[str]) -> list[int]:
+        """Return the prompt of a question over these documents."""
+        before, behind = self._around(question)
+        return join(before, [self.tokens[name] for name in order], behind, self._separator)
 
 
-def sample(collection: Collection, count: int) -> Collection:
-    """Return a collection with `count` of the questions, taken from all kinds in turn."""
+def sample(collection: Collection, count: int | None) -> Collection:
+    """Return a collection with `count` of the questions, taken from all kinds in turn; by default those to show."""
     kinds: dict[str, list[Question]] = defaultdict(list)
-    for question in collection.questions:
+    for question in sorted(collection.questions, key=lambda question: not question.shown):
         kinds[question.kind].append(question)
     turns = [question for row in zip_longest(*kinds.values()) for question in row if question is not None]
-    return replace(collection, questions=turns[:count])
+    shown = [question for question in collection.questions if question.shown]
+    return replace(collection, questions=shown or collection.questions if count is None else turns[:count])

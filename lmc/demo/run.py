@@ -4,13 +4,12 @@ full    the model's own prefill          exact   prefix caching through the tier
 reuse   blind reuse of documents         blend   reuse, repaired as the settings say
 """
 
-import json
 import random
+import re
 import statistics
 import time
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,9 @@ import torch
 from lmc.blend.segments import join, split
 from lmc.config import Settings
 from lmc.connectors.transformers import CachedModel
-from lmc.connectors.transformers.report import How, Prefilled, Report
-from lmc.demo.page import Picture
+from lmc.connectors.transformers.report import How, Prefilled
+from lmc.demo.outcome import Answer, Asked, Outcome, Picture, Tally
+from lmc.demo.pretrained import NAME as PRETRAINED
 from lmc.demo.questions import Collection, Example, Prompts
 from lmc.demo.random_model import SEPARATOR, machine, random_llama, random_tokens
 
@@ -29,33 +29,13 @@ LARGE_LAYERS, LARGE_HIDDEN, LARGE_TOKENS, LARGE_DOCUMENTS, LARGE_PROMPTS = 12, 7
 # A second thread helps little at these sizes; on a busy machine its barriers cost tens of times what it computes.
 THREADS = 1
 PREFIX_BLOCK = 16  # tokens
+AGREEMENT = 16  # tokens of full prefill's answer with which the others are compared
+WARM_UP = 400  # tokens, which are a document and a bit
+Progress = Callable[[str, int, int], None]  # what, how many are done, of how many
 
 
-@dataclass(slots=True)
-class Tally:
-    """The results of one way over all examples."""
-
-    reports: list[Report] = field(default_factory=list)
-    right: dict[str, list[bool]] = field(default_factory=lambda: defaultdict(list))
-
-    def row(self) -> dict[str, Any]:
-        """Return the numbers of the table: medians over prompts, means of counts, accuracies by class of question."""
-        seconds = sorted(report.seconds for report in self.reports)
-        loaded: Counter[str] = Counter()
-        for report in self.reports:
-            loaded.update(report.loaded)
-        return {
-            "prompts": len(self.reports),
-            "ttft_median_s": statistics.median(seconds),
-            "ttft_p95_s": seconds[min(len(seconds) - 1, int(len(seconds) * 0.95))],
-            "prompt_tokens": statistics.mean(report.tokens for report in self.reports),
-            "computed_tokens": statistics.mean(sum(report.computed) / len(report.computed) for report in self.reports),
-            "reused_tokens": statistics.mean(report.reused + report.exact for report in self.reports),
-            "charged_budget": statistics.mean(report.charged_budget for report in self.reports),
-            "bytes": dict(loaded),
-            "accuracy": {kind: statistics.mean(hits) for kind, hits in sorted(self.right.items())},
-            "questions": {kind: len(hits) for kind, hits in sorted(self.right.items())},
-        }
+def silent(_what: str, _done: int, _of: int) -> None:
+    """Show no progress."""
 
 
 # -- running -----------------------------------------------------------------------------------------------------------
@@ -64,40 +44,66 @@ class Tally:
 def answers(cached: CachedModel, done: Prefilled, prompt: list[int], wanted: str, tokenizer: Any) -> bool:
     """Return whether greedy decoding from a prefilled prompt begins with the right answer."""
     limit = len(tokenizer.encode(" " + wanted, add_special_tokens=False)) + 1  # one more: the answer may go on
+    return begins(tokenizer.decode(answer(cached, done, prompt, limit), skip_special_tokens=True), wanted)
+
+
+def answer(cached: CachedModel, done: Prefilled, prompt: list[int], limit: int) -> list[int]:
+    """Return up to `limit` tokens of the greedy answer to a prefilled prompt."""
     ids = torch.tensor([prompt], device=cached.layers.device)
     options = {"max_new_tokens": limit, "do_sample": False, "attention_mask": torch.ones_like(ids)}
-    said = cached.model.generate(input_ids=ids, past_key_values=done.cache, **options)[0, len(prompt) :].tolist()
-    return begins(tokenizer.decode(said, skip_special_tokens=True), wanted)
+    said = cached.model.generate(input_ids=ids, past_key_values=done.cache, **options)
+    return said[0, len(prompt) :].tolist()  # type: ignore[no-any-return]
 
 
-def begins(said: str, wanted: str) -> bool:
-    """Return whether an answer begins with the right words, and not with a longer word."""
-    said, wanted = said.strip().lower(), wanted.lower()
-    return said.startswith(wanted) and not said[len(wanted) : len(wanted) + 1].isalnum()
+def begins(said: str, *accepted: str) -> bool:
+    """Return whether an answer begins with the words of an accepted one, whatever their case and punctuation."""
+    return any(f"{_words(said)} ".startswith(f"{_words(one)} ") for one in accepted)
 
 
-def run_questions(
-    cached: CachedModel, prefixed: CachedModel, prompts: Prompts, collection: Collection, tokenizer: Any, seed: int
-) -> Iterator[tuple[Example, dict[How, Prefilled], dict[How, bool]]]:
-    """Ask all questions, each in all ways on the same prompt. The order of the ways rotates, so that none is first."""
-    for number, question in enumerate(collection.questions):
-        example = prompts.example(question, seed * 1_000_003 + number)
-        done, right = {}, {}
-        for turn in range(len(WAYS)):
-            how = WAYS[(number + turn) % len(WAYS)]
-            model = prefixed if how == "exact" else cached
-            done[how] = model.prefill(example.prompt, how)
-        for how, prefilled in done.items():
-            right[how] = answers(cached, prefilled, example.prompt, example.answer, tokenizer)
-        yield example, done, right
+def _words(text: str) -> str:
+    """Return the words of a text in lower case, without an article at the beginning."""
+    words = re.findall(r"\w+", text.lower())
+    return " ".join(words[1:] if len(words) > 1 and words[0] in ("a", "an", "the") else words)
 
 
-def learn_all(cached: CachedModel, prompts: Prompts) -> tuple[int, float]:
+def common(said: Sequence[int], wanted: Sequence[int]) -> int:
+    """Return how many tokens two answers have in common before the first difference."""
+    return next((i for i, (a, b) in enumerate(zip(said, wanted, strict=False)) if a != b), min(len(said), len(wanted)))
+
+
+def prefill_all(caches: dict[How, CachedModel], example: Example, first: int) -> dict[How, Prefilled]:
+    """Prefill one prompt in all ways. The first one differs from question to question, so that none is always first."""
+    turns = [WAYS[(first + turn) % len(WAYS)] for turn in range(len(WAYS))]
+    done = {how: caches[how].prefill(example.prompt, how) for how in turns}
+    return {how: done[how] for how in WAYS}
+
+
+def ask(cached: CachedModel, example: Example, done: dict[How, Prefilled], tokenizer: Any, limit: int) -> Asked:
+    """Let every way answer from its prefilled prompt, and compare the answers."""
+    said = {how: answer(cached, prefilled, example.prompt, limit) for how, prefilled in done.items()}
+    full, ways = said["full"][:AGREEMENT], {}
+    for how, tokens in said.items():
+        text, report = tokenizer.decode(tokens, skip_special_tokens=True), done[how].report
+        ways[how] = Answer(
+            text=text,
+            right=begins(text, *example.accepted),
+            agreement=common(tokens, full) / len(full),
+            seconds=report.seconds,
+            computed=statistics.mean(report.computed),
+            reused=report.reused + report.exact,
+        )
+    return Asked(example=example, ways=ways)
+
+
+def learn_all(
+    cached: CachedModel, documents: Sequence[Sequence[int]], progress: Progress = silent
+) -> tuple[int, float]:
     """Learn every document; return how many were stored already, and the seconds for the rest."""
     started = time.perf_counter()
-    known = sum(cached.knows(tokens) for tokens in prompts.tokens.values())
-    for tokens in prompts.tokens.values():
+    known = sum(map(cached.knows, documents))
+    for number, tokens in enumerate(documents):
         cached.learn(tokens)
+        progress("documents learned", number + 1, len(documents))
     return known, time.perf_counter() - started
 
 
@@ -107,7 +113,7 @@ def demo_settings(cache: Path) -> Settings:
     wanted: dict[str, object] = {"enable_blending": True}
     defaults = {
         "local_disk": str(cache),
-        "max_local_cpu_size": 0.5,
+        "max_local_cpu_size": 1.0,
         "max_local_disk_size": 2.0,
         "load_policy": "always",
         "blend_calibration": "ignore",  # The demo shows what blends are, good or bad.
@@ -158,101 +164,36 @@ def run_large(settings: Settings) -> tuple[str, dict[str, dict[str, Any]]]:
 # -- the whole ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """All results of a demo."""
-
-    facts: dict[str, Any]
-    models: dict[str, dict[str, dict[str, Any]]]  # name of a model -> way -> row of the table
-    examples: list[Example]
-    pictures: list[Picture]
-
-    def json(self) -> str:
-        """Return everything that the table shows, and what was asked in which order."""
-        asked = [
-            {**asdict(example.question), "order": example.order, "expected": example.answer}
-            for example in self.examples
-        ]
-        return json.dumps({**self.facts, "models": self.models, "examples": asked}, indent=1)
-
-    def heading(self) -> str:
-        """Return in a sentence or two what was done."""
-        facts = self.facts
-        found, documents = facts["documents_found"], facts["documents"]
-        learned = documents - found
-        parts = [f"{facts['questions']} questions over {documents} documents, each in a new order."]
-        if found:
-            parts.append(f"{found} documents were found on disk ({facts['disk']}).")
-        if learned:
-            parts.append(f"{learned} documents were prefilled alone and stored in {facts['learn_seconds']:.1f} s.")
-        parts.append(f"blend: {facts['strategy']} at {facts['ratio']:g}. {facts['threads']} thread.")
-        return " ".join(parts)
-
-    def table(self) -> tuple[list[str], list[list[str]]]:
-        """Return columns, and a row for each model and way; numbers are per prompt."""
-        kinds = sorted(
-            {kind for ways in self.models.values() for row in ways.values() for kind in row["accuracy"]}, reverse=True
-        )
-        columns = ["model", "way", "TTFT ms", "p95", "speed-up", "computed", "reused", "MB GPU/CPU/disk", "charged"]
-        rows = []
-        for model, ways in self.models.items():
-            for how, row in ways.items():
-                moved = (row["bytes"].get(place, 0) / row["prompts"] / 1e6 for place in ("device", "host", "disk"))
-                numbers = [
-                    f"{row['ttft_median_s'] * 1e3:.1f}",
-                    f"{row['ttft_p95_s'] * 1e3:.1f}",
-                    f"{ways['full']['ttft_median_s'] / row['ttft_median_s']:.2f}",
-                    f"{row['computed_tokens']:.0f}/{row['prompt_tokens']:.0f}",
-                    f"{row['reused_tokens']:.0f}",
-                    " / ".join(f"{megabytes:.1f}" for megabytes in moved),
-                    f"{row['charged_budget']:.2f}",
-                ]
-                right = [f"{row['accuracy'][kind]:.1%}" if kind in row["accuracy"] else "" for kind in kinds]
-                rows.append([model, how, *numbers, *right])
-        return [*columns, *kinds], rows
-
-
 def run(
-    model: Path,
-    collection: Collection,
-    settings: Settings,
-    *,
-    seed: int,
-    large: bool,
-    progress: Callable[[str, int, int], None],
+    model: Path, collection: Collection, settings: Settings, *, seed: int, large: bool, progress: Progress = silent
 ) -> Outcome:
-    """Learn, ask everything in every way, draw one example of each class.
-
-    `progress(what, done, of)` is called as it goes.
-    """
+    """Learn what is retrieved, ask everything in every way, draw one example of each class."""
+    started = time.perf_counter()
     torch.set_num_threads(THREADS)
     cached, tokenizer = CachedModel.load(model, settings)
     prompts = Prompts(collection, tokenizer, settings.blend_special_str)
+    examples = [prompts.example(question, f"{seed} {question.question}") for question in collection.questions]
+    retrieved = dict.fromkeys(name for example in examples for name in example.order)
     tallies: dict[str, Tally] = {how: Tally() for how in WAYS}
-    examples, pictures, drawn = [], [], set()
-    total = len(collection.questions)
+    asked: list[Asked] = []
+    gallery = Gallery()
     with cached, CachedModel(cached.model, prefix_cache(settings), cached.separators) as prefixed:
-        known, seconds = learn_all(cached, prompts)
-        warm = prompts.example(collection.questions[0], seed)
-        for how in WAYS:
-            (prefixed if how == "exact" else cached).prefill(warm.prompt[: len(warm.prompt) // 2], how)
-        for example, done, right in run_questions(cached, prefixed, prompts, collection, tokenizer, seed):
-            kind = example.question.kind
-            for how in WAYS:
+        caches: dict[How, CachedModel] = {how: prefixed if how == "exact" else cached for how in WAYS}
+        known, seconds = learn_all(cached, [prompts.tokens[name] for name in retrieved], progress)
+        warm = prompts.example(examples[0].question, "warm")  # in an order in which no question finds its beginning
+        prefill_all(caches, replace(warm, prompt=warm.prompt[:WARM_UP]), 0)
+        for number, example in enumerate(examples):
+            done = prefill_all(caches, example, number)
+            asked.append(ask(cached, example, done, tokenizer, collection.answer_tokens))
+            for how, found in asked[-1].ways.items():
                 tallies[how].reports.append(done[how].report)
-                tallies[how].right[kind].append(right[how])
-            if (
-                kind not in drawn
-                and done["blend"].report.reused
-                and right["full"]
-                and (kind == "self" or not right["reuse"])
-            ):
-                drawn.add(kind)
-                pictures.append(draw(cached, example, done, right, tokenizer))
-            examples.append(example)
-            progress("questions in four ways", len(examples), total)
+                tallies[how].right[example.question.kind].append(found.right)
+                tallies[how].agreement.append(found.agreement)
+            gallery.look(cached, asked[-1], done, tokenizer)
+            progress("questions in four ways", len(asked), len(examples))
         parameters = sum(weight.numel() for weight in cached.model.parameters())
-    models = {f"{Path(model).name} {parameters / 1e6:.1f}M": {how: tally.row() for how, tally in tallies.items()}}
+    name = PRETRAINED if Path(model).name.startswith(PRETRAINED) else Path(model).name
+    models = {f"{name} {parameters / 1e6:.1f}M": {how: tally.row() for how, tally in tallies.items()}}
     if large:
         progress("a larger model", 0, 1)
         name, rows = run_large(settings)
@@ -260,9 +201,11 @@ def run(
         progress("a larger model", 1, 1)
     facts = {
         "documents": len(collection.documents),
+        "documents_retrieved": len(retrieved),
         "documents_found": known,
         "learn_seconds": seconds,
-        "questions": total,
+        "seconds": time.perf_counter() - started,
+        "questions": len(examples),
         "strategy": settings.blend_strategy,
         "ratio": settings.blend_recompute_ratios[0],
         "disk": str(settings.local_disk),
@@ -270,16 +213,32 @@ def run(
         "machine": machine(),
         "seed": seed,
     }
-    return Outcome(facts=facts, models=models, examples=examples, pictures=pictures)
+    return Outcome(facts=facts, models=models, asked=asked, pictures=list(gallery.pictures.values()))
 
 
-def draw(
-    cached: CachedModel, example: Example, done: dict[How, Prefilled], right: dict[How, bool], tokenizer: Any
-) -> Picture:
+class Gallery:
+    """A picture for each class of questions: the first one that blind reuse gets wrong, or else the first."""
+
+    def __init__(self) -> None:
+        self.pictures: dict[str, Picture] = {}
+        self._telling: set[str] = set()
+
+    def look(self, cached: CachedModel, asked: Asked, done: dict[How, Prefilled], tokenizer: Any) -> None:
+        """Draw this prompt if its class has no better picture."""
+        kind = asked.example.question.kind
+        telling = asked.ways["full"].right and asked.ways["blend"].right and not asked.ways["reuse"].right
+        if done["blend"].report.reused and (kind not in self.pictures or (telling and kind not in self._telling)):
+            self.pictures[kind] = draw(cached, asked, done, tokenizer)
+            if telling:
+                self._telling.add(kind)
+
+
+def draw(cached: CachedModel, asked: Asked, done: dict[How, Prefilled], tokenizer: Any) -> Picture:
     """Draw one example as layers × tokens.
 
     The picture shows how far blindly reused keys are from those of full prefill, and which tokens the blend computed.
     """
+    example = asked.example
     length = len(example.prompt) - 1  # a cache ends before the last token
     segments = split(example.prompt, cached.separators)
     rows, marks = [], []
@@ -289,8 +248,8 @@ def draw(
         rows.append([*((blind - wanted).float().norm(dim=(0, 2)) / wanted.float().norm(dim=(0, 2))).tolist(), 0.0])
         marks.append(repaired.tolist())
     return Picture(
-        title=f"{example.question.kind}: “{example.question.question}” → {example.answer}",
-        answered=", ".join(f"{how} {'right' if ok else 'wrong'}" for how, ok in sorted(right.items())),
+        title=f"{example.question.kind}: {asked.title()}",
+        answered=", ".join(f"{how} {'right' if way.right else 'wrong'}" for how, way in asked.ways.items()),
         tokens=[tokenizer.decode([token]) for token in example.prompt],
         documents=[(name, span.start, span.stop) for name, span in zip(example.order, segments.documents, strict=True)],
         deviation=rows,

@@ -64,7 +64,7 @@ def transformers_scores(examples):
     cached, _ = CachedModel.load(SMALL / "model", settings)
     scores = {}
     with cached:
-        learn_all(cached, prompts)
+        learn_all(cached, list(prompts.tokens.values()))
         for way, ((how, strategy, ratio), _) in WAYS.items():
             policy = RecomputePolicy(strategy=strategy, ratios=(ratio,)) if strategy else None
             done = ((e, cached.prefill(e.prompt, how, policy=policy)) for e in asked)

@@ -1,0 +1,150 @@
+"""The demo on a pretrained model: its documents answer its questions, and its page says what was wrong."""
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from lmc.demo import REAL
+from lmc.demo.outcome import Answer, Asked, Outcome
+from lmc.demo.page import write_page
+from lmc.demo.pretrained import smollm2
+from lmc.demo.questions import Collection, Example, Prompts, Question, Retriever, passages, read_collection, sample
+from lmc.demo.run import common, demo_settings, run
+
+
+@pytest.fixture(scope="module")
+def collection() -> Collection:
+    return read_collection(REAL / "documents", REAL / "questions.json")
+
+
+def words(text: str) -> str:
+    return f" {' '.join(re.findall(r'[a-z0-9]+', text.lower()))} "
+
+
+def test_passages_are_cut_at_a_fixed_size_without_overlap() -> None:
+    text = " ".join(map(str, range(24)))
+    assert [len(passage.split()) for passage in passages(text, 10)] == [10, 14], "a short rest joins the one before"
+    assert [len(passage.split()) for passage in passages(f"{text} 24", 10)] == [10, 10, 5]
+    assert " ".join(passages(text, 4)) == text
+    assert list(passages("", 10)) == []
+
+
+def test_every_answer_stands_in_a_passage_that_bm25_finds(collection: Collection) -> None:
+    assert len(collection.documents) >= 150
+    assert len(collection.questions) >= 80
+    assert len({question.question for question in collection.questions}) == len(collection.questions)
+    retriever, found = Retriever(collection.documents), 0
+    for question in collection.questions:
+        assert question.answer
+        assert question.document
+        assert words(question.answer) in words(collection.documents[question.document]), question
+        assert words(question.answer) not in words(question.question), question
+        found += question.document in retriever.top(question.question, 6)
+    assert found >= 0.95 * len(collection.questions)
+
+
+def test_every_document_has_a_licence_and_all_are_small() -> None:
+    licences = (REAL / "LICENSES.md").read_text()
+    for path in (REAL / "documents").iterdir():
+        assert path.name in licences
+    assert sum(path.stat().st_size for path in REAL.rglob("*") if path.is_file()) <= 300_000
+
+
+def test_the_demo_asks_the_questions_to_show_and_a_limit_draws_from_all_kinds(collection: Collection) -> None:
+    shown = sample(collection, None).questions
+    assert shown == [question for question in collection.questions if question.shown]
+    assert 12 <= len(shown) <= 20
+    assert {question.kind for question in sample(collection, 2).questions} == {"one passage", "two passages"}
+
+
+class Letters:
+    """A tokenizer of one token for each letter, with a chat template."""
+
+    chat_template = "system and user"
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return [*([0] if add_special_tokens else []), *map(ord, text)]
+
+    def apply_chat_template(self, chat: list[dict[str, str]], **_: bool) -> str:
+        return "".join(f"<{part['role']}>{part['content']}" for part in chat) + "<assistant>"
+
+
+@pytest.mark.parametrize(
+    ("template", "wanted"),
+    [
+        ("system and user", "<system>Be short.<user>Here are the documents.#one#Question: Who?<assistant>It was"),
+        ("user", "<user>Be short. Here are the documents.#one#Question: Who?<assistant>It was"),
+        (None, "\0Be short.#one#Who? It was"),
+    ],
+)
+def test_a_model_is_asked_in_its_chat_template_if_it_has_one(template: str | None, wanted: str) -> None:
+    tokenizer = Letters()
+    tokenizer.chat_template = template  # type: ignore[assignment]
+    question = Question(question="Who?", answer="Ada", accepted=("Ada King",), lead="It was")
+    prompts = Prompts(Collection(system="Be short.", documents={"a": "one"}, questions=[question]), tokenizer, "#")
+    example = prompts.example(question, 0)
+    assert "".join(map(chr, example.prompt)) == wanted
+    assert example.accepted == ("Ada", "Ada King")
+
+
+def test_agreement_is_counted_up_to_the_first_difference() -> None:
+    assert common([1, 2, 3], [1, 2, 4]) == 2
+    assert common([1, 2], [1, 2, 4]) == 2
+    assert common([5], [1]) == 0
+
+
+def answer(text: str, right: bool = True) -> Answer:
+    return Answer(text=text, right=right, agreement=0.5, seconds=0.25, computed=7.0, reused=3)
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        (" D. Rutherford. It was", "D. Rutherford."),
+        (" Mrs. Dashwood of Sussex! And", "Mrs. Dashwood of Sussex!"),
+        (" 1828. It", "1828."),
+        ("Alma . the", "Alma ."),
+        (" the coast of", "the coast of …"),
+    ],
+)
+def test_an_answer_is_shown_to_the_end_of_its_sentence(text: str, sentence: str) -> None:
+    assert answer(text).sentence() == sentence
+
+
+def test_the_page_and_the_printed_lines_mark_what_is_wrong(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    question = Question(question="Who <b>?", answer="Ada", lead="It was")
+    asked = Asked(
+        example=Example(question=question, order=("a",), answer="Ada", prompt=[1]),
+        ways={"full": answer("Ada."), "reuse": answer("Bob & Co.", right=False)},
+    )
+    assert asked.title() == "Who <b>? → Ada"
+    assert asked.lines() == ["    It was …", "    full   Ada.", "  ✗ reuse  Bob & Co."]
+    facts = dict.fromkeys(("questions", "documents", "documents_retrieved", "documents_found", "threads"), 1)
+    facts |= {"disk": "d", "strategy": "union", "ratio": 0.15, "seconds": 2.0, "learn_seconds": 1.0}  # type: ignore[dict-item]
+    write_page(tmp_path / "page.html", Outcome(facts=facts, models={}, asked=[asked], pictures=[]))
+    page = (tmp_path / "page.html").read_text()
+    assert "{{" not in page
+    assert "<b>Who &lt;b&gt;?</b><br>Ada" in page
+    assert "<td><i>It was</i> Ada.<small>250 ms, 7 tokens computed, 50% as full</small></td>" in page
+    assert "<td class='wrong'><i>It was</i> Bob &amp; Co." in page
+
+
+def test_the_pretrained_model_answers_real_questions_in_four_ways(collection: Collection, tmp_path) -> None:  # type: ignore[no-untyped-def]
+    """Few and short passages, for time: with them all answers are right."""
+    kept = {name: text for name, text in collection.documents.items() if name in ("jargon-041", "jargon-015")}
+    asked = [question for question in collection.questions if question.document in kept][:2]
+    few = replace(collection, documents=kept, questions=asked, answer_tokens=8)
+    done: list[tuple[str, int, int]] = []
+    outcome = run(
+        smollm2(), few, demo_settings(tmp_path), seed=1, large=False, progress=lambda *step: done.append(step)
+    )
+    assert done[-1] == ("questions in four ways", 2, 2)
+    ((name, rows),) = outcome.models.items()
+    assert name.startswith("SmolLM2-135M-Instruct 13")
+    assert rows["blend"]["reused_tokens"] > 0.7 * rows["full"]["prompt_tokens"]
+    assert rows["exact"]["agreement"] == 1.0
+    for one in outcome.asked:
+        assert one.ways["full"].right
+        assert one.ways["full"].text == one.ways["exact"].text
+    assert outcome.pictures
