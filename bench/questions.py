@@ -1,0 +1,156 @@
+"""Real questions over real documents on a pretrained model (SmolLM2-135M-Instruct), in every way.
+
+    python bench/questions.py [--limit 40] [--resume FILE] [--ways …]
+
+The documents and questions are the demo's: passages of a fixed size without overlap, the six that BM25 finds, in an
+order of each prompt, in the chat template. What is measured of each way, as a mean over the questions:
+
+    right       the answer begins with an accepted one, both without case, punctuation and article
+    agreement   how many of the first 16 tokens of full prefill's greedy answer come before the first that differs
+    first       whether the first token is full prefill's
+    KL          KL(full ‖ way) over the tokens of full prefill's own answer, which are given (teacher forcing)
+    charged     the share of the reused tokens that was computed anyway
+
+Each question is a line in the file of `--resume`, and a question that has a line is not asked again.
+"""
+
+import json
+import random
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import closing_line, parser
+
+from lmc.blend.strategies import RecomputePolicy
+from lmc.config import Settings
+from lmc.connectors.transformers import CachedModel
+from lmc.connectors.transformers.report import Prefilled
+from lmc.demo import REAL
+from lmc.demo.pretrained import smollm2
+from lmc.demo.questions import Example, Prompts, read_collection
+from lmc.demo.random_model import machine
+from lmc.demo.run import answer, begins, common
+
+TOKENS = 16
+SEED = 1
+
+
+def policies(settings: Settings) -> dict[str, RecomputePolicy]:
+    """Return the ways by name: blind reuse, and the settings' own policy and others at some ratios."""
+    default = settings.blend_strategy
+    return {
+        "blind": RecomputePolicy(strategy="none", ratios=(0.0,), correction="none"),
+        **{f"{default} {ratio}": RecomputePolicy.of(settings, ratio=ratio) for ratio in (0.05, 0.15, 0.3)},
+        "deviation 0.15": RecomputePolicy.of(settings, "deviation", 0.15),
+    }
+
+
+class Bench:
+    """Asks one question in every way."""
+
+    def __init__(self, cached: CachedModel, tokenizer: Any, ways: dict[str, RecomputePolicy]) -> None:
+        self._cached, self._tokenizer, self._ways = cached, tokenizer, ways
+
+    def measure(self, example: Example) -> dict[str, Any]:
+        """Return what was measured, by way."""
+        prompt = example.prompt
+        done = self._cached.prefill(prompt, "full")
+        full = answer(self._cached, done, prompt, TOKENS)
+        wanted = self._scores(done, prompt, full)
+        row: dict[str, Any] = {"full": {"said": full, **self._judged(full, example)}}
+        for name, policy in self._ways.items():
+            done = self._cached.prefill(prompt, "blend", policy=policy)
+            found = self._scores(done, prompt, full)
+            same = common(found.argmax(-1).tolist(), full)
+            said = full if same == len(full) else answer(self._cached, done, prompt, TOKENS)
+            row[name] = {
+                "said": said,
+                **self._judged(said, example),
+                "agreement": same / len(full),
+                "first": same > 0,
+                "kl": float((wanted.exp() * (wanted - found)).sum(-1).mean()),
+                "charged": done.report.charged_budget,
+            }
+        return row
+
+    def _judged(self, said: list[int], example: Example) -> dict[str, Any]:
+        text = self._tokenizer.decode(said, skip_special_tokens=True)
+        return {"text": text, "right": begins(text, *example.accepted)}
+
+    def _scores(self, done: Prefilled, prompt: list[int], said: list[int]) -> torch.Tensor:
+        """Return log-probabilities `[A, V]` at the tokens of an answer, and leave the cache as it was."""
+        _forget(done, prompt)
+        with torch.inference_mode():
+            ids = torch.tensor([[prompt[-1], *said[:-1]]])
+            logits = self._cached.model(ids, past_key_values=done.cache).logits[0]
+        _forget(done, prompt)
+        return torch.log_softmax(logits.float(), dim=-1)
+
+
+def _forget(done: Prefilled, prompt: list[int]) -> None:
+    """Remove from a cache what was generated, and the prompt's last token."""
+    if (behind := done.cache.get_seq_length() - len(prompt) + 1) > 0:
+        done.cache.crop(-behind)
+
+
+def summary(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Return means over questions by way; accuracies also for each kind of question."""
+    found = {}
+    for name in rows[0]["ways"]:
+        ways = [row["ways"][name] for row in rows]
+        kinds = defaultdict(list)
+        for row, way in zip(rows, ways, strict=True):
+            kinds[row["kind"]].append(way["right"])
+        numbers = {key: mean([way[key] for way in ways]) for key in ways[0] if key not in ("said", "text")}
+        found[name] = numbers | {f"right, {kind}": mean(hits) for kind, hits in kinds.items()}
+    return found
+
+
+def mean(numbers: list[float]) -> float:
+    """Return the mean, in four digits."""
+    return round(sum(numbers) / len(numbers), 4)
+
+
+def main() -> None:
+    arguments = parser(__doc__, "questions")
+    arguments.add_argument("--limit", type=int, help="ask only so many of the questions, drawn at random")
+    arguments.add_argument("--resume", type=Path, default=Path(".demo/questions.jsonl"), help="a line a question")
+    options = arguments.parse_args()
+    settings = Settings(enable_blending=True, blend_min_tokens=0, max_local_cpu_size=1.0, load_policy="always")
+    collection = read_collection(REAL / "documents", REAL / "questions.json")
+    asked = random.Random(SEED).sample(collection.questions, len(collection.questions))[: options.limit]
+    options.resume.parent.mkdir(parents=True, exist_ok=True)
+    lines = options.resume.read_text().splitlines() if options.resume.exists() else []
+    rows = {row["question"]: row for row in map(json.loads, lines)}
+    print(
+        f"{machine()}\n{len(asked)} questions, {sum(q.question in rows for q in asked)} of them from {options.resume}"
+    )
+    cached, tokenizer = CachedModel.load(smollm2(), settings)
+    with cached, options.resume.open("a") as file:
+        prompts = Prompts(collection, tokenizer, settings.blend_special_str)
+        bench = Bench(cached, tokenizer, policies(settings))
+        for question in asked:
+            if question.question in rows:
+                continue
+            example = prompts.example(question, f"{SEED} {question.question}")
+            for name in example.order:
+                cached.learn(prompts.tokens[name])
+            row = {"question": question.question, "kind": question.kind, "tokens": len(example.prompt)}
+            rows[question.question] = row | {"ways": bench.measure(example)}
+            print(json.dumps(rows[question.question]), file=file, flush=True)
+    kept = [rows[question.question] for question in asked]
+    found = summary(kept)
+    for name, numbers in found.items():
+        print(f"{name:>15}  " + "  ".join(f"{key} {value:.3f}" for key, value in numbers.items()))
+    result = {
+        "bench": "questions",
+        "questions": len(kept),
+        "right": {name: way["right"] for name, way in found.items()},
+    }
+    closing_line(result, "questions" if options.keep else None, {"ways": found})
+
+
+if __name__ == "__main__":
+    main()
