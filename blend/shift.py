@@ -7,31 +7,45 @@ tokens in one layer; here the tokens that are repaired anyway estimate it in eve
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
 
 import torch
 
 from lmc.blend.canvas import KV, Attention, Canvas
-from lmc.blend.rope import Turn, rotate
+from lmc.blend.rope import rotate
 
 DAMPING = 8  # Few tokens estimate a shift badly: the mean over n tokens counts n / (n + DAMPING) of its value.
 # The first tokens of a document are attention sinks. Their keys and values are unlike those of the others.
 SINKS = 2
+EARLY = 1 / 6  # of the layers, the first ones, change little and are left as they are.
+
+
+class _Document(NamedTuple):
+    """One document in the order of the positions."""
+
+    repaired: slice  # its tokens among those that are repaired
+    others: slice  # and among those that are not
+    weight: float  # of the sum of its changes
 
 
 class MeanShift:
     """The shifts of documents that are repaired in the same batch of rows."""
 
     def __init__(self, canvas: Canvas[Any], document: torch.Tensor, repaired: torch.Tensor) -> None:
-        """`document [N]` numbers the approximate tokens, -1 for the others; `repaired [T]` are positions."""
+        """`document [N]` numbers the approximate tokens in ascending order, -1 for all others.
+
+        `repaired [T]` are ascending positions.
+        """
         self._canvas, self._repaired = canvas, repaired[document[repaired] >= 0]
-        self._of_repaired = document[self._repaired]
-        counts = torch.bincount(self._of_repaired, minlength=max(1, int(document.max()) + 1))
-        self._weights = (1 / (counts + DAMPING))[:, None, None]
-        is_other = (document >= 0) & (counts[document] > 0)
+        numbers = max(0, int(document.max()) + 1)
+        counts = torch.bincount(document[self._repaired], minlength=numbers)
+        is_other = (document >= 0) & (counts[document] > 0) if numbers else document >= 0
         is_other[self._repaired] = False
         self._others = is_other.nonzero().flatten()
-        self._of_others = document[self._others]
+        others = torch.bincount(document[self._others], minlength=numbers)
+        pairs = zip(_slices(counts.tolist()), _slices(others.tolist()), counts.tolist(), strict=True)
+        self._documents = [_Document(one, other, 1 / (count + DAMPING)) for one, other, count in pairs if count]
         self._back = canvas.turn(self._repaired, torch.zeros_like(self._repaired))
         self._forth = canvas.turn(torch.zeros_like(self._others), self._others)
         # The cost in one layer, as the number of rows that would take as long to compute.
@@ -40,9 +54,9 @@ class MeanShift:
     def attention(self, layer: int) -> Attention | None:
         """Return the engine's own attention over the shifted tokens, for a layer that is not repaired yet.
 
-        Returns None for layer 0, in which keys and values depend on nothing but the token.
+        Returns None for an early layer. In layer 0, keys and values depend on nothing but the token.
         """
-        if layer == 0:
+        if layer < EARLY * self._canvas.depth:
             return None
         stored = self._canvas.read(layer, self._repaired)
 
@@ -55,21 +69,23 @@ class MeanShift:
     def _apply(self, layer: int, stored: KV) -> None:
         """Shift the other tokens, when the repaired ones have their new keys and values."""
         repaired = self._canvas.read(layer, self._repaired)
-        key, value = (new.float() - old for new, old in zip(repaired, stored, strict=True))
+        moved, change = (new.float() - old for new, old in zip(repaired, stored, strict=True))
+        key = torch.empty_like(moved)
+        interleaved = self._canvas.interleaved
+        rotate(moved.transpose(0, 1), self._back, key.transpose(0, 1), interleaved=interleaved)
         keys, values = self._canvas.read(layer, self._others)
-        keys += self._rotated(self._mean(self._rotated(key, self._back)), self._forth)
-        values += self._mean(value)
+        for document in self._documents:
+            rows, others = document.repaired, document.others
+            mean = key[rows].sum(0)[:, None] * document.weight  # [H, 1, D]
+            turn = self._forth[0][others], self._forth[1][others]
+            rotate(mean, turn, keys[others].transpose(0, 1), interleaved=interleaved, add=True)
+            values[others] += change[rows].sum(0) * document.weight
         self._canvas.write(layer, self._others, keys, values)
 
-    def _mean(self, changes: torch.Tensor) -> torch.Tensor:
-        """Return for each of the others the damped mean of its document."""
-        totals = changes.new_zeros(len(self._weights), *changes.shape[1:]).index_add_(0, self._of_repaired, changes)
-        return (totals * self._weights)[self._of_others]
 
-    def _rotated(self, keys: torch.Tensor, turn: Turn) -> torch.Tensor:
-        out = torch.empty_like(keys)
-        rotate(keys.transpose(0, 1), turn, out.transpose(0, 1), interleaved=self._canvas.interleaved)
-        return out
+def _slices(counts: Sequence[int]) -> list[slice]:
+    """Return where each of several parts of a sequence lies, from their lengths."""
+    return [slice(start, stop) for start, stop in pairwise(accumulate(counts, initial=0))]
 
 
 def shifts_of(
