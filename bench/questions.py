@@ -1,6 +1,6 @@
 """Real questions over real documents on a pretrained model (SmolLM2-135M-Instruct), in every way.
 
-    python bench/questions.py [--limit 40] [--resume FILE] [--ways …]
+    python bench/questions.py [--limit 40] [--resume FILE]
 
 The documents and questions are the demo's: passages of a fixed size without overlap, the six that BM25 finds, in an
 order of each prompt, in the chat template. What is measured of each way, as a mean over the questions:

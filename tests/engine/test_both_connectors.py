@@ -85,6 +85,38 @@ def test_transformers_finds_what_vllm_has_learned(models, place):
     assert set(report.loaded) == {tier}
 
 
+def test_documents_behind_a_sink_are_the_same_in_both(tmp_path, monkeypatch):
+    """They are learned by a request that begins with the sink, by one that does not, and from a prompt."""
+    settings, sink = {"local_disk": str(tmp_path / "disk")}, 7
+    texts = [path.read_text().strip() for path in sorted((SMALL / "documents").glob("*.txt"))[:3]]
+    own, tokenizer = CachedModel.load(SMALL / "model", Settings(**SETTINGS))
+    with own:
+        question, separator, *documents = (
+            tokenizer.encode(text, add_special_tokens=False)
+            for text in ("at the abbey , owner of goose", " # # ", *texts)
+        )
+    monkeypatch.setattr("lmc.connectors.vllm.connector.sink_of", lambda _: (sink,))
+    with engine(SMALL / "model", settings, skip_tokenizer_init=False) as lab:
+        told = [facts(lab.ask(tokens, {"learn": True})) for tokens in ([sink, *documents[0]], documents[1])]
+        lab.ask(join([sink], documents[2:], question, separator))
+        lab.settle()
+        lab.check()
+    assert [one["learned"] for one in told] == [True, True]
+    prompt = join([sink], documents, question, separator)
+    model, found = own.model, []
+    for place in (settings, {}):
+        with CachedModel(
+            model, Settings(**SETTINGS, **place), separator, checkpoint=SMALL / "model", learn_prefix=[sink]
+        ) as cached:
+            assert [cached.knows(document) for document in documents] == [bool(place)] * 3
+            for document in documents:
+                cached.learn(document)
+            found.append(cached.prefill(prompt).logits.log_softmax(-1))
+    assert (found[0] - found[1]).abs().max() <= SAME
+    with CachedModel(model, Settings(**SETTINGS, **settings), separator, checkpoint=SMALL / "model") as alone:
+        assert not any(alone.knows(document) for document in documents)
+
+
 @pytest.mark.parametrize("change", ["weights", "dtype", "chunk size", "rope"])
 def test_what_was_learned_with_something_else_is_no_hit(models, tmp_path, change):
     """KV of other weights, in another dtype, of another RoPE or in other chunks would be wrong."""
