@@ -59,7 +59,7 @@ def test_vllm_finds_what_transformers_has_learned(place, policy):
         )
         prompt, tokens = join(system, documents, question, separator), sum(map(len, documents))
         assert all(cached.learn(document) for document in documents)
-        chosen = RecomputePolicy(strategy=strategy, ratios=(ratio,))
+        chosen = RecomputePolicy.of(cached.settings, strategy, ratio)
         wanted = cached.prefill(prompt, "blend", policy=chosen).logits.log_softmax(-1)
         full = cached.prefill(prompt, "full").logits.log_softmax(-1)
     with engine(SMALL / "model", settings, skip_tokenizer_init=False) as lab:
