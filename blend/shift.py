@@ -1,9 +1,9 @@
 """The mean shift corrects reused tokens that are not recomputed.
 
 What the other documents of a prompt change in a document has a part that is common to its tokens. In each layer, the
-mean of what the repaired tokens of a document have changed by is added to its other tokens: to their values, and to
-their keys as they are before RoPE. The idea is AgentKVShift's (arXiv 2607.21604), which estimates the shift from probe
-tokens in one layer; here the tokens that are repaired anyway estimate it in every layer.
+mean of what the repaired tokens of a document have changed by is added to its other tokens: to their values, and half
+of it to their keys as they are before RoPE. The idea is AgentKVShift's (arXiv 2607.21604), which estimates the shift
+from probe tokens in one layer; here the tokens that are repaired anyway estimate it in every layer.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +16,7 @@ from lmc.blend.canvas import KV, Attention, Canvas
 from lmc.blend.rope import rotate
 
 DAMPING = 8  # Few tokens estimate a shift badly: the mean over n tokens counts n / (n + DAMPING) of its value.
+KEY_SHARE = 0.5  # of the mean of keys. All of it makes a model worse at copying what the question does not attend to.
 # The first tokens of a document are attention sinks. Their keys and values are unlike those of the others.
 SINKS = 2
 EARLY = 1 / 6  # of the layers, the first ones, change little and are left as they are.
@@ -76,7 +77,7 @@ class MeanShift:
         keys, values = self._canvas.read(layer, self._others)
         for document in self._documents:
             rows, others = document.repaired, document.others
-            mean = key[rows].sum(0)[:, None] * document.weight  # [H, 1, D]
+            mean = key[rows].sum(0)[:, None] * (KEY_SHARE * document.weight)  # [H, 1, D]
             turn = self._forth[0][others], self._forth[1][others]
             rotate(mean, turn, keys[others].transpose(0, 1), interleaved=interleaved, add=True)
             values[others] += change[rows].sum(0) * document.weight

@@ -12,7 +12,7 @@ from lmc.blend.blender import Blender, BlendInput
 from lmc.blend.canvas import Canvas, positions_of
 from lmc.blend.rope import rotate
 from lmc.blend.segments import Placement, join, split
-from lmc.blend.shift import DAMPING, MeanShift, shifts_of
+from lmc.blend.shift import DAMPING, KEY_SHARE, MeanShift, shifts_of
 from lmc.blend.strategies import RecomputePolicy
 from lmc.connectors.transformers.canvas import DenseCanvas
 from lmc.connectors.transformers.hf import forward, rows_of
@@ -92,7 +92,7 @@ def test_the_others_get_the_damped_mean_of_their_own_document(stops, estimating)
         others = torch.tensor([one for one in range(first + 2, last) if one not in repaired])
         mean = (at_zero(canvas, canvas.k[at], at) - at_zero(canvas, keys[at], at)).mean(0)
         moved = at_zero(canvas, canvas.k[others], others) - at_zero(canvas, keys[others], others)
-        assert torch.allclose(moved, (weight * mean).expand_as(moved), atol=1e-5)
+        assert torch.allclose(moved, (KEY_SHARE * weight * mean).expand_as(moved), atol=1e-5)
         change = canvas.v[others] - values[others]
         assert torch.allclose(change, (weight * (canvas.v[at] - values[at]).mean(0)).expand_as(change), atol=1e-5)
     untouched = torch.tensor([*range(7), *range(21, 32), *range(50, 60)])
@@ -117,6 +117,7 @@ def test_a_document_without_a_repaired_token_stays_as_it_is():
 def test_a_change_that_all_tokens_have_in_common_is_found_whole(monkeypatch, rope):
     """The stored KV is full prefill's, less a constant in each layer but the first. Without damping nothing is left."""
     monkeypatch.setattr(shift, "DAMPING", 0)
+    monkeypatch.setattr(shift, "KEY_SHARE", 1)
     model = random_model("llama", rope)
     layers, prompt = DecoderLayers(model), join(random_tokens(9, 50), DOCUMENTS, random_tokens(11, 51), SEPARATOR)
     segments = split(prompt, (SEPARATOR,))
