@@ -15,16 +15,17 @@ prefill's, and right the share whose answer is. The interval holds 90 % of 1000 
 import random
 from collections import defaultdict
 from dataclasses import dataclass, field
+from statistics import fmean
 
-import torch
 from common import closing_line, parser
 from tasks import DEVELOPMENT, HELD_OUT, MAIN, TASKS, Draw, Item
 
-from lmc.blend.segments import split
 from lmc.blend.strategies import RecomputePolicy
 from lmc.config import Settings
 from lmc.connectors.transformers import CachedModel
+from lmc.connectors.transformers.continuation import divergence, log_probabilities
 from lmc.demo.pretrained import smollm2
+from lmc.demo.questions import PromptBuilder
 from lmc.demo.random_model import machine
 
 BLIND, RATIOS = "blind", "0.05,0.1,0.15,0.3"
@@ -49,8 +50,8 @@ class Seen:
 class Fusion:
     """Measures ways on prompts of one model."""
 
-    def __init__(self, alone: CachedModel, behind: CachedModel, tokenizer, ratios: list[float]) -> None:  # type: ignore[no-untyped-def]
-        self._alone, self._behind, self._tokenizer = alone, behind, tokenizer
+    def __init__(self, alone: CachedModel, behind: CachedModel, builder: PromptBuilder, ratios: list[float]) -> None:
+        self._alone, self._behind, self._builder = alone, behind, builder
         self._ways = {BLIND: (alone, RecomputePolicy(strategy="none", ratios=(0.0,), correction="none"))}
         for strategy, sink, correction in WAYS:
             for ratio in ratios if strategy != "none" else [0.0]:
@@ -58,46 +59,25 @@ class Fusion:
                 policy = RecomputePolicy(strategy=strategy, ratios=(ratio,), correction=correction)
                 self._ways[name] = (behind if sink else alone, policy)
 
-    def prompt(self, item: Item) -> list[int]:
-        """Return the prompt up to the beginning of the answer."""
-        separator = self._alone.settings.blend_special_str
-        body = separator.join(["Here are the documents.", *item.documents, f"Question: {item.question}"])
-        messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": body}]
-        text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        return self._tokens(text + item.lead)
-
     def measure(self, item: Item, seen: dict[str, Seen]) -> int:
         """Ask one prompt in every way, and note the results; return its length."""
-        prompt, answer = self.prompt(item), self._tokens(" " + item.answer)
+        encode = self._builder.encode
+        prompt = self._builder.prompt([encode(document) for document in item.documents], item.question, item.lead)
+        answer = encode(" " + item.answer)
         for cached in (self._alone, self._behind):
-            for span in split(prompt, cached.separators).documents:
-                cached.learn(prompt[span.start : span.stop])
-        full, _ = self._scores(self._alone, prompt, answer, "full", None)
+            cached.learn_documents(prompt)
+        full = log_probabilities(self._alone, prompt, self._alone.prefill(prompt, "full"), answer)
         seen["full"].right.append(full.argmax(-1).tolist() == answer)
         for name, (cached, policy) in self._ways.items():
-            found, charged = self._scores(cached, prompt, answer, "blend", policy)
-            seen[name].kl.append(float((full.exp() * (full - found)).sum(-1).mean()))
+            done = cached.prefill(prompt, "blend", policy=policy)
+            found = log_probabilities(cached, prompt, done, answer)
+            seen[name].kl.append(divergence(full, found))
             seen[name].agrees.append(bool(found[0].argmax() == full[0].argmax()))
             seen[name].right.append(found.argmax(-1).tolist() == answer)
-            seen[name].charged.append(charged)
+            seen[name].charged.append(done.report.charged_budget)
         for cached in (self._alone, self._behind):
             cached.engine.forget_all()
         return len(prompt)
-
-    def _scores(
-        self, cached: CachedModel, prompt: list[int], answer: list[int], how: str, policy: RecomputePolicy | None
-    ) -> tuple[torch.Tensor, float]:
-        """Return log-probabilities `[A, V]` at the tokens of the answer, and the charged budget."""
-        done = cached.prefill(prompt, how, policy=policy)  # type: ignore[arg-type]
-        logits = done.logits[None]
-        if len(answer) > 1:  # The cache ends before the prompt's last token.
-            ids = torch.tensor([[prompt[-1], *answer[:-1]]])
-            with torch.inference_mode():
-                logits = cached.model(ids, past_key_values=done.cache).logits[0]
-        return torch.log_softmax(logits.float(), dim=-1), done.report.charged_budget
-
-    def _tokens(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False)  # type: ignore[no-any-return]
 
 
 def closed(way: list[float], blind: list[float]) -> float:
@@ -128,7 +108,8 @@ def main() -> None:
     settings = Settings(enable_blending=True, blend_calibration="ignore", blend_min_tokens=0, max_local_cpu_size=1.0)
     behind, tokenizer = CachedModel.load(smollm2(), settings)
     with behind, CachedModel(behind.model, settings, behind.separators) as alone:
-        fusion = Fusion(alone, behind, tokenizer, [float(ratio) for ratio in options.ratios.split(",")])
+        builder = PromptBuilder(tokenizer, SYSTEM, settings.blend_special_str)
+        fusion = Fusion(alone, behind, builder, [float(ratio) for ratio in options.ratios.split(",")])
         for task in names:
             seen: dict[str, Seen] = defaultdict(Seen)
             lengths = []
@@ -136,19 +117,19 @@ def main() -> None:
                 draw = Draw(words, f"{task} {number}", options.documents, options.fillers)
                 lengths.append(fusion.measure(TASKS[task](draw), seen))
             full, blind = seen.pop("full").right, seen[BLIND].kl
-            print(f"{task}: {sum(lengths) / len(lengths):.0f} tokens, full prefill is right in {mean(full):.0%}")
+            print(f"{task}: {sum(lengths) / len(lengths):.0f} tokens, full prefill is right in {fmean(full):.0%}")
             for name, way in seen.items():
                 low, high = interval(way.kl, blind)
                 row = {
                     "task": task,
                     "way": name,
-                    "kl": round(mean(way.kl), 4),
+                    "kl": round(fmean(way.kl), 4),
                     "closed": round(closed(way.kl, blind), 3),
                     "low": round(low, 3),
                     "high": round(high, 3),
-                    "agreement": round(mean(way.agrees), 3),
-                    "right": round(mean(way.right), 3),
-                    "charged": round(mean(way.charged), 3),
+                    "agreement": round(fmean(way.agrees), 3),
+                    "right": round(fmean(way.right), 3),
+                    "charged": round(fmean(way.charged), 3),
                 }
                 rows.append(row)
                 if task in MAIN:
@@ -161,14 +142,9 @@ def main() -> None:
         "bench": "fusion",
         "prompts": options.prompts,
         "held_out": options.held_out,
-        "closed": {name: round(mean(found), 3) for name, found in means.items()},  # mean over the main tasks
+        "closed": {name: round(fmean(found), 3) for name, found in means.items()},  # mean over the main tasks
     }
     closing_line(result, "fusion" if options.keep else None, {"rows": rows})
-
-
-def mean(numbers: list[float] | list[bool]) -> float:
-    """Return the mean."""
-    return sum(numbers) / len(numbers)
 
 
 if __name__ == "__main__":

@@ -18,20 +18,20 @@ import json
 import random
 from collections import defaultdict
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
-import torch
 from common import closing_line, parser
 
 from lmc.blend.strategies import RecomputePolicy
 from lmc.config import Settings
 from lmc.connectors.transformers import CachedModel
-from lmc.connectors.transformers.report import Prefilled
+from lmc.connectors.transformers.continuation import divergence, greedy_answer, log_probabilities
 from lmc.demo import REAL
 from lmc.demo.pretrained import smollm2
 from lmc.demo.questions import Example, Prompts, read_collection
 from lmc.demo.random_model import machine
-from lmc.demo.run import answer, begins, common
+from lmc.demo.run import begins, common
 
 TOKENS = 16
 SEED = 1
@@ -57,20 +57,20 @@ class Bench:
         """Return what was measured, by way."""
         prompt = example.prompt
         done = self._cached.prefill(prompt, "full")
-        full = answer(self._cached, done, prompt, TOKENS)
-        wanted = self._scores(done, prompt, full)
+        full = greedy_answer(self._cached, prompt, done, TOKENS)
+        wanted = log_probabilities(self._cached, prompt, done, full)
         row: dict[str, Any] = {"full": {"said": full, **self._judged(full, example)}}
         for name, policy in self._ways.items():
             done = self._cached.prefill(prompt, "blend", policy=policy)
-            found = self._scores(done, prompt, full)
+            found = log_probabilities(self._cached, prompt, done, full)
             same = common(found.argmax(-1).tolist(), full)
-            said = full if same == len(full) else answer(self._cached, done, prompt, TOKENS)
+            said = full if same == len(full) else greedy_answer(self._cached, prompt, done, TOKENS)
             row[name] = {
                 "said": said,
                 **self._judged(said, example),
                 "agreement": same / len(full),
                 "first": same > 0,
-                "kl": float((wanted.exp() * (wanted - found)).sum(-1).mean()),
+                "kl": divergence(wanted, found),
                 "charged": done.report.charged_budget,
             }
         return row
@@ -78,21 +78,6 @@ class Bench:
     def _judged(self, said: list[int], example: Example) -> dict[str, Any]:
         text = self._tokenizer.decode(said, skip_special_tokens=True)
         return {"text": text, "right": begins(text, *example.accepted)}
-
-    def _scores(self, done: Prefilled, prompt: list[int], said: list[int]) -> torch.Tensor:
-        """Return log-probabilities `[A, V]` at the tokens of an answer, and leave the cache as it was."""
-        _forget(done, prompt)
-        with torch.inference_mode():
-            ids = torch.tensor([[prompt[-1], *said[:-1]]])
-            logits = self._cached.model(ids, past_key_values=done.cache).logits[0]
-        _forget(done, prompt)
-        return torch.log_softmax(logits.float(), dim=-1)
-
-
-def _forget(done: Prefilled, prompt: list[int]) -> None:
-    """Remove from a cache what was generated, and the prompt's last token."""
-    if (behind := done.cache.get_seq_length() - len(prompt) + 1) > 0:
-        done.cache.crop(-behind)
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
@@ -103,14 +88,9 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
         kinds = defaultdict(list)
         for row, way in zip(rows, ways, strict=True):
             kinds[row["kind"]].append(way["right"])
-        numbers = {key: mean([way[key] for way in ways]) for key in ways[0] if key not in ("said", "text")}
-        found[name] = numbers | {f"right, {kind}": mean(hits) for kind, hits in kinds.items()}
+        numbers = {key: round(fmean(way[key] for way in ways), 4) for key in ways[0] if key not in ("said", "text")}
+        found[name] = numbers | {f"right, {kind}": round(fmean(hits), 4) for kind, hits in kinds.items()}
     return found
-
-
-def mean(numbers: list[float]) -> float:
-    """Return the mean, in four digits."""
-    return round(sum(numbers) / len(numbers), 4)
 
 
 def main() -> None:
@@ -135,8 +115,7 @@ def main() -> None:
             if question.question in rows:
                 continue
             example = prompts.example(question, f"{SEED} {question.question}")
-            for name in example.order:
-                cached.learn(prompts.tokens[name])
+            cached.learn_documents(example.prompt)
             row = {"question": question.question, "kind": question.kind, "tokens": len(example.prompt)}
             rows[question.question] = row | {"ways": bench.measure(example)}
             print(json.dumps(rows[question.question]), file=file, flush=True)

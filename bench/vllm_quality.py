@@ -15,15 +15,15 @@ prefix that prompts share. Both engines run side by side and are asked in turn.
 
 import json
 import random
-import statistics
 from collections import defaultdict
 from itertools import accumulate
 from pathlib import Path
+from statistics import fmean, median
 from typing import Any
 
 from common import closing_line, parser
 from engine import Engine
-from questions import SEED, TOKENS, mean
+from questions import SEED, TOKENS
 
 from lmc.config import Settings
 from lmc.demo import REAL
@@ -87,7 +87,7 @@ def quality(
         print(
             f"{question.question}  { ({way: tokenizer.decode(one).strip() for way, one in said.items()}) }", flush=True
         )
-    return {way: {key: mean(numbers) for key, numbers in one.items()} for way, one in found.items()}
+    return {way: {key: round(fmean(numbers), 4) for key, numbers in one.items()} for way, one in found.items()}
 
 
 def ttft(bench: Bench, prompts: Prompts, asked: list[Question], names: list[str], rounds: int) -> dict[str, Any]:
@@ -107,7 +107,7 @@ def ttft(bench: Bench, prompts: Prompts, asked: list[Question], names: list[str]
             for way, one in answers.items():
                 if number:  # the first round warms up
                     seconds[way].append(one["seconds"])
-        middle = {way: statistics.median(one) for way, one in seconds.items()}
+        middle = {way: median(one) for way, one in seconds.items()}
         speed = {f"{way}, times": round(middle["full"] / middle[way], 2) for way in ("exact", "blend")}
         found[str(length)] = {"tokens": tokens, **{way: round(one, 3) for way, one in middle.items()}, **speed}
         print(f"about {length} tokens: {found[str(length)]}", flush=True)

@@ -4,11 +4,14 @@ A causal flag does not do this. It aligns the last query with the last key, so t
 keys behind them.
 """
 
+from typing import Literal
+
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from lmc.blend.canvas import KV
 
+OverHeads = Literal["mean", "max"]
 # Queries in one call. Keys behind the last query of a call are not read, so small calls save half of the work.
 BLOCK = 64
 
@@ -44,18 +47,17 @@ def attend(
 
 
 def attend_and_score(
-    query: torch.Tensor, kv: KV, positions: torch.Tensor, scale: float, present: torch.Tensor, over_heads: str
+    query: torch.Tensor, kv: KV, positions: torch.Tensor, scale: float, present: torch.Tensor, over_heads: OverHeads
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return what `attend` returns, and the attention `[N]` float32 that each key gets from these queries.
 
-    The attention is the maximum over queries of its mean over heads, or with `over_heads="max"` the maximum over both.
+    The attention is the maximum over queries of its mean or maximum over heads.
     """
     keys, values = kv
     heads, group = keys.shape[0], query.shape[1] // keys.shape[0]
     later = positions[:, None] < torch.arange(keys.shape[1], device=keys.device)
     hidden = later.logical_or_(~present)  # [T, N]
-    mean = torch.zeros(hidden.shape, device=keys.device)
-    largest, out = torch.zeros(keys.shape[1], device=keys.device), torch.empty_like(query)
+    out, paid = torch.empty_like(query), []
     for head in range(heads):  # One head at a time: [G·T, N] fits in the processor's cache, and [Q, T, N] does not.
         here = slice(head * group, (head + 1) * group)
         q = query[:, here].transpose(0, 1).float()  # [G, T, D]
@@ -63,8 +65,6 @@ def attend_and_score(
         logits = ((q * scale) @ keys[head].float().T).masked_fill_(hidden, float("-inf"))
         weights = logits.softmax(-1)
         out[:, here] = (weights @ values[head].float()).transpose(0, 1).to(out.dtype)
-        if over_heads == "max":
-            torch.maximum(largest, weights.amax((0, 1)), out=largest)
-        else:
-            mean += weights.sum(0)
-    return out, largest if over_heads == "max" else mean.amax(0) / (heads * group)
+        paid.append(weights.amax((0, 1)) if over_heads == "max" else weights.sum(0))  # [N] or [T, N]
+    joined = torch.stack(paid)
+    return out, joined.amax(0) if over_heads == "max" else joined.sum(0).amax(0) / (heads * group)

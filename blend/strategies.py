@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from lmc.blend.attention import OverHeads
 from lmc.config import Settings
 from lmc.errors import ConfigError
 
@@ -101,7 +102,7 @@ STRATEGIES: dict[str, Callable[[Evidence, int], torch.Tensor]] = {
 }
 # The strategies that score by the question's attention: by its mean over heads, as published, or by that of the head
 # that attends most. Heads look for different things, and with a small budget the mean misses some of them.
-NEEDS_QUESTION = {"query": "mean", "union": "max"}
+NEEDS_QUESTION: dict[str, OverHeads] = {"query": "mean", "union": "max"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from lmc.blend.segments import join, split
 from lmc.calibrate.measure import BLIND, RATIOS, Measured, Numbers
-from lmc.calibrate.prompts import ANSWER, CalibrationPrompts, collect, passages_of, questions_about
+from lmc.calibrate.prompts import ANSWER, ASK, CalibrationPrompts, collect, questions_about
 from lmc.calibrate.verdict import calibration, judge, reads_documents, table, yaml_lines
 from lmc.cli import app
 from lmc.config import Settings
@@ -145,19 +145,23 @@ def test_the_table_has_full_prefill_blind_reuse_and_every_ratio() -> None:
 # -- prompts ---------------------------------------------------------------------------------------------------------
 
 
-def test_long_texts_are_cut_between_words_and_nothing_is_lost() -> None:
-    text = " ".join(f"word{number}" for number in range(300))
-    passages = passages_of(text, tokens=900, size=200)
-    assert " ".join(passages) == text
-    assert 4 < len(passages) <= 6
-    assert passages_of("x" * 100, tokens=100, size=30) == ["x" * 30, "x" * 30, "x" * 30, "x" * 10]
-    assert passages_of("short", tokens=1, size=200) == ["short"]
+def test_long_texts_are_cut_between_words_and_nothing_is_lost(tmp_path: Path) -> None:
+    text = "\n".join(f"owner of goose is the old miller {number} ." for number in range(100))
+    (tmp_path / "a.txt").write_text(text)
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    documents = list(collect(tmp_path, None, tokenizer, 2048).documents.values())
+    assert "\n".join(documents).split() == text.split()
+    assert all("\n" in document for document in documents)
+    lengths = [len(tokenizer.encode(document, add_special_tokens=False)) for document in documents]
+    assert len(lengths) > 3
+    assert all(150 < length < 310 for length in lengths)
 
 
 def test_a_made_question_is_a_sentence_without_its_second_half() -> None:
     text = "The first sentence of this short text has ten words. Too short. # 1 | 2 | 3 | 4 | 5 | 6 | 7 | 8 | 9 | 10"
     (question,) = questions_about({"a 1": text})
-    assert (question.question, question.answer) == ("The first sentence of this", "short text has ten words.")
+    assert question.question == f"{ASK}The first sentence of this"
+    assert (question.lead, question.answer) == ("The first sentence of this", "short text has ten words.")
 
 
 def test_a_prompt_holds_the_documents_between_separators_and_ends_with_the_known_half(tmp_path: Path) -> None:
@@ -169,12 +173,12 @@ def test_a_prompt_holds_the_documents_between_separators_and_ends_with_the_known
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     tokenizer.chat_template = "<{{ messages[0]['content'] }}>"
     collection = collect(tmp_path, None, tokenizer, 2048)
-    prompts = CalibrationPrompts(collection, tokenizer, " # # ", made=True)
+    prompts = CalibrationPrompts(collection, tokenizer, " # # ")
     prompt = prompts.prompt(0)
     separator = tuple(tokenizer.encode(" # # ", add_special_tokens=False))
     parts = split(prompt.tokens, (separator,))
     assert len(parts.documents) == 6
-    known = tokenizer.encode(collection.questions[0].question, add_special_tokens=False)
+    known = tokenizer.encode(collection.questions[0].lead, add_special_tokens=False)
     rest = len(known) - 1  # Its first token may be joined with the end of the template.
     assert prompt.tokens[-rest:] == prompt.bare[-rest:] == known[1:]
     assert prompt.bare == join(

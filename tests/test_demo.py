@@ -28,6 +28,13 @@ def test_passages_are_cut_at_a_fixed_size_without_overlap() -> None:
     assert [len(passage.split()) for passage in passages(f"{text} 24", 10)] == [10, 10, 5]
     assert " ".join(passages(text, 4)) == text
     assert list(passages("", 10)) == []
+    assert list(passages("one\ntwo  three", 3)) == ["one\ntwo  three"], "line ends and blanks stay"
+
+
+def test_text_without_blanks_is_cut_too() -> None:
+    text = "文" * 100
+    assert [len(passage) for passage in passages(text, 2)] == [40, 40, 20]
+    assert "".join(passages(text, 2)) == text
 
 
 def test_every_answer_stands_in_a_passage_that_bm25_finds(collection: Collection) -> None:

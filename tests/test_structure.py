@@ -167,7 +167,17 @@ def test_public_names_are_frozen() -> None:
     from lmc.engine import CacheEngine
 
     methods = {name for name in vars(connector.CachedModel) if not name.startswith("_")}
-    assert methods == {"load", "close", "learn", "learn_pending", "knows", "keep", "prefill", "generate"}
+    assert methods == {
+        "load",
+        "close",
+        "learn",
+        "learn_documents",
+        "learn_pending",
+        "knows",
+        "keep",
+        "prefill",
+        "generate",
+    }
     assert {name for name in vars(CacheEngine) if not name.startswith("_")} == {
         "namespace", "token_chain", "block_chain", "documents", "begins", "learn_later", "document_keys",
         "look", "lookup",

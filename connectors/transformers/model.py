@@ -132,6 +132,10 @@ class CachedModel(AbstractContextManager["CachedModel"]):
             for unfilled in filter(None, slots):
                 self.engine.store.abort(unfilled)
 
+    def learn_documents(self, prompt_ids: Sequence[int]) -> int:
+        """Learn what stands between the separators of a prompt; return how many chunks are new."""
+        return sum(self.learn(prompt_ids[one.start : one.stop]) for one in split(prompt_ids, self.separators).documents)
+
     def learn_pending(self) -> int:
         """Learn the unknown documents of earlier prompts; return how many there were."""
         count = len(self.engine.learning)

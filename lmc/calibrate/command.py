@@ -76,7 +76,7 @@ def _measure(
     cached, tokenizer = CachedModel.load(model, settings)
     with cached, Progress(console=Console(stderr=True), transient=True) as bar:
         collection = collect(documents, questions, tokenizer, cached.layers.positions)
-        made = CalibrationPrompts(collection, tokenizer, settings.blend_special_str, made=questions is None)
+        made = CalibrationPrompts(collection, tokenizer, settings.blend_special_str)
         task = bar.add_task("prompts in all ways", total=None)
         found = Measurement(cached, made).run(
             prompts, lambda done, total: bar.update(task, completed=done, total=total)

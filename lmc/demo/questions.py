@@ -7,6 +7,7 @@ named last", which changes with the order of the documents.
 
 import json
 import random
+import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -71,7 +72,7 @@ def read_collection(documents: Path, questions: Path) -> Collection:
     if isinstance(content, list):
         content = {"questions": content}
     if isinstance(content, dict) and (words := content.get("passage_words")):
-        cuts = {name: enumerate(passages(text, words)) for name, text in texts.items()}
+        cuts = {name: enumerate(passages(" ".join(text.split()), words)) for name, text in texts.items()}
         texts = {f"{name}-{number:03d}": passage for name, cut in cuts.items() for number, passage in cut}
     try:
         asked = [Question(**{**entry, "accepted": tuple(entry.get("accepted", ()))}) for entry in content["questions"]]
@@ -104,12 +105,17 @@ def read_collection(documents: Path, questions: Path) -> Collection:
 
 def passages(text: str, words: int) -> Iterator[str]:
     """Cut a text into passages of `words` words without overlap; a rest of less than half joins the one before."""
-    tokens = text.split()
+    ends = word_ends(text)
     start = 0
-    while start < len(tokens):
-        stop = start + words if len(tokens) - start >= 1.5 * words else len(tokens)
-        yield " ".join(tokens[start:stop])
+    while start < len(ends):
+        stop = start + words if len(ends) - start >= 1.5 * words else len(ends)
+        yield text[ends[start - 1] if start else 0 : ends[stop - 1]].strip()
         start = stop
+
+
+def word_ends(text: str) -> list[int]:
+    """Return where each word of a text ends, with the blanks behind it. Text without blanks has words of 20 letters."""
+    return [word.end() for word in re.finditer(r"\S{1,20}\s*", text)]
 
 
 def read_texts(folder: Path) -> dict[str, str]:
@@ -156,31 +162,39 @@ class Retriever:
         return [self._names[i] for i in found[0]]
 
 
+class PromptBuilder:
+    """Builds prompts from documents and a question: in the model's chat template, if it has one."""
+
+    def __init__(self, tokenizer: Any, system: str, special: str) -> None:
+        self._tokenizer, self._system = tokenizer, system
+        self._separator = self.encode(special)
+
+    def encode(self, text: str) -> list[int]:
+        """Return the tokens of a text, without those that the tokenizer adds to a prompt."""
+        return self._tokenizer.encode(text, add_special_tokens=False)  # type: ignore[no-any-return]
+
+    def prompt(self, documents: Sequence[Sequence[int]], question: str, lead: str) -> list[int]:
+        """Return a prompt up to the answer, which begins with `lead`, with separators around the documents."""
+        if not getattr(self._tokenizer, "chat_template", None):
+            asked = self.encode(f"{question} {lead}".strip())
+            return join(self._tokenizer.encode(self._system), documents, asked, self._separator)
+        content = f"Here are the documents.{DOCUMENTS}Question: {question}"
+        chat = [{"role": "system", "content": self._system}, {"role": "user", "content": content}]
+        if "system" not in str(self._tokenizer.chat_template):
+            chat = [{"role": "user", "content": f"{self._system} {content}"}]
+        text = self._tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+        before, behind = text.split(DOCUMENTS)
+        return join(self.encode(before), documents, self.encode(behind + lead), self._separator)
+
+
 class Prompts:
     """Builds examples: it retrieves documents, puts them in a new order, and encodes them."""
 
     def __init__(self, collection: Collection, tokenizer: Any, special: str) -> None:
-        self._collection, self._tokenizer = collection, tokenizer
+        self._collection = collection
         self._retriever = Retriever(collection.documents)
-        self.tokens = {name: self._encode(text) for name, text in collection.documents.items()}
-        self._separator = self._encode(special)
-
-    def _encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False)  # type: ignore[no-any-return]
-
-    def _around(self, question: Question) -> tuple[list[int], list[int]]:
-        """Return what stands before and behind the documents: in the model's chat template, if it has one."""
-        system = self._collection.system
-        if not getattr(self._tokenizer, "chat_template", None):
-            asked = f"{question.question} {question.lead}".strip()
-            return self._tokenizer.encode(system), self._encode(asked)
-        content = f"Here are the documents.{DOCUMENTS}Question: {question.question}"
-        chat = [{"role": "system", "content": system}, {"role": "user", "content": content}]
-        if "system" not in str(self._tokenizer.chat_template):
-            chat = [{"role": "user", "content": f"{system} {content}"}]
-        text = self._tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-        before, behind = text.split(DOCUMENTS)
-        return self._encode(before), self._encode(behind + question.lead)
+        self._builder = PromptBuilder(tokenizer, collection.system, special)
+        self.tokens = {name: self._builder.encode(text) for name, text in collection.documents.items()}
 
     def example(self, question: Question, order_seed: int | str) -> Example:
         """Return the question over its best documents, in an order that `order_seed` decides.
@@ -202,8 +216,7 @@ class Prompts:
 
     def build(self, question: Question, order: Sequence[str]) -> list[int]:
         """Return the prompt of a question over these documents."""
-        before, behind = self._around(question)
-        return join(before, [self.tokens[name] for name in order], behind, self._separator)
+        return self._builder.prompt([self.tokens[name] for name in order], question.question, question.lead)
 
 
 def sample(collection: Collection, count: int | None) -> Collection:

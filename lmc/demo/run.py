@@ -18,6 +18,7 @@ import torch
 from lmc.blend.segments import join, split
 from lmc.config import Settings
 from lmc.connectors.transformers import CachedModel
+from lmc.connectors.transformers.continuation import greedy_answer
 from lmc.connectors.transformers.report import How, Prefilled
 from lmc.demo.outcome import Answer, Asked, Outcome, Picture, Tally
 from lmc.demo.pretrained import NAME as PRETRAINED
@@ -44,15 +45,7 @@ def silent(_what: str, _done: int, _of: int) -> None:
 def answers(cached: CachedModel, done: Prefilled, prompt: list[int], wanted: str, tokenizer: Any) -> bool:
     """Return whether greedy decoding from a prefilled prompt begins with the right answer."""
     limit = len(tokenizer.encode(" " + wanted, add_special_tokens=False)) + 1  # one more: the answer may go on
-    return begins(tokenizer.decode(answer(cached, done, prompt, limit), skip_special_tokens=True), wanted)
-
-
-def answer(cached: CachedModel, done: Prefilled, prompt: list[int], limit: int) -> list[int]:
-    """Return up to `limit` tokens of the greedy answer to a prefilled prompt."""
-    ids = torch.tensor([prompt], device=cached.layers.device)
-    options = {"max_new_tokens": limit, "do_sample": False, "attention_mask": torch.ones_like(ids)}
-    said = cached.model.generate(input_ids=ids, past_key_values=done.cache, **options)
-    return said[0, len(prompt) :].tolist()  # type: ignore[no-any-return]
+    return begins(tokenizer.decode(greedy_answer(cached, prompt, done, limit), skip_special_tokens=True), wanted)
 
 
 def begins(said: str, *accepted: str) -> bool:
@@ -80,7 +73,7 @@ def prefill_all(caches: dict[How, CachedModel], example: Example, first: int) ->
 
 def ask(cached: CachedModel, example: Example, done: dict[How, Prefilled], tokenizer: Any, limit: int) -> Asked:
     """Let every way answer from its prefilled prompt, and compare the answers."""
-    said = {how: answer(cached, prefilled, example.prompt, limit) for how, prefilled in done.items()}
+    said = {how: greedy_answer(cached, example.prompt, prefilled, limit) for how, prefilled in done.items()}
     full, ways = said["full"][:AGREEMENT], {}
     for how, tokens in said.items():
         text, report = tokenizer.decode(tokens, skip_special_tokens=True), done[how].report

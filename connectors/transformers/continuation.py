@@ -1,0 +1,50 @@
+"""What a model says behind a prefilled prompt: its greedy answer, and its predictions behind a given one.
+
+Each function leaves the cache as the prefill has left it, so a prefilled prompt can be continued several times.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from lmc.connectors.transformers.hf import forward
+from lmc.connectors.transformers.model import CachedModel
+from lmc.connectors.transformers.report import Prefilled
+
+
+def greedy_answer(cached: CachedModel, prompt: Sequence[int], done: Prefilled, limit: int) -> list[int]:
+    """Return the most likely next tokens, up to `limit` or the model's end token, which is the last one then.
+
+    The model's own defaults for generation, such as a repetition penalty, are not used.
+    """
+    ends = cached.model.generation_config.eos_token_id
+    ends = ends if isinstance(ends, list) else [ends]
+    answer = [int(done.logits.argmax())]
+    given = [prompt[-1], answer[0]]  # The cache ends before the prompt's last token.
+    while len(answer) < limit and answer[-1] not in ends:
+        answer.append(int(forward(cached.model, given, done.cache).logits[0, -1].argmax()))
+        given = answer[-1:]
+    _shorten(done, len(prompt) - 1)
+    return answer
+
+
+def log_probabilities(
+    cached: CachedModel, prompt: Sequence[int], done: Prefilled, answer: Sequence[int]
+) -> torch.Tensor:
+    """Return the predictions `[A, V]` for each of the A tokens of an answer, behind the ones before it."""
+    ids = torch.tensor([[prompt[-1], *answer[:-1]]], device=cached.layers.device)
+    with torch.inference_mode():
+        logits = cached.model(ids, past_key_values=done.cache).logits[0]
+    _shorten(done, len(prompt) - 1)
+    return torch.log_softmax(logits.float(), dim=-1)
+
+
+def divergence(full: torch.Tensor, other: torch.Tensor) -> float:
+    """Return KL(full ‖ other) of log-probabilities `[A, V]` in nats, as a mean over the A tokens."""
+    return float((full.exp() * (full - other)).sum(-1).mean())
+
+
+def _shorten(done: Prefilled, length: int) -> None:
+    """Remove what stands behind the first `length` tokens of the cache."""
+    if extra := done.cache.get_seq_length() - length:
+        done.cache.crop(-extra)
