@@ -259,7 +259,7 @@ class _Parts:
             (blender, "attend", "attention of the first pass"),
             (blender, "attend_and_score", "attention and scores of the question"),
             (PagedCanvas, "place", "rotate and place"),
-            (shift.MeanShift, "_apply", "mean shift"),
+            (shift.Shift, "_apply", "shift"),
         ):
             setattr(owner, name, self._clocked(getattr(owner, name), part))
 

@@ -26,7 +26,7 @@ import torch
 from lmc.blend.attention import attend, attend_and_score
 from lmc.blend.canvas import Attention, Canvas, R, positions_of
 from lmc.blend.segments import Placement
-from lmc.blend.shift import MeanShift, shifts_of
+from lmc.blend.shift import Shift, shifts_of
 from lmc.blend.strategies import NEEDS_QUESTION, STRATEGIES, Evidence, RecomputePolicy, budget, by_deviation
 
 QUESTION_ROWS = 64  # The last tokens of the question score the documents; more rows cost time and change little.
@@ -92,6 +92,7 @@ class Blender(Generic[R]):
         self._is_reused[self._reused] = True
         self._fresh = (~self._present).nonzero().flatten()
         self._placed = 0  # layers whose stored parts are in place
+        self._attention: torch.Tensor | None = None  # [N] what the question pays to each reused token
         reused, fresh, depth = self._reused, len(self._fresh), canvas.depth
         repaired = [reused[:0]] * depth
         self.result = BlendResult(reused=len(reused), fresh=fresh, computed=[0] * depth, repaired=repaired)
@@ -102,11 +103,11 @@ class Blender(Generic[R]):
         if not len(self._reused):
             yield from self._pass(fresh)
         elif strategy in NEEDS_QUESTION:
-            attention = torch.zeros(self._canvas.depth, self._given.length, device=self._canvas.device)
-            yield from self._ask(attention)
+            paid = torch.zeros(self._canvas.depth, self._given.length, device=self._canvas.device)
+            yield from self._ask(paid)
             joined = self._canvas.largest if NEEDS_QUESTION[strategy] == "max" else self._canvas.summed
-            scores = joined(attention[:, self._reused]).sum(0)
-            chosen = self._choose(Evidence(offset=self._offset, attention=scores))
+            self._attention = joined(paid[:, self._reused]).sum(0)
+            chosen = self._choose(Evidence(offset=self._offset, attention=self._attention))
             # The first pass has finished what stands before all reused tokens.
             yield from self._pass(_merged(fresh[fresh > self._reused[0]], chosen))
         elif strategy == "deviation":
@@ -140,15 +141,15 @@ class Blender(Generic[R]):
                 self._canvas.run(layer, rows, batch, shift.attention(layer) if shift else None)
                 yield _slice_of(layer, batch, shift.cost if shift else 0)
 
-    def _shifts(self, rows: R | None) -> list[MeanShift]:
+    def _shifts(self, rows: R | None) -> list[Shift]:
         """Return what corrects the tokens that are not repaired, for each batch of rows."""
         if rows is None or self._policy.correction == "none":
             return []
         batches = [self._repaired(rows.positions[batch]) for batch in self._canvas.batches(rows)]
-        return list(shifts_of(self._canvas, self._offset, self._reused, batches))
+        return list(shifts_of(self._canvas, self._offset, self._reused, self._attention, batches))
 
-    def _ask(self, attention: torch.Tensor) -> Iterator[Slice]:
-        """Run the question over the unrepaired KV, and note in `attention [L, N]` what it pays to each token.
+    def _ask(self, paid: torch.Tensor) -> Iterator[Slice]:
+        """Run the question over the unrepaired KV, and note in `paid [L, N]` what it pays to each token.
 
         Fresh tokens before all reused ones run with it; their KV is exact and finished afterwards. Separators and
         unknown documents behind them are absent: to compute them here too would cost as much as the question itself,
@@ -162,7 +163,7 @@ class Blender(Generic[R]):
             yield from self._place(layer)
             self._charge(layer, len(positions), self._reused[:0])
             for probe in probes:
-                self._canvas.run(layer, rows, probe.batch, self._scoring(layer, probe, attention[layer]))
+                self._canvas.run(layer, rows, probe.batch, self._scoring(layer, probe, paid[layer]))
                 yield _slice_of(layer, probe.batch, self._canvas.context_cost(len(probe.present)))
 
     def _probes(self, positions: torch.Tensor, question: int, batches: Sequence[slice]) -> list["_Probe"]:

@@ -16,6 +16,8 @@ from lmc.errors import ConfigError
 # What `union` repairs whatever the question is: the tokens of a document that were computed at these first positions,
 # which are two tokens behind an attention sink.
 HEAD_POSITIONS = 3
+# How many tokens behind each token `union` expects an answer to read, and with which share of its score.
+READ_ON, INHERITED = 2, 0.8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,14 +64,17 @@ def by_query(evidence: Evidence, count: int) -> torch.Tensor:
 
 
 def by_union(evidence: Evidence, count: int) -> torch.Tensor:
-    """Choose the first tokens of each document, and for the rest of the budget what the question attends to.
+    """Choose the first tokens of each document, and for the rest of the budget what the question and its answer read.
 
     The first tokens get at most a fourth of the budget. A document may take over information from the documents before
-    it in its first tokens, to which questions do not attend.
+    it in its first tokens, to which questions do not attend. An answer that is copied from a document attends to the
+    tokens behind those that the question finds, so `READ_ON` tokens inherit a share of the score of the one before.
     """
     assert evidence.attention is not None
+    attention, follows = evidence.attention.clone(), evidence.offset[1:] == evidence.offset[:-1] + 1
+    for _ in range(READ_ON):
+        attention[1:] = torch.where(follows, torch.maximum(attention[1:], attention[:-1] * INHERITED), attention[1:])
     heads = by_head(evidence, count // 4)
-    attention = evidence.attention.clone()
     attention[heads[evidence.offset[heads] < HEAD_POSITIONS]] = float("inf")
     return highest(attention, count)
 

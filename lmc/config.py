@@ -161,7 +161,7 @@ class Settings(BaseModel):
         None, description="a number from 0 on for each check layer, or left out"
     )
     blend_correction: Literal["shift", "none"] = Field(
-        "shift", description="shift (other tokens of a document get the mean change of its recomputed ones) or none"
+        "shift", description="shift (other tokens change as recomputed ones of their document that are alike) or none"
     )
     blend_learn_prefix: Literal["sink", "none"] = Field(
         "sink", description="sink (documents are learned behind the tokenizer's first token) or none (learned alone)"

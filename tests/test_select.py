@@ -53,8 +53,8 @@ def test_the_query_strategy_takes_what_the_question_attends_to() -> None:
 
 def test_the_union_spends_a_fourth_on_heads_at_most_and_the_rest_on_the_question() -> None:
     offsets = torch.cat([torch.arange(30), torch.arange(30)])
-    attention = torch.zeros(60)
-    attention[[0, 15, 43]] = torch.tensor([0.9, 0.5, 0.7])
+    attention = torch.full((60,), 0.6)
+    attention[[0, 15, 43]] = torch.tensor([0.9, 0.7, 0.7])
     scores = Evidence(offset=offsets, attention=attention)
 
     assert STRATEGIES["union"](scores, 1).tolist() == [0]
@@ -63,6 +63,13 @@ def test_the_union_spends_a_fourth_on_heads_at_most_and_the_rest_on_the_question
     chosen = STRATEGIES["union"](scores, 8 * HEAD_POSITIONS).tolist()
     assert len(chosen) == 8 * HEAD_POSITIONS
     assert heads | {15, 43} <= set(chosen)
+
+
+def test_the_union_reads_on_behind_what_the_question_finds_and_not_into_the_next_document() -> None:
+    scores = evidence(attention=[0.1, 0.1, 0.1, 0.9, 0.8, 0.1, 0.1, 0.1, 0.1, 0.1])
+    assert STRATEGIES["union"](scores, 3).tolist() == [3, 4, 5], "token 5 inherits from token 4"
+    scores = evidence(attention=[0.1, 0.1, 0.1, 0.9, 0.2, 0.1, 0.1, 0.5, 0.1, 0.1])
+    assert STRATEGIES["union"](scores, 3).tolist() == [3, 7, 8], "token 4 stands in another document than token 3"
 
 
 def test_controls() -> None:

@@ -1,4 +1,4 @@
-"""The mean shift finds what all tokens of a document have in common, and gives it to those that are not repaired."""
+"""The shift gives to the tokens of a document that are not repaired what the repaired ones like them changed by."""
 
 from collections.abc import Iterator
 from itertools import pairwise
@@ -6,13 +6,14 @@ from itertools import pairwise
 import pytest
 import torch
 from models import SEPARATOR, random_model, random_tokens
+from torch.nn.functional import normalize
 
 from lmc.blend import shift
 from lmc.blend.blender import Blender, BlendInput
 from lmc.blend.canvas import Canvas, positions_of
 from lmc.blend.rope import rotate
 from lmc.blend.segments import Placement, join, split
-from lmc.blend.shift import DAMPING, KEY_SHARE, MeanShift, shifts_of
+from lmc.blend.shift import Shift, shifts_of
 from lmc.blend.strategies import RecomputePolicy
 from lmc.connectors.transformers.canvas import DenseCanvas
 from lmc.connectors.transformers.hf import forward, rows_of
@@ -58,18 +59,36 @@ def repair(canvas: Tensors, positions: list[int], seed: int) -> None:
     canvas.v[positions] += torch.randn(len(positions), HEADS, DIM, generator=make)
 
 
-def found_shifts(canvas: Tensors, pieces: list[Placement], batches: list[list[int]]) -> Iterator[MeanShift]:
+def found_shifts(
+    canvas: Tensors, pieces: list[Placement], batches: list[list[int]], attention: torch.Tensor | None = None
+) -> Iterator[Shift]:
+    """`attention [LENGTH]` is what the question pays to each token."""
     old, new = positions_of(pieces, canvas.device)
-    return shifts_of(canvas, old, new, [torch.tensor(rows, dtype=torch.long) for rows in batches])
+    paid = attention[new] if attention is not None else None
+    return shifts_of(canvas, old, new, paid, [torch.tensor(rows, dtype=torch.long) for rows in batches])
 
 
+def ridge(keys: torch.Tensor, others: torch.Tensor, change: torch.Tensor) -> torch.Tensor:
+    """Predictions `[N, H, D]` for others from what `keys [T, H, D]` have changed by, by least squares per head."""
+    found = []
+    for head in range(HEADS):
+        rows = torch.cat((keys[:, head], torch.full((len(keys), 1), shift.CONSTANT)), dim=1)
+        asked = torch.cat((others[:, head], torch.full((len(others), 1), shift.CONSTANT)), dim=1)
+        penalty = torch.eye(DIM + 1)
+        given = torch.cat((change[:, head], torch.zeros(DIM + 1, DIM)))
+        found.append(asked @ torch.linalg.lstsq(torch.cat((rows, penalty)), given).solution)
+    return torch.stack(found, dim=1)
+
+
+@pytest.mark.parametrize("read", [[], [12, 20, 41]])
 @pytest.mark.parametrize(
     ("stops", "estimating"), [([60], [9, 12, 15, 20]), ([25, 60], [9, 12, 15, 20]), ([7, 13, 22, 60], [9, 12])]
 )
-def test_the_others_get_the_damped_mean_of_their_own_document(stops, estimating):
+def test_the_others_get_what_regression_predicts_from_their_own_document(stops, estimating, read):
     """The first document has two pieces; tokens 0 and 1 of each document take no part.
 
-    In the last case its rows are in several batches, and the first of them that has any decides.
+    In the last case its rows are in several batches, and the first of them that has any decides. What the question
+    reads most is no example for values.
     """
     canvas = Tensors()
     pieces = [
@@ -80,25 +99,59 @@ def test_the_others_get_the_damped_mean_of_their_own_document(stops, estimating)
     repaired = [6, 9, 12, 15, 20, 41, 44]
     keys, values = canvas.k.clone(), canvas.v.clone()
     batches = [[position for position in repaired if start <= position < stop] for start, stop in pairwise([0, *stops])]
-    shifts = list(found_shifts(canvas, pieces, batches))
+    attention = torch.zeros(LENGTH)
+    attention[read] = 1
+    shifts = list(found_shifts(canvas, pieces, batches, attention if read else None))
     for rows, found in zip(batches, shifts, strict=True):
-        attention = found.attention(1)
+        attend = found.attention(1)
         repair(canvas, rows, seed=sum(rows))
-        assert attention(None, lambda: "attended") == "attended"
+        assert attend(None, lambda: "attended") == "attended"
 
     # Position 6 is the second token of its document.
-    for first, last, rows in ((5, 21, estimating), (30, 50, [41, 44])):
-        at, weight = torch.tensor(rows), len(rows) / (len(rows) + DAMPING)
-        others = torch.tensor([one for one in range(first + 2, last) if one not in repaired])
-        mean = (at_zero(canvas, canvas.k[at], at) - at_zero(canvas, keys[at], at)).mean(0)
+    documents = [(range(7, 21), estimating), (range(32, 50), [41, 44])]
+    for tokens, rows in documents:
+        others = torch.tensor([one for one in tokens if one not in repaired])
+        shifted = torch.tensor([one for one in tokens if one not in rows])  # some are repaired in a later batch
+        center = at_zero(canvas, keys[shifted], shifted).mean(0)
+
+        def regressors(chosen: torch.Tensor, center: torch.Tensor = center) -> torch.Tensor:
+            return normalize(at_zero(canvas, keys[chosen], chosen) - center, dim=-1)
+
+        at = torch.tensor(rows)
+        change = at_zero(canvas, canvas.k[at], at) - at_zero(canvas, keys[at], at)
         moved = at_zero(canvas, canvas.k[others], others) - at_zero(canvas, keys[others], others)
-        assert torch.allclose(moved, (KEY_SHARE * weight * mean).expand_as(moved), atol=1e-5)
-        change = canvas.v[others] - values[others]
-        assert torch.allclose(change, (weight * (canvas.v[at] - values[at]).mean(0)).expand_as(change), atol=1e-5)
+        assert torch.allclose(moved, ridge(regressors(at), regressors(others), change), atol=1e-5)
+        at = torch.tensor([one for one in rows if one not in read])
+        wanted = ridge(regressors(at), regressors(others), canvas.v[at] - values[at])
+        assert torch.allclose(canvas.v[others] - values[others], wanted, atol=1e-5)
     untouched = torch.tensor([*range(7), *range(21, 32), *range(50, 60)])
     untouched = untouched[untouched != 6]
     assert torch.equal(canvas.k[untouched], keys[untouched])
     assert torch.equal(canvas.v[untouched], values[untouched])
+
+
+def test_tokens_change_as_those_that_are_like_them():
+    """A document has two kinds of tokens. Of each kind half is repaired, and the kinds change in opposite ways."""
+    canvas = Tensors()
+    kind = torch.arange(LENGTH) % 2 * 2.0 - 1
+    direction = torch.randn(HEADS, DIM, generator=torch.Generator().manual_seed(1))
+    turned = torch.empty_like(canvas.k)
+    positions = torch.arange(LENGTH)
+    rotate(
+        (kind[:, None, None] * direction).transpose(0, 1),
+        canvas.turn(torch.zeros_like(positions), positions),
+        turned.transpose(0, 1),
+    )
+    canvas.k = turned
+    values = canvas.v.clone()
+    repaired = [one for one in range(4, LENGTH) if one % 4 < 2]
+    (found,) = found_shifts(canvas, [Placement(at=0, tokens=LENGTH, first=0)], [repaired])
+    attention = found.attention(1)
+    canvas.v[repaired] += kind[repaired, None, None]
+    attention(None, lambda: None)
+    others = [one for one in range(4, LENGTH) if one % 4 >= 2]
+    change = canvas.v[others] - values[others]
+    assert torch.allclose(change, kind[others, None, None].expand_as(change), atol=0.1)
 
 
 def test_a_document_without_a_repaired_token_stays_as_it_is():
@@ -115,9 +168,8 @@ def test_a_document_without_a_repaired_token_stays_as_it_is():
 
 @pytest.mark.parametrize("rope", ["plain", "llama3", "yarn"])
 def test_a_change_that_all_tokens_have_in_common_is_found_whole(monkeypatch, rope):
-    """The stored KV is full prefill's, less a constant in each layer but the first. Without damping nothing is left."""
-    monkeypatch.setattr(shift, "DAMPING", 0)
-    monkeypatch.setattr(shift, "KEY_SHARE", 1)
+    """The stored KV is full prefill's, less a constant in each layer but the first. Almost nothing of it is left."""
+    monkeypatch.setattr(shift, "CONSTANT", 30)
     model = random_model("llama", rope)
     layers, prompt = DecoderLayers(model), join(random_tokens(9, 50), DOCUMENTS, random_tokens(11, 51), SEPARATOR)
     segments = split(prompt, (SEPARATOR,))
@@ -148,10 +200,10 @@ def test_a_change_that_all_tokens_have_in_common_is_found_whole(monkeypatch, rop
     result = Blender(canvas, given, policy).run()
 
     assert 0 < result.charged_budget <= 0.3
-    assert torch.allclose(canvas.logits, done.logits[0, -1], atol=1e-4)
+    assert torch.allclose(canvas.logits, done.logits[0, -1], atol=5e-3)
     for (keys, values), (right_keys, right_values) in zip(canvas.kv, wanted, strict=True):
-        assert torch.allclose(keys.transpose(0, 1), right_keys, atol=1e-4)
-        assert torch.allclose(values.transpose(0, 1), right_values, atol=1e-4)
+        assert torch.allclose(keys.transpose(0, 1), right_keys, atol=5e-3)
+        assert torch.allclose(values.transpose(0, 1), right_values, atol=5e-3)
 
 
 @pytest.mark.parametrize("strategy", ["union", "deviation", "all", "none"])
