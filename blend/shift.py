@@ -17,24 +17,33 @@ from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
-from torch.nn.functional import normalize, pad
+from torch.nn.functional import normalize
 
 from lmc.blend.canvas import KV, Attention, Canvas
 from lmc.blend.rope import Turn, rotate
 
-# What is regressed on beside the key, whose length is 1. The penalty is 1 for all coefficients, so that of the mean of
-# n changes n / (n + 1 / CONSTANT²) is predicted.
-CONSTANT = 0.3**0.5
+# Two tokens are as alike as the cosine of their keys, less the document's mean key, plus this constant. Because of it,
+# n / (n + 1 / CONSTANT) of the mean of n changes is predicted for all.
+CONSTANT = 0.3
 # The first tokens of a document are attention sinks. Their keys and values are unlike those of the others.
 SINKS = 2
+EXAMPLES = 128  # of a document, at most; a key has about as many dimensions
+LAYERS = 4  # Which tokens are alike changes slowly with depth: it is looked up once in so many layers.
 
 
 class _Document(NamedTuple):
     """One document in the order of the positions."""
 
-    repaired: slice  # its tokens among those that are repaired
-    others: slice  # and among those that are not
-    examples: torch.Tensor  # [R, 1], 1 for each repaired token whose values are examples, and 0
+    examples: slice  # its tokens among the examples
+    others: slice  # and among those that are not repaired
+    calm: torch.Tensor  # [E, 1] float32, 1 for the examples that the question reads least, and 0
+
+
+class _Regression(NamedTuple):
+    """What does not depend on the changes."""
+
+    alike: torch.Tensor  # [H, N, E], the others and the examples
+    inverse: torch.Tensor  # [2, H, E, E], of the examples' own likeness plus the penalty: all, and the calm ones
 
 
 class Shift:
@@ -47,21 +56,23 @@ class Shift:
 
         `repaired [T]` are ascending positions. `attention [N]` is what the question pays to each token.
         """
-        self._canvas, self._repaired = canvas, repaired[document[repaired] >= 0]
+        self._canvas, repaired = canvas, repaired[document[repaired] >= 0]
         numbers = max(0, int(document.max()) + 1)
-        counts = torch.bincount(document[self._repaired], minlength=numbers)
+        counts = torch.bincount(document[repaired], minlength=numbers)
         is_other = (document >= 0) & (counts[document] > 0) if numbers else document >= 0
-        is_other[self._repaired] = False
+        is_other[repaired] = False
         self._others = is_other.nonzero().flatten()
         others = torch.bincount(document[self._others], minlength=numbers)
-        pairs = zip(_slices(counts.tolist()), _slices(others.tolist()), strict=True)
-        read = attention[self._repaired]
+        examples = [one[:: -(-len(one) // EXAMPLES) or 1] for one in repaired.split(counts.tolist())]
+        self._examples = torch.cat([repaired[:0], *examples])
+        sizes = [len(one) for one in examples]
         self._documents = [
-            _Document(one, other, (read[one] <= read[one].median())[:, None].float())
-            for one, other in pairs
-            if one.stop > one.start
+            _Document(mine, theirs, (attention[one] <= attention[one].median())[:, None].float())
+            for one, mine, theirs in zip(examples, _slices(sizes), _slices(others.tolist()), strict=True)
+            if len(one)
         ]
-        self._repaired_back = canvas.turn(self._repaired, torch.zeros_like(self._repaired))
+        self._regressions: list[_Regression] = []
+        self._examples_back = canvas.turn(self._examples, torch.zeros_like(self._examples))
         self._others_back = canvas.turn(self._others, torch.zeros_like(self._others))
         self._forth = canvas.turn(torch.zeros_like(self._others), self._others)
         # The cost in one layer, as the number of rows that would take as long to compute.
@@ -74,7 +85,7 @@ class Shift:
         """
         if layer == 0:
             return None
-        stored = self._canvas.read(layer, self._repaired)
+        stored = self._canvas.read(layer, self._examples)
 
         def attention(_: torch.Tensor, own: Callable[[], torch.Tensor | None]) -> torch.Tensor | None:
             self._apply(layer, stored)
@@ -84,39 +95,39 @@ class Shift:
 
     def _apply(self, layer: int, stored: KV) -> None:
         """Shift the other tokens, when the repaired ones have their new keys and values."""
-        repaired = self._canvas.read(layer, self._repaired)
+        repaired = self._canvas.read(layer, self._examples)
         keys, values = self._canvas.read(layer, self._others)
-        was, now = (self._at_zero(one[0], self._repaired_back) for one in (stored, repaired))
-        key_change, value_change = now - was, (repaired[1].float() - stored[1]).transpose(0, 1)  # [H, R, D]
-        others = self._at_zero(keys, self._others_back)
-        for document in self._documents:
-            mine, theirs = document.repaired, document.others
-            mean = others[:, theirs].mean(1, keepdim=True)
-            known, asked = _regressors(was[:, mine] - mean), _regressors(others[:, theirs] - mean)
-            values[theirs] += _ridge(known * document.examples, value_change[:, mine], asked).transpose(0, 1)
-            turn = self._forth[0][theirs], self._forth[1][theirs]
-            moved = _ridge(known, key_change[:, mine], asked)
-            rotate(moved, turn, keys[theirs].transpose(0, 1), interleaved=self._canvas.interleaved, add=True)
+        if (layer - 1) % LAYERS == 0:
+            self._regressions = self._regress(stored[0], keys)
+        moved, changed = (new.float() - old for new, old in zip(repaired, stored, strict=True))
+        change = torch.stack((self._at_zero(moved, self._examples_back), changed.transpose(0, 1)))  # [2, H, E, D]
+        for (mine, theirs, calm), (alike, inverse) in zip(self._documents, self._regressions, strict=True):
+            change[1, :, mine] *= calm
+            key, value = (alike @ torch.cat((*(inverse @ change[:, :, mine]),), dim=-1)).chunk(2, dim=-1)  # [H, N, D]
+            values[theirs] += value.transpose(0, 1)
+            turn, out = (self._forth[0][theirs], self._forth[1][theirs]), keys[theirs].transpose(0, 1)
+            rotate(key, turn, out, interleaved=self._canvas.interleaved, add=True)
         self._canvas.write(layer, self._others, keys, values)
+
+    def _regress(self, examples: torch.Tensor, others: torch.Tensor) -> list[_Regression]:
+        """Prepare the regression of each document on the stored keys `[T, H, D]` of examples and others."""
+        examples = self._at_zero(examples, self._examples_back)
+        others, found = self._at_zero(others, self._others_back), []
+        for mine, theirs, calm in self._documents:
+            mean = others[:, theirs].mean(1, keepdim=True)
+            asked, known = others[:, theirs] - mean, normalize(examples[:, mine] - mean, dim=-1)
+            length = asked.norm(dim=-1, keepdim=True).clamp_min_(torch.finfo(torch.float32).tiny)
+            alike = (asked @ known.mT).div_(length).add_(CONSTANT)
+            own = (known @ known.mT).add_(CONSTANT)
+            own = torch.stack((own, own * calm * calm.mT)) + torch.eye(len(calm), device=own.device)
+            found.append(_Regression(alike, torch.cholesky_inverse(torch.linalg.cholesky_ex(own)[0])))
+        return found
 
     def _at_zero(self, keys: torch.Tensor, back: Turn) -> torch.Tensor:
         """Return keys `[T, H, D]` as they are before RoPE, as `[H, T, D]` float32."""
         turned = torch.empty_like(keys.transpose(0, 1), dtype=torch.float32)
         rotate(keys.transpose(0, 1), back, turned, interleaved=self._canvas.interleaved)
         return turned
-
-
-def _regressors(keys: torch.Tensor) -> torch.Tensor:
-    """Return keys `[H, T, D]` with length 1, and a constant behind them."""
-    return pad(normalize(keys, dim=-1), (0, 1), value=CONSTANT)
-
-
-def _ridge(known: torch.Tensor, change: torch.Tensor, asked: torch.Tensor) -> torch.Tensor:
-    """Return the changes `[H, N, D]` predicted for `asked [H, N, R]` from those `[H, T, D]` of `known [H, T, R]`."""
-    gram = known.mT @ known
-    gram.diagonal(dim1=1, dim2=2).add_(1)  # the penalty
-    factor, _ = torch.linalg.cholesky_ex(gram)
-    return asked @ torch.cholesky_solve(known.mT @ change, factor)
 
 
 def _slices(counts: Sequence[int]) -> list[slice]:

@@ -72,8 +72,8 @@ def ridge(keys: torch.Tensor, others: torch.Tensor, change: torch.Tensor) -> tor
     """Predictions `[N, H, D]` for others from what `keys [T, H, D]` have changed by, by least squares per head."""
     found = []
     for head in range(HEADS):
-        rows = torch.cat((keys[:, head], torch.full((len(keys), 1), shift.CONSTANT)), dim=1)
-        asked = torch.cat((others[:, head], torch.full((len(others), 1), shift.CONSTANT)), dim=1)
+        rows = torch.cat((keys[:, head], torch.full((len(keys), 1), shift.CONSTANT**0.5)), dim=1)
+        asked = torch.cat((others[:, head], torch.full((len(others), 1), shift.CONSTANT**0.5)), dim=1)
         penalty = torch.eye(DIM + 1)
         given = torch.cat((change[:, head], torch.zeros(DIM + 1, DIM)))
         found.append(asked @ torch.linalg.lstsq(torch.cat((rows, penalty)), given).solution)
@@ -169,7 +169,7 @@ def test_a_document_without_a_repaired_token_stays_as_it_is():
 @pytest.mark.parametrize("rope", ["plain", "llama3", "yarn"])
 def test_a_change_that_all_tokens_have_in_common_is_found_whole(monkeypatch, rope):
     """The stored KV is full prefill's, less a constant in each layer but the first. Almost nothing of it is left."""
-    monkeypatch.setattr(shift, "CONSTANT", 30)
+    monkeypatch.setattr(shift, "CONSTANT", 900)
     model = random_model("llama", rope)
     layers, prompt = DecoderLayers(model), join(random_tokens(9, 50), DOCUMENTS, random_tokens(11, 51), SEPARATOR)
     segments = split(prompt, (SEPARATOR,))
