@@ -8,7 +8,7 @@ answer, which are given (teacher forcing), and over the prompts of a task:
     gap closed = 1 − KL(full ‖ way) / KL(full ‖ blind reuse)
 
 Blind reuse is that of documents learned alone. A way is written as its strategy, +sink if documents are learned behind
-an attention sink, +shift with the mean shift, and its ratio. agreement is the share of prompts whose next token is full
+an attention sink, +shift with the correction, and its ratio. agreement is the share of prompts whose next token is full
 prefill's, and right the share whose answer is. The interval holds 90 % of 1000 resamplings of the prompts.
 """
 
