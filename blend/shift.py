@@ -65,10 +65,10 @@ class Shift:
         others = torch.bincount(document[self._others], minlength=numbers)
         examples = [one[:: -(-len(one) // EXAMPLES) or 1] for one in repaired.split(counts.tolist())]
         self._examples = torch.cat([repaired[:0], *examples])
-        sizes = [len(one) for one in examples]
+        slices = _slices([len(one) for one in examples]), _slices(others.tolist())
         self._documents = [
             _Document(mine, theirs, (attention[one] <= attention[one].median())[:, None].float())
-            for one, mine, theirs in zip(examples, _slices(sizes), _slices(others.tolist()), strict=True)
+            for one, mine, theirs in zip(examples, *slices, strict=True)
             if len(one)
         ]
         self._regressions: list[_Regression] = []
@@ -136,26 +136,20 @@ def _slices(counts: Sequence[int]) -> list[slice]:
 
 
 def shifts_of(
-    canvas: Canvas[Any],
-    offset: torch.Tensor,
-    reused: torch.Tensor,
-    attention: torch.Tensor | None,
-    batches: Sequence[torch.Tensor],
+    canvas: Canvas[Any], offset: torch.Tensor, reused: torch.Tensor, paid: torch.Tensor, batches: Sequence[torch.Tensor]
 ) -> Iterator[Shift]:
     """Yield the shifts to apply after each batch of repaired positions.
 
-    `reused [N]` are the positions of approximate tokens, `offset [N]` those in their own documents, and
-    `attention [N]`, if it is known, is what the question pays to each. A document is shifted with the first batch that
-    has any of its tokens.
+    `reused [N]` are the positions of approximate tokens, `offset [N]` those in their own documents, and `paid [N]` is
+    the attention that the question pays to each. A document is shifted with the first batch that has any of its tokens.
     """
     if not len(reused):
         return
     _, number = torch.unique(reused - offset, return_inverse=True)
     document = reused.new_full((int(reused[-1]) + 1,), -1)
     document[reused] = torch.where(offset >= SINKS, number, -1)
-    read = torch.zeros(document.shape, device=reused.device)
-    if attention is not None:
-        read[reused] = attention
+    attention = paid.new_zeros(document.shape)
+    attention[reused] = paid
     for repaired in batches:
-        yield Shift(canvas, document, repaired, read)
+        yield Shift(canvas, document, repaired, attention)
         document[torch.isin(document, document[repaired])] = -1

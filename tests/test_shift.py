@@ -1,6 +1,6 @@
 """The shift gives to the tokens of a document that are not repaired what the repaired ones like them changed by."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 import pytest
@@ -60,11 +60,11 @@ def repair(canvas: Tensors, positions: list[int], seed: int) -> None:
 
 
 def found_shifts(
-    canvas: Tensors, pieces: list[Placement], batches: list[list[int]], attention: torch.Tensor | None = None
+    canvas: Tensors, pieces: list[Placement], batches: list[list[int]], read: Sequence[int] = ()
 ) -> Iterator[Shift]:
-    """`attention [LENGTH]` is what the question pays to each token."""
+    """`read` are positions to which the question attends."""
     old, new = positions_of(pieces, canvas.device)
-    paid = attention[new] if attention is not None else None
+    paid = torch.isin(new, torch.tensor(read)).float()
     return shifts_of(canvas, old, new, paid, [torch.tensor(rows, dtype=torch.long) for rows in batches])
 
 
@@ -99,9 +99,7 @@ def test_the_others_get_what_regression_predicts_from_their_own_document(stops, 
     repaired = [6, 9, 12, 15, 20, 41, 44]
     keys, values = canvas.k.clone(), canvas.v.clone()
     batches = [[position for position in repaired if start <= position < stop] for start, stop in pairwise([0, *stops])]
-    attention = torch.zeros(LENGTH)
-    attention[read] = 1
-    shifts = list(found_shifts(canvas, pieces, batches, attention if read else None))
+    shifts = list(found_shifts(canvas, pieces, batches, read))
     for rows, found in zip(batches, shifts, strict=True):
         attend = found.attention(1)
         repair(canvas, rows, seed=sum(rows))

@@ -12,16 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from lmc.demo.questions import (
-    TOP,
-    Collection,
-    Prompts,
-    Question,
-    passages,
-    read_collection,
-    read_texts,
-    word_ends,
-)
+from lmc.demo.questions import TOP, Collection, Prompts, Question, passages, read_collection, read_texts, word_ends
 from lmc.errors import InputError
 
 PASSAGE = 200  # tokens, about
