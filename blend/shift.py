@@ -36,14 +36,14 @@ class _Document(NamedTuple):
 
     examples: slice  # its tokens among the examples
     others: slice  # and among those that are not repaired
-    calm: torch.Tensor  # [E, 1] float32, 1 for the examples that the question reads least, and 0
+    unread: torch.Tensor  # [E, 1] float32, 1 for the examples that the question reads least, and 0
 
 
 class _Regression(NamedTuple):
     """What does not depend on the changes."""
 
     alike: torch.Tensor  # [H, N, E], the others and the examples
-    inverse: torch.Tensor  # [2, H, E, E], of the examples' own likeness plus the penalty: all, and the calm ones
+    inverse: torch.Tensor  # [2, H, E, E], of the examples' own likeness plus the penalty: all, and the unread ones
 
 
 class Shift:
@@ -62,13 +62,12 @@ class Shift:
         is_other = (document >= 0) & (counts[document] > 0) if numbers else document >= 0
         is_other[repaired] = False
         self._others = is_other.nonzero().flatten()
-        others = torch.bincount(document[self._others], minlength=numbers)
+        others = torch.bincount(document[self._others], minlength=numbers).tolist()
         examples = [one[:: -(-len(one) // EXAMPLES) or 1] for one in repaired.split(counts.tolist())]
         self._examples = torch.cat([repaired[:0], *examples])
-        slices = _slices([len(one) for one in examples]), _slices(others.tolist())
         self._documents = [
             _Document(mine, theirs, (attention[one] <= attention[one].median())[:, None].float())
-            for one, mine, theirs in zip(examples, *slices, strict=True)
+            for one, mine, theirs in zip(examples, _slices(list(map(len, examples))), _slices(others), strict=True)
             if len(one)
         ]
         self._regressions: list[_Regression] = []
@@ -101,9 +100,10 @@ class Shift:
             self._regressions = self._regress(stored[0], keys)
         moved, changed = (new.float() - old for new, old in zip(repaired, stored, strict=True))
         change = torch.stack((self._at_zero(moved, self._examples_back), changed.transpose(0, 1)))  # [2, H, E, D]
-        for (mine, theirs, calm), (alike, inverse) in zip(self._documents, self._regressions, strict=True):
-            change[1, :, mine] *= calm
-            key, value = (alike @ torch.cat((*(inverse @ change[:, :, mine]),), dim=-1)).chunk(2, dim=-1)  # [H, N, D]
+        for (mine, theirs, unread), (alike, inverse) in zip(self._documents, self._regressions, strict=True):
+            change[1, :, mine] *= unread
+            slopes = torch.cat((inverse @ change[:, :, mine]).unbind(), dim=-1)  # [H, E, 2D]
+            key, value = (alike @ slopes).chunk(2, dim=-1)  # [H, N, D] each
             values[theirs] += value.transpose(0, 1)
             turn, out = (self._forth[0][theirs], self._forth[1][theirs]), keys[theirs].transpose(0, 1)
             rotate(key, turn, out, interleaved=self._canvas.interleaved, add=True)
@@ -113,13 +113,13 @@ class Shift:
         """Prepare the regression of each document on the stored keys `[T, H, D]` of examples and others."""
         examples = self._at_zero(examples, self._examples_back)
         others, found = self._at_zero(others, self._others_back), []
-        for mine, theirs, calm in self._documents:
+        for mine, theirs, unread in self._documents:
             mean = others[:, theirs].mean(1, keepdim=True)
             asked, known = others[:, theirs] - mean, normalize(examples[:, mine] - mean, dim=-1)
             length = asked.norm(dim=-1, keepdim=True).clamp_min_(torch.finfo(torch.float32).tiny)
             alike = (asked @ known.mT).div_(length).add_(CONSTANT)
             own = (known @ known.mT).add_(CONSTANT)
-            own = torch.stack((own, own * calm * calm.mT)) + torch.eye(len(calm), device=own.device)
+            own = torch.stack((own, own * unread * unread.mT)) + torch.eye(len(unread), device=own.device)
             found.append(_Regression(alike, torch.cholesky_inverse(torch.linalg.cholesky_ex(own)[0])))
         return found
 
