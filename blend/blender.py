@@ -143,7 +143,7 @@ class Blender(Generic[R]):
 
     def _shifts(self, rows: R | None) -> list[Shift]:
         """Return what corrects the tokens that are not repaired, for each batch of rows."""
-        if rows is None or self._policy.correction == "none":
+        if rows is None or not len(self._reused) or self._policy.correction == "none":
             return []
         batches = [self._repaired(rows.positions[batch]) for batch in self._canvas.batches(rows)]
         return list(shifts_of(self._canvas, self._offset, self._reused, self._paid, batches))

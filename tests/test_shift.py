@@ -121,7 +121,7 @@ def test_the_others_get_what_regression_predicts_from_their_own_document(stops, 
         assert torch.allclose(moved, ridge(regressors(at), regressors(others), change), atol=1e-5)
         at = torch.tensor([one for one in rows if one not in read])
         wanted = ridge(regressors(at), regressors(others), canvas.v[at] - values[at])
-        assert torch.allclose(canvas.v[others] - values[others], wanted, atol=1e-5)
+        assert torch.allclose(canvas.v[others] - values[others], shift.VALUE_SHARE * wanted, atol=1e-5)
     untouched = torch.tensor([*range(7), *range(21, 32), *range(50, 60)])
     untouched = untouched[untouched != 6]
     assert torch.equal(canvas.k[untouched], keys[untouched])
@@ -149,7 +149,7 @@ def test_tokens_change_as_those_that_are_like_them():
     attention(None, lambda: None)
     others = [one for one in range(4, LENGTH) if one % 4 >= 2]
     change = canvas.v[others] - values[others]
-    assert torch.allclose(change, kind[others, None, None].expand_as(change), atol=0.1)
+    assert torch.allclose(change, shift.VALUE_SHARE * kind[others, None, None].expand_as(change), atol=0.1)
 
 
 def test_a_document_without_a_repaired_token_stays_as_it_is():
@@ -168,6 +168,7 @@ def test_a_document_without_a_repaired_token_stays_as_it_is():
 def test_a_change_that_all_tokens_have_in_common_is_found_whole(monkeypatch, rope):
     """The stored KV is full prefill's, less a constant in each layer but the first. Almost nothing of it is left."""
     monkeypatch.setattr(shift, "CONSTANT", 900)
+    monkeypatch.setattr(shift, "VALUE_SHARE", 1)
     model = random_model("llama", rope)
     layers, prompt = DecoderLayers(model), join(random_tokens(9, 50), DOCUMENTS, random_tokens(11, 51), SEPARATOR)
     segments = split(prompt, (SEPARATOR,))

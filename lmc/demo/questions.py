@@ -105,8 +105,7 @@ def read_collection(documents: Path, questions: Path) -> Collection:
 
 def passages(text: str, words: int) -> Iterator[str]:
     """Cut a text into passages of `words` words without overlap; a rest of less than half joins the one before."""
-    ends = word_ends(text)
-    start = 0
+    ends, start = word_ends(text), 0
     while start < len(ends):
         stop = start + words if len(ends) - start >= 1.5 * words else len(ends)
         yield text[ends[start - 1] if start else 0 : ends[stop - 1]].strip()
