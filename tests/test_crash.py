@@ -48,7 +48,7 @@ def test_a_hundred_killed_writers_leave_no_wrong_record(tmp_path):
         zygote.kill()  # a writer that is left over sees that its parent is gone
         zygote.communicate()
     assert torn > 0, "no writer was ever killed while it wrote: this test proves nothing"
-    assert found > ROUNDS
+    assert found > 0, "no writer ever ended a record: this test proves nothing"
     tier = DiskTier(directory, CAPACITY)
     tier.check(fix=True)
     assert tier.check() == []
