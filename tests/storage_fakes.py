@@ -80,17 +80,23 @@ _waited: dict[Path, int] = {}
 _waited_mutex = threading.Lock()
 
 
+def waits_of(process: int | str) -> dict[Path, int]:
+    """Nanoseconds in which each thread of a process was ready and had no CPU: the second number of its `schedstat`."""
+    found = {}
+    for thread in Path(f"/proc/{process}/task").glob("*/schedstat"):
+        with suppress(OSError, IndexError):  # The thread has ended.
+            found[thread] = int(thread.read_text().split()[1])
+    return found
+
+
 def own_seconds() -> float:
     """Seconds by the monotonic clock, less those in which threads of this process were ready and had no CPU.
 
-    A limit on waiting that is measured with it holds on a machine that is busy with other things as well. The kernel
-    counts the time that each thread has waited for a CPU, in nanoseconds, as the second number of `schedstat`.
+    A limit on waiting that is measured with it holds on a machine that is busy with other things as well.
     """
     with _waited_mutex:
-        for thread in Path("/proc/self/task").glob("*/schedstat"):
-            with suppress(OSError, IndexError):  # The thread has ended.
-                waited = int(thread.read_text().split()[1])
-                _waited[thread] = max(waited, _waited.get(thread, 0))  # What ended threads have waited still counts.
+        for thread, waited in waits_of("self").items():
+            _waited[thread] = max(waited, _waited.get(thread, 0))  # What ended threads have waited still counts.
         return time.monotonic() - sum(_waited.values()) / 1e9
 
 

@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from storage_fakes import RECORD_BYTES, key_of, meta_of, stored
+from storage_fakes import RECORD_BYTES, key_of, meta_of, stored, waits_of
 from test_disk import used
 from tier_contract import read
 
@@ -17,6 +17,13 @@ from lmc.storage.disk import DiskTier
 ROUNDS = 100
 CAPACITY = 60 * RECORD_BYTES
 KEYS = {key_of(i) for i in range(200)}
+
+
+def let_run(process: int, seconds: float) -> None:
+    """Wait so long, and as long again as its most delayed thread was ready and had no CPU."""
+    started = time.monotonic()
+    while time.monotonic() - started - max(waits_of(process).values(), default=0) / 1e9 < seconds:
+        time.sleep(0.001)
 
 
 def test_a_hundred_killed_writers_leave_no_wrong_record(tmp_path):
@@ -29,7 +36,7 @@ def test_a_hundred_killed_writers_leave_no_wrong_record(tmp_path):
         for seed in range(ROUNDS):
             print(directory, CAPACITY, seed, file=zygote.stdin, flush=True)
             child = int(zygote.stdout.readline())
-            time.sleep(dice.uniform(0.0, 0.08))  # sometimes while it is still reading the directory
+            let_run(child, dice.uniform(0.0, 0.08))  # sometimes while it is still reading the directory
             os.kill(child, signal.SIGKILL)
             assert zygote.stdout.readline() == f"{int(signal.SIGKILL)}\n", "it ended before it was killed"
 
@@ -48,7 +55,7 @@ def test_a_hundred_killed_writers_leave_no_wrong_record(tmp_path):
         zygote.kill()  # a writer that is left over sees that its parent is gone
         zygote.communicate()
     assert torn > 0, "no writer was ever killed while it wrote: this test proves nothing"
-    assert found > 0, "no writer ever ended a record: this test proves nothing"
+    assert found > ROUNDS
     tier = DiskTier(directory, CAPACITY)
     tier.check(fix=True)
     assert tier.check() == []
