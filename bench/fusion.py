@@ -20,7 +20,7 @@ from statistics import fmean
 from common import closing_line, parser
 from tasks import DEVELOPMENT, HELD_OUT, MAIN, TASKS, Draw, Item
 
-from lmc.blend.strategies import RecomputePolicy
+from lmc.blend.strategies import BLIND_REUSE, RecomputePolicy
 from lmc.config import Settings
 from lmc.connectors.transformers import CachedModel
 from lmc.connectors.transformers.continuation import divergence, log_probabilities
@@ -52,7 +52,7 @@ class Fusion:
 
     def __init__(self, alone: CachedModel, behind: CachedModel, builder: PromptBuilder, ratios: list[float]) -> None:
         self._alone, self._behind, self._builder = alone, behind, builder
-        self._ways = {BLIND: (alone, RecomputePolicy(strategy="none", ratios=(0.0,), correction="none"))}
+        self._ways = {BLIND: (alone, BLIND_REUSE)}
         for strategy, sink, correction in WAYS:
             for ratio in ratios if strategy != "none" else [0.0]:
                 name = f"{strategy}{'+sink' if sink else ''}{'+shift' if correction == 'shift' else ''} {ratio:g}"

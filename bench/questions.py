@@ -23,7 +23,7 @@ from typing import Any
 
 from common import closing_line, parser
 
-from lmc.blend.strategies import RecomputePolicy
+from lmc.blend.strategies import BLIND_REUSE, RecomputePolicy
 from lmc.config import Settings
 from lmc.connectors.transformers import CachedModel
 from lmc.connectors.transformers.continuation import divergence, greedy_answer, log_probabilities
@@ -41,7 +41,7 @@ def policies(settings: Settings) -> dict[str, RecomputePolicy]:
     """Return the ways by name: blind reuse, and the settings' own policy and others at some ratios."""
     default = settings.blend_strategy
     return {
-        "blind": RecomputePolicy(strategy="none", ratios=(0.0,), correction="none"),
+        "blind": BLIND_REUSE,
         **{f"{default} {ratio}": RecomputePolicy.of(settings, ratio=ratio) for ratio in (0.05, 0.15, 0.3)},
         "deviation 0.15": RecomputePolicy.of(settings, "deviation", 0.15),
     }

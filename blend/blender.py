@@ -92,7 +92,6 @@ class Blender(Generic[R]):
         self._is_reused[self._reused] = True
         self._fresh = (~self._present).nonzero().flatten()
         self._placed = 0  # layers whose stored parts are in place
-        self._paid = torch.zeros(len(self._reused), device=canvas.device)  # [N] by the question to each reused token
         reused, fresh, depth = self._reused, len(self._fresh), canvas.depth
         repaired = [reused[:0]] * depth
         self.result = BlendResult(reused=len(reused), fresh=fresh, computed=[0] * depth, repaired=repaired)
@@ -106,8 +105,7 @@ class Blender(Generic[R]):
             paid = torch.zeros(self._canvas.depth, self._given.length, device=self._canvas.device)
             yield from self._ask(paid)
             joined = self._canvas.largest if NEEDS_QUESTION[strategy] == "max" else self._canvas.summed
-            self._paid = joined(paid[:, self._reused]).sum(0)
-            chosen = self._choose(Evidence(offset=self._offset, attention=self._paid))
+            chosen = self._choose(Evidence(offset=self._offset, attention=joined(paid[:, self._reused]).sum(0)))
             # The first pass has finished what stands before all reused tokens.
             yield from self._pass(_merged(fresh[fresh > self._reused[0]], chosen))
         elif strategy == "deviation":
@@ -146,7 +144,7 @@ class Blender(Generic[R]):
         if rows is None or not len(self._reused) or self._policy.correction == "none":
             return []
         batches = [self._repaired(rows.positions[batch]) for batch in self._canvas.batches(rows)]
-        return list(shifts_of(self._canvas, self._offset, self._reused, self._paid, batches))
+        return list(shifts_of(self._canvas, self._offset, self._reused, batches))
 
     def _ask(self, paid: torch.Tensor) -> Iterator[Slice]:
         """Run the question over the unrepaired KV, and note in `paid [L, N]` what it pays to each token.

@@ -38,25 +38,21 @@ def turn_between(old: Turn, new: Turn) -> Turn:
     return (cn * co + sn * so) / magnitude, (sn * co - cn * so) / magnitude
 
 
-def rotate(keys: torch.Tensor, turn: Turn, out: torch.Tensor, *, interleaved: bool = False, add: bool = False) -> None:
+def rotate(keys: torch.Tensor, turn: Turn, out: torch.Tensor, *, interleaved: bool = False) -> None:
     """Rotate `keys [H, T, D]` into `out`, computed in float32; dimensions from R on stay as they are.
 
     Pairs are (i, i + R/2) as in GPT-NeoX and Llama, or (2i, 2i + 1) if `interleaved`, as in GPT-J. `out [H, T, D]` does
-    not overlap `keys`; nothing is allocated for float32. With `add` the rotated keys are added to `out`. Keys of one
-    token, `[H, 1, D]`, are rotated to all T positions.
+    not overlap `keys`; nothing is allocated for float32.
     """
     (cos, sin), half = turn, turn[0].shape[-1]
     first, second = slice(0, half), slice(half, 2 * half)
     if interleaved:
         first, second = slice(0, 2 * half, 2), slice(1, 2 * half, 2)
     if 2 * half < keys.shape[-1]:
-        rest = out[..., 2 * half :]
-        rest.copy_(rest + keys[..., 2 * half :] if add else keys[..., 2 * half :])
+        out[..., 2 * half :] = keys[..., 2 * half :]
     a, b = keys[..., first].float(), keys[..., second].float()
     for one, other, sign, into in ((a, b, -1, out[..., first]), (b, a, 1, out[..., second])):
         if out.dtype is torch.float32:
-            product = into.addcmul_(one, cos) if add else torch.mul(one, cos, out=into)
-            product.addcmul_(other, sin, value=sign)
+            torch.mul(one, cos, out=into).addcmul_(other, sin, value=sign)
         else:
-            product = (one * cos).addcmul_(other, sin, value=sign)
-            into.copy_(into + product if add else product)
+            into.copy_((one * cos).addcmul_(other, sin, value=sign))

@@ -73,7 +73,7 @@ def by_union(evidence: Evidence, count: int) -> torch.Tensor:
     assert evidence.attention is not None
     attention, follows = evidence.attention.clone(), evidence.offset[1:] == evidence.offset[:-1] + 1
     for _ in range(READ_ON):
-        attention[1:] = torch.where(follows, torch.maximum(attention[1:], attention[:-1] * INHERITED), attention[1:])
+        attention[1:] = torch.maximum(attention[1:], attention[:-1] * follows * INHERITED)
     heads = by_head(evidence, count // 4)
     attention[heads[evidence.offset[heads] < HEAD_POSITIONS]] = float("inf")
     return highest(attention, count)
@@ -152,3 +152,6 @@ class RecomputePolicy:
         if self.strategy == "deviation" and max(self.check_layers) >= layers:
             deepest = max(self.check_layers)
             raise ConfigError(f"blend_check_layers: {deepest}, but the model has layers 0 to {layers - 1}")
+
+
+BLIND_REUSE = RecomputePolicy(strategy="none", ratios=(0.0,))

@@ -91,16 +91,3 @@ def test_only_the_rotated_dimensions_turn(interleaved: bool) -> None:
 def test_a_rope_that_depends_on_the_prompt_is_refused(kind: str) -> None:
     with pytest.raises(UnsupportedModel, match=kind):
         check_rope({**ROPES["plain"], "rope_type": kind})
-
-
-@pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_one_key_is_added_at_many_positions(dtype: torch.dtype, interleaved: bool) -> None:
-    """Behind the rotated dimensions it is added as it is."""
-    key, out = torch.randn(2, 1, 20, dtype=dtype), torch.randn(2, 5, 20, dtype=dtype)
-    turn = torch.randn(5, 8), torch.randn(5, 8)
-    wanted = out + rotated(key.expand(2, 5, 20).contiguous(), turn, interleaved)
-
-    rotate(key, turn, out, interleaved=interleaved, add=True)
-
-    assert torch.allclose(out, wanted, atol=1e-6 if dtype is torch.float32 else 0.05)

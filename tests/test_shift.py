@@ -1,6 +1,6 @@
 """The shift gives to the tokens of a document that are not repaired what the repaired ones like them changed by."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import pairwise
 
 import pytest
@@ -59,36 +59,27 @@ def repair(canvas: Tensors, positions: list[int], seed: int) -> None:
     canvas.v[positions] += torch.randn(len(positions), HEADS, DIM, generator=make)
 
 
-def found_shifts(
-    canvas: Tensors, pieces: list[Placement], batches: list[list[int]], read: Sequence[int] = ()
-) -> Iterator[Shift]:
-    """`read` are positions to which the question attends."""
+def found_shifts(canvas: Tensors, pieces: list[Placement], batches: list[list[int]]) -> Iterator[Shift]:
     old, new = positions_of(pieces, canvas.device)
-    paid = torch.isin(new, torch.tensor(read)).float()
-    return shifts_of(canvas, old, new, paid, [torch.tensor(rows, dtype=torch.long) for rows in batches])
+    return shifts_of(canvas, old, new, [torch.tensor(rows, dtype=torch.long) for rows in batches])
 
 
 def ridge(keys: torch.Tensor, others: torch.Tensor, change: torch.Tensor) -> torch.Tensor:
-    """Predictions `[N, H, D]` for others from what `keys [T, H, D]` have changed by, by least squares per head."""
-    found = []
-    for head in range(HEADS):
-        rows = torch.cat((keys[:, head], torch.full((len(keys), 1), shift.CONSTANT**0.5)), dim=1)
-        asked = torch.cat((others[:, head], torch.full((len(others), 1), shift.CONSTANT**0.5)), dim=1)
-        penalty = torch.eye(DIM + 1)
-        given = torch.cat((change[:, head], torch.zeros(DIM + 1, DIM)))
-        found.append(asked @ torch.linalg.lstsq(torch.cat((rows, penalty)), given).solution)
-    return torch.stack(found, dim=1)
+    """Predictions `[N, H, D]` for others from what `keys [T, R]` have changed by, by penalised least squares."""
+    size = keys.shape[1] + 1
+    rows, asked = (torch.cat((x, torch.full((len(x), 1), shift.SHARED**0.5)), dim=1) for x in (keys, others))
+    given = torch.cat((change.flatten(1), torch.zeros(size, HEADS * DIM)))
+    solution = torch.linalg.lstsq(torch.cat((rows, torch.eye(size))), given).solution
+    return (asked @ solution).unflatten(1, (HEADS, DIM))
 
 
-@pytest.mark.parametrize("read", [[], [12, 20, 41]])
 @pytest.mark.parametrize(
     ("stops", "estimating"), [([60], [9, 12, 15, 20]), ([25, 60], [9, 12, 15, 20]), ([7, 13, 22, 60], [9, 12])]
 )
-def test_the_others_get_what_regression_predicts_from_their_own_document(stops, estimating, read):
+def test_the_others_get_what_regression_predicts_from_their_own_document(stops, estimating):
     """The first document has two pieces; tokens 0 and 1 of each document take no part.
 
-    In the last case its rows are in several batches, and the first of them that has any decides. What the question
-    reads most is no example for values.
+    In the last case its rows are in several batches, and the first of them that has any decides.
     """
     canvas = Tensors()
     pieces = [
@@ -99,7 +90,7 @@ def test_the_others_get_what_regression_predicts_from_their_own_document(stops, 
     repaired = [6, 9, 12, 15, 20, 41, 44]
     keys, values = canvas.k.clone(), canvas.v.clone()
     batches = [[position for position in repaired if start <= position < stop] for start, stop in pairwise([0, *stops])]
-    shifts = list(found_shifts(canvas, pieces, batches, read))
+    shifts = list(found_shifts(canvas, pieces, batches))
     for rows, found in zip(batches, shifts, strict=True):
         attend = found.attention(1)
         repair(canvas, rows, seed=sum(rows))
@@ -110,16 +101,15 @@ def test_the_others_get_what_regression_predicts_from_their_own_document(stops, 
     for tokens, rows in documents:
         others = torch.tensor([one for one in tokens if one not in repaired])
         shifted = torch.tensor([one for one in tokens if one not in rows])  # some are repaired in a later batch
-        center = at_zero(canvas, keys[shifted], shifted).mean(0)
+        center = at_zero(canvas, keys[shifted], shifted).mean(0).flatten()
 
         def regressors(chosen: torch.Tensor, center: torch.Tensor = center) -> torch.Tensor:
-            return normalize(at_zero(canvas, keys[chosen], chosen) - center, dim=-1)
+            return normalize(at_zero(canvas, keys[chosen], chosen).flatten(1) - center, dim=-1)
 
         at = torch.tensor(rows)
         change = at_zero(canvas, canvas.k[at], at) - at_zero(canvas, keys[at], at)
         moved = at_zero(canvas, canvas.k[others], others) - at_zero(canvas, keys[others], others)
         assert torch.allclose(moved, ridge(regressors(at), regressors(others), change), atol=1e-5)
-        at = torch.tensor([one for one in rows if one not in read])
         wanted = ridge(regressors(at), regressors(others), canvas.v[at] - values[at])
         assert torch.allclose(canvas.v[others] - values[others], shift.VALUE_SHARE * wanted, atol=1e-5)
     untouched = torch.tensor([*range(7), *range(21, 32), *range(50, 60)])
@@ -152,6 +142,22 @@ def test_tokens_change_as_those_that_are_like_them():
     assert torch.allclose(change, shift.VALUE_SHARE * kind[others, None, None].expand_as(change), atol=0.1)
 
 
+def test_the_tokens_that_are_alike_are_those_of_the_first_layer():
+    """In the next layer other keys are stored, and the same share of each example's change is predicted."""
+    canvas = Tensors()
+    repaired, others = [8, 9, 11, 12], [10, 13, 14]
+    (found,) = found_shifts(canvas, [Placement(at=5, tokens=10, first=0)], [repaired])
+    predictions = []
+    for layer in (1, 2):
+        attention, values = found.attention(layer), canvas.v.clone()
+        canvas.v[repaired] += torch.arange(1.0, 5)[:, None, None]
+        attention(None, lambda: None)
+        predictions.append(canvas.v[others] - values[others])
+        canvas.k = torch.randn(LENGTH, HEADS, DIM, generator=torch.Generator().manual_seed(layer))
+    assert predictions[0].abs().min() > 1e-3
+    assert torch.allclose(*predictions, atol=1e-5)
+
+
 def test_a_document_without_a_repaired_token_stays_as_it_is():
     canvas = Tensors()
     keys = canvas.k.clone()
@@ -167,7 +173,7 @@ def test_a_document_without_a_repaired_token_stays_as_it_is():
 @pytest.mark.parametrize("rope", ["plain", "llama3", "yarn"])
 def test_a_change_that_all_tokens_have_in_common_is_found_whole(monkeypatch, rope):
     """The stored KV is full prefill's, less a constant in each layer but the first. Almost nothing of it is left."""
-    monkeypatch.setattr(shift, "CONSTANT", 900)
+    monkeypatch.setattr(shift, "SHARED", 900)
     monkeypatch.setattr(shift, "VALUE_SHARE", 1)
     model = random_model("llama", rope)
     layers, prompt = DecoderLayers(model), join(random_tokens(9, 50), DOCUMENTS, random_tokens(11, 51), SEPARATOR)

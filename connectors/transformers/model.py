@@ -22,7 +22,7 @@ from transformers import DynamicCache
 from lmc.blend.blender import Blender, BlendInput
 from lmc.blend.canvas import KV
 from lmc.blend.segments import Segments, Variants, separator_variants, sink_of, split
-from lmc.blend.strategies import RecomputePolicy
+from lmc.blend.strategies import BLIND_REUSE, RecomputePolicy
 from lmc.config import Settings
 from lmc.connectors.transformers.arguments import check_options, checked_tokens, checked_variants
 from lmc.connectors.transformers.canvas import DenseCanvas
@@ -186,7 +186,7 @@ class CachedModel(AbstractContextManager["CachedModel"]):
         prompt = self._checked(prompt_ids, "prompt")
         started = time.perf_counter()
         self.learn_pending()
-        policy = RecomputePolicy(strategy="none", ratios=(0.0,)) if how == "reuse" else policy or self.policy
+        policy = BLIND_REUSE if how == "reuse" else policy or self.policy
         lost: set[ChunkKey] = set()
         while True:  # Each round loses at least one chunk, so this ends.
             try:

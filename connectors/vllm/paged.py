@@ -66,13 +66,17 @@ class TokenAccess:
                 raise UnsupportedModel(f"keys cannot be read from pages of the CPU kernel {attention.isa!r}")
             self._halves = cache.view(blocks, self.kv_heads, KV, self._size * self.head_dim)
             self._keys = self._halves[:, :, 0].view(blocks, self.kv_heads, self.head_dim, self._size).transpose(2, 3)
-            self._values = self._halves[:, :, 1].view(blocks, self.kv_heads, self._size, self.head_dim)
+            self._rows = cache.view(-1, self.head_dim)
 
     def gather(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return keys and values `[T, H, D]` of `slots [T]`."""
         block, offset = slots // self._size, slots % self._size
         if self._cpu:
-            return self._keys[block, :, offset], self._values[block, :, offset]
+            # In a page, each head has the block of keys first and then a row of `head_dim` numbers for each value.
+            heads = block[:, None] * self.kv_heads + torch.arange(self.kv_heads)
+            rows = (heads * KV + 1) * self._size + offset[:, None]  # [T, H]
+            values = self._rows.index_select(0, rows.flatten()).unflatten(0, rows.shape)
+            return self._keys[block, :, offset], values
         both = self._cache[block, :, offset]  # [T, H, C]
         return both[..., : self.head_dim], both[..., self.head_dim :]
 

@@ -7,7 +7,7 @@ from statistics import fmean, median
 
 import torch
 
-from lmc.blend.strategies import RecomputePolicy
+from lmc.blend.strategies import BLIND_REUSE, RecomputePolicy
 from lmc.calibrate.prompts import ANSWER, CalibrationPrompt, CalibrationPrompts
 from lmc.connectors.transformers import CachedModel
 from lmc.connectors.transformers.continuation import divergence, greedy_answer, log_probabilities
@@ -71,7 +71,7 @@ class Measurement:
         self._cached, self._prompts = cached, prompts
         settings = cached.settings
         self._policies = {ratio: RecomputePolicy.of(settings, ratio=ratio) for ratio in RATIOS}
-        self._policies[BLIND] = RecomputePolicy(strategy="none", ratios=(0.0,))
+        self._policies[BLIND] = BLIND_REUSE
 
     def run(self, count: int | None, progress: Callable[[int, int], None]) -> Measured:
         """Measure `count` prompts, or as many as there is time for. `progress(done, of)` is called as it goes."""
