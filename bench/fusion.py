@@ -7,19 +7,21 @@ answer, which are given (teacher forcing), and over the prompts of a task:
 
     gap closed = 1 − KL(full ‖ way) / KL(full ‖ blind reuse)
 
-Blind reuse is that of documents learned alone. A way is written as its strategy, +sink if documents are learned behind
-an attention sink, +shift with the correction, and its ratio. agreement is the share of prompts whose next token is full
-prefill's, and right the share whose answer is. The interval holds 90 % of 1000 resamplings of the prompts.
+Blind reuse is that of documents learned alone. A way is written as its strategy, +sink or +primer if documents are
+learned behind that, +shift with the correction, and its ratio. agreement is the share of prompts whose next token is
+full prefill's, and right the share whose answer is. The interval holds 90 % of 1000 resamplings of the prompts.
 """
 
 import random
 from collections import defaultdict
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from statistics import fmean
 
 from common import closing_line, parser
 from tasks import DEVELOPMENT, HELD_OUT, MAIN, TASKS, Draw, Item
 
+from lmc.blend.learn_prefix import learn_prefix
 from lmc.blend.strategies import BLIND_REUSE, RecomputePolicy
 from lmc.config import Settings
 from lmc.connectors.transformers import CachedModel
@@ -29,10 +31,11 @@ from lmc.demo.questions import PromptBuilder
 from lmc.demo.random_model import machine
 
 BLIND, RATIOS = "blind", "0.05,0.1,0.15,0.3"
-# Strategy, whether documents are learned behind a sink, and the correction. The last one is the default.
+# Strategy, what documents are learned behind, and the correction. The last one is the default.
 WAYS = (
-    ("query", False, "none"), ("head", False, "none"), ("deviation", False, "none"), ("union", False, "none"),
-    ("none", True, "none"), ("union", False, "shift"), ("union", True, "none"), ("union", True, "shift"),
+    ("query", "none", "none"), ("head", "none", "none"), ("deviation", "none", "none"), ("union", "none", "none"),
+    ("none", "sink", "none"), ("none", "primer", "none"),
+    ("union", "sink", "shift"), ("union", "primer", "none"), ("union", "primer", "shift"),
 )  # fmt: skip
 SYSTEM = "You answer questions from the documents that you are given."
 
@@ -50,23 +53,24 @@ class Seen:
 class Fusion:
     """Measures ways on prompts of one model."""
 
-    def __init__(self, alone: CachedModel, behind: CachedModel, builder: PromptBuilder, ratios: list[float]) -> None:
-        self._alone, self._behind, self._builder = alone, behind, builder
-        self._ways = {BLIND: (alone, BLIND_REUSE)}
-        for strategy, sink, correction in WAYS:
+    def __init__(self, models: dict[str, CachedModel], builder: PromptBuilder, ratios: list[float]) -> None:
+        """`models` is one model by what its documents are learned behind."""
+        self._models, self._builder = models, builder
+        self._ways = {BLIND: (models["none"], BLIND_REUSE)}
+        for strategy, behind, correction in WAYS:
             for ratio in ratios if strategy != "none" else [0.0]:
-                name = f"{strategy}{'+sink' if sink else ''}{'+shift' if correction == 'shift' else ''} {ratio:g}"
+                added = "".join(f"+{name}" for name in (behind, correction) if name != "none")
                 policy = RecomputePolicy(strategy=strategy, ratios=(ratio,), correction=correction)
-                self._ways[name] = (behind if sink else alone, policy)
+                self._ways[f"{strategy}{added} {ratio:g}"] = (models[behind], policy)
 
     def measure(self, item: Item, seen: dict[str, Seen]) -> int:
         """Ask one prompt in every way, and note the results; return its length."""
         encode = self._builder.encode
         prompt = self._builder.prompt([encode(document) for document in item.documents], item.question, item.lead)
         answer = encode(" " + item.answer)
-        for cached in (self._alone, self._behind):
+        for cached in self._models.values():
             cached.learn_documents(prompt)
-        full = log_probabilities(self._alone, prompt, self._alone.prefill(prompt, "full"), answer)
+        full = log_probabilities(cached, prompt, cached.prefill(prompt, "full"), answer)
         seen["full"].right.append(full.argmax(-1).tolist() == answer)
         for name, (cached, policy) in self._ways.items():
             done = cached.prefill(prompt, "blend", policy=policy)
@@ -75,7 +79,7 @@ class Fusion:
             seen[name].agrees.append(bool(found[0].argmax() == full[0].argmax()))
             seen[name].right.append(found.argmax(-1).tolist() == answer)
             seen[name].charged.append(done.report.charged_budget)
-        for cached in (self._alone, self._behind):
+        for cached in self._models.values():
             cached.engine.forget_all()
         return len(prompt)
 
@@ -106,10 +110,15 @@ def main() -> None:
     print(machine())
     rows, means = [], defaultdict(list)
     settings = Settings(enable_blending=True, blend_calibration="ignore", blend_min_tokens=0, max_local_cpu_size=1.0)
-    behind, tokenizer = CachedModel.load(smollm2(), settings)
-    with behind, CachedModel(behind.model, settings, behind.separators) as alone:
+    with ExitStack() as stack:
+        cached, tokenizer = CachedModel.load(smollm2(), settings)
+        models = {"primer": stack.enter_context(cached)}
+        for behind in ("sink", "none"):
+            prefix = learn_prefix(tokenizer, settings.model_copy(update={"blend_learn_prefix": behind}))
+            model = CachedModel(cached.model, settings, cached.separators, learn_prefix=prefix)
+            models[behind] = stack.enter_context(model)
         builder = PromptBuilder(tokenizer, SYSTEM, settings.blend_special_str)
-        fusion = Fusion(alone, behind, builder, [float(ratio) for ratio in options.ratios.split(",")])
+        fusion = Fusion(models, builder, [float(ratio) for ratio in options.ratios.split(",")])
         for task in names:
             seen: dict[str, Seen] = defaultdict(Seen)
             lengths = []

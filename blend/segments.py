@@ -8,7 +8,6 @@ a part of the prompt. They belong to no document.
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from lmc.errors import InputError
 
@@ -69,22 +68,6 @@ def separator_variants(encode: Callable[[str], Tokens], special: str) -> Variant
         wrong = f"the special string {special!r} encodes to no token of its own"
         raise InputError(f"{wrong}; set blend_special_str to another one")
     return variants
-
-
-def sink_of(tokenizer: Any) -> tuple[int, ...]:
-    """Return the token behind which documents are learned, if the tokenizer has one: the first token of all prompts.
-
-    It is BOS, or else the special token with which a chat begins. A model uses the first token of a text as an
-    attention sink (StreamingLLM, arXiv 2309.17453). If a document is learned alone, its own first token becomes one,
-    and remains one in the middle of a prompt.
-    """
-    if tokenizer.bos_token_id is not None:
-        return (tokenizer.bos_token_id,)
-    if not getattr(tokenizer, "chat_template", None):
-        return ()
-    chat = tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False)
-    first = tuple(tokenizer.encode(chat, add_special_tokens=False)[:1])
-    return first if set(first) <= set(tokenizer.all_special_ids) else ()
 
 
 def split(tokens: Tokens, variants: Variants) -> Segments:

@@ -163,8 +163,10 @@ class Settings(BaseModel):
     blend_correction: Literal["shift", "none"] = Field(
         "shift", description="shift (other tokens change as recomputed ones of their document that are alike) or none"
     )
-    blend_learn_prefix: Literal["sink", "none"] = Field(
-        "sink", description="sink (documents are learned behind the tokenizer's first token) or none (learned alone)"
+    blend_learn_prefix: Literal["primer", "sink", "none"] = Field(
+        "primer",
+        description="primer (documents are learned behind the first token of all prompts and a short neutral document),"
+        " sink (behind that token) or none (alone)",
     )
     blend_calibration: Literal["obey", "ignore"] = Field(
         "obey", description="obey (a model for which `lmc calibrate` said no is not blended) or ignore"

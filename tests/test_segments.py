@@ -3,7 +3,7 @@
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from lmc.blend.segments import Span, join, separator_variants, sink_of, split
+from lmc.blend.segments import Span, join, separator_variants, split
 from lmc.errors import InputError
 
 TEXT = [
@@ -118,29 +118,3 @@ def test_cuts(tokens: list[int], system: tuple, documents: list[tuple], question
 def test_a_special_string_without_tokens_is_refused(encode) -> None:
     with pytest.raises(InputError, match="blend_special_str"):
         separator_variants(encode, "  ")
-
-
-class _Tokenizer:
-    """Words are tokens; `<s>` and `<|user|>` are special."""
-
-    all_special_ids = (0, 1)
-    words = ("<s>", "<|user|>", "a")
-
-    def __init__(self, bos: int | None, chat: str | None) -> None:
-        self.bos_token_id, self.chat_template = bos, chat
-
-    def apply_chat_template(self, messages: list[dict[str, str]], *, tokenize: bool) -> str:
-        return f"{self.chat_template} {messages[0]['content']}"
-
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        return [self.words.index(word) for word in text.split()]
-
-
-@pytest.mark.parametrize(
-    ("bos", "chat", "sink"), [(0, None, (0,)), (0, "<|user|>", (0,)), (None, "<|user|>", (1,)), (None, "a", ())]
-)
-def test_the_sink_is_bos_or_the_first_token_of_a_chat_if_it_is_special(
-    bos: int | None, chat: str | None, sink: tuple[int, ...]
-) -> None:
-    assert sink_of(_Tokenizer(bos, chat)) == sink
-    assert sink_of(_Tokenizer(None, None)) == ()

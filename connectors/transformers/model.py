@@ -21,7 +21,8 @@ from transformers import DynamicCache
 
 from lmc.blend.blender import Blender, BlendInput
 from lmc.blend.canvas import KV
-from lmc.blend.segments import Segments, Variants, separator_variants, sink_of, split
+from lmc.blend.learn_prefix import learn_prefix
+from lmc.blend.segments import Segments, Variants, separator_variants, split
 from lmc.blend.strategies import BLIND_REUSE, RecomputePolicy
 from lmc.config import Settings
 from lmc.connectors.transformers.arguments import check_options, checked_tokens, checked_variants
@@ -61,7 +62,7 @@ class CachedModel(AbstractContextManager["CachedModel"]):
         (`segments.separator_variants`). `checkpoint` is where the model was loaded from; give it only if the weights
         have not changed since. Other engines that loaded the same checkpoint, such as vLLM, then find its documents.
         Without it, the model is identified by its bytes in memory. Documents are learned behind the tokens of
-        `learn_prefix` (`segments.sink_of`), and alone if there are none.
+        `learn_prefix` (`lmc.blend.learn_prefix`), and alone if there are none.
         """
         self.model, self.settings = model.eval(), settings
         self.layers = DecoderLayers(model)
@@ -90,7 +91,7 @@ class CachedModel(AbstractContextManager["CachedModel"]):
         """Load a model from a directory or a hub's id, and return it with a cache engine, and its tokenizer."""
         model, tokenizer = load(name)
         variants = separator_variants(tokenizer.encode, settings.blend_special_str)
-        prefix = sink_of(tokenizer) if settings.blend_learn_prefix == "sink" else ()
+        prefix = learn_prefix(tokenizer, settings)
         return cls(model, settings, variants, cache_salt=cache_salt, checkpoint=name, learn_prefix=prefix), tokenizer
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:

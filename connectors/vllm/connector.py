@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from lmc.blend.segments import Variants, separator_variants, sink_of
+from lmc.blend.learn_prefix import learn_prefix
+from lmc.blend.segments import Variants, separator_variants
 from lmc.config import Settings
 from lmc.connectors.vllm import vllm_api
 from lmc.connectors.vllm.messages import StepPlan, StepReport, WorkerFacts
@@ -156,7 +157,7 @@ class LMCConnector(vllm_api.KVConnectorBase_V1):
         if refused and self.settings.enable_blending:
             log.warning("blending is off: %s. Exact offload goes on.", refused)
         tokenizer = self._tokenizer() if not refused else None
-        prefix = sink_of(tokenizer) if tokenizer and settings.blend_learn_prefix == "sink" else ()
+        prefix = learn_prefix(tokenizer, settings) if tokenizer else ()
         hashing = cache.prefix_caching_hash_algo
         engine = open_engine(settings, workers, cache.block_size, model, hashing, prefix=prefix)
         log.info("%s", self._summary(engine, blends=not refused))

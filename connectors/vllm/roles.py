@@ -68,7 +68,7 @@ class Roles:
         """Return why a request that would be blended or learned has to be served exactly; empty if it need not."""
         first = "a document to learn must not begin with the BOS token, which it does not have inside of a prompt"
         learned, engine = request.prompt_token_ids, self._setup.engine
-        begins = learned[0] == self._setup.first_token and not (engine.prefix and engine.begins(learned))
+        begins = learned[0] == self._setup.first_token and not engine.text_start(learned)
         reasons = {
             "blending is off; the log of the engine's start says why": not self._setup.blends,
             "requests with LoRA are not blended": request.lora_request is not None,

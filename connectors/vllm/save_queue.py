@@ -124,11 +124,12 @@ class SaveQueue:
     def _save_document(self, state: RequestState, blocks: Sequence[int]) -> None:
         """Save the prompt of a request that is a document, reading its keys and values from its pages.
 
-        If documents are learned behind a token with which the prompt does not begin, it has to be computed again.
+        If documents are learned behind tokens with which the prompt does not begin, it has to be computed again.
         """
         prompt, before = state.request.prompt_token_ids, len(self._engine.prefix)
         if not self._engine.begins(prompt):
-            state.learned = self._engine.learn_later(prompt, [Span(0, len(prompt))], state.salt)
+            document = Span(self._engine.text_start(prompt), len(prompt))
+            state.learned = self._engine.learn_later(prompt, [document], state.salt)
             return
         tokens = prompt[before:]
         namespace = self._engine.namespace(RecordKind.DOCUMENT, state.salt)

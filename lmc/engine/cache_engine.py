@@ -131,13 +131,17 @@ class CacheEngine:
         namespace = self.namespace(RecordKind.DOCUMENT, salt)
         found = [self._document(prompt, span, namespace) for span in spans]
         if start:
-            behind = Span(len(self.prefix) if self.begins(prompt) else 0, start.stop)
+            behind = Span(self.text_start(prompt), start.stop)
             found.insert(0, self._document(prompt, behind, namespace, learnable=False))
         return tuple(found)
 
     def begins(self, prompt: Sequence[int]) -> bool:
         """Return whether a prompt begins with the tokens behind which documents are learned."""
         return tuple(prompt[: len(self.prefix)]) == self.prefix
+
+    def text_start(self, prompt: Sequence[int]) -> int:
+        """Return where the text of a prompt begins: behind the first token of `prefix`, if it begins with that."""
+        return int(bool(self.prefix) and prompt[0] == self.prefix[0])
 
     def _document(
         self, prompt: Sequence[int], span: Span, namespace: bytes, *, learnable: bool = True

@@ -95,7 +95,7 @@ def test_documents_behind_a_sink_are_the_same_in_both(tmp_path, monkeypatch):
             tokenizer.encode(text, add_special_tokens=False)
             for text in ("at the abbey , owner of goose", " # # ", *texts)
         )
-    monkeypatch.setattr("lmc.connectors.vllm.connector.sink_of", lambda _: (sink,))
+    monkeypatch.setattr("lmc.connectors.vllm.connector.learn_prefix", lambda *_: (sink,))
     with engine(SMALL / "model", settings, skip_tokenizer_init=False) as lab:
         told = [facts(lab.ask(tokens, {"learn": True})) for tokens in ([sink, *documents[0]], documents[1])]
         lab.ask(join([sink], documents[2:], question, separator))

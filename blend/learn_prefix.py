@@ -1,0 +1,41 @@
+"""What documents are learned behind: the tokens that stand before a document when its keys and values are computed.
+
+In a prompt other documents stand before it. A model computes much of a text in the same way whatever text stands before
+it, and in another way if none does. So documents are learned as if they followed the primer, a short document about
+nothing in particular. It is the same for everybody and is in no prompt itself, so no text of one user reaches another.
+"""
+
+from typing import Any
+
+from lmc.config import Settings
+
+PRIMER = (
+    "The town library stands on the north side of the square, in a long brick building that was once a grain store. It "
+    "opens at nine in the morning and closes at six, except on Thursdays, when it stays open until eight. On the "
+    "ground floor there are newspapers, a reading room with twelve tables, and shelves of novels that are arranged by "
+    "author. The second floor holds maps, local records and a small collection of letters."
+)
+
+
+def learn_prefix(tokenizer: Any, settings: Settings) -> tuple[int, ...]:
+    """Return the tokens behind which documents are learned, none if the settings or the tokenizer want none."""
+    sink = () if settings.blend_learn_prefix == "none" else sink_of(tokenizer)
+    if not sink or settings.blend_learn_prefix == "sink":
+        return sink
+    separator = settings.blend_special_str
+    return *sink, *tokenizer.encode(f"{separator}{PRIMER}{separator}", add_special_tokens=False)
+
+
+def sink_of(tokenizer: Any) -> tuple[int, ...]:
+    """Return the token with which all prompts begin, if there is one: BOS, or the special token that begins a chat.
+
+    A model uses the first token of a text as an attention sink (StreamingLLM, arXiv 2309.17453). If a document is
+    learned alone, its own first token becomes one, and remains one in the middle of a prompt.
+    """
+    if tokenizer.bos_token_id is not None:
+        return (tokenizer.bos_token_id,)
+    if not getattr(tokenizer, "chat_template", None):
+        return ()
+    chat = tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False)
+    first = tuple(tokenizer.encode(chat, add_special_tokens=False)[:1])
+    return first if set(first) <= set(tokenizer.all_special_ids) else ()
