@@ -804,8 +804,9 @@ def test_a_document_is_learned_behind_the_sink_and_exact_there() -> None:
         assert (blend.logits - cached.prefill(ids, "full").logits).abs().max() <= 1e-4
 
 
-def test_at_ratio_one_documents_behind_a_sink_are_full_prefill() -> None:
-    with CachedModel(random_model(), settings(), SEPARATOR, learn_prefix=[SINK]) as cached:
+@pytest.mark.parametrize("primer", [[], random_tokens(20, 90)])
+def test_at_ratio_one_documents_behind_a_sink_are_full_prefill(primer: list[int]) -> None:
+    with CachedModel(random_model(), settings(), SEPARATOR, learn_prefix=[SINK, *primer]) as cached:
         for document in DOCUMENTS[:4]:
             cached.learn(document)
         # The first document begins before the position at which it was learned.
@@ -813,6 +814,46 @@ def test_at_ratio_one_documents_behind_a_sink_are_full_prefill() -> None:
             blend = cached.prefill(ids, "blend", policy=EVERYTHING)
             assert blend.report.reused > 0
             assert (cached.prefill(ids, "full").logits - blend.logits).abs().max() <= 1e-4
+
+
+def kv_of(cached: CachedModel, document: list[int]) -> list[torch.Tensor]:
+    """The stored keys and values of a document, `[2, T, H, D]` of each layer."""
+    placed = cached.engine.documents(document, [Span(0, len(document))])
+    pieces = cached.engine.look(PromptView(cached.engine.token_chain([]), placed)).documents[0].pieces
+    assert all(piece.place for piece in pieces)
+    with closing(cached.engine.layers(pieces, cached.layers.shape)) as reader:
+        return [torch.cat(parts, dim=1).clone() for _, parts in reader]
+
+
+PRIMER = random_tokens(20, 90)
+
+
+@pytest.mark.parametrize("prefix", [[], [SINK], [SINK, *PRIMER]])
+@pytest.mark.parametrize("start", [SYSTEM, [SINK], [SINK, *PRIMER], []])
+@pytest.mark.parametrize("way", ["blend", "reuse", "exact", "full", "generate", "keep", "learn_documents"])
+def test_no_way_in_lets_a_prompt_change_what_a_document_is_for_others(
+    prefix: list[int], start: list[int], way: str
+) -> None:
+    """A document that was met behind another one, which might say anything, is stored as if it had been met alone."""
+    poison, document = DOCUMENTS[0], DOCUMENTS[3]
+    ids = join(start, [poison, document], random_tokens(7, 80), SEPARATOR)
+    with CachedModel(random_model(), settings(), SEPARATOR, learn_prefix=prefix) as cached:
+        cached.learn(poison)  # It is reused, and what it changes in the other document is computed.
+        if way == "generate":
+            cached.generate(ids, max_new_tokens=3, do_sample=False)
+        elif way == "keep":
+            cached.keep(ids, cached.prefill(ids, "full").cache)
+        elif way == "learn_documents":
+            cached.learn_documents(ids)
+        else:
+            cached.prefill(ids, way)  # type: ignore[arg-type]
+        cached.learn_pending()
+        assert cached.knows(document) == (way in ("blend", "reuse", "generate", "learn_documents"))
+        cached.learn(document)
+        found = kv_of(cached, document)
+        wanted = rows_of(forward(cached.model, [*prefix, *document], DynamicCache()).past_key_values)
+    for stored, layer in zip(found, wanted, strict=True):
+        assert (stored - torch.stack(layer)[:, len(prefix) :]).abs().max() <= 1e-5
 
 
 @pytest.mark.parametrize("prefix", [[VOCABULARY], [-1], ["a"]])

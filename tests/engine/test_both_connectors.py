@@ -85,9 +85,11 @@ def test_transformers_finds_what_vllm_has_learned(models, place):
     assert set(report.loaded) == {tier}
 
 
-def test_documents_behind_a_sink_are_the_same_in_both(tmp_path, monkeypatch):
+@pytest.mark.parametrize("primer", [(), (9, 11, 12, 5)])
+def test_documents_behind_a_sink_are_the_same_in_both(tmp_path, monkeypatch, primer):
     """They are learned by a request that begins with the sink, by one that does not, and from a prompt."""
     settings, sink = {"local_disk": str(tmp_path / "disk")}, 7
+    prefix = (sink, *primer)
     texts = [path.read_text().strip() for path in sorted((SMALL / "documents").glob("*.txt"))[:3]]
     own, tokenizer = CachedModel.load(SMALL / "model", Settings(**SETTINGS))
     with own:
@@ -95,7 +97,7 @@ def test_documents_behind_a_sink_are_the_same_in_both(tmp_path, monkeypatch):
             tokenizer.encode(text, add_special_tokens=False)
             for text in ("at the abbey , owner of goose", " # # ", *texts)
         )
-    monkeypatch.setattr("lmc.connectors.vllm.connector.learn_prefix", lambda *_: (sink,))
+    monkeypatch.setattr("lmc.connectors.vllm.connector.learn_prefix", lambda *_: prefix)
     with engine(SMALL / "model", settings, skip_tokenizer_init=False) as lab:
         told = [facts(lab.ask(tokens, {"learn": True})) for tokens in ([sink, *documents[0]], documents[1])]
         lab.ask(join([sink], documents[2:], question, separator))
@@ -106,7 +108,7 @@ def test_documents_behind_a_sink_are_the_same_in_both(tmp_path, monkeypatch):
     model, found = own.model, []
     for place in (settings, {}):
         with CachedModel(
-            model, Settings(**SETTINGS, **place), separator, checkpoint=SMALL / "model", learn_prefix=[sink]
+            model, Settings(**SETTINGS, **place), separator, checkpoint=SMALL / "model", learn_prefix=prefix
         ) as cached:
             assert [cached.knows(document) for document in documents] == [bool(place)] * 3
             for document in documents:
