@@ -841,6 +841,33 @@ def test_documents_are_learned_behind_the_sink(make, told):
     lab.finish(request)
 
 
+def test_documents_are_learned_behind_a_primer_whose_first_token_begins_prompts(make):
+    """That token is no part of a document, in a request to learn or at the start of a prompt."""
+    lab = make(prefix=(1, 50, 51))
+    learn(lab, [1, *DOC_A], DOC_B)
+    lab.settle()
+    lab.forget_prefixes()
+    assert all(lab.store.lookup([*document_keys(lab, DOC_A), *document_keys(lab, DOC_B)]))
+
+    request = lab.arrive("one", [1, *DOC_A, *SEPARATOR, *DOC_B, *SEPARATOR, 9, 9])
+    lab.admit(request)
+    (job,) = lab.step().loads
+
+    places = [(p.at, p.first, p.exact) for p in (part.piece for part in job.documents)]
+    assert places[0] == (1, 3, False)
+    assert places[-1][1:] == (3 + 16, False)
+    lab.compute(request, 1)
+    lab.finish(request)
+
+
+def test_a_document_is_not_learned_at_positions_that_the_model_does_not_have(make, caplog):
+    lab = make(prefix=(1, 50, 51), longest=len(DOC_A) + 2)
+    learn(lab, DOC_A)
+    lab.settle()
+    assert f"a document of {len(DOC_A)} tokens is too long to be learned" in caplog.text
+    assert not any(lab.store.lookup(document_keys(lab, DOC_A)))
+
+
 def test_a_document_behind_the_sink_alone_is_exact(make):
     lab = make(prefix=(1,))
     learn(lab, [1, *DOC_A])

@@ -241,7 +241,17 @@ class Lab:
     """A scheduler with everything around it, driven as vLLM does."""
 
     def __init__(
-        self, tiers=(), *, slots=16, blocks=64, ranks=1, batch_tokens=16, blends=True, settings=None, prefix=()
+        self,
+        tiers=(),
+        *,
+        slots=16,
+        blocks=64,
+        ranks=1,
+        batch_tokens=16,
+        longest=512,
+        blends=True,
+        settings=None,
+        prefix=(),
     ):
         self.now = 0.0
         memory = slots * LAYERS * 4096 * ranks / GIB
@@ -273,6 +283,7 @@ class Lab:
             first_token=1,
             blends=blends,
             batch_tokens=batch_tokens,
+            longest=longest,
             clock=lambda: self.now,
         )
         self.scheduler = Scheduler(setup)

@@ -172,6 +172,7 @@ class LMCConnector(vllm_api.KVConnectorBase_V1):
             first_token=tokenizer.bos_token_id if tokenizer else None,
             blends=not refused,
             batch_tokens=self._config.scheduler_config.max_num_batched_tokens,
+            longest=self._config.model_config.max_model_len,
             announces=bool(self._config.kv_events_config and self._config.kv_events_config.enable_kv_cache_events),
             counts_images=self._counts_images(),
         )

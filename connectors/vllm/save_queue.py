@@ -28,6 +28,7 @@ class SaveQueue:
         self._settings, self._engine, self._pool = setup.settings, setup.engine, setup.pool
         self._block_size = setup.block_size
         self._pending, self._events, self._chunk = pending, events, setup.engine.chunk_size
+        self._longest = setup.longest
         self._spare = -(-setup.batch_tokens // setup.block_size)  # blocks that learning leaves free for a prompt
         self._saves: list[SaveJob] = []
         self._learning = 0  # number of the job under way
@@ -73,9 +74,10 @@ class SaveQueue:
             return None
         tokens = (*self._engine.prefix, *document.tokens)
         need = -(-len(tokens) // self._block_size)
-        if need + self._spare >= len(self._pool.blocks):  # The null block is never free.
+        # The null block is never free.
+        if len(tokens) > self._longest or need + self._spare >= len(self._pool.blocks):
             waiting.popleft()
-            log.warning("a document of %d tokens is too long to be learned beside a prompt", len(document.tokens))
+            log.warning("a document of %d tokens is too long to be learned", len(document.tokens))
             return None
         if need + self._spare > self._pool.get_num_free_blocks():
             return None

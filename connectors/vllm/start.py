@@ -28,6 +28,7 @@ class Setup:
     stages: tuple[int, ...]  # layers of each pipeline stage
     ranks: int  # number of workers
     batch_tokens: int  # that the engine computes in a step at most
+    longest: int  # tokens of a request, at most; the model may have no angles for positions behind them
     blends: bool  # The model can be blended, and the settings allow it.
     variants: Variants | None = None  # of the special string; None if there is no tokenizer
     first_token: int | None = None  # BOS, if the tokenizer has one
