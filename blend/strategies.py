@@ -14,7 +14,7 @@ from lmc.config import Settings
 from lmc.errors import ConfigError
 
 # What `union` repairs whatever the question is: the tokens of a document that were computed at these first positions,
-# which are two tokens behind an attention sink.
+# which are three if it was learned alone, two behind an attention sink, and none behind a primer.
 HEAD_POSITIONS = 3
 # How many tokens behind each token `union` expects an answer to read, and with which share of its score.
 READ_ON, INHERITED = 2, 0.8
