@@ -22,8 +22,7 @@ def learn_prefix(tokenizer: Any, settings: Settings) -> tuple[int, ...]:
     sink = () if settings.blend_learn_prefix == "none" else sink_of(tokenizer)
     if not sink or settings.blend_learn_prefix == "sink":
         return sink
-    separator = settings.blend_special_str
-    return *sink, *tokenizer.encode(f"{separator}{PRIMER}{separator}", add_special_tokens=False)
+    return *sink, *tokenizer.encode(settings.blend_special_str.join(("", PRIMER, "")), add_special_tokens=False)
 
 
 def sink_of(tokenizer: Any) -> tuple[int, ...]:

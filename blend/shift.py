@@ -11,7 +11,6 @@ tokens that are repaired anyway are the probes, and their mean is what regressio
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -39,13 +38,11 @@ class Shift:
         self._canvas, repaired = canvas, repaired[document[repaired] >= 0]
         numbers, counts = torch.unique_consecutive(document[repaired], return_counts=True)
         examples = [one[:: -(-len(one) // MOST_EXAMPLES)] for one in repaired.split(counts.tolist())]
-        is_other = torch.isin(document, numbers)
-        is_other[repaired] = False
+        is_other = torch.isin(document, numbers).index_fill_(0, repaired, False)
         self._others = is_other.nonzero().flatten()
         self._examples = torch.cat([repaired[:0], *examples])
-        # Where the examples and the other tokens of each document are in these.
-        others = [int((document[self._others] == number).sum()) for number in numbers]
-        self._documents = list(zip(_slices([len(one) for one in examples]), _slices(others), strict=True))
+        self._counts = [len(one) for one in examples]  # of each document
+        self._other_counts = [int((document[self._others] == number).sum()) for number in numbers]
         self._weights: list[torch.Tensor] = []  # [N, E] of each document, computed in the first layer
         self._examples_back = canvas.turn(self._examples, torch.zeros_like(self._examples))
         self._others_forth = canvas.turn(torch.zeros_like(self._others), self._others)
@@ -75,20 +72,22 @@ class Shift:
         moved, changed = (new.float() - old for new, old in zip(repaired, stored, strict=True))  # [E, H, D]
         moved, shape = self._rotated(moved, self._examples_back), keys.shape[1:]
         predicted = torch.empty(keys.shape, device=keys.device)
-        for (examples, others), weights in zip(self._documents, self._weights, strict=True):
-            predicted[others] = (weights @ moved[examples].flatten(1)).unflatten(1, shape)
-            values[others] += (weights @ changed[examples].flatten(1)).mul_(VALUE_SHARE).unflatten(1, shape)
+        examples = moved.flatten(1).split(self._counts), changed.flatten(1).split(self._counts)
+        others = predicted.split(self._other_counts), values.split(self._other_counts)
+        for weights, moves, changes, key, value in zip(self._weights, *examples, *others, strict=True):
+            key.copy_((weights @ moves).unflatten(1, shape))
+            value.add_((weights @ changes).unflatten(1, shape), alpha=VALUE_SHARE)
         keys += self._rotated(predicted, self._others_forth)
         self._canvas.write(layer, self._others, keys, values)
 
     def _weigh(self, examples: torch.Tensor, others: torch.Tensor) -> list[torch.Tensor]:
         """Return what each example counts for each other token of its document, from stored keys `[T, H, D]`."""
         others_back = self._canvas.turn(self._others, torch.zeros_like(self._others))
-        examples = self._rotated(examples, self._examples_back).flatten(1)
-        others, weights = self._rotated(others, others_back).flatten(1), []
-        for mine, theirs in self._documents:
-            mean = others[theirs].mean(0)
-            known, asked = (normalize(one - mean, dim=-1) for one in (examples[mine], others[theirs]))
+        examples_at_zero = self._rotated(examples, self._examples_back).flatten(1).split(self._counts)
+        others_at_zero, weights = self._rotated(others, others_back).flatten(1).split(self._other_counts), []
+        for mine, theirs in zip(examples_at_zero, others_at_zero, strict=True):
+            mean = theirs.mean(0)
+            known, asked = (normalize(one - mean, dim=-1) for one in (mine, theirs))
             penalty = torch.eye(len(known), device=known.device)
             alike, own = asked @ known.T + SHARED, known @ known.T + SHARED
             weights.append(torch.linalg.solve_ex(own + penalty, alike, left=False)[0])
@@ -99,11 +98,6 @@ class Shift:
         turned = torch.empty_like(keys, dtype=torch.float32)
         rotate(keys.transpose(0, 1), turn, turned.transpose(0, 1), interleaved=self._canvas.interleaved)
         return turned
-
-
-def _slices(counts: Sequence[int]) -> list[slice]:
-    """Return where each of several parts of a sequence lies, from their lengths."""
-    return [slice(start, stop) for start, stop in pairwise(accumulate(counts, initial=0))]
 
 
 def shifts_of(

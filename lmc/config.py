@@ -164,9 +164,7 @@ class Settings(BaseModel):
         "shift", description="shift (other tokens change as recomputed ones of their document that are alike) or none"
     )
     blend_learn_prefix: Literal["primer", "sink", "none"] = Field(
-        "primer",
-        description="primer (documents are learned behind the first token of all prompts and a short neutral document),"
-        " sink (behind that token) or none (alone)",
+        "primer", description="primer (documents are learned behind a neutral one), sink (the first token) or none"
     )
     blend_calibration: Literal["obey", "ignore"] = Field(
         "obey", description="obey (a model for which `lmc calibrate` said no is not blended) or ignore"

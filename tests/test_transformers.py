@@ -790,7 +790,8 @@ SINK = 2
 def test_a_document_is_learned_behind_the_sink_and_exact_there() -> None:
     with CachedModel(random_model(), settings(), SEPARATOR, learn_prefix=[SINK]) as cached:
         document = DOCUMENTS[0]
-        wanted = rows_of(forward(cached.model, [SINK, *document], DynamicCache()).past_key_values)
+        sink = forward(cached.model, [SINK], DynamicCache()).past_key_values
+        wanted = rows_of(forward(cached.model, document, sink).past_key_values)
         cached.learn(document)
         placed = cached.engine.documents([*SYSTEM, *document], [Span(len(SYSTEM), len(SYSTEM) + len(document))])
         with closing(cached.engine.layers(placed[0].pieces, cached.layers.shape)) as reader:

@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, closing
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -120,9 +121,9 @@ class CachedModel(AbstractContextManager["CachedModel"]):
         if self.knows(document):
             return 0
         started = time.perf_counter()
-        prefix = self.engine.prefix
-        done = rows_of(forward(self.model, [*prefix, *document], DynamicCache()).past_key_values)
-        kv = [(keys[len(prefix) :], values[len(prefix) :]) for keys, values in done]
+        behind, cache = len(self.engine.prefix), cache_of(self._prefix_kv)
+        done = rows_of(forward(self.model, document, cache).past_key_values)
+        kv = [(keys[behind:], values[behind:]) for keys, values in done]
         self._note_speed(len(document), 0, started)
         self.engine.store.flush()  # A full write queue would drop chunks.
         namespace = self.engine.namespace(RecordKind.DOCUMENT, self._salt)
@@ -314,6 +315,13 @@ class CachedModel(AbstractContextManager["CachedModel"]):
         return count
 
     # -- the model ---------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _prefix_kv(self) -> list[KV]:
+        """The keys and values `[H, T, D]` of the tokens behind which documents are learned."""
+        prefix = self.engine.prefix
+        layers = forward(self.model, prefix, DynamicCache()).past_key_values.layers if prefix else ()
+        return [(layer.keys[0], layer.values[0]) for layer in layers]
 
     def _why_not(self, name: str, checkpoint: str | Path | None) -> str:
         """Return why documents are not blended, or nothing, and log it. `name` is the model's identity."""
