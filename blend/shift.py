@@ -23,7 +23,7 @@ from lmc.blend.rope import Turn, rotate
 # n / (n + 1 / SHARED) of the mean of n changes is predicted for all tokens.
 SHARED = 0.3
 VALUE_SHARE = 0.7  # of the prediction is added to values, because some of them change in ways that mislead.
-SINKS = 2  # Tokens computed at the first positions are attention sinks. Their keys and values are unlike those of others.
+SINKS = 2  # Tokens computed at the first positions are attention sinks, and change in ways of their own.
 MOST_EXAMPLES = 64  # of a document; more of them do not predict better
 
 
