@@ -805,7 +805,7 @@ def test_a_document_is_learned_behind_the_sink_and_exact_there() -> None:
         assert (blend.logits - cached.prefill(ids, "full").logits).abs().max() <= 1e-4
 
 
-@pytest.mark.parametrize("primer", [[], random_tokens(20, 90)])
+@pytest.mark.parametrize("primer", [[], random_tokens(20, 90), random_tokens(150, 90)])
 def test_at_ratio_one_documents_behind_a_sink_are_full_prefill(primer: list[int]) -> None:
     with CachedModel(random_model(), settings(), SEPARATOR, learn_prefix=[SINK, *primer]) as cached:
         for document in DOCUMENTS[:4]:
