@@ -70,7 +70,8 @@ class Fusion:
         answer = encode(" " + item.answer)
         for cached in self._models.values():
             cached.learn_documents(prompt)
-        full = log_probabilities(cached, prompt, cached.prefill(prompt, "full"), answer)
+        alone = self._models["none"]
+        full = log_probabilities(alone, prompt, alone.prefill(prompt, "full"), answer)
         seen["full"].right.append(full.argmax(-1).tolist() == answer)
         for name, (cached, policy) in self._ways.items():
             done = cached.prefill(prompt, "blend", policy=policy)

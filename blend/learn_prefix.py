@@ -1,8 +1,8 @@
 """What documents are learned behind: the tokens that stand before a document when its keys and values are computed.
 
-In a prompt other documents stand before it. A model computes much of a text in the same way whatever text stands before
-it, and in another way if none does. So documents are learned as if they followed the primer, a short document about
-nothing in particular. It is the same for everybody and is in no prompt itself, so no text of one user reaches another.
+In a prompt, other documents stand before a document and change its keys and values. A part of this change does not
+depend on what the other documents say. So each document is learned as if it followed the primer, a short document about
+nothing in particular. The primer is the same for all users, so nothing that one user wrote reaches another.
 """
 
 from typing import Any

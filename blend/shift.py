@@ -1,10 +1,10 @@
 """The shift corrects reused tokens that are not recomputed.
 
-What the earlier documents of a prompt change in a document is much the same for tokens that are alike. So ridge
-regression (Hoerl and Kennard 1970) predicts the changes of a document's other tokens, of their values and of their keys
-before RoPE, from those of its repaired ones. Tokens are alike if their stored keys are, in the first layer that is
-corrected. Which ones are alike changes little with depth, so the weights of the prediction are computed once for all
-layers and heads. The fewer tokens are repaired, and the less alike they are, the smaller is what is predicted.
+The earlier documents of a prompt change the keys and values of a later one, and tokens that are alike change alike. So
+ridge regression (Hoerl and Kennard 1970) predicts how the other tokens of a document change from how its repaired ones
+have changed: their values, and their keys before RoPE. Tokens are alike if their stored keys are alike in the first
+layer that is corrected. This changes little with depth, so the weights of the prediction are computed once for all
+layers and heads. The fewer tokens are repaired, and the less alike they are, the smaller are the predictions.
 
 The idea of a correction from probe tokens is AgentKVShift's (arXiv 2607.21604), which adds their mean change. Here the
 tokens that are repaired anyway are the probes, and their mean is what regression on a constant alone would predict.
@@ -72,11 +72,11 @@ class Shift:
         moved, changed = (new.float() - old for new, old in zip(repaired, stored, strict=True))  # [E, H, D]
         moved, shape = self._rotated(moved, self._examples_back), keys.shape[1:]
         predicted = torch.empty(keys.shape, device=keys.device)
-        examples = moved.flatten(1).split(self._counts), changed.flatten(1).split(self._counts)
+        moves, changes = (one.flatten(1).split(self._counts) for one in (moved, changed))  # by document
         others = predicted.split(self._other_counts), values.split(self._other_counts)
-        for weights, moves, changes, key, value in zip(self._weights, *examples, *others, strict=True):
-            key.copy_((weights @ moves).unflatten(1, shape))
-            value.add_((weights @ changes).unflatten(1, shape), alpha=VALUE_SHARE)
+        for weights, move, change, key, value in zip(self._weights, moves, changes, *others, strict=True):
+            key.copy_((weights @ move).unflatten(1, shape))
+            value.add_((weights @ change).unflatten(1, shape), alpha=VALUE_SHARE)
         keys += self._rotated(predicted, self._others_forth)
         self._canvas.write(layer, self._others, keys, values)
 

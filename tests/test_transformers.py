@@ -784,7 +784,7 @@ def test_parts_of_a_plan_on_different_devices_are_joined_on_the_model_s(monkeypa
 
 # -- behind an attention sink ------------------------------------------------------------------------------------------
 
-SINK = 2
+SINK, PRIMER = 2, random_tokens(20, 90)
 
 
 def test_a_document_is_learned_behind_the_sink_and_exact_there() -> None:
@@ -805,7 +805,7 @@ def test_a_document_is_learned_behind_the_sink_and_exact_there() -> None:
         assert (blend.logits - cached.prefill(ids, "full").logits).abs().max() <= 1e-4
 
 
-@pytest.mark.parametrize("primer", [[], random_tokens(20, 90), random_tokens(150, 90)])
+@pytest.mark.parametrize("primer", [[], PRIMER, random_tokens(150, 90)])
 def test_at_ratio_one_documents_behind_a_sink_are_full_prefill(primer: list[int]) -> None:
     with CachedModel(random_model(), settings(), SEPARATOR, learn_prefix=[SINK, *primer]) as cached:
         for document in DOCUMENTS[:4]:
@@ -824,9 +824,6 @@ def kv_of(cached: CachedModel, document: list[int]) -> list[torch.Tensor]:
     assert all(piece.place for piece in pieces)
     with closing(cached.engine.layers(pieces, cached.layers.shape)) as reader:
         return [torch.cat(parts, dim=1).clone() for _, parts in reader]
-
-
-PRIMER = random_tokens(20, 90)
 
 
 @pytest.mark.parametrize("prefix", [[], [SINK], [SINK, *PRIMER]])

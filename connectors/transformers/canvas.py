@@ -37,7 +37,7 @@ class DenseCanvas(Canvas[DenseRows]):
         self._layers, self._placements, self._reader = layers, placements, reader
         self._tokens = torch.tensor(tokens, device=self.device)
         # A document may have been computed behind more tokens than stand before it here.
-        self._cos, self._sin = layers.rows(max(len(tokens), *(one.first + one.tokens for one in placements), 0))
+        self._cos, self._sin = layers.rows(max([len(tokens), *(one.first + one.tokens for one in placements)]))
         turn, sizes = self.turn(*positions_of(placements, self.device)), [placement.tokens for placement in placements]
         self._turns = list(zip(*(one.split(sizes) for one in turn), strict=True))
         size = (layers.shape.kv_heads, len(tokens), layers.shape.head_dim)

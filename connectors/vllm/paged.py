@@ -72,7 +72,7 @@ class TokenAccess:
         """Return keys and values `[T, H, D]` of `slots [T]`."""
         block, offset = slots // self._size, slots % self._size
         if self._cpu:
-            # In a page, each head has the block of keys first and then a row of `head_dim` numbers for each value.
+            # In a page, each head has a block of keys, and then a row of `head_dim` numbers for the value of a token.
             heads = block[:, None] * self.kv_heads + torch.arange(self.kv_heads)
             rows = (heads * KV + 1) * self._size + offset[:, None]  # [T, H]
             values = self._rows.index_select(0, rows.flatten()).unflatten(0, rows.shape)
