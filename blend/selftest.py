@@ -18,7 +18,9 @@ MOVED = 37  # the position to which a document that was computed alone is moved
 FLOOR = {torch.float64: 1e-5, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 # Allowed are so many times the model's own noise, which is the difference between a prefill in one chunk and in two.
 NOISE = 8
-CEILING = 0.1  # With more noise than this, a wrong result could not be told from a right one.
+# And never more than this, however noisy the model is: through 30 layers in bfloat16, two prefills differ by 0.06, and
+# an error in a mask, a slot or a rotation makes about 1.
+CEILING = 0.1
 
 
 def random_prompt(vocabulary: int) -> list[int]:
@@ -34,18 +36,16 @@ def prove(canvas: Canvas[R], moved: Canvas[R], whole: Sequence[KV], in_two: Sequ
     in one chunk and in two.
     """
     noise = _largest(in_two, whole)
-    if not NOISE * noise <= CEILING:
-        differ = f"two prefills of {TOKENS} random tokens differ by {noise:.2g} (relative)"
-        raise UnsupportedModel(f"{differ}, which hides any error")
     check("layers", max(_recomputed(canvas, whole), _rotated(moved, whole)), noise, whole[0][0].dtype)
 
 
 def check(what: str, found: float, noise: float, dtype: torch.dtype) -> None:
     """Raise `UnsupportedModel` if a difference is larger than the model's own noise allows."""
-    allowed = max(NOISE * noise, FLOOR[dtype])
+    allowed = min(max(NOISE * noise, FLOOR[dtype]), CEILING)
     if not found <= allowed:
         differ = f"on {TOKENS} random tokens lmc's {what} differ from the model's by {found:.2g} (relative)"
-        raise UnsupportedModel(f"{differ}; {allowed:.2g} is allowed")
+        own = f"two prefills of the model itself differ by {noise:.2g}"
+        raise UnsupportedModel(f"{differ}; {allowed:.2g} is allowed, and {own}")
 
 
 def difference(found: torch.Tensor, wanted: torch.Tensor) -> float:

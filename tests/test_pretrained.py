@@ -4,7 +4,10 @@ import importlib.util
 import json
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
+from lmc.blend.attention import attend
 from lmc.blend.segments import join
 from lmc.blend.strategies import RecomputePolicy
 from lmc.config import Settings
@@ -91,3 +94,30 @@ def test_it_answers_in_its_chat_template_and_blends(checkpoint):
         found = cached.prefill(prompt, policy=RecomputePolicy(strategy="query", ratios=(1.0,)))
         assert found.report.reused == sum(map(len, documents))
         assert (found.logits - wanted).abs().max() <= 1e-3
+
+
+@pytest.fixture(scope="module")
+def rounded(checkpoint):
+    """The model in bfloat16. Through its 30 layers, two prefills of the same random tokens differ by up to 0.06."""
+    return AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16)
+
+
+def wrapped(model):
+    return CachedModel(model, Settings(enable_blending=True, max_local_cpu_size=0.05), [3, 4, 5])
+
+
+def test_a_deep_model_in_bfloat16_blends(rounded):
+    """The noise of its own prefills was taken for a reason to refuse it."""
+    with wrapped(rounded) as cached:
+        assert cached.blends
+
+
+def test_an_error_is_found_through_the_noise_of_bfloat16(rounded, monkeypatch):
+    """A mask that hides the row itself."""
+
+    def hidden(query, kv, positions, *more):
+        return attend(query, kv, (positions - 1).clamp_min(0), *more)
+
+    monkeypatch.setattr("lmc.connectors.transformers.canvas.attend", hidden)
+    with wrapped(rounded) as cached:
+        assert not cached.blends
