@@ -48,8 +48,6 @@ bench: $(VENV)/ready
 	$(BIN)/python bench/store.py --keep
 	$(BIN)/python bench/codec.py --keep
 	$(BIN)/python bench/quality.py --keep
-	$(BIN)/python bench/fusion.py --keep
-	$(BIN)/python bench/questions.py --keep
 	$(BIN)/lmc demo --small --json bench/results/demo.json
 
 bench-engine: $(ENGINE)/ready $(VENV)/ready

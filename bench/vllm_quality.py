@@ -3,8 +3,8 @@ TTFT at about 2000 and 4000 tokens on the same pretrained weights (SmolLM2-135M-
 
     python bench/vllm_quality.py MODEL [--limit 20] [--rounds 3] [--beside FILE]
 
-MODEL is the checkpoint's directory, as `lmc.demo.pretrained.smollm2` makes it. The prompts are those of
-`bench/questions.py`, whose lines in the file of `--beside` are the answers through transformers. What is measured:
+MODEL is the checkpoint's directory, as `lmc.demo.pretrained.smollm2` makes it. The prompts are those of the task `real`
+of `bench/quality.py`, whose lines in the file of `--beside` are the answers through transformers. What is measured:
 
     right       share of answers that begin with an accepted one
     agreement   share of the first 16 tokens of vLLM's own full answer before the first that differs
@@ -23,15 +23,17 @@ from typing import Any
 
 from common import closing_line, parser
 from engine import Engine
-from questions import SEED, TOKENS
+from quality.cases import REAL_TASK, SEED, collection_of, shuffled
+from quality.measure import TOKENS
+from quality.ways import FULL, default
 
 from lmc.config import Settings
-from lmc.demo import REAL
-from lmc.demo.questions import Prompts, Question, read_collection
+from lmc.demo.questions import Prompts, Question
 from lmc.demo.random_model import machine
 from lmc.demo.run import begins, common
 
 WAYS: dict[str, dict[str, Any]] = {"blend": {}, "blind": {"strategy": "none"}, "exact": {"blend": False}}
+THEIRS = {"full": FULL, "blend": default(Settings()).name, "blind": "none+primer 0"}  # ways of bench/quality.py
 LENGTHS = 2000, 4000
 ROOM = {"max_model_len": 5120, "max_num_batched_tokens": 5120, "skip_tokenizer_init": False}
 
@@ -78,9 +80,8 @@ def quality(
             text = tokenizer.decode(tokens, skip_special_tokens=True)
             found[way]["right"].append(begins(text, *example.accepted))
             found[way]["agreement"].append(common(tokens, said["full"]) / len(said["full"]))
-        if question.question in rows:
-            theirs = rows[question.question]["ways"]
-            for way, name in (("full", "full"), ("blend", "union 0.15"), ("blind", "blind")):
+        if theirs := rows.get(f"{REAL_TASK} | {question.kind} | {question.question}"):
+            for way, name in THEIRS.items():
                 found[f"{way}, transformers"]["right"].append(theirs[name]["right"])
                 found[f"{way}, transformers"]["agreement"].append(theirs[name].get("agreement", 1.0))
                 found[f"{way}, vLLM = transformers"]["same"].append(said[way] == theirs[name]["said"])
@@ -119,19 +120,19 @@ def main() -> None:
     arguments.add_argument("model")
     arguments.add_argument("--limit", type=int, default=20, help="questions")
     arguments.add_argument("--rounds", type=int, default=3, help="prompts of each length whose TTFT is measured")
-    arguments.add_argument("--beside", type=Path, default=Path(".demo/questions.jsonl"), help="from bench/questions.py")
+    arguments.add_argument("--beside", type=Path, default=Path(".demo/quality.jsonl"), help="from bench/quality.py")
     options = arguments.parse_args()
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(options.model)
-    collection = read_collection(REAL / "documents", REAL / "questions.json")
+    collection = collection_of(REAL_TASK)
     prompts = Prompts(collection, tokenizer, Settings().blend_special_str)
-    asked = random.Random(SEED).sample(collection.questions, len(collection.questions))[: options.limit]
+    asked = shuffled(collection)[: options.limit]
     lines = options.beside.read_text().splitlines() if options.beside.exists() else []
     print(machine())
     bench = Bench(options.model, prompts)
     speed = ttft(bench, prompts, asked, list(collection.documents), options.rounds)
-    found = quality(bench, prompts, asked, tokenizer, {row["question"]: row for row in map(json.loads, lines)})
+    found = quality(bench, prompts, asked, tokenizer, {row["key"]: row["ways"] for row in map(json.loads, lines)})
     bench.close()
     for way, numbers in found.items():
         print(f"{way:>28}  " + "  ".join(f"{key} {value:.3f}" for key, value in numbers.items()))

@@ -1,0 +1,1 @@
+"""What `bench/quality.py` is made of: prompts, ways of answering them, measurements, and the page that shows them."""

@@ -1,0 +1,103 @@
+"""The prompts that ways are compared on, as tokens: made ones, real questions, and those of the small shipped model."""
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lmc.config import Settings
+from lmc.connectors.transformers import CachedModel
+from lmc.demo import REAL, SHIPPED
+from lmc.demo.pretrained import smollm2
+from lmc.demo.questions import Collection, PromptBuilder, Prompts, read_collection
+from quality.tasks import DEVELOPMENT, HELD_OUT, TASKS, Draw
+
+SYSTEM = "You answer questions from the documents that you are given."
+REAL_TASK, SMALL_TASK = "real", "small"
+DOCUMENTS = 6  # of a made prompt
+# Sentences of each document that say nothing: documents of about 50, 110 and 290 tokens, prompts of 480, 840 and 1850.
+FILLERS = {"short": 3, "medium": 10, "long": 26}
+WORDS = {"development": DEVELOPMENT, "held-out": HELD_OUT}
+SEED = 1  # of the order of real questions and of their documents
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One prompt."""
+
+    task: str
+    variant: str  # of the task: the size of documents, and which words
+    name: str  # one of its kind within the variant
+    question: str
+    prompt: list[int]
+    accepted: tuple[str, ...]  # right answers
+    answer: list[int] | None  # the right answer as tokens, behind which predictions are compared; None: full prefill's
+
+    @property
+    def key(self) -> str:
+        """What no other prompt has."""
+        return f"{self.task} | {self.variant} | {self.name}"
+
+
+def load(task: str, settings: Settings) -> tuple[CachedModel, Any]:
+    """Return the model of a task, and its tokenizer."""
+    return CachedModel.load(SHIPPED / "model" if task == SMALL_TASK else smollm2(), settings)
+
+
+def cases(tasks: Sequence[str], tokenizer: Any, special: str, size: str, words: str, count: int) -> Iterator[Case]:
+    """Yield `count` prompts of each task, or as many as it has; a prompt of each task in turn."""
+    builder = PromptBuilder(tokenizer, SYSTEM, special)
+    sources = [
+        _asked(task, tokenizer, special) if task in ASKED else _made(builder, task, size, words) for task in tasks
+    ]
+    for _ in range(count):
+        for source in sources:
+            if case := next(source, None):
+                yield case
+
+
+def collection_of(task: str) -> Collection:
+    """Return the documents and questions of a task that is not made."""
+    folder = ASKED[task]
+    return read_collection(folder / "documents", folder / "questions.json")
+
+
+def shuffled(collection: Collection) -> list[Any]:
+    """Return the questions in the order in which they are asked."""
+    return random.Random(SEED).sample(collection.questions, len(collection.questions))
+
+
+def _asked(task: str, tokenizer: Any, special: str) -> Iterator[Case]:
+    collection = collection_of(task)
+    prompts = Prompts(collection, tokenizer, special)
+    for question in shuffled(collection):
+        example = prompts.example(question, f"{SEED} {question.question}")
+        yield Case(
+            task=task,
+            variant=question.kind,
+            name=question.question,
+            question=f"{question.question} {question.lead}",
+            prompt=example.prompt,
+            accepted=example.accepted,
+            answer=None,
+        )
+
+
+def _made(builder: PromptBuilder, task: str, size: str, words: str) -> Iterator[Case]:
+    number = 0
+    while True:
+        item = TASKS[task](Draw(WORDS[words], f"{task} {number}", DOCUMENTS, FILLERS[size]))
+        documents = [builder.encode(document) for document in item.documents]
+        yield Case(
+            task=task,
+            variant=f"{size}, {words}",
+            name=str(number),
+            question=f"{item.question} {item.lead}",
+            prompt=builder.prompt(documents, item.question, item.lead),
+            accepted=(item.answer,),
+            answer=builder.encode(" " + item.answer),
+        )
+        number += 1
+
+
+ASKED = {REAL_TASK: REAL, SMALL_TASK: SHIPPED}
