@@ -104,12 +104,14 @@ class PagedCanvas:
         return agreed(chosen, of)
 
 
-def prefill_alone(layers: NativeLayers, tokens: torch.Tensor, blocks: torch.Tensor, batch_rows: int) -> Iterator[int]:
-    """Prefill a document from position 0 on into its blocks, in chunks through all layers, and yield the cost.
+def prefill_alone(
+    layers: NativeLayers, tokens: torch.Tensor, blocks: torch.Tensor, batch_rows: int, known: int = 0
+) -> Iterator[int]:
+    """Prefill a document behind its first `known` tokens, whose keys and values are in its blocks; yield the cost.
 
-    The engine's own chunked prefill does the same.
+    It goes in chunks through all layers, as the engine's own chunked prefill does.
     """
-    for start in range(0, len(tokens), batch_rows):
+    for start in range(known, len(tokens), batch_rows):
         positions = torch.arange(start, min(start + batch_rows, len(tokens)), device=layers.device)
         rows = layers.begin(tokens, positions, blocks, batch_rows)
         for layer in range(layers.depth):

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 
 from lmc.blend.blender import Blender, BlendInput, BlendResult
+from lmc.blend.canvas import KV
 from lmc.connectors.vllm.canvas import COPY_COST, PagedCanvas, prefill_alone, read_tokens
 from lmc.connectors.vllm.messages import (
     BlendJob,
@@ -65,6 +66,7 @@ class Worker:
         self._slab: Slab | None = None
         self._loading: dict[str, Work] = {}  # by request, oldest first
         self._learning: list[Work] = []
+        self._prefix_kv: list[KV] = []  # by layer, of the tokens behind which all documents are learned
         self._report = StepReport()
         self._copied: list[tuple[Any, int]] = []  # (event, job) of copies that may be under way
         self._ended: list[tuple[Any, str, tuple[int, ...]]] = []  # the same, for loads
@@ -273,7 +275,13 @@ class Worker:
     def _learn(self, job: LearnJob) -> Generator[int, None, None]:
         assert self._layers is not None
         tokens, blocks = (torch.tensor(one, device=self._device) for one in (job.tokens, job.blocks))
-        yield from prefill_alone(self._layers, tokens, blocks, self._rows)
+        behind = self._layers.slots(blocks, torch.arange(job.document, device=self._device))
+        for access, kv in zip(self._layers.access, self._prefix_kv, strict=False):
+            access.scatter(behind, *kv)
+        known = job.document if self._prefix_kv else 0
+        yield from prefill_alone(self._layers, tokens, blocks, self._rows, known)
+        if job.document > known:
+            self._prefix_kv = [access.gather(behind) for access in self._layers.access]
         begin, count = job.document, len(job.tokens) - job.document
         for slot, (start, stop) in zip(job.slots, chunk_bounds(count, job.chunk), strict=True):
             if slot >= 0:

@@ -14,6 +14,7 @@ from lmc.blend.segments import join
 from lmc.blend.strategies import RecomputePolicy
 from lmc.config import Settings
 from lmc.connectors.transformers import CachedModel
+from lmc.connectors.vllm.canvas import prefill_alone
 from lmc.demo import SHIPPED as SMALL
 
 sys.path.append(str(Path(__file__).parent.parent))
@@ -98,12 +99,20 @@ def test_documents_behind_a_sink_are_the_same_in_both(tmp_path, monkeypatch, pri
             for text in ("at the abbey , owner of goose", " # # ", *texts)
         )
     monkeypatch.setattr("lmc.connectors.vllm.connector.learn_prefix", lambda *_: prefix)
+    known = []
+
+    def noted(*given):
+        known.append(given[-1])
+        return prefill_alone(*given)
+
+    monkeypatch.setattr("lmc.connectors.vllm.worker.prefill_alone", noted)
     with engine(SMALL / "model", settings, skip_tokenizer_init=False) as lab:
         told = [facts(lab.ask(tokens, {"learn": True})) for tokens in ([sink, *documents[0]], documents[1])]
         lab.ask(join([sink], documents[2:], question, separator))
         lab.settle()
         lab.check()
     assert [one["learned"] for one in told] == [True, True]
+    assert known == [0, *[len(prefix)] * (len(known) - 1)], "what documents are learned behind is computed once"
     prompt = join([sink], documents, question, separator)
     model, found = own.model, []
     for place in (settings, {}):
