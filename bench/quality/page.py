@@ -19,7 +19,8 @@ LEAST_PLOTTED = -0.2  # A way that closes less is drawn at the plot's lower edge
 def write_page(path: Path, found: dict[str, Any], groups: dict[str, list[Row]], best: str, machine: str) -> None:
     """Write the page; `best` is the way of the default settings. Every text in it is escaped."""
     order = sorted(found, key=lambda group: not group.startswith(MEAN))
-    prompts = [_prompt(row, best) for rows in groups.values() for row in rows if "chosen" in row]
+    pictured = [[row for row in rows if "chosen" in row] for rows in groups.values()]
+    prompts = [_prompt(rows[0], best) for rows in pictured if rows]  # one of each task, so that the page stays small
     page = Path(__file__).with_name("page.html").read_text()
     for name, content in {
         "MACHINE": html.escape(machine),

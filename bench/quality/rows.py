@@ -69,6 +69,16 @@ class Rows:
             found[row["task"] if row["task"] == REAL_TASK else f"{row['task']} ({row['variant']})"].append(row)
         return dict(found)
 
+    def in_all_ways(self) -> dict[str, list[Row]]:
+        """Return for each group of which only some prompts were measured in all ways these prompts."""
+        found = {}
+        for name, rows in self.groups().items():
+            most = max(len(row["ways"]) for row in rows)
+            some = [row for row in rows if len(row["ways"]) == most]
+            if len(some) < len(rows):
+                found[f"{name}, all ways"] = [row | {"variant": f"{row['variant']}, all ways"} for row in some]
+        return found
+
 
 def summary(groups: dict[str, list[Row]]) -> dict[str, Any]:
     """Return the numbers of each group, and the means over main tasks for each size and words."""
