@@ -13,7 +13,6 @@ For TTFT a prompt has more passages, in a new order every time. `exact` is lmc w
 prefix that prompts share. Both engines run side by side and are asked in turn.
 """
 
-import json
 import random
 from collections import defaultdict
 from itertools import accumulate
@@ -23,8 +22,9 @@ from typing import Any
 
 from common import closing_line, parser
 from engine import Engine
-from quality.cases import REAL_TASK, SEED, collection_of, shuffled
+from quality.cases import REAL_TASK, SEED, collection_of, key_of, shuffled
 from quality.measure import TOKENS
+from quality.rows import Rows
 from quality.ways import FULL, default
 
 from lmc.config import Settings
@@ -65,9 +65,7 @@ class Bench:
         self.ours.close()
 
 
-def quality(
-    bench: Bench, prompts: Prompts, asked: list[Question], tokenizer: Any, rows: dict[str, Any]
-) -> dict[str, Any]:
+def quality(bench: Bench, prompts: Prompts, asked: list[Question], tokenizer: Any, rows: Rows) -> dict[str, Any]:
     """Return accuracy and agreement by way, and for how many questions transformers' full answer is vLLM's."""
     found: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     end = tokenizer.eos_token_id
@@ -80,7 +78,7 @@ def quality(
             text = tokenizer.decode(tokens, skip_special_tokens=True)
             found[way]["right"].append(begins(text, *example.accepted))
             found[way]["agreement"].append(common(tokens, said["full"]) / len(said["full"]))
-        if theirs := rows.get(f"{REAL_TASK} | {question.kind} | {question.question}"):
+        if theirs := rows.ways(key_of(REAL_TASK, question.kind, question.question)):
             for way, name in THEIRS.items():
                 found[f"{way}, transformers"]["right"].append(theirs[name]["right"])
                 found[f"{way}, transformers"]["agreement"].append(theirs[name].get("agreement", 1.0))
@@ -128,11 +126,10 @@ def main() -> None:
     collection = collection_of(REAL_TASK)
     prompts = Prompts(collection, tokenizer, Settings().blend_special_str)
     asked = shuffled(collection)[: options.limit]
-    lines = options.beside.read_text().splitlines() if options.beside.exists() else []
     print(machine())
     bench = Bench(options.model, prompts)
     speed = ttft(bench, prompts, asked, list(collection.documents), options.rounds)
-    found = quality(bench, prompts, asked, tokenizer, {row["key"]: row["ways"] for row in map(json.loads, lines)})
+    found = quality(bench, prompts, asked, tokenizer, Rows(options.beside))
     bench.close()
     for way, numbers in found.items():
         print(f"{way:>28}  " + "  ".join(f"{key} {value:.3f}" for key, value in numbers.items()))

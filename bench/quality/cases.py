@@ -36,7 +36,12 @@ class Case:
     @property
     def key(self) -> str:
         """What no other prompt has."""
-        return f"{self.task} | {self.variant} | {self.name}"
+        return key_of(self.task, self.variant, self.name)
+
+
+def key_of(task: str, variant: str, name: str) -> str:
+    """Return the key of a prompt, of which `Case` says what the parts are."""
+    return f"{task} | {variant} | {name}"
 
 
 def load(task: str, settings: Settings) -> tuple[CachedModel, Any]:

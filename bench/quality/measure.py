@@ -5,6 +5,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -70,6 +71,16 @@ class Seconds:
         return clocked
 
 
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """What full prefill says to a prompt, with which ways are compared."""
+
+    case: Case
+    said: list[int]  # its greedy answer
+    answer: list[int]  # the tokens behind which predictions are compared
+    predictions: torch.Tensor  # [A, V] for them
+
+
 class Lab:
     """One pretrained model, wrapped once for each thing that documents are learned behind."""
 
@@ -97,12 +108,11 @@ class Lab:
             self._models[behind].learn_documents(prompt)
         done = plain.prefill(prompt, "full")
         said = greedy_answer(plain, prompt, done, TOKENS)
-        truth = log_probabilities(plain, prompt, done, said)
         answer = case.answer or said
-        wanted = log_probabilities(plain, prompt, done, answer) if case.answer else truth
+        full = Reference(case, said, answer, log_probabilities(plain, prompt, done, answer))
         found = {FULL: {**self._judged(said, case), "seconds": {"ttft": done.report.seconds}}}
         if rounded:
-            found[ROUNDED] = self._in_bfloat16(prompt, said, answer, wanted, case)
+            found[ROUNDED] = self._in_bfloat16(full)
         chosen = {}
         for way in ways:
             cached, seconds = self._models[way.behind], Seconds()
@@ -111,7 +121,7 @@ class Lab:
             with seconds.measured():
                 blend = cached.prefill(prompt, "blend", policy=way.policy)
             report = blend.report
-            found[way.name] = self._compared(cached, blend, prompt, said, answer, wanted, case) | {
+            found[way.name] = self._compared(cached, blend, full) | {
                 "charged": report.charged_budget,
                 "seconds": {"ttft": report.seconds, **seconds.by_part},
             }
@@ -126,29 +136,26 @@ class Lab:
         text = self.tokenizer.decode(said, skip_special_tokens=True)
         return {"said": said, "text": text, "right": begins(text, *case.accepted)}
 
-    def _compared(
-        self, cached: CachedModel, done: Prefilled, prompt: list[int], full: list[int], answer: list[int],
-        wanted: torch.Tensor, case: Case,
-    ) -> dict[str, Any]:  # fmt: skip
+    def _compared(self, cached: CachedModel, done: Prefilled, full: Reference) -> dict[str, Any]:
         """Compare a way's predictions with those of full prefill, and its greedy answer with full prefill's."""
-        predictions = log_probabilities(cached, prompt, done, full)
-        same = common(predictions.argmax(-1).tolist(), full)
-        said = full if same == len(full) else greedy_answer(cached, prompt, done, TOKENS)
-        behind = log_probabilities(cached, prompt, done, answer) if case.answer else predictions
-        kl = divergence(wanted, behind)
-        return self._judged(said, case) | {"first": same > 0, "agreement": same / len(full), "kl": kl}
+        prompt, said = full.case.prompt, full.said
+        predictions = log_probabilities(cached, prompt, done, said)
+        same = common(predictions.argmax(-1).tolist(), said)
+        if full.answer != said:
+            predictions = log_probabilities(cached, prompt, done, full.answer)
+        judged = self._judged(said if same == len(said) else greedy_answer(cached, prompt, done, TOKENS), full.case)
+        kl = divergence(full.predictions, predictions)
+        return judged | {"first": same > 0, "agreement": same / len(said), "kl": kl}
 
-    def _in_bfloat16(
-        self, prompt: list[int], full: list[int], answer: list[int], wanted: torch.Tensor, case: Case
-    ) -> dict[str, Any]:
+    def _in_bfloat16(self, full: Reference) -> dict[str, Any]:
         """Return how far full prefill is from itself if the model computes in bfloat16, as servers do."""
         if self._rounded is None:
             plain = self._models["none"]
             settings = self._settings.model_copy(update={"enable_blending": False})
             model = copy.deepcopy(plain.model).to(torch.bfloat16)
             self._rounded = self._stack.enter_context(CachedModel(model, settings, plain.separators))
-        done = self._rounded.prefill(prompt, "full")
-        return self._compared(self._rounded, done, prompt, full, answer, wanted, case) | {"charged": 1.0}
+        done = self._rounded.prefill(full.case.prompt, "full")
+        return self._compared(self._rounded, done, full) | {"charged": 1.0}
 
     def _oracle(
         self, cached: CachedModel, prompt: list[int], full: Prefilled

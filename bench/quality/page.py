@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from quality.rows import MEAN, Row
-from quality.ways import BLIND, FULL, ROUNDED
+from quality.ways import BLIND, FULL, ROUNDED, family
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 1060, 300, 52, 250, 10, 34
 COLORS = ("#0f766e", "#c2410c", "#1d4ed8", "#7e22ce", "#a16207", "#be185d", "#4d7c0f", "#0e7490", "#57534e", "#b91c1c")
@@ -58,7 +58,7 @@ def _plot(ways: dict[str, Any]) -> str:
     lines: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for name, way in ways.items():
         if name not in (BLIND, ROUNDED):
-            lines[name.rsplit(" ", 1)[0]].append(way)
+            lines[family(name)].append(way)
     reach = max([way["charged"] for points in lines.values() for way in points], default=0.1) * 1.08 or 0.1
 
     def x(charged: float) -> float:

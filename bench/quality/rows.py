@@ -16,6 +16,7 @@ from quality.tasks import MAIN
 from quality.ways import BLIND, FULL
 
 Row = dict[str, Any]
+Gap = tuple[float, float]  # KL of a way and of blind reuse to full prefill, on one prompt
 RESAMPLED = 1000
 LEAST_RIGHT, LEAST_LOSS, LEAST_KL = 0.85, 0.15, 0.5  # of a main task: full prefill, and what blind reuse loses
 MEAN = "mean of main tasks"
@@ -49,9 +50,13 @@ class Rows:
             if part in row:
                 known[part] = known.get(part, {}) | row[part]
 
+    def ways(self, key: str) -> dict[str, Any]:
+        """Return what was measured on a prompt, by way."""
+        return self._rows[key]["ways"] if key in self._rows else {}
+
     def missing(self, key: str, names: Sequence[str]) -> list[str]:
         """Return which of these ways have not been measured on a prompt."""
-        known = self._rows[key]["ways"] if key in self._rows else {}
+        known = self.ways(key)
         return [name for name in names if name not in known]
 
     def add(self, row: Row) -> None:
@@ -105,13 +110,13 @@ def _numbers(rows: list[Row]) -> dict[str, Any]:
 
 
 def _numbers_over(tasks: list[list[Row]]) -> dict[str, Any]:
-    names = [name for name in _measured(tasks[0]) if all(name in _measured(rows) for rows in tasks)]
+    together = [row for rows in tasks for row in rows]
+    names = _measured(together)
+    compared = [name for name in names if name not in (FULL, BLIND)]
     return {
-        "prompts": sum(map(len, tasks)),
-        "tokens": round(fmean(row["tokens"] for rows in tasks for row in rows)),
-        "lowest": {
-            name: round(min(closed(rows, name) for rows in tasks), 3) for name in names if name not in (FULL, BLIND)
-        },
+        "prompts": len(together),
+        "tokens": round(fmean(row["tokens"] for row in together)),
+        "lowest": {name: round(min(closed(_gaps(rows, name)) for rows in tasks), 3) for name in compared},
         "ways": {name: _way(tasks, name) for name in names},
     }
 
@@ -142,27 +147,27 @@ def _way(tasks: list[list[Row]], name: str) -> dict[str, Any]:
             "agreement": mean("agreement"),
             "charged": mean("charged"),
         }
-        found |= {"closed": round(fmean(closed(rows, name) for rows in tasks), 3), "interval": interval(tasks, name)}
+        found |= {
+            "closed": round(fmean(closed(_gaps(rows, name)) for rows in tasks), 3),
+            "interval": interval(tasks, name),
+        }
     return found
 
 
-def closed(rows: list[Row], name: str) -> float:
+def closed(gaps: Sequence[Gap]) -> float:
     """Return how much of the gap between blind reuse and full prefill a way closes."""
-    return 1 - sum(_of(rows, name, "kl")) / max(sum(_of(rows, BLIND, "kl")), 1e-9)
+    return 1 - sum(way for way, _ in gaps) / max(sum(blind for _, blind in gaps), 1e-9)
 
 
 def interval(tasks: list[list[Row]], name: str) -> tuple[float, float]:
     """Return the 5th and the 95th percentile of the gap closed, over resampled prompts of each task."""
-    draw, found = random.Random(0), []
-    pairs = [list(zip(_of(rows, name, "kl"), _of(rows, BLIND, "kl"), strict=True)) for rows in tasks]
-    for _ in range(RESAMPLED):
-        shares = []
-        for task in pairs:
-            drawn = draw.choices(task, k=len(task))
-            shares.append(1 - sum(way for way, _ in drawn) / max(sum(blind for _, blind in drawn), 1e-9))
-        found.append(fmean(shares))
-    found.sort()
+    draw, gaps = random.Random(0), [_gaps(rows, name) for rows in tasks]
+    found = sorted(fmean(closed(draw.choices(task, k=len(task))) for task in gaps) for _ in range(RESAMPLED))
     return round(found[RESAMPLED // 20], 3), round(found[-RESAMPLED // 20 - 1], 3)
+
+
+def _gaps(rows: list[Row], name: str) -> list[Gap]:
+    return list(zip(_of(rows, name, "kl"), _of(rows, BLIND, "kl"), strict=True))
 
 
 def _of(rows: list[Row], name: str, field: str) -> list[float]:

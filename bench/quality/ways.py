@@ -28,14 +28,14 @@ class Way:
     policy: RecomputePolicy
 
     @property
-    def family(self) -> str:
-        """The name without the ratio."""
-        return self.name.rsplit(" ", 1)[0]
-
-    @property
     def ratio(self) -> float:
         """The share of the reused tokens that is computed anyway, as it was asked for."""
         return self.policy.ratios[0]
+
+
+def family(name: str) -> str:
+    """Return a way's name without its ratio."""
+    return name.rsplit(" ", 1)[0]
 
 
 def way(strategy: str, behind: str, correction: str, ratio: float) -> Way:
