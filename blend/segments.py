@@ -1,17 +1,16 @@
 """Cuts a prompt at the special string: `system # # doc # # doc # # … # # question`, by token ids.
 
-A tokenizer encodes the special string in one way at the start of a text, in another way inside of one, and in a third
-way before a word that takes the last blank with it; each of these ways is a variant. The model reads the separators as
-a part of the prompt. They belong to no document.
+The model reads the separators as a part of the prompt. They belong to no document. In a conversation, a text between
+separators that has a role marker or another special token in it goes through messages, and is no document; nor is what
+the model has answered.
 """
 
 import itertools
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from lmc.errors import InputError
-
-Tokens = Sequence[int]
+from lmc.blend.markers import Markers, Tokens, Variants
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,11 +26,12 @@ class Span:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segments:
-    """The parts of a prompt. Tokens that are in no span are separators."""
+    """The parts of a prompt. Other tokens are separators, or text of a conversation between documents."""
 
     system: Span  # before the first separator; may be empty
     documents: tuple[Span, ...]
     question: Span  # behind the last separator; may be empty
+    opening: Span | None = None  # the system text if it may be a document that has no separator before it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,35 +48,21 @@ class Placement:
     exact: bool = False  # Full prefill would give the same keys and values, so they are never recomputed.
 
 
-Variants = tuple[tuple[int, ...], ...]
-
-
-def separator_variants(encode: Callable[[str], Tokens], special: str) -> Variants:
-    """Return every token sequence as which `special` can be encoded, longest first.
-
-    `encode` may or may not add special tokens. Raises `InputError` if `special` cannot be found among other tokens.
-    """
-    found = set()
-    start = _common_prefix(encode("a"), encode("b"))  # special tokens that come before every text, such as BOS
-    for text in (special, special.strip(), " " + special.strip(), special.strip() + " "):
-        found.add(tuple(encode(text)[start:]))
-        for before, after in itertools.product(("a", "a.", "a\n"), ("a", " a", "A", "\n")):
-            found.add(_inside(encode, before, text, after))
-    blank = set(encode(" ")[start:]) | set(encode("\n")[start:])
-    variants = tuple(sorted((v for v in found if set(v) - blank), key=lambda v: (-len(v), v)))
-    if not special.strip() or not variants:
-        wrong = f"the special string {special!r} encodes to no token of its own"
-        raise InputError(f"{wrong}; set blend_special_str to another one")
-    return variants
-
-
-def split(tokens: Tokens, variants: Variants) -> Segments:
+def split(tokens: Tokens, markers: Markers) -> Segments:
     """Cut a prompt at every separator. Without separators, all of it is the question."""
-    cuts = _find(tokens, variants)
+    answers = _answers(tokens, markers)
+    cuts = [cut for cut in _find(tokens, markers.separators) if not any(cut.start in answer for answer in answers)]
     if not cuts:
         return Segments(system=Span(0, 0), documents=(), question=Span(0, len(tokens)))
-    documents = tuple(Span(a.stop, b.start) for a, b in itertools.pairwise(cuts) if a.stop < b.start)
-    return Segments(system=Span(0, cuts[0].start), documents=documents, question=Span(cuts[-1].stop, len(tokens)))
+    special = [at for at, token in enumerate(tokens) if token in markers.special]
+    between = (Span(a.stop, b.start) for a, b in itertools.pairwise(cuts))
+    system = Span(0, cuts[0].start)
+    return Segments(
+        system=system,
+        documents=tuple(span for span in between if len(span) and not _any_inside(special, span)),
+        question=Span(cuts[-1].stop, len(tokens)),
+        opening=None if _any_inside(special, Span(1, system.stop)) else system,  # Any prompt may begin with BOS.
+    )
 
 
 def join(system: Tokens, documents: Sequence[Tokens], question: Tokens, separator: Tokens) -> list[int]:
@@ -85,6 +71,16 @@ def join(system: Tokens, documents: Sequence[Tokens], question: Tokens, separato
     for part in (*documents, question):
         prompt += [*separator, *part]
     return prompt
+
+
+def document_tokens(encode: Callable[[str], Tokens], markers: Markers, special_string: str, text: str) -> list[Tokens]:
+    """Return the tokens that a text has in a prompt, between two separators, without white space around it.
+
+    A text that has the special string inside becomes several documents, as in a prompt. One with a special token of the
+    model is none at all.
+    """
+    tokens = encode(special_string.join(("a", text.strip(), "a")))
+    return [tokens[span.start : span.stop] for span in split(tokens, markers).documents]
 
 
 def _find(tokens: Tokens, variants: Variants) -> list[Span]:
@@ -98,13 +94,18 @@ def _find(tokens: Tokens, variants: Variants) -> list[Span]:
     return cuts
 
 
-def _inside(encode: Callable[[str], Tokens], before: str, text: str, after: str) -> tuple[int, ...]:
-    """Return how `text` is encoded between two others: the tokens that their own encodings do not explain."""
-    whole, left, right = encode(before + text + after), encode(before), encode(after)
-    start = _common_prefix(whole, left)
-    stop = len(whole) - _common_prefix(whole[::-1], right[::-1])
-    return tuple(whole[start:stop])
+def _answers(tokens: Tokens, markers: Markers) -> list[range]:
+    """Return where the model's answers are in a conversation: from their header to the next special token."""
+    header, found = markers.answer, []
+    if header:
+        for at in range(len(tokens) - len(header) + 1):
+            if tokens[at] == header[0] and tuple(tokens[at : at + len(header)]) == header:
+                start = at + len(header)
+                ends = (end for end in range(start, len(tokens)) if tokens[end] in markers.special)
+                found.append(range(start, next(ends, len(tokens))))
+    return found
 
 
-def _common_prefix(a: Tokens, b: Tokens) -> int:
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+def _any_inside(positions: Sequence[int], span: Span) -> bool:
+    """Return whether one of the ascending `positions` is inside of a span."""
+    return bisect_left(positions, span.start) < bisect_left(positions, span.stop)

@@ -12,6 +12,7 @@ from models import FAMILIES, ROPES, SEPARATOR, random_model, random_tokens
 from transformers import DynamicCache
 
 from lmc.blend.blender import Blender, BlendInput
+from lmc.blend.markers import Markers
 from lmc.blend.segments import Placement, Segments, join, split
 from lmc.blend.strategies import STRATEGIES, RecomputePolicy
 from lmc.connectors.transformers.canvas import DenseCanvas
@@ -35,7 +36,7 @@ class Scene:
     def __init__(self, model, documents: list[list[int]], known: set[int], system: int = 13, prefix: int = 0) -> None:
         self.model, self.layers = model, DecoderLayers(model)
         self.prompt = join(random_tokens(system, 50), documents, random_tokens(11, 51), SEPARATOR)
-        self.segments: Segments = split(self.prompt, (SEPARATOR,))
+        self.segments: Segments = split(self.prompt, Markers(separators=(SEPARATOR,)))
         self.pieces: list[Placement] = []
         self.kv: list[list[torch.Tensor]] = []
         if prefix:
@@ -205,7 +206,7 @@ def test_a_document_at_position_zero_and_an_exact_prefix_stay_exact() -> None:
     at_zero = Scene(model, documents_of(3), known={0, 1, 2}, system=0)
     # Without a system text the prompt starts with a separator; a document at position 0 has none before it.
     at_zero.prompt = at_zero.prompt[len(SEPARATOR) :]
-    at_zero.segments = split(at_zero.prompt, (SEPARATOR,))
+    at_zero.segments = split(at_zero.prompt, Markers(separators=(SEPARATOR,)))
     first = at_zero.segments.system
     moved = [(p, p.at - len(SEPARATOR)) for p in at_zero.pieces]
     at_zero.pieces = [replace(p, at=at, exact=at == 0) for p, at in moved]

@@ -11,6 +11,7 @@ from models import random_model, random_tokens
 from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
+from lmc.blend.markers import Markers
 from lmc.blend.segments import join, split
 from lmc.calibrate.measure import BLIND, RATIOS, Measured, Numbers
 from lmc.calibrate.prompts import ANSWER, ASK, CalibrationPrompts, collect, questions_about
@@ -176,7 +177,7 @@ def test_a_prompt_holds_the_documents_between_separators_and_ends_with_the_known
     prompts = CalibrationPrompts(collection, tokenizer, " # # ")
     prompt = prompts.prompt(0)
     separator = tuple(tokenizer.encode(" # # ", add_special_tokens=False))
-    parts = split(prompt.tokens, (separator,))
+    parts = split(prompt.tokens, Markers(separators=(separator,)))
     assert len(parts.documents) == 6
     known = tokenizer.encode(collection.questions[0].lead, add_special_tokens=False)
     rest = len(known) - 1  # Its first token may be joined with the end of the template.
@@ -282,7 +283,7 @@ def test_transformers_obeys(random_checkpoint: Path, caplog: pytest.LogCaptureFi
         assert not cached.blends
         assert "blending is off: lmc calibrate found on 2026-01-31" in caplog.text
         cached.learn(document)
-        prompt = join(random_tokens(9, 3), [document], question, list(cached.separators[0]))
+        prompt = join(random_tokens(9, 3), [document], question, list(cached.markers.separators[0]))
         done = cached.prefill(prompt, "blend")
         assert done.report.reused == 0
         assert done.report.note == "blending is off: lmc calibrate advised against it"

@@ -87,7 +87,7 @@ def test_it_answers_in_its_chat_template_and_blends(checkpoint):
         answer, _ = cached.generate(asked, "full", max_new_tokens=8, do_sample=False)
         assert "Paris" in tokenizer.decode(answer)
         documents = [tokens("The tower is 30 metres tall."), tokens("It was built of red bricks.")]
-        prompt = join(tokens("Read this."), documents, tokens("How tall is it?"), cached.separators[0])
+        prompt = join(tokens("Read this."), documents, tokens("How tall is it?"), cached.markers.separators[0])
         for document in documents:
             cached.learn(document)
         wanted = cached.prefill(prompt, "full").logits

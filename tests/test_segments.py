@@ -1,10 +1,20 @@
 """Prompts are cut at the special string, however the tokenizer writes it."""
 
+import copy
+import itertools
+import random
+import string
+
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from lmc.blend.segments import Span, join, separator_variants, split
+from lmc.blend.markers import Markers
+from lmc.blend.segments import Span, document_tokens, join, split
+from lmc.demo import SHIPPED
+from lmc.demo.pretrained import smollm2
 from lmc.errors import InputError
+from lmc.rag import messages
 
 TEXT = [
     "the cat sat on the mat.",
@@ -35,25 +45,32 @@ def byte_level(*, bos: bool = False, prefix_space: bool = False) -> Tokenizer:
 def metaspace() -> Tokenizer:
     """A tokenizer as Llama 2 and Mistral have it: words carry the blank before them as ▁."""
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
-    trainer = trainers.BpeTrainer(vocab_size=200, special_tokens=["<s>"], show_progress=False)
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=["<s>"], initial_alphabet=list(string.printable), show_progress=False
+    )
     tokenizer.train_from_iterator(TEXT * 20, trainer)
     tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
     return tokenizer
 
 
+def wrapped(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>")
+
+
 TOKENIZERS = {
-    "bytes": byte_level(),
-    "bytes, BOS": byte_level(bos=True),
-    "bytes, prefix space": byte_level(prefix_space=True),
-    "metaspace, BOS": metaspace(),
+    "bytes": lambda: wrapped(byte_level()),
+    "bytes, BOS": lambda: wrapped(byte_level(bos=True)),
+    "bytes, prefix space": lambda: wrapped(byte_level(prefix_space=True)),
+    "metaspace, BOS": lambda: wrapped(metaspace()),
+    "shipped": lambda: AutoTokenizer.from_pretrained(SHIPPED / "model"),
+    "SmolLM2": lambda: AutoTokenizer.from_pretrained(smollm2()),
 }
 
 
-@pytest.fixture(params=TOKENIZERS)
-def encode(request: pytest.FixtureRequest):
-    tokenizer = TOKENIZERS[request.param]
-    return lambda text: tokenizer.encode(text).ids
+@pytest.fixture(params=TOKENIZERS, scope="module")
+def tokenizer(request: pytest.FixtureRequest):
+    return TOKENIZERS[request.param]()
 
 
 @pytest.mark.parametrize(
@@ -62,33 +79,64 @@ def encode(request: pytest.FixtureRequest):
         "the system # # the cat sat on the mat. # # a dog at night # # who sat where?",
         "the system\n # # the cat sat on the mat.\n # # \nAnd then # # who",
         "the system # # The cat # # A dog # # Who",
+        "the system.# #The cat# #A dog# #Who",
     ],
 )
-def test_a_prompt_encoded_as_one_text_is_cut(encode, prompt: str) -> None:
-    segments = split(encode(prompt), separator_variants(encode, " # # "))
+def test_a_prompt_encoded_as_one_text_is_cut(tokenizer, prompt: str) -> None:
+    tokens = tokenizer.encode(prompt)
+    segments = split(tokens, Markers.of(tokenizer, " # # "))
+    system, *documents, question = (part.split() for part in prompt.split("# #"))
 
-    assert len(segments.documents) == prompt.count("# #") - 1
-    assert len(segments.system) > 0
-    assert len(segments.question) > 0
+    assert [text_of(tokenizer, tokens, span) for span in segments.documents] == documents
+    assert text_of(tokenizer, tokens, segments.system) == system
+    assert text_of(tokenizer, tokens, segments.question) == question
 
 
-def test_a_prompt_joined_from_pieces_gives_the_pieces_back(encode) -> None:
-    variants = separator_variants(encode, " # # ")
+def text_of(tokenizer, tokens: list[int], span: Span) -> list[str]:
+    """The words of a part of a prompt, without special tokens."""
+    return tokenizer.decode(tokens[span.start : span.stop], skip_special_tokens=True).split()
+
+
+def test_a_prompt_joined_from_pieces_gives_the_pieces_back(tokenizer) -> None:
+    def encode(text: str) -> list[int]:
+        return tokenizer.encode(text, add_special_tokens=False)
+
     system, documents, question = encode("be brief"), [encode("the cat sat"), encode("a dog")], encode("who sat?")
     for separator in (encode(" # # "), encode("# #")):
         prompt = join(system, documents, question, separator)
-        segments = split(prompt, variants)
+        segments = split(prompt, Markers.of(tokenizer, " # # "))
         cut = [prompt[span.start : span.stop] for span in (segments.system, *segments.documents, segments.question)]
-        # A BOS that an encoder puts before each piece belongs to the separator or the piece; the text is all there.
-        without_bos = [[token for token in part if token != 0] for part in (system, *documents, question)]
-        assert [[token for token in part if token != 0] for part in cut] == without_bos
+        assert cut == [system, *documents, question]
 
 
-def test_one_number_sign_cuts_nothing(encode) -> None:
-    tokens = encode("a dog # barked at night")
-    segments = split(tokens, separator_variants(encode, " # # "))
+def test_one_number_sign_cuts_nothing(tokenizer) -> None:
+    tokens = tokenizer.encode("a dog # barked at night")
+    segments = split(tokens, Markers.of(tokenizer, " # # "))
     assert segments.documents == ()
     assert segments.question == Span(0, len(tokens))
+
+
+def test_a_text_has_the_tokens_that_it_has_in_a_prompt(tokenizer) -> None:
+    markers = Markers.of(tokenizer, " # # ")
+    texts = ["The cat sat.", "A dog\n\nbarked", "  - 12 mats\n", "an # owl", "naïve café 東京", "\t# one", "b"]
+    for order in itertools.permutations(texts, 3):
+        chat = messages("be brief", order, "who sat?")
+        for content in (chat[1]["content"], f"{chat[0]['content']}\n{chat[1]['content']}\n"):
+            prompt = tokenizer.encode(content)
+            found = [prompt[one.start : one.stop] for one in split(prompt, markers).documents]
+            assert found == [one for text in order for one in ahead(tokenizer, markers, text)]
+
+
+def ahead(tokenizer, markers: Markers, text: str) -> list[list[int]]:
+    return document_tokens(tokenizer.encode, markers, " # # ", text)
+
+
+def test_a_text_with_the_special_string_inside_is_several_documents(tokenizer) -> None:
+    markers = Markers.of(tokenizer, " # # ")
+    assert ahead(tokenizer, markers, "the cat # # a dog") == [
+        *ahead(tokenizer, markers, "the cat"),
+        *ahead(tokenizer, markers, "a dog"),
+    ]
 
 
 SIGNS = ((7, 7, 9), (7, 7))
@@ -109,12 +157,88 @@ SIGNS = ((7, 7, 9), (7, 7))
     ],
 )
 def test_cuts(tokens: list[int], system: tuple, documents: list[tuple], question: tuple) -> None:
-    segments = split(tokens, SIGNS)
+    segments = split(tokens, Markers(separators=SIGNS))
     assert segments.system == Span(*system)
     assert segments.documents == tuple(Span(*d) for d in documents)
     assert segments.question == Span(*question)
 
 
-def test_a_special_string_without_tokens_is_refused(encode) -> None:
+@pytest.mark.parametrize("special", ["", "  ", "\n"])
+def test_a_special_string_without_tokens_is_refused(tokenizer, special: str) -> None:
     with pytest.raises(InputError, match="blend_special_str"):
-        separator_variants(encode, "  ")
+        Markers.of(tokenizer, special)
+
+
+# In conversations 100 begins a role's header, 101 ends a message, and 20 is the role of the model.
+CHAT = Markers(separators=((7, 7),), special=frozenset({0, 100, 101}), answer=(101, 100, 20))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "opening", "documents"),
+    [
+        ([0, 5, 7, 7, 1, 7, 7, 2], (0, 2), [(4, 5)]),  # BOS may stand before a document
+        ([100, 10, 5, 101, 100, 11, 7, 7, 1, 7, 7, 2, 101], None, [(8, 9)]),  # a separator directly behind a header
+        ([100, 11, 5, 7, 7, 1, 7, 7, 2, 101, 100, 20], (0, 3), [(5, 6)]),  # text between the header and a separator
+        # two messages with documents; what is between them is conversation
+        ([100, 11, 7, 7, 1, 7, 7, 2, 101, 100, 11, 7, 7, 3, 7, 7, 4, 101, 100, 20], (0, 2), [(4, 5), (13, 14)]),
+        # a document whose end is the end of a message
+        ([100, 11, 7, 7, 1, 7, 7, 2, 101, 100, 11, 4, 101, 100, 20], (0, 2), [(4, 5)]),
+        # the second turn: the model has answered, and has written separators
+        (
+            [100, 11, 7, 7, 1, 7, 7, 2, 101, 100, 20, 7, 7, 6, 7, 7, 6, 101, 100, 11, 7, 7, 3, 7, 7, 4, 101, 100, 20],
+            (0, 2),
+            [(4, 5), (22, 23)],
+        ),
+        # an answer that is not over
+        ([100, 11, 7, 7, 1, 7, 7, 2, 101, 100, 20, 7, 7, 6, 7, 7, 6], (0, 2), [(4, 5)]),
+    ],
+)
+def test_cuts_of_conversations(tokens: list[int], opening: tuple | None, documents: list[tuple]) -> None:
+    segments = split(tokens, CHAT)
+    assert segments.documents == tuple(Span(*d) for d in documents)
+    assert segments.opening == (None if opening is None else Span(*opening))
+
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+TEMPLATES = {
+    "ChatML": CHATML,
+    "trimmed": CHATML.replace("m.content", "m.content | trim"),
+    "white space": CHATML.replace("{{ m.content }}", "\n  {{ m.content }}  \n"),
+    "one line": "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}",
+}
+ROLES = ["<|im_start|>", "<|im_end|>", "<|system|>", "<|user|>", "<|assistant|>"]
+
+
+@pytest.fixture(params=TEMPLATES)
+def chatty(request: pytest.FixtureRequest, tokenizer):
+    """A tokenizer with a chat template, whose role markers are special tokens."""
+    chatty = copy.deepcopy(tokenizer)
+    chatty.add_special_tokens({"additional_special_tokens": ROLES})
+    chatty.chat_template = TEMPLATES[request.param]
+    return chatty
+
+
+def test_a_conversation_has_the_documents_that_were_learned_ahead_and_no_others(chatty) -> None:
+    texts = {f"The {animal} sat.\n\nIt was {i}." for i, animal in enumerate(["cat", "dog", "owl", "bee", "eel", "fox"])}
+    markers = Markers.of(chatty, " # # ")
+    known = {tuple(one) for text in texts for one in ahead(chatty, markers, text)}
+    assert len(known) == len(texts)
+
+    draw, answer = random.Random(0), "It sat # # on a mat # # at night # # "
+    for _ in range(10):
+        chat: list[dict[str, str]] = []
+        for turn in range(3):
+            chosen = draw.sample(sorted(texts), 3)
+            asked = messages("" if turn else "be brief", chosen, "who sat?", intro=draw.choice(["", "Read this."]))
+            chat += asked
+            prompt = chatty.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+            segments = split(prompt, markers)
+            found = [tuple(prompt[one.start : one.stop]) for one in segments.documents]
+            assert len(found) == 3 * (turn + 1)
+            assert set(found) <= known
+            assert segments.opening is None
+            chat.append({"role": "assistant", "content": answer})

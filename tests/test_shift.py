@@ -11,6 +11,7 @@ from torch.nn.functional import normalize
 from lmc.blend import shift
 from lmc.blend.blender import Blender, BlendInput
 from lmc.blend.canvas import Canvas, positions_of
+from lmc.blend.markers import Markers
 from lmc.blend.rope import rotate
 from lmc.blend.segments import Placement, join, split
 from lmc.blend.shift import Shift, shifts_of
@@ -177,7 +178,7 @@ def test_a_change_that_all_tokens_have_in_common_is_found_whole(monkeypatch, rop
     monkeypatch.setattr(shift, "VALUE_SHARE", 1)
     model = random_model("llama", rope)
     layers, prompt = DecoderLayers(model), join(random_tokens(9, 50), DOCUMENTS, random_tokens(11, 51), SEPARATOR)
-    segments = split(prompt, (SEPARATOR,))
+    segments = split(prompt, Markers(separators=(SEPARATOR,)))
     done = forward(model, prompt, None)
     wanted = rows_of(done.past_key_values)
     pieces = [Placement(at=span.start, tokens=len(span), first=0) for span in segments.documents]
@@ -216,7 +217,7 @@ def test_with_every_token_repaired_or_none_there_is_nothing_to_shift(strategy):
     """And `deviation` is as published."""
     model = random_model("llama", "plain")
     prompt = join(random_tokens(9, 50), DOCUMENTS, random_tokens(11, 51), SEPARATOR)
-    segments = split(prompt, (SEPARATOR,))
+    segments = split(prompt, Markers(separators=(SEPARATOR,)))
     pieces = [Placement(at=span.start, tokens=len(span), first=0) for span in segments.documents]
     stored = [rows_of(forward(model, prompt[p.at : p.at + p.tokens], None).past_key_values) for p in pieces]
     found = []

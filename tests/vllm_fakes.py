@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import torch
 from ledger_check import check_store
 
+from lmc.blend.markers import Markers
 from lmc.config import Settings
 from lmc.connectors.vllm.messages import BlendJob, LoadJob, SaveJob, StepPlan, StepReport, WorkerFacts
 from lmc.connectors.vllm.scheduler import Scheduler
@@ -252,6 +253,7 @@ class Lab:
         blends=True,
         settings=None,
         prefix=(),
+        special=frozenset({1}),
     ):
         self.now = 0.0
         memory = slots * LAYERS * 4096 * ranks / GIB
@@ -279,8 +281,7 @@ class Lab:
             block_size=BLOCK,
             stages=layers_of_stages(facts),
             ranks=ranks,
-            variants=(SEPARATOR,),
-            first_token=1,
+            markers=Markers(separators=(SEPARATOR,), special=special),
             blends=blends,
             batch_tokens=batch_tokens,
             longest=longest,

@@ -90,7 +90,7 @@ class Lab:
         self._models = {settings.blend_learn_prefix: self._stack.enter_context(cached)}
         for behind in {"none", "sink", "primer"} - self._models.keys():
             prefix = learn_prefix(tokenizer, settings.model_copy(update={"blend_learn_prefix": behind}))
-            model = CachedModel(cached.model, settings, cached.separators, learn_prefix=prefix)
+            model = CachedModel(cached.model, settings, cached.markers, learn_prefix=prefix)
             self._models[behind] = self._stack.enter_context(model)
         self._settings, self._rounded = settings, None
 
@@ -153,7 +153,7 @@ class Lab:
             plain = self._models["none"]
             settings = self._settings.model_copy(update={"enable_blending": False})
             model = copy.deepcopy(plain.model).to(torch.bfloat16)
-            self._rounded = self._stack.enter_context(CachedModel(model, settings, plain.separators))
+            self._rounded = self._stack.enter_context(CachedModel(model, settings, plain.markers))
         done = self._rounded.prefill(full.case.prompt, "full")
         return self._compared(self._rounded, done, full) | {"charged": 1.0}
 
@@ -175,7 +175,7 @@ class Lab:
             read = attention[0].amax((0, 1))[: len(scores)]
             for exact, stored in zip(right, reused, strict=True):  # keys, and values
                 scores += read * (exact - stored).norm(dim=(1, 2)) / exact.norm(dim=(1, 2)).mean()
-        inside = torch.cat([torch.arange(one.start, one.stop) for one in split(prompt, cached.separators).documents])
+        inside = torch.cat([torch.arange(one.start, one.stop) for one in split(prompt, cached.markers).documents])
         return lambda evidence, count: highest(scores[inside], count)
 
     def _picture(self, case: Case, chosen: dict[str, list[list[int]]]) -> dict[str, Any]:
@@ -183,7 +183,7 @@ class Lab:
         changes = {}
         for way, layers in chosen.items():
             changes[way] = [[i, one] for i, one in enumerate(layers) if i == 0 or one != layers[i - 1]]
-        separators = self._models["none"].separators
-        documents = [[one.start, one.stop] for one in split(case.prompt, separators).documents]
+        markers = self._models["none"].markers
+        documents = [[one.start, one.stop] for one in split(case.prompt, markers).documents]
         pieces = [self.tokenizer.decode([token]) for token in case.prompt]
         return {"pieces": pieces, "documents": documents, "chosen": changes}

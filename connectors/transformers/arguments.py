@@ -4,7 +4,7 @@ import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lmc.blend.segments import Variants
+from lmc.blend.markers import Markers
 from lmc.errors import ConfigError, InputError
 
 # Options of model.generate that do not work with one prefilled cache unless they have these values.
@@ -39,15 +39,14 @@ def checked_tokens(token_ids: Any, what: str, positions: int, vocabulary: int) -
     return tokens
 
 
-def checked_variants(separator_ids: Variants | Sequence[int], vocabulary: int) -> Variants:
-    """Return one separator sequence or several as a tuple of sequences; raise `ConfigError` if they are none."""
+def checked_markers(separators: Markers | Sequence[int], vocabulary: int) -> Markers:
+    """Return what prompts are cut at; raise `ConfigError` if it is neither markers nor one separator's token ids."""
+    if isinstance(separators, Markers):
+        return separators
     try:
-        listed: list[Any] = list(separator_ids)
-        nested = listed if listed and isinstance(listed[0], list | tuple) else [listed]
-        return tuple(tuple(checked_tokens(one, "separator", len(one), vocabulary)) for one in nested)
+        return Markers(separators=(tuple(checked_tokens(separators, "separator", len(separators), vocabulary)),))
     except (TypeError, InputError) as error:
-        wanted = "must be token ids of blend_special_str, or several sequences of them"
-        raise ConfigError(f"separator_ids {separator_ids} {wanted}: {error}") from error
+        raise ConfigError(f"separators {separators} must be markers or the token ids of one: {error}") from error
 
 
 def check_options(options: Mapping[str, Any]) -> None:

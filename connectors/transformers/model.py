@@ -23,10 +23,11 @@ from transformers import DynamicCache
 from lmc.blend.blender import Blender, BlendInput
 from lmc.blend.canvas import KV
 from lmc.blend.learn_prefix import learn_prefix
-from lmc.blend.segments import Segments, Variants, separator_variants, split
+from lmc.blend.markers import Markers
+from lmc.blend.segments import Segments, split
 from lmc.blend.strategies import BLIND_REUSE, RecomputePolicy
 from lmc.config import Settings
-from lmc.connectors.transformers.arguments import check_options, checked_tokens, checked_variants
+from lmc.connectors.transformers.arguments import check_options, checked_markers, checked_tokens
 from lmc.connectors.transformers.canvas import DenseCanvas
 from lmc.connectors.transformers.hf import cache_of, forward, identity, load, rows_of
 from lmc.connectors.transformers.layers import DecoderLayers
@@ -51,7 +52,7 @@ class CachedModel(AbstractContextManager["CachedModel"]):
         self,
         model: Any,
         settings: Settings,
-        separator_ids: Variants | Sequence[int],
+        separators: Markers | Sequence[int],
         *,
         cache_salt: str = "",
         checkpoint: str | Path | None = None,
@@ -59,15 +60,15 @@ class CachedModel(AbstractContextManager["CachedModel"]):
     ) -> None:
         """Raise `UnsupportedModel`, `ConfigError`, `NoMemory` or `TierUnusable`.
 
-        `separator_ids` is one token sequence, or all as which the special string can be encoded
-        (`segments.separator_variants`). `checkpoint` is where the model was loaded from; give it only if the weights
-        have not changed since. Other engines that loaded the same checkpoint, such as vLLM, then find its documents.
-        Without it, the model is identified by its bytes in memory. Documents are learned behind the tokens of
-        `learn_prefix` (`lmc.blend.learn_prefix`), and alone if there are none.
+        `separators` are `Markers.of(tokenizer, special_string)`, or the tokens of one separator. `checkpoint` is where
+        the model was loaded from; give it only if the weights have not changed since. Other engines that loaded the
+        same checkpoint, such as vLLM, then find its documents. Without it, the model is identified by its bytes in
+        memory. Documents are learned behind the tokens of `learn_prefix` (`lmc.blend.learn_prefix`), and alone if there
+        are none.
         """
         self.model, self.settings = model.eval(), settings
         self.layers = DecoderLayers(model)
-        self.separators: Variants = checked_variants(separator_ids, self.layers.vocabulary)
+        self.markers = checked_markers(separators, self.layers.vocabulary)
         self.policy = RecomputePolicy.of(settings)
         self.policy.check_depth(self.layers.shape.layers)
         self._salt, name = cache_salt, identity(model, checkpoint)
@@ -91,9 +92,9 @@ class CachedModel(AbstractContextManager["CachedModel"]):
     def load(cls, name: str | Path, settings: Settings, *, cache_salt: str = "") -> tuple["CachedModel", Any]:
         """Load a model from a directory or a hub's id, and return it with a cache engine, and its tokenizer."""
         model, tokenizer = load(name)
-        variants = separator_variants(tokenizer.encode, settings.blend_special_str)
+        markers = Markers.of(tokenizer, settings.blend_special_str)
         prefix = learn_prefix(tokenizer, settings)
-        return cls(model, settings, variants, cache_salt=cache_salt, checkpoint=name, learn_prefix=prefix), tokenizer
+        return cls(model, settings, markers, cache_salt=cache_salt, checkpoint=name, learn_prefix=prefix), tokenizer
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:
@@ -112,10 +113,13 @@ class CachedModel(AbstractContextManager["CachedModel"]):
     def learn(self, document_ids: Sequence[int]) -> int:
         """Prefill a document alone and store its KV; return how many chunks are new, 0 if it was stored already.
 
-        Raises `InputError` if it is empty, too long for the model or for memory, or has tokens outside of the
-        vocabulary.
+        Raises `InputError` if it is empty, too long for the model or for memory, or has special tokens or tokens
+        outside of the vocabulary.
         """
         document = self._checked(document_ids, "document", behind=len(self.engine.prefix))
+        if special := self.markers.special.intersection(document):
+            wrong = f"the document has the special tokens {sorted(special)}, and would never be found in a prompt"
+            raise InputError(f"{wrong}: encode it with add_special_tokens=False")
         if not self.engine.fits(len(document)):
             raise InputError(f"a document of {len(document)} tokens does not fit into memory: raise max_local_cpu_size")
         if self.knows(document):
@@ -136,7 +140,7 @@ class CachedModel(AbstractContextManager["CachedModel"]):
 
     def learn_documents(self, prompt_ids: Sequence[int]) -> int:
         """Learn what stands between the separators of a prompt; return how many chunks are new."""
-        return sum(self.learn(prompt_ids[one.start : one.stop]) for one in split(prompt_ids, self.separators).documents)
+        return sum(self.learn(prompt_ids[one.start : one.stop]) for one in split(prompt_ids, self.markers).documents)
 
     def learn_pending(self) -> int:
         """Learn the unknown documents of earlier prompts; return how many there were."""
@@ -218,7 +222,7 @@ class CachedModel(AbstractContextManager["CachedModel"]):
     def _prefill(
         self, prompt: list[int], how: How, policy: RecomputePolicy, started: float, lost: set[ChunkKey]
     ) -> Prefilled:
-        segments = split(prompt, self.separators)
+        segments = split(prompt, self.markers)
         plan = Plan() if how == "full" else self._plan(prompt, segments, how, policy.ratios[-1], lost)
         if self.blends and plan.pieces:
             # This is faster for exact prefixes too: behind a cache, transformers' attention also reads hidden keys.
@@ -239,7 +243,7 @@ class CachedModel(AbstractContextManager["CachedModel"]):
 
     def _plan(self, prompt: list[int], segments: Segments, how: How, ratio: float, lost: set[ChunkKey]) -> Plan:
         """Decide what of the prompt is taken from the store."""
-        spans, start = ((), None) if how == "exact" else (segments.documents, segments.system)
+        spans, start = ((), None) if how == "exact" else (segments.documents, segments.opening)
         documents = self.engine.documents(prompt, spans, self._salt, start=start)
         chain = self.engine.token_chain(prompt, self._salt, ends=[segments.system.stop])
         wish = Wish(

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from lmc.blend.learn_prefix import learn_prefix
-from lmc.blend.segments import Variants, separator_variants
+from lmc.blend.markers import Markers
 from lmc.config import Settings
 from lmc.connectors.vllm import vllm_api
 from lmc.connectors.vllm.messages import StepPlan, StepReport, WorkerFacts
@@ -168,8 +168,7 @@ class LMCConnector(vllm_api.KVConnectorBase_V1):
             block_size=cache.block_size,
             stages=layers_of_stages(workers),
             ranks=len(workers),
-            variants=self._separators(tokenizer) if tokenizer else None,
-            first_token=tokenizer.bos_token_id if tokenizer else None,
+            markers=self._markers(tokenizer) if tokenizer else None,
             blends=not refused,
             batch_tokens=self._config.scheduler_config.max_num_batched_tokens,
             longest=self._config.model_config.max_model_len,
@@ -204,9 +203,9 @@ class LMCConnector(vllm_api.KVConnectorBase_V1):
             )
         return tokenizer
 
-    def _separators(self, tokenizer: Any) -> Variants:
+    def _markers(self, tokenizer: Any) -> Markers:
         try:
-            return separator_variants(tokenizer.encode, self.settings.blend_special_str)
+            return Markers.of(tokenizer, self.settings.blend_special_str)
         except InputError as error:
             raise ConfigError(str(error)) from error
 

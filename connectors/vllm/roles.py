@@ -36,7 +36,7 @@ class Roles:
     def _find_role(self, state: RequestState, options: Options) -> None:
         request = state.request
         asked = options.learn or (options.blend and options.documents is not None)
-        if not asked and not (self._setup.blends and options.blend and self._setup.variants):
+        if not asked and not (self._setup.blends and options.blend and self._setup.markers):
             return
         if request.prompt_token_ids is None:
             return
@@ -58,23 +58,23 @@ class Roles:
             spans = options.documents
             state.question = spans[-1].stop if spans else 0
         else:
-            assert self._setup.variants is not None
-            segments = split(prompt, self._setup.variants)
-            spans, start, state.question = segments.documents, segments.system, segments.question.start
+            assert self._setup.markers is not None
+            segments = split(prompt, self._setup.markers)
+            spans, start, state.question = segments.documents, segments.opening, segments.question.start
         state.question = min(state.question, len(prompt) - 1)  # Without a question, the last token is one.
         state.documents = self._setup.engine.documents(prompt, spans, state.salt, start=start)
 
     def _why_not(self, request: Any, learn: bool) -> str:
         """Return why a request that would be blended or learned has to be served exactly; empty if it need not."""
-        first = "a document to learn must not begin with the BOS token, which it does not have inside of a prompt"
-        learned, engine = request.prompt_token_ids, self._setup.engine
-        begins = learned[0] == self._setup.first_token and not engine.text_start(learned)
+        markers, prompt = self._setup.markers, request.prompt_token_ids
+        text = prompt[self._setup.engine.text_start(prompt) :]
+        special = learn and markers is not None and not markers.special.isdisjoint(text)
         reasons = {
             "blending is off; the log of the engine's start says why": not self._setup.blends,
             "requests with LoRA are not blended": request.lora_request is not None,
             "requests with multimodal input are not blended": bool(request.mm_features),
             "requests with prompt embeddings are not blended": request.prompt_embeds is not None,
-            f"{first} (add_special_tokens: false)": learn and begins,
+            "a document to learn must have no special tokens, such as BOS (add_special_tokens: false)": special,
         }
         return next((why for why, there in reasons.items() if there), "")
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from lmc.blend.segments import Variants
+from lmc.blend.markers import Markers
 from lmc.config import Settings
 from lmc.connectors.vllm.messages import WorkerFacts
 from lmc.engine import CacheEngine, Geometry
@@ -30,8 +30,7 @@ class Setup:
     batch_tokens: int  # that the engine computes in a step at most
     longest: int  # tokens of a request, at most; the model may have no angles for positions behind them
     blends: bool  # The model can be blended, and the settings allow it.
-    variants: Variants | None = None  # of the special string; None if there is no tokenizer
-    first_token: int | None = None  # BOS, if the tokenizer has one
+    markers: Markers | None = None  # at which prompts are cut; None if there is no tokenizer
     announces: bool = False  # KV events are wanted.
     counts_images: bool = False  # The engine numbers images and does not hash them.
     clock: Callable[[], float] = time.monotonic

@@ -170,7 +170,7 @@ def run(
     tallies: dict[str, Tally] = {how: Tally() for how in WAYS}
     asked: list[Asked] = []
     gallery = Gallery()
-    with cached, CachedModel(cached.model, prefix_cache(settings), cached.separators) as prefixed:
+    with cached, CachedModel(cached.model, prefix_cache(settings), cached.markers) as prefixed:
         caches: dict[How, CachedModel] = {how: prefixed if how == "exact" else cached for how in WAYS}
         known, seconds = learn_all(cached, [prompts.tokens[name] for name in retrieved], progress)
         warm = prompts.example(examples[0].question, "warm")  # in an order in which no question finds its beginning
@@ -233,7 +233,7 @@ def draw(cached: CachedModel, asked: Asked, done: dict[How, Prefilled], tokenize
     """
     example = asked.example
     length = len(example.prompt) - 1  # a cache ends before the last token
-    segments = split(example.prompt, cached.separators)
+    segments = split(example.prompt, cached.markers)
     rows, marks = [], []
     for layer, repaired in enumerate(done["blend"].report.repaired):
         wanted = done["full"].cache.layers[layer].keys[0, :, :length]

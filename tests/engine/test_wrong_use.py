@@ -88,7 +88,7 @@ def test_a_refusal_is_logged_once_and_counted(lab, caplog):
 def test_a_document_to_learn_that_begins_with_bos_is_not_learned(lab):
     out = lab.ask([BOS, *words(150, 5)], {"learn": True})
     assert facts(out) == {"note": facts(out)["note"]}
-    assert "must not begin with the BOS token" in facts(out)["note"]
+    assert "must have no special tokens" in facts(out)["note"]
 
 
 def test_after_all_that_a_blend_still_works(lab):
@@ -146,15 +146,18 @@ def test_an_unknown_variable_ends_the_start(models, monkeypatch):
 
 def test_a_special_string_that_encodes_to_nothing_ends_the_start():
     class Deaf:
-        bos_token_id = None
+        bos_token_id, all_special_ids = None, ()
 
         def encode(self, text: str) -> list[int]:
             return [ord(letter) for letter in text if letter != "#"]
 
+        def decode(self, tokens: list[int]) -> str:
+            return "".join(map(chr, tokens))
+
     with pytest.raises(
         ConfigError, match="the special string ' # # ' encodes to no token of its own; set blend_special"
     ):
-        separators(Deaf())
+        markers(Deaf())
 
 
 def test_pipeline_parallel_is_not_blended():
@@ -174,11 +177,11 @@ def refusal(model, settings=None) -> str:
     return str(error.value)
 
 
-def separators(tokenizer):
+def markers(tokenizer):
     """What a connector finds with a tokenizer."""
     connector = LMCConnector.__new__(LMCConnector)
     connector.settings = Settings(enable_blending=True)
-    return connector._separators(tokenizer)
+    return connector._markers(tokenizer)
 
 
 def test_ranks_that_each_have_a_scheduler_of_their_own_are_refused():

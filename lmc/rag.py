@@ -1,0 +1,19 @@
+"""Prompts for RAG through a chat API, with the documents where lmc finds them."""
+
+from collections.abc import Sequence
+
+SEPARATOR = " # # "  # the default of `blend_special_str`
+
+
+def messages(
+    system: str, documents: Sequence[str], question: str, *, intro: str = "", separator: str = SEPARATOR
+) -> list[dict[str, str]]:
+    """Return the messages of a chat that asks a question over documents.
+
+    The documents stand between separators in the user's message, behind `intro` and before the question. White space
+    around each of them is removed, because with it a document would have other tokens. `separator` has to be the
+    server's `blend_special_str`.
+    """
+    parts = [part.strip() for part in (intro, *documents, question)]
+    chat = [{"role": "user", "content": separator.join(parts)}]
+    return [{"role": "system", "content": system}, *chat] if system else chat
