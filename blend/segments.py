@@ -79,7 +79,7 @@ def document_tokens(encode: Callable[[str], Tokens], markers: Markers, special_s
     A text that has the special string inside becomes several documents, as in a prompt. One with a special token of the
     model is none at all.
     """
-    tokens = encode(special_string.join(("a", text.strip(), "a")))
+    tokens = encode(special_string.join(("", text.strip(), "")))
     return [tokens[span.start : span.stop] for span in split(tokens, markers).documents]
 
 

@@ -215,9 +215,11 @@ class Workers:
                 for layer in range(LAYERS):
                     self.pages[layer, block] = self.slab.part(copy.slot, layer)[i * PAGE : (i + 1) * PAGE]
         if isinstance(job, BlendJob):
+            reused = (part.piece.at for part in job.documents if not part.piece.exact)
+            approximate = next(reused, len(job.tokens))
             for i in range(job.exact // BLOCK, len(job.blocks)):
                 for layer in range(LAYERS):
-                    exact = (i + 1) * BLOCK <= job.documents[0].piece.at
+                    exact = (i + 1) * BLOCK <= approximate
                     self.pages[layer, job.blocks[i]] = page(job.tokens, i, layer) if exact else APPROXIMATE
             self.documents[job.request] = {
                 part.piece.at: self.slab.part(part.slot, 0)[: part.piece.stored * PAGE // BLOCK].clone()
@@ -228,14 +230,8 @@ class Workers:
     def save(self, job: SaveJob):
         for layer in range(LAYERS):
             part = self.slab.part(job.slot, layer)
-            if job.tokens is None:
-                for i, block in enumerate(job.blocks):
-                    part[i * PAGE : (i + 1) * PAGE] = self.pages[layer, block]
-            else:
-                size = (job.tokens[1] - job.tokens[0]) * PAGE // BLOCK
-                part[:size] = token_bytes(self.prompts[job.blocks], *job.tokens, layer)
-
-    prompts: dict = {}  # noqa: RUF012 - block table -> tokens of a document to learn
+            for i, block in enumerate(job.blocks):
+                part[i * PAGE : (i + 1) * PAGE] = self.pages[layer, block]
 
 
 class Lab:
@@ -356,7 +352,6 @@ class Lab:
         """A step in which the engine computes tokens of one request."""
         start, stop = request.num_computed_tokens, request.num_computed_tokens + tokens
         table = self.tables[request.request_id]
-        self.workers.prompts[tuple(table[: -(-request.num_prompt_tokens // BLOCK)])] = request.prompt_token_ids
         for i in range(start // BLOCK, stop // BLOCK):
             for layer in range(LAYERS):
                 self.workers.pages[layer, table[i]] = page(request.all_token_ids, i, layer)

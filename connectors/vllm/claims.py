@@ -27,7 +27,7 @@ class Claims:
     def look(self, state: RequestState) -> Lookup:
         """Look up what is stored for a request. Tiers that other processes share are asked only the first time."""
         chain = self._engine.block_chain(state.hashes, self._setup.block_size)
-        blends = state.role is Role.BLEND and not state.request.num_preemptions
+        blends = state.role is not Role.EXACT and not state.request.num_preemptions
         found = self._engine.look(PromptView(chain, state.documents if blends else ()), state.elsewhere)
         if state.elsewhere is None:
             shared = self._engine.store.shared_places
@@ -42,7 +42,7 @@ class Claims:
             local=local,
             exact_stop=state.request.num_tokens,
             document_stop=prompt - 1,  # The engine computes the last token.
-            min_tokens=self._settings.blend_min_tokens,
+            min_tokens=self._settings.blend_min_tokens if state.role is Role.BLEND else 0,
             ratio=policy.ratios[-1] if policy else 0.0,
             whole_prompt=policy is not None and policy.strategy in NEEDS_QUESTION,
             block_size=self._setup.block_size,

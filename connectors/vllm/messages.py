@@ -86,12 +86,11 @@ class LearnJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveJob:
-    """Pages, or tokens, to copy into a slot after the forward pass that completes them."""
+    """Pages to copy into a slot after the forward pass that completes them."""
 
     job: int
     slot: int
     blocks: tuple[int, ...]
-    tokens: tuple[int, int] | None = None  # positions whose keys and values are wanted, instead of whole pages
 
 
 @dataclass(slots=True, kw_only=True)

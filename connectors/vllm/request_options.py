@@ -18,7 +18,7 @@ class Options(BaseModel):
     model_config = ConfigDict(frozen=True, strict=True)
 
     blend: bool = Field(default=True, description="true or false")
-    # The prompt is a document, whose KV is stored for use anywhere.
+    # The documents of the prompt are learned before it is answered; without separators, the prompt is one document.
     learn: bool = Field(default=False, description="true or false")
     strategy: Strategy | None = Field(default=None, description=f"one of {', '.join(STRATEGIES)}")
     ratio: float | None = Field(default=None, ge=0, le=1, description="between 0 and 1")

@@ -9,7 +9,7 @@ from typing import Any
 
 from lmc.blend.segments import Span
 from lmc.blend.strategies import RecomputePolicy
-from lmc.engine import DocumentLookup, Plan
+from lmc.engine import DocumentLookup, Plan, Unlearned
 from lmc.keys import ChunkKey
 from lmc.storage.contract import Pin
 
@@ -56,8 +56,8 @@ class RequestState:
     salted: int | None = None  # the block from which on its hashes do not come from its tokens alone
     approximate: int | None = None  # the position from which on its KV is not exact, and is not saved as exact
     saved: int = 0  # full chunks that are saved, or need not be
-    tried: bool = False  # whether it was tried to save it as a document
     unknown: tuple[Span, ...] = ()  # documents to learn
+    queued: tuple[Unlearned, ...] = ()  # documents that a request to learn has put into the queue
     # For the response
     learned: bool = False
     skipped: int = 0  # stored tokens that were not loaded
@@ -93,12 +93,13 @@ class RequestState:
 
     def facts(self) -> dict[str, object] | None:
         """Return facts for the response on what was reused and recomputed; None if lmc did nothing for the request."""
+        if self.role is Role.LEARN:
+            return {"learned": self.learned} | ({"note": self.note} if self.note else {})
         found: dict[str, object] = {
             "exact_tokens": self.exact_tokens,
             "tokens_from": dict(self.sources),
             "skipped_tokens": self.skipped,
             "unknown_documents": len(self.unknown),
-            "learned": self.learned,
             "note": self.note,
         }
         return {name: value for name, value in found.items() if value} | self.blended or None

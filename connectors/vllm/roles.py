@@ -4,7 +4,9 @@ import logging
 from collections import Counter
 from typing import Any
 
+from lmc.blend.markers import Markers
 from lmc.blend.segments import split
+from lmc.blend.strategies import BLIND_REUSE
 from lmc.connectors.vllm.request_options import Options
 from lmc.connectors.vllm.request_state import RequestState, Role
 from lmc.connectors.vllm.start import Setup
@@ -43,38 +45,41 @@ class Roles:
         assert state.policy is not None
         state.policy.check_depth(sum(self._setup.stages))
         check_tokens(request.prompt_token_ids)
-        if not options.learn:
-            self._find_documents(state, options)
-        why = self._why_not(request, options.learn)
+        self._find_documents(state, options)
+        why = self._why_not(state, options.learn)
         if not why and (asked or state.documents):
             state.role = Role.LEARN if options.learn else Role.BLEND
+            state.policy = BLIND_REUSE if options.learn else state.policy
         elif why and (asked or any(document.learnable for document in state.documents)):
             state.note = why
             self._refuse(why, f"{why}; served exactly")
 
     def _find_documents(self, state: RequestState, options: Options) -> None:
-        prompt, start = state.request.prompt_token_ids, None
-        if options.documents is not None:
-            spans = options.documents
+        prompt, start, spans = state.request.prompt_token_ids, None, options.documents
+        if spans is not None:
             state.question = spans[-1].stop if spans else 0
         else:
-            assert self._setup.markers is not None
-            segments = split(prompt, self._setup.markers)
+            segments = split(prompt, self._setup.markers or Markers(separators=()))
             spans, start, state.question = segments.documents, segments.opening, segments.question.start
+            if options.learn and not state.question:  # There are no separators, and the prompt is one document.
+                spans = (self._setup.engine.document_span(prompt),)
         state.question = min(state.question, len(prompt) - 1)  # Without a question, the last token is one.
+        start = None if options.learn else start
         state.documents = self._setup.engine.documents(prompt, spans, state.salt, start=start)
 
-    def _why_not(self, request: Any, learn: bool) -> str:
+    def _why_not(self, state: RequestState, learn: bool) -> str:
         """Return why a request that would be blended or learned has to be served exactly; empty if it need not."""
-        markers, prompt = self._setup.markers, request.prompt_token_ids
-        text = prompt[self._setup.engine.text_start(prompt) :]
-        special = learn and markers is not None and not markers.special.isdisjoint(text)
+        request, markers = state.request, self._setup.markers
+        documents = [request.prompt_token_ids[one.span.start : one.span.stop] for one in state.documents]
+        special = learn and markers is not None and not all(map(markers.special.isdisjoint, documents))
         reasons = {
             "blending is off; the log of the engine's start says why": not self._setup.blends,
             "requests with LoRA are not blended": request.lora_request is not None,
             "requests with multimodal input are not blended": bool(request.mm_features),
             "requests with prompt embeddings are not blended": request.prompt_embeds is not None,
-            "a document to learn must have no special tokens, such as BOS (add_special_tokens: false)": special,
+            "a document to learn must have no special tokens (add_special_tokens: false)": special,
+            "there is no document to learn": learn and not any(documents),
+            "a request for prompt_logprobs is no request to learn": learn and request.skip_reading_prefix_cache,
         }
         return next((why for why, there in reasons.items() if there), "")
 

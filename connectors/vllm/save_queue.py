@@ -8,13 +8,13 @@ import functools
 import logging
 from collections.abc import Callable, Sequence
 
-from lmc.blend.segments import Span
 from lmc.connectors.vllm.kv_events import KVEvents
 from lmc.connectors.vllm.messages import LearnJob, SaveJob
 from lmc.connectors.vllm.pending import PendingTransfers
 from lmc.connectors.vllm.request_state import RequestState, Role
 from lmc.connectors.vllm.start import Setup
-from lmc.keys import RecordKind, chunk_bounds
+from lmc.engine import Unlearned
+from lmc.keys import RecordKind
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +31,8 @@ class SaveQueue:
         self._longest = setup.longest
         self._spare = -(-setup.batch_tokens // setup.block_size)  # blocks that learning leaves free for a prompt
         self._saves: list[SaveJob] = []
-        self._learning = 0  # number of the job under way
+        self._learning = 0  # number of the job under way, and its document
+        self._document: Unlearned | None = None
 
     @property
     def saving(self) -> bool:
@@ -45,10 +46,7 @@ class SaveQueue:
 
     def save_due(self, state: RequestState, computed: int, table: Table) -> None:
         """Save the exact chunks that are full when `computed` tokens are computed."""
-        if state.role is Role.LEARN:  # Its pages are not saved as well.
-            if not state.tried and computed >= state.request.num_prompt_tokens:
-                state.tried = True
-                self._save_document(state, table())
+        if state.role is Role.LEARN:  # Its document is stored, and its pages are not saved as well.
             return
         table = functools.cache(table)  # The engine makes a new list each time.
         for chunk in range(state.saved, self._storable(state, computed) // self._chunk):
@@ -65,6 +63,11 @@ class SaveQueue:
         rest -= rest % self._block_size
         if rest and chunk >= state.saved:
             self._save(state, lambda: blocks, chunk, rest)
+
+    def learns(self, document: Unlearned) -> bool:
+        """Return whether a document waits to be learned, or is being learned."""
+        under_way = self._learning in self._pending.under_way
+        return document in self._engine.learning or (under_way and document == self._document)
 
     def learn_next(self) -> LearnJob | None:
         """Return the next document to learn, if none is under way and the engine has blocks to spare."""
@@ -87,7 +90,7 @@ class SaveQueue:
             return None
         blocks = self._pool.get_new_blocks(need)
         job = self._pending.begin([slot for slot in slots if slot], lambda: self._pool.free_blocks(blocks))
-        self._learning = job
+        self._learning, self._document = job, document
         return LearnJob(
             job=job,
             tokens=tokens,
@@ -122,30 +125,6 @@ class SaveQueue:
             self._events.expect(slot.meta.key, details)
         job = self._pending.begin([slot], self._hold(blocks))
         self._saves.append(SaveJob(job=job, slot=slot.slot, blocks=blocks))
-
-    def _save_document(self, state: RequestState, blocks: Sequence[int]) -> None:
-        """Save the prompt of a request that is a document, reading its keys and values from its pages.
-
-        If documents are learned behind tokens with which the prompt does not begin, it has to be computed again.
-        """
-        prompt, before = state.request.prompt_token_ids, len(self._engine.prefix)
-        if not self._engine.begins(prompt):
-            document = Span(self._engine.text_start(prompt), len(prompt))
-            state.learned = self._engine.learn_later(prompt, [document], state.salt)
-            return
-        tokens = prompt[before:]
-        namespace = self._engine.namespace(RecordKind.DOCUMENT, state.salt)
-        slots = self._engine.begin_document(namespace, tokens)
-        if slots is None:
-            keys = self._engine.document_keys(tokens, namespace)
-            state.learned = all(self._engine.lookup(keys))
-            return
-        state.learned = True
-        table = tuple(blocks[: -(-len(prompt) // self._block_size)])
-        for slot, (start, stop) in zip(slots, chunk_bounds(len(tokens), self._chunk), strict=True):
-            if slot is not None:
-                job, positions = self._pending.begin([slot], self._hold(table)), (before + start, before + stop)
-                self._saves.append(SaveJob(job=job, slot=slot.slot, blocks=table, tokens=positions))
 
     def _hold(self, blocks: Sequence[int]) -> Callable[[], None]:
         """Keep the engine from reusing blocks; return the function that releases them."""

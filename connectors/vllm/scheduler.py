@@ -86,6 +86,8 @@ class Scheduler:
         state = self._states.get(request.request_id)
         if state is None or state.given_up or request.skip_reading_prefix_cache:
             return 0
+        if state.role is Role.LEARN and not self._has_learned(state):
+            return None
         if state.waiting_since is None:
             self._claims.wait_from_now(state)
         self._claims.note_progress(state)
@@ -111,7 +113,8 @@ class Scheduler:
         if claim.plan.approximate:
             self._isolate(state, claim)
         self._jobs.append(job_of(state, claim, blocks, self._block_size, ready=ready))
-        self.counts["blends" if claim.plan.approximate else "loads"] += 1
+        if state.role is not Role.LEARN:
+            self.counts["blends" if claim.plan.approximate else "loads"] += 1
         for place, count in state.sources.items():
             self.counts[f"tokens_from_{place}"] += count
 
@@ -231,6 +234,27 @@ class Scheduler:
         }
 
     # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _has_learned(self, state: RequestState) -> bool:
+        """Return whether the documents of a request to learn are stored, as far as they can be.
+
+        The request is served from what was learned, so that nothing is computed twice.
+        """
+        if state.unknown or state.queued:
+            self._ran = self._setup.clock()  # An engine that asks is awake, and can learn.
+            prompt, salt = state.request.prompt_token_ids, state.salt
+            fitting = [span for span in state.unknown if self.engine.fits(len(span))]
+            queued = [span for span in fitting if self.engine.learn_later(prompt, [span], salt)]
+            state.queued += tuple(self.engine.unlearned(prompt, span, salt) for span in queued)
+            state.unknown = tuple(span for span in fitting if span not in queued)
+            if state.unknown or any(map(self._saves.learns, state.queued)):
+                return False
+            state.queued = ()
+        keys = [piece.key for document in state.documents for piece in document.pieces]
+        state.learned = all(self.engine.lookup(keys, state.elsewhere or {}))
+        if not state.learned and not state.note:
+            state.note = "not all documents could be learned; the log may say why"
+        return True
 
     def _adapter(self, lora: Any) -> bytes:
         """Return the stamp that an adapter's files had when a request first asked for it and the engine loaded it."""

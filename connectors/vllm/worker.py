@@ -289,9 +289,6 @@ class Worker:
             yield (stop - start) * self._layers.depth // COPY_COST + 1
 
     def _save(self, job: SaveJob) -> None:
-        if job.tokens is not None:
-            self._save_tokens(job.slot, torch.tensor(job.blocks, device=self._device), *job.tokens)
-            return
         for layer in range(self._pages.layers):
             self._pages.save(layer, job.blocks, self._part(job.slot, layer))
 

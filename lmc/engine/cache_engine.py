@@ -131,15 +131,19 @@ class CacheEngine:
         namespace = self.namespace(RecordKind.DOCUMENT, salt)
         found = [self._document(prompt, span, namespace) for span in spans]
         if start:
-            behind = Span(self.text_start(prompt), start.stop)
+            behind = Span(self._text_start(prompt), start.stop)
             found.insert(0, self._document(prompt, behind, namespace, learnable=False))
         return tuple(found)
 
-    def begins(self, prompt: Sequence[int]) -> bool:
+    def document_span(self, prompt: Sequence[int]) -> Span:
+        """Return the document of a prompt that is one, with or without the tokens behind which it is learned."""
+        return Span(len(self.prefix) if self._begins(prompt) else self._text_start(prompt), len(prompt))
+
+    def _begins(self, prompt: Sequence[int]) -> bool:
         """Return whether a prompt begins with the tokens behind which documents are learned."""
         return tuple(prompt[: len(self.prefix)]) == self.prefix
 
-    def text_start(self, prompt: Sequence[int]) -> int:
+    def _text_start(self, prompt: Sequence[int]) -> int:
         """Return where the text of a prompt begins: behind the first token of `prefix`, if it begins with that."""
         return int(bool(self.prefix) and prompt[0] == self.prefix[0])
 
@@ -147,7 +151,7 @@ class CacheEngine:
         self, prompt: Sequence[int], span: Span, namespace: bytes, *, learnable: bool = True
     ) -> DocumentLookup:
         keys, before = self.document_keys(prompt[span.start : span.stop], namespace), len(self.prefix)
-        exact = span.start == before and self.begins(prompt)
+        exact = span.start == before and self._begins(prompt)
         pieces = [
             Piece.whole(RecordKind.DOCUMENT, key, stop - start, span.start + start, before + start, None, exact=exact)
             for key, (start, stop) in zip(keys, chunk_bounds(len(span), self.chunk_size), strict=True)
@@ -164,15 +168,18 @@ class CacheEngine:
         Returns whether all of them are queued.
         """
         complete = True
-        namespace = self.namespace(RecordKind.DOCUMENT, salt)
         for span in documents:
-            document = Unlearned(namespace, tuple(prompt[span.start : span.stop]))
+            document = self.unlearned(prompt, span, salt)
             tokens = len(span) + sum(len(waiting.tokens) for waiting in self.learning)
             room = len(self.learning) < WAITING and tokens <= self.slab.slots * self.chunk_size
             if room and document not in self.learning:
                 self.learning.append(document)
             complete &= document in self.learning
         return complete
+
+    def unlearned(self, prompt: Sequence[int], span: Span, salt: str) -> Unlearned:
+        """Return a document of a prompt as it waits to be learned."""
+        return Unlearned(self.namespace(RecordKind.DOCUMENT, salt), tuple(prompt[span.start : span.stop]))
 
     def begin_anew(self) -> None:
         """Use other keys from now on, which no later process finds: new weights may have come into the same model."""

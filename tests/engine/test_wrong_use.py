@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 from lab import Prompt, answer, cleanup_dist_env_and_memory, engine, facts, words
 
+from lmc.blend.markers import Markers
 from lmc.config import Settings
 from lmc.connectors.vllm.connector import LMCConnector
 from lmc.connectors.vllm.native import NativeLayers
@@ -19,7 +20,8 @@ BOS = 1
 def lab(models):
     """One engine for all requests: it has to live through every one of them."""
     with engine(models("llama")) as found:
-        found.connector._scheduler._setup.first_token = BOS  # as a tokenizer would say
+        # As a tokenizer would say.
+        found.connector._scheduler._setup.markers = Markers(separators=((2, 2),), special=frozenset({BOS}))
         found.learn(DOCUMENTS)
         yield found
 
