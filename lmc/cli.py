@@ -20,6 +20,7 @@ from lmc import top as tops
 from lmc.calibrate.command import calibrate
 from lmc.demo.command import demo
 from lmc.errors import InputError, LmcError
+from lmc.learn.command import learn
 from lmc.terminal import console
 
 if TYPE_CHECKING:
@@ -135,6 +136,7 @@ def top(
 
 app.command(name="demo")(demo)
 app.command(name="calibrate")(calibrate)
+app.command(name="learn")(learn)
 
 
 def doomed_records(tiers: "Sequence[tuple[TierLocation, Tier]]", namespace: str | None) -> "dict[str, list[ChunkKey]]":

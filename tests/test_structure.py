@@ -179,8 +179,8 @@ def test_public_names_are_frozen() -> None:
         "generate",
     }
     assert {name for name in vars(CacheEngine) if not name.startswith("_")} == {
-        "namespace", "token_chain", "block_chain", "documents", "document_span", "document_keys", "learn_later", "unlearned",
-        "look", "lookup",
+        "namespace", "token_chain", "block_chain", "documents", "document_span", "document_keys",
+        "learn_later", "unlearned", "look", "lookup",
         "plan", "layers", "stats", "begin_exact", "begin_document", "fits", "begin_anew", "forget_all", "close",
     }  # fmt: skip
 

@@ -108,6 +108,7 @@ class Request:
     mm_features: list = field(default_factory=list)
     prompt_embeds: object = None
     skip_reading_prefix_cache: bool = False
+    prefill_stats: object = None
     num_computed_tokens: int = 0
     num_preemptions: int = 0
     finished: bool = False

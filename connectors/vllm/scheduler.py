@@ -108,6 +108,9 @@ class Scheduler:
         state.claim, state.loading = None, True
         self._claims.wait_from_now(state)
         state.sources = sources_of(claim.plan.pieces, state.pins)
+        if request.prefill_stats and not request.num_preemptions:
+            # For `cached_tokens` in the response. The engine has counted the whole claim, with what a blend computes.
+            request.prefill_stats.set(request.num_prompt_tokens, claim.local, claim.plan.tokens)
         state.exact_tokens += claim.plan.reach - claim.local
         ready = all(self.engine.store.state(pin) is PinState.READY for pin in state.pins.values())
         if claim.plan.approximate:

@@ -1,0 +1,119 @@
+"""Who computes documents: a vLLM server with lmc, or a model in this process."""
+
+import json
+import os
+from collections.abc import Callable
+from http.client import HTTPException
+from typing import Any, Protocol
+from urllib.error import HTTPError
+from urllib.request import ProxyHandler, Request, build_opener
+
+from lmc.blend.segments import document_tokens
+from lmc.config import Settings
+from lmc.errors import InputError
+
+TIMEOUT = 600.0  # seconds for a document, which may wait for others
+KEY = "OPENAI_API_KEY"
+
+
+class Unreachable(InputError):
+    """A server does not answer, so the documents that are left need not be tried."""
+
+
+class Learner(Protocol):
+    """Computes documents, and stores their KV."""
+
+    def learn(self, text: str) -> str:
+        """Learn a document. Return why it was not stored; nothing if it is.
+
+        Raises `Unreachable` if no other document can be learned either.
+        """
+        ...
+
+
+class ServerLearner:
+    """A vLLM server with lmc, through its completions. Documents may be learned by several threads."""
+
+    def __init__(self, url: str, separator: str, salt: str = "") -> None:
+        """Raise `Unreachable` if there is no server at `url`, which may end with `/v1` or not."""
+        if not url.startswith(("http://", "https://")):
+            raise InputError(f"{url} is no address of a server: give one like http://localhost:8000")
+        self.url = url.rstrip("/").removesuffix("/v1")
+        self._separator, self._salt = separator, salt
+        self._opener = build_opener(ProxyHandler({}))  # The server is on this host or near it.
+        models = self._answer("/v1/models").get("data") or [{}]
+        self.model = str(models[0].get("id", ""))
+
+    def learn(self, text: str) -> str:
+        """See `Learner`."""
+        asked = {
+            "model": self.model,
+            "prompt": self._separator.join(("", text, "")),
+            "max_tokens": 1,
+            "kv_transfer_params": {"lmc": {"learn": True}},
+        } | ({"cache_salt": self._salt} if self._salt else {})
+        try:
+            answer = self._answer("/v1/completions", asked)
+        except HTTPError as error:
+            return _reason(error)
+        facts = (answer.get("kv_transfer_params") or {}).get("lmc")
+        if not facts:
+            raise Unreachable(
+                f"{self.url} answers without lmc: start it with LMCConnector and LMC_ENABLE_BLENDING=true"
+            )
+        return "" if facts.get("learned") else str(facts.get("note") or "the server does not say why")
+
+    def _answer(self, path: str, body: dict[str, Any] | None = None) -> Any:
+        headers = {"content-type": "application/json"}
+        if key := os.environ.get(KEY):
+            headers["authorization"] = f"Bearer {key}"
+        request = Request(self.url + path, json.dumps(body).encode() if body else None, headers)
+        try:
+            with self._opener.open(request, timeout=TIMEOUT) as answer:
+                return json.loads(answer.read())
+        except HTTPError as error:
+            if body is not None and error.code in (400, 422):
+                raise  # It is about this document.
+            error.close()
+            hint = f"; {KEY} holds the key" if error.code in (401, 403) else ""
+            raise Unreachable(f"{self.url + path} answers {error.code} {error.reason}{hint}") from None
+        except (OSError, HTTPException, ValueError) as error:
+            raise Unreachable(f"no vLLM server answers at {self.url} ({error}): is it running?") from None
+
+
+class ModelLearner:
+    """A model in this process, with the tiers of the settings, where a server of the same model finds its documents."""
+
+    def __init__(self, model: str, settings: Settings, salt: str = "") -> None:
+        """Load the model; raise `ConfigError` or `InputError` if it cannot be."""
+        from lmc.connectors.transformers import CachedModel
+
+        self._separator = settings.blend_special_str
+        self._cached, self._tokenizer = CachedModel.load(model, settings, cache_salt=salt)
+
+    def learn(self, text: str) -> str:
+        """See `Learner`."""
+        encode: Callable[[str], list[int]] = self._tokenizer.encode
+        try:
+            found = document_tokens(encode, self._cached.markers, self._separator, text)
+            for tokens in found:
+                self._cached.learn(tokens)
+            self._cached.engine.store.flush()  # The manifest must not name a document that is not on a tier yet.
+        except InputError as error:
+            return str(error)
+        return "" if found else "it has special tokens of the model, and would be taken for a conversation"
+
+    def close(self) -> None:
+        """Write everything to the tiers."""
+        self._cached.close()
+
+
+def _reason(error: HTTPError) -> str:
+    """Return what a server says about a request that it refuses."""
+    with error:
+        said = error.read().decode(errors="replace")
+    try:
+        body = json.loads(said)
+        return str(body.get("error", {}).get("message") or body.get("message") or said)
+    except (ValueError, AttributeError):
+        return f"{error.code} {error.reason}"

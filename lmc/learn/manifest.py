@@ -1,0 +1,62 @@
+"""The manifest: which documents have been learned, so that a run that was interrupted goes on where it ended.
+
+It is a file with a line of JSON for each document, which is written when the document is stored.
+"""
+
+import json
+from contextlib import suppress
+from hashlib import sha256
+from pathlib import Path
+from typing import TextIO
+
+from lmc.engine.identity import user_cache
+from lmc.errors import InputError
+from lmc.learn.sources import Document
+
+
+def manifest_path(*target: str) -> Path:
+    """Return where the manifest of a target is kept by default: a server, a tenant and a separator, for example."""
+    return user_cache() / "learned" / f"{sha256(repr(target).encode()).hexdigest()[:16]}.jsonl"
+
+
+class Manifest:
+    """The documents that have been learned into one place. Use it under `with`."""
+
+    def __init__(self, path: Path, *, again: bool = False) -> None:
+        """Read what was learned before, or forget it if everything shall be learned `again`.
+
+        Raises `InputError` if the file cannot be written.
+        """
+        self.path = path
+        self._learned: dict[str, str] = {}
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            ends_in_a_line = True
+            if path.exists() and not again:
+                text = path.read_text(encoding="utf-8", errors="replace")
+                ends_in_a_line = not text or text.endswith("\n")
+                for line in text.splitlines():
+                    with suppress(ValueError, TypeError, KeyError):  # A process that was killed leaves half a line.
+                        entry = json.loads(line)
+                        self._learned[entry["id"]] = entry["digest"]
+            self._file: TextIO = path.open("w" if again else "a", encoding="utf-8")
+            if not ends_in_a_line:
+                self._file.write("\n")
+        except OSError as error:
+            raise InputError(f"cannot write the manifest {path}: {error.strerror}; --manifest names another") from None
+
+    def __enter__(self) -> "Manifest":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def has(self, document: Document) -> bool:
+        """Return whether this text was learned under this id."""
+        return self._learned.get(document.id) == document.digest
+
+    def add(self, document: Document) -> None:
+        """Note that a document is stored."""
+        self._learned[document.id] = document.digest
+        self._file.write(json.dumps({"id": document.id, "digest": document.digest}) + "\n")
+        self._file.flush()

@@ -1,0 +1,86 @@
+"""Where documents come from: a directory of text files, or lines of JSON."""
+
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+
+from lmc.errors import InputError
+
+STANDARD_INPUT = "-"
+ENDINGS = (".txt", ".md")
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """A text with a name that no other document of its source has."""
+
+    id: str
+    text: str
+
+    @property
+    def digest(self) -> str:
+        """The SHA-256 of the text."""
+        return sha256(self.text.encode()).hexdigest()
+
+
+def read_documents(source: str, id_field: str = "id", text_field: str = "text") -> list[Document]:
+    """Return the documents of a directory (all `.txt` and `.md` files below it), a JSONL file, or standard input (`-`).
+
+    Documents of white space alone are left out. Raises `InputError`, which names the file, or the line, and its fault.
+    """
+    path = Path(source)
+    if source == STANDARD_INPUT:
+        found = _from_lines(sys.stdin.read(), "standard input", id_field, text_field)
+    elif path.is_dir():
+        found = _from_files(path)
+    elif path.is_file():
+        found = _from_lines(_read(path), source, id_field, text_field)
+    else:
+        raise InputError(
+            f"{source} does not exist: give a directory of text files, a JSONL file, or - for standard input"
+        )
+    documents: dict[str, Document] = {}
+    for document in found:
+        if document.id in documents:
+            raise InputError(f"{source} has two documents with the id {document.id!r}: each needs its own")
+        documents[document.id] = document
+    documents = {name: one for name, one in documents.items() if one.text}
+    if not documents:
+        raise InputError(f"there is no document with text in {source}; a directory needs .txt or .md files")
+    return list(documents.values())
+
+
+def _from_files(folder: Path) -> Iterator[Document]:
+    for path in sorted(path for path in folder.rglob("*") if path.suffix in ENDINGS and path.is_file()):
+        yield Document(str(path.relative_to(folder)), _read(path).strip())
+
+
+def _from_lines(text: str, source: str, id_field: str, text_field: str) -> Iterator[Document]:
+    for number, line in enumerate(text.split("\n"), 1):
+        if not line.strip():
+            continue
+        where = f"{source}, line {number}"
+        try:
+            entry = json.loads(line)
+        except ValueError as error:
+            raise InputError(f"{where}: no JSON: {error}") from None
+        if not isinstance(entry, dict):
+            raise InputError(f'{where}: each line is an object such as {{"{id_field}": "a", "{text_field}": "…"}}')
+        for field in (id_field, text_field):
+            if field not in entry:
+                raise InputError(
+                    f"{where}: no field {field!r} (--id and --text name the fields); there are {', '.join(entry)}"
+                )
+        if not isinstance(entry[text_field], str):
+            raise InputError(f"{where}: {text_field!r} is no text")
+        yield Document(str(entry[id_field]), entry[text_field].strip())
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"cannot read {path} as UTF-8 text: {error}") from None

@@ -1,0 +1,236 @@
+"""`lmc learn`: documents from files and lines, by a model or a server; a run that was interrupted goes on."""
+
+import io
+import json
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_cli import lmc
+
+from lmc.config import Settings
+from lmc.connectors.transformers import CachedModel
+from lmc.demo import SHIPPED
+from lmc.errors import InputError
+from lmc.learn.manifest import Manifest
+from lmc.learn.sources import Document, read_documents
+from lmc.rag import messages
+
+MODEL = SHIPPED / "model"
+TEXTS = {path.name: path.read_text().strip() for path in sorted((SHIPPED / "documents").glob("*.txt"))}
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("LMC_MAX_LOCAL_CPU_SIZE", "0.05")
+
+
+# -- sources ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_directory_is_read_with_all_below_it(tmp_path: Path) -> None:
+    for name, text in {"a.txt": " one\n", "below/b.md": "two", "c.pdf": "no text", "empty.txt": " \n"}.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert read_documents(str(tmp_path)) == [Document("a.txt", "one"), Document("below/b.md", "two")]
+
+
+def test_lines_of_json_are_read_from_a_file_and_from_standard_input(tmp_path: Path, monkeypatch) -> None:
+    lines = '{"id": 7, "text": "one"}\n\n{"id": "b", "text": "two\\u2028three", "more": 1}\n'
+    (tmp_path / "d.jsonl").write_text(lines)
+    found = [Document("7", "one"), Document("b", "two\u2028three")]
+    assert read_documents(str(tmp_path / "d.jsonl")) == found
+    monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
+    assert read_documents("-") == found
+    (tmp_path / "e.jsonl").write_text('{"key": "a", "body": "one"}')
+    assert read_documents(str(tmp_path / "e.jsonl"), "key", "body") == [Document("a", "one")]
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        ('{"id": "a", "text": "one"}\n{"id": "a", "text": "two"}', "two documents with the id 'a'"),
+        ('{"id": "a", "text": "one"}\nnothing', "line 2: no JSON"),
+        ("[1]", 'line 1: each line is an object such as {"id": "a", "text": "…"}'),
+        (
+            '{"name": "a", "text": "one"}',
+            "line 1: no field 'id' (--id and --text name the fields); there are name, text",
+        ),
+        ('{"id": "a", "text": 3}', "line 1: 'text' is no text"),
+        ('{"id": "a", "text": " "}', "there is no document with text"),
+    ],
+)
+def test_a_source_that_is_wrong_is_refused_with_its_place(tmp_path: Path, lines: str, said: str) -> None:
+    (tmp_path / "d.jsonl").write_text(lines)
+    code, _, err = lmc("learn", tmp_path / "d.jsonl", "--url", "http://localhost:1")
+    assert code == 2
+    assert said in err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["nowhere", "--url", "http://localhost:1"], "nowhere does not exist"),
+        (["."], "--url of a vLLM server with lmc, or --model"),
+        ([".", "--url", "a", "--model", "b"], "--url of a vLLM server with lmc, or --model"),
+        ([SHIPPED / "documents", "--model", MODEL], "--local-disk DIRECTORY"),
+        ([SHIPPED / "documents", "--url", "localhost:8000"], "give one like http://localhost:8000"),
+        ([SHIPPED / "documents", "--url", "http://localhost:1"], "no vLLM server answers at http://localhost:1"),
+    ],
+)
+def test_wrong_words_are_answered_with_the_right_ones(words: list[Any], said: str) -> None:
+    code, _, err = lmc("learn", *words)
+    assert code == 2
+    assert said in err
+
+
+def test_an_empty_directory_is_said_to_have_no_documents(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="no document with text"):
+        read_documents(str(tmp_path))
+
+
+# -- a model in this process ------------------------------------------------------------------------------------------
+
+
+def test_documents_that_a_model_has_learned_are_found_in_a_prompt(tmp_path: Path) -> None:
+    words = "learn", SHIPPED / "documents", "--model", MODEL, "--local-disk", tmp_path / "disk"
+    code, out, _ = lmc(*words)
+    assert code == 0
+    assert f"{len(TEXTS)} documents learned in" in out
+
+    settings = Settings.load({"enable_blending": True, "local_disk": tmp_path / "disk", "blend_min_tokens": 0})
+    cached, tokenizer = CachedModel.load(MODEL, settings)
+    with cached:
+        chosen = list(TEXTS.values())[3:9]
+        content = messages("", chosen, "who owns it ?", intro="name one owner")[0]["content"]
+        done = cached.prefill(tokenizer.encode(content), "blend")
+        assert done.report.unknown == 0
+        assert done.report.reused > 0
+
+    code, out, _ = lmc(*words)
+    assert (code, f"{len(TEXTS)} of {len(TEXTS)} documents were learned before" in out) == (0, True)
+
+
+def test_a_changed_document_is_learned_and_a_dry_run_learns_nothing(tmp_path: Path) -> None:
+    (tmp_path / "texts").mkdir()
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / "texts" / name).write_text(f"{name} is a document of the mill and of the inn")
+    words = "learn", tmp_path / "texts", "--model", MODEL, "--local-disk", tmp_path / "disk", "--json"
+    assert json.loads(lmc(*words, "--dry-run")[1])["would_learn"] == 2
+    assert not (tmp_path / "disk").exists()
+    assert json.loads(lmc(*words)[1])["learned"] == 2
+    (tmp_path / "texts" / "b.txt").write_text("another text")
+    found = json.loads(lmc(*words)[1])
+    assert (found["before"], found["learned"]) == (1, 1)
+    assert json.loads(lmc(*words, "--again")[1])["learned"] == 2
+    assert json.loads(lmc(*words)[1])["before"] == 2
+
+
+def test_a_document_that_cannot_be_learned_is_named_and_the_others_are_learned(tmp_path: Path) -> None:
+    lines = [{"id": "long", "text": "owner of lamp Tara . " * 2000}, {"id": "short", "text": "owner of lamp Tara ."}]
+    (tmp_path / "d.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    code, out, _ = lmc("learn", tmp_path / "d.jsonl", "--model", MODEL, "--local-disk", tmp_path / "disk")
+    assert code == 1
+    assert "1 documents learned" in out
+    assert "long was not learned: the document has" in out
+
+
+def test_after_kill_nothing_is_lost_and_nothing_is_learned_twice(tmp_path: Path) -> None:
+    lines = [{"id": str(i), "text": f"notes {i} from the inn : owner of lamp Tara . " * 5} for i in range(200)]
+    (tmp_path / "d.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    manifest = tmp_path / "manifest.jsonl"
+    words = ["learn", str(tmp_path / "d.jsonl"), "--model", str(MODEL), "--local-disk", str(tmp_path / "disk")]
+    words += ["--manifest", str(manifest), "--json"]
+    process = subprocess.Popen([sys.executable, "-c", "from lmc.cli import main; main()", *words])
+    due = time.monotonic() + 120
+    while not manifest.exists() or manifest.read_text().count("\n") < 40:
+        assert time.monotonic() < due
+        time.sleep(0.005)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    before = [json.loads(line)["id"] for line in manifest.read_text().splitlines()]
+    assert 40 <= len(before) < 200
+
+    found = json.loads(lmc(*words)[1])
+    assert found["before"] == len(before)
+    assert found["learned"] == 200 - len(before)
+    ids = [json.loads(line)["id"] for line in manifest.read_text().splitlines()]
+    assert sorted(ids, key=int) == [str(i) for i in range(200)]
+    again = json.loads(lmc(*words, "--again")[1])
+    assert again["learned"] == 200
+    assert lmc("check", tmp_path / "disk")[1].strip().endswith("200 records, 0 wrong")
+
+
+def test_a_manifest_that_ends_in_half_a_line_is_gone_on_with(tmp_path: Path) -> None:
+    one, two, three = (Document(name, name) for name in ("one", "two", "three"))
+    with Manifest(tmp_path / "m") as manifest:
+        manifest.add(one)
+        manifest.add(two)
+    (tmp_path / "m").write_text((tmp_path / "m").read_text()[:-20])
+    with Manifest(tmp_path / "m") as manifest:
+        assert [manifest.has(document) for document in (one, two, three)] == [True, False, False]
+        manifest.add(three)
+    with Manifest(tmp_path / "m") as manifest:
+        assert [manifest.has(document) for document in (one, two, three)] == [True, False, True]
+        assert not manifest.has(Document("one", "another text"))
+
+
+# -- a server ---------------------------------------------------------------------------------------------------------
+# That a vLLM server learns is shown by tests/engine/test_chat.py. Here are answers that are hard to get from one.
+
+
+@pytest.fixture
+def server() -> Iterator[Any]:
+    """A server that answers what the test says, by path."""
+
+    class Handler(BaseHTTPRequestHandler):
+        answers: dict[str, tuple[int, Any]] = {}  # noqa: RUF012
+
+        def do_GET(self) -> None:
+            code, body = self.answers.get(self.path, (404, {}))
+            self.send_response(code)
+            self.end_headers()
+            self.wfile.write(json.dumps(body).encode())
+
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["content-length"]))
+            self.do_GET()
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as found:
+        threading.Thread(target=found.serve_forever, daemon=True).start()
+        Handler.answers = {"/v1/models": (200, {"data": [{"id": "m"}]})}
+        found.answers = Handler.answers
+        found.url = f"http://127.0.0.1:{found.server_port}"
+        yield found
+        found.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("answer", "code", "said"),
+    [
+        ((200, {"kv_transfer_params": {"lmc": {"learned": True}}}), 0, "1 documents learned"),
+        ((200, {"kv_transfer_params": {"lmc": {"note": "no room"}}}), 1, "a was not learned: no room"),
+        ((400, {"error": {"message": "too long"}}), 1, "a was not learned: too long"),
+        ((200, {}), 2, "answers without lmc: start it with LMCConnector"),
+        ((401, {}), 2, "answers 401 Unauthorized; OPENAI_API_KEY holds the key"),
+        ((503, {}), 2, "answers 503"),
+    ],
+)
+def test_what_a_server_says_decides(server: Any, tmp_path: Path, answer: tuple, code: int, said: str) -> None:
+    server.answers["/v1/completions"] = answer
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "a").with_suffix(".txt").write_text("a text")
+    found, out, err = lmc("learn", tmp_path / "a", "--url", f"{server.url}/v1/")
+    assert found == code
+    assert said.replace("a was", "a.txt was") in out + err
