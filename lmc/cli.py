@@ -1,11 +1,12 @@
 """The command `lmc`. Typer parses the arguments; each subcommand is a function.
 
-A command raises what the library raises, and `Commands` turns every `LmcError` into one line and exit code 2. What a
+A command raises what the library raises, and `Commands` turns every `LmcError` into a line and exit code 2. What a
 command needs is imported when it runs, because `lmc --help` should not wait for torch.
 """
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import asdict
 from datetime import UTC, datetime
 from itertools import chain
 from pathlib import Path
@@ -16,12 +17,13 @@ from rich.table import Table
 from rich.text import Text
 from typer.core import TyperGroup
 
+from lmc import __version__
 from lmc import top as tops
 from lmc.calibrate.command import calibrate
 from lmc.demo.command import demo
-from lmc.errors import InputError, LmcError
+from lmc.errors import ConfigError, InputError, LmcError
 from lmc.learn.command import learn
-from lmc.terminal import console
+from lmc.terminal import console, print_json
 
 if TYPE_CHECKING:
     from lmc.config import Settings
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
 
 FAILED = 2  # the exit code of a command that lmc refused
 
+AsJson = Annotated[bool, typer.Option("--json", help="print JSON")]
 Directory = Annotated[
     Path | None, typer.Argument(help="a disk tier; without it local_disk and remote_url of the settings")
 ]
@@ -44,54 +47,80 @@ class Commands(TyperGroup):
         try:
             return super().invoke(ctx)
         except LmcError as error:
-            typer.echo(f"error: {' '.join(str(error).splitlines())}", err=True)
+            lines = str(error).splitlines()
+            # Settings may be wrong in many ways, each of which has a line.
+            for line in lines if isinstance(error, ConfigError) else [" ".join(lines)]:
+                typer.echo(f"error: {line}", err=True)
             raise typer.Exit(FAILED) from None
 
 
 # No pretty tracebacks: they may print local variables, and a URL there may hold a password.
-app = typer.Typer(cls=Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(cls=Commands, no_args_is_help=True, pretty_exceptions_enable=False)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"lmc {__version__}")
+        raise typer.Exit
 
 
 @app.callback()
-def lmc() -> None:
+def lmc(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="show the version and end")
+    ] = False,
+) -> None:
     """Tiered KV cache offload and CacheBlend fusion."""
 
 
 @app.command()
-def config() -> None:
+def config(as_json: AsJson = False) -> None:
     """Show every setting, its effective value, and where that comes from."""
     from lmc.config import Settings
 
-    console().print(settings_table(Settings.load()))
+    settings = Settings.load()
+    if as_json:
+        print_json({row[0]: {"value": row[1], "from": row[2]} for row in setting_rows(settings)})
+    else:
+        console().print(settings_table(settings))
 
 
 @app.command()
 def check(
     directory: Directory = None,
     fix: Annotated[bool, typer.Option("--fix", help="remove what is wrong; nothing right is removed")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Verify every byte of a tier. Exit code 1 if something is wrong and was not mended."""
     from lmc.inspect import places
 
-    unmended = False
+    unmended, found = False, []
     for place in places(directory):
         with place.opened(change=fix) as tier:
             records = sum(1 for _ in tier.entries())
             findings = tier.check(fix)
+        found.append({"place": place.name, "records": records, "findings": [asdict(finding) for finding in findings]})
+        unmended |= any(not finding.fixed for finding in findings)
+        if as_json:
+            continue
         for finding in findings:
             console().print(Text(f"{finding.where}: {finding.problem}{' (removed)' if finding.fixed else ''}"))
         mended = ", all removed" if fix and findings else ""
         console().print(Text(f"{place.name}: {records} records, {len(findings)} wrong{mended}"))
-        unmended |= any(not finding.fixed for finding in findings)
+    if as_json:
+        print_json(found)
     if unmended:
         raise typer.Exit(1)
 
 
 @app.command()
-def stat(directory: Directory = None) -> None:
+def stat(directory: Directory = None, as_json: AsJson = False) -> None:
     """Show what a tier holds, by namespace (model, its settings, tenant). Reads headers only."""
     from lmc.inspect import places, survey
 
+    if as_json:
+        print_json([holdings_summary(place.name, *survey(place)) for place in places(directory)])
+        return
     for place in places(directory):
         found, unreadable = survey(place)
         console().print(Text(place.name), holdings_table(found))
@@ -129,9 +158,20 @@ def top(
     url: Annotated[str, typer.Argument(help="where a vLLM server or serve_metrics shows its metrics")] = tops.URL,
     interval: Annotated[float, typer.Option(min=0.1, help="seconds between two looks")] = 2.0,
     once: Annotated[bool, typer.Option("--once", help="print the totals and end")] = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Show what a running store does: hits, bytes, seconds per GiB, failures, as rates per second."""
-    tops.top(url, interval, once, console())
+    """Show what a running store does: hits, bytes, seconds per GiB, failures, as rates per second.
+
+    The address may be HOST:PORT. With --json, the totals since the start are printed once.
+    """
+    url = tops.complete(url)
+    if as_json:
+        numbers = tops.fetch(url).since(None)
+        print_json(
+            [{"name": name, "labels": list(labels), "value": n} for (name, labels), n in sorted(numbers.items())]
+        )
+    else:
+        tops.top(url, interval, once, console())
 
 
 app.command(name="demo")(demo)
@@ -182,15 +222,36 @@ def holdings_table(found: "Holdings") -> Table:
     return table
 
 
+def holdings_summary(place: str, found: "Holdings", unreadable: int) -> dict[str, Any]:
+    """Return what `holdings_table` shows as plain data, with whole digests and times in seconds since 1970."""
+    namespaces = {
+        digest.hex(): {
+            "records": len(held),
+            "tokens": sum(meta.tokens for _, meta in held),
+            "bytes": sum(entry.bytes for entry, _ in held),
+            "layers": sorted({meta.parts for _, meta in held}),
+            "codecs": sorted({meta.codec for _, meta in held}),
+            "used": [min(entry.used for entry, _ in held), max(entry.used for entry, _ in held)],
+        }
+        for digest, held in found.items()
+    }
+    return {"place": place, "namespaces": namespaces, "unreadable": unreadable}
+
+
+def setting_rows(settings: "Settings") -> list[tuple[str, str, str]]:
+    """Return the name of each setting, its value as text, and where that comes from."""
+    from lmc.config_sources import shown
+
+    names = type(settings).model_fields
+    return [(name, shown(name, getattr(settings, name)), settings.origin(name)) for name in names]
+
+
 def settings_table(settings: "Settings") -> Table:
     """Return one row for each setting."""
-    from lmc.config import shown
-
     table = Table("setting", "value", "from")
     for column in table.columns:
         column.overflow = "fold"  # An ellipsis would cut paths.
-    for name in type(settings).model_fields:
-        row = (name, shown(name, getattr(settings, name)), settings.origin(name))
+    for row in setting_rows(settings):
         table.add_row(*map(Text, row))  # Text: nothing in a value is markup
     return table
 

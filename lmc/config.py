@@ -6,23 +6,21 @@ which later ones win, are: defaults, a YAML file (`LMC_CONFIG_FILE`, else `LMCAC
 here, and not later. This module opens no file but the YAML, and knows no model and no device.
 """
 
-import difflib
 import json
 import logging
 import os
 import re
 from collections import ChainMap
-from collections.abc import Callable, Iterator, Mapping
-from fnmatch import fnmatchcase
+from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple, Self, get_args
+from typing import Annotated, Literal, Self, get_args
 
-import yaml
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError
 
+from lmc.config_sources import Given, Source, is_on, read_environment, read_overrides, read_yaml, shown
 from lmc.errors import ConfigError
-from lmc.lmcache_compat import IGNORED, INSTEAD
+from lmc.lmcache_compat import FEATURES, feature_of, ignored, other_store, shown_value
 from lmc.redis_url import parse_redis_url
 
 log = logging.getLogger(__name__)
@@ -34,13 +32,6 @@ CACHEBLEND: Mapping[str, object] = {  # `blend_preset: cacheblend` means the pub
     "blend_correction": "none",
     "blend_learn_prefix": "none",
 }
-SECRET = frozenset({"remote_url"})  # settings that may hold a password
-CONFIG_FILES = ("LMC_CONFIG_FILE", "LMCACHE_CONFIG_FILE")
-# Variables that begin like a setting's and belong to other parts of lmc, or to LMCache alone.
-NO_SETTINGS = (
-    *CONFIG_FILES, "LMC_LOG_*", "LMC_SERVER", "LMC_ADMIN*", "LMC_KERNELS", "LMC_ROUTER_*", "LMC_UNTESTED_VLLM",
-    "LMC_CHECK_LOCKS", "LMCACHE_USE_EXPERIMENTAL", "LMCACHE_TRACK_USAGE", "LMCACHE_LOG_LEVEL",
-)  # fmt: skip
 
 
 def _number(value: object) -> object:
@@ -66,8 +57,8 @@ def _directory(value: object) -> object:
     if not isinstance(value, str | Path):
         return value
     text = str(value)
-    path = os.path.expanduser(text.removeprefix("file://"))
-    if re.match(r"(?!file://[/~])\w+:", text):  # file://kv names a host called kv; file:///kv is the directory
+    path = os.path.expanduser(text.removeprefix("file://"))  # As with LMCache, file://kv is the relative path kv.
+    if re.match(r"(?!file://)\w+:", text):
         raise ValueError("no scheme but file://")
     if path.startswith("~") or re.search(r",\s*(/|~|file:)", path):
         raise ValueError("nobody's home, or several directories")
@@ -98,7 +89,9 @@ Ratios = Annotated[tuple[Annotated[Real, Field(ge=0, le=1)], ...], Field(min_len
 Thresholds = tuple[Annotated[Real, Field(ge=0)], ...]
 CODEC_WANTED = "none (or naive, its other name), lz4 or planes"
 # LMCache's name for "none" is "naive".
-Codec = Annotated[Literal["none", "lz4", "planes"], BeforeValidator(lambda name: "none" if name == "naive" else name)]
+Codec = Annotated[
+    Literal["none", "lz4", "planes"], BeforeValidator(lambda name: "none" if name in ("naive", None) else name)
+]
 Strategy = Literal["query", "deviation", "head", "union", "random", "all", "none"]
 
 
@@ -174,28 +167,35 @@ class Settings(BaseModel):
 
     _origins: dict[str, str] = PrivateAttr(default_factory=dict)
 
-    def __init__(self, *sources: "Source", **arguments: object) -> None:
-        """Make settings from `arguments` and then `sources`, of which the first that has a value wins."""
-        given = ChainMap(_source(arguments, _plain(), "argument {}".format), *sources)
+    def __init__(self, *sources: Source, **arguments: object) -> None:
+        """Make settings from `arguments` and then `sources`, of which the first that has a value wins.
+
+        Raises `ConfigError` with everything that is wrong.
+        """
+        fields = Settings.model_fields
+        every = [read_overrides(arguments, fields, "argument"), *sources]
+        given = ChainMap(*(source.own for source in every))
+        foreign = dict(ChainMap(*(source.foreign for source in every)))
         if "blend_preset" in given and given["blend_preset"].value == "cacheblend":
             given.maps.append({name: Given(value, "preset cacheblend") for name, value in CACHEBLEND.items()})
-        fields = Settings.model_fields
+        problems = [problem for source in every for problem in source.problems] + list(_missing_features(foreign))
         try:
             super().__init__(**{name: given[name].value for name in fields if name in given})
         except ValidationError as error:
+            # pydantic's own text adds types, and could add a password.
             bad = dict.fromkeys(str(problem["loc"][0]) for problem in error.errors(include_input=False))
-            found = [f"{_described(name, *given[name])} must be {fields[name].description}" for name in bad]
-            raise ConfigError("; ".join(found)) from None  # pydantic's own text adds types, and could add a password
-        self._origins = {name: given[name].origin if name in given else "default" for name in fields}
-        found = [
-            f"{self._described(name)} contradicts {self._described(other)}: {why}"
-            for name, other, why in _conflicts(self)
-        ]
-        if found:
-            raise ConfigError("; ".join(found))
-        ignored = [f"{name} ({given[name].origin}), as {why}" for name, why in IGNORED.items() if name in given]
-        if ignored:
-            log.warning("lmc has no use for these settings of LMCache, and ignores them: %s", "; ".join(ignored))
+            problems += [_wrong_value(name, *given[name]) for name in bad]
+        if not problems:
+            self._origins = {name: given[name].origin if name in given else "default" for name in fields}
+            problems = [
+                f"{self._described(name)} contradicts {self._described(other)}: {why}"
+                for name, other, why in _conflicts(self)
+            ]
+        if problems:
+            raise ConfigError("\n".join(problems))
+        if foreign:
+            names = [f"{name} ({entry.origin}), as {_unused(name)}" for name, entry in foreign.items()]
+            log.warning("lmc has no use for these settings of LMCache, and ignores them: %s", "; ".join(names))
 
     @classmethod
     def load(cls, overrides: Mapping[str, object] | None = None, *, environ: Mapping[str, str] | None = None) -> Self:
@@ -204,13 +204,12 @@ class Settings(BaseModel):
         Keys of `overrides` may start with `lmc.` or `lmcache.`; `environ` is by default `os.environ`. Raises
         `ConfigError`.
         """
-        environ = os.environ if environ is None else environ
-        dotted = {prefix + name: name for prefix in ("", "lmc.", "lmcache.") for name in _plain()}
+        environ, names = os.environ if environ is None else environ, cls.model_fields
         return cls(
-            _source(overrides or {}, dotted, "override {}".format),
-            _environment(environ, "LMC_"),
-            _environment(environ, "LMCACHE_"),
-            _yaml_file(environ),
+            read_overrides(overrides or {}, names),
+            read_environment(environ, names, "LMC_"),
+            read_environment(environ, names, "LMCACHE_"),
+            read_yaml(environ, names),
         )
 
     def origin(self, name: str) -> str:
@@ -219,17 +218,6 @@ class Settings(BaseModel):
 
     def _described(self, name: str) -> str:
         return _described(name, getattr(self, name), self.origin(name))
-
-
-def shown(name: str, value: object) -> str:
-    """Return the value of a setting as a person may see it, without passwords."""
-    if name in SECRET and value is not None:
-        try:
-            parse_redis_url(str(value))
-        except ValueError:
-            return "(not shown)"  # Any part of it may be a password.
-    text = str(value) if isinstance(value, Path) else repr(list(value) if isinstance(value, tuple) else value)
-    return re.sub(r"(?<=://)\S*@", "***@", text)
 
 
 def _described(name: str, value: object, origin: str) -> str:
@@ -256,72 +244,23 @@ def _conflicts(settings: Settings) -> Iterator[tuple[str, str, str]]:
             yield "blend_thresholds", "blend_strategy", "only the strategy deviation takes thresholds"
 
 
-class Given(NamedTuple):
-    """A value as it was written, and where it was written."""
-
-    value: object
-    origin: str
-
-
-Source = dict[str, Given]  # by the name of the setting
+def _wrong_value(name: str, value: object, origin: str) -> str:
+    if name == "remote_url" and (why := other_store(value)):
+        return f"remote_url ({origin}): {why}"
+    return f"{_described(name, value, origin)} must be {Settings.model_fields[name].description}"
 
 
-def _source(written: Mapping[str, object], spellings: Mapping[str, str], origin: Callable[[str], str]) -> Source:
-    """Return one source of settings; raise `ConfigError` for keys that name no setting, or the same one twice."""
-    unknown = [_unknown(key, spellings, origin(key)) for key in written if key not in spellings]
-    if unknown:
-        raise ConfigError("; ".join(unknown))
-    found: Source = {}
-    for key, value in written.items():
-        name, entry = spellings[key], Given(value, origin(key))
-        if name in found:  # as with "lmc.chunk_size" and "lmcache.chunk_size"
-            twice = f"{_described(name, *found[name])} is set again"
-            raise ConfigError(f"{twice}, to {shown(name, value)} ({entry.origin}): leave one of the two out")
-        found[name] = entry
-    return found
+def _missing_features(foreign: Mapping[str, Given]) -> Iterator[str]:
+    """Yield a line for each feature of LMCache that is turned on and that lmc does not have."""
+    for feature in FEATURES:
+        if any(name in foreign and is_on(foreign[name].value) for name in feature.switches):
+            names = [name for name in foreign if feature_of(name) is feature]
+            values = ", ".join(f"{name} = {shown_value(name, foreign[name].value)}" for name in names)
+            where = ", ".join(dict.fromkeys(foreign[name].origin for name in names))
+            yield f"lmc does not have {feature.title} of LMCache: {feature.instead}. Remove {values} ({where})"
 
 
-def _plain() -> dict[str, str]:
-    return {name: name for name in (*Settings.model_fields, *IGNORED)}
-
-
-def _environment(environ: Mapping[str, str], prefix: str) -> Source:
-    found = {key: value for key, value in environ.items() if key.startswith(prefix)}
-    written = {key: found[key] for key in found if not any(fnmatchcase(key, pattern) for pattern in NO_SETTINGS)}
-    return _source(written, {prefix + name.upper(): name for name in _plain()}, "environment {}".format)
-
-
-def _yaml_file(environ: Mapping[str, str]) -> Source:
-    variable = next((name for name in CONFIG_FILES if environ.get(name)), None)
-    if variable is None:
-        return {}
-    path = Path(os.path.expanduser(environ[variable]))
-    origin = f"YAML {path}"
-    try:
-        document = yaml.safe_load(path.read_bytes())
-    except OSError as error:
-        wanted = "give the path of a readable YAML file, or unset the variable"
-        raise ConfigError(f"{variable} = {path} (environment): {error.strerror}; {wanted}") from error
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date such as 2024-99-99
-        mark = getattr(error, "problem_mark", None)
-        where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        problem = getattr(error, "problem", None) or getattr(error, "reason", "a value that cannot be read")
-        # The parser's own text quotes the line, which may hold a password.
-        raise ConfigError(f"{origin}{where} (from {variable}) is no YAML: {problem}") from None
-    if not isinstance(document, dict | None):
-        kind = type(document).__name__
-        raise ConfigError(f"{origin} (from {variable}) holds a {kind}; it must be a mapping such as 'chunk_size: 256'")
-    return _source({str(key): value for key, value in (document or {}).items()}, _plain(), lambda _: origin)
-
-
-def _unknown(key: str, spellings: Mapping[str, str], origin: str) -> str:
-    """Return the error for a key that names no setting. It leaves out the value, which may be a password."""
-    name = re.sub(r"^(lmcache|lmc)[._]", "", key.lower())
-    instead = next((text for pattern, text in INSTEAD.items() if re.fullmatch(pattern, name)), None)
-    if instead:
-        return f"{key} ({origin}) is a setting of LMCache that lmc does not have: {instead}"
-    near = difflib.get_close_matches(name, Settings.model_fields, n=1)
-    if near:
-        spelt = next(known for known, field in spellings.items() if field == near[0])
-        return f"unknown setting {key} ({origin}): did you mean {spelt}?"
-    return f"unknown setting {key} ({origin}): there are {', '.join(Settings.model_fields)}"
+def _unused(name: str) -> str:
+    feature = feature_of(name)
+    off = f"{feature.title} is not turned on" if feature else "lmc does not know it"
+    return ignored(name) or off

@@ -1,46 +1,138 @@
-"""Answers to settings of LMCache that lmc does not have, for those who move over."""
+"""What lmc makes of the settings of LMCache that it does not have, for those who move over.
 
+Most of them change nothing that a user would miss, and are ignored with one warning. A setting that turns on a feature
+which lmc does not have is refused, with what to do instead. Names are regular expressions that match all of a name.
+"""
+
+import re
 from collections.abc import Mapping
+from dataclasses import dataclass
+from urllib.parse import quote
 
-# Accepted with one warning, because lmc always does what they ask for.
+# Other names, of older versions, for settings that lmc has.
+ALIASES: Mapping[str, str] = {
+    "max_local_cache_size": "max_local_cpu_size",
+    "blend_recompute_ratio": "blend_recompute_ratios",
+    "blend_separator": "blend_special_str",
+}
+LOSSY = ("cachegen", "kivi")  # codecs
+NESTED = "extra_config"  # a mapping of further settings
+
+_SYNCHRONOUS = "a lookup is answered at once from memory and never waited for"
+_UP_FRONT = "memory is taken once at start, all of max_local_cpu_size"
+_NO_PORT = "no port is opened for it; `lmc config`, `lmc stat` and /metrics show what there is"
 IGNORED: Mapping[str, str] = {
+    r"remote_serde: \w+": "it loses precision, which lmc never does; planes makes records smaller without loss",
     "local_cpu": "all chunks pass through memory; max_local_cpu_size says how much of it is used",
     "local_device": "chunks are kept in memory; for a slab on the accelerator set max_local_device_size",
-    "use_layerwise": "loading always runs layer by layer",
+    "use_layerwise|(enable_)?async_loading|pipelined_backend": "loading always runs layer by layer, beside computing",
+    "cache_policy|cost_aware_.*|hit_miss_ratio|priority_limit": "the least recently used chunk is evicted first",
+    "pre_caching_hash_algorithm": "keys are sha256, the same in every process; PYTHONHASHSEED is not needed",
+    "min_retrieve_tokens|retrieve_buffer_size": "exact hits have no such bound; for blending there is blend_min_tokens",
+    "save_only_first_rank|save_chunk_meta|force_store_wait|discard_partial_chunks": "the model decides what is saved",
+    "lookup_.*|external_lookup_client|enable_scheduler_bypass_lookup|.*chunk_lookup.*": _SYNCHRONOUS,
+    "blocking_timeout_secs": "remote_deadline is how long Redis may take to answer, load_deadline how long a tier may",
+    "pin_.*": "a pin ends with the request that holds it, so none has to be timed out",
+    "reserve_local_cpu_size|enable_lazy_memory_allocator|lazy_memory_.*": _UP_FRONT,
+    "local_cpu_use_hugepages": "the kernel's own page policy holds",
+    "numa_mode": "memory lies where the starting process may allocate; numactl binds that process",
+    "local_disk_path_sharding|gds_path_sharding": "one directory serves all devices",
+    "use_odirect|disk_io_threads|use_gpu_connector_v3|.*_num_threads": "the store sizes its own threads and I/O",
+    "retrieve_locations|store_location": "device, memory, disk and Redis are asked in that order, and written to",
+    "internal_api_server.*|run_script_api_enabled|script_allowed_imports": _NO_PORT,
+    "enable_kv_events": "the engine's own switch for KV events counts",
+    "py_enable_gc|gc_.*": "the garbage collector is left as it is",
+    "(enable_)?chunk_statistics.*|audit_.*|extra_trace.*|health_.*": "lmc's own metrics count chunks (lmc top)",
+    ".*hidden_state.*": "only keys and values are stored",
+    "use_experimental|log_level|track_usage": "it is about LMCache itself",
+    "blend_add_special_in_precomp|enable_sparse": "a document is learned as it stands in prompts",
 }
 
-_NO_PEERS = "hosts share chunks through Redis; set remote_url, and remove it"
-_NO_TRANSPORT = "bytes move between device, memory, disk and Redis without a transport library; remove it"
-_SYNCHRONOUS = "a lookup is answered at once from memory and never waited for; remove it"
-_UP_FRONT = "memory is taken once at start, all of max_local_cpu_size; remove it"
-# Refused, with what to do instead. Names are regular expressions, of which the first that matches all of it counts.
-INSTEAD: Mapping[str, str] = {
-    "extra_config": "every setting stands at the top level; move the ones that lmc has there and remove the rest",
-    "cache_policy": "the least recently used chunk is evicted first; remove it",
-    "pre_caching_hash_algorithm": "keys are sha256, the same in every process; remove it, and PYTHONHASHSEED with it",
-    "min_retrieve_tokens": "exact hits have no lower bound; for blending set blend_min_tokens",
-    "save_only_first_rank": "what is saved follows from the model; remove it",
-    "lookup_.*|external_lookup_client|enable_scheduler_bypass_lookup": _SYNCHRONOUS,
-    "blocking_timeout_secs": "set remote_deadline, the seconds that Redis has to answer, and load_deadline, "
-    "those for which a request of vLLM waits for a tier",
-    "enable_async_loading": "loading always runs beside computing, layer by layer; remove it",
-    "pin_.*": "a pin ends with the request that holds it, so none has to be timed out; remove it",
-    "reserve_local_cpu_size|enable_lazy_memory_allocator|lazy_memory_.*": _UP_FRONT,
-    "local_cpu_use_hugepages": "the kernel's own page policy holds; remove it",
-    "numa_mode": "memory lies where the starting process may allocate; bind that process with numactl, and remove it",
-    "local_disk_path_sharding": "one directory serves all devices; set local_disk, and remove it",
-    "use_odirect": "direct I/O is used where the file system has it; remove it",
-    "disk_io_threads": "the store sizes its own threads; remove it",
-    "retrieve_locations": "device, memory, disk and Redis are asked in that order; remove it",
-    "store_location": "chunks go through memory to local_disk and remote_url, where set; remove it",
-    "remote_storage_plugins": "the remote store is Redis; set remote_url, and remove it",
-    "storage_plugins": "the tiers are memory, disk and Redis; set local_disk or remote_url, and remove it",
-    "gds_.*|use_gds": "the disk tier reads with direct I/O into pinned memory; set local_disk, and remove it",
-    "nixl_.*|enable_nixl|maru_.*|transfer_channel": _NO_TRANSPORT,
-    ".*p2p.*|enable_pd|pd_.*|mp_host|mp_port": _NO_PEERS,
-    "enable_controller|controller_.*|.*instance_id|.*worker_(ports|ids)": _NO_PEERS,
-    "remote_config_url": "settings come from this host's YAML and environment; remove it",
-    "internal_api_server.*": "no port is opened for it; `lmc config` shows the settings, and remove it",
-    "enable_kv_events": "the engine's own switch for KV events counts; remove it",
-    "py_enable_gc": "the garbage collector is left as it is; remove it",
-}
+
+@dataclass(frozen=True, slots=True)
+class Feature:
+    """Something that LMCache has and lmc does not."""
+
+    title: str
+    settings: str  # all that belong to it
+    switches: tuple[str, ...]  # those that turn it on, unless their value is empty or false
+    instead: str
+
+
+_NO_TRANSPORT = "bytes move between device, memory, disk and Redis, and from no GPU to another"
+_SHARED = "hosts share chunks through Redis: set remote_url"
+FEATURES = (
+    Feature("sharing between peers (P2P)", ".*p2p.*", ("enable_p2p",), _SHARED),
+    Feature(
+        "disaggregated prefill (PD)",
+        "enable_pd|pd_.*|enable_xpyd|nixl_role",
+        ("enable_pd", "enable_xpyd", "nixl_role"),
+        f"{_NO_TRANSPORT}; vLLM has connectors for it",
+    ),
+    Feature(
+        "NIXL",
+        "enable_nixl.*|nixl_.*|transfer_channel|maru_.*",
+        ("enable_nixl", "enable_nixl_storage", "maru_path"),
+        _NO_TRANSPORT,
+    ),
+    Feature(
+        "GPUDirect storage",
+        "gds_.*|use_gds|cufile_.*|weka_path",
+        ("gds_path", "weka_path"),
+        "local_disk reads with direct I/O into memory: set it to the directory",
+    ),
+    Feature(
+        "a controller",
+        "enable_controller|controller_.*|(lmcache_)?(instance_id|worker_.*)|distributed_url|lookup_url",
+        ("enable_controller",),
+        f"each engine has its own store, and {_SHARED}",
+    ),
+    Feature("a server for several engines", "mp_.*", ("mp_host",), "each engine has its own store in its own process"),
+    Feature(
+        "plug-ins",
+        "(remote_)?storage_plugins?.*|external_backends?|(runtime_)?plugin_.*",
+        ("storage_plugins", "remote_storage_plugins", "external_backends", "runtime_plugin_locations"),
+        "the tiers are memory, disk and Redis: set local_disk or remote_url",
+    ),
+    Feature(
+        "settings from a server",
+        "remote_config_url|app_id",
+        ("remote_config_url",),
+        "settings come from this host's YAML and environment",
+    ),
+)
+
+
+def ignored(name: str) -> str | None:
+    """Return why lmc has no use for a setting of LMCache; None if it is none of those."""
+    return next((why for pattern, why in IGNORED.items() if re.fullmatch(pattern, name)), None)
+
+
+def feature_of(name: str) -> Feature | None:
+    """Return the feature to which a setting of LMCache belongs."""
+    return next((feature for feature in FEATURES if re.fullmatch(feature.settings, name)), None)
+
+
+def shown_value(name: str, value: object) -> str:
+    """Return the value of a setting of LMCache as a person may see it: nothing that may be a password or a key."""
+    secret = isinstance(value, Mapping | list) or re.search("passw|secret|token|key|credential", name)
+    return "…" if secret else re.sub(r"(?<=://)\S*@", "***@", repr(value))
+
+
+def with_login(url: str, more: Mapping[str, object]) -> str:
+    """Return the URL of a Valkey with the login and the database that LMCache has in `extra_config`."""
+    scheme, mark, rest = url.partition("://")
+    user, password, database = (more.get(f"valkey_{name}") for name in ("username", "password", "database"))
+    if not mark or "@" in rest:
+        return url
+    login = f"{quote(str(user or ''), safe='')}:{quote(str(password or ''), safe='')}@" if user or password else ""
+    return f"{scheme}://{login}{rest}" + (f"/{database}" if database and "/" not in rest else "")
+
+
+def other_store(url: object) -> str:
+    """Return why a remote store cannot be used, if it is none that lmc has; nothing if it may be one."""
+    scheme = re.match(r"\s*([a-z][\w+.-]*)://", str(url), re.IGNORECASE)
+    if not scheme or re.match(r"rediss?\b|unix\b|valkeys?\b|resp\b", scheme[1].lower()):
+        return ""
+    near = "; a directory that all hosts have mounted is no tier either" if scheme[1].lower() == "fs" else ""
+    return f"{scheme[1]}:// is not there yet; Redis (remote_url), disk (local_disk) and memory are{near}"

@@ -1,5 +1,7 @@
 """Parses the URL of a Redis. It makes no connection, and no password appears in a message or a repr."""
 
+import os
+import re
 from dataclasses import dataclass, field
 from typing import NamedTuple
 from urllib.parse import parse_qsl, unquote, urlsplit
@@ -43,17 +45,20 @@ def parse_redis_url(url: str) -> RedisURL:
     """Return what `url` names; raise `ValueError`, without the URL and its password, if it names no Redis."""
     try:
         split = urlsplit(url)
-        tls = split.scheme.startswith("rediss")
-        kind = KINDS[split.scheme.replace("rediss", "redis")]
+        scheme = re.sub("^(valkey|resp)", "redis", split.scheme)  # Valkey speaks the protocol of Redis.
+        tls = scheme.startswith("rediss")
+        kind = KINDS[scheme.replace("rediss", "redis")]
         login, _, places = split.netloc.rpartition("@")
         username, _, password = login.partition(":")
         path = unquote(split.path)
         query = parse_qsl(split.query, keep_blank_values=True, strict_parsing=bool(split.query))
         names = [name for name in path.split("/") if name and kind != "unix"]
-        service = names.pop(0) if kind == "sentinel" else ""
+        service = _service(names) if kind == "sentinel" else ""
         (db,) = [*names, *(value for name, value in query if name == "db")] or ["0"]
         standard = SENTINEL_PORT if kind == "sentinel" else REDIS_PORT
-        hosts = () if kind == "unix" else tuple(_address(place, standard) for place in places.split(","))
+        hosts = () if kind == "unix" else tuple(_address(place.strip(), standard) for place in places.split(","))
+        if len(hosts) > 1 and split.scheme.startswith("valkey"):
+            kind = "cluster"
         if kind == "unix" and (places or not path.startswith("/")):
             raise ValueError("no path")
         if not db.isdecimal() or (kind == "cluster" and db != "0") or (kind == "single" and len(hosts) > 1):
@@ -71,6 +76,13 @@ def parse_redis_url(url: str) -> RedisURL:
         )
     except (ValueError, KeyError, IndexError):
         raise ValueError("no URL of a Redis") from None
+
+
+def _service(names: list[str]) -> str:
+    """Take the name of a master out of the parts of a path. LMCache has it in a variable of the environment."""
+    if names and not names[0].isdecimal():
+        return names.pop(0)
+    return os.environ.get("REDIS_SERVICE_NAME") or "redismaster"
 
 
 def _address(place: str, standard: int) -> Address:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from http.client import HTTPException
 from urllib.error import HTTPError, URLError
+from urllib.parse import urlsplit
 from urllib.request import ProxyHandler, build_opener
 
 from prometheus_client.parser import text_string_to_metric_families
@@ -105,6 +106,12 @@ def _ended_by_ctrl_c() -> Iterator[Callable[[], bool]]:
             yield lambda: bool(arrived)
     finally:
         signal.signal(signal.SIGINT, previous)
+
+
+def complete(address: str) -> str:
+    """Return the URL of an endpoint that may be given as `host:port`, or without a path."""
+    url = address if "://" in address else f"http://{address}"
+    return url if urlsplit(url).path.strip("/") else f"{url.rstrip('/')}/metrics"
 
 
 def fetch(url: str) -> Sample:

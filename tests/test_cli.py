@@ -3,6 +3,8 @@
 import json
 import os
 import re
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +13,7 @@ from models import SEPARATOR, random_model, random_tokens
 from storage_fakes import Broken, DictTier, key_of, meta_of, stored
 from typer.testing import CliRunner
 
+from lmc import __version__
 from lmc.cli import app
 from lmc.config import Settings
 from lmc.connectors.transformers import CachedModel
@@ -64,6 +67,32 @@ def test_stat_counts_records(tier: Path) -> None:
     code, out, _ = lmc("stat", tier)
     assert code == 0
     assert " 5 " in out
+
+
+def test_programs_get_json(tier: Path) -> None:
+    (place,) = json.loads(lmc("stat", tier, "--json")[1])
+    (held,) = place["namespaces"].values()
+    assert (held["records"], held["tokens"], place["unreadable"]) == (5, 80, 0)
+    assert json.loads(lmc("check", tier, "--json")[1]) == [{"place": f"disk tier {tier}", "records": 5, "findings": []}]
+    victim = sorted(tier.rglob("*.safetensors"))[0]
+    victim.write_bytes(b"nothing")
+    code, out, _ = lmc("check", tier, "--json")
+    (finding,) = json.loads(out)[0]["findings"]
+    assert (code, finding["where"], finding["fixed"]) == (1, str(victim), False)
+    assert json.loads(lmc("stat", tier, "--json")[1])[0]["unreadable"] == 1
+    assert json.loads(lmc("config", "--json")[1])["chunk_size"] == {"value": "256", "from": "default"}
+
+
+def test_the_command_says_its_version_and_runs_as_a_module() -> None:
+    assert lmc("--version")[1] == f"lmc {__version__}\n"
+    done = subprocess.run([sys.executable, "-m", "lmc", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout == f"lmc {__version__}\n"
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = "import sys; sys.argv[1:] = ['--help']\nfrom lmc.cli import main\ntry: main()\nfinally: print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert {"torch", "numpy", "pydantic", "transformers", "yaml"}.isdisjoint(done.stdout.split())
 
 
 @pytest.mark.parametrize("words", [["check"], ["stat"], ["check", "--fix"]])

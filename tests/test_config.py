@@ -7,11 +7,18 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+import yaml
 from pydantic import ValidationError
 
-from lmc.config import CACHEBLEND, Settings, shown
+from lmc.config import CACHEBLEND, Settings
+from lmc.config_sources import OF_SERVICES, shown
 from lmc.errors import ConfigError, LmcError
-from lmc.lmcache_compat import IGNORED, INSTEAD
+from lmc.lmcache_compat import ALIASES, FEATURES, NESTED, feature_of, ignored
+from lmc.redis_url import parse_redis_url
+
+DATA = Path(__file__).parent / "data"
+CONFIGURATIONS = yaml.safe_load((DATA / "lmcache_configurations.yaml").read_text())
+THEIR_SETTINGS = yaml.safe_load((DATA / "lmcache_settings.yaml").read_text())
 
 PUBLISHED = json.loads((Path(__file__).parent / "data" / "cacheblend.json").read_text())
 
@@ -157,9 +164,9 @@ class TestPrecedence:
         assert Settings.load(environ={name: "1"}).model_dump() == Settings().model_dump()
 
     @pytest.mark.parametrize("key", ["USE_EXPERIMENTAL", "TRACK_USAGE"])
-    def test_lmcaches_harmless_variables_are_ignored_under_its_name_only(self, key: str) -> None:
+    def test_lmcaches_variables_about_itself_are_ignored(self, key: str, caplog: pytest.LogCaptureFixture) -> None:
         assert Settings.load(environ={f"LMCACHE_{key}": "True"}).chunk_size == 256
-        assert f"LMC_{key}" in refusal(**{f"LMC_{key}": "True"})
+        assert not caplog.records
 
 
 class TestYaml:
@@ -220,7 +227,8 @@ class TestValues:
         assert Settings(blend_check_layers=written).blend_check_layers == (2,)
 
     @pytest.mark.parametrize(
-        ("written", "path"), [("file:///kv/a/", "/kv/a"), ("/kv/a", "/kv/a"), (Path("/kv"), "/kv")]
+        ("written", "path"),
+        [("file:///kv/a/", "/kv/a"), ("/kv/a", "/kv/a"), (Path("/kv"), "/kv"), ("file://kv/a/", "kv/a")],
     )
     def test_a_directory_is_a_path_or_a_file_url(self, written: object, path: str) -> None:
         assert Settings(local_disk=written).local_disk == Path(path)
@@ -250,12 +258,11 @@ class TestValues:
             ("max_local_cpu_size", "5GB"),
             ("max_local_device_size", -1),
             ("max_local_disk_size", -1),
-            ("local_disk", "file://kv/a"),
             ("local_disk", "s3://kv/a"),
             ("local_disk", "file:/kv"),
             ("local_disk", "/kv/a,/kv/b"),
             ("local_disk", "~nobody-by-this-name/kv"),
-            ("remote_serde", "cachegen"),
+            ("local_disk_serde", "cachegen"),
             ("remote_deadline", 0),
             ("remote_ttl", -1),
             ("remote_prefix", ""),
@@ -295,8 +302,8 @@ class TestValues:
     def test_every_bad_value_is_said_at_once(self) -> None:
         said = refusal({"blend_learn": "x"}, LMC_CHUNK_SIZE="0", LMCACHE_SAVE_DECODE_CACHE="2")
         assert said == (
-            "chunk_size = '0' (environment LMC_CHUNK_SIZE) must be a whole number of tokens, at least 1; "
-            "save_decode_cache = '2' (environment LMCACHE_SAVE_DECODE_CACHE) must be true or false; "
+            "chunk_size = '0' (environment LMC_CHUNK_SIZE) must be a whole number of tokens, at least 1\n"
+            "save_decode_cache = '2' (environment LMCACHE_SAVE_DECODE_CACHE) must be true or false\n"
             "blend_learn = 'x' (override blend_learn) must be true or false"
         )
 
@@ -319,9 +326,8 @@ class TestValues:
             "rediss://:hunter2@host?ssl_cert_reqs=perhaps",
             "rediss://:hunter2@host?hunter2",
             "redis-cluster://:hunter2@a:1,b:2/3",
-            "redis-sentinel://:hunter2@a:1,b:2",
+            "redis-sentinel://:hunter2@a:1,b:2/mymaster/x",
             "unix://hunter2",
-            "lm://:hunter2@host:65432",
             "hunter2",
         ],
     )
@@ -416,15 +422,14 @@ class TestUnknownKeys:
         assert refusal(LMC_CHNK_SIZE="1") == (
             "unknown setting LMC_CHNK_SIZE (environment LMC_CHNK_SIZE): did you mean LMC_CHUNK_SIZE?"
         )
-        assert "did you mean LMCACHE_BLEND_RECOMPUTE_RATIOS?" in refusal(LMCACHE_BLEND_RECOMPUTE_RATIO="1")
+        assert "did you mean LMCACHE_BLEND_RECOMPUTE_RATIOS?" in refusal(LMCACHE_BLEND_RECOMPUT_RATIOS="1")
         assert "did you mean LMC_CHUNK_SIZE?" in refusal(LMC_chunk_size="1")
         assert "did you mean local_disk?" in refusal({"lmcache.local_dsk": "/kv"})
         with pytest.raises(ConfigError, match="did you mean chunk_size"):
             Settings(chunksize=1)
 
-    def test_a_key_like_no_other_is_answered_with_the_list(self) -> None:
-        said = refusal({"zzz": 1})
-        assert all(name in said for name in Settings.model_fields)
+    def test_a_key_like_no_other_is_answered_with_the_way_to_the_list(self) -> None:
+        assert refusal({"zzz": 1}) == "unknown setting zzz (override zzz): `lmc config` lists all that there are"
 
     @pytest.mark.parametrize("key", ["sources", "_env_file", "self"])
     def test_no_internal_name_is_a_setting(self, key: str) -> None:
@@ -433,53 +438,174 @@ class TestUnknownKeys:
     def test_the_value_of_an_unknown_key_is_not_shown(self) -> None:
         assert "hunter2" not in refusal(LMC_REDIS_PASSWORD="hunter2")
 
-    @pytest.mark.parametrize(
-        ("name", "instead"),
-        [
-            ("cache_policy", "least recently used"),
-            ("pre_caching_hash_algorithm", "sha256"),
-            ("enable_p2p", "through Redis"),
-            ("p2p_init_ports", "through Redis"),
-            ("enable_controller", "through Redis"),
-            ("lmcache_instance_id", "through Redis"),
-            ("lookup_timeout_ms", "answered at once"),
-            ("min_retrieve_tokens", "blend_min_tokens"),
-            ("numa_mode", "numactl"),
-            ("nixl_buffer_size", "without a transport library"),
-            ("pd_role", "through Redis"),
-            ("extra_config", "top level"),
-        ],
-    )
-    def test_a_setting_that_only_lmcache_has_is_answered_with_what_lmc_does(
-        self, name: str, instead: str, tmp_path: Path
-    ) -> None:
-        for said in (refusal({f"lmcache.{name}": 1}), refusal({name: 1}), refusal(**{f"LMCACHE_{name.upper()}": "1"})):
-            assert "is a setting of LMCache that lmc does not have" in said
-            assert instead in said
-        with pytest.raises(ConfigError, match=r"that lmc does not have") as caught:
-            from_yaml(tmp_path, f"{name}: 1")
-        assert f"{name} (YAML {tmp_path}/lmc.yaml)" in str(caught.value)
+    @pytest.mark.parametrize("name", ["audit_actual_remote_url", "max_hidden_state_cpu_size", "enable_xpyd"])
+    def test_settings_of_another_meaning_are_not_suggested(self, name: str) -> None:
+        assert feature_of(name) or ignored(name)
 
-    @pytest.mark.parametrize("name", IGNORED)
-    def test_a_setting_of_lmcache_that_changes_nothing_is_accepted_with_one_warning(
+    def test_everything_that_is_wrong_is_said_at_once(self, tmp_path: Path) -> None:
+        (tmp_path / "a.yaml").write_text("chnk_size: 1\nlocal_disk: s3://kv\nenable_p2p: true\np2p_host: 10.0.0.1")
+        environ = {"LMC_CONFIG_FILE": str(tmp_path / "a.yaml"), "LMC_MAX_LOCAL_CPU_SIZ": "1"}
+        said = refusal({"chunk_size": 0}, **environ).splitlines()
+        assert len(said) == 5
+        for about in ("chnk_size", "LMC_MAX_LOCAL_CPU_SIZ", "chunk_size = 0", "local_disk = 's3://kv'", "P2P"):
+            assert sum(about in line for line in said) == 1
+        assert "enable_p2p = True, p2p_host = '10.0.0.1'" in next(line for line in said if "P2P" in line)
+
+
+class TestLMCache:
+    @pytest.mark.parametrize("feature", FEATURES, ids=lambda feature: feature.title)
+    def test_a_feature_that_lmc_does_not_have_is_refused_if_it_is_on(self, feature, tmp_path: Path, caplog) -> None:
+        for switch in feature.switches:
+            for said in (refusal({f"lmcache.{switch}": "x"}), refusal(**{f"LMCACHE_{switch.upper()}": "1"})):
+                assert feature.title in said
+                assert feature.instead in said
+                assert switch in said
+            with pytest.raises(ConfigError, match=re.escape(f"(YAML {tmp_path}/lmc.yaml)")):
+                from_yaml(tmp_path, f"{switch}: true")
+            for off in ("false", "null", "''", "0"):
+                assert from_yaml(tmp_path, f"{switch}: {off}").model_dump() == Settings().model_dump()
+                assert "is not turned on" in caplog.records[-1].getMessage()
+
+    @pytest.mark.parametrize(
+        "name", ["local_cpu", "use_layerwise", "cache_policy", "lookup_timeout_ms", "numa_mode", "pin_timeout_sec"]
+    )
+    def test_a_setting_that_changes_nothing_is_accepted_with_one_warning(
         self, name: str, caplog: pytest.LogCaptureFixture, tmp_path: Path
     ) -> None:
         for load in (
             lambda: Settings.load({f"lmcache.{name}": "x"}, environ={}),
             lambda: Settings.load(environ={f"LMCACHE_{name.upper()}": "x"}),
             lambda: from_yaml(tmp_path, f"{name}: x"),
+            lambda: from_yaml(tmp_path, f"extra_config: {{{name}: x}}"),
+            lambda: Settings.load(environ={"LMCACHE_EXTRA_CONFIG": json.dumps({name: "x"})}),
         ):
             assert load().model_dump() == Settings().model_dump()
             (record,) = caplog.records
             assert name in record.getMessage().lower()
-            assert IGNORED[name] in record.getMessage()
+            assert str(ignored(name)) in record.getMessage()
             caplog.clear()
 
     def test_ignored_settings_share_one_warning(self, caplog: pytest.LogCaptureFixture) -> None:
-        Settings.load(dict.fromkeys(IGNORED, "x"), environ={})
+        Settings.load({"local_cpu": False, "numa_mode": "auto", "extra_config": {"anything": 1}}, environ={})
         assert len(caplog.records) == 1
+
+    def test_settings_of_ours_in_extra_config_count_unless_they_stand_at_the_top(self, tmp_path: Path) -> None:
+        assert from_yaml(tmp_path, "extra_config: {chunk_size: 64}").chunk_size == 64
+        for text in (
+            "chunk_size: 32\nextra_config: {chunk_size: 64}",
+            "extra_config: {chunk_size: 64}\nchunk_size: 32",
+        ):
+            assert from_yaml(tmp_path, text).chunk_size == 32
+        assert "must be a mapping" in refusal({"extra_config": [1]})
+
+    @pytest.mark.parametrize(
+        ("old", "new"),
+        [("max_local_cache_size", "max_local_cpu_size"), ("blend_recompute_ratio", "blend_recompute_ratios")],
+    )
+    def test_names_of_older_versions_are_understood(self, old: str, new: str, tmp_path: Path) -> None:
+        assert getattr(from_yaml(tmp_path, f"{old}: 0.25"), new) in (0.25, (0.25,))
+        assert "set again" in refusal({old: 1, new: 1})
+
+    @pytest.mark.parametrize("scheme", ["s3", "mooncakestore", "infinistore", "lm", "fs", "azure"])
+    def test_another_store_is_named_by_its_scheme_and_its_url_is_not_shown(self, scheme: str) -> None:
+        said = refusal({"remote_url": f"{scheme}://user:hunter2@host:1/kv"})
+        are = "Redis (remote_url), disk (local_disk) and memory are"
+        assert said.startswith(f"remote_url (override remote_url): {scheme}:// is not there yet; {are}")
+        assert "hunter2" not in said
 
     def test_no_answer_hides_a_setting_of_ours(self) -> None:
         for name in Settings.model_fields:
-            assert not any(re.fullmatch(pattern, name) for pattern in INSTEAD)
-            assert name not in IGNORED
+            assert not feature_of(name)
+            assert not ignored(name)
+
+    def test_secrets_are_never_shown(self) -> None:
+        said = refusal(
+            {"enable_nixl_storage": True, "nixl_backend_params": {"secret_key": "hunter2"}, "nixl_key": "hunter2"}
+        )
+        assert "enable_nixl_storage = True" in said
+        assert "hunter2" not in said
+
+    @pytest.mark.parametrize("entry", CONFIGURATIONS, ids=lambda entry: entry["name"])
+    def test_a_published_configuration_starts_or_is_answered_in_one_screen(self, entry, tmp_path: Path, caplog) -> None:
+        environ = dict(entry.get("environment", {}))
+        if "settings" in entry:
+            (tmp_path / "lmcache.yaml").write_text(yaml.safe_dump(entry["settings"]))
+            environ["LMCACHE_CONFIG_FILE"] = str(tmp_path / "lmcache.yaml")
+        if entry["needs"] == "other" and entry["name"] != "multi-process-environment":
+            with pytest.raises(ConfigError) as caught:
+                Settings.load(environ=environ)
+            lines = str(caught.value).splitlines()
+            assert len(lines) <= 5
+            assert "unknown setting" not in str(caught.value)
+            return
+        settings = Settings.load(environ=environ)
+        written = entry.get("settings") or {k.removeprefix("LMCACHE_").lower(): v for k, v in environ.items()}
+        for name in ("chunk_size", "max_local_cpu_size", "max_local_disk_size", "enable_blending"):
+            if name in written:
+                assert str(getattr(settings, name)).rstrip("0.") == str(written[name]).rstrip("0.")
+        assert (settings.local_disk is not None) == (
+            bool(written.get("local_disk")) and written["local_disk"] != "null"
+        )
+        assert (settings.remote_url is not None) == bool(written.get("remote_url"))
+        assert len(caplog.records) <= 1
+
+    @pytest.mark.parametrize("setting", THEIR_SETTINGS, ids=lambda setting: setting["name"])
+    def test_each_setting_of_lmcache_has_an_answer_of_its_own(self, setting) -> None:
+        name = setting["name"]
+        known = name in Settings.model_fields or name in ALIASES or name == NESTED
+        assert known or feature_of(name) or ignored(name)
+
+    def test_a_valkey_finds_its_login_and_its_nodes(self) -> None:
+        more = {"valkey_username": "lmc", "valkey_password": "p@ss", "valkey_database": 3}
+        one = Settings.load({"remote_url": "valkey://10.0.0.5:6379", "extra_config": more}, environ={})
+        url = parse_redis_url(str(one.remote_url))
+        assert (url.kind, url.username, url.password, url.db) == ("single", "lmc", "p@ss", 3)
+        nodes = parse_redis_url("valkey://10.0.0.5:6379, 10.0.0.6:6379")
+        assert (nodes.kind, [node.host for node in nodes.hosts]) == ("cluster", ["10.0.0.5", "10.0.0.6"])
+
+    def test_sentinels_without_a_service_have_that_of_the_environment(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        assert parse_redis_url("redis-sentinel://a:1,b:2").service == "redismaster"
+        monkeypatch.setenv("REDIS_SERVICE_NAME", "cache")
+        assert parse_redis_url("redis-sentinel://a:1,b:2").service == "cache"
+        assert parse_redis_url("redis-sentinel://a:1,b:2/mymaster").service == "mymaster"
+
+    def test_a_codec_that_loses_precision_is_not_used_and_named(self, caplog) -> None:
+        settings = Settings.load({"remote_url": "redis://a", "remote_serde": "cachegen"}, environ={})
+        assert settings.remote_serde == "none"
+        assert "remote_serde: cachegen (override remote_serde), as it loses precision" in caplog.text
+
+
+class TestKubernetes:
+    """In every pod, Kubernetes sets variables for each Service, here for some whose names begin with lmc."""
+
+    def test_variables_of_services_are_no_settings(self) -> None:
+        environ = {}
+        for service, host in (("LMC", "10.0.0.7"), ("LMC_REDIS_MASTER", "fd00::7"), ("LMCACHE_SERVER", "10.0.0.8")):
+            at = f"tcp://[{host}]:80" if ":" in host else f"tcp://{host}:80"
+            environ |= {
+                f"{service}_SERVICE_HOST": host,
+                f"{service}_SERVICE_PORT": "80",
+                f"{service}_SERVICE_PORT_HTTP": "80",
+                f"{service}_PORT": at,
+                f"{service}_PORT_80_TCP": at,
+                f"{service}_PORT_80_TCP_PROTO": "tcp",
+                f"{service}_PORT_80_TCP_PORT": "80",
+                f"{service}_PORT_80_TCP_ADDR": host,
+            }
+        assert Settings.load(environ=environ).model_dump() == Settings().model_dump()
+
+    @pytest.mark.parametrize(
+        ("name", "value"),
+        [
+            ("LMC_PORT", "80"),
+            ("LMC_SERVICE_HOST", "lmc.example"),
+            ("LMC_CHUNK_SERVICE_PORT", "http"),
+            ("LMC_PRT", "tcp://10.0.0.7:80"),
+        ],
+    )
+    def test_what_only_looks_like_one_is_refused(self, name: str, value: str) -> None:
+        assert f"unknown setting {name}" in refusal(**{name: value})
+
+    def test_a_setting_of_ours_is_never_taken_for_one(self) -> None:
+        for name in Settings.model_fields:
+            assert not any(re.fullmatch(pattern, f"LMC_{name.upper()}") for pattern in OF_SERVICES)

@@ -17,14 +17,17 @@ import pytest
 from setuptools import find_packages
 
 ROOT = Path(__file__).parent.parent
-FOUNDATION = {"lmc", "lmc.shapes", "lmc.keys", "lmc.errors", "lmc.config", "lmc.lmcache_compat", "lmc.redis_url"}
+FOUNDATION = {
+    "lmc", "lmc.shapes", "lmc.keys", "lmc.errors", "lmc.config", "lmc.config_sources", "lmc.lmcache_compat",
+    "lmc.redis_url",
+}  # fmt: skip
 # Who may import whom, beside the foundation.
 ALLOWED = {
     "storage": {"lmc.storage"},
     "blend": {"lmc.blend"},
     "connectors": {"lmc.connectors", "lmc.blend", "lmc.engine", "lmc.metrics", "lmc.storage"},
 }
-CODE_LINES = 8240  # of the package without the demo
+CODE_LINES = 8810  # of the package without the demo
 NO_CODE = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER,
 }  # fmt: skip

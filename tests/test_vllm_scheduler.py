@@ -1050,6 +1050,36 @@ def test_check_layers_that_the_model_does_not_have_are_refused_at_start():
         Lab(settings=deep)
 
 
+class PrefillStats:
+    """As vLLM's, which counts tokens for `cached_tokens` in the response."""
+
+    def set(self, *counts):
+        self.counts = counts
+
+
+def test_cached_tokens_are_those_that_came_from_the_store(make):
+    """The engine counts the whole claim, with what the blend has computed."""
+    lab = make()
+    learn(lab, DOC_A)
+    lab.forget_prefixes()
+    request = lab.arrive("one", prompt(DOC_A, DOC_B), prefill_stats=PrefillStats())
+    lab.admit(request)
+    assert request.prefill_stats.counts == (request.num_prompt_tokens, 0, len(DOC_A))
+    lab.load(request)
+    lab.compute(request, 1)
+    lab.finish(request)
+
+
+def test_each_request_has_a_line_in_the_log_if_that_is_wanted(make, monkeypatch, caplog):
+    caplog.set_level("INFO")
+    learn(make(), DOC_A)
+    assert not [record for record in caplog.records if "tokens: {" in record.getMessage()]
+    monkeypatch.setenv("LMC_LOG_REQUESTS", "true")
+    lab = make()
+    learn(lab, DOC_A)
+    assert f"of {len(DOC_A)} tokens: {{'learned': True}}" in caplog.text
+
+
 # -- learning ---------------------------------------------------------------------------------------------------------
 
 

@@ -7,6 +7,7 @@ the call that passes the KV caches.
 
 import functools
 import logging
+import os
 import sys
 from typing import Any
 
@@ -48,7 +49,16 @@ def join_log() -> None:
     if not ours.hasHandlers():
         for handler in theirs.handlers:
             ours.addHandler(handler)
-        ours.setLevel(theirs.level)
+        ours.setLevel(_level(theirs.level))
+
+
+def _level(default: int) -> int:
+    """Return the level of lmc's log that the environment names (`LMC_LOG_LEVEL=DEBUG`), else the default."""
+    name = os.environ.get("LMC_LOG_LEVEL", "")
+    known = logging.getLevelNamesMapping()
+    if name and name.upper() not in known:
+        log.warning("LMC_LOG_LEVEL = %s is no level of a log; there are %s", name, ", ".join(known))
+    return known.get(name.upper(), default)
 
 
 def loaded_model() -> Any | None:

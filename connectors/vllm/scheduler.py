@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from lmc.blend.strategies import RecomputePolicy
+from lmc.config_sources import is_on
 from lmc.connectors.vllm.claims import Claims
 from lmc.connectors.vllm.isolation import cached_blocks, salt, salt_of
 from lmc.connectors.vllm.jobs import job_of, sources_of
@@ -60,6 +61,7 @@ class Scheduler:
         self._ran = setup.clock()  # when the engine last computed something
         self._adapters: dict[tuple[int, str], bytes] = {}
         self._process = os.urandom(32)
+        self._logs_requests = is_on(os.environ.get("LMC_LOG_REQUESTS", ""))
 
     # -- requests come and go ----------------------------------------------------------------------------------------
 
@@ -142,7 +144,10 @@ class Scheduler:
         # Nothing is learned for a request that never ran: its engine may be asleep, without weights.
         if self._setup.settings.blend_learn and request.num_computed_tokens:
             self.engine.learn_later(request.prompt_token_ids, state.unknown, state.salt)
-        return state.facts()
+        facts = state.facts()
+        if self._logs_requests:
+            log.info("request %s of %d tokens: %s", state.id, request.num_prompt_tokens, facts or "nothing reused")
+        return facts
 
     # -- a step ------------------------------------------------------------------------------------------------------
 

@@ -1,6 +1,5 @@
 """The command line of `lmc learn`. What it needs is imported when it runs, so that `lmc --help` stays quick."""
 
-import json
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
@@ -15,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from lmc.errors import ConfigError, InputError
-from lmc.terminal import console
+from lmc.terminal import console, print_json
 
 if TYPE_CHECKING:
     from lmc.learn.learners import Learner
@@ -156,7 +155,7 @@ def _evictions(url: str) -> float:
 
 def _report(result: Learned, would: "Sequence[Document] | None", as_json: bool) -> None:
     if as_json:
-        print(json.dumps(asdict(result) | ({"would_learn": len(would)} if would is not None else {})))  # noqa: T201
+        print_json(asdict(result) | ({"would_learn": len(would)} if would is not None else {}))
         return
     if would is not None:
         letters = sum(len(document.text) for document in would)

@@ -1,0 +1,5 @@
+"""`python -m lmc` is the command `lmc`."""
+
+from lmc.cli import main
+
+main()

@@ -1,0 +1,183 @@
+"""Where settings are written: overrides, the environment, a YAML file.
+
+What is wrong with them is collected, and not raised, so that a user sees all of it at once.
+"""
+
+import difflib
+import os
+import re
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import NamedTuple
+
+import yaml
+
+from lmc.errors import ConfigError
+from lmc.lmcache_compat import ALIASES, LOSSY, NESTED, feature_of, ignored, with_login
+from lmc.redis_url import parse_redis_url
+
+CONFIG_FILES = ("LMC_CONFIG_FILE", "LMCACHE_CONFIG_FILE")
+# Variables that begin like a setting's and belong to other parts of lmc, or to LMCache alone.
+NO_SETTINGS = (
+    *CONFIG_FILES, "LMC_LOG_*", "LMC_SERVER", "LMC_ADMIN*", "LMC_KERNELS", "LMC_ROUTER_*", "LMC_UNTESTED_VLLM",
+    "LMC_CHECK_LOCKS", "LMCACHE_USE_EXPERIMENTAL", "LMCACHE_TRACK_USAGE", "LMCACHE_LOG_LEVEL",
+)  # fmt: skip
+SECRET = frozenset({"remote_url"})  # settings that may hold a password
+# Variables that Kubernetes sets in every pod for a Service whose name begins with lmc, with the values that they have.
+_ADDRESS, _NUMBER = r"[0-9a-fA-F.:]+", r"\d+"
+OF_SERVICES = {
+    r".*_SERVICE_HOST": _ADDRESS,
+    r".*_SERVICE_PORT(_\w+)?": _NUMBER,
+    r"\w*_PORT(_\d+_(TCP|UDP|SCTP))?": rf"(tcp|udp|sctp)://\[?{_ADDRESS}\]?:\d+",
+    r".*_PORT_\d+_(TCP|UDP|SCTP)_PROTO": "tcp|udp|sctp",
+    r".*_PORT_\d+_(TCP|UDP|SCTP)_PORT": _NUMBER,
+    r".*_PORT_\d+_(TCP|UDP|SCTP)_ADDR": _ADDRESS,
+}
+
+
+class Given(NamedTuple):
+    """A value as it was written, and where it was written."""
+
+    value: object
+    origin: str
+
+
+@dataclass(slots=True)
+class Source:
+    """One source of settings."""
+
+    own: dict[str, Given] = field(default_factory=dict)  # by the name of the setting
+    foreign: dict[str, Given] = field(default_factory=dict)  # settings of LMCache that lmc does not have
+    problems: list[str] = field(default_factory=list)  # in words, without values that may be passwords
+
+    def read(self, written: Mapping[str, object], spellings: Mapping[str, str], origin: Callable[[str], str]) -> None:
+        """Take in what was written; `spellings` are the names of lmc's settings as this source spells them."""
+        nested = []
+        for key, value in written.items():
+            name = spellings.get(key) or self._alias(key, spellings)
+            entry = Given(value, origin(key))
+            bare = _bare(key)
+            if name == "remote_serde" and value in LOSSY:
+                name, bare = None, f"remote_serde: {value}"
+            if name is None and bare == NESTED:
+                nested.append(entry)
+            elif name is None and (feature_of(bare) or ignored(bare)):
+                self.foreign[bare] = entry
+            elif name is None:
+                self.problems.append(_unknown(key, spellings, entry.origin))
+            elif name in self.own:  # as with "lmc.chunk_size" and "lmcache.chunk_size"
+                before = self.own[name]
+                twice = f"{name} = {shown(name, before.value)} ({before.origin}) is set again"
+                self.problems.append(f"{twice}, to {shown(name, value)} ({entry.origin}): leave one of the two out")
+            else:
+                self.own[name] = entry
+        for entry in nested:  # What stands at the top counts.
+            self._read_nested(entry, set(spellings.values()))
+
+    def _alias(self, key: str, spellings: Mapping[str, str]) -> str | None:
+        name = ALIASES.get(_bare(key))
+        return name if name in spellings.values() else None
+
+    def _read_nested(self, given: Given, names: Collection[str]) -> None:
+        """Take in LMCache's mapping of further settings. What lmc does not know there is ignored like the rest."""
+        try:  # as JSON, which is YAML too
+            nested = yaml.safe_load(given.value) if isinstance(given.value, str) else given.value
+        except yaml.YAMLError:
+            nested = given.value
+        if not isinstance(nested, Mapping | None):
+            self.problems.append(f"{NESTED} ({given.origin}) must be a mapping of settings")
+            return
+        origin = f"{given.origin}, in {NESTED}"
+        more = {_bare(str(key)): value for key, value in (nested or {}).items()}
+        for name, value in more.items():
+            (self.own if name in names else self.foreign).setdefault(name, Given(value, origin))
+        if "remote_url" in self.own:
+            url, where = self.own["remote_url"]
+            self.own["remote_url"] = Given(with_login(str(url), more), where)
+
+
+def shown(name: str, value: object) -> str:
+    """Return the value of a setting as a person may see it, without passwords."""
+    if name in SECRET and value is not None:
+        try:
+            parse_redis_url(str(value))
+        except ValueError:
+            return "(not shown)"  # Any part of it may be a password.
+    text = str(value) if isinstance(value, Path) else repr(list(value) if isinstance(value, tuple) else value)
+    return re.sub(r"(?<=://)\S*@", "***@", text)
+
+
+def is_on(value: object) -> bool:
+    """Return whether the value of a switch turns it on."""
+    return str(value).strip().lower() not in {"", "none", "null", "false", "0", "no", "off", "[]", "{}"}
+
+
+def read_overrides(written: Mapping[str, object], names: Collection[str], kind: str = "override") -> Source:
+    """Return settings that a program gives, under names that may begin with `lmc.` or `lmcache.`."""
+    found = Source()
+    spellings = {prefix + name: name for prefix in ("", "lmc.", "lmcache.") for name in names}
+    found.read(written, spellings, lambda key: f"{kind} {key}")
+    return found
+
+
+def read_environment(environ: Mapping[str, str], names: Collection[str], prefix: str) -> Source:
+    """Return the settings whose variables begin with `prefix`."""
+    found, spellings = Source(), {prefix + name.upper(): name for name in names}
+    written = {
+        key: value
+        for key, value in environ.items()
+        if key.startswith(prefix) and (key in spellings or not (_is_no_setting(key) or _is_of_a_service(key, value)))
+    }
+    found.read(written, spellings, "environment {}".format)
+    return found
+
+
+def read_yaml(environ: Mapping[str, str], names: Collection[str]) -> Source:
+    """Return the settings of the file that the environment names; raise `ConfigError` if it cannot be read."""
+    variable = next((name for name in CONFIG_FILES if environ.get(name)), None)
+    if variable is None:
+        return Source()
+    path = Path(os.path.expanduser(environ[variable]))
+    origin = f"YAML {path}"
+    try:
+        document = yaml.safe_load(path.read_bytes())
+    except OSError as error:
+        wanted = "give the path of a readable YAML file, or unset the variable"
+        raise ConfigError(f"{variable} = {path} (environment): {error.strerror}; {wanted}") from error
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date such as 2024-99-99
+        mark = getattr(error, "problem_mark", None)
+        where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        problem = getattr(error, "problem", None) or getattr(error, "reason", "a value that cannot be read")
+        # The parser's own text quotes the line, which may hold a password.
+        raise ConfigError(f"{origin}{where} (from {variable}) is no YAML: {problem}") from None
+    if not isinstance(document, dict | None):
+        kind = type(document).__name__
+        raise ConfigError(f"{origin} (from {variable}) holds a {kind}; it must be a mapping such as 'chunk_size: 256'")
+    found = Source()
+    written = {str(key): value for key, value in (document or {}).items()}
+    found.read(written, {name: name for name in names}, lambda _: origin)
+    return found
+
+
+def _is_no_setting(key: str) -> bool:
+    return any(fnmatchcase(key, pattern) for pattern in NO_SETTINGS)
+
+
+def _is_of_a_service(key: str, value: str) -> bool:
+    return any(re.fullmatch(name, key) and re.fullmatch(shape, value) for name, shape in OF_SERVICES.items())
+
+
+def _bare(key: str) -> str:
+    return re.sub(r"^(lmcache|lmc)[._]", "", key.lower())
+
+
+def _unknown(key: str, spellings: Mapping[str, str], origin: str) -> str:
+    """Return the error for a key that names no setting. It leaves out the value, which may be a password."""
+    names = list(spellings.values())
+    near = difflib.get_close_matches(_bare(key), names, n=1)
+    if near:
+        spelt = next(known for known, name in spellings.items() if name == near[0])
+        return f"unknown setting {key} ({origin}): did you mean {spelt}?"
+    return f"unknown setting {key} ({origin}): `lmc config` lists all that there are"
