@@ -143,6 +143,15 @@ def test_a_document_that_cannot_be_learned_is_named_and_the_others_are_learned(t
     assert "long was not learned: the document has" in out
 
 
+def test_what_a_full_disk_has_dropped_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LMC_MAX_LOCAL_DISK_SIZE", "0.01")
+    words = "learn", SHIPPED / "documents", "--model", MODEL, "--local-disk", tmp_path / "disk"
+    code, out, _ = lmc(*words)
+    assert code == 0
+    assert "chunks were dropped meanwhile, because the tiers are full: raise max_local_disk_size" in out
+    assert json.loads(lmc(*words, "--again", "--json")[1])["dropped"] > 0
+
+
 def test_after_kill_nothing_is_lost_and_nothing_is_learned_twice(tmp_path: Path) -> None:
     lines = [{"id": str(i), "text": f"notes {i} from the inn : owner of lamp Tara . " * 5} for i in range(200)]
     (tmp_path / "d.jsonl").write_text("\n".join(map(json.dumps, lines)))

@@ -1,9 +1,9 @@
 """The command line of `lmc learn`. What it needs is imported when it runs, so that `lmc --help` stays quick."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -17,6 +17,7 @@ from lmc.errors import ConfigError, InputError
 from lmc.terminal import console, print_json
 
 if TYPE_CHECKING:
+    from lmc.config import Settings
     from lmc.learn.learners import Learner
     from lmc.learn.manifest import Manifest
     from lmc.learn.sources import Document
@@ -33,7 +34,7 @@ class Learned:
     before: int = 0  # learned by an earlier run
     learned: int = 0
     failed: dict[str, str] = field(default_factory=dict)  # why, by id
-    dropped: float = 0.0  # chunks that the server has dropped for lack of room meanwhile
+    dropped: float = 0.0  # chunks that the slowest tier has dropped meanwhile, for lack of room
     seconds: float = 0.0
 
 
@@ -83,27 +84,20 @@ def learn(
             note = f"{result.before} of {len(documents)} documents were learned before, says {kept.path} (--again: all)"
             console().print(Text(note))
         if new and not dry_run:
-            learner, dropped = _learner(url, model, settings, salt, closing)
+            learner = _learner(url, model, settings, salt, closing)
             _learn_all(new, learner, kept, result, jobs if url else 1)
-            result.dropped = dropped()
+            result.dropped = learner.dropped()
     _report(result, new if dry_run else None, as_json)
     if result.failed:
         raise typer.Exit(NOT_ALL)
 
 
-def _learner(
-    url: str | None, model: str | None, settings: "object", salt: str, closing: ExitStack
-) -> "tuple[Learner, Callable[[], float]]":
-    """Return who computes, and a function that returns how many chunks have been dropped since now."""
-    from lmc.config import Settings
-
-    assert isinstance(settings, Settings)
+def _learner(url: str | None, model: str | None, settings: "Settings", salt: str, closing: ExitStack) -> "Learner":
+    """Return who computes; a model is closed at the end."""
     if url:
         from lmc.learn.learners import ServerLearner
 
-        server = ServerLearner(url, settings.blend_special_str, salt)
-        before = _evictions(server.url)
-        return server, lambda: _evictions(server.url) - before
+        return ServerLearner(url, settings.blend_special_str, salt)
     try:
         import lmc.connectors.transformers  # noqa: F401
     except ImportError as error:
@@ -112,7 +106,7 @@ def _learner(
 
     own = ModelLearner(str(model), settings, salt)
     closing.callback(own.close)
-    return own, lambda: 0.0
+    return own
 
 
 def _learn_all(
@@ -141,18 +135,6 @@ def _learn_all(
     result.seconds = time.monotonic() - started
 
 
-def _evictions(url: str) -> float:
-    """Return how many chunks a server's slowest tier has dropped for lack of room; 0 if it does not say."""
-    from lmc.storage.places import fastest_first
-    from lmc.top import fetch
-
-    with suppress(InputError):
-        numbers = fetch(f"{url}/metrics").since(None)
-        found = {labels[0]: count for (name, labels), count in numbers.items() if name == "evictions"}
-        return found[fastest_first(set(found))[-1]] if found else 0.0
-    return 0.0
-
-
 def _report(result: Learned, would: "Sequence[Document] | None", as_json: bool) -> None:
     if as_json:
         print_json(asdict(result) | ({"would_learn": len(would)} if would is not None else {}))
@@ -168,7 +150,5 @@ def _report(result: Learned, would: "Sequence[Document] | None", as_json: bool) 
     if len(result.failed) > SHOWN:
         console().print(Text(f"and {len(result.failed) - SHOWN} more (--json has all)"))
     if result.dropped:
-        wide = "raise max_local_cpu_size or max_local_disk_size, or set local_disk"
-        console().print(
-            Text(f"the server has dropped {result.dropped:.0f} chunks meanwhile, because a tier is full: {wide}")
-        )
+        more = "raise max_local_disk_size or max_local_cpu_size, or learn fewer documents"
+        console().print(Text(f"{result.dropped:.0f} chunks were dropped meanwhile, because the tiers are full: {more}"))

@@ -2,7 +2,8 @@
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from http.client import HTTPException
 from typing import Any, Protocol
 from urllib.error import HTTPError
@@ -11,6 +12,8 @@ from urllib.request import ProxyHandler, Request, build_opener
 from lmc.blend.segments import document_tokens
 from lmc.config import Settings
 from lmc.errors import InputError
+from lmc.storage.places import fastest_first
+from lmc.top import fetch
 
 TIMEOUT = 600.0  # seconds for a document, which may wait for others
 KEY = "OPENAI_API_KEY"
@@ -30,6 +33,10 @@ class Learner(Protocol):
         """
         ...
 
+    def dropped(self) -> float:
+        """Return how many chunks the slowest tier has dropped for lack of room since the learner was made."""
+        ...
+
 
 class ServerLearner:
     """A vLLM server with lmc, through its completions. Documents may be learned by several threads."""
@@ -43,6 +50,7 @@ class ServerLearner:
         self._opener = build_opener(ProxyHandler({}))  # The server is on this host or near it.
         models = self._answer("/v1/models").get("data") or [{}]
         self.model = str(models[0].get("id", ""))
+        self._evictions = self._evicted()
 
     def learn(self, text: str) -> str:
         """See `Learner`."""
@@ -62,6 +70,16 @@ class ServerLearner:
                 f"{self.url} answers without lmc: start it with LMCConnector and LMC_ENABLE_BLENDING=true"
             )
         return "" if facts.get("learned") else str(facts.get("note") or "the server does not say why")
+
+    def dropped(self) -> float:
+        """See `Learner`; 0 if the server does not say."""
+        return self._evicted() - self._evictions
+
+    def _evicted(self) -> float:
+        with suppress(InputError):
+            numbers = fetch(f"{self.url}/metrics").since(None)
+            return _of_slowest({labels[0]: count for (name, labels), count in numbers.items() if name == "evictions"})
+        return 0.0
 
     def _answer(self, path: str, body: dict[str, Any] | None = None) -> Any:
         headers = {"content-type": "application/json"}
@@ -103,9 +121,18 @@ class ModelLearner:
             return str(error)
         return "" if found else "it has special tokens of the model, and would be taken for a conversation"
 
+    def dropped(self) -> float:
+        """See `Learner`."""
+        return _of_slowest(self._cached.engine.stats().evictions)
+
     def close(self) -> None:
         """Write everything to the tiers."""
         self._cached.close()
+
+
+def _of_slowest(evictions: Mapping[str, float]) -> float:
+    """Return what the slowest tier has evicted. What a faster one evicts is in a slower one."""
+    return evictions[fastest_first(set(evictions))[-1]] if evictions else 0.0
 
 
 def _reason(error: HTTPError) -> str:

@@ -61,6 +61,7 @@ class Server:
     def run(self, command: list[str], **options) -> subprocess.Popen:
         environment = {key: value for key, value in os.environ.items() if not key.startswith(("LMC_", "VLLM_"))}
         environment |= {"PATH": f"{Path(os.sys.executable).parent}:{os.environ['PATH']}", "HF_HUB_OFFLINE": "1"}
+        environment["XDG_CACHE_HOME"] = str(self.folder / "cache")
         return subprocess.Popen(command, cwd=ROOT, env=environment, text=True, **options)
 
     def here(self, text: str) -> str:
@@ -183,12 +184,23 @@ def test_the_page_asks_and_gets_what_it_says(server):
     assert '"reused_tokens":54' in second
 
 
-def test_the_page_s_python_learns_ahead_and_reuses(server):
-    (program,) = blocks(3, "python")
-    said = server.execute("python", "-c", program).splitlines()
-    assert said[:6] == ["{'lmc': {'learned': True}}"] * 6
-    assert said[6].startswith(" Kai ")
-    assert "'reused_tokens': 1013" in said[6]
+def test_the_page_s_documents_are_learned_ahead_and_reused_in_a_chat(server):
+    (command,), (program,) = blocks(3, "sh"), blocks(3, "python")
+    assert "24 documents learned in" in server.execute("bash", "-c", command)
+    (said,) = server.execute("python", "-c", program).splitlines()
+    assert said.startswith(" Kai ")
+    assert "'reused_tokens': 1013" in said
+    assert "24 of 24 documents were learned before" in server.execute("bash", "-c", command)
+
+
+def test_the_rag_program_for_chats_reuses_what_was_learned(server):
+    documents = "lmc/demo/small_model/documents"
+    server.execute("lmc", "learn", documents, "--url", "http://localhost:8000")
+    command = "python", "examples/rag_chat.py", documents, "who is the owner of goose ?", "http://localhost:8000"
+    answer, facts = server.execute(*command).splitlines()[-2:]
+    assert answer
+    assert "unknown_documents" not in facts
+    assert "'reused_tokens':" in facts
 
 
 def test_the_page_s_misspelt_option_is_answered_with_a_note(server):

@@ -1,0 +1,142 @@
+"""Ten thousand documents learned into a disk by `lmc learn`, with the shipped model: how long, and what they cost.
+
+    python bench/learn.py [--documents 10000]
+
+Documents of 200 to 500 tokens, as lines of JSON. Half way the process is killed (SIGKILL), and the same command goes
+on.
+What is measured:
+
+    a second        documents learned, without the start of the process
+    learned twice   documents that the second run learned although they were on the disk, which should be none
+    lost            documents of the manifest that are not on the disk, which should be none
+    restart         seconds until a disk tier with all of them is open, and the bytes of memory that its index takes
+    stat            seconds of `lmc stat`, which reads all headers
+"""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+from common import closing_line, parser
+from transformers import AutoTokenizer
+
+from lmc.blend.markers import Markers
+from lmc.blend.segments import document_tokens
+from lmc.config import Settings
+from lmc.connectors.transformers import CachedModel
+from lmc.demo import SHIPPED
+from lmc.keys import ChunkKey, RecordKind
+from lmc.learn.sources import read_documents
+from lmc.rag import SEPARATOR
+from lmc.storage.disk import UNBOUNDED, DiskTier
+
+MODEL, SIZES = SHIPPED / "model", (200, 500)
+
+
+def write_documents(path: Path, count: int, tokenizer: Any) -> None:
+    """Write documents of the words that the shipped model knows."""
+    words = sorted({word for one in (SHIPPED / "documents").glob("*.txt") for word in one.read_text().split()})
+    per_word = len(tokenizer.encode(" ".join(words))) / len(words)
+    draw = random.Random(0)
+    with path.open("w") as file:
+        for number in range(count):
+            length = int(draw.randint(*SIZES) / per_word)
+            text = " ".join([str(number), *draw.choices(words, k=length)])
+            file.write(json.dumps({"id": f"document {number}", "text": text}) + "\n")
+
+
+def learn(folder: Path, kill_at: int = 0) -> dict[str, Any]:
+    """Run `lmc learn`; kill it when so many documents are in the manifest."""
+    manifest = folder / "manifest.jsonl"
+    words = ["learn", str(folder / "documents.jsonl"), "--model", str(MODEL), "--local-disk", str(folder / "disk")]
+    words += ["--manifest", str(manifest), "--json"]
+    room = os.environ | {"LMC_MAX_LOCAL_DISK_SIZE": "200"}
+    process = subprocess.Popen([sys.executable, "-m", "lmc", *words], stdout=subprocess.PIPE, text=True, env=room)
+    if not kill_at:
+        found: dict[str, Any] = json.loads(process.communicate()[0])
+        return found
+    while process.poll() is None and (not manifest.exists() or manifest.read_bytes().count(b"\n") < kill_at):
+        time.sleep(0.05)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    return {"learned": manifest.read_bytes().count(b"\n")}
+
+
+def records(disk: Path) -> set[ChunkKey]:
+    """Return the keys of all records on a disk."""
+    tier = DiskTier(disk, UNBOUNDED, read_only=True)
+    try:
+        return {entry.key for entry in tier.entries()}
+    finally:
+        tier.close()
+
+
+def lost(folder: Path, tokenizer: Any) -> int:
+    """Return how many documents of the manifest are not on the disk as a whole."""
+    disk = {"local_disk": folder / "disk", "max_local_disk_size": 200}
+    settings = Settings.load({"enable_blending": True, "max_local_cpu_size": 0.05, **disk})
+    cached, _ = CachedModel.load(MODEL, settings)
+    with cached:
+        engine, markers = cached.engine, Markers.of(tokenizer, SEPARATOR)
+        namespace, there = engine.namespace(RecordKind.DOCUMENT), records(folder / "disk")
+        named = {json.loads(line)["id"] for line in (folder / "manifest.jsonl").read_text().splitlines()}
+        missing = 0
+        for document in read_documents(str(folder / "documents.jsonl")):
+            (tokens,) = document_tokens(tokenizer.encode, markers, SEPARATOR, document.text)
+            missing += document.id in named and not there.issuperset(engine.document_keys(tokens, namespace))
+    return missing
+
+
+def measure(count: int) -> dict[str, Any]:
+    """Return what is measured; see above."""
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_documents(folder / "documents.jsonl", count, tokenizer)
+        killed = learn(folder, kill_at=count // 2)
+        print(f"killed after {killed['learned']} documents", flush=True)
+        lost_by_kill = lost(folder, tokenizer)
+        done = learn(folder)
+        print(done, flush=True)
+        tracemalloc.start()
+        started = time.perf_counter()
+        tier = DiskTier(folder / "disk", UNBOUNDED)
+        restart, (held, _) = time.perf_counter() - started, tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        chunks, size = sum(1 for _ in tier.entries()), sum(entry.bytes for entry in tier.entries())
+        tier.close()
+        started = time.perf_counter()
+        subprocess.run(
+            [sys.executable, "-m", "lmc", "stat", str(folder / "disk")], check=True, stdout=subprocess.DEVNULL
+        )
+        stat = time.perf_counter() - started
+        return {
+            "documents": count,
+            "chunks": chunks,
+            "GB": round(size / 2**30, 2),
+            "a second": round(done["learned"] / done["seconds"], 1),
+            "learned twice": killed["learned"] + done["learned"] - count,
+            "lost": lost_by_kill + lost(folder, tokenizer),
+            "restart seconds": round(restart, 2),
+            "index bytes a document": round(held / count),
+            "stat seconds": round(stat, 2),
+        }
+
+
+def main() -> None:
+    arguments = parser(__doc__, "learn")
+    arguments.add_argument("--documents", type=int, default=10_000)
+    options = arguments.parse_args()
+    closing_line({"bench": "learn", **measure(options.documents)}, "learn" if options.keep else None)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,37 @@
+"""RAG through a chat API: BM25 finds the documents, and `lmc.rag.messages` puts them where lmc finds them.
+
+    lmc learn DOCUMENTS --url http://localhost:8000        # once, so that first requests are quick too
+    python examples/rag_chat.py DOCUMENTS "QUESTION" [http://localhost:8000]
+
+DOCUMENTS is a directory of .txt files. Needs `pip install lmc openai bm25s`, and the server of serve_vllm.md.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+import bm25s
+from openai import OpenAI
+
+from lmc.rag import messages
+
+TOP = 6  # documents of a prompt
+
+
+def main() -> None:
+    folder, question, url = [*sys.argv[1:], "http://localhost:8000"][:3]
+    texts = [path.read_text() for path in sorted(Path(folder).glob("*.txt"))]
+    index = bm25s.BM25()
+    index.index(bm25s.tokenize(texts, show_progress=False), show_progress=False)
+    query = bm25s.tokenize(question, show_progress=False)
+    found, _ = index.retrieve(query, k=min(TOP, len(texts)), show_progress=False)
+    chat = messages("Answer from the documents.", [texts[i] for i in found[0]], question, intro="Here they are.")
+    with OpenAI(base_url=f"{url}/v1", api_key=os.environ.get("OPENAI_API_KEY", "none")) as client:
+        model = client.models.list().data[0].id
+        answer = client.chat.completions.create(model=model, messages=chat, max_tokens=64, temperature=0)
+    print(answer.choices[0].message.content)
+    print(getattr(answer, "kv_transfer_params", None) or "lmc had nothing to do")
+
+
+if __name__ == "__main__":
+    main()
