@@ -19,6 +19,7 @@ from typer.core import TyperGroup
 
 from lmc import __version__
 from lmc import top as tops
+from lmc.administration import documents, explain
 from lmc.calibrate.command import calibrate
 from lmc.demo.command import demo
 from lmc.errors import ConfigError, InputError, LmcError
@@ -177,6 +178,8 @@ def top(
 app.command(name="demo")(demo)
 app.command(name="calibrate")(calibrate)
 app.command(name="learn")(learn)
+app.command(name="explain")(explain)
+app.add_typer(documents, name="documents")
 
 
 def doomed_records(tiers: "Sequence[tuple[TierLocation, Tier]]", namespace: str | None) -> "dict[str, list[ChunkKey]]":

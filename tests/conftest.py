@@ -16,6 +16,7 @@ os.environ["LMC_CHECK_LOCKS"] = "1"  # Locks check the order in which they are t
 
 import torch
 from hypothesis import settings
+from vllm_fakes import make  # noqa: F401 - a fixture
 
 atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 

@@ -83,7 +83,7 @@ def test_a_source_that_is_wrong_is_refused_with_its_place(tmp_path: Path, lines:
         ([".", "--url", "a", "--model", "b"], "--url of a vLLM server with lmc, or --model"),
         ([SHIPPED / "documents", "--model", MODEL], "--local-disk DIRECTORY"),
         ([SHIPPED / "documents", "--url", "localhost:8000"], "give one like http://localhost:8000"),
-        ([SHIPPED / "documents", "--url", "http://localhost:1"], "no vLLM server answers at http://localhost:1"),
+        ([SHIPPED / "documents", "--url", "http://localhost:1"], "no server answers at http://localhost:1"),
     ],
 )
 def test_wrong_words_are_answered_with_the_right_ones(words: list[Any], said: str) -> None:

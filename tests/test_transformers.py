@@ -311,7 +311,7 @@ def test_start_refuses_what_cannot_work() -> None:
     deep = settings(blend_check_layers=[9], blend_strategy="deviation")
     with pytest.raises(ConfigError, match="blend_check_layers: 9"):
         CachedModel(random_model(), deep, SEPARATOR)
-    with pytest.raises(ConfigError, match="separator_ids"):
+    with pytest.raises(ConfigError, match="separators"):
         CachedModel(random_model(), settings(), [])
     with pytest.raises(NoMemory, match="does not fit"):
         CachedModel(random_model(), settings(max_local_cpu_size=1e6), SEPARATOR)
@@ -392,7 +392,7 @@ def test_token_ids_may_be_a_tensor_as_tokenizers_return_it(cached: CachedModel) 
 
 @pytest.mark.parametrize("separators", ["# #", None, [500], [[1], []], [[1, None]]])
 def test_separators_that_cannot_be_found_are_refused(separators: object) -> None:
-    with pytest.raises(ConfigError, match="separator_ids"):
+    with pytest.raises(ConfigError, match="separators"):
         CachedModel(random_model(), settings(), separators)  # type: ignore[arg-type]
 
 

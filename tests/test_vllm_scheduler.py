@@ -11,7 +11,25 @@ import pytest
 import torch
 from storage_fakes import DictTier, Gated, Shared, note_load
 from tier_wrappers import Counted, Faulty
-from vllm_fakes import APPROXIMATE, BLOCK, CHUNK, LAYERS, PAGE, SEPARATOR, Adapter, Lab, page, state_of, token_bytes
+from vllm_fakes import (
+    APPROXIMATE,
+    BLOCK,
+    CHUNK,
+    DOC_A,
+    DOC_B,
+    LAYERS,
+    PAGE,
+    PLAIN,
+    SEPARATOR,
+    SYSTEM,
+    Adapter,
+    Lab,
+    learn,
+    page,
+    prompt,
+    state_of,
+    token_bytes,
+)  # fmt: skip
 
 from lmc.blend.segments import Span
 from lmc.connectors.vllm import claims
@@ -26,46 +44,11 @@ from lmc.storage.contract import PinState
 from lmc.storage.disk import DiskTier
 
 MB = 1 << 20
-SYSTEM, QUESTION = [50, 51, 52, 53, 54], [70, 71, 72, 73, 74]
-DOC_A, DOC_B = [100 + i for i in range(12)], [200 + i for i in range(20)]
-PLAIN = [300 + i for i in range(40)]
-
-
-def prompt(*documents, system=SYSTEM, question=QUESTION):
-    tokens = list(system)
-    for document in documents:
-        tokens += [*SEPARATOR, *document]
-    return [*tokens, *SEPARATOR, *question]
 
 
 @pytest.fixture(autouse=True)
 def part_by_part(monkeypatch):
     monkeypatch.setattr(loader, "READ_AHEAD_BYTES", 1)
-
-
-@pytest.fixture
-def make():
-    """Makes labs; at the end of the test nothing may be held by anybody."""
-    made = []
-
-    def make_lab(*tiers, **options):
-        lab = Lab(tiers, **options)
-        made.append((lab, tiers))
-        return lab
-
-    yield make_lab
-    for lab, tiers in made:
-        for tier in tiers:
-            if isinstance(tier, Gated):
-                tier.open_all()
-        lab.check()
-        lab.scheduler.close()
-
-
-def learn(lab, *documents, **more):
-    for i, document in enumerate(documents):
-        lab.serve(f"learn {i} {len(document)} {more}", document, {"learn": True}, **more)
-    lab.forget_prefixes()
 
 
 def gated():

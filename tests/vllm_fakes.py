@@ -9,8 +9,10 @@ from collections import deque
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
+import pytest
 import torch
 from ledger_check import check_store
+from storage_fakes import Gated
 
 from lmc.blend.markers import Markers
 from lmc.config import Settings
@@ -449,3 +451,40 @@ class Lab:
 
 def state_of(lab, name) -> SimpleNamespace:
     return lab.scheduler._states[name]
+
+
+SYSTEM, QUESTION = [50, 51, 52, 53, 54], [70, 71, 72, 73, 74]
+DOC_A, DOC_B = [100 + i for i in range(12)], [200 + i for i in range(20)]
+PLAIN = [300 + i for i in range(40)]
+
+
+def prompt(*documents, system=SYSTEM, question=QUESTION):
+    tokens = list(system)
+    for document in documents:
+        tokens += [*SEPARATOR, *document]
+    return [*tokens, *SEPARATOR, *question]
+
+
+@pytest.fixture
+def make():
+    """Makes labs; at the end of the test nothing may be held by anybody."""
+    made = []
+
+    def make_lab(*tiers, **options):
+        lab = Lab(tiers, **options)
+        made.append((lab, tiers))
+        return lab
+
+    yield make_lab
+    for lab, tiers in made:
+        for tier in tiers:
+            if isinstance(tier, Gated):
+                tier.open_all()
+        lab.check()
+        lab.scheduler.close()
+
+
+def learn(lab, *documents, **more):
+    for i, document in enumerate(documents):
+        lab.serve(f"learn {i} {len(document)} {more}", document, {"learn": True}, **more)
+    lab.forget_prefixes()

@@ -8,7 +8,7 @@ and nothing else, even where both are in one process.
 
 import logging
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from lmc.blend.learn_prefix import learn_prefix
 from lmc.blend.markers import Markers
 from lmc.config import Settings
 from lmc.connectors.vllm import vllm_api
+from lmc.connectors.vllm.admin import Administration, serve_if_wanted
 from lmc.connectors.vllm.messages import StepPlan, StepReport, WorkerFacts
 from lmc.connectors.vllm.model_identity import files_of, model_identity
 from lmc.connectors.vllm.plugin import join_log, loaded_model
@@ -75,6 +76,7 @@ class LMCConnector(vllm_api.KVConnectorBase_V1):
             raise ConfigError("context parallelism spreads a block's tokens over ranks, which lmc does not support")
         check_chunk_size(self.settings, vllm_config.cache_config.block_size)
         self._scheduler: Scheduler | None = None
+        self._stop_admin: Callable[[], None] | None = None
         self._worker: Worker
         self._counted: dict[str, float] = {}
         if role is vllm_api.KVConnectorRole.WORKER:
@@ -170,12 +172,16 @@ class LMCConnector(vllm_api.KVConnectorBase_V1):
             ranks=len(workers),
             markers=self._markers(tokenizer) if tokenizer else None,
             blends=not refused,
+            refused=refused,
             batch_tokens=self._config.scheduler_config.max_num_batched_tokens,
             longest=self._config.model_config.max_model_len,
             announces=bool(self._config.kv_events_config and self._config.kv_events_config.enable_kv_cache_events),
             counts_images=self._counts_images(),
         )
         self._scheduler = Scheduler(setup)
+        self._stop_admin = serve_if_wanted(
+            Administration(setup, tokenizer, self._scheduler.recent), parallel.data_parallel_index
+        )
 
     def _counts_images(self) -> bool:
         """Return whether images are numbered instead of hashed, because neither they nor prefixes are cached."""
@@ -272,6 +278,8 @@ class LMCConnector(vllm_api.KVConnectorBase_V1):
     def shutdown(self) -> None:
         """Write to the tiers what is not there yet, and close the store."""
         if self._scheduler is not None:
+            if self._stop_admin:
+                self._stop_admin()
             self._scheduler.close()
             log.info("lmc: the store is closed, and everything is written")
 

@@ -19,8 +19,8 @@ log = logging.getLogger(__name__)
 class Roles:
     """Classifies requests. Those that are refused are served exactly and counted, and each reason is logged once."""
 
-    def __init__(self, setup: Setup, counts: "Counter[str]") -> None:
-        self._setup, self._counts = setup, counts
+    def __init__(self, setup: Setup, counts: "Counter[str]", *, quiet: bool = False) -> None:
+        self._setup, self._counts, self._quiet = setup, counts, quiet
         self.told: set[str] = set()
 
     def classify(self, request: Any) -> RequestState:
@@ -85,6 +85,6 @@ class Roles:
 
     def _refuse(self, about: str, text: str) -> None:
         self._counts["refused"] += 1
-        if about not in self.told:
+        if about not in self.told and not self._quiet:
             self.told.add(about)
             log.warning("%s (said once, counted as lmc:refused)", text)

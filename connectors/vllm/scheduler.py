@@ -7,8 +7,8 @@ The engine's requests and block pool come in as arguments; no vLLM is imported.
 
 import logging
 import os
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from lmc.blend.strategies import RecomputePolicy
@@ -34,6 +34,7 @@ log = logging.getLogger(__name__)
 
 Tables = Callable[[str], Sequence[int]]  # returns the block table of a scheduled request
 
+RECENT = 1000  # requests whose facts are kept
 LEARN_SECONDS = 10.0  # for which an idle engine goes on learning; a shutdown or a pause may have to wait so long
 
 
@@ -56,6 +57,7 @@ class Scheduler:
             self.events.recall(self.engine.recalled)
         self._saves = SaveQueue(setup, self.pending, self.events)
         self._states: dict[str, RequestState] = {}
+        self.recent: OrderedDict[str, Mapping[str, Any]] = OrderedDict()  # facts of requests that have ended
         self._jobs: list[LoadJob | BlendJob] = []
         self._introduced = False
         self._ran = setup.clock()  # when the engine last computed something
@@ -142,9 +144,15 @@ class Scheduler:
             self._saves.save_tail(state, blocks)
             self._forget(state)
         # Nothing is learned for a request that never ran: its engine may be asleep, without weights.
+        if state.role is Role.BLEND and request.num_computed_tokens:
+            stored = [one for one in state.documents if one.learnable and one.span not in state.unknown]
+            self.engine.note_use(request.prompt_token_ids, stored, state.salt)
         if self._setup.settings.blend_learn and request.num_computed_tokens:
             self.engine.learn_later(request.prompt_token_ids, state.unknown, state.salt)
         facts = state.facts()
+        self.recent[state.id] = facts or {}
+        if len(self.recent) > RECENT:
+            self.recent.popitem(last=False)
         if self._logs_requests:
             log.info("request %s of %d tokens: %s", state.id, request.num_prompt_tokens, facts or "nothing reused")
         return facts

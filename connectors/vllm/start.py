@@ -30,6 +30,7 @@ class Setup:
     batch_tokens: int  # that the engine computes in a step at most
     longest: int  # tokens of a request, at most; the model may have no angles for positions behind them
     blends: bool  # The model can be blended, and the settings allow it.
+    refused: str = ""  # otherwise, why not
     markers: Markers | None = None  # at which prompts are cut; None if there is no tokenizer
     announces: bool = False  # KV events are wanted.
     counts_images: bool = False  # The engine numbers images and does not hash them.

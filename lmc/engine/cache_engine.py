@@ -22,6 +22,7 @@ import torch
 from lmc.blend.segments import Span
 from lmc.config import Settings
 from lmc.engine.index import BlockChain, CacheIndex, ExactChain, TokenChain, find_run
+from lmc.engine.known_documents import KnownDocuments, pack_tokens, unpack_tokens
 from lmc.engine.pieces import Piece
 from lmc.engine.planner import DocumentLookup, Lookup, Plan, Wish, choose_plan
 from lmc.engine.tiers import open_tiers
@@ -105,6 +106,8 @@ class CacheEngine:
         self.index = CacheIndex()
         self.learning: deque[Unlearned] = deque()  # the document that has waited longest first
         self.recalled: dict[ChunkKey, str] = {}  # What connectors noted with records.
+        self.known = KnownDocuments()
+        self.salts: set[str] = {""}  # of the tenants whose documents were looked up
         self._recall()
 
     # -- names -------------------------------------------------------------------------------------------------------
@@ -129,6 +132,8 @@ class CacheEngine:
         The text at the `start` of a prompt may be a document that has no separator before it, and is never learned.
         """
         namespace = self.namespace(RecordKind.DOCUMENT, salt)
+        if len(self.salts) < SALTS:
+            self.salts.add(salt)
         found = [self._document(prompt, span, namespace) for span in spans]
         if start:
             behind = Span(self._text_start(prompt), start.stop)
@@ -180,6 +185,13 @@ class CacheEngine:
     def unlearned(self, prompt: Sequence[int], span: Span, salt: str) -> Unlearned:
         """Return a document of a prompt as it waits to be learned."""
         return Unlearned(self.namespace(RecordKind.DOCUMENT, salt), tuple(prompt[span.start : span.stop]))
+
+    def note_use(self, prompt: Sequence[int], documents: Iterable[DocumentLookup], salt: str = "") -> None:
+        """Note that a prompt has used stored documents."""
+        namespace = self.namespace(RecordKind.DOCUMENT, salt)
+        for document in documents:
+            tokens = prompt[document.span.start : document.span.stop]
+            self.known.note(namespace, tokens, [piece.key for piece in document.pieces], used=True)
 
     def begin_anew(self) -> None:
         """Use other keys from now on, which no later process finds: new weights may have come into the same model."""
@@ -267,10 +279,12 @@ class CacheEngine:
         places = self.store.lookup(keys, shared=False)
         if all(places) or len(keys) > self.store.slots:
             return None
+        self.known.note(namespace, tokens, keys)
         slots: list[Reservation | None] = []
         for key, place, (start, stop) in zip(keys, places, chunk_bounds(len(tokens), self.chunk_size), strict=True):
             size = (stop - start) * self.geometry.token_bytes
-            meta = self._meta(RecordKind.DOCUMENT, key, namespace, stop - start, start, size)
+            label = pack_tokens(tokens) if stop == len(tokens) else ""
+            meta = self._meta(RecordKind.DOCUMENT, key, namespace, stop - start, start, size, label)
             slots.append(None if place else self.store.begin(meta))
             if place is None and slots[-1] is None:
                 for begun in filter(None, slots):
@@ -321,6 +335,10 @@ class CacheEngine:
         pages, old = self.namespace(RecordKind.PAGES), Counter[str]()
         for place, meta in self.store.records():
             old[place] += meta.kind is None
+            if meta.kind is RecordKind.DOCUMENT and meta.label:
+                with suppress(ValueError):
+                    tokens = unpack_tokens(meta.label).tolist()
+                    self.known.note(meta.namespace, tokens, self.document_keys(tokens, meta.namespace))
             # Another model's pages have the same block hashes, but its token chunks have other keys.
             if meta.kind is RecordKind.PREFIX or meta.namespace == pages:
                 label, _, details = meta.label.partition(" ")

@@ -1,26 +1,18 @@
 """Who computes documents: a vLLM server with lmc, or a model in this process."""
 
-import json
-import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from http.client import HTTPException
-from typing import Any, Protocol
-from urllib.error import HTTPError
-from urllib.request import ProxyHandler, Request, build_opener
+from typing import Protocol
 
 from lmc.blend.segments import document_tokens
 from lmc.config import Settings
 from lmc.errors import InputError
+from lmc.http_client import HttpClient, Refused, Unreachable
 from lmc.storage.places import fastest_first
 from lmc.top import fetch
 
 TIMEOUT = 600.0  # seconds for a document, which may wait for others
 KEY = "OPENAI_API_KEY"
-
-
-class Unreachable(InputError):
-    """A server does not answer, so the documents that are left need not be tried."""
 
 
 class Learner(Protocol):
@@ -45,10 +37,9 @@ class ServerLearner:
         """Raise `Unreachable` if there is no server at `url`, which may end with `/v1` or not."""
         if not url.startswith(("http://", "https://")):
             raise InputError(f"{url} is no address of a server: give one like http://localhost:8000")
-        self.url = url.rstrip("/").removesuffix("/v1")
+        self._client = HttpClient(url.rstrip("/").removesuffix("/v1"), KEY, TIMEOUT)
         self._separator, self._salt = separator, salt
-        self._opener = build_opener(ProxyHandler({}))  # The server is on this host or near it.
-        models = self._answer("/v1/models").get("data") or [{}]
+        models = self._client.ask("/v1/models").get("data") or [{}]
         self.model = str(models[0].get("id", ""))
         self._evictions = self._evicted()
 
@@ -61,13 +52,13 @@ class ServerLearner:
             "kv_transfer_params": {"lmc": {"learn": True}},
         } | ({"cache_salt": self._salt} if self._salt else {})
         try:
-            answer = self._answer("/v1/completions", asked)
-        except HTTPError as error:
-            return _reason(error)
+            answer = self._client.ask("/v1/completions", asked)
+        except Refused as error:
+            return str(error)
         facts = (answer.get("kv_transfer_params") or {}).get("lmc")
         if not facts:
             raise Unreachable(
-                f"{self.url} answers without lmc: start it with LMCConnector and LMC_ENABLE_BLENDING=true"
+                f"{self._client.url} answers without lmc: start it with LMCConnector and LMC_ENABLE_BLENDING=true"
             )
         return "" if facts.get("learned") else str(facts.get("note") or "the server does not say why")
 
@@ -77,26 +68,9 @@ class ServerLearner:
 
     def _evicted(self) -> float:
         with suppress(InputError):
-            numbers = fetch(f"{self.url}/metrics").since(None)
+            numbers = fetch(f"{self._client.url}/metrics").since(None)
             return _of_slowest({labels[0]: count for (name, labels), count in numbers.items() if name == "evictions"})
         return 0.0
-
-    def _answer(self, path: str, body: dict[str, Any] | None = None) -> Any:
-        headers = {"content-type": "application/json"}
-        if key := os.environ.get(KEY):
-            headers["authorization"] = f"Bearer {key}"
-        request = Request(self.url + path, json.dumps(body).encode() if body else None, headers)
-        try:
-            with self._opener.open(request, timeout=TIMEOUT) as answer:
-                return json.loads(answer.read())
-        except HTTPError as error:
-            if body is not None and error.code in (400, 422):
-                raise  # It is about this document.
-            error.close()
-            hint = f"; {KEY} holds the key" if error.code in (401, 403) else ""
-            raise Unreachable(f"{self.url + path} answers {error.code} {error.reason}{hint}") from None
-        except (OSError, HTTPException, ValueError) as error:
-            raise Unreachable(f"no vLLM server answers at {self.url} ({error}): is it running?") from None
 
 
 class ModelLearner:
@@ -133,14 +107,3 @@ class ModelLearner:
 def _of_slowest(evictions: Mapping[str, float]) -> float:
     """Return what the slowest tier has evicted. What a faster one evicts is in a slower one."""
     return evictions[fastest_first(set(evictions))[-1]] if evictions else 0.0
-
-
-def _reason(error: HTTPError) -> str:
-    """Return what a server says about a request that it refuses."""
-    with error:
-        said = error.read().decode(errors="replace")
-    try:
-        body = json.loads(said)
-        return str(body.get("error", {}).get("message") or body.get("message") or said)
-    except (ValueError, AttributeError):
-        return f"{error.code} {error.reason}"

@@ -1,16 +1,24 @@
 """Chat completions of a real server, whose documents were learned from files: a small part of `bench/chat.py`."""
 
+import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
 from lmc.demo.pretrained import smollm2
 
-sys.path.append(str(Path(__file__).parents[2] / "bench"))
-import chat
+ROOT = Path(__file__).parents[2]
 
 
 def test_documents_of_chats_are_reused_from_the_first_request_on_and_no_conversation_is_learned() -> None:
-    found = chat.measure(str(smollm2()), documents=12, requests=20, questions=2)
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(("LMC_", "VLLM_"))}
+    command = [sys.executable, "bench/chat.py", str(smollm2()), "--documents", "12", "--requests", "20"]
+    done = subprocess.run(
+        [*command, "--questions", "2"], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
     assert found["learned"] == found["documents"] >= 12
     assert found["requests"] >= 20
     assert found["least reused"] > 0.99

@@ -54,6 +54,7 @@ class Server:
 
     folder: Path
     port: int = 0
+    admin: int = 0
     process: subprocess.Popen | None = None
     server: psutil.Process | None = None
     tree: list[psutil.Process] = field(default_factory=list)
@@ -66,7 +67,8 @@ class Server:
 
     def here(self, text: str) -> str:
         """A block of the page with this server's port and directory."""
-        return text.replace("8000", str(self.port)).replace("/var/tmp/lmc", str(self.folder / "disk"))
+        text = text.replace("8000", str(self.port)).replace("9180", str(self.admin))
+        return text.replace("/var/tmp/lmc", str(self.folder / "disk"))
 
     def execute(self, *command: str) -> str:
         """Run a block to its end; return what it prints."""
@@ -77,9 +79,10 @@ class Server:
 
     def start(self) -> None:
         if not self.port:
-            with socket.socket() as free:
-                free.bind(("", 0))
-                self.port = free.getsockname()[1]
+            with socket.socket() as one, socket.socket() as other:
+                for free in (one, other):
+                    free.bind(("", 0))
+                self.port, self.admin = one.getsockname()[1], other.getsockname()[1]
         script = self.here("\n".join(blocks(1, "sh"))).replace("--port", f"--num-gpu-blocks-override {BLOCKS} --port")
         with self.log.open("a") as log:
             self.process = self.run(["bash", "-ec", script], stdout=log, stderr=log, start_new_session=True)
@@ -218,8 +221,27 @@ def test_the_page_s_options_are_all_there_are():
 
 
 def test_the_page_s_metrics_are_there(server):
-    (block,) = blocks(5, "sh")
+    block, _ = blocks(5, "sh")
     assert "lmc:requests_total{" in server.execute("bash", "-c", block)
+
+
+def test_the_page_explains_and_lists(server):
+    for block in blocks(2, "sh"):
+        server.execute("bash", "-c", block)
+    _, block = blocks(5, "sh")
+    said = server.execute("bash", "-c", block)
+    (page,) = re.findall(r"\n(    \d+ tokens, of which.*?)…", PAGE, re.S)
+    for line in filter(None, (line.strip() for line in page.splitlines())):
+        assert line in said
+    assert re.search(r"\d+ of \d+ documents", said)
+
+
+def test_facts_of_a_stream_are_found_by_its_id(server):
+    learned(server)
+    options = {"model": "small", "temperature": 0, "max_tokens": 2, "stream": True}
+    parts = list(server.client.completions.create(prompt=prompt(NAMES[::-1], ASKED), **options))
+    facts = httpx.get(f"http://127.0.0.1:{server.admin}/v1/requests/{parts[0].id}").json()
+    assert sum(facts["tokens_from"].values()) > 1000
 
 
 def test_the_page_s_settings_are_settings(server):

@@ -1,0 +1,231 @@
+"""The administration endpoint: what the store holds, and what would happen with a prompt, while the engine runs.
+
+It runs in a thread of the process that owns the store, and is off unless LMC_ADMIN names an address. It computes and
+changes nothing in the engine; removing a document is the only change in the store.
+"""
+
+import hmac
+import logging
+import os
+import socket
+import threading
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
+from types import SimpleNamespace
+from typing import Any
+
+from lmc.connectors.vllm.claims import Claims
+from lmc.connectors.vllm.request_state import Role
+from lmc.connectors.vllm.roles import Roles
+from lmc.connectors.vllm.start import Setup
+from lmc.engine import PromptView
+from lmc.engine.explain import explain
+from lmc.engine.known_documents import KnownDocument
+from lmc.errors import ConfigError, InputError
+from lmc.metrics import flat
+
+log = logging.getLogger(__name__)
+
+ADDRESS, TOKEN = "LMC_ADMIN", "LMC_ADMIN_TOKEN"  # variables of the environment
+LOCAL = ("127.0.0.1", "localhost", "::1")
+STARTED = 10.0  # seconds within which the endpoint is up
+LISTED = 100  # documents in a list, unless more are asked for
+SHOWN = 60  # letters of a document
+
+Facts = Mapping[str, Any]
+
+
+class Administration:
+    """Answers questions about one engine. Its methods may be called by any thread."""
+
+    def __init__(self, setup: Setup, tokenizer: Any, requests: "OrderedDict[str, Facts]") -> None:
+        """`requests` are the facts of the last requests, by the engine's id."""
+        self._setup, self._engine, self._tokenizer, self._requests = setup, setup.engine, tokenizer, requests
+        self._claims = Claims(setup)
+
+    def stat(self) -> Facts:
+        """Return the store's numbers, by the keys of `lmc.metrics`."""
+        return {**flat(self._engine.stats()), "documents": len(self._engine.known.list())}
+
+    def documents(self, limit: int = LISTED) -> Facts:
+        """Return the known documents, the one that was used last first."""
+        known = self._engine.known.list()
+        return {"documents": [self._described(one) for one in known[:limit]], "total": len(known)}
+
+    def document(self, name: str) -> Facts:
+        """Return a document by the first digits of its id; raise `InputError` if it is not exactly one."""
+        found = self._find(name)
+        return {**self._described(found), "text": self._text(found.tokens.tolist())}
+
+    def remove(self, name: str) -> Facts:
+        """Remove a document from all tiers; raise `InputError` as `document`."""
+        found = self._find(name)
+        for key in found.keys:
+            self._engine.store.forget(key)
+        self._engine.known.forget(found)
+        return {"removed": found.id}
+
+    def request(self, name: str) -> Facts:
+        """Return the facts of one of the last requests, by the id of its response; raise `InputError` otherwise."""
+        for known, facts in reversed(list(self._requests.items())):
+            if known == name or known.rpartition("-")[0] == name:  # The engine adds digits to the id of a response.
+                return facts
+        raise InputError(f"no request {name} among the last {len(self._requests)}")
+
+    def explain(self, asked: Facts) -> Facts:
+        """Return what would happen with a prompt: `messages`, `prompt` or `prompt_token_ids`, with `cache_salt`, `lora`
+        and `lmc` as in a request. Raises `InputError` for anything else.
+        """
+        if not isinstance(asked, Mapping):
+            raise InputError("a request as a JSON object is wanted")
+        prompt, salt = self._tokens(asked), str(asked.get("cache_salt") or "")
+        request = SimpleNamespace(
+            request_id="explain", prompt_token_ids=prompt, num_prompt_tokens=len(prompt), num_tokens=len(prompt),
+            cache_salt=salt or None, kv_transfer_params={"lmc": asked["lmc"]} if asked.get("lmc") else None,
+            lora_request=asked.get("lora"), mm_features=[], prompt_embeds=None, skip_reading_prefix_cache=False,
+            block_hashes=[], num_preemptions=0,
+        )  # fmt: skip
+        state = Roles(self._setup, Counter(), quiet=True).classify(request)
+        refused = state.note or self._setup.refused
+        if state.role is Role.EXACT and not refused:
+            refused = "there is no special string in the prompt" if not state.documents else "blending is not wanted"
+        chain = self._engine.block_chain([], self._setup.block_size)
+        found = self._engine.look(PromptView(chain, state.documents))
+        wish = self._claims.wish(state, 0) if state.policy else None
+        plan = self._engine.plan(found, replace(wish, refused=refused))[0] if wish else None
+        documents = []
+        if plan is not None:
+            documents = explain(self._engine, prompt, found.documents, plan, salt, refused, self._text)
+        reused = sum(piece.tokens for piece in plan.pieces) if plan and not refused else 0
+        return {
+            "tokens": len(prompt),
+            "reused_tokens": reused,
+            "repaired_tokens": round(reused * (state.policy.ratios[-1] if state.policy else 0)),
+            "why": refused or (plan.note if plan else ""),
+            "documents": [asdict(one) for one in documents],
+        }
+
+    def _tokens(self, asked: Facts) -> list[int]:
+        given = asked.get("prompt_token_ids")
+        if given is None and isinstance(asked.get("prompt"), list):
+            given = asked["prompt"]
+        if given is not None:
+            return [int(token) for token in given]
+        if self._tokenizer is None:
+            raise InputError("this engine has no tokenizer, or does not blend: give prompt_token_ids")
+        if isinstance(asked.get("messages"), list):
+            done = self._tokenizer.apply_chat_template(
+                asked["messages"], tokenize=True, add_generation_prompt=True, return_dict=False
+            )
+            return list(done)
+        if isinstance(asked.get("prompt"), str):
+            return list(self._tokenizer.encode(asked["prompt"]))
+        raise InputError("give messages, prompt or prompt_token_ids")
+
+    def _text(self, tokens: list[int]) -> str:
+        return str(self._tokenizer.decode(tokens)) if self._tokenizer else " ".join(map(str, tokens))
+
+    def _find(self, name: str) -> KnownDocument:
+        found = [known for known in self._engine.known.list() if known.id.startswith(name.lower())]
+        if len(found) != 1:
+            raise InputError(f"{len(found)} known documents have an id that begins with {name}")
+        return found[0]
+
+    def _described(self, known: KnownDocument) -> dict[str, Any]:
+        places = self._engine.lookup(known.keys, {})
+        return {
+            "id": known.id,
+            "tokens": len(known.tokens),
+            "begins": self._text(known.tokens[: 2 * SHOWN].tolist())[:SHOWN],
+            "places": sorted({place for place in places if place}) if all(places) else [],
+            "uses": known.uses,
+            "used": known.used,
+        }
+
+
+def serve(of: Administration, address: str, token: str, engine: int = 0) -> Callable[[], None]:
+    """Answer at `host:port` from a thread; return the function that ends it. Engine number n has the port port + n.
+
+    Raises `ConfigError` if the address cannot be had, or can be reached from elsewhere and has no token.
+    """
+    host, _, port = address.rpartition(":")
+    if not port.isdecimal():
+        raise ConfigError(f"{ADDRESS} = {address} must be an address such as 127.0.0.1:9180")
+    host = host.strip("[]") or LOCAL[0]
+    if host not in LOCAL and not token:
+        raise ConfigError(f"{ADDRESS} = {address} can be reached from other hosts: set {TOKEN} to a secret")
+    try:
+        import uvicorn
+    except ImportError as error:
+        raise ConfigError(f"{ADDRESS} needs {error.name}: pip install starlette uvicorn") from error
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        listening = socket.create_server((host, int(port) + engine), family=family)
+    except OSError as error:
+        raise ConfigError(
+            f"{ADDRESS} = {address} cannot be had: {error.strerror}; is another engine using it?"
+        ) from None
+    config = uvicorn.Config(application(of, token), log_level="warning", access_log=False, lifespan="off")
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, args=([listening],), name="lmc-admin", daemon=True)
+    thread.start()
+    until = time.monotonic() + STARTED
+    while not server.started and thread.is_alive() and time.monotonic() < until:
+        time.sleep(0.01)
+    log.info("lmc: administration at http://%s:%d", host, int(port) + engine)
+
+    def stop() -> None:
+        server.should_exit = True
+        thread.join(STARTED)
+
+    return stop
+
+
+def application(of: Administration, token: str) -> Any:
+    """Return the Starlette application."""
+    from starlette.applications import Starlette
+    from starlette.concurrency import run_in_threadpool
+    from starlette.requests import Request
+    from starlette.responses import JSONResponse
+    from starlette.routing import Route
+
+    def answering(find: Callable[[Request, Any], Facts]) -> Callable[[Request], Any]:
+        async def answer(request: Request) -> JSONResponse:
+            given = request.headers.get("authorization", "").removeprefix("Bearer ")
+            if token and not hmac.compare_digest(given.encode(), token.encode()):
+                return JSONResponse({"error": f"{TOKEN} of the engine is wanted as a bearer token"}, 401)
+            try:
+                body = await request.json() if request.method == "POST" else {}
+                return JSONResponse(await run_in_threadpool(find, request, body))
+            except (InputError, ValueError, TypeError, KeyError) as error:
+                return JSONResponse({"error": str(error)}, 400)
+
+        return answer
+
+    name = "name"
+    return Starlette(
+        routes=[
+            Route("/health", answering(lambda _, __: {"status": "ok"})),
+            Route("/v1/stat", answering(lambda _, __: of.stat())),
+            Route("/v1/explain", answering(lambda _, body: of.explain(body)), methods=["POST"]),
+            Route(
+                "/v1/documents",
+                answering(lambda request, _: of.documents(int(request.query_params.get("limit", LISTED)))),
+            ),
+            Route("/v1/documents/{name}", answering(lambda request, _: of.document(request.path_params[name]))),
+            Route(
+                "/v1/documents/{name}",
+                answering(lambda request, _: of.remove(request.path_params[name])),
+                methods=["DELETE"],
+            ),
+            Route("/v1/requests/{name}", answering(lambda request, _: of.request(request.path_params[name]))),
+        ]
+    )
+
+
+def serve_if_wanted(of: Administration, engine: int) -> Callable[[], None] | None:
+    """Open the endpoint that the environment asks for, if it does, for one of several data-parallel engines."""
+    address = os.environ.get(ADDRESS, "")
+    return serve(of, address, os.environ.get(TOKEN, ""), engine) if address else None

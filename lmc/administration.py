@@ -1,0 +1,122 @@
+"""`lmc explain` and `lmc documents`: ask the administration endpoint of an engine that is running."""
+
+import json
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from lmc.errors import InputError
+from lmc.terminal import console, print_json
+
+URL, KEY = "http://127.0.0.1:9180", "LMC_ADMIN_TOKEN"
+DIGITS = 12  # of an id that are shown
+
+Address = Annotated[str, typer.Option("--url", help="the engine's LMC_ADMIN")]
+AsJson = Annotated[bool, typer.Option("--json", help="print JSON")]
+documents = typer.Typer(no_args_is_help=True, help="List, show and remove the documents that a running engine knows.")
+
+
+def explain(
+    prompt: Annotated[str, typer.Argument(help="file of a request as JSON, or of text; - for standard input")],
+    url: Address = URL,
+    as_json: AsJson = False,
+) -> None:
+    """Say which documents of a prompt a running engine would reuse, and for each other one why not.
+
+    The file holds the body of a chat or completions request (messages, or prompt), or the text of a prompt. Nothing is
+    computed. The engine has to run with LMC_ADMIN=127.0.0.1:9180.
+    """
+    found = _ask(url, "/v1/explain", _body(prompt))
+    if as_json:
+        print_json(found)
+        return
+    out = console()
+    whole, reused, again = (found[name] for name in ("tokens", "reused_tokens", "repaired_tokens"))
+    out.print(Text(f"{whole} tokens, of which {reused} would be reused, {again} of them computed again"))
+    if found["why"]:
+        out.print(Text(f"note: {found['why']}"))
+    for number, one in enumerate(found["documents"], 1):
+        size, places = one["stop"] - one["start"], ", ".join(sorted(set(one["places"])))
+        held = f"stored ({places}), not reused" if places else "not stored"
+        what = f"reused from {places}" if one["reused"] else held
+        out.print(Text(f"\ndocument {number}, {size} tokens from {one['start']} on: {what}"))
+        out.print(Text(f"  {one['text']!r}"))
+        if one["why"]:
+            out.print(Text(f"  why: {one['why']}"))
+        if one["nearest"]:
+            out.print(Text(f"  lmc documents show {one['nearest'][:DIGITS]}"))
+
+
+@documents.command(name="list")
+def list_documents(
+    limit: Annotated[int, typer.Option(min=1, help="how many; those that were used last come first")] = 100,
+    url: Address = URL,
+    as_json: AsJson = False,
+) -> None:
+    """List documents: tokens, where they are, how often they were used, and when last."""
+    found = _ask(url, f"/v1/documents?limit={limit}")
+    if as_json:
+        print_json(found)
+        return
+    table = Table("id", "tokens", "places", "uses", "last used", "begins")
+    for one in found["documents"]:
+        places = ", ".join(one["places"]) or "evicted"
+        row = one["id"][:DIGITS], str(one["tokens"]), places, str(one["uses"]), _time(one["used"]), one["begins"]
+        table.add_row(*map(Text, row))
+    console().print(table, Text(f"{len(found['documents'])} of {found['total']} documents"))
+
+
+@documents.command()
+def show(
+    name: Annotated[str, typer.Argument(help="first digits of its id")], url: Address = URL, as_json: AsJson = False
+) -> None:
+    """Show a document with its text."""
+    found = _ask(url, f"/v1/documents/{name}")
+    if as_json:
+        print_json(found)
+        return
+    places = ", ".join(found["places"]) or "evicted"
+    console().print(
+        Text(f"{found['id']}\n{found['tokens']} tokens, {places}, used {found['uses']} times\n\n{found['text']}")
+    )
+
+
+@documents.command()
+def remove(name: Annotated[str, typer.Argument(help="first digits of its id")], url: Address = URL) -> None:
+    """Remove a document from memory and all tiers. It is learned again when a prompt has it."""
+    console().print(Text(f"{_ask(url, f'/v1/documents/{name}', method='DELETE')['removed']} is removed"))
+
+
+def _ask(url: str, path: str, body: Any = None, method: str | None = None) -> Any:
+    from lmc.http_client import HttpClient, Unreachable
+
+    try:
+        return HttpClient(url, KEY).ask(path, body, method)
+    except Unreachable as error:
+        raise Unreachable(f"{error} The engine has to be started with LMC_ADMIN=127.0.0.1:9180") from None
+
+
+def _body(source: str) -> dict[str, Any]:
+    try:
+        text = sys.stdin.read() if source == "-" else Path(source).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"cannot read {source}: {error}") from None
+    try:
+        body = json.loads(text)
+    except ValueError:
+        return {"prompt": text}
+    if isinstance(body, list):
+        return {"messages": body} if body and isinstance(body[0], dict) else {"prompt_token_ids": body}
+    if not isinstance(body, dict):
+        raise InputError(f"{source} must hold a request with messages or a prompt, or a text")
+    given = (body.get("kv_transfer_params") or {}).get("lmc")
+    return body | ({"lmc": given} if given else {})
+
+
+def _time(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")

@@ -1,0 +1,98 @@
+"""Explains for each document of a prompt whether it would be reused, and if not, why."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from lmc.engine.cache_engine import CacheEngine
+from lmc.engine.known_documents import KnownDocument
+from lmc.engine.planner import DocumentLookup, Plan
+from lmc.keys import RecordKind
+
+Decode = Callable[[list[int]], str]
+SHOWN = 60  # letters of a document
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """What happens with one document of a prompt."""
+
+    start: int  # positions [start, stop) of the prompt
+    stop: int
+    text: str  # how it begins
+    places: tuple[str, ...]  # where its chunks are; empty if it is not stored as a whole
+    reused: bool
+    why: str  # why it is not reused; empty if it is
+    nearest: str = ""  # the id of the known document that is most like it, if it is not known itself
+    differs_at: int = -1  # the first token of it that the nearest one does not have at that place
+
+
+def explain(
+    engine: CacheEngine,
+    prompt: Sequence[int],
+    documents: Sequence[DocumentLookup],
+    plan: Plan,
+    salt: str,
+    refused: str,
+    decode: Decode,
+) -> list[Explanation]:
+    """Return an explanation for each document that was looked up.
+
+    `plan` is what would be done with the prompt; `refused` is why nothing of it is blended, if that is so.
+    """
+    planned = {piece.key for piece in plan.pieces}
+    found = []
+    for document in documents:
+        tokens = list(prompt[document.span.start : document.span.stop])
+        places = [piece.place for piece in document.pieces]
+        there = tuple(place for place in places if place is not None)
+        reused = bool(planned.intersection(piece.key for piece in document.pieces)) and not refused
+        why, nearest, differs = "", "", -1
+        if len(there) < len(places):
+            there = ()
+            why, near = _why_unknown(engine, tokens, document, salt, decode)
+            if near is not None:
+                nearest, differs = near.id, _first_difference(tokens, near)
+        elif not reused:
+            why = refused or plan.note or "the prompt's beginning is reused exactly up to behind it"
+        if not document.learnable and not there:
+            continue  # The system text may be a document, and mostly is none.
+        text = decode(tokens[: 2 * SHOWN])[:SHOWN]
+        found.append(
+            Explanation(
+                start=document.span.start, stop=document.span.stop, text=text, places=there, reused=reused,
+                why=why, nearest=nearest, differs_at=differs,
+            )
+        )  # fmt: skip
+    return found
+
+
+def _why_unknown(
+    engine: CacheEngine, tokens: list[int], document: DocumentLookup, salt: str, decode: Decode
+) -> tuple[str, KnownDocument | None]:
+    """Return why a document is not stored, and the known one that is most like it."""
+    namespace = engine.namespace(RecordKind.DOCUMENT, salt)
+    if engine.unlearned(tokens, document.span.at_start(), salt) in list(engine.learning):
+        return "it waits to be learned", None
+    same = [known for known in engine.known.list() if known.tokens.tolist() == tokens]
+    if any(known.namespace == namespace for known in same):
+        return "it was learned, and has been evicted: the tiers are too small for all documents", None
+    if same:
+        others = {engine.namespace(RecordKind.DOCUMENT, one) for one in engine.salts}
+        tenant = "another tenant (cache_salt) has learned it"
+        model = "it was learned by another model, or with other settings (dtype, chunk_size, blend_learn_prefix)"
+        return tenant if any(known.namespace in others for known in same) else model, None
+    near = engine.known.nearest(tokens, namespace)
+    if near is not None:
+        at = _first_difference(tokens, near)
+        here, there = (decode(list(one[at : at + 8])) for one in (tokens, near.tokens))
+        alike = decode(tokens).split() == decode(near.tokens.tolist()).split()
+        what = "the text is known with other white space" if alike else "a document that is much like it is known"
+        return f"{what}: from token {at} on it has {here!r}, the known one {there!r}", near
+    if not engine.settings.blend_learn:
+        return "it is not learned: blend_learn is false, and no request has learned it", None
+    return "it is not learned yet: no request with it has ended", None
+
+
+def _first_difference(tokens: Sequence[int], known: KnownDocument) -> int:
+    pairs = enumerate(zip(tokens, known.tokens, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(tokens), len(known.tokens)))

@@ -1,0 +1,94 @@
+"""The documents that an engine knows: those it has learned, met in prompts, or found on its disk at the start.
+
+This is what `lmc documents` lists and what `lmc explain` compares with. It decides nothing: whether a document can be
+reused is asked of the store, chunk by chunk.
+"""
+
+import base64
+import threading
+import time
+import zlib
+from array import array
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from lmc.keys import ChunkKey
+
+REMEMBERED = 1 << 24  # tokens of all documents: 64 MiB. Beyond that, those are forgotten that were used longest ago.
+
+
+@dataclass(slots=True)
+class KnownDocument:
+    """A document, under the namespace of its model and tenant."""
+
+    namespace: bytes
+    tokens: "array[int]" = field(repr=False)
+    keys: tuple[ChunkKey, ...]
+    uses: int = 0
+    used: float = field(default_factory=time.time)  # when it was learned or used last, in seconds since 1970
+
+    @property
+    def id(self) -> str:
+        """The key of its last chunk, which covers all of its tokens and its namespace."""
+        return self.keys[-1].hex()
+
+
+class KnownDocuments:
+    """All known documents. May be used by several threads."""
+
+    def __init__(self) -> None:
+        self._documents: OrderedDict[str, KnownDocument] = OrderedDict()  # used longest ago first
+        self._tokens = 0
+        self._mutex = threading.Lock()
+
+    def note(self, namespace: bytes, tokens: Sequence[int], keys: Sequence[ChunkKey], *, used: bool = False) -> None:
+        """Note that a document was learned, or that a prompt has `used` it."""
+        if not tokens:
+            return
+        with self._mutex:
+            name = keys[-1].hex()
+            document = self._documents.get(name)
+            if document is None:
+                document = self._documents[name] = KnownDocument(namespace, array("I", tokens), tuple(keys))
+                self._tokens += len(tokens)
+            document.uses, document.used = document.uses + used, time.time()
+            self._documents.move_to_end(name)
+            while self._tokens > REMEMBERED and len(self._documents) > 1:
+                _, oldest = self._documents.popitem(last=False)
+                self._tokens -= len(oldest.tokens)
+
+    def forget(self, document: KnownDocument) -> None:
+        """Forget a document that was removed."""
+        with self._mutex:
+            if self._documents.pop(document.id, None):
+                self._tokens -= len(document.tokens)
+
+    def list(self) -> "list[KnownDocument]":
+        """Return all documents; the one that was used last comes first."""
+        with self._mutex:
+            return list(reversed(self._documents.values()))
+
+    def nearest(self, tokens: Sequence[int], namespace: bytes) -> KnownDocument | None:
+        """Return the document of a namespace that has at least half of its distinct tokens in common with `tokens`."""
+        wanted, best, most = set(tokens), None, 0.5
+        for document in self.list():
+            if document.namespace == namespace:
+                there = set(document.tokens)
+                share = len(wanted & there) / len(wanted | there)
+                if share > most:
+                    best, most = document, share
+        return best
+
+
+def pack_tokens(tokens: Sequence[int]) -> str:
+    """Return tokens as a text for the label of a record."""
+    return base64.b85encode(zlib.compress(array("I", tokens).tobytes())).decode()
+
+
+def unpack_tokens(text: str) -> "array[int]":
+    """Return the tokens that `pack_tokens` has written; raise `ValueError` for any other text."""
+    try:
+        return array("I", zlib.decompress(base64.b85decode(text)))
+    except zlib.error as error:
+        raise ValueError("no packed tokens") from error

@@ -1,0 +1,58 @@
+"""Asks servers on this host or near it, by JSON over HTTP."""
+
+import json
+import os
+from http.client import HTTPException
+from typing import Any
+from urllib.error import HTTPError
+from urllib.request import ProxyHandler, Request, build_opener
+
+from lmc.errors import InputError
+
+
+class Unreachable(InputError):
+    """A server does not answer, or does not let us in."""
+
+
+class Refused(InputError):
+    """A server has answered that something is wrong with what it was asked."""
+
+
+class HttpClient:
+    """One server. May be used by several threads."""
+
+    def __init__(self, url: str, key_variable: str, timeout: float = 30.0) -> None:
+        """`key_variable` is the variable of the environment that holds the key, if there is one."""
+        self.url = (url if "://" in url else f"http://{url}").rstrip("/")
+        self._key_variable, self._timeout = key_variable, timeout
+        self._opener = build_opener(ProxyHandler({}))  # A proxy does not lead to a server on this host.
+
+    def ask(self, path: str, body: Any = None, method: str | None = None) -> Any:
+        """Return the answer; raise `Unreachable`, or `Refused` with what the server says about the question."""
+        headers = {"content-type": "application/json"}
+        if key := os.environ.get(self._key_variable):
+            headers["authorization"] = f"Bearer {key}"
+        data = None if body is None else json.dumps(body).encode()
+        try:
+            with self._opener.open(
+                Request(self.url + path, data, headers, method=method), timeout=self._timeout
+            ) as done:
+                return json.loads(done.read())
+        except HTTPError as error:
+            with error:
+                said = error.read().decode(errors="replace")
+            if error.code in (400, 404, 422) and (reason := _reason(said)):
+                raise Refused(reason) from None
+            hint = f"; {self._key_variable} holds the key" if error.code in (401, 403) else ""
+            raise Unreachable(f"{self.url + path} answers {error.code} {error.reason}{hint}") from None
+        except (OSError, HTTPException, ValueError) as error:
+            raise Unreachable(f"no server answers at {self.url} ({error}): is it running?") from None
+
+
+def _reason(said: str) -> str:
+    try:
+        body = json.loads(said)
+        error = body.get("error")
+        return str(error.get("message") if isinstance(error, dict) else error or body.get("message") or "")
+    except (ValueError, AttributeError):
+        return ""

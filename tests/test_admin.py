@@ -1,0 +1,252 @@
+"""The administration endpoint, over real HTTP, and the commands that ask it. The engine is a fake, the store is not."""
+
+import json
+import socket
+from dataclasses import replace
+
+import pytest
+from storage_fakes import DictTier
+from test_cli import lmc
+from test_vllm_scheduler import counted, pretend
+from vllm_fakes import DOC_A, DOC_B, Adapter, Lab, learn, prompt
+
+from lmc.connectors.vllm.admin import Administration, serve
+from lmc.errors import ConfigError
+from lmc.http_client import HttpClient, Refused, Unreachable
+from lmc.keys import RecordKind
+
+BLANK = 70  # a token of white space; all others are words
+
+
+class Words:
+    """A tokenizer whose tokens are words."""
+
+    def decode(self, tokens):
+        return " ".join("" if token == BLANK else f"w{token}" for token in tokens)
+
+    def encode(self, text):
+        return [int(word.removeprefix("w")) for word in text.split()]
+
+    def apply_chat_template(self, messages, **_):
+        return [token for message in messages for token in self.encode(message["content"])]
+
+
+def administration(lab: Lab, **setup) -> Administration:
+    for name, value in setup.items():
+        setattr(lab.scheduler._setup, name, value)
+    return Administration(lab.scheduler._setup, Words(), lab.scheduler.recent)
+
+
+def explained(lab: Lab, tokens, *, setup=None, **more):
+    return administration(lab, **(setup or {})).explain({"prompt_token_ids": tokens, **more})
+
+
+# -- explain ----------------------------------------------------------------------------------------------------------
+
+
+def test_known_documents_are_said_to_be_reused_and_nothing_changes(make):
+    lab = make()
+    learn(lab, DOC_A, DOC_B)
+    stats = lab.scheduler.numbers()
+    found = explained(lab, prompt(DOC_B, DOC_A))
+    assert [(one["reused"], one["why"], set(one["places"])) for one in found["documents"]] == [(True, "", {"host"})] * 2
+    assert (found["reused_tokens"], found["why"]) == (len(DOC_A) + len(DOC_B), "")
+    assert found["tokens"] == len(prompt(DOC_B, DOC_A))
+    assert lab.scheduler.numbers() == stats
+    assert not lab.scheduler._states
+
+
+def test_why_a_document_is_not_known(make):
+    lab = make(slots=64)
+    learn(lab, DOC_A)
+    learn(lab, DOC_B, cache_salt="tenant")
+    assert why(explained(lab, prompt([5, 6, 7, 8, 9, 10]))) == ["it is not learned yet: no request with it has ended"]
+    assert why(explained(lab, prompt(DOC_B))) == ["another tenant (cache_salt) has learned it"]
+    assert why(explained(lab, prompt(DOC_A), cache_salt="tenant")) == ["another tenant (cache_salt) has learned it"]
+
+    blank = explained(lab, prompt([BLANK, *DOC_A]))
+    assert why(blank) == [
+        f"the text is known with other white space: from token 0 on it has {Words().decode([BLANK, *DOC_A][:8])!r}, "
+        f"the known one {Words().decode(DOC_A[:8])!r}"
+    ]
+    assert blank["documents"][0]["nearest"] == lab.engine.known.nearest(DOC_A, document_namespace(lab)).id
+    other = explained(lab, prompt([*DOC_A[:5], 60, *DOC_A[6:]]))
+    assert why(other)[0].startswith("a document that is much like it is known: from token 5 on")
+    assert other["documents"][0]["differs_at"] == 5
+
+    for document in lab.engine.known.list():
+        for key in document.keys:
+            lab.store.forget(key)
+    assert why(explained(lab, prompt(DOC_A)))[0].startswith("it was learned, and has been evicted")
+
+
+def test_a_document_that_waits_to_be_learned_is_said_to_wait(make):
+    lab = make()
+    lab.serve("one", prompt(DOC_A))
+    assert lab.engine.learning
+    assert why(explained(lab, prompt(DOC_A))) == ["it waits to be learned"]
+
+
+def test_learning_that_is_off_is_named(make):
+    lab = make(settings={"blend_learn": False})
+    assert why(explained(lab, prompt(DOC_A)))[0].startswith("it is not learned: blend_learn is false")
+
+
+def test_a_document_of_another_model_is_named_after_a_restart(make):
+    tier = DictTier()
+    lab = make(tier)
+    learn(lab, DOC_A)
+    lab.settle()
+    lab.scheduler.close()
+
+    again = make(tier)
+    assert why(explained(again, prompt(DOC_A))) == [""]
+    again.engine._namespace = replace(again.engine._namespace, model="another model")
+    said = why(explained(again, prompt(DOC_A)))[0]
+    assert said.startswith("it was learned by another model, or with other settings")
+
+
+@pytest.mark.parametrize(
+    ("settings", "more", "said"),
+    [
+        ({"blend_min_tokens": 100}, {}, "12 tokens of stored documents are fewer than blend_min_tokens=100"),
+        ({}, {"lora": "an adapter"}, "requests with LoRA are not blended"),
+        ({}, {"lmc": {"ratio": 3}}, "lmc.ratio must be between 0 and 1, not 3"),
+    ],
+)
+def test_why_a_stored_document_is_not_reused(make, settings, more, said):
+    lab = make(settings=settings)
+    learn(lab, DOC_A)
+    if "lora" in more:
+        more = {"lora": Adapter(more["lora"])}
+    found = explained(lab, prompt(DOC_A), **more)
+    assert said in (found["why"], *why(found))
+    assert found["reused_tokens"] == 0
+    assert not any(one["reused"] for one in found["documents"])
+
+
+def test_a_failed_self_test_is_named(make):
+    lab = make()
+    learn(lab, DOC_A)
+    found = explained(lab, prompt(DOC_A), setup={"blends": False, "refused": "the self-test failed for this model"})
+    assert found["why"] == "the self-test failed for this model"
+
+
+def test_a_slow_tier_is_named(make):
+    lab = make(counted(documents=[DOC_A, DOC_B]))
+    lab.serve("one", prompt(DOC_A))
+    lab.forget_prefixes()
+    pretend(lab, byte=1.0)
+    near, far = explained(lab, prompt(DOC_A, DOC_B))["documents"]
+    assert (near["reused"], near["places"]) == (True, ("host", "host"))
+    assert (far["reused"], far["places"]) == (False, ("dict", "dict", "dict"))
+    assert far["why"].startswith("stored tokens were computed, in about")
+
+
+def why(found):
+    return [one["why"] for one in found["documents"]]
+
+
+def document_namespace(lab: Lab):
+    return lab.engine.namespace(RecordKind.DOCUMENT, "")
+
+
+# -- the endpoint -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def served(make):
+    lab = make()
+    learn(lab, DOC_A, DOC_B)
+    lab.serve("cmpl-7-0-1a2b3c4d", prompt(DOC_A, DOC_B))
+    port = free_port()
+    stop = serve(administration(lab), f"127.0.0.1:{port}", "")
+    lab.url = f"127.0.0.1:{port}"
+    yield lab
+    stop()
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def test_the_endpoint_answers_what_the_commands_ask(served, tmp_path):
+    client = HttpClient(served.url, "NO_KEY")
+    assert client.ask("/health") == {"status": "ok"}
+    assert client.ask("/v1/stat")["documents"] == 2
+    assert client.ask("/v1/requests/cmpl-7-0")["tokens_from"] == {"host": len(DOC_A) + len(DOC_B)}
+    with pytest.raises(Refused, match="no request cmpl-8"):
+        client.ask("/v1/requests/cmpl-8")
+
+    code, out, _ = lmc("documents", "list", "--url", served.url)
+    assert code == 0
+    assert "2 of 2 documents" in out
+    listed = json.loads(lmc("documents", "list", "--url", served.url, "--json")[1])["documents"]
+    assert [(one["tokens"], one["places"], one["uses"]) for one in listed] == [
+        (len(DOC_B), ["host"], 1),
+        (len(DOC_A), ["host"], 1),
+    ]
+    name = listed[0]["id"]
+    assert Words().decode(DOC_B) in lmc("documents", "show", name[:8], "--url", served.url)[1]
+
+    (tmp_path / "prompt.json").write_text(
+        json.dumps({"messages": [{"content": Words().decode(prompt(DOC_B, [5] * 6))}]})
+    )
+    code, out, _ = lmc("explain", tmp_path / "prompt.json", "--url", served.url)
+    assert code == 0
+    assert "document 1, 20 tokens from 7 on: reused from host" in out
+    assert "document 2, 6 tokens" in out
+    assert "why: it is not learned yet" in out
+    (tmp_path / "prompt.txt").write_text(Words().decode(prompt(DOC_B)))
+    assert json.loads(lmc("explain", tmp_path / "prompt.txt", "--url", served.url, "--json")[1])["reused_tokens"] == 20
+
+    assert "is removed" in lmc("documents", "remove", name[:8], "--url", served.url)[1]
+    assert json.loads(lmc("documents", "list", "--url", served.url, "--json")[1])["total"] == 1
+    code, _, err = lmc("documents", "show", name[:8], "--url", served.url)
+    assert (code, "0 known documents have an id that begins with" in err) == (2, True)
+
+
+@pytest.mark.parametrize("body", [{}, [], {"messages": 3}, {"prompt_token_ids": ["x"]}, {"prompt": 5}])
+def test_a_wrong_question_is_answered_and_not_more(served, body):
+    client = HttpClient(served.url, "NO_KEY")
+    with pytest.raises((Refused, Unreachable)):
+        client.ask("/v1/explain", body)
+    assert client.ask("/health") == {"status": "ok"}
+
+
+def test_a_token_is_wanted_and_asked_for(make, monkeypatch):
+    lab = make()
+    port = free_port()
+    stop = serve(administration(lab), f"127.0.0.1:{port}", "hunter2")
+    try:
+        code, _, err = lmc("documents", "list", "--url", f"127.0.0.1:{port}")
+        assert (code, "LMC_ADMIN_TOKEN holds the key" in err) == (2, True)
+        monkeypatch.setenv("LMC_ADMIN_TOKEN", "hunter2")
+        assert lmc("documents", "list", "--url", f"127.0.0.1:{port}")[0] == 0
+    finally:
+        stop()
+
+
+def test_an_address_that_cannot_be_had_is_refused(make):
+    lab = make()
+    port = free_port()
+    stop = serve(administration(lab), f"127.0.0.1:{port}", "")
+    try:
+        with pytest.raises(ConfigError, match="is another engine using it"):
+            serve(administration(lab), f"127.0.0.1:{port}", "")
+    finally:
+        stop()
+    for address, said in (
+        ("0.0.0.0:1", "set LMC_ADMIN_TOKEN"),
+        ("a:b", "must be an address"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            serve(administration(lab), address, "")
+
+
+def test_without_an_endpoint_the_commands_say_how_to_get_one():
+    code, _, err = lmc("documents", "list", "--url", "127.0.0.1:1")
+    assert code == 2
+    assert "has to be started with LMC_ADMIN=127.0.0.1:9180" in err
