@@ -176,7 +176,7 @@ def test_the_endpoint_answers_what_the_commands_ask(served, tmp_path):
     client = HttpClient(served.url, "NO_KEY")
     assert client.ask("/health") == {"status": "ok"}
     assert client.ask("/v1/stat")["documents"] == 2
-    assert client.ask("/v1/requests/cmpl-7-0")["tokens_from"] == {"host": len(DOC_A) + len(DOC_B)}
+    assert client.ask("/v1/requests/cmpl-7")["tokens_from"] == {"host": len(DOC_A) + len(DOC_B)}
     with pytest.raises(Refused, match="no request cmpl-8"):
         client.ask("/v1/requests/cmpl-8")
 

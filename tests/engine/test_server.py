@@ -239,7 +239,8 @@ def test_the_page_explains_and_lists(server):
 def test_facts_of_a_stream_are_found_by_its_id(server):
     learned(server)
     options = {"model": "small", "temperature": 0, "max_tokens": 2, "stream": True}
-    parts = list(server.client.completions.create(prompt=prompt(NAMES[::-1], ASKED), **options))
+    text = prompt(NAMES[::-1], "at the mill , owner of a stream")
+    parts = list(server.client.completions.create(prompt=text, **options))
     facts = httpx.get(f"http://127.0.0.1:{server.admin}/v1/requests/{parts[0].id}").json()
     assert sum(facts["tokens_from"].values()) > 1000
 
