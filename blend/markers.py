@@ -47,7 +47,7 @@ def separator_variants(
     start = _common_prefix(encode("a"), encode("b"))  # special tokens that come before every text, such as BOS
     texts = special_string, bare, " " + bare, bare + " "
     found = {tuple(encode(text)[start:]) for text in texts}
-    found |= {_inside(encode, *parts) for parts in itertools.product(BEFORE, texts, BEHIND)}
+    found |= {tokens_inside(encode, *parts) for parts in itertools.product(BEFORE, texts, BEHIND)}
     # Where a letter joins the special string in one token, a part of it is missing.
     whole = [
         one for one in found if bare and decode(list(one)).replace(SENTENCE_PIECE_BLANK, " ").split() == bare.split()
@@ -90,7 +90,7 @@ def _chat(tokenizer: Any, question: str, answer: str) -> list[int]:
     return list(tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False))
 
 
-def _inside(
+def tokens_inside(
     encode: Callable[[str], Tokens], before: tuple[str, str], text: str, behind: tuple[str, str]
 ) -> tuple[int, ...]:
     """Return how `text` is encoded between two others: the tokens that are the same whichever texts these are."""

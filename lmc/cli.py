@@ -175,6 +175,29 @@ def top(
         tops.top(url, interval, once, console())
 
 
+@app.command()
+def template(
+    model: Annotated[str, typer.Argument(help="directory or hub id of a model with a chat template")],
+    file: Annotated[
+        Path | None, typer.Option("--template", help="a chat template to begin with, instead of the model's")
+    ] = None,
+) -> None:
+    """Print a chat template that puts the `documents` of a request between separators: vllm serve --chat-template."""
+    from lmc.chat_template import with_documents
+    from lmc.config import Settings
+
+    try:
+        if file is None:
+            from lmc.connectors.transformers.hf import chat_template
+
+            text = chat_template(model)
+        else:
+            text = file.read_text(encoding="utf-8")
+    except (OSError, ImportError) as error:
+        raise InputError(f"no chat template: {error}") from None
+    typer.echo(with_documents(text, Settings.load().blend_special_str), nl=False)
+
+
 app.command(name="demo")(demo)
 app.command(name="calibrate")(calibrate)
 app.command(name="learn")(learn)

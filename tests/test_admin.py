@@ -32,9 +32,9 @@ class Words:
 
 
 def administration(lab: Lab, **setup) -> Administration:
-    for name, value in setup.items():
+    for name, value in {"tokenizer": Words(), **setup}.items():
         setattr(lab.scheduler._setup, name, value)
-    return Administration(lab.scheduler._setup, Words(), lab.scheduler.recent)
+    return Administration(lab.scheduler._setup, lab.scheduler.recent)
 
 
 def explained(lab: Lab, tokens, *, setup=None, **more):

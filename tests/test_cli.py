@@ -89,6 +89,17 @@ def test_the_command_says_its_version_and_runs_as_a_module() -> None:
     assert done.stdout == f"lmc {__version__}\n"
 
 
+def test_a_template_is_printed_for_a_server(tmp_path: Path) -> None:
+    (tmp_path / "own.jinja").write_text("{{ messages[0].content }}")
+    code, out, _ = lmc("template", SMALL / "model", "--template", tmp_path / "own.jinja")
+    assert code == 0
+    assert out.startswith("{%- if documents %}")
+    assert out.endswith("{%- endif %}\n{{ messages[0].content }}")
+    code, _, err = lmc("template", SMALL / "model")
+    assert (code, "has no chat template" in err) == (2, True)
+    assert lmc("template", SMALL / "model", "--template", tmp_path / "none")[0] == 2
+
+
 def test_help_imports_nothing_heavy() -> None:
     code = "import sys; sys.argv[1:] = ['--help']\nfrom lmc.cli import main\ntry: main()\nfinally: print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -9,8 +9,10 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from lmc.blend.locate import find_text
 from lmc.blend.markers import Markers
 from lmc.blend.segments import Span, document_tokens, join, split
+from lmc.chat_template import with_documents
 from lmc.demo import SHIPPED
 from lmc.demo.pretrained import smollm2
 from lmc.errors import InputError
@@ -125,6 +127,25 @@ def test_a_text_has_the_tokens_that_it_has_in_a_prompt(tokenizer) -> None:
             prompt = tokenizer.encode(content)
             found = [prompt[one.start : one.stop] for one in split(prompt, markers).documents]
             assert found == [one for text in order for one in ahead(tokenizer, markers, text)]
+
+
+def test_a_text_is_found_wherever_it_stands(tokenizer) -> None:
+    def encode(text: str) -> list[int]:
+        return tokenizer.encode(text, add_special_tokens=False)
+
+    texts = ["The cat sat on the mat.", "A dog\n\nbarked at night", "# # it was one # # of them", "naive 12 cafe (one)"]
+    for before, behind in (("", ""), ("(", ")"), ('{"text": "', '"}'), ("so\n", "\nthen"), ("a # # ", " # # b")):
+        prompt = encode(f"Who? {before}{texts[1]}{behind} or {before}{texts[3]}{behind}{before}{texts[2]}{behind}")
+        at = 0
+        for text in (texts[1], texts[3], texts[2]):
+            found = find_text(prompt, text, encode, tokenizer.decode, at)
+            assert found is not None
+            said = tokenizer.decode(prompt[found.start : found.stop])
+            assert " ".join(text.split()) in " ".join(said.split())
+            assert len(said.strip()) <= len(text) + 3
+            at = found.stop
+        assert find_text(prompt, texts[0], encode, tokenizer.decode) is None
+        assert find_text(prompt, "two words", encode, tokenizer.decode) is None
 
 
 def ahead(tokenizer, markers: Markers, text: str) -> list[list[int]]:
@@ -242,3 +263,15 @@ def test_a_conversation_has_the_documents_that_were_learned_ahead_and_no_others(
             assert set(found) <= known
             assert segments.opening is None
             chat.append({"role": "assistant", "content": answer})
+
+
+def test_the_template_puts_the_documents_of_a_request_between_separators(chatty) -> None:
+    texts = ["The cat's mat.\n", "  A dog"]
+    chat = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "who sat?"}]
+    more = [*chat, {"role": "assistant", "content": "it"}, {"role": "user", "content": "why?"}]
+    plain = [messages("be brief", texts, "who sat?"), [*messages("be brief", texts, "who sat?"), *more[2:]]]
+    wanted = [chatty.apply_chat_template(one, tokenize=False) for one in (*plain, chat)]
+    chatty.chat_template = with_documents(chatty.chat_template, " # # ")
+    documents = [{"title": "a", "text": texts[0]}, {"content": texts[1]}]
+    found = [chatty.apply_chat_template(one, documents=documents, tokenize=False) for one in (chat, more)]
+    assert [*found, chatty.apply_chat_template(chat, tokenize=False)] == wanted

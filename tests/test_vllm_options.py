@@ -77,13 +77,19 @@ def test_documents_are_a_list(value):
 
 @pytest.mark.parametrize(
     "pair",
-    [3, "03", b"\x00\x03", [0], [0, 1, 2], [], [0, True], [False, 3], [0.0, 3], [0, "3"], [None, 3], {0: 3}, DEEP],
+    [3, b"\x00\x03", [0], [0, 1, 2], [], [0, True], [False, 3], [0.0, 3], [0, "3"], [None, 3], {0: 3}, DEEP],
     ids=named,
 )
 def test_a_document_is_a_pair_of_whole_numbers(pair):
     with pytest.raises(InputError, match=r"lmc.documents: .* is no \[start, stop\]") as caught:
         Options.read({"documents": [pair]}, 10)
     assert len(str(caught.value)) < 500
+
+
+def test_documents_may_be_texts() -> None:
+    assert Options.read({"documents": ["one text", "another"]}, 10).documents == ("one text", "another")
+    with pytest.raises(InputError, match=r"is no \[start, stop\]"):
+        Options.read({"documents": ["one text", [0, 3]]}, 10)
 
 
 @pytest.mark.parametrize("pair", [[-1, 3], [3, 3], [4, 3], [0, 11], [10, 11], [0, HUGE], [-HUGE, 3]], ids=named)

@@ -12,7 +12,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from lmc.blend.canvas import KV
 from lmc.engine.identity import checkpoint_files, identity_of_files, identity_of_parameters
-from lmc.errors import UnsupportedModel
+from lmc.errors import InputError, UnsupportedModel
 
 
 def load(name: str | Path) -> tuple[Any, Any]:
@@ -27,6 +27,14 @@ def load(name: str | Path) -> tuple[Any, Any]:
     except (OSError, ValueError, SafetensorError) as error:
         first = str(error).splitlines()[0]
         raise UnsupportedModel(f"cannot load a causal language model from {name}: {first}") from error
+
+
+def chat_template(name: str | Path) -> str:
+    """Return a model's chat template; raise `OSError` if it cannot be read, or `InputError` if there is none."""
+    found = AutoTokenizer.from_pretrained(str(name)).chat_template
+    if not isinstance(found, str):
+        raise InputError(f"{name} has no chat template, or several: give the one to use with --template")
+    return found
 
 
 def forward(model: Any, tokens: Sequence[int], cache: DynamicCache) -> Any:

@@ -40,9 +40,9 @@ Facts = Mapping[str, Any]
 class Administration:
     """Answers questions about one engine. Its methods may be called by any thread."""
 
-    def __init__(self, setup: Setup, tokenizer: Any, requests: "OrderedDict[str, Facts]") -> None:
+    def __init__(self, setup: Setup, requests: "OrderedDict[str, Facts]") -> None:
         """`requests` are the facts of the last requests, by the engine's id."""
-        self._setup, self._engine, self._tokenizer, self._requests = setup, setup.engine, tokenizer, requests
+        self._setup, self._engine, self._tokenizer, self._requests = setup, setup.engine, setup.tokenizer, requests
         self._claims = Claims(setup)
 
     def stat(self) -> Facts:

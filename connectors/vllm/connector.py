@@ -171,6 +171,7 @@ class LMCConnector(vllm_api.KVConnectorBase_V1):
             stages=layers_of_stages(workers),
             ranks=len(workers),
             markers=self._markers(tokenizer) if tokenizer else None,
+            tokenizer=tokenizer,
             blends=not refused,
             refused=refused,
             batch_tokens=self._config.scheduler_config.max_num_batched_tokens,
@@ -179,9 +180,7 @@ class LMCConnector(vllm_api.KVConnectorBase_V1):
             counts_images=self._counts_images(),
         )
         self._scheduler = Scheduler(setup)
-        self._stop_admin = serve_if_wanted(
-            Administration(setup, tokenizer, self._scheduler.recent), parallel.data_parallel_index
-        )
+        self._stop_admin = serve_if_wanted(Administration(setup, self._scheduler.recent), parallel.data_parallel_index)
 
     def _counts_images(self) -> bool:
         """Return whether images are numbered instead of hashed, because neither they nor prefixes are cached."""

@@ -22,7 +22,7 @@ class Options(BaseModel):
     learn: bool = Field(default=False, description="true or false")
     strategy: Strategy | None = Field(default=None, description=f"one of {', '.join(STRATEGIES)}")
     ratio: float | None = Field(default=None, ge=0, le=1, description="between 0 and 1")
-    documents: tuple[Span, ...] | None = None  # instead of the special string
+    documents: tuple[Span, ...] | tuple[str, ...] | None = None  # instead of the special string; texts are looked for
 
     @classmethod
     def read(cls, given: Any, prompt_tokens: int) -> "Options":
@@ -38,9 +38,10 @@ class Options(BaseModel):
         documents = given.get("documents")
         if documents is not None and given.get("learn"):
             raise InputError("lmc.learn and lmc.documents exclude each other, because the whole prompt is learned")
-        spans = None if documents is None else _spans(documents, prompt_tokens)
+        if documents is not None:
+            documents = tuple(documents) if _all_texts(documents) else _spans(documents, prompt_tokens)
         try:
-            return cls.model_validate({**given, "documents": spans})
+            return cls.model_validate({**given, "documents": documents})
         except ValidationError as error:
             name = str(error.errors(include_input=False)[0]["loc"][0])
             wanted = cls.model_fields[name].description
@@ -51,9 +52,13 @@ class Options(BaseModel):
         return RecomputePolicy.of(settings, self.strategy, self.ratio)
 
 
+def _all_texts(documents: Any) -> bool:
+    return isinstance(documents, list | tuple) and bool(documents) and all(isinstance(one, str) for one in documents)
+
+
 def _spans(given: Any, prompt_tokens: int) -> tuple[Span, ...]:
     if not isinstance(given, list | tuple):
-        raise InputError(f"lmc.documents must be a list of [start, stop], not {_shown(given)}")
+        raise InputError(f"lmc.documents must be a list of [start, stop], or of texts, not {_shown(given)}")
     spans: list[Span] = []
     for pair in given:
         good = isinstance(pair, list | tuple) and len(pair) == 2

@@ -1,11 +1,14 @@
 """Decides how a request is served: exactly, as a blend, or as a document to learn."""
 
 import logging
+import reprlib
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
+from lmc.blend.locate import find_text
 from lmc.blend.markers import Markers
-from lmc.blend.segments import split
+from lmc.blend.segments import Span, split
 from lmc.blend.strategies import BLIND_REUSE
 from lmc.connectors.vllm.request_options import Options
 from lmc.connectors.vllm.request_state import RequestState, Role
@@ -55,8 +58,10 @@ class Roles:
             self._refuse(why, f"{why}; served exactly")
 
     def _find_documents(self, state: RequestState, options: Options) -> None:
-        prompt, start, spans = state.request.prompt_token_ids, None, options.documents
-        if spans is not None:
+        prompt, start = state.request.prompt_token_ids, None
+        spans: tuple[Span, ...] | None = None
+        if options.documents is not None:
+            spans = self._spans_of(prompt, options.documents)
             state.question = spans[-1].stop if spans else 0
         else:
             segments = split(prompt, self._setup.markers or Markers(separators=()))
@@ -66,6 +71,22 @@ class Roles:
         state.question = min(state.question, len(prompt) - 1)  # Without a question, the last token is one.
         start = None if options.learn else start
         state.documents = self._setup.engine.documents(prompt, spans, state.salt, start=start)
+
+    def _spans_of(self, prompt: Sequence[int], documents: Sequence[Span | str]) -> tuple[Span, ...]:
+        """Return where documents stand in a prompt that may be given as texts; raise `InputError` if one does not."""
+        spans: list[Span] = []
+        for given in documents:
+            found: Span | None = given if isinstance(given, Span) else None
+            if isinstance(given, str):
+                tokenizer, behind = self._setup.tokenizer, spans[-1].stop if spans else 0
+                if tokenizer is None:
+                    raise InputError("lmc.documents as texts need a tokenizer, which this engine does not have")
+                found = find_text(prompt, given, tokenizer.encode, tokenizer.decode, behind)
+            if found is None:
+                wrong = f"lmc.documents: {reprlib.repr(given)} is not in the prompt behind the text before it"
+                raise InputError(f"{wrong}, or has fewer than 3 words")
+            spans.append(found)
+        return tuple(spans)
 
     def _why_not(self, state: RequestState, learn: bool) -> str:
         """Return why a request that would be blended or learned has to be served exactly; empty if it need not."""

@@ -32,6 +32,7 @@ class Setup:
     blends: bool  # The model can be blended, and the settings allow it.
     refused: str = ""  # otherwise, why not
     markers: Markers | None = None  # at which prompts are cut; None if there is no tokenizer
+    tokenizer: Any = None
     announces: bool = False  # KV events are wanted.
     counts_images: bool = False  # The engine numbers images and does not hash them.
     clock: Callable[[], float] = time.monotonic

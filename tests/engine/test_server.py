@@ -257,6 +257,20 @@ def test_the_page_s_line_at_start_is_the_log_s(server):
     assert server.here(line) in server.said
 
 
+def test_documents_may_be_given_as_texts(server):
+    texts = [DOCUMENTS[name] for name in NAMES]
+    asked = ["\n".join([SYSTEM, *order, ASKED]) for order in (texts, texts[::-1])]
+    first = ask(server, asked[0], documents=texts)[1]
+    assert not first.get("note")
+    deadline = time.monotonic() + 20
+    while ask(server, asked[0], documents=texts)[1].get("unknown_documents"):
+        assert time.monotonic() < deadline
+        time.sleep(0.5)
+    assert ask(server, asked[1], documents=texts[::-1])[1]["reused_tokens"] > 900
+    note = ask(server, asked[1], documents=["it is not there at all"])[1]["note"]
+    assert note.startswith("lmc.documents: 'it is not there at all' is not in the prompt")
+
+
 # -- clients ----------------------------------------------------------------------------------------------------------
 
 
