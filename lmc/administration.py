@@ -16,7 +16,8 @@ from lmc.terminal import console, print_json
 URL, KEY = "http://127.0.0.1:9180", "LMC_ADMIN_TOKEN"
 DIGITS = 12  # of an id that are shown
 
-Address = Annotated[str, typer.Option("--url", help="the engine's LMC_ADMIN")]
+Address = Annotated[str, typer.Option("--url", envvar="LMC_ADMIN", help="the engine's LMC_ADMIN")]
+Name = Annotated[str, typer.Argument(help="first digits of its id")]
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON")]
 documents = typer.Typer(no_args_is_help=True, help="List, show and remove the documents that a running engine knows.")
 
@@ -24,6 +25,9 @@ documents = typer.Typer(no_args_is_help=True, help="List, show and remove the do
 def explain(
     prompt: Annotated[str, typer.Argument(help="file of a request as JSON, or of text; - for standard input")],
     url: Address = URL,
+    server: Annotated[
+        str | None, typer.Option(help="the vLLM server, to build the prompt as it would, with its own chat template")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Say which documents of a prompt a running engine would reuse, and for each other one why not.
@@ -31,7 +35,8 @@ def explain(
     The file holds the body of a chat or completions request (messages, or prompt), or the text of a prompt. Nothing is
     computed. The engine has to run with LMC_ADMIN=127.0.0.1:9180.
     """
-    found = _ask(url, "/v1/explain", _body(prompt))
+    body = _body(prompt)
+    found = _ask(url, "/v1/explain", body if server is None else _tokenized(server, body))
     if as_json:
         print_json(found)
         return
@@ -49,7 +54,7 @@ def explain(
         if one["why"]:
             out.print(Text(f"  why: {one['why']}"))
         if one["nearest"]:
-            out.print(Text(f"  lmc documents show {one['nearest'][:DIGITS]}"))
+            out.print(Text(f"  lmc documents show {one['nearest'][:DIGITS]} --url {url}"))
 
 
 @documents.command(name="list")
@@ -72,11 +77,9 @@ def list_documents(
 
 
 @documents.command()
-def show(
-    name: Annotated[str, typer.Argument(help="first digits of its id")], url: Address = URL, as_json: AsJson = False
-) -> None:
+def show(name: Name, url: Address = URL, as_json: AsJson = False) -> None:
     """Show a document with its text."""
-    found = _ask(url, f"/v1/documents/{name}")
+    found = _ask(url, _path(name))
     if as_json:
         print_json(found)
         return
@@ -87,9 +90,10 @@ def show(
 
 
 @documents.command()
-def remove(name: Annotated[str, typer.Argument(help="first digits of its id")], url: Address = URL) -> None:
+def remove(name: Name, url: Address = URL) -> None:
     """Remove a document from memory and all tiers. It is learned again when a prompt has it."""
-    console().print(Text(f"{_ask(url, f'/v1/documents/{name}', method='DELETE')['removed']} is removed"))
+    found = _ask(url, _path(name), method="DELETE")["removed"]
+    console().print(Text(f"{found} is removed, until a prompt has it, or lmc learn --again"))
 
 
 def _ask(url: str, path: str, body: Any = None, method: str | None = None) -> Any:
@@ -98,7 +102,30 @@ def _ask(url: str, path: str, body: Any = None, method: str | None = None) -> An
     try:
         return HttpClient(url, KEY).ask(path, body, method)
     except Unreachable as error:
-        raise Unreachable(f"{error} The engine has to be started with LMC_ADMIN=127.0.0.1:9180") from None
+        wrong = str(error).removesuffix(": is it running?")
+        raise Unreachable(
+            f"{wrong}: the address is that of LMC_ADMIN, with which the engine has to be started"
+        ) from None
+
+
+def _path(name: str) -> str:
+    if not name.isalnum():
+        raise InputError("give a digit or more of the document's id; lmc documents list shows them")
+    return f"/v1/documents/{name}"
+
+
+def _tokenized(server: str, body: dict[str, Any]) -> dict[str, Any]:
+    """Return a request with its prompt as the tokens that a server makes of it."""
+    from lmc.http_client import HttpClient
+
+    client = HttpClient(server.rstrip("/").removesuffix("/v1"), "OPENAI_API_KEY")
+    model = body.get("model") or client.ask("/v1/models")["data"][0]["id"]
+    names = "messages", "prompt", "documents", "chat_template"
+    asked: dict[str, Any] = {name: body[name] for name in names if name in body}
+    if "messages" in asked:
+        asked["add_generation_prompt"] = True
+    done = client.ask("/tokenize", {"model": model, **asked})
+    return body | {"prompt_token_ids": done["tokens"]}
 
 
 def _body(source: str) -> dict[str, Any]:
@@ -106,9 +133,13 @@ def _body(source: str) -> dict[str, Any]:
         text = sys.stdin.read() if source == "-" else Path(source).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"cannot read {source}: {error}") from None
+    if not text.strip():
+        raise InputError(f"{source} is empty: it must hold a request as JSON, or the text of a prompt")
     try:
         body = json.loads(text)
-    except ValueError:
+    except ValueError as error:
+        if text.lstrip()[0] in "{[":
+            raise InputError(f"{source} is no JSON: {error}") from None
         return {"prompt": text}
     if isinstance(body, list):
         return {"messages": body} if body and isinstance(body[0], dict) else {"prompt_token_ids": body}

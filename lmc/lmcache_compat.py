@@ -135,4 +135,5 @@ def other_store(url: object) -> str:
     if not scheme or re.match(r"rediss?\b|unix\b|valkeys?\b|resp\b", scheme[1].lower()):
         return ""
     near = "; a directory that all hosts have mounted is no tier either" if scheme[1].lower() == "fs" else ""
-    return f"{scheme[1]}:// is not there yet; Redis (remote_url), disk (local_disk) and memory are{near}"
+    there = "Redis (remote_url: redis://…), disk (local_disk) and memory are"
+    return f"{scheme[1]}:// is not there yet; {there}{near}. Remove it, or name one of these"

@@ -509,7 +509,7 @@ class TestLMCache:
     @pytest.mark.parametrize("scheme", ["s3", "mooncakestore", "infinistore", "lm", "fs", "azure"])
     def test_another_store_is_named_by_its_scheme_and_its_url_is_not_shown(self, scheme: str) -> None:
         said = refusal({"remote_url": f"{scheme}://user:hunter2@host:1/kv"})
-        are = "Redis (remote_url), disk (local_disk) and memory are"
+        are = "Redis (remote_url: redis://…), disk (local_disk) and memory are"
         assert said.startswith(f"remote_url (override remote_url): {scheme}:// is not there yet; {are}")
         assert "hunter2" not in said
 

@@ -20,8 +20,10 @@ def test_what_was_used_last_comes_first_and_uses_are_counted() -> None:
     note(known, [1, 2, 3], used=True)
     note(known, [], used=True)
     assert [(one.tokens.tolist(), one.uses) for one in known.list()] == [([1, 2, 3], 1), ([9], 0), ([4, 5, 6, 7, 8], 0)]
-    known.forget(known.list()[0])
-    assert len(known.list()) == 2
+    known.list()[0].removed = True
+    assert known.nearest([1, 2, 3], NAMESPACE) is None
+    note(known, [1, 2, 3])
+    assert known.nearest([1, 2, 3], NAMESPACE) is not None
 
 
 def test_what_was_used_longest_ago_is_forgotten_beyond_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:

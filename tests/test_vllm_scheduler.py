@@ -1111,6 +1111,14 @@ def test_a_document_that_failed_to_be_learned_is_met_again(make):
     assert lab.serve("three", prompt(DOC_A, system=[8, 9])).loaded == 23
 
 
+def test_a_request_may_forbid_that_its_documents_are_learned(make):
+    lab = make()
+    assert lab.serve("one", prompt(DOC_A), {"learn": False}).facts == {"unknown_documents": 1}
+    assert not lab.engine.learning
+    learn(lab, DOC_A)
+    assert lab.serve("two", prompt(DOC_A), {"learn": False}).loaded
+
+
 def test_one_document_in_many_requests_is_learned_once(make):
     lab = make()
     for i in range(5):

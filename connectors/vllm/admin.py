@@ -51,7 +51,7 @@ class Administration:
 
     def documents(self, limit: int = LISTED) -> Facts:
         """Return the known documents, the one that was used last first."""
-        known = self._engine.known.list()
+        known = [one for one in self._engine.known.list() if not one.removed]
         return {"documents": [self._described(one) for one in known[:limit]], "total": len(known)}
 
     def document(self, name: str) -> Facts:
@@ -64,7 +64,7 @@ class Administration:
         found = self._find(name)
         for key in found.keys:
             self._engine.store.forget(key)
-        self._engine.known.forget(found)
+        found.removed = True
         return {"removed": found.id}
 
     def request(self, name: str) -> Facts:
@@ -81,6 +81,8 @@ class Administration:
         if not isinstance(asked, Mapping):
             raise InputError("a request as a JSON object is wanted")
         prompt, salt = self._tokens(asked), str(asked.get("cache_salt") or "")
+        if not 0 < len(prompt) <= self._setup.longest:
+            raise InputError(f"the prompt has {len(prompt)} tokens, the engine takes 1 to {self._setup.longest}")
         request = SimpleNamespace(
             request_id="explain", prompt_token_ids=prompt, num_prompt_tokens=len(prompt), num_tokens=len(prompt),
             cache_salt=salt or None, kv_transfer_params={"lmc": asked["lmc"]} if asked.get("lmc") else None,
@@ -116,10 +118,16 @@ class Administration:
         if self._tokenizer is None:
             raise InputError("this engine has no tokenizer, or does not blend: give prompt_token_ids")
         if isinstance(asked.get("messages"), list):
-            done = self._tokenizer.apply_chat_template(
-                asked["messages"], tokenize=True, add_generation_prompt=True, return_dict=False
-            )
-            return list(done)
+            try:
+                return list(
+                    self._tokenizer.apply_chat_template(
+                        asked["messages"], tokenize=True, add_generation_prompt=True, return_dict=False
+                    )
+                )
+            except Exception as error:  # templates raise whatever they like
+                first = str(error).splitlines()[0][:200]
+                wrong = f"the tokenizer's own chat template cannot be applied ({type(error).__name__}: {first})"
+                raise InputError(f"{wrong}: let the server do it, with lmc explain --server URL") from error
         if isinstance(asked.get("prompt"), str):
             return list(self._tokenizer.encode(asked["prompt"]))
         raise InputError("give messages, prompt or prompt_token_ids")
@@ -128,9 +136,11 @@ class Administration:
         return str(self._tokenizer.decode(tokens)) if self._tokenizer else " ".join(map(str, tokens))
 
     def _find(self, name: str) -> KnownDocument:
-        found = [known for known in self._engine.known.list() if known.id.startswith(name.lower())]
+        known = [one for one in self._engine.known.list() if not one.removed]
+        found = [one for one in known if one.id.startswith(name.lower())]
         if len(found) != 1:
-            raise InputError(f"{len(found)} known documents have an id that begins with {name}")
+            hint = "give more digits" if found else "lmc documents list shows those that there are"
+            raise InputError(f"{len(found)} known documents have an id that begins with {name}: {hint}")
         return found[0]
 
     def _described(self, known: KnownDocument) -> dict[str, Any]:
@@ -138,7 +148,7 @@ class Administration:
         return {
             "id": known.id,
             "tokens": len(known.tokens),
-            "begins": self._text(known.tokens[: 2 * SHOWN].tolist())[:SHOWN],
+            "begins": " ".join(self._text(known.tokens[: 2 * SHOWN].tolist()).split())[:SHOWN],
             "places": sorted({place for place in places if place}) if all(places) else [],
             "uses": known.uses,
             "used": known.used,

@@ -18,8 +18,9 @@ class Options(BaseModel):
     model_config = ConfigDict(frozen=True, strict=True)
 
     blend: bool = Field(default=True, description="true or false")
-    # The documents of the prompt are learned before it is answered; without separators, the prompt is one document.
-    learn: bool = Field(default=False, description="true or false")
+    # True: the documents of the prompt are learned before it is answered; without separators, it is one document.
+    # False: its documents are not learned afterwards either.
+    learn: bool | None = Field(default=None, description="true or false")
     strategy: Strategy | None = Field(default=None, description=f"one of {', '.join(STRATEGIES)}")
     ratio: float | None = Field(default=None, ge=0, le=1, description="between 0 and 1")
     documents: tuple[Span, ...] | tuple[str, ...] | None = None  # instead of the special string; texts are looked for

@@ -56,6 +56,7 @@ class RequestState:
     salted: int | None = None  # the block from which on its hashes do not come from its tokens alone
     approximate: int | None = None  # the position from which on its KV is not exact, and is not saved as exact
     saved: int = 0  # full chunks that are saved, or need not be
+    learns: bool = True  # Its unknown documents may be learned.
     unknown: tuple[Span, ...] = ()  # documents to learn
     queued: tuple[Unlearned, ...] = ()  # documents that a request to learn has put into the queue
     # For the response

@@ -32,6 +32,7 @@ class Roles:
         try:
             options = Options.read(given.get("lmc") if isinstance(given, dict) else None, request.num_prompt_tokens)
             state = RequestState(request=request, role=Role.EXACT, policy=options.policy(self._setup.settings))
+            state.learns = options.learn is not False
             self._find_role(state, options)
         except (InputError, ConfigError) as error:
             self._refuse("options", f"a request is served without blending: {error}")
@@ -40,7 +41,7 @@ class Roles:
 
     def _find_role(self, state: RequestState, options: Options) -> None:
         request = state.request
-        asked = options.learn or (options.blend and options.documents is not None)
+        asked = bool(options.learn) or (options.blend and options.documents is not None)
         if not asked and not (self._setup.blends and options.blend and self._setup.markers):
             return
         if request.prompt_token_ids is None:
@@ -49,7 +50,7 @@ class Roles:
         state.policy.check_depth(sum(self._setup.stages))
         check_tokens(request.prompt_token_ids)
         self._find_documents(state, options)
-        why = self._why_not(state, options.learn)
+        why = self._why_not(state, bool(options.learn))
         if not why and (asked or state.documents):
             state.role = Role.LEARN if options.learn else Role.BLEND
             state.policy = BLIND_REUSE if options.learn else state.policy

@@ -122,8 +122,8 @@ class Scheduler:
         self._jobs.append(job_of(state, claim, blocks, self._block_size, ready=ready))
         if state.role is not Role.LEARN:
             self.counts["blends" if claim.plan.approximate else "loads"] += 1
-        for place, count in state.sources.items():
-            self.counts[f"tokens_from_{place}"] += count
+            for place, count in state.sources.items():
+                self.counts[f"tokens_from_{place}"] += count
 
     def sources(self, request: Any, tokens: int) -> dict[str, int]:
         """Return how many of `tokens` loaded tokens come from each place; a blend's own work counts as "computed"."""
@@ -147,7 +147,7 @@ class Scheduler:
         if state.role is Role.BLEND and request.num_computed_tokens:
             stored = [one for one in state.documents if one.learnable and one.span not in state.unknown]
             self.engine.note_use(request.prompt_token_ids, stored, state.salt)
-        if self._setup.settings.blend_learn and request.num_computed_tokens:
+        if self._setup.settings.blend_learn and state.learns and request.num_computed_tokens:
             self.engine.learn_later(request.prompt_token_ids, state.unknown, state.salt)
         facts = state.facts()
         self.recent[state.id] = facts or {}

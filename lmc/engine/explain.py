@@ -74,13 +74,8 @@ def _why_unknown(
     if engine.unlearned(tokens, document.span.at_start(), salt) in list(engine.learning):
         return "it waits to be learned", None
     same = [known for known in engine.known.list() if known.tokens.tolist() == tokens]
-    if any(known.namespace == namespace for known in same):
-        return "it was learned, and has been evicted: the tiers are too small for all documents", None
     if same:
-        others = {engine.namespace(RecordKind.DOCUMENT, one) for one in engine.salts}
-        tenant = "another tenant (cache_salt) has learned it"
-        model = "it was learned by another model, or with other settings (dtype, chunk_size, blend_learn_prefix)"
-        return tenant if any(known.namespace in others for known in same) else model, None
+        return _why_gone(engine, same, namespace), None
     near = engine.known.nearest(tokens, namespace)
     if near is not None:
         at = _first_difference(tokens, near)
@@ -91,6 +86,18 @@ def _why_unknown(
     if not engine.settings.blend_learn:
         return "it is not learned: blend_learn is false, and no request has learned it", None
     return "it is not learned yet: no request with it has ended", None
+
+
+def _why_gone(engine: CacheEngine, same: Sequence[KnownDocument], namespace: bytes) -> str:
+    """Return why a document is not stored under a namespace, of which the same text is or was known."""
+    own = [known for known in same if known.namespace == namespace]
+    if own:
+        gone = "it was learned, and has been evicted: the tiers are too small for all documents"
+        return "it was removed (lmc documents remove)" if own[0].removed else gone
+    tenants = {engine.namespace(RecordKind.DOCUMENT, one) for one in engine.salts}
+    if any(known.namespace in tenants for known in same):
+        return "it was learned under another cache_salt, or without one, and tenants share nothing"
+    return "it was learned by another model, or with other settings (dtype, chunk_size, blend_learn_prefix)"
 
 
 def _first_difference(tokens: Sequence[int], known: KnownDocument) -> int:

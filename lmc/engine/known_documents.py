@@ -26,6 +26,7 @@ class KnownDocument:
     tokens: "array[int]" = field(repr=False)
     keys: tuple[ChunkKey, ...]
     uses: int = 0
+    removed: bool = False  # by a person; it may be learned again
     used: float = field(default_factory=time.time)  # when it was learned or used last, in seconds since 1970
 
     @property
@@ -52,17 +53,11 @@ class KnownDocuments:
             if document is None:
                 document = self._documents[name] = KnownDocument(namespace, array("I", tokens), tuple(keys))
                 self._tokens += len(tokens)
-            document.uses, document.used = document.uses + used, time.time()
+            document.uses, document.used, document.removed = document.uses + used, time.time(), False
             self._documents.move_to_end(name)
             while self._tokens > REMEMBERED and len(self._documents) > 1:
                 _, oldest = self._documents.popitem(last=False)
                 self._tokens -= len(oldest.tokens)
-
-    def forget(self, document: KnownDocument) -> None:
-        """Forget a document that was removed."""
-        with self._mutex:
-            if self._documents.pop(document.id, None):
-                self._tokens -= len(document.tokens)
 
     def list(self) -> "list[KnownDocument]":
         """Return all documents; the one that was used last comes first."""
@@ -73,7 +68,7 @@ class KnownDocuments:
         """Return the document of a namespace that has at least half of its distinct tokens in common with `tokens`."""
         wanted, best, most = set(tokens), None, 0.5
         for document in self.list():
-            if document.namespace == namespace:
+            if document.namespace == namespace and not document.removed:
                 there = set(document.tokens)
                 share = len(wanted & there) / len(wanted | there)
                 if share > most:

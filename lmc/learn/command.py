@@ -85,7 +85,7 @@ def learn(
             console().print(Text(note))
         if new and not dry_run:
             learner = _learner(url, model, settings, salt, closing)
-            _learn_all(new, learner, kept, result, jobs if url else 1)
+            _learn_all(new, learner, kept, result, jobs if url else 1, again)
             result.dropped = learner.dropped()
     _report(result, new if dry_run else None, as_json)
     if result.failed:
@@ -110,7 +110,7 @@ def _learner(url: str | None, model: str | None, settings: "Settings", salt: str
 
 
 def _learn_all(
-    documents: "Sequence[Document]", learner: "Learner", kept: "Manifest", result: Learned, jobs: int
+    documents: "Sequence[Document]", learner: "Learner", kept: "Manifest", result: Learned, jobs: int, again: bool
 ) -> None:
     """Learn documents, and note each one that is stored."""
     started = time.monotonic()
@@ -129,7 +129,8 @@ def _learn_all(
                 bar.advance(task)
         except BaseException:
             pool.shutdown(cancel_futures=True)
-            done = f"{result.learned} of {len(documents)} documents were learned; run the same command again to go on"
+            how = "again, without --again," if again else "again"
+            done = f"{result.learned} of {len(documents)} documents were learned; run the same command {how} to go on"
             Console(stderr=True).print(Text(done))
             raise
     result.seconds = time.monotonic() - started

@@ -39,7 +39,10 @@ class ServerLearner:
             raise InputError(f"{url} is no address of a server: give one like http://localhost:8000")
         self._client = HttpClient(url.rstrip("/").removesuffix("/v1"), KEY, TIMEOUT)
         self._separator, self._salt = separator, salt
-        models = self._client.ask("/v1/models").get("data") or [{}]
+        try:
+            models = self._client.ask("/v1/models").get("data") or [{}]
+        except Unreachable as error:
+            raise Unreachable(f"{error} It has to be the address of a vLLM server, as http://localhost:8000") from None
         self.model = str(models[0].get("id", ""))
         self._evictions = self._evicted()
 

@@ -236,6 +236,19 @@ def test_the_page_explains_and_lists(server):
     assert re.search(r"\d+ of \d+ documents", said)
 
 
+def test_a_chat_is_explained_with_the_template_of_the_server(server, tmp_path):
+    learned(server)
+    body = {"messages": [{"role": "user", "content": [{"type": "text", "text": prompt(NAMES, ASKED)}]}]}
+    (tmp_path / "chat.json").write_text(json.dumps(body))
+    words = "lmc", "explain", str(tmp_path / "chat.json"), "--url", "127.0.0.1:9180"
+    said = json.loads(server.execute(*words, "--server", "http://localhost:8000", "--json"))
+    assert said["reused_tokens"] > 1000
+    assert [one["reused"] for one in said["documents"]] == [True] * 6
+    process = server.run([server.here(word) for word in words], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    _, error = process.communicate(timeout=60)
+    assert (process.returncode, "with lmc explain --server URL" in error) == (2, True)
+
+
 def test_facts_of_a_stream_are_found_by_its_id(server):
     learned(server)
     options = {"model": "small", "temperature": 0, "max_tokens": 2, "stream": True}

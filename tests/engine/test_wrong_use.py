@@ -39,8 +39,11 @@ WRONG = {
     "ratio as text": ({"ratio": "0.3"}, "lmc.ratio must be between 0 and 1, not '0.3'"),
     "unknown strategy": ({"strategy": "fancy"}, "'fancy'"),
     "strategy that is no text": ({"strategy": ["query"]}, "lmc.strategy must be one of"),
-    "documents as text": ({"documents": "0-10"}, "lmc.documents must be a list of [start, stop], not '0-10'"),
-    "documents as a number": ({"documents": 7}, "lmc.documents must be a list of [start, stop], not 7"),
+    "documents as text": (
+        {"documents": "0-10"},
+        "lmc.documents must be a list of [start, stop], or of texts, not '0-10'",
+    ),
+    "documents as a number": ({"documents": 7}, "lmc.documents must be a list of [start, stop], or of texts, not 7"),
     "a span as a number": ({"documents": [7]}, "lmc.documents: 7 is no [start, stop]"),
     "a span of three": ({"documents": [[1, 2, 3]]}, "[1, 2, 3] is no [start, stop]"),
     "a span of text": ({"documents": [["1", "9"]]}, "['1', '9'] is no [start, stop]"),
