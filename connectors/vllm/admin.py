@@ -1,7 +1,7 @@
 """The administration endpoint: what the store holds, and what would happen with a prompt, while the engine runs.
 
-It runs in a thread of the process that owns the store, and is off unless LMC_ADMIN names an address. It computes and
-changes nothing in the engine; removing a document is the only change in the store.
+It runs in a thread of the process that owns the store, and is off unless LMC_ADMIN names an address. It computes
+nothing. Removing a document is the only thing that it changes; an explanation counts as a choice of the cost model.
 """
 
 import hmac
