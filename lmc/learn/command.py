@@ -115,7 +115,9 @@ def _learn_all(
     """Learn documents, and note each one that is stored."""
     started = time.monotonic()
     columns = TextColumn("learning"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    with ThreadPoolExecutor(jobs) as pool, Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    screen = Console(stderr=True)
+    bar = Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal)
+    with ThreadPoolExecutor(jobs) as pool, bar:
         task = bar.add_task("learning", total=len(documents))
         asked: dict[Future[str], Document] = {pool.submit(learner.learn, one.text): one for one in documents}
         try:
@@ -131,7 +133,7 @@ def _learn_all(
             pool.shutdown(cancel_futures=True)
             how = "again, without --again," if again else "again"
             done = f"{result.learned} of {len(documents)} documents were learned; run the same command {how} to go on"
-            Console(stderr=True).print(Text(done))
+            screen.print(Text(done))
             raise
     result.seconds = time.monotonic() - started
 
