@@ -120,10 +120,12 @@ def _tokenized(server: str, body: dict[str, Any]) -> dict[str, Any]:
 
     client = HttpClient(server.rstrip("/").removesuffix("/v1"), "OPENAI_API_KEY")
     model = body.get("model") or client.ask("/v1/models")["data"][0]["id"]
-    names = "messages", "prompt", "documents", "chat_template"
+    names = "messages", "prompt", "chat_template", "chat_template_kwargs", "tools"
     asked: dict[str, Any] = {name: body[name] for name in names if name in body}
     if "messages" in asked:
         asked["add_generation_prompt"] = True
+    if "documents" in body:  # which a request for tokens does not have of its own
+        asked["chat_template_kwargs"] = {**asked.get("chat_template_kwargs", {}), "documents": body["documents"]}
     done = client.ask("/tokenize", {"model": model, **asked})
     return body | {"prompt_token_ids": done["tokens"]}
 

@@ -70,7 +70,7 @@ class Administration:
     def request(self, name: str) -> Facts:
         """Return the facts of one of the last requests, by the id of its response; raise `InputError` otherwise."""
         for known, facts in reversed(list(self._requests.items())):
-            if known == name or known.startswith(f"{name}-"):  # The engine adds to the id of a response.
+            if known.startswith(name):  # The engine adds to the id of a response.
                 return facts
         raise InputError(f"no request {name} among the last {len(self._requests)}")
 

@@ -236,6 +236,15 @@ def test_the_page_explains_and_lists(server):
     assert re.search(r"\d+ of \d+ documents", said)
 
 
+def test_responses_reuse_documents_and_have_facts(server):
+    learned(server)
+    text = prompt(NAMES[1:] + NAMES[:1], "at the mill , owner of a response")
+    asked = [{"role": "user", "content": text}]
+    done = server.client.responses.create(model="small", input=asked, max_output_tokens=2, temperature=0)
+    facts = httpx.get(f"http://127.0.0.1:{server.admin}/v1/requests/{done.id}").json()
+    assert sum(facts["tokens_from"].values()) > 500  # vLLM itself may have the first documents in this order
+
+
 def test_a_chat_is_explained_with_the_template_of_the_server(server, tmp_path):
     learned(server)
     body = {"messages": [{"role": "user", "content": [{"type": "text", "text": prompt(NAMES, ASKED)}]}]}
@@ -255,7 +264,7 @@ def test_facts_of_a_stream_are_found_by_its_id(server):
     text = prompt(NAMES[::-1], "at the mill , owner of a stream")
     parts = list(server.client.completions.create(prompt=text, **options))
     facts = httpx.get(f"http://127.0.0.1:{server.admin}/v1/requests/{parts[0].id}").json()
-    assert sum(facts["tokens_from"].values()) > 1000
+    assert sum(facts["tokens_from"].values()) > 500
 
 
 def test_the_page_s_settings_are_settings(server):
