@@ -31,16 +31,16 @@ from transformers import AutoTokenizer
 
 from lmc.blend.markers import Markers
 from lmc.blend.segments import document_tokens, split
+from lmc.config import Settings
 from lmc.demo import REAL
 from lmc.demo.questions import TOP, Collection, Question, Retriever, read_collection
 from lmc.demo.run import begins
 from lmc.inspect import places, survey
-from lmc.keys import RecordKind
+from lmc.keys import RecordKind, chunk_bounds
 from lmc.rag import SEPARATOR, messages
 
 SEED, TURNS, START_SECONDS = 5, 3, 300
 INTRO = "Here are the documents."
-LEARN = "from lmc.cli import main; main()"
 
 
 class Server:
@@ -94,13 +94,13 @@ class Chat:
     def __init__(self, client: OpenAI, tokenizer: Any, texts: dict[str, str]) -> None:
         self.client = client
         self._tokenizer, self._markers, self.texts = tokenizer, Markers.of(tokenizer, SEPARATOR), texts
+        self.sizes = {name: self._sizes_of(text) for name, text in texts.items()}  # tokens of each document
         self.reused = self.wanted = self.requests = 0
         self.least = 1.0  # the lowest share of one request
 
     def ask(self, chat: list[dict[str, str]], names: list[str], *, stream: bool, lead: str = "", count: int = 8) -> str:
         """Return the answer, which begins with `lead`, to a chat in which the documents `names` stand."""
-        sizes = {name: sum(map(len, self.tokens_of(name))) for name in set(names)}
-        wanted = sum(sizes[name] for name in names)
+        wanted = sum(sum(self.sizes[name]) for name in names)
         asked: dict[str, Any] = {"model": "bench", "messages": chat, "temperature": 0, "max_tokens": count}
         if lead:
             asked["messages"] = [*chat, {"role": "assistant", "content": lead}]
@@ -119,61 +119,61 @@ class Chat:
         self.least = min(self.least, cached / wanted)
         return said
 
-    def tokens_of(self, name: str) -> list[Any]:
-        """Return the tokens of a document, as a prompt has them."""
-        return document_tokens(self._tokenizer.encode, self._markers, SEPARATOR, self.texts[name])
-
     def prompt_of(self, chat: list[dict[str, str]], lead: str = "") -> list[int]:
         """Return a chat as tokens, up to the answer, which begins with `lead`."""
         text = self._tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
         found: list[int] = self._tokenizer.encode(text + lead, add_special_tokens=False)
         return found
 
+    def _sizes_of(self, text: str) -> list[int]:
+        """Return how many tokens each document of a text has in a prompt."""
+        return [len(one) for one in document_tokens(self._tokenizer.encode, self._markers, SEPARATOR, text)]
+
     def documents_of(self, chat: list[dict[str, str]]) -> int:
         """Return how many documents a chat has."""
         return len(split(self.prompt_of(chat), self._markers).documents)
 
 
-def talk(chat: Chat, system: str, questions: list[Question], requests: int) -> None:
+def talk(chat: Chat, names: list[str], system: str, questions: list[Question], requests: int) -> None:
     """Ask single questions, and conversations of several turns, in random orders, streaming and not."""
     draw = random.Random(SEED)
     while chat.requests < requests:
         said: list[dict[str, str]] = []
         behind: list[str] = []
         for turn in range(draw.choice([1, TURNS])):
-            names = draw.sample(sorted(chat.texts), TOP)
+            chosen = draw.sample(names, TOP)
             question = draw.choice(questions).question
-            said += messages("" if turn else system, [chat.texts[name] for name in names], question, intro=INTRO)
-            behind += names
+            said += messages("" if turn else system, [chat.texts[name] for name in chosen], question, intro=INTRO)
+            behind += chosen
             assert chat.documents_of(said) == len(behind), "a chat is cut wrongly"
             answer = chat.ask(said, behind, stream=draw.random() < 0.5)
             said.append({"role": "assistant", "content": answer})
             print(f"{chat.requests} requests, {chat.reused / chat.wanted:.2%} reused", flush=True)
 
 
-def quality(chat: Chat, collection: Collection, questions: list[Question]) -> dict[str, float]:
-    """Return how many answers are right through chat, and through completions."""
-    retriever, right = Retriever(collection.documents), {"chat": 0, "completions": 0}
-    for question in questions:
-        names = retriever.top(question.question, TOP)
+def quality(chat: Chat, collection: Collection, asked: list[tuple[Question, list[str]]]) -> dict[str, float]:
+    """Return how many answers to questions over documents are right through chat, and through completions."""
+    right = {"chat": 0, "completions": 0}
+    for question, found in asked:
+        names = list(found)
         random.Random(f"{SEED} {question.question}").shuffle(names)
         texts = [collection.documents[name] for name in names]
-        asked = messages(collection.system, texts, f"Question: {question.question}", intro=INTRO)
+        chatted = messages(collection.system, texts, f"Question: {question.question}", intro=INTRO)
         count, lead = collection.answer_tokens, question.lead
-        prompt = chat.prompt_of(asked, lead)
+        prompt = chat.prompt_of(chatted, lead)
         completion = chat.client.completions.create(model="bench", prompt=prompt, temperature=0, max_tokens=count)
-        said = chat.ask(asked, names, stream=False, lead=lead, count=count)
+        said = chat.ask(chatted, names, stream=False, lead=lead, count=count)
         answers = {"chat": said, "completions": completion.choices[0].text}
         for way, answer in answers.items():
             right[way] += begins(answer, question.answer, *question.accepted)
         print(f"{question.question} {answers}", flush=True)
-    return {way: round(count / len(questions), 4) for way, count in right.items()}
+    return {way: round(count / len(asked), 4) for way, count in right.items()}
 
 
 def learn(folder: Path, url: str) -> dict[str, Any]:
     """Learn a directory as a user does, and return what `lmc learn` says."""
     words = ["learn", str(folder), "--url", url, "--json", "--manifest", str(folder.parent / "manifest.jsonl")]
-    done = subprocess.run([sys.executable, "-c", LEARN, *words], stdout=subprocess.PIPE, text=True, check=False)
+    done = subprocess.run([sys.executable, "-m", "lmc", *words], stdout=subprocess.PIPE, text=True, check=False)
     found: dict[str, Any] = json.loads(done.stdout)
     return found
 
@@ -189,19 +189,20 @@ def measure(model: str, documents: int, requests: int, questions: int) -> dict[s
     collection = read_collection(REAL / "documents", REAL / "questions.json")
     draw = random.Random(SEED)
     texts = dict(draw.sample(sorted(collection.documents.items()), documents))
-    asked = [question for question in collection.questions if question.shown][:questions]
+    retriever = Retriever(collection.documents)
+    shown = [question for question in collection.questions if question.shown][:questions]
+    asked = [(question, retriever.top(question.question, TOP)) for question in shown]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        needed = {name for one in asked for name in Retriever(collection.documents).top(one.question, TOP)}
-        known = texts | {name: collection.documents[name] for name in needed}
+        known = texts | {name: collection.documents[name] for _, names in asked for name in names}
         (folder / "texts").mkdir()
         for title, text in known.items():
             (folder / "texts" / f"{title}.txt").write_text(text)
         with Server(model, folder) as server, OpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
             learned = learn(folder / "texts", server.url)
             print(learned, flush=True)
-            chat = Chat(client, AutoTokenizer.from_pretrained(model), texts)
-            talk(chat, collection.system, collection.questions, requests)
+            chat = Chat(client, AutoTokenizer.from_pretrained(model), known)
+            talk(chat, sorted(texts), collection.system, collection.questions, requests)
             found = {
                 "documents": len(known),
                 "learned": learned["learned"],
@@ -210,10 +211,10 @@ def measure(model: str, documents: int, requests: int, questions: int) -> dict[s
                 "reused": round(chat.reused / chat.wanted, 4),
                 "least reused": round(chat.least, 4),
             }
-            chat.texts = known
             if asked:
                 found["right"] = quality(chat, collection, asked)
-            chunks = sum(-(-len(tokens) // 256) for name in known for tokens in chat.tokens_of(name))
+            size = Settings().chunk_size
+            chunks = sum(len(chunk_bounds(tokens, size)) for sizes in chat.sizes.values() for tokens in sizes)
         return {**found, "chunks of documents": chunks, "chunks stored": stored_documents(folder / "disk")}
 
 

@@ -2,9 +2,8 @@
 
     python bench/learn.py [--documents 10000]
 
-Documents of 200 to 500 tokens, as lines of JSON. Half way the process is killed (SIGKILL), and the same command goes
-on.
-What is measured:
+Documents of 200 to 500 tokens, as lines of JSON. Half way the process is killed (SIGKILL), and the same command
+goes on. What is measured:
 
     a second        documents learned, without the start of the process
     learned twice   documents that the second run learned although they were on the disk, which should be none

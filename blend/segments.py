@@ -23,10 +23,6 @@ class Span:
     def __len__(self) -> int:
         return self.stop - self.start
 
-    def at_start(self) -> "Span":
-        """Return the same number of tokens from position 0 on."""
-        return Span(0, len(self))
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segments:

@@ -2,7 +2,6 @@
 
 import json
 import sys
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,14 +10,13 @@ from rich.table import Table
 from rich.text import Text
 
 from lmc.errors import InputError
-from lmc.terminal import console, print_json
+from lmc.terminal import AsJson, console, print_json, time_text
 
 URL, KEY = "http://127.0.0.1:9180", "LMC_ADMIN_TOKEN"
 DIGITS = 12  # of an id that are shown
 
 Address = Annotated[str, typer.Option("--url", envvar="LMC_ADMIN", help="the engine's LMC_ADMIN")]
 Name = Annotated[str, typer.Argument(help="first digits of its id")]
-AsJson = Annotated[bool, typer.Option("--json", help="print JSON")]
 documents = typer.Typer(no_args_is_help=True, help="List, show and remove the documents that a running engine knows.")
 
 
@@ -71,7 +69,7 @@ def list_documents(
     table = Table("id", "tokens", "places", "uses", "last used", "begins")
     for one in found["documents"]:
         places = ", ".join(one["places"]) or "evicted"
-        row = one["id"][:DIGITS], str(one["tokens"]), places, str(one["uses"]), _time(one["used"]), one["begins"]
+        row = one["id"][:DIGITS], str(one["tokens"]), places, str(one["uses"]), time_text(one["used"]), one["begins"]
         table.add_row(*map(Text, row))
     console().print(table, Text(f"{len(found['documents'])} of {found['total']} documents"))
 
@@ -116,9 +114,9 @@ def _path(name: str) -> str:
 
 def _tokenized(server: str, body: dict[str, Any]) -> dict[str, Any]:
     """Return a request with its prompt as the tokens that a server makes of it."""
-    from lmc.http_client import HttpClient
+    from lmc.http_client import vllm_client
 
-    client = HttpClient(server.rstrip("/").removesuffix("/v1"), "OPENAI_API_KEY")
+    client = vllm_client(server)
     model = body.get("model") or client.ask("/v1/models")["data"][0]["id"]
     names = "messages", "prompt", "chat_template", "chat_template_kwargs", "tools"
     asked: dict[str, Any] = {name: body[name] for name in names if name in body}
@@ -131,10 +129,9 @@ def _tokenized(server: str, body: dict[str, Any]) -> dict[str, Any]:
 
 
 def _body(source: str) -> dict[str, Any]:
-    try:
-        text = sys.stdin.read() if source == "-" else Path(source).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"cannot read {source}: {error}") from None
+    from lmc.learn.sources import STANDARD_INPUT, read_text
+
+    text = sys.stdin.read() if source == STANDARD_INPUT else read_text(Path(source))
     if not text.strip():
         raise InputError(f"{source} is empty: it must hold a request as JSON, or the text of a prompt")
     try:
@@ -149,7 +146,3 @@ def _body(source: str) -> dict[str, Any]:
         raise InputError(f"{source} must hold a request with messages or a prompt, or a text")
     given = (body.get("kv_transfer_params") or {}).get("lmc")
     return body | ({"lmc": given} if given else {})
-
-
-def _time(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")

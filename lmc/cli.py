@@ -7,7 +7,6 @@ command needs is imported when it runs, because `lmc --help` should not wait for
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
-from datetime import UTC, datetime
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -24,7 +23,7 @@ from lmc.calibrate.command import calibrate
 from lmc.demo.command import demo
 from lmc.errors import ConfigError, InputError, LmcError
 from lmc.learn.command import learn
-from lmc.terminal import console, print_json
+from lmc.terminal import AsJson, console, print_json, time_text
 
 if TYPE_CHECKING:
     from lmc.config import Settings
@@ -34,7 +33,6 @@ if TYPE_CHECKING:
 
 FAILED = 2  # the exit code of a command that lmc refused
 
-AsJson = Annotated[bool, typer.Option("--json", help="print JSON")]
 Directory = Annotated[
     Path | None, typer.Argument(help="a disk tier; without it local_disk and remote_url of the settings")
 ]
@@ -185,16 +183,17 @@ def template(
     """Print a chat template that puts the `documents` of a request between separators: vllm serve --chat-template."""
     from lmc.chat_template import with_documents
     from lmc.config import Settings
+    from lmc.learn.sources import read_text
 
-    try:
-        if file is None:
+    if file is not None:
+        text = read_text(file)
+    else:
+        try:
             from lmc.connectors.transformers.hf import chat_template
 
             text = chat_template(model)
-        else:
-            text = file.read_text(encoding="utf-8")
-    except (OSError, ImportError) as error:
-        raise InputError(f"no chat template: {error}") from None
+        except (OSError, ImportError) as error:
+            raise InputError(f"no chat template: {error}") from None
     typer.echo(with_documents(text, Settings.load().blend_special_str), nl=False)
 
 
@@ -233,7 +232,7 @@ def holdings_table(found: "Holdings") -> Table:
         if name == "total":
             table.add_section()
         size, tokens = sum(entry.bytes for entry, _ in held), sum(meta.tokens for _, meta in held)
-        used = [datetime.fromtimestamp(e.used, UTC).strftime("%Y-%m-%d %H:%M:%S UTC") for e, _ in held] or ["-"]
+        used = [time_text(entry.used) for entry, _ in held] or ["-"]
         table.add_row(
             name,
             str(len(held)),

@@ -18,9 +18,9 @@ from typing import Annotated, Literal, Self, get_args
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError
 
-from lmc.config_sources import Given, Source, is_on, read_environment, read_overrides, read_yaml, shown
+from lmc.config_sources import Given, Source, is_on, read_environment, read_overrides, read_yaml, shown, shown_foreign
 from lmc.errors import ConfigError
-from lmc.lmcache_compat import FEATURES, feature_of, ignored, other_store, shown_value
+from lmc.lmcache_compat import FEATURES, feature_of, ignored, other_store
 from lmc.redis_url import parse_redis_url
 
 log = logging.getLogger(__name__)
@@ -255,7 +255,7 @@ def _missing_features(foreign: Mapping[str, Given]) -> Iterator[str]:
     for feature in FEATURES:
         if any(name in foreign and is_on(foreign[name].value) for name in feature.switches):
             names = [name for name in foreign if feature_of(name) is feature]
-            values = ", ".join(f"{name} = {shown_value(name, foreign[name].value)}" for name in names)
+            values = ", ".join(f"{name} = {shown_foreign(name, foreign[name].value)}" for name in names)
             where = ", ".join(dict.fromkeys(foreign[name].origin for name in names))
             yield f"lmc does not have {feature.title} of LMCache: {feature.instead}. Remove {values} ({where})"
 

@@ -106,6 +106,16 @@ def shown(name: str, value: object) -> str:
         except ValueError:
             return "(not shown)"  # Any part of it may be a password.
     text = str(value) if isinstance(value, Path) else repr(list(value) if isinstance(value, tuple) else value)
+    return _without_login(text)
+
+
+def shown_foreign(name: str, value: object) -> str:
+    """Return the value of a setting of LMCache as a person may see it: nothing that may be a password or a key."""
+    secret = isinstance(value, Mapping | list) or re.search("passw|secret|token|key|credential", name)
+    return "…" if secret else _without_login(repr(value))
+
+
+def _without_login(text: str) -> str:
     return re.sub(r"(?<=://)\S*@", "***@", text)
 
 

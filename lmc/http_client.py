@@ -5,7 +5,7 @@ import os
 from http.client import HTTPException
 from typing import Any
 from urllib.error import HTTPError
-from urllib.request import ProxyHandler, Request, build_opener
+from urllib.request import OpenerDirector, ProxyHandler, Request, build_opener
 
 from lmc.errors import InputError
 
@@ -18,14 +18,29 @@ class Refused(InputError):
     """A server has answered that something is wrong with what it was asked."""
 
 
+def with_scheme(address: str) -> str:
+    """Return the URL of an address that may be given as `host:port`."""
+    return address if "://" in address else f"http://{address}"
+
+
+def opener() -> OpenerDirector:
+    """Return what opens URLs of servers on this host or near it, where a proxy does not lead."""
+    return build_opener(ProxyHandler({}))
+
+
+def vllm_client(url: str, timeout: float = 30.0) -> "HttpClient":
+    """Return a client of a vLLM server, whose address may end with `/v1` or not."""
+    return HttpClient(url.rstrip("/").removesuffix("/v1"), "OPENAI_API_KEY", timeout)
+
+
 class HttpClient:
     """One server. May be used by several threads."""
 
     def __init__(self, url: str, key_variable: str, timeout: float = 30.0) -> None:
         """`key_variable` is the variable of the environment that holds the key, if there is one."""
-        self.url = (url if "://" in url else f"http://{url}").rstrip("/")
+        self.url = with_scheme(url).rstrip("/")
         self._key_variable, self._timeout = key_variable, timeout
-        self._opener = build_opener(ProxyHandler({}))  # A proxy does not lead to a server on this host.
+        self._opener = opener()
 
     def ask(self, path: str, body: Any = None, method: str | None = None) -> Any:
         """Return the answer; raise `Unreachable`, or `Refused` with what the server says about the question."""

@@ -113,12 +113,6 @@ def feature_of(name: str) -> Feature | None:
     return next((feature for feature in FEATURES if re.fullmatch(feature.settings, name)), None)
 
 
-def shown_value(name: str, value: object) -> str:
-    """Return the value of a setting of LMCache as a person may see it: nothing that may be a password or a key."""
-    secret = isinstance(value, Mapping | list) or re.search("passw|secret|token|key|credential", name)
-    return "…" if secret else re.sub(r"(?<=://)\S*@", "***@", repr(value))
-
-
 def with_login(url: str, more: Mapping[str, object]) -> str:
     """Return the URL of a Valkey with the login and the database that LMCache has in `extra_config`."""
     scheme, mark, rest = url.partition("://")

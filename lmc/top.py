@@ -14,7 +14,6 @@ from functools import partial
 from http.client import HTTPException
 from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
-from urllib.request import ProxyHandler, build_opener
 
 from prometheus_client.parser import text_string_to_metric_families
 from rich import box
@@ -24,6 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lmc.errors import InputError
+from lmc.http_client import opener, with_scheme
 from lmc.metrics import NAMES, Labels, key
 from lmc.shapes import GIB, MIB
 from lmc.storage.places import fastest_first
@@ -110,7 +110,7 @@ def _ended_by_ctrl_c() -> Iterator[Callable[[], bool]]:
 
 def complete(address: str) -> str:
     """Return the URL of an endpoint that may be given as `host:port`, or without a path."""
-    url = address if "://" in address else f"http://{address}"
+    url = with_scheme(address)
     return url if urlsplit(url).path.strip("/") else f"{url.rstrip('/')}/metrics"
 
 
@@ -118,9 +118,8 @@ def fetch(url: str) -> Sample:
     """Ask an endpoint; raise `InputError` in one line if it does not answer with lmc's metrics."""
     if not url.startswith(("http://", "https://")):
         raise InputError(f"{url} is no address of metrics: give one like {URL}")
-    opener = build_opener(ProxyHandler({}))  # The server is on this host or near it, where a proxy does not lead.
     try:
-        with opener.open(url, timeout=TIMEOUT) as answer:
+        with opener().open(url, timeout=TIMEOUT) as answer:
             text = answer.read().decode()
     except HTTPError as error:
         error.close()

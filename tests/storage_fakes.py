@@ -5,7 +5,7 @@ import mmap
 import threading
 import time
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -311,6 +311,13 @@ class Gated(Wrapped):
         self.write_gate.set()
         for gate in self.read_gates:
             gate.set()
+
+
+def open_gates(tiers: Iterable[object]) -> None:
+    """Open the gates of those tiers that have some, so that nothing waits for them any more."""
+    for tier in tiers:
+        if isinstance(tier, Gated):
+            tier.open_all()
 
 
 class _GatedReader:

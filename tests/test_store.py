@@ -23,6 +23,7 @@ from storage_fakes import (
     get,
     key_of,
     meta_of,
+    open_gates,
     pin_bytes,
     put,
     raw_record,
@@ -116,9 +117,7 @@ def make():
 
     yield make_store
     for store, tiers in made:
-        for tier in tiers:
-            if isinstance(tier, Gated):
-                tier.open_all()
+        open_gates(tiers)
         store.close()
         assert store.held() == 0
         check_store(store)

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from ledger_check import check_store
-from storage_fakes import Gated
+from storage_fakes import open_gates
 
 from lmc.blend.markers import Markers
 from lmc.config import Settings
@@ -477,9 +477,7 @@ def make():
 
     yield make_lab
     for lab, tiers in made:
-        for tier in tiers:
-            if isinstance(tier, Gated):
-                tier.open_all()
+        open_gates(tiers)
         lab.check()
         lab.scheduler.close()
 

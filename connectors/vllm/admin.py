@@ -21,7 +21,7 @@ from lmc.connectors.vllm.request_state import Role
 from lmc.connectors.vllm.roles import Roles
 from lmc.connectors.vllm.start import Setup
 from lmc.engine import PromptView
-from lmc.engine.explain import explain
+from lmc.engine.explain import SHOWN, explain
 from lmc.engine.known_documents import KnownDocument
 from lmc.errors import ConfigError, InputError
 from lmc.metrics import flat
@@ -32,7 +32,6 @@ ADDRESS, TOKEN = "LMC_ADMIN", "LMC_ADMIN_TOKEN"  # variables of the environment
 LOCAL = ("127.0.0.1", "localhost", "::1")
 STARTED = 10.0  # seconds within which the endpoint is up
 LISTED = 100  # documents in a list, unless more are asked for
-SHOWN = 60  # letters of a document
 
 Facts = Mapping[str, Any]
 
@@ -214,25 +213,16 @@ def application(of: Administration, token: str) -> Any:
 
         return answer
 
-    name = "name"
-    return Starlette(
-        routes=[
-            Route("/health", answering(lambda _, __: {"status": "ok"})),
-            Route("/v1/stat", answering(lambda _, __: of.stat())),
-            Route("/v1/explain", answering(lambda _, body: of.explain(body)), methods=["POST"]),
-            Route(
-                "/v1/documents",
-                answering(lambda request, _: of.documents(int(request.query_params.get("limit", LISTED)))),
-            ),
-            Route("/v1/documents/{name}", answering(lambda request, _: of.document(request.path_params[name]))),
-            Route(
-                "/v1/documents/{name}",
-                answering(lambda request, _: of.remove(request.path_params[name])),
-                methods=["DELETE"],
-            ),
-            Route("/v1/requests/{name}", answering(lambda request, _: of.request(request.path_params[name]))),
-        ]
-    )
+    routes: list[tuple[str, str, Callable[[Request, Any], Facts]]] = [
+        ("GET", "/health", lambda _, __: {"status": "ok"}),
+        ("GET", "/v1/stat", lambda _, __: of.stat()),
+        ("POST", "/v1/explain", lambda _, body: of.explain(body)),
+        ("GET", "/v1/documents", lambda request, _: of.documents(int(request.query_params.get("limit", LISTED)))),
+        ("GET", "/v1/documents/{name}", lambda request, _: of.document(request.path_params["name"])),
+        ("DELETE", "/v1/documents/{name}", lambda request, _: of.remove(request.path_params["name"])),
+        ("GET", "/v1/requests/{name}", lambda request, _: of.request(request.path_params["name"])),
+    ]
+    return Starlette(routes=[Route(path, answering(find), methods=[method]) for method, path, find in routes])
 
 
 def serve_if_wanted(of: Administration, engine: int) -> Callable[[], None] | None:

@@ -92,8 +92,9 @@ class Roles:
     def _why_not(self, state: RequestState, learn: bool) -> str:
         """Return why a request that would be blended or learned has to be served exactly; empty if it need not."""
         request, markers = state.request, self._setup.markers
-        documents = [request.prompt_token_ids[one.span.start : one.span.stop] for one in state.documents]
-        special = learn and markers is not None and not all(map(markers.special.isdisjoint, documents))
+        spans = [document.span for document in state.documents] if learn else []
+        documents = [request.prompt_token_ids[span.start : span.stop] for span in spans]
+        special = markers is not None and not all(map(markers.special.isdisjoint, documents))
         reasons = {
             "blending is off; the log of the engine's start says why": not self._setup.blends,
             "requests with LoRA are not blended": request.lora_request is not None,

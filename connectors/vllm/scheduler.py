@@ -258,11 +258,12 @@ class Scheduler:
         """
         if state.unknown or state.queued:
             self._ran = self._setup.clock()  # An engine that asks is awake, and can learn.
-            prompt, salt = state.request.prompt_token_ids, state.salt
             fitting = [span for span in state.unknown if self.engine.fits(len(span))]
-            queued = [span for span in fitting if self.engine.learn_later(prompt, [span], salt)]
-            state.queued += tuple(self.engine.unlearned(prompt, span, salt) for span in queued)
-            state.unknown = tuple(span for span in fitting if span not in queued)
+            state.unknown = ()
+            for span in fitting:
+                queued = self.engine.learn_later(state.request.prompt_token_ids, [span], state.salt)
+                state.queued += queued
+                state.unknown += () if queued else (span,)
             if state.unknown or any(map(self._saves.learns, state.queued)):
                 return False
             state.queued = ()

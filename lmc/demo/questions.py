@@ -17,6 +17,7 @@ from typing import Any
 
 from lmc.blend.segments import join
 from lmc.errors import InputError
+from lmc.learn.sources import read_text
 
 TOP = 6  # documents a question, as in CacheBlend's evaluation
 DOCUMENTS = "\0"  # where the documents stand in a chat
@@ -122,10 +123,7 @@ def read_texts(folder: Path) -> dict[str, str]:
     texts = {}
     for path in sorted([*folder.glob("*.txt"), *folder.glob("*.md")]) if folder.is_dir() else []:
         name = path.stem if path.suffix == ".txt" else path.name
-        try:
-            texts[name] = path.read_text(encoding="utf-8").strip()
-        except (OSError, UnicodeDecodeError) as error:
-            raise InputError(f"cannot read {path} as UTF-8 text: {error}") from error
+        texts[name] = read_text(path).strip()
     texts = {name: text for name, text in texts.items() if text}
     if not texts:
         raise InputError(f"no .txt or .md files with text in {folder}: give a directory of text documents")

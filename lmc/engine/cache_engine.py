@@ -167,20 +167,22 @@ class CacheEngine:
         """Return the keys of a document's chunks."""
         return document_keys(namespace, tokens, self.chunk_size)
 
-    def learn_later(self, prompt: Sequence[int], documents: Iterable[Span], salt: str = "") -> bool:
+    def learn_later(self, prompt: Sequence[int], documents: Iterable[Span], salt: str = "") -> tuple[Unlearned, ...]:
         """Queue documents to be learned when the engine is idle, each once, and no more of them than memory holds.
 
-        Returns whether all of them are queued.
+        Returns those that are queued.
         """
-        complete = True
+        queued = []
         for span in documents:
             document = self.unlearned(prompt, span, salt)
             tokens = len(span) + sum(len(waiting.tokens) for waiting in self.learning)
             room = len(self.learning) < WAITING and tokens <= self.slab.slots * self.chunk_size
-            if room and document not in self.learning:
+            known = document in self.learning
+            if room and not known:
                 self.learning.append(document)
-            complete &= document in self.learning
-        return complete
+            if room or known:
+                queued.append(document)
+        return tuple(queued)
 
     def unlearned(self, prompt: Sequence[int], span: Span, salt: str) -> Unlearned:
         """Return a document of a prompt as it waits to be learned."""

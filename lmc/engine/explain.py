@@ -1,5 +1,6 @@
 """Explains for each document of a prompt whether it would be reused, and if not, why."""
 
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -49,9 +50,12 @@ def explain(
         why, nearest, differs = "", "", -1
         if len(there) < len(places):
             there = ()
-            why, near = _why_unknown(engine, tokens, document, salt, decode)
+            why = _why_known_no_more(engine, prompt, document, salt)
+            near = None if why else engine.known.nearest(tokens, engine.namespace(RecordKind.DOCUMENT, salt))
             if near is not None:
                 nearest, differs = near.id, _first_difference(tokens, near)
+                why = _what_differs(tokens, near, differs, decode)
+            why = why or _why_never_known(engine)
         elif not reused:
             why = refused or plan.note or "the prompt's beginning is reused exactly up to behind it"
         if not document.learnable and not there:
@@ -66,26 +70,28 @@ def explain(
     return found
 
 
-def _why_unknown(
-    engine: CacheEngine, tokens: list[int], document: DocumentLookup, salt: str, decode: Decode
-) -> tuple[str, KnownDocument | None]:
-    """Return why a document is not stored, and the known one that is most like it."""
-    namespace = engine.namespace(RecordKind.DOCUMENT, salt)
-    if engine.unlearned(tokens, document.span.at_start(), salt) in list(engine.learning):
-        return "it waits to be learned", None
-    same = [known for known in engine.known.list() if known.tokens.tolist() == tokens]
-    if same:
-        return _why_gone(engine, same, namespace), None
-    near = engine.known.nearest(tokens, namespace)
-    if near is not None:
-        at = _first_difference(tokens, near)
-        here, there = (decode(list(one[at : at + 8])) for one in (tokens, near.tokens))
-        alike = decode(tokens).split() == decode(near.tokens.tolist()).split()
-        what = "the text is known with other white space" if alike else "a document that is much like it is known"
-        return f"{what}: from token {at} on it has {here!r}, the known one {there!r}", near
+def _why_known_no_more(engine: CacheEngine, prompt: Sequence[int], document: DocumentLookup, salt: str) -> str:
+    """Return why a document is not stored although its text is known; nothing if it is not."""
+    waiting = engine.unlearned(prompt, document.span, salt)
+    if waiting in list(engine.learning):
+        return "it waits to be learned"
+    tokens = array("I", waiting.tokens)
+    same = [known for known in engine.known.list() if known.tokens == tokens]
+    return _why_gone(engine, same, waiting.namespace) if same else ""
+
+
+def _what_differs(tokens: list[int], near: KnownDocument, at: int, decode: Decode) -> str:
+    """Return what a document has, and a known one that is like it has not, from the token `at` on."""
+    here, there = (decode(list(one[at : at + 8])) for one in (tokens, near.tokens))
+    alike = decode(tokens).split() == decode(near.tokens.tolist()).split()
+    what = "the text is known with other white space" if alike else "a document that is much like it is known"
+    return f"{what}: from token {at} on it has {here!r}, the known one {there!r}"
+
+
+def _why_never_known(engine: CacheEngine) -> str:
     if not engine.settings.blend_learn:
-        return "it is not learned: blend_learn is false, and no request has learned it", None
-    return "it is not learned yet: no request with it has ended", None
+        return "it is not learned: blend_learn is false, and no request has learned it"
+    return "it is not learned yet: no request with it has ended"
 
 
 def _why_gone(engine: CacheEngine, same: Sequence[KnownDocument], namespace: bytes) -> str:

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from lmc.errors import ConfigError, InputError
-from lmc.terminal import console, print_json
+from lmc.terminal import AsJson, console, print_json
 
 if TYPE_CHECKING:
     from lmc.config import Settings
@@ -56,7 +56,7 @@ def learn(
     ] = None,
     again: Annotated[bool, typer.Option("--again", help="also what the manifest says was learned before")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="only say what would be learned")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="print the result as JSON")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Compute documents ahead, so that the first prompt with them is quick. Exit code 1: not all could be learned.
 
@@ -73,7 +73,7 @@ def learn(
     own = {"local_disk": local_disk} if local_disk else {}
     settings = Settings.load({"enable_blending": True, **own})
     separator = settings.blend_special_str
-    target = (url or "", salt, separator) if url else (str(model), str(settings.local_disk), salt, separator)
+    target = (url, salt, separator) if url else (str(model), str(settings.local_disk), salt, separator)
     if model and not (settings.local_disk or settings.remote_url):
         raise InputError("--model needs a place to learn into: --local-disk DIRECTORY, or local_disk of the settings")
     with ExitStack() as closing:

@@ -7,12 +7,11 @@ from typing import Protocol
 from lmc.blend.segments import document_tokens
 from lmc.config import Settings
 from lmc.errors import InputError
-from lmc.http_client import HttpClient, Refused, Unreachable
+from lmc.http_client import Refused, Unreachable, vllm_client
 from lmc.storage.places import fastest_first
 from lmc.top import fetch
 
 TIMEOUT = 600.0  # seconds for a document, which may wait for others
-KEY = "OPENAI_API_KEY"
 
 
 class Learner(Protocol):
@@ -37,7 +36,7 @@ class ServerLearner:
         """Raise `Unreachable` if there is no server at `url`, which may end with `/v1` or not."""
         if not url.startswith(("http://", "https://")):
             raise InputError(f"{url} is no address of a server: give one like http://localhost:8000")
-        self._client = HttpClient(url.rstrip("/").removesuffix("/v1"), KEY, TIMEOUT)
+        self._client = vllm_client(url, TIMEOUT)
         self._separator, self._salt = separator, salt
         try:
             models = self._client.ask("/v1/models").get("data") or [{}]

@@ -37,7 +37,7 @@ def read_documents(source: str, id_field: str = "id", text_field: str = "text") 
     elif path.is_dir():
         found = _from_files(path)
     elif path.is_file():
-        found = _from_lines(_read(path), source, id_field, text_field)
+        found = _from_lines(read_text(path), source, id_field, text_field)
     else:
         raise InputError(
             f"{source} does not exist: give a directory of text files, a JSONL file, or - for standard input"
@@ -55,7 +55,7 @@ def read_documents(source: str, id_field: str = "id", text_field: str = "text") 
 
 def _from_files(folder: Path) -> Iterator[Document]:
     for path in sorted(path for path in folder.rglob("*") if path.suffix in ENDINGS and path.is_file()):
-        yield Document(str(path.relative_to(folder)), _read(path).strip())
+        yield Document(str(path.relative_to(folder)), read_text(path).strip())
 
 
 def _from_lines(text: str, source: str, id_field: str, text_field: str) -> Iterator[Document]:
@@ -79,7 +79,8 @@ def _from_lines(text: str, source: str, id_field: str, text_field: str) -> Itera
         yield Document(str(entry[id_field]), entry[text_field].strip())
 
 
-def _read(path: Path) -> str:
+def read_text(path: Path) -> str:
+    """Return what a text file holds; raise `InputError` if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
