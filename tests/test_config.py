@@ -14,6 +14,7 @@ from lmc.config import CACHEBLEND, Settings
 from lmc.config_sources import OF_SERVICES, shown
 from lmc.errors import ConfigError, LmcError
 from lmc.lmcache_compat import ALIASES, FEATURES, NESTED, feature_of, ignored
+from lmc.rag import SEPARATOR
 from lmc.redis_url import parse_redis_url
 
 DATA = Path(__file__).parent / "data"
@@ -512,6 +513,9 @@ class TestLMCache:
         are = "Redis (remote_url: redis://…), disk (local_disk) and memory are"
         assert said.startswith(f"remote_url (override remote_url): {scheme}:// is not there yet; {are}")
         assert "hunter2" not in said
+
+    def test_chats_are_built_with_the_separator_that_is_the_default(self) -> None:
+        assert Settings().blend_special_str == SEPARATOR
 
     def test_no_answer_hides_a_setting_of_ours(self) -> None:
         for name in Settings.model_fields:

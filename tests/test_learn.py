@@ -192,6 +192,21 @@ def test_a_manifest_that_ends_in_half_a_line_is_gone_on_with(tmp_path: Path) -> 
         assert not manifest.has(Document("one", "another text"))
 
 
+def test_to_learn_again_forgets_nothing_before_something_is_learned(tmp_path: Path) -> None:
+    """The server may not even be there."""
+    one, two = Document("one", "one"), Document("two", "two")
+    with Manifest(tmp_path / "m") as manifest:
+        manifest.add(one)
+    with Manifest(tmp_path / "m", again=True) as manifest:
+        assert not manifest.has(one)
+    with Manifest(tmp_path / "m") as manifest:
+        assert manifest.has(one)
+    with Manifest(tmp_path / "m", again=True) as manifest:
+        manifest.add(two)
+    with Manifest(tmp_path / "m") as manifest:
+        assert [manifest.has(document) for document in (one, two)] == [False, True]
+
+
 # -- a server ---------------------------------------------------------------------------------------------------------
 # That a vLLM server learns is shown by tests/engine/test_chat.py. Here are answers that are hard to get from one.
 

@@ -802,7 +802,7 @@ def test_learned_documents_are_reused_in_any_order(make):
 
 @pytest.mark.parametrize("told", ["with the sink", "without it", "seen in a prompt"])
 def test_documents_are_learned_behind_the_sink(make, told):
-    """It is there already if the request to learn begins with it, and else the document is computed once more."""
+    """A request to learn may begin with the sink, which is no part of the document."""
     lab = make(prefix=(1,))
     if told == "seen in a prompt":
         lab.serve("first", prompt(DOC_B, system=range(900, 903)))

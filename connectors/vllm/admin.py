@@ -46,11 +46,11 @@ class Administration:
 
     def stat(self) -> Facts:
         """Return the store's numbers, by the keys of `lmc.metrics`."""
-        return {**flat(self._engine.stats()), "documents": len(self._engine.known.list())}
+        return {**flat(self._engine.stats()), "documents": len(self._known())}
 
     def documents(self, limit: int = LISTED) -> Facts:
         """Return the known documents, the one that was used last first."""
-        known = [one for one in self._engine.known.list() if not one.removed]
+        known = self._known()
         return {"documents": [self._described(one) for one in known[:limit]], "total": len(known)}
 
     def document(self, name: str) -> Facts:
@@ -134,9 +134,11 @@ class Administration:
     def _text(self, tokens: list[int]) -> str:
         return str(self._tokenizer.decode(tokens)) if self._tokenizer else " ".join(map(str, tokens))
 
+    def _known(self) -> list[KnownDocument]:
+        return [known for known in self._engine.known.list() if not known.removed]
+
     def _find(self, name: str) -> KnownDocument:
-        known = [one for one in self._engine.known.list() if not one.removed]
-        found = [one for one in known if one.id.startswith(name.lower())]
+        found = [one for one in self._known() if one.id.startswith(name.lower())]
         if len(found) != 1:
             hint = "give more digits" if found else "lmc documents list shows those that there are"
             raise InputError(f"{len(found)} known documents have an id that begins with {name}: {hint}")

@@ -143,10 +143,10 @@ class Scheduler:
         if not state.loading:  # Otherwise a worker may be reading, and reports when it has stopped.
             self._saves.save_tail(state, blocks)
             self._forget(state)
-        # Nothing is learned for a request that never ran: its engine may be asleep, without weights.
         if state.role is Role.BLEND and request.num_computed_tokens:
             stored = [one for one in state.documents if one.learnable and one.span not in state.unknown]
             self.engine.note_use(request.prompt_token_ids, stored, state.salt)
+        # Nothing is learned for a request that never ran: its engine may be asleep, without weights.
         if self._setup.settings.blend_learn and state.learns and request.num_computed_tokens:
             self.engine.learn_later(request.prompt_token_ids, state.unknown, state.salt)
         facts = state.facts()

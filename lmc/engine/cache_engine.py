@@ -281,7 +281,6 @@ class CacheEngine:
         places = self.store.lookup(keys, shared=False)
         if all(places) or len(keys) > self.store.slots:
             return None
-        self.known.note(namespace, tokens, keys)
         slots: list[Reservation | None] = []
         for key, place, (start, stop) in zip(keys, places, chunk_bounds(len(tokens), self.chunk_size), strict=True):
             size = (stop - start) * self.geometry.token_bytes
@@ -292,6 +291,7 @@ class CacheEngine:
                 for begun in filter(None, slots):
                     self.store.abort(begun)
                 return None
+        self.known.note(namespace, tokens, keys)
         return slots
 
     def fits(self, tokens: int) -> bool:

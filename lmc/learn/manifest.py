@@ -23,7 +23,7 @@ class Manifest:
     """The documents that have been learned into one place. Use it under `with`."""
 
     def __init__(self, path: Path, *, again: bool = False) -> None:
-        """Read what was learned before, or forget it if everything shall be learned `again`.
+        """Read what was learned before, or leave it out if everything shall be learned `again`.
 
         Raises `InputError` if the file cannot be written.
         """
@@ -39,7 +39,8 @@ class Manifest:
                     with suppress(ValueError, TypeError, KeyError):  # A process that was killed leaves half a line.
                         entry = json.loads(line)
                         self._learned[entry["id"]] = entry["digest"]
-            self._file: TextIO = path.open("w" if again else "a", encoding="utf-8")
+            self._file: TextIO = path.open("a", encoding="utf-8")
+            self._outdated = again  # Earlier lines go with the first new one, and not before anything is learned.
             if not ends_in_a_line:
                 self._file.write("\n")
         except OSError as error:
@@ -57,6 +58,9 @@ class Manifest:
 
     def add(self, document: Document) -> None:
         """Note that a document is stored."""
+        if self._outdated:
+            self._file.truncate(0)
+            self._outdated = False
         self._learned[document.id] = document.digest
         self._file.write(json.dumps({"id": document.id, "digest": document.digest}) + "\n")
         self._file.flush()
