@@ -1,8 +1,8 @@
 """Cuts a prompt at the special string: `system # # doc # # doc # # … # # question`, by token ids.
 
 The model reads the separators as a part of the prompt. They belong to no document. In a conversation, a text between
-separators that has a role marker or another special token in it goes through messages, and is no document; nor is what
-the model has answered.
+separators may reach from one message into the next. It then has a role marker or another special token in it, and is no
+document. What the model has answered is no document either.
 """
 
 import itertools

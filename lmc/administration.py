@@ -28,7 +28,7 @@ def explain(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say which documents of a prompt a running engine would reuse, and for each other one why not.
+    """Say which documents of a prompt a running engine would reuse, and why it would not reuse the others.
 
     The file holds the body of a chat or completions request (messages, or prompt), or the text of a prompt. Nothing is
     computed. The engine has to run with LMC_ADMIN=127.0.0.1:9180.
@@ -91,7 +91,7 @@ def show(name: Name, url: Address = URL, as_json: AsJson = False) -> None:
 def remove(name: Name, url: Address = URL) -> None:
     """Remove a document from memory and all tiers. It is learned again when a prompt has it."""
     found = _ask(url, _path(name), method="DELETE")["removed"]
-    console().print(Text(f"{found} is removed, until a prompt has it, or lmc learn --again"))
+    console().print(Text(f"{found} is removed. It is learned again when a prompt has it, or by lmc learn --again"))
 
 
 def _ask(url: str, path: str, body: Any = None, method: str | None = None) -> Any:

@@ -257,7 +257,7 @@ def _missing_features(foreign: Mapping[str, Given]) -> Iterator[str]:
             names = [name for name in foreign if feature_of(name) is feature]
             values = ", ".join(f"{name} = {shown_foreign(name, foreign[name].value)}" for name in names)
             where = ", ".join(dict.fromkeys(foreign[name].origin for name in names))
-            yield f"lmc does not have {feature.title} of LMCache: {feature.instead}. Remove {values} ({where})"
+            yield f"lmc does not have {feature.title}, as LMCache does: {feature.instead}. Remove {values} ({where})"
 
 
 def _unused(name: str) -> str:

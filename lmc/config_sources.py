@@ -81,7 +81,7 @@ class Source:
         return name if name in spellings.values() else None
 
     def _read_nested(self, given: Given, names: Collection[str]) -> None:
-        """Take in LMCache's mapping of further settings. What lmc does not know there is ignored like the rest."""
+        """Take in LMCache's mapping of further settings. Those that lmc does not know are ignored with a warning."""
         try:  # as JSON, which is YAML too
             nested = yaml.safe_load(given.value) if isinstance(given.value, str) else given.value
         except yaml.YAMLError:

@@ -128,6 +128,6 @@ def other_store(url: object) -> str:
     scheme = re.match(r"\s*([a-z][\w+.-]*)://", str(url), re.IGNORECASE)
     if not scheme or re.match(r"rediss?\b|unix\b|valkeys?\b|resp\b", scheme[1].lower()):
         return ""
-    near = "; a directory that all hosts have mounted is no tier either" if scheme[1].lower() == "fs" else ""
+    near = ". A directory that all hosts have mounted is not a tier either" if scheme[1].lower() == "fs" else ""
     there = "Redis (remote_url: redis://…), disk (local_disk) and memory are"
     return f"{scheme[1]}:// is not there yet; {there}{near}. Remove it, or name one of these"

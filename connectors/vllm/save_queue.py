@@ -31,7 +31,7 @@ class SaveQueue:
         self._longest = setup.longest
         self._spare = -(-setup.batch_tokens // setup.block_size)  # blocks that learning leaves free for a prompt
         self._saves: list[SaveJob] = []
-        self._learning = 0  # number of the job under way, and its document
+        self._learning = 0  # number of the learning job under way
         self._document: Unlearned | None = None
 
     @property

@@ -1,4 +1,4 @@
-"""Explains for each document of a prompt whether it would be reused, and if not, why."""
+"""Explains for each document of a prompt whether it would be reused, and why not if it would not be."""
 
 from array import array
 from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ class Explanation:
     reused: bool
     why: str  # why it is not reused; empty if it is
     nearest: str = ""  # the id of the known document that is most like it, if it is not known itself
-    differs_at: int = -1  # the first token of it that the nearest one does not have at that place
+    differs_at: int = -1  # the first of its tokens that differs from the nearest one's
 
 
 def explain(
@@ -57,7 +57,7 @@ def explain(
                 why = _what_differs(tokens, near, differs, decode)
             why = why or _why_never_known(engine)
         elif not reused:
-            why = refused or plan.note or "the prompt's beginning is reused exactly up to behind it"
+            why = refused or plan.note or "it lies in the beginning of the prompt, which is reused exactly"
         if not document.learnable and not there:
             continue  # The system text may be a document, and mostly is none.
         text = decode(tokens[: 2 * SHOWN])[:SHOWN]
