@@ -2,22 +2,27 @@
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
+from urllib.parse import quote
 
 import typer
 from rich.table import Table
 from rich.text import Text
 
 from lmc.errors import InputError
-from lmc.terminal import AsJson, console, print_json, time_text
+from lmc.terminal import AsJson, console, print_json, seconds_of, time_text
 
-URL, KEY = "http://127.0.0.1:9180", "LMC_ADMIN_TOKEN"
+URL = "http://127.0.0.1:9180"
 DIGITS = 12  # of an id that are shown
 
 Address = Annotated[str, typer.Option("--url", envvar="LMC_ADMIN", help="the engine's LMC_ADMIN")]
-Name = Annotated[str, typer.Argument(help="first digits of its id")]
-documents = typer.Typer(no_args_is_help=True, help="List, show and remove the documents that a running engine knows.")
+Name = Annotated[str, typer.Argument(help="its name, or the first digits of its id")]
+Names = Annotated[list[str], typer.Argument(help="their names, or the first digits of their ids")]
+documents = typer.Typer(
+    no_args_is_help=True, help="List, show, pin and remove the documents that a running engine knows."
+)
 
 
 def explain(
@@ -66,39 +71,80 @@ def list_documents(
     if as_json:
         print_json(found)
         return
-    table = Table("id", "tokens", "places", "uses", "last used", "begins")
+    table = Table("id", "name", "tokens", "places", "uses", "last used", "stays", "begins")
     for one in found["documents"]:
-        places = ", ".join(one["places"]) or "evicted"
-        row = one["id"][:DIGITS], str(one["tokens"]), places, str(one["uses"]), time_text(one["used"]), one["begins"]
-        table.add_row(*map(Text, row))
+        table.add_row(
+            one["id"][:DIGITS],
+            Text(one["name"]),
+            str(one["tokens"]),
+            _places(one),
+            str(one["uses"]),
+            time_text(one["used"]),
+            _stays(one),
+            Text(one["begins"]),
+        )
     console().print(table, Text(f"{len(found['documents'])} of {found['total']} documents"))
 
 
 @documents.command()
 def show(name: Name, url: Address = URL, as_json: AsJson = False) -> None:
-    """Show a document with its text."""
+    """Show a document with its text, or all documents of a name."""
     found = _ask(url, _path(name))
     if as_json:
         print_json(found)
         return
-    places = ", ".join(found["places"]) or "evicted"
-    console().print(
-        Text(f"{found['id']}\n{found['tokens']} tokens, {places}, used {found['uses']} times\n\n{found['text']}")
-    )
+    for one in found["documents"]:
+        facts = f"{one['tokens']} tokens", _places(one), f"used {one['uses']} times", _stays(one)
+        console().print(Text(f"{one['id']} {one['name']}\n{', '.join(filter(None, facts))}\n\n{one['text']}\n"))
 
 
 @documents.command()
-def remove(name: Name, url: Address = URL) -> None:
-    """Remove a document from memory and all tiers. It is learned again when a prompt has it."""
-    found = _ask(url, _path(name), method="DELETE")["removed"]
-    console().print(Text(f"{found} is removed. It is learned again when a prompt has it, or by lmc learn --again"))
+def pin(
+    names: Names,
+    ttl: Annotated[str | None, typer.Option(help="remove them after this time, such as 12h or 7d")] = None,
+    url: Address = URL,
+) -> None:
+    """Pin documents: they are not evicted, and are written again to a Redis that has dropped them."""
+    _change(url, names, {"pinned": True} | ({"ttl": seconds_of(ttl)} if ttl else {}))
+
+
+@documents.command()
+def unpin(names: Names, url: Address = URL) -> None:
+    """Let documents be evicted and stay without a time limit again."""
+    _change(url, names, {"pinned": False, "ttl": None})
+
+
+@documents.command()
+def remove(names: Names, url: Address = URL) -> None:
+    """Remove documents from memory and all tiers. They are learned again when a prompt has them."""
+    for name in names:
+        for found in _ask(url, _path(name), method="DELETE")["removed"]:
+            again = "It is learned again when a prompt has it, or by lmc learn --again"
+            console().print(Text(f"{found} is removed. {again}"))
+
+
+def _change(url: str, names: Sequence[str], wanted: dict[str, Any]) -> None:
+    for name in names:
+        for one in _ask(url, _path(name), wanted, "PATCH")["documents"]:
+            said = _stays(one) or "may be evicted, and has no time limit"
+            console().print(Text(f"{one['id'][:DIGITS]} {one['name']}: {said} ({_places(one)})"))
+
+
+def _places(document: dict[str, Any]) -> str:
+    return ", ".join(document["places"]) or "evicted"
+
+
+def _stays(document: dict[str, Any]) -> str:
+    """Return what people want for a document."""
+    until = f"until {time_text(document['expires'])}" if document["expires"] else ""
+    return " ".join(filter(None, ("pinned" if document["pinned"] else "", until)))
 
 
 def _ask(url: str, path: str, body: Any = None, method: str | None = None) -> Any:
-    from lmc.http_client import HttpClient, Unreachable
+    from lmc.http_client import Unreachable, admin_client
 
     try:
-        return HttpClient(url, KEY).ask(path, body, method)
+        return admin_client(url).ask(path, body, method)
     except Unreachable as error:
         wrong = str(error).removesuffix(": is it running?")
         raise Unreachable(
@@ -107,9 +153,9 @@ def _ask(url: str, path: str, body: Any = None, method: str | None = None) -> An
 
 
 def _path(name: str) -> str:
-    if not name.isalnum():
-        raise InputError("give a digit or more of the document's id; lmc documents list shows them")
-    return f"/v1/documents/{name}"
+    if not name.strip():
+        raise InputError("give a document's name, or a digit or more of its id; lmc documents list shows them")
+    return f"/v1/documents/{quote(name, safe='')}"
 
 
 def _tokenized(server: str, body: dict[str, Any]) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from lmc.calibrate.command import calibrate
 from lmc.demo.command import demo
 from lmc.errors import ConfigError, InputError, LmcError
 from lmc.learn.command import learn
+from lmc.learn.size import size
 from lmc.terminal import AsJson, console, print_json, time_text
 
 if TYPE_CHECKING:
@@ -200,6 +201,7 @@ def template(
 app.command(name="demo")(demo)
 app.command(name="calibrate")(calibrate)
 app.command(name="learn")(learn)
+app.command(name="size")(size)
 app.command(name="explain")(explain)
 app.add_typer(documents, name="documents")
 

@@ -127,6 +127,9 @@ class Settings(BaseModel):
         pattern=r"^[\w.:-]+$",
         description="letters, digits and . : _ - that begin the names of our keys in Redis",
     )
+    document_share: Real = Field(
+        0.5, ge=0, le=1, description="the share of memory and of the disk, from 0 to 1, that belongs to documents"
+    )
     store_policy: Literal["write_through", "write_back"] = Field(
         "write_through", description="write_through or write_back"
     )

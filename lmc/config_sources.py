@@ -22,7 +22,7 @@ CONFIG_FILES = ("LMC_CONFIG_FILE", "LMCACHE_CONFIG_FILE")
 # Variables that begin like a setting's and belong to other parts of lmc, or to LMCache alone.
 NO_SETTINGS = (
     *CONFIG_FILES, "LMC_LOG_*", "LMC_SERVER", "LMC_ADMIN*", "LMC_KERNELS", "LMC_ROUTER_*", "LMC_UNTESTED_VLLM",
-    "LMC_CHECK_LOCKS", "LMCACHE_USE_EXPERIMENTAL", "LMCACHE_TRACK_USAGE", "LMCACHE_LOG_LEVEL",
+    "LMC_CHECK_LOCKS", "LMC_DOCUMENT_EVENTS", "LMCACHE_USE_EXPERIMENTAL", "LMCACHE_TRACK_USAGE", "LMCACHE_LOG_LEVEL",
 )  # fmt: skip
 SECRET = frozenset({"remote_url"})  # settings that may hold a password
 # Variables that Kubernetes sets in every pod for a Service whose name begins with lmc, with the values that they have.

@@ -33,6 +33,11 @@ def vllm_client(url: str, timeout: float = 30.0) -> "HttpClient":
     return HttpClient(url.rstrip("/").removesuffix("/v1"), "OPENAI_API_KEY", timeout)
 
 
+def admin_client(url: str) -> "HttpClient":
+    """Return a client of an engine's administration endpoint."""
+    return HttpClient(url, "LMC_ADMIN_TOKEN")
+
+
 class HttpClient:
     """One server. May be used by several threads."""
 

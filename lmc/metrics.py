@@ -33,6 +33,7 @@ class Name:
     what: str
     labels: Labels = ()
     gauge: bool = False
+    buckets: tuple[float, ...] = ()  # of a histogram: upper bounds
 
 
 OF_STORES = (
@@ -46,6 +47,7 @@ OF_STORES = (
     Name("corrupt_records", "records whose bytes were not what had been written, each a miss", ("tier",)),
     Name("no_room", "chunks for which no slot of the memory was free or could be freed"),
     Name("evictions", "chunks evicted, by place", ("place",)),
+    Name("document_evictions", "chunks of documents evicted, by place; part of evictions", ("place",)),
     Name("write_queue_depth", "chunks that wait to be copied or written", gauge=True),
     Name("chunks", "chunks that are in a place now", ("place",), gauge=True),
     Name("chunk_tokens", "tokens of the chunks that are in a place now", ("place",), gauge=True),
@@ -63,10 +65,24 @@ OF_REQUESTS = (  # A vLLM server has all of them, and `Prefills` of the transfor
     Name("token_layers", "tokens computed by blends, times layers"),
     Name("stored_chunks", "chunks stored"),
     Name("stored_tokens", "tokens stored"),
+    Name("documents_known", "documents of prompts that were stored"),
+    Name("documents_unknown", "documents of prompts that were not stored"),
+    Name("documents_learned", "documents learned"),
+    Name("capacity_tokens", "tokens of documents that fit into a place", ("place",), gauge=True),
     Name("layers", "layers of the model: what to divide token_layers by", gauge=True),
 )
 
-NAMES = {name.name: name for name in (*OF_STORES, *OF_REQUESTS)}
+SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0)
+SHARES = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0)
+TOKENS = (0.0, 64.0, 256.0, 1024.0, 2048.0, 4096.0, 8192.0, 16384.0, 32768.0, 131072.0)
+HISTOGRAMS = (  # of requests to a vLLM server; a way is full, exact, blend or learn
+    Name("ttft_seconds", "seconds from a request's arrival to its first token", ("way",), buckets=SECONDS),
+    Name("load_seconds", "seconds in which workers have loaded or blended a request's KV", ("way",), buckets=SECONDS),
+    Name("budget", "share of the reused tokens that a blend has computed again", buckets=SHARES),
+    Name("reused_tokens", "tokens of a prompt whose KV came from the store", ("way",), buckets=TOKENS),
+)
+
+NAMES = {name.name: name for name in (*OF_STORES, *OF_REQUESTS, *HISTOGRAMS)}
 
 
 def values(stats: StoreStats) -> dict[str, dict[Labels, float]]:
@@ -86,6 +102,7 @@ def values(stats: StoreStats) -> dict[str, dict[Labels, float]]:
         "corrupt_records": _each(tiers, stats.corrupt),
         "no_room": {(): stats.no_room},
         "evictions": _each((), stats.evictions),
+        "document_evictions": _each((), stats.document_evictions),
         "write_queue_depth": {(): stats.queued},
         "chunks": _each(places, {place: chunks for place, (chunks, _) in stats.present.items()}),
         "chunk_tokens": _each(places, {place: tokens for place, (_, tokens) in stats.present.items()}),

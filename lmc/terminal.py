@@ -1,12 +1,15 @@
 """Standard output for people and for pipes."""
 
 import json
+import re
 import sys
 from datetime import UTC, datetime
 from typing import Annotated
 
 import typer
 from rich.console import Console
+
+from lmc.errors import InputError
 
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON")]
 
@@ -16,6 +19,14 @@ UNCUT = 1 << 16  # columns
 def console() -> Console:
     """Return standard output: as wide as the terminal, or wide enough for every line if it is a file or a pipe."""
     return Console(width=None if sys.stdout.isatty() else UNCUT)
+
+
+def seconds_of(text: str) -> float:
+    """Return the seconds of a time such as `90`, `90s`, `30m`, `12h` or `7d`; raise `InputError` for anything else."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd]?)", text.strip())
+    if found is None or not float(found[1]):
+        raise InputError(f"{text!r} is no time: give a number of seconds, or a number with s, m, h or d, such as 7d")
+    return float(found[1]) * {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}[found[2]]
 
 
 def time_text(seconds: float) -> str:

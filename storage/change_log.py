@@ -67,6 +67,8 @@ class ChangeLog:
         """Return the changes after `number`, and true; or none and false if the log does not reach back so far."""
         with self._lock:
             self._work_out()
+            if number == self._number:  # as in most steps of an engine
+                return [], True
             seen = len(self._changes) - (self._number - number)  # how many of the kept changes are older
             return (list(self._changes)[seen:], True) if seen >= 0 else ([], False)
 

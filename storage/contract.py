@@ -5,7 +5,7 @@ are in slots of a slab that both processes have mapped, and the handle names the
 driver for a store in the same process.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from enum import Enum
 from typing import NamedTuple, Protocol
 
@@ -90,6 +90,12 @@ class ChunkStore(Protocol):
 
     def forget(self, key: ChunkKey, *, wait: bool = True, shared: bool = True) -> None:
         """Remove a chunk everywhere; without `shared`, tiers that other processes share keep it."""
+
+    def protect(self, keys: Collection[ChunkKey], *, pinned: bool) -> None:
+        """Pin chunks of documents, so that they are not evicted, or let them be evicted again."""
+
+    def spread(self, keys: Sequence[ChunkKey]) -> list[ChunkKey]:
+        """Write chunks to the tiers that do not have them, and return those that are nowhere."""
 
     def stats(self) -> StoreStats:
         """Return counts since the start."""

@@ -3,14 +3,14 @@
 This is bookkeeping only: it has no bytes, no tensors and no lock (the store's state guards it). A slot is *free* (it
 may still hold a chunk, which is found until the slot is taken), *being written* (it was reserved), or *held* (somebody
 reads it). Taking a free slot evicts the chunk in it. The order in which slots are taken and returned is that of vLLM's
-block pool in release 0.32.0.
+block pool in release 0.32.0, as long as no documents are there, which have their share of the slots (`eviction.py`).
 """
 
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import NewType
 
 from lmc.keys import ChunkKey
+from lmc.storage.eviction import EvictionOrder, Standing
 
 Slot = NewType("Slot", int)
 
@@ -18,15 +18,18 @@ Slot = NewType("Slot", int)
 class Ledger:
     """A fixed number of slots, their keys and holders, and the queue of free slots."""
 
-    def __init__(self, slots: int) -> None:
+    def __init__(self, slots: int, document_share: float = 0.0) -> None:
         assert slots > 0
-        self.slots, self.evictions = slots, 0
+        self.slots, self.evictions, self.document_evictions = slots, 0, 0
         self._holders = [0] * slots
         self._keys: list[ChunkKey | None] = [None] * slots
         self._writing: set[Slot] = set()
         # A key may be in several slots: two requests that computed the same chunk each keep their own.
         self._slots_of: dict[ChunkKey, list[Slot]] = {}
-        self._queue = OrderedDict.fromkeys(map(Slot, range(slots)))  # the free slots; the first is taken next
+        self._standing = [Standing.OTHER] * slots
+        self._queue: EvictionOrder[Slot] = EvictionOrder(slots * document_share)  # the free slots
+        for slot in map(Slot, range(slots)):
+            self._queue.add(slot)
 
     @property
     def free(self) -> int:
@@ -57,25 +60,28 @@ class Ledger:
         """Add a holder to a slot that has a key: nothing evicts it until all its holders have released it."""
         assert self._keys[slot] is not None, f"slot {slot} holds nothing"
         if self._holders[slot] == 0:
-            del self._queue[slot]
+            self._queue.remove(slot)
         self._holders[slot] += 1
 
     def reserve(self) -> Slot | None:
-        """Take the slot at the head of the free queue to write to it, evicting its key; None if no slot is free."""
-        if not self._queue:
+        """Take the slot that is evicted next to write to it; None if no slot is free, or only pinned ones are."""
+        slot = self._queue.first()
+        if slot is None:
             return None
-        slot, _ = self._queue.popitem(last=False)
+        self._queue.remove(slot)
         if self._keys[slot] is not None:
-            self.drop(slot)
             self.evictions += 1
+            self.document_evictions += self._standing[slot] is not Standing.OTHER
+            self.drop(slot)
         self._holders[slot] = 1
         self._writing.add(slot)
         return slot
 
-    def commit(self, slot: Slot, key: ChunkKey) -> None:
+    def commit(self, slot: Slot, key: ChunkKey, standing: Standing = Standing.OTHER) -> None:
         """Let `key` be found in a reserved slot from now on. The slot stays held until it is released."""
         self._writing.remove(slot)
         self._keys[slot] = key
+        self._stand(slot, standing)
         self._slots_of.setdefault(key, []).append(slot)
 
     def abort(self, slot: Slot) -> None:
@@ -94,15 +100,29 @@ class Ledger:
             self._holders[slot] -= 1
             if self._holders[slot] == 0:
                 self._writing.discard(slot)
-                self._queue[slot] = None
-                if self._keys[slot] is None:
-                    self._queue.move_to_end(slot, last=False)
+                self._queue.add(slot, self._standing[slot], first=self._keys[slot] is None)
+
+    def protect(self, key: ChunkKey, standing: Standing) -> None:
+        """Change what protects a chunk in all slots that hold it."""
+        for slot in self._slots_of.get(key, ()):
+            self._stand(slot, standing)
 
     def drop(self, slot: Slot) -> None:
         """Forget the key in `slot`; whoever holds the slot keeps it until it is released."""
         key = self._keys[slot]
         assert key is not None
         self._keys[slot] = None
+        if slot in self._queue and self._standing[slot] is not Standing.OTHER:
+            self._queue.remove(slot)
+            self._queue.add(slot, first=True)
+        self._stand(slot, Standing.OTHER)
         self._slots_of[key].remove(slot)
         if not self._slots_of[key]:
             del self._slots_of[key]
+
+    def _stand(self, slot: Slot, standing: Standing) -> None:
+        self._queue.count(self._standing[slot], -1)
+        self._queue.count(standing, 1)
+        self._standing[slot] = standing
+        if slot in self._queue:
+            self._queue.change(slot, standing)

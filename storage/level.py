@@ -3,12 +3,14 @@
 The store's lock guards all of this. Threads do the work outside of the lock, and report each step to the state.
 """
 
+from collections.abc import Container
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from lmc.keys import ChunkKey
 from lmc.storage.change_log import ChangeLog
 from lmc.storage.contract import PinState
+from lmc.storage.eviction import Standing
 from lmc.storage.ledger import Ledger, Slot
 from lmc.storage.record import RecordMeta
 from lmc.storage.slab import Slab
@@ -18,9 +20,12 @@ from lmc.storage.tier import Tier
 class Level:
     """A slab, the ledger of its slots, and the metadata of the chunks in them."""
 
-    def __init__(self, name: str, slab: Slab, changes: ChangeLog) -> None:
-        self.name, self.slab, self.changes = name, slab, changes
-        self.ledger = Ledger(slab.slots)
+    def __init__(
+        self, name: str, slab: Slab, changes: ChangeLog, document_share: float = 0.0, pinned: Container[ChunkKey] = ()
+    ) -> None:
+        """`pinned` are the chunks that are not to be evicted; the store adds some and removes some."""
+        self.name, self.slab, self.changes, self._pinned = name, slab, changes, pinned
+        self.ledger = Ledger(slab.slots, document_share)
         self.metas: dict[Slot, RecordMeta] = {}
 
     def reserve(self, evicted: "list[Held]") -> Slot | None:
@@ -36,7 +41,7 @@ class Level:
 
     def commit(self, slot: Slot, meta: RecordMeta) -> None:
         """Note that a reserved slot has been filled."""
-        self.ledger.commit(slot, meta.key)
+        self.ledger.commit(slot, meta.key, Standing.of(meta.kind, pinned=meta.key in self._pinned))
         self.metas[slot] = meta
         self.slab.label(slot, meta.key, meta.parts)
         self.changes.appeared(self.name, meta)

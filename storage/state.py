@@ -8,11 +8,12 @@ returns the work that has to be done after it, outside of the lock.
 import itertools
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from lmc.errors import ChunkLost
 from lmc.keys import ChunkKey
 from lmc.storage.contract import Pin, PinState, Reservation
+from lmc.storage.eviction import Standing
 from lmc.storage.ledger import Slot
 from lmc.storage.level import Held, Level, Load, Outgoing, Todo
 from lmc.storage.locks import Rank, new_lock
@@ -26,10 +27,12 @@ from lmc.storage.write_queues import WriteQueues
 class StoreState:
     """Slots, pins, loads and queues of one store."""
 
-    def __init__(self, levels: Sequence[Level], tiers: Sequence[Tier], policy: WritePolicy) -> None:
+    def __init__(
+        self, levels: Sequence[Level], tiers: Sequence[Tier], policy: WritePolicy, pinned: set[ChunkKey] | None = None
+    ) -> None:
         self._changed = threading.Condition(new_lock(Rank.STATE))  # type: ignore[arg-type]
         self.levels, self.top, self.host = levels, levels[0], levels[-1]
-        self._tiers, self._policy = tiers, policy
+        self._tiers, self._policy, self._pinned = tiers, policy, set() if pinned is None else pinned
         self.by_name = {level.name: level for level in levels}
         self._leases = itertools.count(1)
         self._held: dict[int, Load | None] = {}  # by lease; None for a chunk that was in memory
@@ -150,6 +153,14 @@ class StoreState:
             for level in self.levels:
                 level.drop(key)
 
+    def protect(self, keys: Collection[ChunkKey], standing: Standing) -> None:
+        """Let chunks be evicted as entries of this standing, now and when they come into memory again."""
+        with self._changed:
+            (self._pinned.update if standing is Standing.PINNED else self._pinned.difference_update)(keys)
+            for level in self.levels:
+                for key in keys:
+                    level.ledger.protect(key, standing)
+
     # -- reports of the loading threads ------------------------------------------------------------------------------
 
     def wanted(self, load: Load) -> bool:
@@ -222,6 +233,13 @@ class StoreState:
         with self._changed:
             return {meta.key: Held(meta, level, slot) for level in self.levels for slot, meta in level.metas.items()}
 
+    def held_by(self, pin: Pin) -> Held | None:
+        """Return where the bytes of a pinned chunk are; None if it has been forgotten."""
+        level = self.by_name[pin.level]
+        with self._changed:
+            meta = level.metas.get(pin.slot)
+        return Held(meta, level, pin.slot) if meta is not None else None
+
     def held(self) -> int:
         """Return how many slots are held or being written; it is zero when nothing is going on."""
         with self._changed:
@@ -244,6 +262,7 @@ class StoreState:
                 dropped_writes=self.queues.dropped,
                 no_room=self._no_room,
                 evictions={level.name: level.ledger.evictions for level in self.levels},
+                document_evictions={level.name: level.ledger.document_evictions for level in self.levels},
                 queued=self.queues.length,
             )
 
@@ -315,6 +334,9 @@ class StoreState:
             return None
         slot = level.reserve(todo.evicted)
         self._no_room += slot is None
+        if not self._tiers and level.ledger.document_evictions == 1 and level is self.host:
+            text = "memory is full, and documents are evicted: raise max_local_cpu_size, or set local_disk (said once)"
+            self.queues.complaints.append(("documents", text))
         return slot
 
     def _promote(self, slots: Sequence[Slot], todo: Todo) -> None:

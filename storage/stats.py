@@ -26,6 +26,7 @@ class StoreStats:
     no_room: int  # chunks for which every slot was held
     evictions: dict[str, int]  # by place; of tiers those that evict by themselves
     queued: int  # chunks that wait to be copied or written now
+    document_evictions: dict[str, int] = field(default_factory=dict)  # evictions of chunks of documents, by place
     seconds: dict[tuple[str, Verb], float] = field(default_factory=dict)  # inside tiers, summed over threads
     failed: dict[str, int] = field(default_factory=dict)  # failed operations, each a miss or a lost write
     corrupt: dict[str, int] = field(default_factory=dict)  # of these, records that were not what had been written

@@ -5,15 +5,17 @@ and `writer.py` move bytes outside of the lock. Chunks in memory are looked up w
 parts and bytes, and not what a part means.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 
 import torch
 
+from lmc.errors import ChunkLost
 from lmc.keys import ChunkKey
 from lmc.storage.change_log import ChangeLog
 from lmc.storage.contract import Pin, PinState, Reservation
+from lmc.storage.eviction import Standing
 from lmc.storage.level import Level
 from lmc.storage.loader import Loader
 from lmc.storage.record import RecordMeta
@@ -36,12 +38,16 @@ class Store:
         device: Slab | None = None,
         policy: WritePolicy = WritePolicy.WRITE_THROUGH,
         load_threads: int = 2,
+        document_share: float = 0.0,
     ) -> None:
-        self.changes = ChangeLog()
-        self._host = Level("host", host, self.changes)
-        self._levels = [*([Level("device", device, self.changes)] if device else []), self._host]
+        """Documents have a share of the slots, from 0 to 1; see `eviction.py`. Tiers have theirs already."""
+        self.changes, pinned = ChangeLog(), set[ChunkKey]()
+        slabs = {"device": device, "host": host}
+        self._levels = [
+            Level(name, slab, self.changes, document_share, pinned) for name, slab in slabs.items() if slab is not None
+        ]
         self._tiers, self._guard = list(tiers), TierGuard()
-        self._state = StoreState(self._levels, self._tiers, policy)
+        self._state = StoreState(self._levels, self._tiers, policy, pinned)
         self._loader = Loader(self._state, self._guard, load_threads)
         self._writer = Writer(self._state, self._tiers, policy, self._guard)
         self.cost = self._loader.cost  # the estimates by which connectors choose between loading and computing
@@ -139,6 +145,33 @@ class Store:
                 deletion.result()
             self._state.drop(key)  # It may have been loaded meanwhile.
 
+    def protect(self, keys: Collection[ChunkKey], *, pinned: bool) -> None:
+        """Pin chunks of documents, or let them be evicted again, in memory and in the tiers that only we use."""
+        standing = Standing.PINNED if pinned else Standing.DOCUMENT
+        self._state.protect(keys, standing)
+        for tier in self._tiers:
+            tier.protect(keys, standing)
+
+    def spread(self, keys: Sequence[ChunkKey]) -> list[ChunkKey]:
+        """Write chunks to the tiers that do not have them, and return those that are nowhere.
+
+        A tier that fails is left out. Returns when everything is written.
+        """
+        lacking: dict[ChunkKey, list[Tier]] = {key: [] for key in keys}
+        for tier in self._tiers if keys else ():
+            there = self._guard(tier, "lookup", tier.contains, keys) if tier.usable else None
+            for key, present in zip(keys, there or (), strict=False):
+                lacking[key] += () if present else [tier]
+        places = dict(zip(keys, self.lookup(keys), strict=True))
+        nowhere = [key for key, place in places.items() if place is None]
+        for key, tiers in lacking.items():
+            if tiers and places[key] is not None:
+                with self.pinned([key]) as (pin,), suppress(ChunkLost):
+                    if pin is not None:
+                        self.part(pin, self._levels[0].slab.parts - 1)
+                        self._writer.write_again(pin, tiers)
+        return nowhere
+
     def flush(self) -> None:
         """Wait until everything that was queued has been written."""
         self._state.wait_until_flushed()
@@ -163,6 +196,10 @@ class Store:
         return replace(
             counts,
             evictions={**counts.evictions, **{tier.name: tier.evictions for tier in self._tiers}},
+            document_evictions={
+                **counts.document_evictions,
+                **{tier.name: tier.document_evictions for tier in self._tiers},
+            },
             seconds=dict(self._guard.seconds),
             failed=dict(self._guard.failed),
             corrupt=dict(self._guard.corrupt),

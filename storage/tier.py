@@ -5,13 +5,14 @@ raise `OSError` or `CorruptRecord`; the store, and only the store, turns these i
 `tests/tier_contract.py` is the contract as tests: every tier runs them.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol
 
 from lmc.keys import ChunkKey
 from lmc.storage.change_log import ChangeLog
+from lmc.storage.eviction import Standing
 from lmc.storage.record import RecordMeta
 
 
@@ -62,6 +63,7 @@ class Tier(Protocol):
     name: str
     shared: bool  # with other processes, which read and write there too
     evictions: int  # records that it has removed to stay within its bound
+    document_evictions: int  # of these, records of documents
 
     @property
     def usable(self) -> bool:
@@ -96,6 +98,12 @@ class Tier(Protocol):
         """The headers of all readable records in the same order, without counting as a use.
 
         A shared tier has too many, and yields none.
+        """
+
+    def protect(self, keys: Collection[ChunkKey], standing: Standing) -> None:
+        """Let records be evicted as entries of this standing, also those that are written later.
+
+        A tier that evicts by itself cannot do so.
         """
 
     def report_to(self, changes: ChangeLog) -> None:

@@ -12,6 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import chain
 
 from lmc.keys import ChunkKey
+from lmc.storage.contract import Pin
 from lmc.storage.level import Held, Level, Outgoing, Todo
 from lmc.storage.record import RecordMeta
 from lmc.storage.state import StoreState
@@ -50,6 +51,13 @@ class Writer:
         """Remove a record that is in no slot any more from the tiers, after the writes of it that are queued."""
         tiers = [tier for tier in self._tiers if shared or not tier.shared]
         return [self._submit(tier, key, logged, self._guard, tier, "write", tier.delete, key) for tier in tiers]
+
+    def write_again(self, pin: Pin, tiers: Sequence[Tier]) -> None:
+        """Write a pinned chunk to tiers that do not have it any more, and return when that is done."""
+        held = self._state.held_by(pin)
+        if held is not None:
+            for write in [self._submit(tier, pin.key, self._write_last, tier, held) for tier in tiers]:
+                write.result()
 
     def close(self) -> None:
         """Write what is in memory only, and stop the threads. The state must be closed before.

@@ -1,5 +1,9 @@
 """Proves the invariants of the store's bookkeeping, from the outside."""
 
+from collections import Counter
+
+from lmc.storage.disk import DiskTier
+from lmc.storage.eviction import Standing
 from lmc.storage.ledger import Ledger, Slot
 from lmc.storage.store import Store
 
@@ -22,6 +26,21 @@ def check_ledger(ledger: Ledger) -> None:
     held = {slot for slots in ledger._slots_of.values() for slot in slots}
     assert held == {s for s in range(ledger.slots) if ledger._keys[s] is not None}, "keys and slots disagree"
     assert all(ledger._keys[s] == key for key, slots in ledger._slots_of.items() for s in slots)
+
+    keyed = Counter(ledger._standing[slot] for slot in held)
+    for standing in (Standing.DOCUMENT, Standing.PINNED):
+        assert ledger._queue._taken[standing] == keyed[standing], "what documents take is counted wrongly"
+    assert all(ledger._standing[slot] is Standing.OTHER for slot in range(ledger.slots) if slot not in held)
+
+
+def check_disk(tier: DiskTier) -> None:
+    """The index and the order of eviction agree."""
+    with tier._lock:
+        assert set(tier._order) == set(tier._index)
+        assert sum(tier._index.values()) <= tier.bytes
+        for standing in (Standing.DOCUMENT, Standing.PINNED):
+            there = sum(size for key, size in tier._index.items() if tier._standing.get(key) is standing)
+            assert tier._order._taken[standing] == there, "what documents take is counted wrongly"
 
 
 def free_queue(ledger: Ledger) -> list[Slot]:

@@ -5,7 +5,7 @@ import mmap
 import threading
 import time
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +17,7 @@ from lmc.keys import ChunkKey
 from lmc.storage.change_log import ChangeLog
 from lmc.storage.contract import Pin
 from lmc.storage.cost_model import CostModel
+from lmc.storage.eviction import Standing
 from lmc.storage.record import RecordMeta, checksum, decode_header, encode_header, header_size, split_parts
 from lmc.storage.store import Store
 from lmc.storage.tier import Entry, Finding, RecordReader, Wrapped, Written
@@ -127,7 +128,7 @@ def pin_bytes(store: Store, pin: Pin, part: int) -> bytes:
 
 def shape_of(store: Store) -> tuple[int, int]:
     """Parts of a chunk, and bytes of a part."""
-    slab = store._host.slab
+    slab = store._levels[-1].slab
     return slab.parts, slab.part_bytes
 
 
@@ -141,7 +142,7 @@ class DictTier:
     name = "dict"
     shared = False
     usable = True
-    evictions = 0
+    evictions = document_evictions = 0
 
     def __init__(self) -> None:
         self.records: OrderedDict[ChunkKey, bytearray] = OrderedDict()
@@ -198,6 +199,9 @@ class DictTier:
         for record in records:
             with suppress(CorruptRecord):
                 yield decode_header(record[: header_size(record[:8])])
+
+    def protect(self, keys: Collection[ChunkKey], standing: Standing) -> None:
+        pass
 
     def report_to(self, changes: ChangeLog) -> None:
         self.changes = changes

@@ -11,7 +11,7 @@ from test_vllm_scheduler import counted, pretend
 from vllm_fakes import DOC_A, DOC_B, Adapter, Lab, learn, prompt
 
 from lmc.connectors.vllm.admin import Administration, serve
-from lmc.errors import ConfigError
+from lmc.errors import ConfigError, InputError
 from lmc.http_client import HttpClient, Refused
 from lmc.keys import RecordKind
 
@@ -26,7 +26,8 @@ class Words:
         return " ".join("" if token == BLANK else f"w{token}" for token in tokens)
 
     def encode(self, text):
-        return [int(word.removeprefix("w")) for word in text.split()]
+        words = text.replace(" # # ", " w90 w91 ").split()
+        return [int(word.removeprefix("w")) for word in words]
 
     def apply_chat_template(self, messages, **_):
         return [token for message in messages for token in self.encode(message["content"])]
@@ -211,7 +212,7 @@ def test_the_endpoint_answers_what_the_commands_ask(served, tmp_path):
     assert json.loads(lmc("documents", "list", "--url", served.url, "--json")[1])["total"] == 1
     code, _, err = lmc("documents", "show", name[:8], "--url", served.url)
     assert (code, "lmc documents list shows those that there are" in err) == (2, True)
-    assert "give a digit" in lmc("documents", "show", "", "--url", served.url)[2]
+    assert "a digit or more" in lmc("documents", "show", "", "--url", served.url)[2]
     for text, said in (("", "is empty"), ('{"messages": [', "is no JSON"), ("7", "must hold a request")):
         (tmp_path / "prompt.txt").write_text(text)
         code, _, err = lmc("explain", tmp_path / "prompt.txt", "--url", served.url)
@@ -228,6 +229,69 @@ def test_a_document_that_was_removed_is_named_until_it_is_learned_again(make):
     assert why(explained(lab, prompt(DOC_A))) == ["it was removed (lmc documents remove)"]
     learn(lab, [*DOC_A])
     assert found.documents()["total"] == 1
+
+
+def test_documents_have_names_and_are_pinned_and_limited_in_time_by_them(make):
+    lab = make()
+    found = administration(lab)
+    for name, tokens in (("notes/one.txt", DOC_A), ("notes/two.txt", DOC_B)):
+        lab.serve(name, tokens, {"learn": True, "name": name})
+    port = free_port()
+    stop = serve(found, f"127.0.0.1:{port}", "")
+    try:
+        url = "--url", f"127.0.0.1:{port}"
+        code, out, _ = lmc("documents", "pin", "notes/one.txt", "notes/two.txt", "--ttl", "2h", *url)
+        assert (code, out.count(": pinned until 20")) == (0, 2)
+        listed = json.loads(lmc("documents", "list", *url, "--json")[1])["documents"]
+        assert [(one["name"], one["pinned"], one["expires"] > 0) for one in listed] == [
+            ("notes/two.txt", True, True),
+            ("notes/one.txt", True, True),
+        ]
+        assert "notes/one.txt" in lmc("documents", "list", *url)[1]
+        assert Words().decode(DOC_A) in lmc("documents", "show", "notes/one.txt", *url)[1]
+        code, out, _ = lmc("documents", "unpin", "notes/one.txt", *url)
+        assert (code, "may be evicted, and has no time limit (host)" in out) == (0, True)
+        assert lmc("documents", "remove", "notes/one.txt", "notes/two.txt", *url)[1].count("is removed") == 2
+        code, _, err = lmc("documents", "pin", "notes/one.txt", *url)
+        assert (code, "0 known documents have the name notes/one.txt" in err) == (2, True)
+        client = HttpClient(f"127.0.0.1:{port}", "NO_KEY")
+        for wrong in ({"pinned": 3}, {"ttl": -1}, {"ttl": True}, {"ttl": 1e300}, {"pin": True}, []):
+            with pytest.raises(Refused):
+                client.ask("/v1/documents/00", wrong, "PATCH")
+    finally:
+        stop()
+
+
+def test_too_many_pins_are_refused(make):
+    lab = make(slots=8)
+    learn(lab, DOC_A, DOC_B)
+    found = administration(lab)
+    first, second = (one["id"] for one in found.documents()["documents"])
+    found.change(first, {"pinned": True})
+    with pytest.raises(InputError, match="there is no room to pin them"):
+        found.change(second, {"pinned": True})
+    assert [one["pinned"] for one in found.documents()["documents"]] == [True, False]
+
+
+def test_texts_are_queued_to_be_learned(make):
+    lab = make()
+    learn(lab, DOC_A)
+    found = administration(lab)
+    texts = [Words().decode(DOC_A), Words().decode(DOC_B)]
+    assert found.learn({"texts": texts}) == {"queued": 1, "known": 1}
+    assert [list(one.tokens) for one in lab.engine.learning] == [DOC_B]
+    for wrong in ({}, {"texts": "a"}, {"texts": [3]}):
+        with pytest.raises(InputError, match="cache_salt if"):
+            found.learn(wrong)
+    with pytest.raises(InputError, match="the self-test failed"):
+        administration(lab, blends=False, refused="the self-test failed").learn({"texts": texts})
+
+
+@pytest.mark.parametrize("options", [{"learn": True, "name": 3}, {"name": "a"}, {"learn": True, "name": "a" * 501}])
+def test_a_wrong_name_is_refused(make, options):
+    lab = make()
+    request = lab.serve("one", DOC_A, options)
+    assert "name" in request.facts["note"]
 
 
 WRONG = [

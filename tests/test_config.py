@@ -51,6 +51,7 @@ def test_the_list_of_settings_is_frozen() -> None:
         "remote_deadline",
         "remote_ttl",
         "remote_prefix",
+        "document_share",
         "store_policy",
         "load_policy",
         "load_deadline",

@@ -18,7 +18,6 @@ def test_what_was_used_last_comes_first_and_uses_are_counted() -> None:
     for tokens in ([1, 2, 3], [4, 5, 6, 7, 8], [9]):
         note(known, tokens)
     note(known, [1, 2, 3], used=True)
-    note(known, [], used=True)
     assert [(one.tokens.tolist(), one.uses) for one in known.list()] == [([1, 2, 3], 1), ([9], 0), ([4, 5, 6, 7, 8], 0)]
     known.list()[0].removed = True
     assert known.nearest([1, 2, 3], NAMESPACE) is None

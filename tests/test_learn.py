@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from lmc.errors import InputError
 from lmc.learn.manifest import Manifest
 from lmc.learn.sources import Document, read_documents
 from lmc.rag import messages
+from lmc.terminal import seconds_of
 
 MODEL = SHIPPED / "model"
 TEXTS = {path.name: path.read_text().strip() for path in sorted((SHIPPED / "documents").glob("*.txt"))}
@@ -152,6 +154,69 @@ def test_what_a_full_disk_has_dropped_is_said(tmp_path: Path, monkeypatch: pytes
     assert json.loads(lmc(*words, "--again", "--json")[1])["dropped"] > 0
 
 
+def test_documents_are_pinned_and_limited_in_time_also_if_they_were_learned_before(tmp_path: Path) -> None:
+    lines = [{"id": f"notes/{i}", "text": f"notes {i} from the inn : owner of lamp Tara . " * 5} for i in range(3)]
+    (tmp_path / "d.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    words = "learn", tmp_path / "d.jsonl", "--model", MODEL, "--local-disk", tmp_path / "disk"
+    _, out, _ = lmc(*words)
+    assert "tokens stored there now: memory" in out
+    assert wanted(tmp_path) == [(f"notes/{i}", False, False) for i in range(3)]
+    found = json.loads(lmc(*words, "--pin", "--ttl", "2h", "--json")[1])
+    assert (found["before"], found["learned"]) == (3, 0)
+    assert wanted(tmp_path) == [(f"notes/{i}", True, True) for i in range(3)]
+
+    shutil.rmtree(tmp_path / "disk")
+    found = json.loads(lmc(*words, "--pin", "--json")[1])
+    assert (found["before"], found["learned"], found["held"]["disk"] > 0) == (0, 3, True)
+    assert sorted(wanted(tmp_path)) == [(f"notes/{i}", True, False) for i in range(3)]
+    assert "'soon' is no time" in lmc(*words, "--ttl", "soon")[2]
+
+
+def wanted(folder: Path) -> list[tuple[str, bool, bool]]:
+    last = {one["id"]: one for one in map(json.loads, (folder / "disk/documents.jsonl").read_text().splitlines())}
+    return [(one["name"], one["pinned"], one["expires"] > time.time()) for one in last.values()]
+
+
+def test_there_has_to_be_room_for_pins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LMC_MAX_LOCAL_DISK_SIZE", "0.01")
+    monkeypatch.setenv("LMC_MAX_LOCAL_CPU_SIZE", "0.01")
+    words = "learn", SHIPPED / "documents", "--model", MODEL, "--local-disk", tmp_path / "disk"
+    code, out, err = lmc(*words, "--pin")
+    assert (code, "there is no room to pin them" in err) == (2, True)
+    assert "at most" in out
+    assert "fit: the first will be evicted. Raise max_local_disk_size" in out
+
+
+# -- lmc size ---------------------------------------------------------------------------------------------------------
+
+
+def test_sizes_are_those_of_what_is_learned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = json.loads(lmc("size", MODEL, "--documents", SHIPPED / "documents", "--json")[1])
+    assert lmc("learn", SHIPPED / "documents", "--model", MODEL, "--local-disk", tmp_path / "disk")[0] == 0
+    there = [path.stat().st_size for path in (tmp_path / "disk/records").rglob("*.safetensors")]
+    assert (said["documents"], said["on_disk"], said["slots"]) == (len(TEXTS), sum(there), len(there))
+    monkeypatch.setenv("LMC_LOCAL_DISK", str(tmp_path / "disk"))
+    monkeypatch.setenv("LMC_MAX_LOCAL_DISK_SIZE", "1")
+    code, out, _ = lmc("size", MODEL, "--documents", SHIPPED / "documents")
+    assert code == 0
+    assert f"disk, 1 GB: {(1 << 30) * len(TEXTS) // sum(there)} such documents" in out
+    half = json.loads(lmc("size", MODEL, "--dtype", "bfloat16", "--json")[1])["token"]
+    assert half * 2 == said["token"]
+
+
+def test_what_size_cannot_read_is_said(tmp_path: Path) -> None:
+    assert "cannot read the sizes of the model" in lmc("size", tmp_path)[2]
+    assert "int9 is no dtype" in lmc("size", MODEL, "--dtype", "int9")[2]
+    assert "does not exist" in lmc("size", MODEL, "--documents", tmp_path / "none")[2]
+
+
+def test_times() -> None:
+    assert [seconds_of(text) for text in ("90", "1.5s", "30m", "12h", "7d")] == [90, 1.5, 1800, 43200, 604800]
+    for text in ("", "0", "-1h", "1w", "h"):
+        with pytest.raises(InputError, match="is no time"):
+            seconds_of(text)
+
+
 def test_after_kill_nothing_is_lost_and_nothing_is_learned_twice(tmp_path: Path) -> None:
     lines = [{"id": str(i), "text": f"notes {i} from the inn : owner of lamp Tara . " * 5} for i in range(200)]
     (tmp_path / "d.jsonl").write_text("\n".join(map(json.dumps, lines)))
@@ -181,12 +246,12 @@ def test_after_kill_nothing_is_lost_and_nothing_is_learned_twice(tmp_path: Path)
 def test_a_manifest_that_ends_in_half_a_line_is_gone_on_with(tmp_path: Path) -> None:
     one, two, three = (Document(name, name) for name in ("one", "two", "three"))
     with Manifest(tmp_path / "m") as manifest:
-        manifest.add(one)
-        manifest.add(two)
+        manifest.add(one, [])
+        manifest.add(two, [])
     (tmp_path / "m").write_text((tmp_path / "m").read_text()[:-20])
     with Manifest(tmp_path / "m") as manifest:
         assert [manifest.has(document) for document in (one, two, three)] == [True, False, False]
-        manifest.add(three)
+        manifest.add(three, [])
     with Manifest(tmp_path / "m") as manifest:
         assert [manifest.has(document) for document in (one, two, three)] == [True, False, True]
         assert not manifest.has(Document("one", "another text"))
@@ -196,13 +261,13 @@ def test_to_learn_again_forgets_nothing_before_something_is_learned(tmp_path: Pa
     """The server may not even be there."""
     one, two = Document("one", "one"), Document("two", "two")
     with Manifest(tmp_path / "m") as manifest:
-        manifest.add(one)
+        manifest.add(one, [])
     with Manifest(tmp_path / "m", again=True) as manifest:
         assert not manifest.has(one)
     with Manifest(tmp_path / "m") as manifest:
         assert manifest.has(one)
     with Manifest(tmp_path / "m", again=True) as manifest:
-        manifest.add(two)
+        manifest.add(two, [])
     with Manifest(tmp_path / "m") as manifest:
         assert [manifest.has(document) for document in (one, two)] == [False, True]
 

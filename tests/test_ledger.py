@@ -27,7 +27,7 @@ class DocumentedLedger(Ledger):
         for slot in reversed(slots):
             super().release([slot])
             if slot in self._queue:
-                self._queue.move_to_end(slot)
+                self._queue.touch(slot)
 
 
 ORDERS = {"doc": DocumentedLedger, "vllm_0_32": Ledger}

@@ -24,6 +24,7 @@ from storage_fakes import PART_BYTES, PARTS, DictTier, get, key_of, put
 from lmc.connectors.transformers.metrics import Prefills
 from lmc.errors import InputError
 from lmc.metrics import (
+    HISTOGRAMS,
     NAMES,
     OF_REQUESTS,
     OF_STORES,
@@ -54,6 +55,7 @@ NOTHING = StoreStats(
     corrupt={},
     no_room=0,
     evictions={"host": 0},
+    document_evictions={"host": 0},
     queued=0,
     usable={"disk": True, "redis": False},
 )
@@ -158,7 +160,7 @@ def test_plain_data_survives_a_process_border():
 
 
 def test_no_name_is_there_twice():
-    assert len(NAMES) == len(OF_STORES) + len(OF_REQUESTS)
+    assert len(NAMES) == len(OF_STORES) + len(OF_REQUESTS) + len(HISTOGRAMS)
 
 
 def test_a_scrape_asks_the_store_itself():
@@ -455,7 +457,7 @@ def asked(expression: str) -> set[str]:
 
 
 def test_the_board_asks_only_for_metrics_that_there_are():
-    known = {name.name if name.gauge else f"{name.name}_total" for name in NAMES.values()}
+    known = {f"{name.name}{'_bucket' if name.buckets else '' if name.gauge else '_total'}" for name in NAMES.values()}
     found = set().union(*map(asked, EXPRESSIONS))
     assert found <= known
     assert found >= {name.name if name.gauge else f"{name.name}_total" for name in OF_STORES} - {"written_chunks_total"}

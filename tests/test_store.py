@@ -1063,7 +1063,7 @@ def begin(store, key):
 def shared(make, *tiers, slots=4, **options):
     """A store over a shared slab, and that slab."""
     store = make(*tiers, slots=slots, shared=True, **options)
-    return store, store._host.slab
+    return store, store._levels[-1].slab
 
 
 def test_a_chunk_is_found_when_it_is_committed_and_not_before(make):
@@ -1198,7 +1198,7 @@ def test_a_slot_that_is_taken_for_another_chunk_loses_its_old_one_before_the_fir
     """Whoever still read the old chunk saw a whole one under its label while the new one's bytes came in."""
     store, slab = shared(make, slots=1)
     put(store, K0)
-    slot = store._host.ledger.find(K0)
+    slot = store._levels[-1].ledger.find(K0)
     assert slab.ready(slot, tag_of(K0)) == PARTS
     writing = store.begin(meta_of(K1))
     assert slab.ready(slot, tag_of(K0)) == LOST

@@ -8,7 +8,7 @@ from pathlib import Path
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from ledger_check import check_store
+from ledger_check import check_disk, check_store
 from storage_fakes import PART_BYTES, PARTS, DictTier, content, get, key_of, meta_of, pin_bytes, put, writing
 from test_disk import path_of
 from tier_wrappers import Faulty
@@ -58,9 +58,11 @@ class StoreAgainstDict(RuleBasedStateMachine):
 
     def open(self):
         device, slots = self.shape
-        self.tiers = [Unsteady(self.dicts.get(name) or DiskTier(self.folder, CAPACITY)) for name in self.below]
+        disk = lambda: DiskTier(self.folder, CAPACITY, document_share=0.5)  # noqa: E731
+        self.tiers = [Unsteady(self.dicts.get(name) or disk()) for name in self.below]
         slab = Slab(device, PARTS, PART_BYTES) if device else None
-        self.store = Store(Slab(slots, PARTS, PART_BYTES), self.tiers, device=slab, policy=self.policy)
+        host = Slab(slots, PARTS, PART_BYTES)
+        self.store = Store(host, self.tiers, device=slab, policy=self.policy, document_share=0.5)
 
     @rule(key=keys)
     def write(self, key):
@@ -116,6 +118,15 @@ class StoreAgainstDict(RuleBasedStateMachine):
         assert self.store.lookup([key]) == [None]
         self.version[key] += 1
 
+    @rule(wanted=st.sets(keys, max_size=2), pinned=st.booleans())
+    def pin_or_unpin(self, wanted, pinned):
+        self.store.protect(wanted, pinned=pinned)
+
+    @rule(wanted=st.lists(keys, max_size=3, unique=True))
+    def spread(self, wanted):
+        nowhere = self.store.spread(wanted)
+        assert set(nowhere) <= set(wanted)
+
     @rule(pick=st.integers(0, 1), verbs=st.sets(st.sampled_from(VERBS), max_size=2))
     def let_a_tier_fail_at(self, pick, verbs):
         self.tiers[pick % len(self.tiers)].failing = verbs
@@ -158,7 +169,9 @@ class StoreAgainstDict(RuleBasedStateMachine):
     def ledgers_are_right(self):
         check_store(self.store)
         for tier in self.tiers:
-            assert tier.name != "disk" or tier.inner.bytes <= CAPACITY
+            if tier.name == "disk":
+                assert tier.inner.bytes <= CAPACITY
+                check_disk(tier.inner)
 
     def teardown(self):
         if not hasattr(self, "store"):

@@ -27,7 +27,7 @@ ALLOWED = {
     "blend": {"lmc.blend"},
     "connectors": {"lmc.connectors", "lmc.blend", "lmc.engine", "lmc.metrics", "lmc.storage"},
 }
-CODE_LINES = 9420  # of the package without the demo
+CODE_LINES = 10440  # of the package without the demo
 NO_CODE = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER,
 }  # fmt: skip
@@ -183,8 +183,9 @@ def test_public_names_are_frozen() -> None:
     }
     assert {name for name in vars(CacheEngine) if not name.startswith("_")} == {
         "namespace", "token_chain", "block_chain", "documents", "document_span", "document_keys",
-        "learn_later", "unlearned", "note_use", "look", "lookup",
-        "plan", "layers", "stats", "begin_exact", "begin_document", "fits", "begin_anew", "forget_all", "close",
+        "learn_later", "unlearned", "note", "look", "lookup",
+        "plan", "layers", "stats", "begin_exact", "begin_document", "fits", "capacity", "salt_of", "begin_anew",
+        "forget_all", "close",
     }  # fmt: skip
 
 

@@ -808,7 +808,7 @@ def test_documents_are_learned_behind_the_sink(make, told):
         lab.serve("first", prompt(DOC_B, system=range(900, 903)))
     else:
         learn(lab, [1, *DOC_B] if told == "with the sink" else DOC_B)
-        assert lab.requests[f"learn 0 {len(DOC_B) + (told == 'with the sink')} {{}}"].facts == {"learned": True}
+        assert lab.requests[f"learn 0 {len(DOC_B) + (told == 'with the sink')} {{}}"].facts["learned"]
     lab.settle()
     lab.forget_prefixes()
 
@@ -952,7 +952,7 @@ def test_exact_blocks_of_the_engine_win_over_a_shorter_blend(make):
     lab.serve("plain", tokens, {"blend": False})
     lab.settle()
     learned = lab.serve("learn", DOC_A, {"learn": True})
-    assert learned.facts == {"learned": True}
+    assert learned.facts["learned"]
     lab.settle()
     request = lab.arrive("one", tokens)
     assert lab.look(request) == 24
@@ -1060,7 +1060,28 @@ def test_each_request_has_a_line_in_the_log_if_that_is_wanted(make, monkeypatch,
     monkeypatch.setenv("LMC_LOG_REQUESTS", "true")
     lab = make()
     learn(lab, DOC_A)
-    assert f"of {len(DOC_A)} tokens: {{'learned': True}}" in caplog.text
+    assert f"of {len(DOC_A)} tokens: {{'learned': True, 'documents': ['" in caplog.text
+
+
+def test_times_and_shares_of_requests_are_observed_by_way(make):
+    lab = make()
+    lab.serve("full", list(range(1, 17)), output=[5, 6])
+    lab.forget_prefixes()
+    lab.serve("exact", list(range(1, 20)), output=[5])
+    learn(lab, DOC_A)
+    lab.serve("blend", prompt(DOC_A, DOC_B), output=[5, 6, 7])
+    found = lab.scheduler.take_observed()
+    assert {key: len(times) for key, times in found.items() if key.startswith("ttft_seconds")} == {
+        f"ttft_seconds|{way}": 1 for way in ("full", "exact", "blend")
+    }
+    assert all(0 <= seconds < 60 for seconds in found["ttft_seconds|blend"])
+    assert found["reused_tokens|full"] == [0]
+    assert found["reused_tokens|exact"] == [16]
+    assert found["reused_tokens|blend"] == [len(DOC_A)]
+    assert {len(found[f"load_seconds|{way}"]) for way in ("exact", "blend")} == {1}
+    assert lab.scheduler.take_observed() == {}
+    counts = lab.scheduler.numbers()
+    assert (counts["documents_known"], counts["documents_unknown"], counts["documents_learned"]) == (1, 1, 1)
 
 
 # -- learning ---------------------------------------------------------------------------------------------------------
@@ -1179,7 +1200,7 @@ def test_a_request_for_a_document_that_cannot_be_learned_is_computed_and_says_so
 def test_a_request_to_learn_may_have_separators_around_its_documents(make):
     lab = make(prefix=(1, 9))
     request = lab.serve("one", [1, *SEPARATOR, *DOC_A, *SEPARATOR, *DOC_B, *SEPARATOR], {"learn": True})
-    assert request.facts == {"learned": True}
+    assert request.facts["learned"]
     assert request.loaded == 3 + len(DOC_A) + 2 + len(DOC_B)
     assert all(lab.store.lookup([*document_keys(lab, DOC_A), *document_keys(lab, DOC_B)]))
     assert lab.scheduler.numbers()["stored_chunks"] == 5
@@ -1191,7 +1212,7 @@ def test_a_known_document_is_not_learned_again(make):
     lab = make(prefix=(9, 9))
     for i in range(3):
         request = lab.serve(str(i), DOC_A, {"learn": True})
-        assert (request.loaded, request.facts) == (11, {"learned": True})
+        assert (request.loaded, request.facts["learned"]) == (11, True)
     assert lab.scheduler.numbers()["stored_chunks"] == 2
     assert not lab.scheduler.counts["blends"]
 
@@ -1206,7 +1227,7 @@ def test_many_requests_to_learn_wait_for_room_in_the_queue(make):
         assert lab.wait(lambda request=request: lab.admit(request)) == 2 * CHUNK - 1
         lab.load(request)
         lab.compute(request, 1)
-        assert lab.finish(request) == {"learned": True}
+        assert lab.finish(request)["learned"]
 
 
 def test_a_request_to_learn_more_than_memory_holds_comes_to_an_end(make):
@@ -1241,7 +1262,7 @@ def test_two_learn_requests_for_one_document_store_it_once(make):
         lab.wait(lambda request=request: lab.admit(request))
         lab.load(request)
         lab.compute(request, 1)
-        assert lab.finish(request) == {"learned": True}
+        assert lab.finish(request)["learned"]
     lab.settle()
     assert lab.scheduler.numbers()["stored_chunks"] == 2
 

@@ -114,6 +114,7 @@ class Request:
     num_computed_tokens: int = 0
     num_preemptions: int = 0
     finished: bool = False
+    arrival_time: float = field(default_factory=time.time)
 
     def __post_init__(self):
         self.kv_transfer_params = None if self.lmc is None else {"lmc": self.lmc}
@@ -124,6 +125,10 @@ class Request:
     @property
     def num_tokens(self):
         return len(self.all_token_ids)
+
+    @property
+    def num_output_tokens(self):
+        return len(self.all_token_ids) - len(self.prompt_token_ids)
 
     @property
     def num_prompt_tokens(self):
@@ -253,6 +258,7 @@ class Lab:
         settings=None,
         prefix=(),
         special=frozenset({1}),
+        publish=None,
     ):
         self.now = 0.0
         memory = slots * LAYERS * 4096 * ranks / GIB
@@ -282,6 +288,7 @@ class Lab:
             ranks=ranks,
             markers=Markers(separators=(SEPARATOR,), special=special),
             blends=blends,
+            publish=publish,
             batch_tokens=batch_tokens,
             longest=longest,
             clock=lambda: self.now,

@@ -6,13 +6,14 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from transformers.cache_utils import DynamicLayer
 from transformers.utils.logging import disable_progress_bar
 
 from lmc.blend.canvas import KV
 from lmc.engine.identity import checkpoint_files, identity_of_files, identity_of_parameters
 from lmc.errors import InputError, UnsupportedModel
+from lmc.shapes import KVShape
 
 
 def load(name: str | Path) -> tuple[Any, Any]:
@@ -27,6 +28,35 @@ def load(name: str | Path) -> tuple[Any, Any]:
     except (OSError, ValueError, SafetensorError) as error:
         first = str(error).splitlines()[0]
         raise UnsupportedModel(f"cannot load a causal language model from {name}: {first}") from error
+
+
+def kv_shape(name: str | Path, dtype: str | None = None) -> KVShape:
+    """Return the sizes of a model's KV from its configuration alone, with its own dtype or with another one.
+
+    Raises `InputError` if the configuration does not say them, or if there is no such dtype.
+    """
+    wanted = getattr(torch, dtype, None) if dtype else None
+    if dtype and not isinstance(wanted, torch.dtype):
+        raise InputError(f"{dtype} is no dtype: give one such as bfloat16")
+    try:
+        found = AutoConfig.from_pretrained(str(name))
+        heads = found.num_attention_heads
+        return KVShape(
+            layers=found.num_hidden_layers,
+            kv_heads=getattr(found, "num_key_value_heads", None) or heads,
+            head_dim=getattr(found, "head_dim", None) or found.hidden_size // heads,
+            dtype=wanted or found.dtype or torch.bfloat16,
+        )
+    except (OSError, ValueError, AttributeError) as error:
+        raise InputError(f"cannot read the sizes of the model {name}: {str(error).splitlines()[0]}") from error
+
+
+def tokenizer_of(name: str | Path) -> Any:
+    """Return a model's tokenizer; raise `InputError` if it cannot be read."""
+    try:
+        return AutoTokenizer.from_pretrained(str(name))
+    except (OSError, ValueError) as error:
+        raise InputError(f"cannot read the tokenizer of {name}: {str(error).splitlines()[0]}") from error
 
 
 def chat_template(name: str | Path) -> str:

@@ -143,10 +143,12 @@ class CachedModel(AbstractContextManager["CachedModel"]):
         return sum(self.learn(prompt_ids[one.start : one.stop]) for one in split(prompt_ids, self.markers).documents)
 
     def learn_pending(self) -> int:
-        """Learn the unknown documents of earlier prompts; return how many there were."""
-        count = len(self.engine.learning)
+        """Learn the documents that wait for it, such as unknown ones of earlier prompts; return how many there were."""
+        own, count = self.engine.namespace(RecordKind.DOCUMENT, self._salt), len(self.engine.learning)
         for _ in range(count):
-            self.learn(self.engine.learning.popleft().tokens)
+            document = self.engine.learning.popleft()
+            if document.namespace == own:
+                self.learn(document.tokens)
         return count
 
     def knows(self, document_ids: Sequence[int]) -> bool:

@@ -1,7 +1,8 @@
 """The administration endpoint: what the store holds, and what would happen with a prompt, while the engine runs.
 
 It runs in a thread of the process that owns the store, and is off unless LMC_ADMIN names an address. It computes
-nothing. Removing a document is the only thing that it changes; an explanation counts as a choice of the cost model.
+nothing itself: documents can be pinned, limited in time, removed, and queued to be learned. An explanation counts as a
+choice of the cost model.
 """
 
 import hmac
@@ -16,6 +17,7 @@ from dataclasses import asdict, replace
 from types import SimpleNamespace
 from typing import Any
 
+from lmc.blend.segments import Span, document_tokens
 from lmc.connectors.vllm.claims import Claims
 from lmc.connectors.vllm.request_state import Role
 from lmc.connectors.vllm.roles import Roles
@@ -32,6 +34,7 @@ ADDRESS, TOKEN = "LMC_ADMIN", "LMC_ADMIN_TOKEN"  # variables of the environment
 LOCAL = ("127.0.0.1", "localhost", "::1")
 STARTED = 10.0  # seconds within which the endpoint is up
 LISTED = 100  # documents in a list, unless more are asked for
+LONGEST = 100 * 365 * 86400  # seconds of a time limit
 
 Facts = Mapping[str, Any]
 
@@ -54,17 +57,48 @@ class Administration:
         return {"documents": [self._described(one) for one in known[:limit]], "total": len(known)}
 
     def document(self, name: str) -> Facts:
-        """Return a document by the first digits of its id; raise `InputError` if it is not exactly one."""
-        found = self._find(name)
-        return {**self._described(found), "text": self._text(found.tokens.tolist())}
+        """Return the documents of a name, or the one whose id begins with it; raise `InputError` if there is none."""
+        found = [self._described(one) | {"text": self._text(one.tokens.tolist())} for one in self._find(name)]
+        return {"documents": found}
+
+    def change(self, name: str, wanted: Facts) -> Facts:
+        """Pin documents (`pinned`: true or false), or limit their time (`ttl`: seconds, or null for no limit).
+
+        Raises `InputError` as `document`, and if there is no room for the pin.
+        """
+        found, keeper = self._find(name), self._engine.keeper
+        pinned, ttl = wanted.get("pinned"), wanted.get("ttl")
+        number = isinstance(ttl, int | float) and not isinstance(ttl, bool) and 0 < ttl < LONGEST
+        if not wanted.keys() <= {"pinned", "ttl"} or not isinstance(pinned, bool | None) or not (ttl is None or number):
+            raise InputError("give pinned (true or false), ttl (seconds, more than 0, or null), or both")
+        if pinned is not None:
+            (keeper.pin if pinned else keeper.unpin)(found)
+        if "ttl" in wanted:
+            keeper.expire(found, ttl)
+        return {"documents": [self._described(one) for one in found]}
 
     def remove(self, name: str) -> Facts:
-        """Remove a document from all tiers; raise `InputError` as `document`."""
+        """Remove documents from all tiers; raise `InputError` as `document`."""
         found = self._find(name)
-        for key in found.keys:
-            self._engine.store.forget(key)
-        found.removed = True
-        return {"removed": found.id}
+        self._engine.keeper.remove(found)
+        return {"removed": [one.id for one in found]}
+
+    def learn(self, asked: Facts) -> Facts:
+        """Queue `texts` to be learned when the engine runs next, for the tenant `cache_salt`; raise `InputError`."""
+        texts, salt = asked.get("texts"), str(asked.get("cache_salt") or "")
+        if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+            raise InputError('give {"texts": ["…", …]}, and cache_salt if a tenant has one')
+        if self._tokenizer is None or self._setup.markers is None or not self._setup.blends:
+            raise InputError(self._setup.refused or "this engine has no tokenizer, or does not blend")
+        separator, queued, known = self._engine.settings.blend_special_str, 0, 0
+        for text in texts:
+            for tokens in document_tokens(self._tokenizer.encode, self._setup.markers, separator, text):
+                (document,) = self._engine.documents(tokens, [Span(0, len(tokens))], salt)
+                if all(self._engine.lookup([piece.key for piece in document.pieces], {})):
+                    known += 1
+                else:
+                    queued += len(self._engine.learn_later(tokens, [document.span], salt))
+        return {"queued": queued, "known": known}
 
     def request(self, name: str) -> Facts:
         """Return the facts of one of the last requests, by the id of its response; raise `InputError` otherwise."""
@@ -77,8 +111,6 @@ class Administration:
         """Return what would happen with a prompt: `messages`, `prompt` or `prompt_token_ids`, with `cache_salt`, `lora`
         and `lmc` as in a request. Raises `InputError` for anything else.
         """
-        if not isinstance(asked, Mapping):
-            raise InputError("a request as a JSON object is wanted")
         prompt, salt = self._tokens(asked), str(asked.get("cache_salt") or "")
         if not 0 < len(prompt) <= self._setup.longest:
             raise InputError(f"the prompt has {len(prompt)} tokens, the engine takes 1 to {self._setup.longest}")
@@ -137,22 +169,27 @@ class Administration:
     def _known(self) -> list[KnownDocument]:
         return [known for known in self._engine.known.list() if not known.removed]
 
-    def _find(self, name: str) -> KnownDocument:
-        found = [one for one in self._known() if one.id.startswith(name.lower())]
-        if len(found) != 1:
+    def _find(self, name: str) -> list[KnownDocument]:
+        known = self._known()
+        named = [one for one in known if one.name == name]
+        found = named or [one for one in known if one.id.startswith(name.lower())]
+        if not found or (len(found) > 1 and not named):
             hint = "give more digits" if found else "lmc documents list shows those that there are"
-            raise InputError(f"{len(found)} known documents have an id that begins with {name}: {hint}")
-        return found[0]
+            raise InputError(f"{len(found)} known documents have the name {name}, or an id that begins with it: {hint}")
+        return found
 
     def _described(self, known: KnownDocument) -> dict[str, Any]:
         places = self._engine.lookup(known.keys, {})
         return {
             "id": known.id,
+            "name": known.name,
             "tokens": len(known.tokens),
             "begins": " ".join(self._text(known.tokens[: 2 * SHOWN].tolist()).split())[:SHOWN],
             "places": sorted({place for place in places if place}) if all(places) else [],
             "uses": known.uses,
             "used": known.used,
+            "pinned": known.pinned,
+            "expires": known.expires,
         }
 
 
@@ -208,7 +245,9 @@ def application(of: Administration, token: str) -> Any:
             if token and not hmac.compare_digest(given.encode(), token.encode()):
                 return JSONResponse({"error": f"{TOKEN} of the engine is wanted as a bearer token"}, 401)
             try:
-                body = await request.json() if request.method == "POST" else {}
+                body = await request.json() if request.method in ("POST", "PATCH") else {}
+                if not isinstance(body, dict):
+                    raise InputError("a JSON object is wanted")
                 return JSONResponse(await run_in_threadpool(find, request, body))
             except (InputError, ValueError, TypeError, KeyError) as error:
                 return JSONResponse({"error": str(error)}, 400)
@@ -220,8 +259,10 @@ def application(of: Administration, token: str) -> Any:
         ("GET", "/v1/stat", lambda _, __: of.stat()),
         ("POST", "/v1/explain", lambda _, body: of.explain(body)),
         ("GET", "/v1/documents", lambda request, _: of.documents(int(request.query_params.get("limit", LISTED)))),
-        ("GET", "/v1/documents/{name}", lambda request, _: of.document(request.path_params["name"])),
-        ("DELETE", "/v1/documents/{name}", lambda request, _: of.remove(request.path_params["name"])),
+        ("GET", "/v1/documents/{name:path}", lambda request, _: of.document(request.path_params["name"])),
+        ("PATCH", "/v1/documents/{name:path}", lambda request, body: of.change(request.path_params["name"], body)),
+        ("DELETE", "/v1/documents/{name:path}", lambda request, _: of.remove(request.path_params["name"])),
+        ("POST", "/v1/learn", lambda _, body: of.learn(body)),
         ("GET", "/v1/requests/{name}", lambda request, _: of.request(request.path_params["name"])),
     ]
     return Starlette(routes=[Route(path, answering(find), methods=[method]) for method, path, find in routes])

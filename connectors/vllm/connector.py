@@ -18,6 +18,7 @@ from lmc.blend.markers import Markers
 from lmc.config import Settings
 from lmc.connectors.vllm import vllm_api
 from lmc.connectors.vllm.admin import Administration, serve_if_wanted
+from lmc.connectors.vllm.document_publisher import DocumentPublisher, publisher_if_wanted
 from lmc.connectors.vllm.messages import StepPlan, StepReport, WorkerFacts
 from lmc.connectors.vllm.model_identity import files_of, model_identity
 from lmc.connectors.vllm.plugin import join_log, loaded_model
@@ -77,6 +78,7 @@ class LMCConnector(vllm_api.KVConnectorBase_V1):
         check_chunk_size(self.settings, vllm_config.cache_config.block_size)
         self._scheduler: Scheduler | None = None
         self._stop_admin: Callable[[], None] | None = None
+        self._publisher: DocumentPublisher | None = None
         self._worker: Worker
         self._counted: dict[str, float] = {}
         if role is vllm_api.KVConnectorRole.WORKER:
@@ -177,8 +179,11 @@ class LMCConnector(vllm_api.KVConnectorBase_V1):
             batch_tokens=self._config.scheduler_config.max_num_batched_tokens,
             longest=self._config.model_config.max_model_len,
             announces=bool(self._config.kv_events_config and self._config.kv_events_config.enable_kv_cache_events),
+            extra_keys=_extra_keys,
             counts_images=self._counts_images(),
         )
+        self._publisher = publisher_if_wanted(parallel.data_parallel_index)
+        setup.publish = self._publisher.publish if self._publisher else None
         self._scheduler = Scheduler(setup)
         self._stop_admin = serve_if_wanted(Administration(setup, self._scheduler.recent), parallel.data_parallel_index)
 
@@ -280,6 +285,8 @@ class LMCConnector(vllm_api.KVConnectorBase_V1):
             if self._stop_admin:
                 self._stop_admin()
             self._scheduler.close()
+            if self._publisher:
+                self._publisher.close()
             log.info("lmc: the store is closed, and everything is written")
 
     def take_events(self) -> Iterable[Any]:
@@ -302,6 +309,7 @@ class LMCConnector(vllm_api.KVConnectorBase_V1):
                     lora_id=details.lora_id,
                     medium=change.medium,
                     lora_name=details.lora_name,
+                    extra_keys=[details.extra_keys[place]] if any(details.extra_keys) else None,
                 )
 
     # -- numbers -----------------------------------------------------------------------------------------------------
@@ -313,7 +321,7 @@ class LMCConnector(vllm_api.KVConnectorBase_V1):
         before, self._counted = self._counted, self._scheduler.numbers()
         # Zeros are reported once, because a rate needs a value before the first count.
         found = {key: count - before.get(key, 0) for key, count in self._counted.items() if count != before.get(key)}
-        return LmcStats(data=found)
+        return LmcStats(data=found | self._scheduler.take_observed())
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> LmcStats:
@@ -324,3 +332,10 @@ class LMCConnector(vllm_api.KVConnectorBase_V1):
     def build_prom_metrics(cls, *arguments: Any) -> LmcPromMetrics:
         """Return the metrics `lmc:*` of `/metrics`."""
         return LmcPromMetrics(*arguments)
+
+
+def _extra_keys(request: Any, start: int, stop: int) -> tuple[Any, ...] | None:
+    """Return what the hash of a request's block covers beside tokens, as the engine's own events say it."""
+    keys, _ = vllm_api.generate_block_hash_extra_keys(request, start, stop, 0)
+    published = vllm_api.to_event_extra_keys([keys])
+    return published[0] if published else None

@@ -8,7 +8,7 @@ import base64
 import json
 from array import array
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -29,13 +29,15 @@ class BlockDetails:
     tokens: "array[int]"
     lora_id: int | None = None
     lora_name: str | None = None
+    extra_keys: tuple[tuple[Any, ...] | None, ...] = ()  # of each block, with what its hash covers beside tokens
 
     def label(self) -> str:
         """Return a label for the chunk's record, with which the next process can announce it.
 
-        It is empty with LoRA, because the engine's LoRA ids change from process to process.
+        It is empty with LoRA, because the engine's LoRA ids change from process to process, and with other extra keys,
+        because a tenant's cache salt must not stand on the disk.
         """
-        if self.lora_id is not None:
+        if self.lora_id is not None or any(self.extra_keys):
             return ""
         parent = self.parent.hex() if self.parent else ""
         tokens = base64.b85encode(self.tokens.tobytes()).decode()
@@ -65,8 +67,14 @@ class BlocksMoved:
 class KVEvents:
     """The blocks that have appeared and left since the last time."""
 
-    def __init__(self, changes: ChangeLog, block_size: int) -> None:
-        self._changes, self._block_size = changes, block_size
+    def __init__(
+        self,
+        changes: ChangeLog,
+        block_size: int,
+        extra_keys: Callable[[Any, int, int], tuple[Any, ...] | None] | None = None,
+    ) -> None:
+        """`extra_keys` returns what the hash of a request's block `[start, stop)` covers beside tokens."""
+        self._changes, self._block_size, self._extra_keys = changes, block_size, extra_keys
         self._read = 0  # number of the last change that was read
         self._details: dict[ChunkKey, BlockDetails] = {}
         self._absent: dict[ChunkKey, None] = {}  # chunks that have not appeared yet, or have left; the oldest first
@@ -82,6 +90,10 @@ class KVEvents:
             tokens=array("I", request.all_token_ids[first * size : (first + count) * size]),
             lora_id=lora.adapter_id if lora else None,
             lora_name=lora.name if lora else None,
+            extra_keys=tuple(
+                self._extra_keys(request, block * size, (block + 1) * size) if self._extra_keys else None
+                for block in range(first, first + count)
+            ),
         )
 
     def expect(self, key: ChunkKey, details: BlockDetails) -> None:

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from lmc.keys import RecordKind
 from lmc.storage.contract import ChunkStore, Reservation
 
 
@@ -23,7 +24,7 @@ class PendingTransfers:
     def __init__(self, ranks: int, store: ChunkStore) -> None:
         self._ranks, self._store, self._last = ranks, store, 0
         self.under_way: dict[int, Transfer] = {}
-        self.stored: Counter[str] = Counter()  # chunks, and their tokens
+        self.stored: Counter[str] = Counter()  # chunks, their tokens, and documents
 
     def begin(self, slots: list[Reservation], done: Callable[[], None]) -> int:
         """Return a job number, with which the workers will report."""
@@ -64,4 +65,6 @@ class PendingTransfers:
                 self._store.commit(slot)
                 self.stored["chunks"] += 1
                 self.stored["tokens"] += slot.meta.tokens
+                # The last chunk of a document has its tokens in the label.
+                self.stored["documents"] += slot.meta.kind is RecordKind.DOCUMENT and bool(slot.meta.label)
         transfer.done()

@@ -11,6 +11,8 @@ from lmc.blend.strategies import STRATEGIES, RecomputePolicy
 from lmc.config import Settings, Strategy
 from lmc.errors import InputError
 
+NAME = 500  # letters
+
 
 class Options(BaseModel):
     """The options of one request. A field's description completes the error "… must be"."""
@@ -21,6 +23,7 @@ class Options(BaseModel):
     # True: the documents of the prompt are learned before it is answered; without separators, it is one document.
     # False: its documents are not learned afterwards either.
     learn: bool | None = Field(default=None, description="true or false")
+    name: str = Field(default="", max_length=NAME, description=f"a text of at most {NAME} letters, for lmc documents")
     strategy: Strategy | None = Field(default=None, description=f"one of {', '.join(STRATEGIES)}")
     ratio: float | None = Field(default=None, ge=0, le=1, description="between 0 and 1")
     documents: tuple[Span, ...] | tuple[str, ...] | None = None  # instead of the special string; texts are looked for
@@ -39,6 +42,8 @@ class Options(BaseModel):
         documents = given.get("documents")
         if documents is not None and given.get("learn"):
             raise InputError("lmc.learn and lmc.documents exclude each other, because the whole prompt is learned")
+        if given.get("name") and not given.get("learn"):
+            raise InputError("lmc.name names documents that are learned: it needs lmc.learn")
         if documents is not None:
             documents = tuple(documents) if _all_texts(documents) else _spans(documents, prompt_tokens)
         try:

@@ -60,12 +60,16 @@ class RequestState:
     unknown: tuple[Span, ...] = ()  # documents to learn
     queued: tuple[Unlearned, ...] = ()  # documents that a request to learn has put into the queue
     # For the response
+    name: str = ""  # for the documents of a request to learn
     learned: bool = False
+    stored: tuple[str, ...] = ()  # the ids of the documents that it has learned
     skipped: int = 0  # stored tokens that were not loaded
     exact_tokens: int = 0  # tokens that were loaded exactly
     sources: Counter[str] = field(default_factory=Counter)  # loaded tokens by the place they came from
     note: str = ""
     blended: dict[str, object] = field(default_factory=dict)
+    loading_since: float = 0.0  # when its job was made
+    answered: bool = False  # Its first token has come.
     _stamped: list[bytes] = field(default_factory=list)
 
     @property
@@ -92,10 +96,18 @@ class RequestState:
         self._stamped += [hashlib.sha256(self.stamp + block).digest() for block in new]
         return self._stamped
 
+    @property
+    def way(self) -> str:
+        """How it was served, for people and for metrics."""
+        if self.role is Role.LEARN:
+            return "learn"
+        return "blend" if self.approximate is not None else "exact" if self.exact_tokens else "full"
+
     def facts(self) -> dict[str, object] | None:
         """Return facts for the response on what was reused and recomputed; None if lmc did nothing for the request."""
         if self.role is Role.LEARN:
-            return {"learned": self.learned} | ({"note": self.note} if self.note else {})
+            facts: dict[str, object] = {"learned": self.learned, "documents": list(self.stored), "note": self.note}
+            return {name: value for name, value in facts.items() if value or name == "learned"}
         found: dict[str, object] = {
             "exact_tokens": self.exact_tokens,
             "tokens_from": dict(self.sources),

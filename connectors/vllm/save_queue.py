@@ -72,7 +72,7 @@ class SaveQueue:
     def learn_next(self) -> LearnJob | None:
         """Return the next document to learn, if none is under way and the engine has blocks to spare."""
         waiting = self._engine.learning
-        document = waiting[0] if waiting else None
+        document = next(iter(waiting), None)
         if document is None or self._learning in self._pending.under_way:
             return None
         tokens = (*self._engine.prefix, *document.tokens)

@@ -7,13 +7,15 @@ The engine's requests and block pool come in as arguments; no vLLM is imported.
 
 import logging
 import os
-from collections import Counter, OrderedDict
+import time
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from lmc.blend.strategies import RecomputePolicy
 from lmc.config_sources import is_on
 from lmc.connectors.vllm.claims import Claims
+from lmc.connectors.vllm.document_events import DocumentEvents
 from lmc.connectors.vllm.isolation import cached_blocks, salt, salt_of
 from lmc.connectors.vllm.jobs import job_of, sources_of
 from lmc.connectors.vllm.kv_events import KVEvents
@@ -27,7 +29,7 @@ from lmc.connectors.vllm.start import Setup
 from lmc.engine import Lookup
 from lmc.engine.identity import adapter_stamp
 from lmc.engine.planner import make_plan
-from lmc.metrics import flat
+from lmc.metrics import flat, key
 from lmc.storage.contract import PinState
 
 log = logging.getLogger(__name__)
@@ -48,11 +50,16 @@ class Scheduler:
             RecomputePolicy.of(setup.settings).check_depth(self._layers)
         self._setup, self.engine, self._pool, self._block_size = setup, setup.engine, setup.pool, setup.block_size
         self.counts: Counter[str] = Counter()
+        self._observed: defaultdict[str, list[float]] = defaultdict(
+            list
+        )  # for histograms, by the keys of `lmc.metrics`
         self._roles = Roles(setup, self.counts)
         self._claims = Claims(setup)
         self._pace = PrefillPace(self.engine.store.cost)
         self.pending = PendingTransfers(setup.ranks, self.engine.store)
-        self.events = KVEvents(self.engine.store.changes, setup.block_size) if setup.announces else None
+        changes, known = self.engine.store.changes, self.engine.known
+        self.events = KVEvents(changes, setup.block_size, setup.extra_keys) if setup.announces else None
+        self._documents = DocumentEvents(changes, known.get, self.engine.salt_of) if setup.publish else None
         if self.events:
             self.events.recall(self.engine.recalled)
         self._saves = SaveQueue(setup, self.pending, self.events)
@@ -109,7 +116,7 @@ class Scheduler:
         claim = state.claim
         assert claim is not None
         assert claim.plan.stop - claim.local == tokens, "the engine loads another number of tokens than was claimed"
-        state.claim, state.loading = None, True
+        state.claim, state.loading, state.loading_since = None, True, self._setup.clock()
         self._claims.wait_from_now(state)
         state.sources = sources_of(claim.plan.pieces, state.pins)
         if request.prefill_stats and not request.num_preemptions:
@@ -140,12 +147,18 @@ class Scheduler:
         state = self._states.get(request.request_id)
         if state is None:
             return None
+        self._note_answer(state)
+        if request.num_computed_tokens:
+            self._observed[key("reused_tokens", (state.way,))].append(sum(state.sources.values()))
         if not state.loading:  # Otherwise a worker may be reading, and reports when it has stopped.
             self._saves.save_tail(state, blocks)
             self._forget(state)
         if state.role is Role.BLEND and request.num_computed_tokens:
-            stored = [one for one in state.documents if one.learnable and one.span not in state.unknown]
-            self.engine.note_use(request.prompt_token_ids, stored, state.salt)
+            documents = [one for one in state.documents if one.learnable]
+            stored = [one for one in documents if one.span not in state.unknown]
+            self.counts["documents_known"] += len(stored)
+            self.counts["documents_unknown"] += len(documents) - len(stored)
+            self.engine.note(request.prompt_token_ids, stored, state.salt, used=True)
         # Nothing is learned for a request that never ran: its engine may be asleep, without weights.
         if self._setup.settings.blend_learn and state.learns and request.num_computed_tokens:
             self.engine.learn_later(request.prompt_token_ids, state.unknown, state.salt)
@@ -167,6 +180,7 @@ class Scheduler:
             state = self._states.get(request)
             if state is not None:
                 self._claims.release(state)  # The engine did not use this claim.
+                self._note_answer(state)
                 computed = state.request.num_computed_tokens + tokens
                 self._saves.save_due(state, computed, lambda request=request: tables(request))  # type: ignore[misc]
         late = [state.id for state in self._states.values() if state.loading and self._claims.give_up_late(state)]
@@ -182,6 +196,7 @@ class Scheduler:
             learn=[learn] if learn else [],
         )
         self._jobs = []
+        self._publish_documents()
         blending = any(state.loading and state.approximate is not None for state in self._states.values())
         requests = {name: self._states[name].request for name in scheduled if name in self._states}
         self._pace.planned(self._setup.clock(), scheduled, requests, alone=not (blending or plan.learn))
@@ -207,6 +222,7 @@ class Scheduler:
     def close(self) -> None:
         """Write to the tiers what is not there yet, and close everything."""
         self.pending.drop_all()
+        self._publish_documents()
         self.engine.close()
 
     def reported(self, report: StepReport, received: set[str]) -> None:
@@ -218,11 +234,13 @@ class Scheduler:
             self.counts["failed_loads"] += 1
         for request, facts in report.blended.items():
             self.counts["token_layers"] += int(facts["token_layers"])  # type: ignore[call-overload]
+            self._observed["budget"].append(float(facts["charged_budget"]))  # type: ignore[arg-type]
             if request in self._states:
                 self._states[request].blended = facts
         for request in received & self._states.keys():
             state = self._states[request]
             state.loading = False
+            self._observed[key("load_seconds", (state.way,))].append(self._setup.clock() - state.loading_since)
             if state.request.is_finished():
                 self._forget(state)
             else:
@@ -246,10 +264,28 @@ class Scheduler:
             **flat(self.engine.store.stats()),
             "stored_chunks": self.pending.stored["chunks"],
             "stored_tokens": self.pending.stored["tokens"],
+            "documents_learned": self.pending.stored["documents"],
             "layers": self._layers,
+            **{key("capacity_tokens", (place,)): tokens for place, tokens in self.engine.capacity().items()},
         }
 
+    def take_observed(self) -> dict[str, list[float]]:
+        """Return what was observed for histograms since the last time, by the keys of `lmc.metrics`."""
+        observed, self._observed = self._observed, defaultdict(list)
+        return dict(observed)
+
     # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _publish_documents(self) -> None:
+        if self._documents is not None and self._setup.publish is not None:
+            self._setup.publish(self._documents.take())
+
+    def _note_answer(self, state: RequestState) -> None:
+        """Note when the first token of a request has come. It came in the step before, or while this was planned."""
+        if not state.answered and state.request.num_output_tokens:
+            state.answered = True
+            seconds = time.time() - state.request.arrival_time
+            self._observed[key("ttft_seconds", (state.way,))].append(seconds)
 
     def _has_learned(self, state: RequestState) -> bool:
         """Return whether the documents of a request to learn are stored, as far as they can be.
@@ -269,8 +305,13 @@ class Scheduler:
             state.queued = ()
         keys = [piece.key for document in state.documents for piece in document.pieces]
         state.learned = all(self.engine.lookup(keys, state.elsewhere or {}))
-        if not state.learned and not state.note:
-            state.note = "not all documents could be learned; the log may say why"
+        if not state.learned:
+            state.note = state.note or "not all documents could be learned; the log may say why"
+            return True
+        stored = self.engine.note(state.request.prompt_token_ids, state.documents, state.salt)
+        state.stored = tuple(document.id for document in stored)
+        if state.name:
+            self.engine.keeper.name(stored, state.name)
         return True
 
     def _adapter(self, lora: Any) -> bytes:

@@ -9,6 +9,7 @@ import torch
 
 from lmc.blend.markers import Markers
 from lmc.config import Settings
+from lmc.connectors.vllm.document_events import DocumentMoved
 from lmc.connectors.vllm.messages import WorkerFacts
 from lmc.engine import CacheEngine, Geometry
 from lmc.errors import ConfigError
@@ -34,6 +35,8 @@ class Setup:
     markers: Markers | None = None  # at which prompts are cut; None if there is no tokenizer
     tokenizer: Any = None
     announces: bool = False  # KV events are wanted.
+    extra_keys: Callable[[Any, int, int], tuple[Any, ...] | None] | None = None  # of a request's block, for KV events
+    publish: Callable[[Sequence[DocumentMoved]], None] | None = None  # sends document events, if they are wanted
     counts_images: bool = False  # The engine numbers images and does not hash them.
     clock: Callable[[], float] = time.monotonic
 

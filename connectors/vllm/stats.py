@@ -1,13 +1,13 @@
 """Numbers for vLLM's log line and `/metrics`: the changes since the last time, by the keys of `lmc.metrics`.
 
-Gauges are sent as changes too. So all numbers can be added up, over steps and over several API servers, each of which
-sees only some of the steps.
+Gauges are sent as changes too, and histograms as lists of what was observed. So all numbers can be added up, over steps
+and over several API servers, each of which sees only some of the steps.
 """
 
 import contextlib
 from typing import Any
 
-from prometheus_client import REGISTRY, Counter, Gauge
+from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 
 from lmc.connectors.vllm.vllm_api import KVConnectorPromMetrics, KVConnectorStats
 from lmc.metrics import NAMES, parted
@@ -25,15 +25,14 @@ class LmcStats(KVConnectorStats):
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
         """Add the changes of another."""
         for key, change in other.data.items():
-            self.data[key] = self.data.get(key, 0) + change
+            self.data[key] = self.data[key] + change if key in self.data else change
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """Return the changes for the log line."""
+        """Return the changes for the log line, and the means of what was observed."""
+        means = {key: sum(of) / len(of) if isinstance(of, list) else of for key, of in self.data.items() if of}
         return {
-            _said(key): change if isinstance(change, int) else float(f"{change:.3g}")
-            for key, change in self.data.items()
-            if change
+            _said(key): change if isinstance(change, int) else float(f"{change:.3g}") for key, change in means.items()
         }
 
     def is_empty(self) -> bool:
@@ -53,33 +52,38 @@ class LmcPromMetrics(KVConnectorPromMetrics):
         for name in NAMES.values():
             shape = {"name": f"lmc:{name.name}", "documentation": f"lmc: {name.what}"}
             labels = [*labelnames, *name.labels]
-            if name.gauge:
+            if name.buckets:
+                metric = self._histogram_cls(**shape, labelnames=labels, buckets=name.buckets)
+            elif name.gauge:
                 metric = self._gauge_cls(**shape, labelnames=labels, multiprocess_mode="sum")
             else:
                 metric = self._counter_cls(**shape, labelnames=labels)
             self._metrics[name.name] = metric
-            if isinstance(metric, (Counter, Gauge)):  # Ray has metrics of its own.
+            if isinstance(metric, (Counter, Gauge, Histogram)):  # Ray has metrics of its own.
                 _registered.append(metric)
         self._children: dict[tuple[int, str], Any] = {}
         self._levels: dict[tuple[int, str], float] = {}  # gauges
         for engine in labelvalues:
             for name in NAMES.values():
                 if not name.labels:
-                    self._add(engine, name.name, 0)
+                    self._add(engine, name.name, [] if name.buckets else 0)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Add changes to the metrics."""
         for key, change in transfer_stats_data.items():
             self._add(engine_idx, key, change)
 
-    def _add(self, engine: int, key: str, change: float) -> None:
+    def _add(self, engine: int, key: str, change: float | list[float]) -> None:
         name, labels = parted(key)
         if name not in NAMES:
             return
         if (engine, key) not in self._children:
             self._children[engine, key] = self._metrics[name].labels(*self.per_engine_labelvalues[engine], *labels)
         child = self._children[engine, key]
-        if NAMES[name].gauge:
+        if isinstance(change, list):
+            for observed in change:
+                child.observe(observed)
+        elif NAMES[name].gauge:
             level = self._levels[engine, key] = self._levels.get((engine, key), 0) + change
             child.set(level)
         else:
@@ -88,5 +92,5 @@ class LmcPromMetrics(KVConnectorPromMetrics):
 
 def _said(key: str) -> str:
     name, labels = parted(key)
-    change = "change of " if name in NAMES and NAMES[name].gauge else ""
+    change = "" if name not in NAMES else "change of " if NAMES[name].gauge else "mean " if NAMES[name].buckets else ""
     return f"lmc {change}{' '.join((name.replace('_', ' '), *labels))}"

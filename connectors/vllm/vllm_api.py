@@ -27,6 +27,8 @@ USED = {
     "get_tp_group": "vllm.distributed",
     "BlockRemoved": "vllm.distributed.kv_events",
     "BlockStored": "vllm.distributed.kv_events",
+    "EventBatch": "vllm.distributed.kv_events",
+    "ZmqEventPublisher": "vllm.distributed.kv_events",
     "KVConnectorFactory": "vllm.distributed.kv_transfer.kv_connector.factory",
     "KVConnectorBase_V1": "vllm.distributed.kv_transfer.kv_connector.v1.base",
     "KVConnectorHandshakeMetadata": "vllm.distributed.kv_transfer.kv_connector.v1.base",
@@ -39,7 +41,9 @@ USED = {
     "Attention": "vllm.model_executor.layers.attention",
     "cached_tokenizer_from_config": "vllm.tokenizers",
     "CommonAttentionMetadata": "vllm.v1.attention.backend",
+    "generate_block_hash_extra_keys": "vllm.v1.core.kv_cache_utils",
     "maybe_convert_block_hash": "vllm.v1.core.kv_cache_utils",
+    "to_event_extra_keys": "vllm.v1.core.kv_cache_utils",
     "CacheHitSource": "vllm.v1.metrics.cache_hit_source",
     "WorkerWrapperBase": "vllm.v1.worker.worker_base",
 }

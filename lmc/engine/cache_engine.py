@@ -11,7 +11,7 @@ begin_…      slots for new chunks, which the connector fills and commits
 
 import logging
 import os
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -22,13 +22,15 @@ import torch
 from lmc.blend.segments import Span
 from lmc.config import Settings
 from lmc.engine.index import BlockChain, CacheIndex, ExactChain, TokenChain, find_run
-from lmc.engine.known_documents import KnownDocuments, pack_tokens, unpack_tokens
+from lmc.engine.keeper import FILE, Keeper
+from lmc.engine.known_documents import KnownDocument, KnownDocuments, pack_tokens, unpack_tokens
+from lmc.engine.learn_queue import LearnQueue, Unlearned
 from lmc.engine.pieces import Piece
 from lmc.engine.planner import DocumentLookup, Lookup, Plan, Wish, choose_plan
 from lmc.engine.tiers import open_tiers
 from lmc.errors import ChunkLost
 from lmc.keys import ChunkKey, Namespace, RecordKind, chunk_bounds, document_keys
-from lmc.shapes import GIB, KVShape
+from lmc.shapes import ALIGN, GIB, KVShape, aligned
 from lmc.storage.contract import Pin, Reservation
 from lmc.storage.cost_model import LoadPolicy
 from lmc.storage.record import RecordMeta
@@ -40,7 +42,6 @@ from lmc.storage.tier import Tier
 log = logging.getLogger(__name__)
 
 SALTS = 4096  # cache salts (tenants) whose namespaces are remembered
-WAITING = 256  # documents to learn, at most; one that is dropped comes again with the next prompt that has it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,13 +60,10 @@ class Geometry:
         part, token, item = shape.part_bytes(chunk_size), shape.token_bytes, shape.dtype.itemsize
         return cls(chunk_size=chunk_size, parts=shape.layers, part_bytes=part, token_bytes=token, item_bytes=item)
 
-
-@dataclass(frozen=True, slots=True)
-class Unlearned:
-    """A document that stood in a prompt and is not stored, and the namespace of the tenant who brought it."""
-
-    namespace: bytes
-    tokens: tuple[int, ...]
+    def document_bytes(self, tokens: int) -> int:
+        """Return how much a document of so many tokens takes on the disk, without a codec."""
+        parts = [aligned((stop - start) * self.token_bytes) for start, stop in chunk_bounds(tokens, self.chunk_size)]
+        return sum(ALIGN + self.parts * part for part in parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,13 +100,17 @@ class CacheEngine:
         on_device = 0 if shared else settings.max_local_device_size * GIB
         device_slab = Slab.of_size(on_device, geometry.parts, geometry.part_bytes, device) if on_device else None
         tiers = open_tiers(settings, geometry.item_bytes) if tiers is None else tiers
-        self.store = Store(self.slab, tiers, device=device_slab, policy=WritePolicy(settings.store_policy))
+        policy, share = WritePolicy(settings.store_policy), settings.document_share
+        self.store = Store(self.slab, tiers, device=device_slab, policy=policy, document_share=share)
         self.index = CacheIndex()
-        self.learning: deque[Unlearned] = deque()  # the document that has waited longest first
+        self.learning = LearnQueue(self.slab.slots * self.chunk_size)
         self.recalled: dict[ChunkKey, str] = {}  # What connectors noted with records.
         self.known = KnownDocuments()
         self.salts: set[str] = {""}  # of the tenants whose documents were looked up
         self._recall()
+        noted = settings.local_disk / FILE if settings.local_disk else None
+        self.keeper = Keeper(self.store, noted, recall=self._known_as, learn=self._learn_again, size=self._part_of_room)
+        self.keeper.load()
 
     # -- names -------------------------------------------------------------------------------------------------------
 
@@ -172,33 +174,29 @@ class CacheEngine:
 
         Returns those that are queued.
         """
-        queued = []
-        for span in documents:
-            document = self.unlearned(prompt, span, salt)
-            tokens = len(span) + sum(len(waiting.tokens) for waiting in self.learning)
-            room = len(self.learning) < WAITING and tokens <= self.slab.slots * self.chunk_size
-            known = document in self.learning
-            if room and not known:
-                self.learning.append(document)
-            if room or known:
-                queued.append(document)
-        return tuple(queued)
+        return tuple(filter(self.learning.add, [self.unlearned(prompt, span, salt) for span in documents]))
 
     def unlearned(self, prompt: Sequence[int], span: Span, salt: str) -> Unlearned:
         """Return a document of a prompt as it waits to be learned."""
         return Unlearned(self.namespace(RecordKind.DOCUMENT, salt), tuple(prompt[span.start : span.stop]))
 
-    def note_use(self, prompt: Sequence[int], documents: Iterable[DocumentLookup], salt: str = "") -> None:
-        """Note that a prompt has used stored documents."""
-        namespace = self.namespace(RecordKind.DOCUMENT, salt)
+    def note(
+        self, prompt: Sequence[int], documents: Iterable[DocumentLookup], salt: str = "", *, used: bool = False
+    ) -> list[KnownDocument]:
+        """Note that documents of a prompt are stored, or that it has `used` them, and return what is known of them."""
+        namespace, noted = self.namespace(RecordKind.DOCUMENT, salt), []
         for document in documents:
             tokens = prompt[document.span.start : document.span.stop]
-            self.known.note(namespace, tokens, [piece.key for piece in document.pieces], used=True)
+            if tokens:
+                keys = [piece.key for piece in document.pieces]
+                noted.append(self.known.note(namespace, tokens, keys, used=used))
+        return noted
 
     def begin_anew(self) -> None:
         """Use other keys from now on, which no later process finds: new weights may have come into the same model."""
         self._namespace = replace(self._namespace, model=self._namespace.model + os.urandom(16).hex())
         self.index = CacheIndex()
+        self.known.clear()
 
     # -- plans -------------------------------------------------------------------------------------------------------
 
@@ -298,6 +296,12 @@ class CacheEngine:
         """Return whether all chunks of a document can be in memory at once, which their use requires."""
         return len(chunk_bounds(tokens, self.chunk_size)) <= self.store.slots
 
+    def capacity(self) -> dict[str, float]:
+        """Return how many tokens of documents fit into memory and into the disk tier, if there is one."""
+        token, disk = self.geometry.token_bytes * self.geometry.parts, self.settings.max_local_disk_size * GIB
+        room: dict[str, float] = {"host": self.slab.slots * self.chunk_size}
+        return room | ({"disk": disk // token} if self.settings.local_disk is not None else {})
+
     def forget_all(self, *, wait: bool = True) -> None:
         """Remove every chunk, even while it is read. Chunks on tiers that other processes share stay there."""
         for key in self.store.known_keys():
@@ -309,6 +313,7 @@ class CacheEngine:
 
     def close(self) -> None:
         """Write to the tiers what is not there yet, and close everything."""
+        self.keeper.close()
         self.store.close()
 
     # -- inside ------------------------------------------------------------------------------------------------------
@@ -332,15 +337,35 @@ class CacheEngine:
             key=key, namespace=namespace, tokens=tokens, first=at, parts=parts, part_bytes=size, kind=kind, label=label
         )
 
+    def _known_as(self, namespace: bytes, tokens: Sequence[int]) -> KnownDocument:
+        return self.known.note(namespace, tokens, self.document_keys(tokens, namespace))
+
+    def salt_of(self, document: KnownDocument) -> str | None:
+        """Return the salt of a document's tenant; None if this process has not met the tenant."""
+        salts = (salt for salt in list(self.salts) if self.namespace(RecordKind.DOCUMENT, salt) == document.namespace)
+        return next(salts, None)
+
+    def _learn_again(self, document: KnownDocument) -> None:
+        """Queue a document, if it is one of this model, and of a tenant who has asked for something."""
+        if self.salt_of(document) is not None:
+            self.learning.add(Unlearned(document.namespace, tuple(document.tokens)))
+
+    def _part_of_room(self, document: KnownDocument) -> float:
+        """Return which part of the room for pinned documents one takes: of the disk, or of memory without a disk."""
+        need, room = float(len(document.keys)), self.settings.document_share * self.slab.slots
+        if self.settings.local_disk is not None:
+            need = float(self.geometry.document_bytes(len(document.tokens)))
+            room = self.settings.document_share * self.settings.max_local_disk_size * GIB
+        return need / room if room else float("inf")
+
     def _recall(self) -> None:
         """Fill the index from the headers of records that earlier processes wrote to the disk."""
         pages, old = self.namespace(RecordKind.PAGES), Counter[str]()
         for place, meta in self.store.records():
             old[place] += meta.kind is None
             if meta.kind is RecordKind.DOCUMENT and meta.label:
-                with suppress(ValueError):
-                    tokens = unpack_tokens(meta.label).tolist()
-                    self.known.note(meta.namespace, tokens, self.document_keys(tokens, meta.namespace))
+                with suppress(ValueError, IndexError):
+                    self._known_as(meta.namespace, unpack_tokens(meta.label).tolist())
             # Another model's pages have the same block hashes, but its token chunks have other keys.
             if meta.kind is RecordKind.PREFIX or meta.namespace == pages:
                 label, _, details = meta.label.partition(" ")

@@ -73,7 +73,7 @@ def explain(
 def _why_known_no_more(engine: CacheEngine, prompt: Sequence[int], document: DocumentLookup, salt: str) -> str:
     """Return why a document is not stored although its text is known; nothing if it is not."""
     waiting = engine.unlearned(prompt, document.span, salt)
-    if waiting in list(engine.learning):
+    if waiting in engine.learning:
         return "it waits to be learned"
     tokens = array("I", waiting.tokens)
     same = [known for known in engine.known.list() if known.tokens == tokens]

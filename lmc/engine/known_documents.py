@@ -28,11 +28,20 @@ class KnownDocument:
     uses: int = 0
     removed: bool = False  # by a person; it may be learned again
     used: float = field(default_factory=time.time)  # when it was learned or used last, in seconds since 1970
+    # What people want for it; see `lmc.engine.keeper`
+    name: str = ""
+    pinned: bool = False
+    expires: float = 0.0  # when it is removed, in seconds since 1970; 0 for never
 
     @property
     def id(self) -> str:
         """The key of its last chunk, which covers all of its tokens and its namespace."""
         return self.keys[-1].hex()
+
+    @property
+    def wanted(self) -> bool:
+        """Whether people want something for it."""
+        return bool(self.name or self.pinned or self.expires)
 
 
 class KnownDocuments:
@@ -43,10 +52,10 @@ class KnownDocuments:
         self._tokens = 0
         self._mutex = threading.Lock()
 
-    def note(self, namespace: bytes, tokens: Sequence[int], keys: Sequence[ChunkKey], *, used: bool = False) -> None:
-        """Note that a document was learned, or that a prompt has `used` it."""
-        if not tokens:
-            return
+    def note(
+        self, namespace: bytes, tokens: Sequence[int], keys: Sequence[ChunkKey], *, used: bool = False
+    ) -> KnownDocument:
+        """Note that a document was learned, or that a prompt has `used` it, and return it."""
         with self._mutex:
             name = keys[-1].hex()
             document = self._documents.get(name)
@@ -55,9 +64,26 @@ class KnownDocuments:
                 self._tokens += len(tokens)
             document.uses, document.used, document.removed = document.uses + used, time.time(), False
             self._documents.move_to_end(name)
-            while self._tokens > REMEMBERED and len(self._documents) > 1:
-                _, oldest = self._documents.popitem(last=False)
-                self._tokens -= len(oldest.tokens)
+            for _ in range(len(self._documents) - 1):
+                if self._tokens <= REMEMBERED:
+                    break
+                old, oldest = self._documents.popitem(last=False)
+                if oldest.wanted:
+                    self._documents[old] = oldest
+                else:
+                    self._tokens -= len(oldest.tokens)
+            return document
+
+    def clear(self) -> None:
+        """Forget all documents."""
+        with self._mutex:
+            self._documents.clear()
+            self._tokens = 0
+
+    def get(self, name: str) -> KnownDocument | None:
+        """Return the document with this id."""
+        with self._mutex:
+            return self._documents.get(name)
 
     def list(self) -> "list[KnownDocument]":
         """Return all documents; the one that was used last comes first."""

@@ -1,5 +1,6 @@
 """Opens the tiers that the settings name."""
 
+import logging
 from contextlib import ExitStack, closing
 
 from lmc.config import Settings
@@ -10,6 +11,8 @@ from lmc.storage.codec import Coded
 from lmc.storage.disk import DiskTier
 from lmc.storage.tier import Tier
 
+log = logging.getLogger(__name__)
+
 
 def open_tiers(settings: Settings, item_bytes: int) -> list[Tier]:
     """Return the tiers, fastest first. Codecs split numbers of `item_bytes`.
@@ -19,7 +22,16 @@ def open_tiers(settings: Settings, item_bytes: int) -> list[Tier]:
     tiers: list[Tier] = []
     with ExitStack() as opened:
         if settings.local_disk is not None:
-            disk = opened.enter_context(closing(DiskTier(settings.local_disk, int(settings.max_local_disk_size * GIB))))
+            capacity = int(settings.max_local_disk_size * GIB)
+            if settings.max_local_disk_size < settings.max_local_cpu_size:
+                log.warning(
+                    "max_local_disk_size (%s GB) is smaller than max_local_cpu_size (%s GB): a part of what is in "
+                    "memory will not be on the disk, and is lost at a restart",
+                    settings.max_local_disk_size,
+                    settings.max_local_cpu_size,
+                )
+            disk = DiskTier(settings.local_disk, capacity, document_share=settings.document_share)
+            opened.enter_context(closing(disk))
             tiers.append(Coded(disk, settings.local_disk_serde, item_bytes))
         if settings.remote_url is not None:
             remote = opened.enter_context(closing(open_redis(settings)))

@@ -1,27 +1,67 @@
 """Who computes documents: a vLLM server with lmc, or a model in this process."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Protocol
 
-from lmc.blend.segments import document_tokens
+from lmc.blend.segments import Span, document_tokens
 from lmc.config import Settings
 from lmc.errors import InputError
-from lmc.http_client import Refused, Unreachable, vllm_client
+from lmc.http_client import Refused, Unreachable, admin_client, vllm_client
+from lmc.learn.sources import Document
 from lmc.storage.places import fastest_first
 from lmc.top import fetch
 
 TIMEOUT = 600.0  # seconds for a document, which may wait for others
+NAME = 500  # letters of a name that are sent
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """What has become of a text: the ids of its documents, of which it has several if it has separators."""
+
+    ids: tuple[str, ...] = ()
+    failed: str = ""  # why it is not stored
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """How long documents stay."""
+
+    pinned: bool = False
+    ttl: float | None = None  # seconds after which they are removed
+
+    def __bool__(self) -> bool:
+        """Whether anything is wanted."""
+        return self.pinned or self.ttl is not None
 
 
 class Learner(Protocol):
     """Computes documents, and stores their KV."""
 
-    def learn(self, text: str) -> str:
-        """Learn a document. Return why it was not stored; nothing if it is.
+    def learn(self, document: Document) -> Stored:
+        """Learn a document. Raises `Unreachable` if no other document can be learned either."""
+        ...
 
-        Raises `Unreachable` if no other document can be learned either.
-        """
+    def stored(self, ids: Sequence[str]) -> Sequence[str]:
+        """Return the ids if all of these documents are stored, and nothing otherwise."""
+        ...
+
+    def retain(self, ids: Sequence[str], retention: Retention) -> None:
+        """Pin documents, or limit their time; raise `InputError` if that is impossible."""
+        ...
+
+    def tokens(self, text: str) -> int:
+        """Return how many tokens a text has."""
+        ...
+
+    def capacity(self) -> dict[str, float]:
+        """Return how many tokens of documents fit into each place that this process or server has for itself."""
+        ...
+
+    def held(self) -> dict[str, float]:
+        """Return how many tokens are in each of these places now."""
         ...
 
     def dropped(self) -> float:
@@ -32,47 +72,84 @@ class Learner(Protocol):
 class ServerLearner:
     """A vLLM server with lmc, through its completions. Documents may be learned by several threads."""
 
-    def __init__(self, url: str, separator: str, salt: str = "") -> None:
-        """Raise `Unreachable` if there is no server at `url`, which may end with `/v1` or not."""
+    def __init__(self, url: str, separator: str, salt: str = "", admin: str | None = None) -> None:
+        """`url` may end with `/v1` or not; `admin` is its administration endpoint, if something is wanted there.
+
+        Raises `Unreachable` if one of them does not answer.
+        """
         if not url.startswith(("http://", "https://")):
             raise InputError(f"{url} is no address of a server: give one like http://localhost:8000")
-        self._client = vllm_client(url, TIMEOUT)
+        self._client, self._evictions = vllm_client(url, TIMEOUT), 0.0
         self._separator, self._salt = separator, salt
         try:
             models = self._client.ask("/v1/models").get("data") or [{}]
         except Unreachable as error:
             raise Unreachable(f"{error} It has to be the address of a vLLM server, as http://localhost:8000") from None
         self.model = str(models[0].get("id", ""))
-        self._evictions = self._evicted()
+        self._admin = admin_client(admin) if admin else None
+        if self._admin:
+            self._admin.ask("/health")
+        self._evictions = self.dropped()
 
-    def learn(self, text: str) -> str:
+    def learn(self, document: Document) -> Stored:
         """See `Learner`."""
         asked = {
             "model": self.model,
-            "prompt": self._separator.join(("", text, "")),
+            "prompt": self._separator.join(("", document.text, "")),
             "max_tokens": 1,
-            "kv_transfer_params": {"lmc": {"learn": True}},
+            "kv_transfer_params": {"lmc": {"learn": True, "name": document.id[:NAME]}},
         } | ({"cache_salt": self._salt} if self._salt else {})
         try:
             answer = self._client.ask("/v1/completions", asked)
         except Refused as error:
-            return str(error)
+            return Stored(failed=str(error))
         facts = (answer.get("kv_transfer_params") or {}).get("lmc")
         if not facts:
             raise Unreachable(
                 f"{self._client.url} answers without lmc: start it with LMCConnector and LMC_ENABLE_BLENDING=true"
             )
-        return "" if facts.get("learned") else str(facts.get("note") or "the server does not say why")
+        if not facts.get("learned"):
+            return Stored(failed=str(facts.get("note") or "the server does not say why"))
+        return Stored(ids=tuple(facts.get("documents", ())))
+
+    def stored(self, ids: Sequence[str]) -> Sequence[str]:
+        """See `Learner`."""
+        assert self._admin is not None
+        try:
+            found = [one for name in ids for one in self._admin.ask(f"/v1/documents/{name}")["documents"]]
+        except Refused:
+            return ()
+        return ids if all(one["places"] for one in found) else ()
+
+    def retain(self, ids: Sequence[str], retention: Retention) -> None:
+        """See `Learner`."""
+        assert self._admin is not None
+        wanted = ({"pinned": True} if retention.pinned else {}) | ({"ttl": retention.ttl} if retention.ttl else {})
+        for name in ids:
+            self._admin.ask(f"/v1/documents/{name}", wanted, "PATCH")
+
+    def tokens(self, text: str) -> int:
+        """See `Learner`."""
+        asked = {"model": self.model, "prompt": text, "add_special_tokens": False}
+        return int(self._client.ask("/tokenize", asked)["count"])
+
+    def capacity(self) -> dict[str, float]:
+        """See `Learner`; nothing if the server does not say."""
+        return self._numbers("capacity_tokens")
+
+    def held(self) -> dict[str, float]:
+        """See `Learner`; nothing if the server does not say."""
+        return self._numbers("chunk_tokens")
 
     def dropped(self) -> float:
         """See `Learner`; 0 if the server does not say."""
-        return self._evicted() - self._evictions
+        return _of_slowest(self._numbers("evictions")) - self._evictions
 
-    def _evicted(self) -> float:
+    def _numbers(self, metric: str) -> dict[str, float]:
         with suppress(InputError):
             numbers = fetch(f"{self._client.url}/metrics").since(None)
-            return _of_slowest({labels[0]: count for (name, labels), count in numbers.items() if name == "evictions"})
-        return 0.0
+            return {labels[0]: count for (name, labels), count in numbers.items() if name == metric}
+        return {}
 
 
 class ModelLearner:
@@ -82,20 +159,50 @@ class ModelLearner:
         """Load the model; raise `ConfigError` or `InputError` if it cannot be."""
         from lmc.connectors.transformers import CachedModel
 
-        self._separator = settings.blend_special_str
+        self._separator, self._salt = settings.blend_special_str, salt
         self._cached, self._tokenizer = CachedModel.load(model, settings, cache_salt=salt)
 
-    def learn(self, text: str) -> str:
+    def learn(self, document: Document) -> Stored:
         """See `Learner`."""
-        encode: Callable[[str], list[int]] = self._tokenizer.encode
+        engine, stored = self._cached.engine, []
         try:
-            found = document_tokens(encode, self._cached.markers, self._separator, text)
-            for tokens in found:
+            for tokens in document_tokens(self._tokenizer.encode, self._cached.markers, self._separator, document.text):
                 self._cached.learn(tokens)
-            self._cached.engine.store.flush()  # The manifest must not name a document that is not on a tier yet.
+                views = engine.documents(tokens, [Span(0, len(tokens))], self._salt)
+                stored += engine.note(tokens, views, self._salt)
+            engine.store.flush()  # The manifest must not name a document that is not on a tier yet.
         except InputError as error:
-            return str(error)
-        return "" if found else "it has special tokens of the model, and would be taken for a conversation"
+            return Stored(failed=str(error))
+        engine.keeper.name(stored, document.id[:NAME])
+        why = "" if stored else "it has special tokens of the model, and would be taken for a conversation"
+        return Stored(tuple(one.id for one in stored), why)
+
+    def stored(self, ids: Sequence[str]) -> Sequence[str]:
+        """See `Learner`."""
+        engine = self._cached.engine
+        found = [one for one in map(engine.known.get, ids) if one is not None]
+        return ids if len(found) == len(ids) and all(all(engine.lookup(one.keys)) for one in found) else ()
+
+    def retain(self, ids: Sequence[str], retention: Retention) -> None:
+        """See `Learner`."""
+        engine = self._cached.engine
+        found = [one for one in map(engine.known.get, ids) if one is not None]
+        if retention.pinned:
+            engine.keeper.pin(found)
+        if retention.ttl:
+            engine.keeper.expire(found, retention.ttl)
+
+    def tokens(self, text: str) -> int:
+        """See `Learner`."""
+        return len(self._tokenizer.encode(text))
+
+    def capacity(self) -> dict[str, float]:
+        """See `Learner`."""
+        return self._cached.engine.capacity()
+
+    def held(self) -> dict[str, float]:
+        """See `Learner`."""
+        return {place: tokens for place, (_, tokens) in self._cached.engine.stats().present.items()}
 
     def dropped(self) -> float:
         """See `Learner`."""

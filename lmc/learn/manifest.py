@@ -4,6 +4,7 @@ It is a file with a line of JSON for each document, which is written when the do
 """
 
 import json
+from collections.abc import Sequence
 from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
@@ -28,7 +29,7 @@ class Manifest:
         Raises `InputError` if the file cannot be written.
         """
         self.path = path
-        self._learned: dict[str, str] = {}
+        self._learned: dict[str, tuple[str, list[str]]] = {}
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             ends_in_a_line = True
@@ -38,7 +39,7 @@ class Manifest:
                 for line in text.splitlines():
                     with suppress(ValueError, TypeError, KeyError):  # A process that was killed leaves half a line.
                         entry = json.loads(line)
-                        self._learned[entry["id"]] = entry["digest"]
+                        self._learned[entry["id"]] = entry["digest"], entry.get("documents", [])
             self._file: TextIO = path.open("a", encoding="utf-8")
             self._outdated = again  # Earlier lines go with the first new one, and not before anything is learned.
             if not ends_in_a_line:
@@ -54,13 +55,17 @@ class Manifest:
 
     def has(self, document: Document) -> bool:
         """Return whether this text was learned under this id."""
-        return self._learned.get(document.id) == document.digest
+        return self._learned.get(document.id, ("", []))[0] == document.digest
 
-    def add(self, document: Document) -> None:
-        """Note that a document is stored."""
+    def ids(self, document: Document) -> list[str]:
+        """Return the ids under which a learned text was stored; none if an earlier version of lmc did not note them."""
+        return self._learned[document.id][1]
+
+    def add(self, document: Document, ids: Sequence[str]) -> None:
+        """Note that a text is stored as the documents of these ids."""
         if self._outdated:
             self._file.truncate(0)
             self._outdated = False
-        self._learned[document.id] = document.digest
-        self._file.write(json.dumps({"id": document.id, "digest": document.digest}) + "\n")
+        self._learned[document.id] = document.digest, list(ids)
+        self._file.write(json.dumps({"id": document.id, "digest": document.digest, "documents": list(ids)}) + "\n")
         self._file.flush()

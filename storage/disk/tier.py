@@ -16,18 +16,18 @@ import re
 import threading
 import time
 import weakref
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 from lmc.errors import CorruptRecord, TierUnusable
-from lmc.keys import ChunkKey
+from lmc.keys import ChunkKey, RecordKind
 from lmc.shapes import MIB
 from lmc.storage.change_log import ChangeLog
 from lmc.storage.disk import files
 from lmc.storage.disk.reader import DiskReader
+from lmc.storage.eviction import EvictionOrder, Standing
 from lmc.storage.locks import Rank, new_lock
 from lmc.storage.record import RecordMeta, checksum, encode_header, pages, removed_if_corrupt, split_parts, verify_parts
 from lmc.storage.tier import Entry, Finding, Written
@@ -52,18 +52,22 @@ class DiskTier:
     shared = False
     usable = True
 
-    def __init__(self, root: Path | str, capacity: int, *, read_only: bool = False) -> None:
-        """Take the directory and rebuild the index.
+    def __init__(
+        self, root: Path | str, capacity: int, *, read_only: bool = False, document_share: float = 0.0
+    ) -> None:
+        """Take the directory and rebuild the index. Documents have a share of the capacity; see `eviction.py`.
 
         Raises `TierUnusable` if another process has the directory, or it cannot be read or written.
         """
         self.root, self.capacity, self.read_only = Path(root), capacity, read_only
-        self.corrupt = self.evictions = 0
+        self.corrupt = self.evictions = self.document_evictions = 0
         self.bytes = 0  # what the records take on disk
         self._records, self._tmp = self.root / "records", self.root / "tmp"
         self._lock = new_lock(Rank.TIER)
         self._changes: ChangeLog | None = None
-        self._index: OrderedDict[ChunkKey, int] = OrderedDict()  # key -> bytes, least recently used first
+        self._index: dict[ChunkKey, int] = {}  # key -> bytes
+        self._order: EvictionOrder[ChunkKey] = EvictionOrder(document_share * capacity)
+        self._standing: dict[ChunkKey, Standing] = {}  # of records that are or will be protected
         self._paused_until = 0.0
         self._serial = 0
         self._thread = threading.local()  # `into`: where the records that a thread opens next will be read to
@@ -75,7 +79,7 @@ class DiskTier:
         self._let_go = weakref.finalize(self, files.give_directory_back, lock)
         try:
             for entry in self.entries():
-                self._index[entry.key] = entry.bytes
+                self._remember(entry.key, entry.bytes)
                 self.bytes += entry.bytes
             if not read_only:
                 # The lock is ours, so nobody is writing: they are of a writer that was killed.
@@ -109,7 +113,7 @@ class DiskTier:
                     self._forget(key)
             return None
         with self._lock, contextlib.suppress(KeyError):  # A reader of another's directory has no index.
-            self._index.move_to_end(key)
+            self._order.touch(key)
         if not self.read_only:
             with contextlib.suppress(OSError):  # The time only improves the order of eviction after a restart.
                 files.touch(reader.fd)
@@ -175,7 +179,20 @@ class DiskTier:
         """Read the header of each record, without counting that as a use. Unreadable records are left alone."""
         for entry in self.entries():
             with contextlib.suppress(OSError, CorruptRecord), contextlib.closing(self._read(entry.key)) as reader:
+                if reader.meta.kind is RecordKind.DOCUMENT and reader.meta.key not in self._standing:
+                    self.protect([reader.meta.key], Standing.DOCUMENT)
                 yield reader.meta
+
+    def protect(self, keys: Collection[ChunkKey], standing: Standing) -> None:
+        """Let records be evicted as entries of this standing."""
+        with self._lock:
+            for key in keys:
+                size, before = self._index.get(key, 0), self._standing.get(key, Standing.OTHER)
+                self._order.count(before, -size)
+                self._order.count(standing, size)
+                self._standing[key] = standing
+                if key in self._order:
+                    self._order.change(key, standing)
 
     def report_to(self, changes: ChangeLog) -> None:
         """Report what is written, evicted and removed from now on."""
@@ -219,21 +236,45 @@ class DiskTier:
     def _read(self, key: ChunkKey) -> DiskReader:
         return DiskReader(self._path(key), key, self.discard)
 
+    def _remember(self, key: ChunkKey, size: int) -> None:
+        standing = self._standing.get(key, Standing.OTHER)
+        self._index[key] = size
+        self._order.count(standing, size)
+        self._order.add(key, standing)
+
     def _forget(self, key: ChunkKey) -> None:
-        self.bytes -= self._index.pop(key, 0)
+        size = self._index.pop(key, None)
+        if size is not None:
+            self.bytes -= size
+            standing = self._standing.get(key, Standing.OTHER)
+            self._order.count(standing, -size)
+            self._order.remove(key)
+            if standing is Standing.DOCUMENT:  # A pinned record stays pinned if it is written again.
+                del self._standing[key]
         if self._changes is not None:
             self._changes.left(self.name, key)
 
     def _evict(self, excess: int) -> int:
         """Remove records, oldest first, until `excess` bytes are free; return how many bytes that gave."""
         freed = 0
-        while freed < excess and self._index:
-            key, size = next(iter(self._index.items()))
+        while freed < excess and (key := self._order.first()) is not None:
+            size = self._index[key]
             self._path(key).unlink(missing_ok=True)  # If this fails, the record stays and can be read.
+            if self._standing.get(key):
+                self._document_evicted()
             self._forget(key)
             self.evictions += 1
             freed += size
         return freed
+
+    def _document_evicted(self) -> None:
+        if not self.document_evictions:
+            log.warning(
+                "disk tier %s is full, and documents are evicted from it: raise max_local_disk_size, or learn fewer "
+                "documents (said once, counted as lmc:document_evictions)",
+                self.root,
+            )
+        self.document_evictions += 1
 
     def _write_file(
         self, path: Path, meta: RecordMeta, views: list[memoryview], first: Callable[[], memoryview] | None, size: int
@@ -245,7 +286,9 @@ class DiskTier:
                 with self._lock:  # The file and the index change together.
                     files.move(path, self._path(meta.key))
                     self._forget(meta.key)  # Another writer may have been faster.
-                    self._index[meta.key] = size
+                    if meta.kind is RecordKind.DOCUMENT:
+                        self._standing.setdefault(meta.key, Standing.DOCUMENT)
+                    self._remember(meta.key, size)
                     if self._changes is not None:
                         self._changes.appeared(self.name, meta)
                 return True

@@ -15,7 +15,7 @@ import re
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import TypeAlias
 
@@ -23,6 +23,7 @@ from lmc.errors import CorruptRecord, TierUnusable
 from lmc.keys import FORMAT, ChunkKey
 from lmc.redis_url import RedisURL
 from lmc.storage.change_log import ChangeLog
+from lmc.storage.eviction import Standing
 from lmc.storage.record import RecordMeta, decode_header, encode_header, removed_if_corrupt, split_parts, verify_parts
 from lmc.storage.redis.connections import Server, Servers
 from lmc.storage.redis.layout import COMPLETE, COMPLETED, LARGEST, OTHERS, Cursor, value_names, value_sizes
@@ -50,7 +51,7 @@ class RedisTier:
 
     name = "redis"
     shared = True
-    evictions = 0  # Redis does not tell how many chunks it evicts.
+    evictions = document_evictions = 0  # Redis does not tell how many chunks it evicts.
 
     def __init__(self, remote: RedisURL, *, deadline: float = 0.5, ttl: int = 0, prefix: str = "lmc") -> None:
         """Make a first contact with the servers.
@@ -155,6 +156,9 @@ class RedisTier:
     def headers(self) -> Iterator[RecordMeta]:
         """Return none, because Redis has the records of many processes."""
         return iter(())
+
+    def protect(self, keys: Collection[ChunkKey], standing: Standing) -> None:
+        """Do nothing: Redis evicts by itself."""
 
     def report_to(self, changes: ChangeLog) -> None:
         """Report nothing: Redis evicts by itself, and other processes write and delete."""

@@ -1,11 +1,20 @@
 """KV events of our tiers, in the engine's own stream: a router that follows them knows what is where."""
 
+import socket
+import time
 from contextlib import contextmanager
 from typing import Any
 
+import msgspec
+import pytest
+import zmq
 from lab import BLOCK, engine, words
 from vllm.config import KVEventsConfig
 from vllm.distributed.kv_events import BlockRemoved, BlockStored
+
+from lmc.connectors.vllm.document_events import tokens_digest
+from lmc.connectors.vllm.document_publisher import DocumentPublisher
+from lmc.errors import ConfigError
 
 
 @contextmanager
@@ -84,3 +93,58 @@ def test_without_listeners_nothing_is_kept(models):
         lab.ask(words(300, 1), None, 1)
         assert list(lab.connector.take_events()) == []
         assert lab.connector._scheduler.events is None
+
+
+def test_blocks_of_a_tenant_say_what_their_hashes_cover_and_the_disk_does_not(models, tmp_path):
+    with listened_to(models, tmp_path) as (lab, kept):
+        lab.ask(words(128, 60), {"blend": False}, 1, salt="a tenant's secret")
+        lab.ask(words(128, 61), {"blend": False}, 1)
+        take(lab)
+    stored = [event for event in kept if isinstance(event, BlockStored)]
+    first = {tuple(event.token_ids): event.extra_keys for event in stored if event.parent_block_hash is None}
+    assert first == {tuple(words(128, 60)[:BLOCK]): [("a tenant's secret",)], tuple(words(128, 61)[:BLOCK]): None}
+    for record in (tmp_path / "records").rglob("*.safetensors"):
+        assert b"secret" not in record.read_bytes()
+
+
+def test_documents_are_published_on_a_topic_of_their_own_and_batches_can_be_asked_for_again(
+    models, tmp_path, monkeypatch
+):
+    with socket.socket() as one, socket.socket() as two:
+        ports = []
+        for free in (one, two):
+            free.bind(("127.0.0.1", 0))
+            ports.append(free.getsockname()[1])
+    monkeypatch.setenv("LMC_DOCUMENT_EVENTS", f"tcp://*:{ports[0]}, tcp://*:{ports[1]}")
+    document = words(150, 70)
+    context = zmq.Context.instance()
+    with engine(models("llama"), {"local_disk": str(tmp_path)}) as lab, context.socket(zmq.SUB) as subscriber:
+        subscriber.connect(f"tcp://127.0.0.1:{ports[0]}")
+        subscriber.setsockopt_string(zmq.SUBSCRIBE, "lmc.documents")
+        time.sleep(0.5)  # ZeroMQ does not say when a subscription has arrived.
+        lab.ask(document, {"learn": True}, 1)
+        lab.settle()
+        lab.store.flush()
+        lab.ask(words(20, 71), None, 1)
+        found: dict[str, Any] = {}
+        while len(found) < 2:
+            assert subscriber.poll(30_000), found
+            topic, _, payload = subscriber.recv_multipart()
+            assert topic == b"lmc.documents"
+            found |= {event["medium"]: event for event in msgspec.msgpack.decode(payload)[1]}
+        assert found.keys() == {"CPU", "STORAGE"}
+        for event in found.values():
+            assert (event["type"], event["tokens"], event["salt"]) == ("DocumentStored", len(document), "")
+            assert event["digest"] == tokens_digest(document)
+        with context.socket(zmq.REQ) as asking:
+            asking.connect(f"tcp://127.0.0.1:{ports[1]}")
+            asking.send((0).to_bytes(8, "big"))
+            assert asking.poll(30_000)
+            *_, first, payload = asking.recv_multipart()
+            assert int.from_bytes(first, "big") == 0
+            assert msgspec.msgpack.decode(payload)[1][0]["type"] == "DocumentStored"
+
+
+def test_an_address_that_cannot_be_had_is_an_error_that_names_it():
+    with pytest.raises(ConfigError, match=r"LMC_DOCUMENT_EVENTS = tcp://\*:none is no address"):
+        DocumentPublisher("tcp://*:none")

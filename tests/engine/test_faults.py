@@ -131,7 +131,7 @@ def test_a_slow_disk_within_the_deadline_is_used_layer_by_layer(lab, steps, monk
 
 def test_a_slab_full_of_pinned_chunks_stores_and_loads_nothing_more(lab):
     only_on_disk(lab)
-    ledger = lab.store._host.ledger
+    ledger = lab.store._levels[-1].ledger
     held = [ledger.reserve() for _ in range(ledger.free)]
     outs = [lab.ask(PROMPT.tokens, PROMPT.blend(**EXACT)), lab.ask(PLAIN)]
     lab.settle()
@@ -242,7 +242,7 @@ def forget_pages(lab) -> None:
 @pytest.fixture
 def mislabelled(lab):
     """Every slot that the next load wants holds another chunk when the worker looks."""
-    scheduler, slab = lab.connector._scheduler, lab.store._host.slab
+    scheduler, slab = lab.connector._scheduler, lab.store._levels[-1].slab
     plan, kept = scheduler.plan, slab.labels.tolist()
 
     def planned(*arguments):

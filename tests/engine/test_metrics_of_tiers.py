@@ -46,6 +46,26 @@ def stats(usable: bool) -> StoreStats:
     )
 
 
+def test_what_was_observed_becomes_histograms():
+    metrics = metrics_of(0)
+    assert value("budget_count") == 0
+    joined = LmcStats(data={"ttft_seconds|blend": [0.2], "requests": 1}).aggregate(
+        LmcStats(data={"ttft_seconds|blend": [0.6], "ttft_seconds|full": [3.0], "requests": 2})
+    )
+    assert joined.reduce() == {
+        "lmc mean ttft seconds blend": 0.4,
+        "lmc mean ttft seconds full": 3.0,
+        "lmc requests": 3,
+    }
+    metrics.observe(joined.data)
+    assert value("ttft_seconds_count", way="blend") == 2
+    assert value("ttft_seconds_sum", way="blend") == pytest.approx(0.8)
+    assert value("ttft_seconds_bucket", way="blend", le="0.25") == 1
+    assert value("ttft_seconds_bucket", way="full", le="5.0") == 1
+    metrics_of(0)
+    assert value("ttft_seconds_count", way="blend") is None
+
+
 def test_numbers_get_vllm_s_labels_and_ours():
     metrics = metrics_of(0, 1)
     metrics.observe(flat(stats(True)), 1)

@@ -1,0 +1,121 @@
+"""Document events for routers: which documents are in lmc's memory or on its disk.
+
+They have a publisher of their own, so that routers that know prefixes only are not misled. The store's change log says
+which chunks appeared and left. A document is announced on a medium when all of its chunks are there, and withdrawn when
+one of them leaves.
+"""
+
+import hashlib
+from array import array
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from lmc.engine.known_documents import KnownDocument
+from lmc.keys import ChunkKey, RecordKind
+from lmc.storage.change_log import ChangeLog
+from lmc.storage.places import place_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DocumentMoved:
+    """A document appeared on a medium, or left it."""
+
+    stored: bool
+    medium: str  # as in the engine's KV events: CPU or STORAGE
+    digest: str  # of its tokens alone, see `tokens_digest`: a router can compute it
+    document: str  # its id, which `lmc documents` shows: it depends on the model and the tenant, too
+    tokens: int
+    salt: str | None  # SHA-256 of the tenant's cache_salt, empty without one; None if this process has not met it
+
+
+def tokens_digest(tokens: Sequence[int]) -> str:
+    """Return the SHA-256 of token ids as unsigned integers of 32 bits, little-endian, in hexadecimal digits."""
+    found = array("I", tokens)
+    return hashlib.sha256(found.tobytes()).hexdigest()
+
+
+class DocumentEvents:
+    """The documents that have appeared and left since the last time."""
+
+    def __init__(
+        self,
+        changes: ChangeLog,
+        find: Callable[[str], KnownDocument | None],
+        salt_of: Callable[[KnownDocument], str | None],
+    ) -> None:
+        """`find` returns a known document by its id, and `salt_of` the cache salt of its tenant, if that is known."""
+        self._changes, self._find, self._salt_of = changes, find, salt_of
+        self._read = 0  # number of the last change that was read
+        self._present: defaultdict[str, set[ChunkKey]] = defaultdict(set)  # chunks of documents by medium
+        self._owners: defaultdict[ChunkKey, dict[str, KnownDocument]] = defaultdict(dict)  # documents of a chunk, by id
+        self._announced: dict[tuple[str, str], DocumentMoved] = {}  # by medium and id
+
+    def take(self) -> list[DocumentMoved]:
+        """Return the changes since the last call, in order."""
+        changes, complete = self._changes.since(self._read)
+        if complete:
+            steps = [
+                (change.chunk.key, place_of(change.place).medium, change.appeared)
+                for change in changes
+                if change.chunk.kind is RecordKind.DOCUMENT
+            ]
+            self._read += len(changes)
+        else:  # The log does not reach back to the last call.
+            steps = self._difference()
+        return [moved for step in steps if step[1] for moved in self._moved(*step)]
+
+    def _difference(self) -> list[tuple[ChunkKey, str, bool]]:
+        """Return the steps from what was read to what is there now."""
+        self._read, present = self._changes.present()
+        now = {
+            (chunk.key, place_of(place).medium)
+            for place, chunks in present.items()
+            for chunk in chunks
+            if chunk.kind is RecordKind.DOCUMENT
+        }
+        before = {(key, medium) for medium, keys in self._present.items() for key in keys}
+        return [(*one, False) for one in before - now] + [(*one, True) for one in now - before]
+
+    def _moved(self, key: ChunkKey, medium: str, stored: bool) -> Iterator[DocumentMoved]:
+        there = self._present[medium]
+        (there.add if stored else there.discard)(key)
+        whole = self._find(key.hex())  # A document has the name of its last chunk.
+        if whole is not None:
+            for part in whole.keys:
+                self._owners[part][whole.id] = whole
+        for document in list(self._owners[key].values()):
+            complete = there.issuperset(document.keys)
+            known = (medium, document.id) in self._announced
+            if complete and not known:
+                moved = self._announced[medium, document.id] = self._event(document, medium)
+                yield moved
+            elif known and not complete:
+                yield self._withdrawn(document, medium)
+            if not any(document.keys[-1] in chunks for chunks in self._present.values()):
+                for part in document.keys:
+                    self._owners[part].pop(document.id, None)
+        if not self._owners[key]:
+            del self._owners[key]
+
+    def _event(self, document: KnownDocument, medium: str) -> DocumentMoved:
+        salt = self._salt_of(document)
+        return DocumentMoved(
+            stored=True,
+            medium=medium,
+            digest=tokens_digest(document.tokens),
+            document=document.id,
+            tokens=len(document.tokens),
+            salt=hashlib.sha256(salt.encode()).hexdigest() if salt else salt,
+        )
+
+    def _withdrawn(self, document: KnownDocument, medium: str) -> DocumentMoved:
+        before = self._announced.pop((medium, document.id))
+        return DocumentMoved(
+            stored=False,
+            medium=medium,
+            digest=before.digest,
+            document=before.document,
+            tokens=before.tokens,
+            salt=before.salt,
+        )

@@ -1,0 +1,118 @@
+"""A run of `lmc learn`: documents are learned side by side, and each that is stored is noted."""
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
+
+from lmc.errors import InputError
+from lmc.learn.learners import Learner, Retention, Stored
+from lmc.learn.manifest import Manifest
+from lmc.learn.sources import Document
+
+SAMPLE = 16  # documents whose tokens are counted beforehand
+
+
+@dataclass
+class Learned:
+    """What a run has done, in numbers of documents."""
+
+    documents: int
+    before: int = 0  # learned by an earlier run
+    learned: int = 0
+    failed: dict[str, str] = field(default_factory=dict)  # why, by id
+    dropped: float = 0.0  # chunks that the slowest tier has dropped meanwhile, for lack of room
+    held: dict[str, float] = field(default_factory=dict)  # tokens in each place afterwards
+    seconds: float = 0.0
+
+
+@dataclass
+class LearnRun:
+    """The documents of one command, and the manifest in which they are noted."""
+
+    documents: Sequence[Document]
+    manifest: Manifest
+    retention: Retention
+    again: bool = False
+
+    def __post_init__(self) -> None:
+        known = [not self.again and self.manifest.has(document) for document in self.documents]
+        self.new = [document for document, there in zip(self.documents, known, strict=True) if not there]
+        self._old = [document for document, there in zip(self.documents, known, strict=True) if there]
+
+    @property
+    def result(self) -> Learned:
+        """What is known before anything is learned."""
+        return Learned(len(self.documents), before=len(self.documents) - len(self.new))
+
+    @property
+    def note(self) -> str:
+        """What to say about documents that were learned before, if there are any."""
+        before = self.result.before
+        said = (
+            f"{before} of {len(self.documents)} documents were learned before, says {self.manifest.path} (--again: all)"
+        )
+        return f"{said} (--again: all)" if before else ""
+
+    @property
+    def needs_learner(self) -> bool:
+        """Whether there is something to do."""
+        return bool(self.new or (self._old and self.retention))
+
+    def retain_old(self, learner: Learner) -> None:
+        """Pin documents that were learned before, or limit their time; those that are gone will be learned again."""
+        for document in self._old if self.retention else ():
+            if ids := learner.stored(self.manifest.ids(document)):
+                learner.retain(ids, self.retention)
+            else:
+                self.new.append(document)
+
+    def too_many(self, learner: Learner) -> str:
+        """Return a warning if the new documents will not all fit, by the tokens of some of them; else nothing."""
+        room = max(learner.capacity().values(), default=0.0)
+        some = self.new[:: max(1, len(self.new) // SAMPLE)]
+        if not room or not some:
+            return ""
+        with suppress(InputError):  # The server may not count tokens.
+            each = sum(learner.tokens(one.text) for one in some) / sum(len(one.text) for one in some)
+            tokens = each * sum(len(one.text) for one in self.new)
+            if tokens > room:
+                said = f"these documents have about {tokens:.0f} tokens, and at most {room:.0f} fit"
+                return f"{said}: the first will be evicted. Raise max_local_disk_size, or learn fewer (lmc size)"
+        return ""
+
+    def learn(self, learner: Learner, jobs: int) -> Learned:
+        """Learn the new documents, `jobs` at a time."""
+        result, started = self.result, time.monotonic()
+        columns = TextColumn("learning"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+        screen = Console(stderr=True)
+        bar = Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal)
+        with ThreadPoolExecutor(jobs) as pool, bar:
+            task = bar.add_task("learning", total=len(self.new))
+            asked: dict[Future[Stored], Document] = {pool.submit(learner.learn, one): one for one in self.new}
+            try:
+                for future in as_completed(asked):
+                    self._note(learner, asked[future], future.result(), result)
+                    bar.advance(task)
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                how = "again, without --again," if self.again else "again"
+                done = f"{result.learned} of {len(self.new)} documents were learned"
+                screen.print(Text(f"{done}; run the same command {how} to go on"))
+                raise
+        result.seconds, result.dropped, result.held = time.monotonic() - started, learner.dropped(), learner.held()
+        return result
+
+    def _note(self, learner: Learner, document: Document, stored: Stored, result: Learned) -> None:
+        if stored.failed:
+            result.failed[document.id] = stored.failed
+            return
+        result.learned += 1
+        self.manifest.add(document, stored.ids)
+        if self.retention:
+            learner.retain(stored.ids, self.retention)

@@ -1,0 +1,210 @@
+"""What people want for documents: pins, time limits and names, over a real store and a real disk."""
+
+import json
+import logging
+import time
+from contextlib import closing
+
+import pytest
+import torch
+from storage_fakes import DictTier
+
+from lmc.blend.segments import Span
+from lmc.config import Settings
+from lmc.engine import CacheEngine, Geometry, keeper
+from lmc.errors import InputError
+from lmc.keys import Namespace, RecordKind
+from lmc.shapes import GIB, KVShape
+from lmc.storage.disk import DiskTier
+
+SHAPE = KVShape(layers=2, kv_heads=1, head_dim=8, dtype=torch.float32)
+CHUNK = 16
+RECORD = 4096 + 2 * 4096  # bytes of a chunk on the disk: its header, and two parts of a kibibyte
+A, B, C, D = ([n * 100 + i for i in range(20)] for n in range(4))  # documents of two chunks
+
+
+def engine_of(tmp_path=None, *, slots=8, records=12, tiers=None, model="m", **settings) -> CacheEngine:
+    size = 2 * 4096 * slots / GIB
+    given = Settings(chunk_size=CHUNK, max_local_cpu_size=size, local_disk=tmp_path and tmp_path / "disk",
+                     max_local_disk_size=records * RECORD / GIB, **settings)  # fmt: skip
+    namespace = Namespace(
+        model=model, dtype="float32", layers=2, kv_heads=1, head_dim=8, rope="r", chunk_size=CHUNK, tensor_parallel=1
+    )
+    return CacheEngine(given, Geometry.of(SHAPE, CHUNK), namespace, tiers=tiers)
+
+
+def learn(engine, tokens, salt=""):
+    namespace = engine.namespace(RecordKind.DOCUMENT, salt)
+    for reservation in engine.begin_document(namespace, tokens) or ():
+        if reservation is not None:
+            engine.store.view(reservation).fill_(tokens[0] % 250)
+            engine.store.commit(reservation)
+    engine.store.flush()
+    return known(engine, tokens)
+
+
+def known(engine, tokens):
+    return next(one for one in engine.known.list() if list(one.tokens) == tokens)
+
+
+def places(engine, tokens, salt=""):
+    return engine.lookup(engine.document_keys(tokens, engine.namespace(RecordKind.DOCUMENT, salt)))
+
+
+def others(engine, count):
+    """Push everything out that may be evicted."""
+    for number in range(count):
+        learn(engine, [5000 + number * 20 + i for i in range(20)])
+
+
+def test_a_pinned_document_survives_others_and_a_restart(tmp_path):
+    with closing(engine_of(tmp_path)) as engine:
+        learn(engine, B)
+        engine.keeper.pin([learn(engine, A)])
+        engine.keeper.name([known(engine, A)], "the first")
+        others(engine, 10)
+        assert all(places(engine, A))
+        assert places(engine, B) == [None, None]
+    with closing(engine_of(tmp_path)) as engine:
+        assert (known(engine, A).pinned, known(engine, A).name) == (True, "the first")
+        others(engine, 10)
+        assert all(places(engine, A))
+        engine.keeper.unpin([known(engine, A)])
+        others(engine, 10)
+        assert places(engine, A) == [None, None]
+    with closing(engine_of(tmp_path)) as engine:
+        assert (known(engine, A).pinned, known(engine, A).name) == (False, "the first")
+
+
+def test_pins_are_refused_beyond_the_share_of_documents(tmp_path):
+    with closing(engine_of(tmp_path, records=8)) as engine:  # Half of it is room for two documents.
+        engine.keeper.pin([learn(engine, A)])
+        engine.keeper.pin([known(engine, A)])
+        engine.keeper.pin([learn(engine, B)])
+        with pytest.raises(InputError, match=r"pinned documents would take 1\d\d% of the room for documents"):
+            engine.keeper.pin([learn(engine, C)])
+        assert not known(engine, C).pinned
+        engine.keeper.unpin([known(engine, A)])
+        engine.keeper.pin([known(engine, C)])
+    with closing(engine_of(tmp_path, records=8, document_share=0.0)) as engine:
+        assert not known(engine, B).pinned
+        with pytest.raises(InputError, match="document_share"):
+            engine.keeper.pin([learn(engine, A)])
+
+
+def test_without_a_disk_pins_hold_in_memory():
+    with closing(engine_of(slots=8)) as engine:
+        engine.keeper.pin([learn(engine, A), learn(engine, B)])
+        with pytest.raises(InputError, match="no room to pin"):
+            engine.keeper.pin([learn(engine, C)])
+        others(engine, 10)
+        assert places(engine, A) == places(engine, B) == ["host", "host"]
+
+
+def test_fewer_pins_are_kept_if_the_disk_has_become_smaller(tmp_path, caplog):
+    with closing(engine_of(tmp_path, records=20)) as engine:
+        engine.keeper.pin([learn(engine, tokens) for tokens in (A, B, C, D)])
+    with closing(engine_of(tmp_path, records=10)) as engine:
+        assert [known(engine, tokens).pinned for tokens in (A, B, C, D)] == [True, True, False, False]
+        assert "2 documents are not pinned any more: there is no room" in caplog.text
+    with closing(engine_of(tmp_path, records=20)) as engine:
+        assert [known(engine, tokens).pinned for tokens in (A, B, C, D)] == [True, True, False, False]
+
+
+def test_a_document_goes_when_its_time_is_over_pinned_or_not(tmp_path, monkeypatch):
+    with closing(engine_of(tmp_path)) as engine:
+        documents = [learn(engine, A), learn(engine, B), learn(engine, C)]
+        engine.keeper.pin(documents[:1])
+        engine.keeper.expire(documents[:2], 3600)
+        engine.keeper.expire(documents[1:2], None)
+        engine.keeper.remove_expired()
+        assert all(places(engine, A))
+    later = time.time() + 3601
+    monkeypatch.setattr(keeper.time, "time", lambda: later)
+    with closing(engine_of(tmp_path)) as engine:
+        engine.keeper.remove_expired()
+        assert places(engine, A) == [None, None]
+        assert all(places(engine, B) + places(engine, C))
+        assert known(engine, A).removed
+    with closing(engine_of(tmp_path)) as engine:
+        assert [list(one.tokens) for one in engine.known.list() if one.wanted] == []
+
+
+def test_the_thread_removes_what_is_over(monkeypatch):
+    monkeypatch.setattr(keeper, "EXPIRY_SECONDS", 0.01)
+    with closing(engine_of()) as engine:
+        engine.keeper.expire([learn(engine, A)], 0.05)
+        until = time.monotonic() + 30
+        while any(places(engine, A)) and time.monotonic() < until:
+            time.sleep(0.01)
+        assert places(engine, A) == [None, None]
+
+
+def test_what_a_shared_tier_has_dropped_is_written_again(tmp_path):
+    remote = DictTier()
+    remote.name, remote.shared = "redis", True
+    disk = DiskTier(tmp_path / "disk", 40 * RECORD, document_share=0.5)
+    with closing(engine_of(tmp_path, records=40, tiers=[disk, remote])) as engine:
+        engine.keeper.pin([learn(engine, A)])
+        learn(engine, B)
+        remote.records.clear()
+        engine.keeper.restore()
+        assert set(remote.records) == set(known(engine, A).keys)
+        assert len(engine.learning) == 0
+
+
+def test_a_pinned_document_that_is_nowhere_is_computed_again(tmp_path):
+    with closing(engine_of(tmp_path)) as engine:
+        engine.documents([1], [], "tenant")
+        for document in (learn(engine, A), learn(engine, B, "tenant"), learn(engine, C, "somebody whom it never met")):
+            engine.keeper.pin([document])
+            for key in document.keys:
+                engine.store.forget(key)
+        engine.keeper.restore()
+        assert [list(one.tokens) for one in engine.learning] == [A, B]
+        engine.begin_anew()
+        engine.learning.clear()
+        engine.keeper.restore()
+        assert len(engine.learning) == 0, "new weights must not be stored under old keys"
+
+
+def test_documents_that_begin_alike_share_chunks_and_do_not_lose_them(tmp_path):
+    longer = [*A[:16], 7, 8, 9]
+    with closing(engine_of(tmp_path)) as engine:
+        engine.keeper.pin([learn(engine, A), learn(engine, longer)])
+        engine.keeper.remove([known(engine, longer)])
+        others(engine, 10)
+        assert all(places(engine, A))
+        assert places(engine, longer)[1] is None
+
+
+def test_a_file_with_damage_is_read_as_far_as_it_goes(tmp_path, caplog):
+    with closing(engine_of(tmp_path)) as engine:
+        engine.keeper.pin([learn(engine, A), learn(engine, B)])
+    path = tmp_path / "disk" / keeper.FILE
+    first, second = path.read_text().splitlines()
+    wrong = json.dumps(json.loads(second) | {"id": "00"})
+    path.write_text("\n".join(["[]", "{", first, wrong, second[:50]]))
+    with closing(engine_of(tmp_path)) as engine:
+        assert [known(engine, tokens).pinned for tokens in (A, B)] == [True, False]
+    assert len(path.read_text().splitlines()) == 1
+
+
+def test_a_file_that_cannot_be_written_is_said_and_the_pin_holds(tmp_path, caplog):
+    with closing(engine_of(tmp_path)) as engine:
+        (tmp_path / "disk" / keeper.FILE).mkdir()
+        with caplog.at_level(logging.WARNING):
+            engine.keeper.pin([learn(engine, A)])
+        assert "ends with this process" in caplog.text
+        others(engine, 10)
+        assert all(places(engine, A))
+    with closing(engine_of(tmp_path)) as engine:
+        assert "no document is pinned" in caplog.text
+
+
+def test_looking_at_a_prompt_counts_as_before(tmp_path):
+    with closing(engine_of(tmp_path)) as engine:
+        learn(engine, A)
+        (found,) = engine.documents(A, [Span(0, len(A))])
+        (noted,) = engine.note(A, [found], used=True)
+        assert (noted.uses, noted.wanted) == (1, False)
