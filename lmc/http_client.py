@@ -2,12 +2,15 @@
 
 import json
 import os
-from http.client import HTTPException
+import socket
+from http.client import HTTPConnection, HTTPException
 from typing import Any
 from urllib.error import HTTPError
-from urllib.request import OpenerDirector, ProxyHandler, Request, build_opener
+from urllib.request import HTTPHandler, OpenerDirector, ProxyHandler, Request, build_opener
 
 from lmc.errors import InputError
+
+UNIX = "unix://"  # before the path of a unix socket
 
 
 class Unreachable(InputError):
@@ -23,9 +26,35 @@ def with_scheme(address: str) -> str:
     return address if "://" in address else f"http://{address}"
 
 
-def opener() -> OpenerDirector:
-    """Return what opens URLs of servers on this host or near it, where a proxy does not lead."""
-    return build_opener(ProxyHandler({}))
+def opener(path: str = "") -> OpenerDirector:
+    """Return what opens URLs of servers on this host or near it, where a proxy does not lead.
+
+    With the `path` of a unix socket, all URLs are asked of the server that listens there.
+    """
+    return build_opener(ProxyHandler({}), *([_UnixHandler(path)] if path else []))
+
+
+class _UnixHandler(HTTPHandler):
+    """Opens URLs through a unix socket."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        self._path = path
+
+    def http_open(self, request: Request) -> Any:
+        """Open a URL."""
+        return self.do_open(self._connection, request)
+
+    def _connection(self, host: str, timeout: float | None = None, **_: Any) -> HTTPConnection:
+        connection = HTTPConnection(host, timeout=timeout)
+        connection.sock = socket.socket(socket.AF_UNIX)
+        connection.sock.settimeout(timeout)
+        try:
+            connection.sock.connect(self._path)
+        except OSError:
+            connection.close()
+            raise
+        return connection
 
 
 def vllm_client(url: str, timeout: float = 30.0) -> "HttpClient":
@@ -42,10 +71,11 @@ class HttpClient:
     """One server. May be used by several threads."""
 
     def __init__(self, url: str, key_variable: str, timeout: float = 30.0) -> None:
-        """`key_variable` is the variable of the environment that holds the key, if there is one."""
+        """`url` may be `unix:///path`; `key_variable` is the variable of the environment with the key, if any."""
         self.url = with_scheme(url).rstrip("/")
         self._key_variable, self._timeout = key_variable, timeout
-        self._opener = opener()
+        path = self.url.removeprefix(UNIX) if self.url.startswith(UNIX) else ""
+        self._opener, self._base = opener(path), "http://localhost" if path else self.url
 
     def ask(self, path: str, body: Any = None, method: str | None = None) -> Any:
         """Return the answer; raise `Unreachable`, or `Refused` with what the server says about the question."""
@@ -55,7 +85,7 @@ class HttpClient:
         data = None if body is None else json.dumps(body).encode()
         try:
             with self._opener.open(
-                Request(self.url + path, data, headers, method=method), timeout=self._timeout
+                Request(self._base + path, data, headers, method=method), timeout=self._timeout
             ) as done:
                 return json.loads(done.read())
         except HTTPError as error:

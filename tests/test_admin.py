@@ -8,7 +8,7 @@ import pytest
 from storage_fakes import DictTier
 from test_cli import lmc
 from test_vllm_scheduler import counted, pretend
-from vllm_fakes import DOC_A, DOC_B, Adapter, Lab, learn, prompt
+from vllm_fakes import DOC_A, DOC_B, Adapter, Lab, hashes_of, learn, prompt
 
 from lmc.connectors.vllm.admin import Administration, serve
 from lmc.errors import ConfigError, InputError
@@ -56,6 +56,22 @@ def test_known_documents_are_said_to_be_reused_and_nothing_changes(make):
     assert found["tokens"] == len(prompt(DOC_B, DOC_A))
     assert lab.scheduler.numbers() == stats
     assert not lab.scheduler._states
+
+
+def test_the_beginning_is_looked_for_in_the_engine_s_cache_and_in_the_store(make):
+    lab = make()
+    hashed = {"hash_blocks": lambda request: hashes_of(request.prompt_token_ids, salt=request.cache_salt)}
+    whole = list(range(2, 34))
+    lab.serve("one", whole)
+    found = explained(lab, [*whole, 40, 41], setup=hashed)
+    assert (found["engine_tokens"], found["exact_tokens"], found["reused_tokens"]) == (32, 0, 0)
+    lab.forget_prefixes()
+    found = explained(lab, [*whole, 40, 41], setup=hashed)
+    assert (found["engine_tokens"], found["exact_tokens"]) == (0, 32)
+    assert explained(lab, [*whole, 40, 41], setup=hashed, cache_salt="tenant")["exact_tokens"] == 0
+    learn(lab, DOC_A)
+    found = explained(lab, [*whole, *prompt(DOC_A)], setup=hashed)
+    assert (found["exact_tokens"], found["reused_tokens"]) == (32, len(DOC_A))
 
 
 def test_why_a_document_is_not_known(make):
@@ -292,6 +308,25 @@ def test_a_wrong_name_is_refused(make, options):
     lab = make()
     request = lab.serve("one", DOC_A, options)
     assert "name" in request.facts["note"]
+
+
+def test_a_unix_socket_is_for_this_user_alone_and_an_abandoned_one_is_replaced(make, tmp_path):
+    lab, path = make(), tmp_path / "lmc.sock"
+    learn(lab, DOC_A)
+    abandoned = socket.socket(socket.AF_UNIX)
+    abandoned.bind(str(path))
+    abandoned.close()
+    stop = serve(administration(lab), f"unix://{path}", "")
+    try:
+        assert path.stat().st_mode & 0o777 == 0o600
+        assert json.loads(lmc("documents", "list", "--url", f"unix://{path}", "--json")[1])["total"] == 1
+        with pytest.raises(ConfigError, match="is another engine using it"):
+            serve(administration(lab), f"unix://{path}", "")
+    finally:
+        stop()
+    assert not path.exists()
+    code, _, err = lmc("documents", "list", "--url", f"unix://{path}")
+    assert (code, "no server answers at unix://" in err) == (2, True)
 
 
 WRONG = [

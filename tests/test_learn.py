@@ -172,6 +172,14 @@ def test_documents_are_pinned_and_limited_in_time_also_if_they_were_learned_befo
     assert "'soon' is no time" in lmc(*words, "--ttl", "soon")[2]
 
 
+def test_pins_go_when_everything_is_cleared(tmp_path: Path) -> None:
+    (tmp_path / "d.jsonl").write_text(json.dumps({"id": "a", "text": "owner of lamp Tara . " * 5}))
+    lmc("learn", tmp_path / "d.jsonl", "--model", MODEL, "--local-disk", tmp_path / "disk", "--pin")
+    assert (tmp_path / "disk/documents.jsonl").exists()
+    assert lmc("clear", tmp_path / "disk", "--all", "--yes")[0] == 0
+    assert not (tmp_path / "disk/documents.jsonl").exists()
+
+
 def wanted(folder: Path) -> list[tuple[str, bool, bool]]:
     last = {one["id"]: one for one in map(json.loads, (folder / "disk/documents.jsonl").read_text().splitlines())}
     return [(one["name"], one["pinned"], one["expires"] > time.time()) for one in last.values()]

@@ -41,7 +41,7 @@ def test_wishes_must_be_an_object(given):
 
 @pytest.mark.parametrize("name", ["Blend", "ratios", "", 3, None, ("a", 1), HUGE, "x" * 100_000], ids=named)
 def test_an_unknown_wish_is_named_beside_the_known(name):
-    with pytest.raises(InputError, match=r"has no .*; there are blend, learn, name, strategy, ratio, documents") as caught:
+    with pytest.raises(InputError, match=r"has no .*; there are blend, learn, name, strategy, ratio, doc") as caught:
         Options.read({name: 1, "other": 2}, 10)
     assert len(str(caught.value)) < 500
 

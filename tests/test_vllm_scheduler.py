@@ -1063,6 +1063,23 @@ def test_each_request_has_a_line_in_the_log_if_that_is_wanted(make, monkeypatch,
     assert f"of {len(DOC_A)} tokens: {{'learned': True, 'documents': ['" in caplog.text
 
 
+def test_a_load_and_a_blend_are_spans_of_their_requests(make):
+    spans = []
+    lab = make(trace=lambda request, *span: spans.append((request.request_id, *span)))
+    learn(lab, DOC_A)
+    lab.serve("blend", prompt(DOC_A))
+    lab.forget_prefixes()
+    lab.serve("full", [7] * 20)
+    lab.forget_prefixes()
+    lab.serve("exact", [7] * 20)
+    (_, *learned), (one, blend, start, stop, about), (other, exact, _, _, more) = spans
+    assert (learned[0], one, blend, other, exact) == ("lmc.learn", "blend", "lmc.blend", "exact", "lmc.exact")
+    assert stop - 60 < start <= stop <= time.time()
+    assert about["lmc.tokens_from.host"] == len(DOC_A)
+    assert more["lmc.exact_tokens"] == 16
+    assert all(isinstance(fact, str | int | float) for fact in about.values())
+
+
 def test_times_and_shares_of_requests_are_observed_by_way(make):
     lab = make()
     lab.serve("full", list(range(1, 17)), output=[5, 6])

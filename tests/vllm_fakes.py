@@ -259,6 +259,7 @@ class Lab:
         prefix=(),
         special=frozenset({1}),
         publish=None,
+        trace=None,
     ):
         self.now = 0.0
         memory = slots * LAYERS * 4096 * ranks / GIB
@@ -289,6 +290,7 @@ class Lab:
             markers=Markers(separators=(SEPARATOR,), special=special),
             blends=blends,
             publish=publish,
+            trace=trace,
             batch_tokens=batch_tokens,
             longest=longest,
             clock=lambda: self.now,

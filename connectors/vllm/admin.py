@@ -9,16 +9,19 @@ import hmac
 import logging
 import os
 import socket
+import stat
 import threading
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, replace
 from types import SimpleNamespace
 from typing import Any
 
 from lmc.blend.segments import Span, document_tokens
 from lmc.connectors.vllm.claims import Claims
+from lmc.connectors.vllm.isolation import cached_blocks
 from lmc.connectors.vllm.request_state import Role
 from lmc.connectors.vllm.roles import Roles
 from lmc.connectors.vllm.start import Setup
@@ -31,7 +34,7 @@ from lmc.metrics import flat
 log = logging.getLogger(__name__)
 
 ADDRESS, TOKEN = "LMC_ADMIN", "LMC_ADMIN_TOKEN"  # variables of the environment
-LOCAL = ("127.0.0.1", "localhost", "::1")
+LOCAL, UNIX = ("127.0.0.1", "localhost", "::1"), "unix://"
 STARTED = 10.0  # seconds within which the endpoint is up
 LISTED = 100  # documents in a list, unless more are asked for
 LONGEST = 100 * 365 * 86400  # seconds of a time limit
@@ -118,22 +121,27 @@ class Administration:
             request_id="explain", prompt_token_ids=prompt, num_prompt_tokens=len(prompt), num_tokens=len(prompt),
             cache_salt=salt or None, kv_transfer_params={"lmc": asked["lmc"]} if asked.get("lmc") else None,
             lora_request=asked.get("lora"), mm_features=[], prompt_embeds=None, skip_reading_prefix_cache=False,
-            block_hashes=[], num_preemptions=0,
+            block_hashes=[], num_preemptions=0, all_token_ids=prompt,
         )  # fmt: skip
+        if self._setup.hash_blocks and not request.lora_request:
+            request.block_hashes = self._setup.hash_blocks(request)
         state = Roles(self._setup, Counter(), quiet=True).classify(request)
         refused = state.note or self._setup.refused
         if state.role is Role.EXACT and not refused:
             refused = "there is no special string in the prompt" if not state.documents else "blending is not wanted"
-        chain = self._engine.block_chain([], self._setup.block_size)
-        found = self._engine.look(PromptView(chain, state.documents))
-        wish = self._claims.wish(state, 0) if state.policy else None
+        size, hashes = self._setup.block_size, request.block_hashes
+        local = min(cached_blocks(self._setup.pool, hashes), (len(prompt) - 1) // size) * size
+        found = self._engine.look(PromptView(self._engine.block_chain(hashes, size), state.documents))
+        wish = self._claims.wish(state, local) if state.policy else None
         plan = self._engine.plan(found, replace(wish, refused=refused))[0] if wish else None
         documents = []
         if plan is not None:
             documents = explain(self._engine, prompt, found.documents, plan, salt, refused, self._text)
-        reused = sum(piece.tokens for piece in plan.pieces) if plan and not refused else 0
+        reused = sum(piece.tokens for piece in plan.approximate) if plan and not refused else 0
         return {
             "tokens": len(prompt),
+            "engine_tokens": local,
+            "exact_tokens": plan.reach - local if plan else 0,
             "reused_tokens": reused,
             "repaired_tokens": round(reused * (state.policy.ratios[-1] if state.policy else 0)),
             "why": refused or (plan.note if plan else ""),
@@ -194,23 +202,17 @@ class Administration:
 
 
 def serve(of: Administration, address: str, token: str, engine: int = 0) -> Callable[[], None]:
-    """Answer at `host:port` from a thread; return the function that ends it. Engine number n has the port port + n.
+    """Answer at an address from a thread, and return the function that ends it.
 
-    Raises `ConfigError` if the address cannot be had, or can be reached from elsewhere and has no token.
+    The address is `host:port`, where engine number n has the port + n, or `unix:///path`, where n is added to the path
+    if it is not 0. Raises `ConfigError` if the address cannot be had, or can be reached from elsewhere without a token.
     """
-    host, _, port = address.rpartition(":")
-    if not port.isdecimal():
-        raise ConfigError(f"{ADDRESS} = {address} must be an address such as 127.0.0.1:9180")
-    host = host.strip("[]") or LOCAL[0]
-    if host not in LOCAL and not token:
-        raise ConfigError(f"{ADDRESS} = {address} can be reached from other hosts: set {TOKEN} to a secret")
     try:
         import uvicorn
     except ImportError as error:
         raise ConfigError(f"{ADDRESS} needs {error.name}: pip install starlette uvicorn") from error
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        listening = socket.create_server((host, int(port) + engine), family=family)
+        listening = _unix_socket(address, engine) if address.startswith(UNIX) else _tcp_socket(address, token, engine)
     except OSError as error:
         raise ConfigError(
             f"{ADDRESS} = {address} cannot be had: {error.strerror}; is another engine using it?"
@@ -219,16 +221,49 @@ def serve(of: Administration, address: str, token: str, engine: int = 0) -> Call
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, args=([listening],), name="lmc-admin", daemon=True)
     thread.start()
+    listening_at = listening.getsockname()
     until = time.monotonic() + STARTED
     while not server.started and thread.is_alive() and time.monotonic() < until:
         time.sleep(0.01)
-    log.info("lmc: administration at http://%s:%d", host, int(port) + engine)
+    log.info("lmc: administration at %s", listening.getsockname())
 
     def stop() -> None:
         server.should_exit = True
         thread.join(STARTED)
+        if listening.family is socket.AF_UNIX:
+            with suppress(FileNotFoundError):
+                os.unlink(listening_at)
 
     return stop
+
+
+def _tcp_socket(address: str, token: str, engine: int) -> socket.socket:
+    host, _, port = address.rpartition(":")
+    if not port.isdecimal():
+        raise ConfigError(f"{ADDRESS} = {address} must be an address such as 127.0.0.1:9180, or unix:///run/lmc.sock")
+    host = host.strip("[]") or LOCAL[0]
+    if host not in LOCAL and not token:
+        raise ConfigError(f"{ADDRESS} = {address} can be reached from other hosts: set {TOKEN} to a secret")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, int(port) + engine), family=family)
+
+
+def _unix_socket(address: str, engine: int) -> socket.socket:
+    """Listen at a path that only this user may open. A socket at which nobody listens any more is replaced."""
+    path = address.removeprefix(UNIX) + (str(engine) if engine else "")
+    with suppress(FileNotFoundError), socket.socket(socket.AF_UNIX) as asking:
+        if stat.S_ISSOCK(os.stat(path).st_mode) and asking.connect_ex(path):
+            os.unlink(path)
+    listening, before = socket.socket(socket.AF_UNIX), os.umask(0o177)
+    try:
+        listening.bind(path)
+    except OSError:
+        listening.close()
+        raise
+    finally:
+        os.umask(before)
+    listening.listen()
+    return listening
 
 
 def application(of: Administration, token: str) -> Any:

@@ -8,7 +8,7 @@ and nothing else, even where both are in one process.
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -89,6 +89,12 @@ class LMCConnector(vllm_api.KVConnectorBase_V1):
                 '"kv_load_failure_policy":"recompute" to --kv-transfer-config',
                 transfer.kv_load_failure_policy,
             )
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """Return false. vLLM asks before it loads the model, so wrong settings raise `ConfigError` here already."""
+        Settings.load(extra_config)
+        return False
 
     # -- worker ------------------------------------------------------------------------------------------------------
 
@@ -180,6 +186,8 @@ class LMCConnector(vllm_api.KVConnectorBase_V1):
             longest=self._config.model_config.max_model_len,
             announces=bool(self._config.kv_events_config and self._config.kv_events_config.enable_kv_cache_events),
             extra_keys=_extra_keys,
+            hash_blocks=vllm_api.get_request_block_hasher(cache.block_size, vllm_api.get_hash_fn_by_name(hashing)),
+            trace=_trace if self._config.observability_config.otlp_traces_endpoint else None,
             counts_images=self._counts_images(),
         )
         self._publisher = publisher_if_wanted(parallel.data_parallel_index)
@@ -332,6 +340,12 @@ class LMCConnector(vllm_api.KVConnectorBase_V1):
     def build_prom_metrics(cls, *arguments: Any) -> LmcPromMetrics:
         """Return the metrics `lmc:*` of `/metrics`."""
         return LmcPromMetrics(*arguments)
+
+
+def _trace(request: Any, name: str, start: float, stop: float, attributes: Mapping[str, Any]) -> None:
+    """Send a span of OpenTelemetry, from `start` to `stop` in seconds since 1970, as a part of a request's trace."""
+    context = vllm_api.extract_trace_context(request.trace_headers)
+    vllm_api.instrument_manual(name, int(start * 1e9), int(stop * 1e9), dict(attributes), context)
 
 
 def _extra_keys(request: Any, start: int, stop: int) -> tuple[Any, ...] | None:

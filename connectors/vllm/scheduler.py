@@ -240,7 +240,7 @@ class Scheduler:
         for request in received & self._states.keys():
             state = self._states[request]
             state.loading = False
-            self._observed[key("load_seconds", (state.way,))].append(self._setup.clock() - state.loading_since)
+            self._note_load(state)
             if state.request.is_finished():
                 self._forget(state)
             else:
@@ -275,6 +275,16 @@ class Scheduler:
         return dict(observed)
 
     # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _note_load(self, state: RequestState) -> None:
+        seconds = self._setup.clock() - state.loading_since
+        self._observed[key("load_seconds", (state.way,))].append(seconds)
+        if self._setup.trace is not None:
+            facts = state.facts() or {}
+            facts |= {f"tokens_from.{place}": count for place, count in state.sources.items()}
+            plain = {f"lmc.{name}": fact for name, fact in facts.items() if isinstance(fact, str | int | float)}
+            now = time.time()
+            self._setup.trace(state.request, f"lmc.{state.way}", now - seconds, now, plain)
 
     def _publish_documents(self) -> None:
         if self._documents is not None and self._setup.publish is not None:

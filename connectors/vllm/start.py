@@ -1,7 +1,7 @@
 """Opens the cache engine of a vLLM engine, with the sizes and names that its workers report."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,7 +36,9 @@ class Setup:
     tokenizer: Any = None
     announces: bool = False  # KV events are wanted.
     extra_keys: Callable[[Any, int, int], tuple[Any, ...] | None] | None = None  # of a request's block, for KV events
+    hash_blocks: Callable[[Any], list[bytes]] | None = None  # of a request, as the engine does, for `lmc explain`
     publish: Callable[[Sequence[DocumentMoved]], None] | None = None  # sends document events, if they are wanted
+    trace: Callable[[Any, str, float, float, Mapping[str, Any]], None] | None = None  # sends a span, if vLLM traces
     counts_images: bool = False  # The engine numbers images and does not hash them.
     clock: Callable[[], float] = time.monotonic
 

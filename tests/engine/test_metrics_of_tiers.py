@@ -5,6 +5,10 @@ import json
 import msgspec
 import pytest
 from lab import Prompt, engine, words
+from opentelemetry import trace
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 
 from lmc.connectors.vllm.stats import LmcPromMetrics, LmcStats
@@ -44,6 +48,21 @@ def stats(usable: bool) -> StoreStats:
         queued=5,
         usable={"disk": usable},
     )
+
+
+def test_a_blend_is_a_span_in_the_trace_of_its_request(models):
+    spans = InMemorySpanExporter()
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(spans))
+    trace.set_tracer_provider(provider)  # vLLM's own, which would send to the endpoint, comes too late.
+    with engine(models("llama"), otlp_traces_endpoint="grpc://127.0.0.1:9", disable_log_stats=False) as lab:
+        lab.learn(DOCUMENTS[:1])
+        prompt = Prompt(DOCUMENTS[:1])
+        lab.ask(prompt.tokens, prompt.blend(), 1)
+    (found,) = [span for span in spans.get_finished_spans() if span.name == "lmc.blend"]
+    assert found.attributes["lmc.tokens_from.host"] == len(DOCUMENTS[0])
+    assert found.attributes["lmc.charged_budget"] > 0
+    assert found.start_time < found.end_time
 
 
 def test_what_was_observed_becomes_histograms():

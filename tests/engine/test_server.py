@@ -84,6 +84,12 @@ class Server:
                     free.bind(("", 0))
                 self.port, self.admin = one.getsockname()[1], other.getsockname()[1]
         script = self.here("\n".join(blocks(1, "sh"))).replace("--port", f"--num-gpu-blocks-override {BLOCKS} --port")
+        # The page's template, with the beginning that takes the documents of a request.
+        (template,) = re.findall(r'--chat-template "(.*?)"', script)
+        (self.folder / "plain.jinja").write_text(template)
+        words = "lmc", "template", "lmc/demo/small_model/model", "--template", str(self.folder / "plain.jinja")
+        (self.folder / "lmc.jinja").write_text(self.execute(*words))
+        script = script.replace(f'"{template}"', str(self.folder / "lmc.jinja"))
         with self.log.open("a") as log:
             self.process = self.run(["bash", "-ec", script], stdout=log, stderr=log, start_new_session=True)
         deadline = time.monotonic() + START_SECONDS
@@ -188,7 +194,8 @@ def test_the_page_asks_and_gets_what_it_says(server):
 
 
 def test_the_page_s_documents_are_learned_ahead_and_reused_in_a_chat(server):
-    (command,), (program,) = blocks(3, "sh"), blocks(3, "python")
+    (command, size), (program,) = blocks(3, "sh"), blocks(3, "python")
+    assert "24 documents of" in server.execute("bash", "-c", size)
     assert "24 documents learned in" in server.execute("bash", "-c", command)
     (said,) = server.execute("python", "-c", program).splitlines()
     assert said.startswith(" Kai ")
@@ -206,6 +213,43 @@ def test_the_rag_program_for_chats_reuses_what_was_learned(server):
     assert "'reused_tokens':" in facts
 
 
+def test_the_program_with_langchain_reuses_what_was_learned(server):
+    documents = "lmc/demo/small_model/documents"
+    server.execute("lmc", "learn", documents, "--url", "http://localhost:8000")
+    before = server.counters()
+    words = "examples/langchain_lmc.py", documents, "who is the owner of horse ?", "http://localhost:8000"
+    answer, usage = server.execute("env", "MODEL=small", "python", *words).splitlines()[-2:]
+    assert answer
+    cached, whole = re.fullmatch(r"(\d+) of (\d+) tokens of the prompt came from the cache", usage).groups()
+    assert int(cached) > 0.9 * int(whole)
+    assert (server.counters() - before)["documents_known"] == 6
+
+
+def test_documents_of_a_chat_request_are_reused_through_the_chat_template(server):
+    learned(server)
+    documents = [{"text": DOCUMENTS[name]} for name in NAMES[3:] + NAMES[:3]]
+    asked = [{"role": "user", "content": "at the farm , owner of a chat with documents"}]
+    more = {"documents": documents}
+    done = server.client.chat.completions.create(
+        model="small", messages=asked, max_tokens=2, temperature=0, extra_body=more
+    )
+    facts = done.kv_transfer_params["lmc"]
+    assert facts["reused_tokens"] > 1000
+    assert not facts.get("unknown_documents")
+
+
+def test_documents_are_named_pinned_and_removed_by_name(server):
+    command = "lmc", "learn", "lmc/demo/small_model/documents", "--url", "http://localhost:8000"
+    said = server.execute(*command, "--pin", "--ttl", "1d", "--admin", "127.0.0.1:9180", "--json")
+    assert json.loads(said)["failed"] == {}
+    url = "--url", "127.0.0.1:9180"
+    found = json.loads(server.execute("lmc", "documents", "list", *url, "--json"))["documents"]
+    assert {one["name"] for one in found if one["pinned"]} == {f"{name}.txt" for name in DOCUMENTS}
+    assert "inn-01.txt: may be evicted" in server.execute("lmc", "documents", "unpin", "inn-01.txt", *url)
+    assert "is removed" in server.execute("lmc", "documents", "remove", "inn-01.txt", *url)
+    assert json.loads(server.execute(*command, "--again", "--json"))["learned"] == len(DOCUMENTS)
+
+
 def test_the_page_s_misspelt_option_is_answered_with_a_note(server):
     (block,) = blocks(4, "sh")
     said = json.loads(server.execute("bash", "-c", block))
@@ -221,19 +265,23 @@ def test_the_page_s_options_are_all_there_are():
 
 
 def test_the_page_s_metrics_are_there(server):
-    block, _ = blocks(5, "sh")
+    block, *_ = blocks(5, "sh")
     assert "lmc:requests_total{" in server.execute("bash", "-c", block)
 
 
 def test_the_page_explains_and_lists(server):
     for block in blocks(2, "sh"):
         server.execute("bash", "-c", block)
-    _, block = blocks(5, "sh")
+    _, block, _ = blocks(5, "sh")
     said = server.execute("bash", "-c", block)
-    (page,) = re.findall(r"\n(    \d+ tokens, of which.*?)…", PAGE, re.S)
+    (page,) = re.findall(r"\n(    \d+ tokens: \d+ in the engine's.*?)…", PAGE, re.S)
     for line in filter(None, (line.strip() for line in page.splitlines())):
         assert line in said
     assert re.search(r"\d+ of \d+ documents", said)
+    server.execute("lmc", "learn", "lmc/demo/small_model/documents", "--url", "http://localhost:8000", "--again")
+    said = server.execute("bash", "-c", blocks(5, "sh")[2])
+    assert "inn-01.txt: may be evicted, and has no time limit" in said
+    assert "mill-01.txt: pinned until 20" in said
 
 
 def test_responses_reuse_documents_and_have_facts(server):
