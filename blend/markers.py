@@ -69,23 +69,30 @@ def special_tokens(tokenizer: Any) -> frozenset[int]:
 def _answer_header(tokenizer: Any) -> tuple[int, ...]:
     """Return what a chat has between a user's text and an answer, without white space at its end.
 
-    Returns nothing if there is no chat template, or if none of this is a special token.
+    Returns nothing if there is no chat template, if none of this is a special token, or if a chat has the same before a
+    user's text.
     """
+    texts = ("a", "b", "e"), ("d", "b", "e"), ("a", "c", "e"), ("a", "b", "f")
     try:
-        chat, other_answer, other_question = (
-            _chat(tokenizer, question, answer) for question, answer in (("a", "b"), ("a", "c"), ("d", "b"))
-        )
+        chat, other_question, other_answer, other_end = (_chat(tokenizer, *three) for three in texts)
     except Exception:  # noqa: BLE001 - templates raise whatever they like about conversations that they do not expect
         return ()
-    behind_question = len(chat) - _common_prefix(chat[::-1], other_question[::-1])
-    header = chat[behind_question : _common_prefix(chat, other_answer)]
-    while header and not tokenizer.decode(header[-1:]).strip():
-        header.pop()
-    return tuple(header) if special_tokens(tokenizer) & set(header) else ()
+    before_answer = _between(tokenizer, chat, other_question, other_answer)
+    before_user = _between(tokenizer, chat, other_answer, other_end)
+    tells = special_tokens(tokenizer) & set(before_answer) and before_answer != before_user
+    return before_answer if tells else ()
 
 
-def _chat(tokenizer: Any, question: str, answer: str) -> list[int]:
-    roles = (("user", question), ("assistant", answer), ("user", "e"))
+def _between(tokenizer: Any, chat: list[int], other_text: list[int], other_next: list[int]) -> tuple[int, ...]:
+    """Return what a chat has between two texts, of which another chat each has others, up to white space at its end."""
+    found = chat[len(chat) - _common_prefix(chat[::-1], other_text[::-1]) : _common_prefix(chat, other_next)]
+    while found and not tokenizer.decode(found[-1:]).strip():
+        found.pop()
+    return tuple(found)
+
+
+def _chat(tokenizer: Any, question: str, answer: str, end: str) -> list[int]:
+    roles = (("user", question), ("assistant", answer), ("user", end))
     messages = [{"role": role, "content": content} for role, content in roles]
     return list(tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False))
 

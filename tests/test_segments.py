@@ -243,6 +243,22 @@ def chatty(request: pytest.FixtureRequest, tokenizer):
     return chatty
 
 
+def test_a_template_that_writes_the_same_before_all_messages_does_not_hide_documents(tokenizer) -> None:
+    """All behind the system text was taken for an answer, and no document was found."""
+    plain = copy.deepcopy(tokenizer)
+    plain.add_special_tokens({"additional_special_tokens": ["<|im_end|>"]})
+    plain.chat_template = "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
+    markers = Markers.of(plain, " # # ")
+    assert markers.answer == ()
+    chat = messages("be brief", ["The cat sat.", "The dog ran."], "who sat?", intro="Read this.")
+    chat += [
+        {"role": "assistant", "content": "the cat"},
+        *messages("", ["The owl flew."], "who flew?", intro="And this."),
+    ]
+    segments = split(plain.apply_chat_template(chat, return_dict=False), markers)
+    assert len(segments.documents) == 3
+
+
 def test_a_conversation_has_the_documents_that_were_learned_ahead_and_no_others(chatty) -> None:
     texts = {f"The {animal} sat.\n\nIt was {i}." for i, animal in enumerate(["cat", "dog", "owl", "bee", "eel", "fox"])}
     markers = Markers.of(chatty, " # # ")
