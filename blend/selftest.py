@@ -45,7 +45,7 @@ def check(what: str, found: float, noise: float, dtype: torch.dtype) -> None:
     if not found <= allowed:
         differ = f"on {TOKENS} random tokens lmc's {what} differ from the model's by {found:.2g} (relative)"
         own = f"two prefills of the model itself differ by {noise:.2g}"
-        raise UnsupportedModel(f"{differ}; {allowed:.2g} is allowed, and {own}")
+        raise UnsupportedModel(f"the self-test failed: {differ}; {allowed:.2g} is allowed, and {own}")
 
 
 def difference(found: torch.Tensor, wanted: torch.Tensor) -> float:

@@ -126,7 +126,7 @@ class Administration:
         if self._setup.hash_blocks and not request.lora_request:
             request.block_hashes = self._setup.hash_blocks(request)
         state = Roles(self._setup, Counter(), quiet=True).classify(request)
-        refused = state.note or self._setup.refused
+        refused = self._setup.refused or state.note
         if state.role is Role.EXACT and not refused:
             refused = "there is no special string in the prompt" if not state.documents else "blending is not wanted"
         size, hashes = self._setup.block_size, request.block_hashes

@@ -7,6 +7,9 @@ import pytest
 from lab import Prompt, answer, distance, engine, facts, words
 from stepping import poison
 
+from lmc.connectors.vllm.admin import Administration
+from lmc.connectors.vllm.native import NativeLayers
+
 SAME = 1e-5  # logprobs, float32
 DOCUMENTS = [words(150, 1), words(300, 2)]
 PROMPT = Prompt(DOCUMENTS)
@@ -32,6 +35,24 @@ class Said(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         self.lines.append(record.getMessage())
+
+
+def test_an_engine_whose_self_test_fails_does_not_blend_and_explains_that(models, monkeypatch):
+    common = NativeLayers._common
+
+    def late(self, positions, blocks):
+        found = common(self, positions, blocks)
+        found.seq_lens = found.seq_lens_cpu_upper_bound = found.seq_lens - 1  # nobody sees the last key
+        return found
+
+    monkeypatch.setattr(NativeLayers, "_common", late)
+    with engine(models("llama")) as broken:
+        scheduler = broken.connector._scheduler
+        asked = {"prompt_token_ids": words(300, 3), "lmc": {"documents": [[10, 200]]}}
+        found = Administration(scheduler._setup, scheduler.recent).explain(asked)
+        assert "self-test" in found["why"]
+        assert found["reused_tokens"] == 0
+        assert [one["why"] for one in found["documents"]]
 
 
 @pytest.fixture(scope="module", params=ENGINES, ids=lambda name: name.replace(" ", "-"))
@@ -61,6 +82,19 @@ def test_pages_are_loaded_again_exactly(lab):
     assert answer(found) == answer(wanted)
     assert distance(found, wanted) <= SAME
     lab.check()
+
+
+def test_the_reason_is_explained_with_what_is_reused_all_the_same(lab):
+    lab.ask(PLAIN)
+    lab.settle()
+    setup = lab.connector._scheduler._setup
+    asked = {"prompt_token_ids": PLAIN, "lmc": {"documents": [[100, 300]]}}
+    found = Administration(setup, lab.connector._scheduler.recent).explain(asked)
+    assert lab.reason in found["why"]
+    assert (found["engine_tokens"] + found["exact_tokens"], found["reused_tokens"]) == (672, 0)
+    lab.forget_prefixes()
+    found = Administration(setup, lab.connector._scheduler.recent).explain(asked)
+    assert (found["engine_tokens"], found["exact_tokens"]) == (0, 672)
 
 
 def test_who_asks_for_a_blend_is_served_exactly_and_told(lab):
