@@ -1,10 +1,13 @@
-"""The examples of a deployment say what the settings understand. They are not built or applied here."""
+"""The examples of a deployment say what the settings understand. They are linted, and not built or applied here."""
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
+import kubernetes_validate
 import pytest
 import yaml
 
@@ -12,6 +15,7 @@ from lmc.config import Settings
 from lmc.redis_url import parse_redis_url
 
 FOLDER = Path(__file__).parent.parent / "examples" / "deploy"
+KUBERNETES = "1.31"
 DOCUMENTS: list[dict[str, Any]] = list(yaml.safe_load_all((FOLDER / "kubernetes.yaml").read_text()))
 
 
@@ -23,6 +27,17 @@ def named(kind: str, name: str) -> dict[str, Any]:
 def container(name: str) -> dict[str, Any]:
     (found,) = named("Deployment", name)["spec"]["template"]["spec"]["containers"]
     return found
+
+
+def test_the_linter_of_dockerfiles_has_nothing_to_say() -> None:
+    linter = Path(sys.executable).parent / "hadolint"
+    done = subprocess.run([linter, FOLDER / "Dockerfile"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "")
+
+
+@pytest.mark.parametrize("one", DOCUMENTS, ids=lambda one: f"{one['kind']} {one['metadata']['name']}")
+def test_the_objects_are_what_kubernetes_says_they_are(one: dict[str, Any]) -> None:
+    kubernetes_validate.validate(one, KUBERNETES, strict=True)
 
 
 def test_the_variables_of_the_pod_are_settings() -> None:

@@ -313,6 +313,24 @@ def server() -> Iterator[Any]:
         found.shutdown()
 
 
+def test_documents_are_sent_as_messages_if_that_is_wanted(server: Any, tmp_path: Path) -> None:
+    server.answers["/v1/chat/completions"] = (
+        200,
+        {"kv_transfer_params": {"lmc": {"learned": True, "documents": ["0a"]}}},
+    )
+    (tmp_path / "a.txt").write_text("a text")
+    code, out, _ = lmc("learn", tmp_path, "--url", server.url, "--chat")
+    assert (code, "1 documents learned" in out) == (0, True)
+    assert "--chat is for a server" in lmc("learn", tmp_path, "--model", MODEL, "--local-disk", "d", "--chat")[2]
+
+
+def test_pins_need_the_administration_endpoint(server: Any, tmp_path: Path) -> None:
+    server.answers["/v1/completions"] = 200, {"kv_transfer_params": {"lmc": {"learned": True, "documents": ["0a"]}}}
+    (tmp_path / "a.txt").write_text("a text")
+    code, _, err = lmc("learn", tmp_path, "--url", server.url, "--pin", "--admin", "127.0.0.1:9")
+    assert (code, "LMC_ADMIN" in err) == (2, True)
+
+
 @pytest.mark.parametrize(
     ("answer", "code", "said"),
     [

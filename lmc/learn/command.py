@@ -36,6 +36,9 @@ def learn(
     salt: Annotated[
         str, typer.Option(help="the tenant (cache_salt) who may use the documents; default: all without")
     ] = "",
+    chat: Annotated[
+        bool, typer.Option("--chat", help="with --url: as messages, if the server's chat template changes texts")
+    ] = False,
     pin: Annotated[bool, typer.Option("--pin", help="do not let the documents be evicted")] = False,
     ttl: Annotated[str | None, typer.Option(help="remove the documents after this time, such as 12h or 7d")] = None,
     admin: Annotated[
@@ -60,22 +63,19 @@ def learn(
     from lmc.learn.run import LearnRun
     from lmc.learn.sources import read_documents
 
-    if (url is None) == (model is None):
-        raise InputError("say who computes the documents: --url of a vLLM server with lmc, or --model and --local-disk")
     documents = read_documents(source, id_field, text_field)
     retention = Retention(pinned=pin, ttl=seconds_of(ttl) if ttl else None)
     own = {"local_disk": local_disk} if local_disk else {}
     settings = Settings.load({"enable_blending": True, **own})
+    _check_target(url, model, settings, chat)
     target = (url,) if url else (str(model), str(settings.local_disk))
-    if model and not (settings.local_disk or settings.remote_url):
-        raise InputError("--model needs a place to learn into: --local-disk DIRECTORY, or local_disk of the settings")
     with ExitStack() as closing:
         path = manifest or manifest_path(*target, salt, settings.blend_special_str)
         kept = closing.enter_context(Manifest(path, again=again and not dry_run))
         run = LearnRun(documents, kept, retention, again)
         learner = None
         if run.needs_learner and not dry_run:
-            learner = _learner(url, model, settings, salt, admin if retention else None, closing)
+            learner = _learner(url, model, settings, salt, admin if retention else None, chat, closing)
             run.retain_old(learner)
         notes = [run.note, run.too_many(learner) if learner is not None else ""]
         for note in filter(None, notes if not as_json else ()):
@@ -86,14 +86,29 @@ def learn(
         raise typer.Exit(NOT_ALL)
 
 
+def _check_target(url: str | None, model: str | None, settings: "Settings", chat: bool) -> None:
+    if (url is None) == (model is None):
+        raise InputError("say who computes the documents: --url of a vLLM server with lmc, or --model and --local-disk")
+    if model and not (settings.local_disk or settings.remote_url):
+        raise InputError("--model needs a place to learn into: --local-disk DIRECTORY, or local_disk of the settings")
+    if model and chat:
+        raise InputError("--chat is for a server, which applies its chat template: give --url")
+
+
 def _learner(
-    url: str | None, model: str | None, settings: "Settings", salt: str, admin: str | None, closing: ExitStack
+    url: str | None,
+    model: str | None,
+    settings: "Settings",
+    salt: str,
+    admin: str | None,
+    chat: bool,
+    closing: ExitStack,
 ) -> "Learner":
     """Return who computes; a model is closed at the end."""
     if url:
         from lmc.learn.learners import ServerLearner
 
-        return ServerLearner(url, settings.blend_special_str, salt, admin)
+        return ServerLearner(url, settings.blend_special_str, salt, admin, chat=chat)
     try:
         import lmc.connectors.transformers  # noqa: F401
     except ImportError as error:

@@ -72,35 +72,47 @@ class Learner(Protocol):
 class ServerLearner:
     """A vLLM server with lmc, through its completions. Documents may be learned by several threads."""
 
-    def __init__(self, url: str, separator: str, salt: str = "", admin: str | None = None) -> None:
+    def __init__(
+        self, url: str, separator: str, salt: str = "", admin: str | None = None, *, chat: bool = False
+    ) -> None:
         """`url` may end with `/v1` or not; `admin` is its administration endpoint, if something is wanted there.
 
+        With `chat`, documents are sent as messages, in case the server's chat template changes what is in them.
         Raises `Unreachable` if one of them does not answer.
         """
         if not url.startswith(("http://", "https://")):
             raise InputError(f"{url} is no address of a server: give one like http://localhost:8000")
         self._client, self._evictions = vllm_client(url, TIMEOUT), 0.0
-        self._separator, self._salt = separator, salt
+        self._separator, self._salt, self._chat = separator, salt, chat
         try:
             models = self._client.ask("/v1/models").get("data") or [{}]
         except Unreachable as error:
             raise Unreachable(f"{error} It has to be the address of a vLLM server, as http://localhost:8000") from None
         self.model = str(models[0].get("id", ""))
         self._admin = admin_client(admin) if admin else None
-        if self._admin:
-            self._admin.ask("/health")
+        try:
+            if self._admin:
+                self._admin.ask("/health")
+        except Unreachable as error:
+            wrong = str(error).removesuffix(": is it running?")
+            raise Unreachable(
+                f"{wrong}: --pin and --ttl ask the engine's administration endpoint, so start the server with "
+                "LMC_ADMIN=127.0.0.1:9180, and give its address with --admin"
+            ) from None
         self._evictions = self.dropped()
 
     def learn(self, document: Document) -> Stored:
         """See `Learner`."""
+        text = self._separator.join(("", document.text, ""))
         asked = {
             "model": self.model,
-            "prompt": self._separator.join(("", document.text, "")),
             "max_tokens": 1,
             "kv_transfer_params": {"lmc": {"learn": True, "name": document.id[:NAME]}},
-        } | ({"cache_salt": self._salt} if self._salt else {})
+            **({"messages": [{"role": "user", "content": text}]} if self._chat else {"prompt": text}),
+            **({"cache_salt": self._salt} if self._salt else {}),
+        }
         try:
-            answer = self._client.ask("/v1/completions", asked)
+            answer = self._client.ask("/v1/chat/completions" if self._chat else "/v1/completions", asked)
         except Refused as error:
             return Stored(failed=str(error))
         facts = (answer.get("kv_transfer_params") or {}).get("lmc")
