@@ -17,6 +17,7 @@ from langchain_core.documents import Document
 from langchain_core.retrievers import BaseRetriever
 from langchain_core.runnables import RunnableLambda, RunnablePassthrough
 from langchain_openai import ChatOpenAI
+from openai import OpenAI
 
 from lmc.rag import messages
 
@@ -48,12 +49,15 @@ def prompt(given: dict[str, Any]) -> list[dict[str, str]]:
 
 
 def main() -> None:
+    if len(sys.argv) < 3:
+        sys.exit(__doc__)
     folder, question, url = [*sys.argv[1:], "http://localhost:8000"][:3]
+    key = os.environ.get("OPENAI_API_KEY", "none")
     retriever = BM25.of([path.read_text() for path in sorted(Path(folder).glob("*.txt"))])
     model = ChatOpenAI(
         base_url=f"{url}/v1",
-        api_key=os.environ.get("OPENAI_API_KEY", "none"),
-        model=os.environ.get("MODEL", "model"),
+        api_key=key,
+        model=OpenAI(base_url=f"{url}/v1", api_key=key).models.list().data[0].id,
         max_tokens=64,
         temperature=0,
     )

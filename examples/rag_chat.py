@@ -19,6 +19,8 @@ TOP = 6  # documents of a prompt
 
 
 def main() -> None:
+    if len(sys.argv) < 3:
+        sys.exit(__doc__)
     folder, question, url = [*sys.argv[1:], "http://localhost:8000"][:3]
     texts = [path.read_text() for path in sorted(Path(folder).glob("*.txt"))]
     index = bm25s.BM25()

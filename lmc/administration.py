@@ -15,7 +15,7 @@ from lmc.errors import InputError
 from lmc.terminal import AsJson, console, print_json, seconds_of, time_text
 
 URL = "http://127.0.0.1:9180"
-DIGITS = 12  # of an id that are shown
+DIGITS, TENANT_DIGITS = 12, 6  # of an id, and of the namespace of a model and a tenant, that are shown
 
 Address = Annotated[str, typer.Option("--url", envvar="LMC_ADMIN", help="the engine's LMC_ADMIN")]
 Name = Annotated[str, typer.Argument(help="its name, or the first digits of its id")]
@@ -70,22 +70,27 @@ def list_documents(
     url: Address = URL,
     as_json: AsJson = False,
 ) -> None:
-    """List documents: tokens, where they are, how often they were used, and when last."""
+    """List documents: tokens, where they are, how often they were used, and when last.
+
+    Documents without a name are shown by their first words. Those with the same digits of the tenant are of one tenant.
+    """
     found = _ask(url, f"/v1/documents?limit={limit}")
     if as_json:
         print_json(found)
         return
-    table = Table("id", "name", "tokens", "places", "uses", "last used", "stays", "begins")
+    table = Table("id", "name", "tenant", "tokens", "places", "uses", "last used", "stays")
+    for column in table.columns[:2]:
+        column.no_wrap, column.overflow = column is table.columns[0], "fold"
     for one in found["documents"]:
         table.add_row(
             one["id"][:DIGITS],
-            Text(one["name"]),
+            Text(one["name"] or one["begins"]),
+            one["tenant"][:TENANT_DIGITS],
             str(one["tokens"]),
             _places(one),
             str(one["uses"]),
             time_text(one["used"]),
             _stays(one),
-            Text(one["begins"]),
         )
     console().print(table, Text(f"{len(found['documents'])} of {found['total']} documents"))
 
@@ -108,13 +113,16 @@ def pin(
     ttl: Annotated[str | None, typer.Option(help="remove them after this time, such as 12h or 7d")] = None,
     url: Address = URL,
 ) -> None:
-    """Pin documents: they are not evicted, and are written again to a Redis that has dropped them."""
-    _change(url, names, {"pinned": True} | ({"ttl": seconds_of(ttl)} if ttl else {}))
+    """Pin documents: they are not evicted, and are written again to a Redis that has dropped them.
+
+    A time limit that they have stays, unless --ttl gives another one.
+    """
+    _change(url, names, {"pinned": True} | ({"ttl": seconds_of(ttl)} if ttl is not None else {}))
 
 
 @documents.command()
 def unpin(names: Names, url: Address = URL) -> None:
-    """Let documents be evicted and stay without a time limit again."""
+    """Undo a pin, and remove the time limit."""
     _change(url, names, {"pinned": False, "ttl": None})
 
 
@@ -128,10 +136,12 @@ def remove(names: Names, url: Address = URL) -> None:
 
 
 def _change(url: str, names: Sequence[str], wanted: dict[str, Any]) -> None:
+    for path in [_path(name) for name in names]:
+        _ask(url, path)  # Nothing is changed if one of the names is wrong.
     for name in names:
         for one in _ask(url, _path(name), wanted, "PATCH")["documents"]:
             said = _stays(one) or "may be evicted, and has no time limit"
-            console().print(Text(f"{one['id'][:DIGITS]} {one['name']}: {said} ({_places(one)})"))
+            console().print(Text(f"{one['id'][:DIGITS]} {one['name'] or one['begins']}: {said} ({_places(one)})"))
 
 
 def _places(document: dict[str, Any]) -> str:
@@ -140,8 +150,8 @@ def _places(document: dict[str, Any]) -> str:
 
 def _stays(document: dict[str, Any]) -> str:
     """Return what people want for a document."""
-    until = f"until {time_text(document['expires'])}" if document["expires"] else ""
-    return " ".join(filter(None, ("pinned" if document["pinned"] else "", until)))
+    until = f"removed at {time_text(document['expires'])}" if document["expires"] else ""
+    return ", ".join(filter(None, ("pinned" if document["pinned"] else "", until)))
 
 
 def _ask(url: str, path: str, body: Any = None, method: str | None = None) -> Any:

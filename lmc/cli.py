@@ -137,8 +137,10 @@ def clear(
     everything: Annotated[bool, typer.Option("--all", help="all records, of every namespace")] = False,
     yes: Annotated[bool, typer.Option("--yes", help="do not ask")] = False,
 ) -> None:
-    """Remove records from a tier: those of one namespace, or all. Other files stay."""
+    """Remove records from a tier: those of one namespace, or all, with their pins. Other files stay."""
+    from lmc.engine.keeper import forget_noted
     from lmc.inspect import places
+    from lmc.storage.disk import DiskTier
 
     if everything == (namespace is not None):
         raise InputError("say which records to remove: --namespace DIGITS, or --all")
@@ -150,8 +152,9 @@ def clear(
         if not yes:
             typer.confirm(f"Remove {count} records from {where}?", abort=True)
         removed = sum(tier.delete(key) for place, tier in tiers for key in doomed[place.name])
-        if everything:
-            forget_wishes([tier for _, tier in tiers])
+        for place, tier in tiers:
+            if isinstance(tier, DiskTier):  # Otherwise pinned documents would be learned again.
+                forget_noted(tier.root, {key.hex() for key in doomed[place.name]})
     console().print(Text(f"{removed} records removed from {where}"))
 
 
@@ -221,16 +224,6 @@ def doomed_records(tiers: "Sequence[tuple[TierLocation, Tier]]", namespace: str 
     found = {place.name: survey(place)[0] for place, _ in tiers}
     digest = find_namespace(namespace, chain.from_iterable(found.values()))
     return {name: [entry.key for entry, _ in there.get(digest, ())] for name, there in found.items()}
-
-
-def forget_wishes(tiers: "Sequence[Tier]") -> None:
-    """Remove what was noted about pinned and named documents, which would be learned again otherwise."""
-    from lmc.engine.keeper import FILE
-    from lmc.storage.disk import DiskTier
-
-    for tier in tiers:
-        if isinstance(tier, DiskTier):
-            (tier.root / FILE).unlink(missing_ok=True)
 
 
 def holdings_table(found: "Holdings") -> Table:

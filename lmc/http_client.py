@@ -22,8 +22,10 @@ class Refused(InputError):
 
 
 def with_scheme(address: str) -> str:
-    """Return the URL of an address that may be given as `host:port`."""
-    return address if "://" in address else f"http://{address}"
+    """Return the URL of an address that may be given as `host:port`, or as the path of a unix socket."""
+    if "://" in address:
+        return address
+    return f"{UNIX}{address}" if address.startswith("/") else f"http://{address}"
 
 
 def opener(path: str = "") -> OpenerDirector:

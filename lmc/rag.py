@@ -14,6 +14,8 @@ def messages(
     around each of them is removed, because with it a document would have other tokens. `separator` has to be the
     server's `blend_special_str`.
     """
+    if isinstance(documents, str):
+        raise TypeError("documents is a list of texts, not one text")
     parts = [part.strip() for part in (intro, *documents, question)]
     chat = [{"role": "user", "content": separator.join(parts)}]
     return [{"role": "system", "content": system}, *chat] if system else chat

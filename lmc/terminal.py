@@ -14,6 +14,7 @@ from lmc.errors import InputError
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON")]
 
 UNCUT = 1 << 16  # columns
+LONGEST = 100 * 365 * 86400  # seconds of a time limit
 
 
 def console() -> Console:
@@ -24,9 +25,11 @@ def console() -> Console:
 def seconds_of(text: str) -> float:
     """Return the seconds of a time such as `90`, `90s`, `30m`, `12h` or `7d`; raise `InputError` for anything else."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd]?)", text.strip())
-    if found is None or not float(found[1]):
-        raise InputError(f"{text!r} is no time: give a number of seconds, or a number with s, m, h or d, such as 7d")
-    return float(found[1]) * {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}[found[2]]
+    seconds = float(found[1]) * {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}[found[2]] if found else 0.0
+    if not 0 < seconds < LONGEST:
+        wrong = "give a number of seconds, or a number with s, m, h or d, such as 7d, and less than 100 years"
+        raise InputError(f"{text!r} is no time: {wrong}")
+    return seconds
 
 
 def time_text(seconds: float) -> str:

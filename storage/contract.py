@@ -91,6 +91,9 @@ class ChunkStore(Protocol):
     def forget(self, key: ChunkKey, *, wait: bool = True, shared: bool = True) -> None:
         """Remove a chunk everywhere; without `shared`, tiers that other processes share keep it."""
 
+    def copies(self, keys: Sequence[ChunkKey]) -> list[str]:
+        """Return the places that have all of these chunks, without the tiers that other processes share."""
+
     def protect(self, keys: Collection[ChunkKey], *, pinned: bool) -> None:
         """Pin chunks of documents, so that they are not evicted, or let them be evicted again."""
 

@@ -1,7 +1,8 @@
-"""The order in which a place evicts entries: the least recently used one first, and documents within their share last.
+"""The order in which a place evicts entries: the least recently used one first, but documents have a share of it.
 
 A share of each place belongs to documents. While they take no more than that, other entries are evicted before them. An
 entry that somebody has pinned counts as a document, and is not evicted while pinned ones take no more than the share.
+In memory over a disk, pinned entries are evicted if nothing else is left.
 """
 
 import itertools
@@ -31,9 +32,12 @@ class Standing(Enum):
 class EvictionOrder(Generic[T]):
     """The entries of a place that may be evicted now. All operations are O(1)."""
 
-    def __init__(self, share: float = 0.0) -> None:
-        """`share` is how much belongs to documents, in the unit in which `count` is told what entries take."""
-        self._share = share
+    def __init__(self, share: float = 0.0, *, pins_yield: bool = False) -> None:
+        """`share` is how much belongs to documents, in the unit of `count`: slots of memory, or bytes of a disk.
+
+        With `pins_yield`, pinned entries are evicted if there is nothing else, because they are on a tier as well.
+        """
+        self._share, self._pins_yield = share, pins_yield
         self._taken: Counter[Standing] = Counter()
         self._queues: dict[Standing, OrderedDict[T, int]] = {standing: OrderedDict() for standing in Standing}
         self._standing: dict[T, Standing] = {}
@@ -73,7 +77,7 @@ class EvictionOrder(Generic[T]):
         queue.move_to_end(entry)
 
     def change(self, entry: T, standing: Standing) -> None:
-        """Change the standing of an entry, which is not a use of it."""
+        """Change the standing of an entry. Several have to be changed in the order of their use, which they keep."""
         if standing is not self._standing[entry]:
             self._queues[standing][entry] = self._queues[self._standing[entry]].pop(entry)
             self._standing[entry] = standing
@@ -89,4 +93,5 @@ class EvictionOrder(Generic[T]):
         heads = [next(iter(queue.items())) for standing in open_to_all if (queue := self._queues[standing])]
         if heads:
             return min(heads, key=lambda head: head[1])[0]
-        return next(iter(self._queues[Standing.DOCUMENT]), None)  # There is nothing else.
+        last = next(iter(self._queues[Standing.DOCUMENT]), None)  # There is nothing else.
+        return next(iter(self._queues[Standing.PINNED]), None) if last is None and self._pins_yield else last

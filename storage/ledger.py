@@ -18,7 +18,7 @@ Slot = NewType("Slot", int)
 class Ledger:
     """A fixed number of slots, their keys and holders, and the queue of free slots."""
 
-    def __init__(self, slots: int, document_share: float = 0.0) -> None:
+    def __init__(self, slots: int, document_share: float = 0.0, *, pins_yield: bool = False) -> None:
         assert slots > 0
         self.slots, self.evictions, self.document_evictions = slots, 0, 0
         self._holders = [0] * slots
@@ -27,7 +27,7 @@ class Ledger:
         # A key may be in several slots: two requests that computed the same chunk each keep their own.
         self._slots_of: dict[ChunkKey, list[Slot]] = {}
         self._standing = [Standing.OTHER] * slots
-        self._queue: EvictionOrder[Slot] = EvictionOrder(slots * document_share)  # the free slots
+        self._queue: EvictionOrder[Slot] = EvictionOrder(slots * document_share, pins_yield=pins_yield)  # free ones
         for slot in map(Slot, range(slots)):
             self._queue.add(slot)
 
@@ -106,6 +106,8 @@ class Ledger:
         """Change what protects a chunk in all slots that hold it."""
         for slot in self._slots_of.get(key, ()):
             self._stand(slot, standing)
+            if slot in self._queue:
+                self._queue.touch(slot)
 
     def drop(self, slot: Slot) -> None:
         """Forget the key in `slot`; whoever holds the slot keeps it until it is released."""

@@ -21,11 +21,21 @@ class Level:
     """A slab, the ledger of its slots, and the metadata of the chunks in them."""
 
     def __init__(
-        self, name: str, slab: Slab, changes: ChangeLog, document_share: float = 0.0, pinned: Container[ChunkKey] = ()
+        self,
+        name: str,
+        slab: Slab,
+        changes: ChangeLog,
+        document_share: float = 0.0,
+        pinned: Container[ChunkKey] = (),
+        *,
+        pins_yield: bool = False,
     ) -> None:
-        """`pinned` are the chunks that are not to be evicted; the store adds some and removes some."""
+        """`pinned` are the chunks that are not to be evicted; the store adds some and removes some.
+
+        With `pins_yield` they are on a tier as well, and are evicted if nothing else is left.
+        """
         self.name, self.slab, self.changes, self._pinned = name, slab, changes, pinned
-        self.ledger = Ledger(slab.slots, document_share)
+        self.ledger = Ledger(slab.slots, document_share, pins_yield=pins_yield)
         self.metas: dict[Slot, RecordMeta] = {}
 
     def reserve(self, evicted: "list[Held]") -> Slot | None:

@@ -39,7 +39,7 @@ class StoreState:
         self._writing: set[ChunkKey] = set()
         self._loads: dict[ChunkKey, Load] = {}
         self.queues = WriteQueues(levels, tiers)
-        self._closed = False
+        self._closed = self._told = False
         self._no_room = self._misses = 0
         self._hits: Counter[str] = Counter()  # by place
 
@@ -122,13 +122,14 @@ class StoreState:
     def commit(self, reservation: Reservation, source: Held | None = None) -> Todo:
         """Let the chunk in a filled slot be found; with write_through, send it to the next place.
 
-        A copy is not kept if the chunk in its `source` has been forgotten meanwhile.
+        It is not kept if it has been forgotten meanwhile, nor is a copy if the chunk in its `source` has been.
         """
         meta, slot, todo = reservation.meta, reservation.slot, Todo()
         level = self.by_name[reservation.level]
         with self._changed:
+            forgotten = meta.key not in self._writing
             self._writing.discard(meta.key)
-            if source is not None and source.level.ledger.key_of(source.slot) != meta.key:
+            if forgotten or (source is not None and source.level.ledger.key_of(source.slot) != meta.key):
                 level.ledger.abort(slot)
                 return todo
             level.commit(slot, meta)
@@ -150,6 +151,7 @@ class StoreState:
         """Forget a chunk in memory, and one that is being loaded."""
         with self._changed:
             self._loads.pop(key, None)
+            self._writing.discard(key)
             for level in self.levels:
                 level.drop(key)
 
@@ -334,7 +336,8 @@ class StoreState:
             return None
         slot = level.reserve(todo.evicted)
         self._no_room += slot is None
-        if not self._tiers and level.ledger.document_evictions == 1 and level is self.host:
+        if not self._tiers and level.ledger.document_evictions and level is self.host and not self._told:
+            self._told = True
             text = "memory is full, and documents are evicted: raise max_local_cpu_size, or set local_disk (said once)"
             self.queues.complaints.append(("documents", text))
         return slot

@@ -43,8 +43,11 @@ class Store:
         """Documents have a share of the slots, from 0 to 1; see `eviction.py`. Tiers have theirs already."""
         self.changes, pinned = ChangeLog(), set[ChunkKey]()
         slabs = {"device": device, "host": host}
+        own = any(not tier.shared for tier in tiers)
         self._levels = [
-            Level(name, slab, self.changes, document_share, pinned) for name, slab in slabs.items() if slab is not None
+            Level(name, slab, self.changes, document_share, pinned, pins_yield=own or name == "device")
+            for name, slab in slabs.items()
+            if slab is not None
         ]
         self._tiers, self._guard = list(tiers), TierGuard()
         self._state = StoreState(self._levels, self._tiers, policy, pinned)
@@ -145,6 +148,14 @@ class Store:
                 deletion.result()
             self._state.drop(key)  # It may have been loaded meanwhile.
 
+    def copies(self, keys: Sequence[ChunkKey]) -> list[str]:
+        """Return the places that have all of these chunks, without the tiers that other processes share."""
+        found = [level.name for level in self._levels if all(level.ledger.holds(keys))]
+        for tier in self._tiers:
+            there = self._guard(tier, "lookup", tier.contains, keys) if not tier.shared else None
+            found += [tier.name] if there and all(there) else []
+        return found
+
     def protect(self, keys: Collection[ChunkKey], *, pinned: bool) -> None:
         """Pin chunks of documents, or let them be evicted again, in memory and in the tiers that only we use."""
         standing = Standing.PINNED if pinned else Standing.DOCUMENT
@@ -152,18 +163,25 @@ class Store:
         for tier in self._tiers:
             tier.protect(keys, standing)
 
+    def trim(self) -> None:
+        """Evict what a tier has beyond its bound, which may be smaller than it was in an earlier process."""
+        for tier in self._tiers:
+            self._guard(tier, "write", tier.trim)
+
     def spread(self, keys: Sequence[ChunkKey]) -> list[ChunkKey]:
         """Write chunks to the tiers that do not have them, and return those that are nowhere.
 
-        A tier that fails is left out. Returns when everything is written.
+        A tier that fails is left out, and then nothing is said to be nowhere. Returns when everything is written.
         """
         lacking: dict[ChunkKey, list[Tier]] = {key: [] for key in keys}
+        answered = True
         for tier in self._tiers if keys else ():
             there = self._guard(tier, "lookup", tier.contains, keys) if tier.usable else None
+            answered = answered and there is not None
             for key, present in zip(keys, there or (), strict=False):
                 lacking[key] += () if present else [tier]
         places = dict(zip(keys, self.lookup(keys), strict=True))
-        nowhere = [key for key, place in places.items() if place is None]
+        nowhere = [key for key, place in places.items() if place is None and answered]
         for key, tiers in lacking.items():
             if tiers and places[key] is not None:
                 with self.pinned([key]) as (pin,), suppress(ChunkLost):

@@ -106,6 +106,9 @@ class Tier(Protocol):
         A tier that evicts by itself cannot do so.
         """
 
+    def trim(self) -> None:
+        """Evict what is there beyond the tier's bound, after `protect` has said what has to stay."""
+
     def report_to(self, changes: ChangeLog) -> None:
         """Report records that appear and leave from now on, under the tier's name.
 

@@ -203,6 +203,9 @@ class DictTier:
     def protect(self, keys: Collection[ChunkKey], standing: Standing) -> None:
         pass
 
+    def trim(self) -> None:
+        pass
+
     def report_to(self, changes: ChangeLog) -> None:
         self.changes = changes
 

@@ -3,6 +3,8 @@
 import json
 import socket
 from dataclasses import replace
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 
 import pytest
 from storage_fakes import DictTier
@@ -257,7 +259,7 @@ def test_documents_have_names_and_are_pinned_and_limited_in_time_by_them(make):
     try:
         url = "--url", f"127.0.0.1:{port}"
         code, out, _ = lmc("documents", "pin", "notes/one.txt", "notes/two.txt", "--ttl", "2h", *url)
-        assert (code, out.count(": pinned until 20")) == (0, 2)
+        assert (code, out.count(": pinned, removed at 20")) == (0, 2)
         listed = json.loads(lmc("documents", "list", *url, "--json")[1])["documents"]
         assert [(one["name"], one["pinned"], one["expires"] > 0) for one in listed] == [
             ("notes/two.txt", True, True),
@@ -269,7 +271,7 @@ def test_documents_have_names_and_are_pinned_and_limited_in_time_by_them(make):
         assert (code, "may be evicted, and has no time limit (host)" in out) == (0, True)
         assert lmc("documents", "remove", "notes/one.txt", "notes/two.txt", *url)[1].count("is removed") == 2
         code, _, err = lmc("documents", "pin", "notes/one.txt", *url)
-        assert (code, "0 known documents have the name notes/one.txt" in err) == (2, True)
+        assert (code, "0 known documents have the name 'notes/one.txt'" in err) == (2, True)
         client = HttpClient(f"127.0.0.1:{port}", "NO_KEY")
         for wrong in ({"pinned": 3}, {"ttl": -1}, {"ttl": True}, {"ttl": 1e300}, {"pin": True}, []):
             with pytest.raises(Refused):
@@ -327,6 +329,64 @@ def test_a_unix_socket_is_for_this_user_alone_and_an_abandoned_one_is_replaced(m
     assert not path.exists()
     code, _, err = lmc("documents", "list", "--url", f"unix://{path}")
     assert (code, "no server answers at unix://" in err) == (2, True)
+
+
+def test_a_document_is_chosen_by_its_id_before_a_name_and_never_by_nothing(make):
+    lab = make()
+    learn(lab, DOC_A)
+    found = administration(lab)
+    (first,) = (one["id"] for one in found.documents()["documents"])
+    lab.serve("named as another's id", DOC_B, {"learn": True, "name": first[:6] + " "})
+    for one in lab.engine.known.list():
+        one.name = first if list(one.tokens) == DOC_B else ""
+    assert [one["id"] for one in found.document(first)["documents"]] == [first]
+    for nothing in ("", " "):
+        with pytest.raises(InputError, match="0 known documents"):
+            found.remove(nothing)
+    assert found.documents()["total"] == 2
+    assert "name" in lab.serve("an id", DOC_B, {"learn": True, "name": first}).facts["note"]
+
+
+def test_a_name_that_several_tenants_have_does_not_choose(make):
+    lab = make()
+    lab.serve("one", DOC_A, {"learn": True, "name": "a.txt"})
+    lab.serve("two", DOC_A, {"learn": True, "name": "a.txt"}, cache_salt="tenant")
+    found = administration(lab)
+    with pytest.raises(InputError, match="documents of several tenants have the name"):
+        found.remove("a.txt")
+    assert len({one["tenant"] for one in found.documents()["documents"]}) == 2
+
+
+def test_no_request_renames_a_document(make):
+    lab = make()
+    lab.serve("one", DOC_A, {"learn": True, "name": "a.txt"})
+    lab.serve("two", DOC_A, {"learn": True, "name": "b.txt"})
+    found = administration(lab)
+    assert [one["name"] for one in found.documents()["documents"]] == ["a.txt"]
+    found.change("a.txt", {"name": "c.txt"})
+    assert [one["name"] for one in found.documents()["documents"]] == ["c.txt"]
+
+
+def test_why_nothing_is_blended_is_said_as_it_is(make):
+    lab = make()
+    learn(lab, DOC_A)
+    assert explained(lab, prompt(DOC_A), lmc={"blend": False})["why"] == "the request says blend: false"
+    assert explained(lab, [*DOC_A])["why"] == "there is no special string ' # # ' in the prompt"
+
+
+def test_a_web_page_of_elsewhere_cannot_ask(served):
+    for headers, code in (
+        ({"Host": "evil.example"}, 403),
+        ({"Host": "localhost", "Content-Type": "text/plain"}, 400),
+        ({"Host": "localhost", "Content-Type": "application/json"}, 200),
+    ):
+        asked = Request(f"http://{served.url}/v1/explain", json.dumps({"prompt": "w1 w2"}).encode(), headers)
+        try:
+            with urlopen(asked, timeout=30) as answer:
+                assert (answer.status, code) == (200, 200)
+        except HTTPError as error:
+            with error:
+                assert error.code == code
 
 
 WRONG = [

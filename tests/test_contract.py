@@ -270,7 +270,7 @@ def test_the_contract_is_all_that_engines_need():
     """A method that is added to it is a method that a service has to serve."""
     assert set(METHODS) == {
         "lookup", "pin", "state", "arrived", "part", "release", "begin", "view", "commit", "abort", "forget", "stats",
-        "protect", "spread",
+        "copies", "protect", "spread",
     }  # fmt: skip
 
 

@@ -105,21 +105,21 @@ def test_an_event_says_what_a_router_needs(world):
     assert moved.salt == hashlib.sha256(b"tenant").hexdigest()
 
 
-def test_the_scheduler_publishes_what_is_learned_and_evicted(make):
-    sent, router = [], Router()
-    lab = make(DictTier(), slots=8, publish=sent.extend)
+def test_what_a_scheduler_has_learned_and_lost_is_announced(make):
+    router = Router()
+    lab = make(DictTier(), slots=8)
+    events = DocumentEvents(lab.store.changes, lab.engine.known.get, lab.engine.salt_of)
     learn(lab, DOC_A)
     lab.settle()
+    sent = events.take()
     assert router.follow(sent) == {("CPU", lab.engine.known.list()[0].id)}
     assert {(moved.tokens, moved.digest, moved.salt) for moved in sent} == {(len(DOC_A), tokens_digest(DOC_A), "")}
-    sent.clear()
     learn(lab, DOC_B, cache_salt="tenant")
     lab.serve("pages", list(range(1, 50)))
     lab.settle()
-    lab.scheduler.plan({}, lab.tables.get)
     for document in lab.engine.known.list():
         for key in document.keys:
             lab.store.forget(key)
-    lab.scheduler.plan({}, lab.tables.get)
+    sent = events.take()
     assert router.follow(sent) == set()
     assert any(moved.salt for moved in sent)

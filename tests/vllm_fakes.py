@@ -258,7 +258,6 @@ class Lab:
         settings=None,
         prefix=(),
         special=frozenset({1}),
-        publish=None,
         trace=None,
     ):
         self.now = 0.0
@@ -289,7 +288,6 @@ class Lab:
             ranks=ranks,
             markers=Markers(separators=(SEPARATOR,), special=special),
             blends=blends,
-            publish=publish,
             trace=trace,
             batch_tokens=batch_tokens,
             longest=longest,

@@ -110,11 +110,11 @@ class CachedModel(AbstractContextManager["CachedModel"]):
 
     # -- learning ----------------------------------------------------------------------------------------------------
 
-    def learn(self, document_ids: Sequence[int]) -> int:
+    def learn(self, document_ids: Sequence[int], name: str = "") -> int:
         """Prefill a document alone and store its KV; return how many chunks are new, 0 if it was stored already.
 
-        Raises `InputError` if it is empty, too long for the model or for memory, or has special tokens or tokens
-        outside of the vocabulary.
+        `name` is for people (`lmc documents`). Raises `InputError` if the document is empty, too long for the model or
+        for memory, or has special tokens or tokens outside of the vocabulary.
         """
         document = self._checked(document_ids, "document", behind=len(self.engine.prefix))
         if special := self.markers.special.intersection(document):
@@ -131,7 +131,7 @@ class CachedModel(AbstractContextManager["CachedModel"]):
         self._note_speed(len(document), 0, started)
         self.engine.store.flush()  # A full write queue would drop chunks.
         namespace = self.engine.namespace(RecordKind.DOCUMENT, self._salt)
-        slots = iter(self.engine.begin_document(namespace, document) or ())
+        slots = iter(self.engine.begin_document(namespace, document, name) or ())
         try:
             return self._fill(slots, kv)
         finally:
@@ -148,7 +148,7 @@ class CachedModel(AbstractContextManager["CachedModel"]):
         for _ in range(count):
             document = self.engine.learning.popleft()
             if document.namespace == own:
-                self.learn(document.tokens)
+                self.learn(document.tokens, document.name)
         return count
 
     def knows(self, document_ids: Sequence[int]) -> bool:

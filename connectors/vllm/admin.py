@@ -5,6 +5,7 @@ nothing itself: documents can be pinned, limited in time, removed, and queued to
 choice of the cost model.
 """
 
+import errno
 import hmac
 import logging
 import os
@@ -36,6 +37,7 @@ log = logging.getLogger(__name__)
 ADDRESS, TOKEN = "LMC_ADMIN", "LMC_ADMIN_TOKEN"  # variables of the environment
 LOCAL, UNIX = ("127.0.0.1", "localhost", "::1"), "unix://"
 STARTED = 10.0  # seconds within which the endpoint is up
+ID_DIGITS = 12  # of an id that people are shown
 LISTED = 100  # documents in a list, unless more are asked for
 LONGEST = 100 * 365 * 86400  # seconds of a time limit
 
@@ -65,15 +67,18 @@ class Administration:
         return {"documents": found}
 
     def change(self, name: str, wanted: Facts) -> Facts:
-        """Pin documents (`pinned`: true or false), or limit their time (`ttl`: seconds, or null for no limit).
+        """Pin documents (`pinned`: true or false), limit their time (`ttl`: seconds, or null), or `name` them.
 
         Raises `InputError` as `document`, and if there is no room for the pin.
         """
         found, keeper = self._find(name), self._engine.keeper
-        pinned, ttl = wanted.get("pinned"), wanted.get("ttl")
+        pinned, ttl, title = wanted.get("pinned"), wanted.get("ttl"), wanted.get("name", "")
         number = isinstance(ttl, int | float) and not isinstance(ttl, bool) and 0 < ttl < LONGEST
-        if not wanted.keys() <= {"pinned", "ttl"} or not isinstance(pinned, bool | None) or not (ttl is None or number):
-            raise InputError("give pinned (true or false), ttl (seconds, more than 0, or null), or both")
+        right = isinstance(pinned, bool | None) and (ttl is None or number) and isinstance(title, str)
+        if not right or not wanted.keys() <= {"pinned", "ttl", "name"}:
+            raise InputError("give pinned (true or false), ttl (seconds, more than 0, or null), or name (a text)")
+        for one in found if title else ():
+            one.name = title
         if pinned is not None:
             (keeper.pin if pinned else keeper.unpin)(found)
         if "ttl" in wanted:
@@ -128,7 +133,8 @@ class Administration:
         state = Roles(self._setup, Counter(), quiet=True).classify(request)
         refused = self._setup.refused or state.note
         if state.role is Role.EXACT and not refused:
-            refused = "there is no special string in the prompt" if not state.documents else "blending is not wanted"
+            special = f"there is no special string {self._engine.settings.blend_special_str!r} in the prompt"
+            refused = "the request says blend: false" if state.policy and not state.blends else special
         size, hashes = self._setup.block_size, request.block_hashes
         local = min(cached_blocks(self._setup.pool, hashes), (len(prompt) - 1) // size) * size
         found = self._engine.look(PromptView(self._engine.block_chain(hashes, size), state.documents))
@@ -178,26 +184,33 @@ class Administration:
         return [known for known in self._engine.known.list() if not known.removed]
 
     def _find(self, name: str) -> list[KnownDocument]:
-        known = self._known()
+        exact = self._engine.known.get(name.lower())
+        if exact is not None and not exact.removed:
+            return [exact]
+        known = self._known() if name.strip() else []
         named = [one for one in known if one.name == name]
-        found = named or [one for one in known if one.id.startswith(name.lower())]
-        if not found or (len(found) > 1 and not named):
-            hint = "give more digits" if found else "lmc documents list shows those that there are"
-            raise InputError(f"{len(found)} known documents have the name {name}, or an id that begins with it: {hint}")
-        return found
+        begun = [one for one in known if one.id.startswith(name.lower()) and one not in named]
+        if len(begun) > 1 or bool(named) == bool(begun):
+            hint = "give more digits of an id" if begun else "lmc documents list shows those that there are"
+            count = len(named) + len(begun)
+            raise InputError(f"{count} known documents have the name {name!r}, or an id that begins with it: {hint}")
+        if len({one.namespace for one in named}) > 1:
+            ids = ", ".join(one.id[:ID_DIGITS] for one in named)
+            raise InputError(f"documents of several tenants have the name {name!r}: say which, by its id ({ids})")
+        return named or begun
 
     def _described(self, known: KnownDocument) -> dict[str, Any]:
-        places = self._engine.lookup(known.keys, {})
         return {
             "id": known.id,
             "name": known.name,
             "tokens": len(known.tokens),
             "begins": " ".join(self._text(known.tokens[: 2 * SHOWN].tolist()).split())[:SHOWN],
-            "places": sorted({place for place in places if place}) if all(places) else [],
+            "places": self._engine.store.copies(known.keys),
             "uses": known.uses,
             "used": known.used,
             "pinned": known.pinned,
             "expires": known.expires,
+            "tenant": known.namespace.hex()[:ID_DIGITS],
         }
 
 
@@ -214,9 +227,8 @@ def serve(of: Administration, address: str, token: str, engine: int = 0) -> Call
     try:
         listening = _unix_socket(address, engine) if address.startswith(UNIX) else _tcp_socket(address, token, engine)
     except OSError as error:
-        raise ConfigError(
-            f"{ADDRESS} = {address} cannot be had: {error.strerror}; is another engine using it?"
-        ) from None
+        taken = "; is another engine using it?" if error.errno == errno.EADDRINUSE else ""
+        raise ConfigError(f"{ADDRESS} = {address} cannot be had: {error.strerror or error}{taken}") from None
     config = uvicorn.Config(application(of, token), log_level="warning", access_log=False, lifespan="off")
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, args=([listening],), name="lmc-admin", daemon=True)
@@ -251,8 +263,10 @@ def _tcp_socket(address: str, token: str, engine: int) -> socket.socket:
 def _unix_socket(address: str, engine: int) -> socket.socket:
     """Listen at a path that only this user may open. A socket at which nobody listens any more is replaced."""
     path = address.removeprefix(UNIX) + (str(engine) if engine else "")
+    if not path.startswith("/"):
+        raise ConfigError(f"{ADDRESS} = {address} must have the path of a socket, such as unix:///run/lmc.sock")
     with suppress(FileNotFoundError), socket.socket(socket.AF_UNIX) as asking:
-        if stat.S_ISSOCK(os.stat(path).st_mode) and asking.connect_ex(path):
+        if stat.S_ISSOCK(os.stat(path).st_mode) and asking.connect_ex(path) == errno.ECONNREFUSED:
             os.unlink(path)
     listening, before = socket.socket(socket.AF_UNIX), os.umask(0o177)
     try:
@@ -270,7 +284,7 @@ def application(of: Administration, token: str) -> Any:
     """Return the Starlette application."""
     from starlette.applications import Starlette
     from starlette.concurrency import run_in_threadpool
-    from starlette.requests import Request
+    from starlette.requests import ClientDisconnect, Request
     from starlette.responses import JSONResponse
     from starlette.routing import Route
 
@@ -279,12 +293,12 @@ def application(of: Administration, token: str) -> Any:
             given = request.headers.get("authorization", "").removeprefix("Bearer ")
             if token and not hmac.compare_digest(given.encode(), token.encode()):
                 return JSONResponse({"error": f"{TOKEN} of the engine is wanted as a bearer token"}, 401)
+            if not token and request.url.hostname not in LOCAL:  # A web page may have led a browser here.
+                return JSONResponse({"error": f"this is not {request.url.hostname}; {TOKEN} is not set"}, 403)
             try:
-                body = await request.json() if request.method in ("POST", "PATCH") else {}
-                if not isinstance(body, dict):
-                    raise InputError("a JSON object is wanted")
+                body = await _body(request) if request.method in ("POST", "PATCH") else {}
                 return JSONResponse(await run_in_threadpool(find, request, body))
-            except (InputError, ValueError, TypeError, KeyError) as error:
+            except (InputError, ValueError, TypeError, KeyError, ClientDisconnect) as error:
                 return JSONResponse({"error": str(error)}, 400)
 
         return answer
@@ -293,7 +307,11 @@ def application(of: Administration, token: str) -> Any:
         ("GET", "/health", lambda _, __: {"status": "ok"}),
         ("GET", "/v1/stat", lambda _, __: of.stat()),
         ("POST", "/v1/explain", lambda _, body: of.explain(body)),
-        ("GET", "/v1/documents", lambda request, _: of.documents(int(request.query_params.get("limit", LISTED)))),
+        (
+            "GET",
+            "/v1/documents",
+            lambda request, _: of.documents(_limit(request.query_params.get("limit", str(LISTED)))),
+        ),
         ("GET", "/v1/documents/{name:path}", lambda request, _: of.document(request.path_params["name"])),
         ("PATCH", "/v1/documents/{name:path}", lambda request, body: of.change(request.path_params["name"], body)),
         ("DELETE", "/v1/documents/{name:path}", lambda request, _: of.remove(request.path_params["name"])),
@@ -301,6 +319,25 @@ def application(of: Administration, token: str) -> Any:
         ("GET", "/v1/requests/{name}", lambda request, _: of.request(request.path_params["name"])),
     ]
     return Starlette(routes=[Route(path, answering(find), methods=[method]) for method, path, find in routes])
+
+
+async def _body(request: Any) -> Facts:
+    """Return what was sent as JSON; raise `InputError` for anything else."""
+    if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
+        raise InputError("content-type: application/json is wanted")  # A web page cannot send that without being asked.
+    try:
+        found = await request.json()
+    except ValueError as error:
+        raise InputError(f"the body is no JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise InputError("a JSON object is wanted")
+    return found
+
+
+def _limit(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise InputError(f"limit = {text} must be a whole number from 1 on")
+    return int(text)
 
 
 def serve_if_wanted(of: Administration, engine: int) -> Callable[[], None] | None:

@@ -190,8 +190,7 @@ class LMCConnector(vllm_api.KVConnectorBase_V1):
             trace=_trace if self._config.observability_config.otlp_traces_endpoint else None,
             counts_images=self._counts_images(),
         )
-        self._publisher = publisher_if_wanted(parallel.data_parallel_index)
-        setup.publish = self._publisher.publish if self._publisher else None
+        self._publisher = publisher_if_wanted(engine, parallel.data_parallel_index)
         self._scheduler = Scheduler(setup)
         self._stop_admin = serve_if_wanted(Administration(setup, self._scheduler.recent), parallel.data_parallel_index)
 

@@ -95,6 +95,8 @@ class DocumentEvents:
             if not any(document.keys[-1] in chunks for chunks in self._present.values()):
                 for part in document.keys:
                     self._owners[part].pop(document.id, None)
+                    if not self._owners[part]:
+                        del self._owners[part]
         if not self._owners[key]:
             del self._owners[key]
 

@@ -56,6 +56,7 @@ class RequestState:
     salted: int | None = None  # the block from which on its hashes do not come from its tokens alone
     approximate: int | None = None  # the position from which on its KV is not exact, and is not saved as exact
     saved: int = 0  # full chunks that are saved, or need not be
+    blends: bool = True  # It does not say that nothing shall be blended.
     learns: bool = True  # Its unknown documents may be learned.
     unknown: tuple[Span, ...] = ()  # documents to learn
     queued: tuple[Unlearned, ...] = ()  # documents that a request to learn has put into the queue
@@ -101,7 +102,9 @@ class RequestState:
         """How it was served, for people and for metrics."""
         if self.role is Role.LEARN:
             return "learn"
-        return "blend" if self.approximate is not None else "exact" if self.exact_tokens else "full"
+        if self.approximate is not None and self.sources:  # Otherwise the engine has cached its own blend.
+            return "blend"
+        return "exact" if self.exact_tokens else "full"
 
     def facts(self) -> dict[str, object] | None:
         """Return facts for the response on what was reused and recomputed; None if lmc did nothing for the request."""

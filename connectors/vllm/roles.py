@@ -32,6 +32,7 @@ class Roles:
         try:
             options = Options.read(given.get("lmc") if isinstance(given, dict) else None, request.num_prompt_tokens)
             state = RequestState(request=request, role=Role.EXACT, policy=options.policy(self._setup.settings))
+            state.blends = options.blend
             state.learns, state.name = options.learn is not False, options.name
             self._find_role(state, options)
         except (InputError, ConfigError) as error:

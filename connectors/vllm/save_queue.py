@@ -85,7 +85,7 @@ class SaveQueue:
         if need + self._spare > self._pool.get_num_free_blocks():
             return None
         waiting.popleft()
-        slots = self._engine.begin_document(document.namespace, document.tokens)
+        slots = self._engine.begin_document(document.namespace, document.tokens, document.name)
         if slots is None:
             return None
         blocks = self._pool.get_new_blocks(need)

@@ -15,7 +15,6 @@ from typing import Any
 from lmc.blend.strategies import RecomputePolicy
 from lmc.config_sources import is_on
 from lmc.connectors.vllm.claims import Claims
-from lmc.connectors.vllm.document_events import DocumentEvents
 from lmc.connectors.vllm.isolation import cached_blocks, salt, salt_of
 from lmc.connectors.vllm.jobs import job_of, sources_of
 from lmc.connectors.vllm.kv_events import KVEvents
@@ -50,16 +49,14 @@ class Scheduler:
             RecomputePolicy.of(setup.settings).check_depth(self._layers)
         self._setup, self.engine, self._pool, self._block_size = setup, setup.engine, setup.pool, setup.block_size
         self.counts: Counter[str] = Counter()
-        self._observed: defaultdict[str, list[float]] = defaultdict(
-            list
-        )  # for histograms, by the keys of `lmc.metrics`
+        # For histograms, by the keys of `lmc.metrics`.
+        self._observed: defaultdict[str, list[float]] = defaultdict(list)
         self._roles = Roles(setup, self.counts)
         self._claims = Claims(setup)
         self._pace = PrefillPace(self.engine.store.cost)
         self.pending = PendingTransfers(setup.ranks, self.engine.store)
-        changes, known = self.engine.store.changes, self.engine.known
+        changes = self.engine.store.changes
         self.events = KVEvents(changes, setup.block_size, setup.extra_keys) if setup.announces else None
-        self._documents = DocumentEvents(changes, known.get, self.engine.salt_of) if setup.publish else None
         if self.events:
             self.events.recall(self.engine.recalled)
         self._saves = SaveQueue(setup, self.pending, self.events)
@@ -196,7 +193,6 @@ class Scheduler:
             learn=[learn] if learn else [],
         )
         self._jobs = []
-        self._publish_documents()
         blending = any(state.loading and state.approximate is not None for state in self._states.values())
         requests = {name: self._states[name].request for name in scheduled if name in self._states}
         self._pace.planned(self._setup.clock(), scheduled, requests, alone=not (blending or plan.learn))
@@ -222,7 +218,6 @@ class Scheduler:
     def close(self) -> None:
         """Write to the tiers what is not there yet, and close everything."""
         self.pending.drop_all()
-        self._publish_documents()
         self.engine.close()
 
     def reported(self, report: StepReport, received: set[str]) -> None:
@@ -286,10 +281,6 @@ class Scheduler:
             now = time.time()
             self._setup.trace(state.request, f"lmc.{state.way}", now - seconds, now, plain)
 
-    def _publish_documents(self) -> None:
-        if self._documents is not None and self._setup.publish is not None:
-            self._setup.publish(self._documents.take())
-
     def _note_answer(self, state: RequestState) -> None:
         """Note when the first token of a request has come. It came in the step before, or while this was planned."""
         if not state.answered and state.request.num_output_tokens:
@@ -307,7 +298,7 @@ class Scheduler:
             fitting = [span for span in state.unknown if self.engine.fits(len(span))]
             state.unknown = ()
             for span in fitting:
-                queued = self.engine.learn_later(state.request.prompt_token_ids, [span], state.salt)
+                queued = self.engine.learn_later(state.request.prompt_token_ids, [span], state.salt, state.name)
                 state.queued += queued
                 state.unknown += () if queued else (span,)
             if state.unknown or any(map(self._saves.learns, state.queued)):
@@ -320,8 +311,8 @@ class Scheduler:
             return True
         stored = self.engine.note(state.request.prompt_token_ids, state.documents, state.salt)
         state.stored = tuple(document.id for document in stored)
-        if state.name:
-            self.engine.keeper.name(stored, state.name)
+        for document in stored:
+            document.name = document.name or state.name  # No request renames what somebody else has named.
         return True
 
     def _adapter(self, lora: Any) -> bytes:

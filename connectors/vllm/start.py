@@ -9,7 +9,6 @@ import torch
 
 from lmc.blend.markers import Markers
 from lmc.config import Settings
-from lmc.connectors.vllm.document_events import DocumentMoved
 from lmc.connectors.vllm.messages import WorkerFacts
 from lmc.engine import CacheEngine, Geometry
 from lmc.errors import ConfigError
@@ -37,7 +36,6 @@ class Setup:
     announces: bool = False  # KV events are wanted.
     extra_keys: Callable[[Any, int, int], tuple[Any, ...] | None] | None = None  # of a request's block, for KV events
     hash_blocks: Callable[[Any], list[bytes]] | None = None  # of a request, as the engine does, for `lmc explain`
-    publish: Callable[[Sequence[DocumentMoved]], None] | None = None  # sends document events, if they are wanted
     trace: Callable[[Any, str, float, float, Mapping[str, Any]], None] | None = None  # sends a span, if vLLM traces
     counts_images: bool = False  # The engine numbers images and does not hash them.
     clock: Callable[[], float] = time.monotonic

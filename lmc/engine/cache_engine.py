@@ -21,6 +21,7 @@ import torch
 
 from lmc.blend.segments import Span
 from lmc.config import Settings
+from lmc.engine.geometry import Geometry
 from lmc.engine.index import BlockChain, CacheIndex, ExactChain, TokenChain, find_run
 from lmc.engine.keeper import FILE, Keeper
 from lmc.engine.known_documents import KnownDocument, KnownDocuments, pack_tokens, unpack_tokens
@@ -30,7 +31,7 @@ from lmc.engine.planner import DocumentLookup, Lookup, Plan, Wish, choose_plan
 from lmc.engine.tiers import open_tiers
 from lmc.errors import ChunkLost
 from lmc.keys import ChunkKey, Namespace, RecordKind, chunk_bounds, document_keys
-from lmc.shapes import ALIGN, GIB, KVShape, aligned
+from lmc.shapes import GIB, KVShape
 from lmc.storage.contract import Pin, Reservation
 from lmc.storage.cost_model import LoadPolicy
 from lmc.storage.record import RecordMeta
@@ -42,28 +43,6 @@ from lmc.storage.tier import Tier
 log = logging.getLogger(__name__)
 
 SALTS = 4096  # cache salts (tenants) whose namespaces are remembered
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Geometry:
-    """The sizes of a model's chunks."""
-
-    chunk_size: int  # tokens
-    parts: int  # in a chunk: one for each layer of each tensor-parallel rank
-    part_bytes: int  # in a part of a full exact chunk
-    token_bytes: int  # in a part of a document, for each token
-    item_bytes: int  # of one number of the KV; codecs need it
-
-    @classmethod
-    def of(cls, shape: KVShape, chunk_size: int) -> "Geometry":
-        """Return the sizes for a connector that keeps exact chunks as tokens, in the layout of documents."""
-        part, token, item = shape.part_bytes(chunk_size), shape.token_bytes, shape.dtype.itemsize
-        return cls(chunk_size=chunk_size, parts=shape.layers, part_bytes=part, token_bytes=token, item_bytes=item)
-
-    def document_bytes(self, tokens: int) -> int:
-        """Return how much a document of so many tokens takes on the disk, without a codec."""
-        parts = [aligned((stop - start) * self.token_bytes) for start, stop in chunk_bounds(tokens, self.chunk_size)]
-        return sum(ALIGN + self.parts * part for part in parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +88,17 @@ class CacheEngine:
         self.salts: set[str] = {""}  # of the tenants whose documents were looked up
         self._recall()
         noted = settings.local_disk / FILE if settings.local_disk else None
-        self.keeper = Keeper(self.store, noted, recall=self._known_as, learn=self._learn_again, size=self._part_of_room)
+        self.keeper = Keeper(
+            self.store,
+            self.known,
+            noted,
+            keys_of=lambda namespace, tokens: self.document_keys(tokens, namespace),
+            learn=self._learn_again,
+            unqueue=lambda one: self.learning.discard(Unlearned(one.namespace, tuple(one.tokens))),
+            size=self._part_of_room,
+        )
         self.keeper.load()
+        self.store.trim()  # now that it is known what is pinned
 
     # -- names -------------------------------------------------------------------------------------------------------
 
@@ -169,16 +157,18 @@ class CacheEngine:
         """Return the keys of a document's chunks."""
         return document_keys(namespace, tokens, self.chunk_size)
 
-    def learn_later(self, prompt: Sequence[int], documents: Iterable[Span], salt: str = "") -> tuple[Unlearned, ...]:
+    def learn_later(
+        self, prompt: Sequence[int], documents: Iterable[Span], salt: str = "", name: str = ""
+    ) -> tuple[Unlearned, ...]:
         """Queue documents to be learned when the engine is idle, each once, and no more of them than memory holds.
 
         Returns those that are queued.
         """
-        return tuple(filter(self.learning.add, [self.unlearned(prompt, span, salt) for span in documents]))
+        return tuple(filter(self.learning.add, [self.unlearned(prompt, span, salt, name) for span in documents]))
 
-    def unlearned(self, prompt: Sequence[int], span: Span, salt: str) -> Unlearned:
+    def unlearned(self, prompt: Sequence[int], span: Span, salt: str, name: str = "") -> Unlearned:
         """Return a document of a prompt as it waits to be learned."""
-        return Unlearned(self.namespace(RecordKind.DOCUMENT, salt), tuple(prompt[span.start : span.stop]))
+        return Unlearned(self.namespace(RecordKind.DOCUMENT, salt), tuple(prompt[span.start : span.stop]), name)
 
     def note(
         self, prompt: Sequence[int], documents: Iterable[DocumentLookup], salt: str = "", *, used: bool = False
@@ -197,6 +187,7 @@ class CacheEngine:
         self._namespace = replace(self._namespace, model=self._namespace.model + os.urandom(16).hex())
         self.index = CacheIndex()
         self.known.clear()
+        self.keeper.begin_anew()
 
     # -- plans -------------------------------------------------------------------------------------------------------
 
@@ -270,7 +261,9 @@ class CacheEngine:
             chain.remember(chunk, tokens)
         return reservation
 
-    def begin_document(self, namespace: bytes, tokens: Sequence[int]) -> list[Reservation | None] | None:
+    def begin_document(
+        self, namespace: bytes, tokens: Sequence[int], name: str = ""
+    ) -> list[Reservation | None] | None:
         """Return a slot for each of a document's chunks, or None for a chunk that is stored already.
 
         Returns None instead of the list if all chunks are stored, or if there is no room for all of them.
@@ -282,19 +275,21 @@ class CacheEngine:
         slots: list[Reservation | None] = []
         for key, place, (start, stop) in zip(keys, places, chunk_bounds(len(tokens), self.chunk_size), strict=True):
             size = (stop - start) * self.geometry.token_bytes
-            label = pack_tokens(tokens) if stop == len(tokens) else ""
+            label = f"{pack_tokens(tokens)} {name}".rstrip() if stop == len(tokens) else ""
             meta = self._meta(RecordKind.DOCUMENT, key, namespace, stop - start, start, size, label)
             slots.append(None if place else self.store.begin(meta))
             if place is None and slots[-1] is None:
                 for begun in filter(None, slots):
                     self.store.abort(begun)
                 return None
-        self.known.note(namespace, tokens, keys)
+        known = self.known.note(namespace, tokens, keys)
+        known.name = known.name or name
         return slots
 
     def fits(self, tokens: int) -> bool:
         """Return whether all chunks of a document can be in memory at once, which their use requires."""
-        return len(chunk_bounds(tokens, self.chunk_size)) <= self.store.slots
+        pinned = 0 if self.settings.local_disk else self.keeper.pinned_chunks  # With a disk they need not be in memory.
+        return len(chunk_bounds(tokens, self.chunk_size)) <= self.store.slots - pinned
 
     def capacity(self) -> dict[str, float]:
         """Return how many tokens of documents fit into memory and into the disk tier, if there is one."""
@@ -304,8 +299,9 @@ class CacheEngine:
 
     def forget_all(self, *, wait: bool = True) -> None:
         """Remove every chunk, even while it is read. Chunks on tiers that other processes share stay there."""
-        for key in self.store.known_keys():
-            self.store.forget(key, wait=wait, shared=False)
+        with self.keeper.moving:  # Otherwise a pinned chunk might be written again.
+            for key in self.store.known_keys():
+                self.store.forget(key, wait=wait, shared=False)
 
     def stats(self) -> StoreStats:
         """Return the store's counts since the start."""
@@ -337,9 +333,6 @@ class CacheEngine:
             key=key, namespace=namespace, tokens=tokens, first=at, parts=parts, part_bytes=size, kind=kind, label=label
         )
 
-    def _known_as(self, namespace: bytes, tokens: Sequence[int]) -> KnownDocument:
-        return self.known.note(namespace, tokens, self.document_keys(tokens, namespace))
-
     def salt_of(self, document: KnownDocument) -> str | None:
         """Return the salt of a document's tenant; None if this process has not met the tenant."""
         salts = (salt for salt in list(self.salts) if self.namespace(RecordKind.DOCUMENT, salt) == document.namespace)
@@ -348,7 +341,7 @@ class CacheEngine:
     def _learn_again(self, document: KnownDocument) -> None:
         """Queue a document, if it is one of this model, and of a tenant who has asked for something."""
         if self.salt_of(document) is not None:
-            self.learning.add(Unlearned(document.namespace, tuple(document.tokens)))
+            self.learning.add(Unlearned(document.namespace, tuple(document.tokens), document.name))
 
     def _part_of_room(self, document: KnownDocument) -> float:
         """Return which part of the room for pinned documents one takes: of the disk, or of memory without a disk."""
@@ -364,8 +357,10 @@ class CacheEngine:
         for place, meta in self.store.records():
             old[place] += meta.kind is None
             if meta.kind is RecordKind.DOCUMENT and meta.label:
+                packed, _, name = meta.label.partition(" ")
                 with suppress(ValueError, IndexError):
-                    self._known_as(meta.namespace, unpack_tokens(meta.label).tolist())
+                    tokens = unpack_tokens(packed).tolist()
+                    self.known.note(meta.namespace, tokens, self.document_keys(tokens, meta.namespace)).name = name
             # Another model's pages have the same block hashes, but its token chunks have other keys.
             if meta.kind is RecordKind.PREFIX or meta.namespace == pages:
                 label, _, details = meta.label.partition(" ")

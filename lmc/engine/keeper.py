@@ -1,19 +1,22 @@
-"""The keeper: what people want for documents. Pinned ones stay, those with a time limit go, and names are remembered.
+"""The keeper: pins and time limits of documents. Pinned ones stay, and those whose time is over go.
 
-It is noted in a file beside the disk tier, with a line of JSON for each change, and holds after a restart. A thread
+Both are noted in a file beside the disk tier, with a line of JSON for each change, and hold after a restart. A thread
 removes documents whose time is over, and once a minute brings pinned documents back to tiers that have lost them.
 """
 
 import json
 import logging
+import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+import weakref
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from lmc.engine.known_documents import KnownDocument, pack_tokens, unpack_tokens
+from lmc.engine.known_documents import KnownDocument, KnownDocuments, pack_tokens, unpack_tokens
 from lmc.errors import InputError
 from lmc.keys import ChunkKey
 from lmc.storage.contract import ChunkStore
@@ -23,33 +26,45 @@ log = logging.getLogger(__name__)
 FILE = "documents.jsonl"  # in the directory of the disk tier
 EXPIRY_SECONDS = 1.0  # between two looks for documents whose time is over
 RESTORE_SECONDS = 60.0  # between two looks for pinned documents that a tier has lost
-AT_ONCE = 32  # chunks that a tier is asked for together; nothing is removed meanwhile
+AT_ONCE = 8  # chunks that a tier is asked for together; nothing is removed meanwhile
 
 
 class Keeper:
-    """The wishes for the documents of one engine. Any thread may call any method."""
+    """The pins and time limits of one engine's documents. Any thread may call any method."""
 
     def __init__(
         self,
         store: ChunkStore,
+        known: KnownDocuments,
         path: Path | None,
         *,
-        recall: Callable[[bytes, Sequence[int]], KnownDocument],
+        keys_of: Callable[[bytes, Sequence[int]], Sequence[ChunkKey]],
         learn: Callable[[KnownDocument], object],
+        unqueue: Callable[[KnownDocument], object],
         size: Callable[[KnownDocument], float],
     ) -> None:
-        """Without a `path` nothing is noted, and the wishes end with the process.
+        """Without a `path` nothing is noted, and pins and time limits end with the process.
 
-        `recall` returns the document of a namespace with these tokens, `learn` has a document computed again, and
-        `size` says which part of the room for pinned documents one takes.
+        `keys_of` returns the keys of a document by its namespace and tokens, `learn` queues one to be computed again
+        and `unqueue` takes it out of that queue, and `size` says which part of the room for pinned documents one takes.
         """
-        self._store, self._path, self._recall, self._learn, self._size = store, path, recall, learn, size
-        self._wanted: dict[str, KnownDocument] = {}  # those that are pinned, have a time limit or a name
+        self._store, self._known, self._path = store, known, path
+        self._keys_of, self._learn, self._unqueue, self._size = keys_of, learn, unqueue, size
+        self._kept: dict[str, KnownDocument] = {}  # those that are pinned or have a time limit, by id
+        self._pins: Counter[ChunkKey] = Counter()  # documents that begin alike share chunks
         self._pinned = 0.0  # the part of the room that is taken
-        self._mutex = threading.Lock()
-        self._moving = threading.Lock()  # so that nothing that is removed is written again; taken before the other
+        self._foreign: list[str] = []  # lines about documents of other settings, which may come back
+        self._mutex = threading.Lock()  # for what is above; held for moments only
+        # So that nothing that is removed is written again, or pinned meanwhile. It is taken before the others.
+        self.moving = threading.RLock()
+        self._file = threading.Lock()  # for the file
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
+
+    @property
+    def pinned_chunks(self) -> int:
+        """How many chunks are pinned."""
+        return len(self._pins)
 
     def load(self) -> None:
         """Read what earlier processes have noted. Pins for which there is no room any more are given up."""
@@ -60,80 +75,64 @@ class Keeper:
         except OSError as error:
             log.warning("cannot read %s (%s): no document is pinned", self._path, error.strerror)
             return
+        noted: dict[str, dict[str, Any]] = {}
         for line in lines:
             with suppress(ValueError, TypeError, KeyError):  # A process that was killed leaves half a line.
-                self._take_over(json.loads(line))
-        with self._mutex:
-            given_up = 0
-            for document in list(self._wanted.values()):
-                if document.pinned and self._pinned + self._size(document) > 1:
-                    document.pinned = False
-                    given_up += 1
-                elif document.pinned:
-                    self._protect(document)
-            if given_up:
-                log.warning("%d documents are not pinned any more: there is no room (document_share)", given_up)
-            if lines:
-                self._rewrite()
-            self._start()
+                one = json.loads(line)
+                noted[one["id"]] = noted.get(one["id"], {}) | one
+        given_up = sum(not self._take_over(one) for one in noted.values())
+        if given_up:
+            log.warning("%d documents are not pinned any more: there is no room (document_share)", given_up)
+        if len(lines) != len(self._kept) + len(self._foreign):
+            self._rewrite()
+        self._start()
 
     def pin(self, documents: Sequence[KnownDocument]) -> None:
         """Let documents not be evicted; raise `InputError` if there is no room for that."""
-        with self._mutex:
-            new = [document for document in documents if not document.pinned]
-            share = self._pinned + sum(map(self._size, new))
-            if share > 1:
-                raise InputError(
-                    f"there is no room to pin them: pinned documents would take {share:.0%} of the room for documents "
-                    "(on the disk or, without a disk, in memory). Unpin some, or raise document_share, "
-                    "max_local_disk_size or max_local_cpu_size"
-                )
+        with self.moving:
+            with self._mutex:
+                new = [document for document in documents if not document.pinned and not document.removed]
+                share = self._pinned + sum(map(self._size, new))
+                if new and share > 1:
+                    raise InputError(
+                        f"there is no room to pin them: pinned documents would take {share:.0%} of what may be pinned, "
+                        "which is the share document_share of the disk or, without a disk, of memory. Unpin some, or "
+                        "raise document_share, max_local_disk_size or max_local_cpu_size"
+                    )
+                for document in new:
+                    self._pin(document)
             for document in new:
-                document.pinned = True
-                self._protect(document)
+                self._store.protect(document.keys, pinned=True)
             self._note(new)
 
     def unpin(self, documents: Sequence[KnownDocument]) -> None:
         """Let documents be evicted again."""
-        with self._mutex:
-            pinned = [document for document in documents if document.pinned]
-            for document in pinned:
-                document.pinned = False
-                self._pinned -= self._size(document)
-            shared = self._pinned_keys() if pinned else ()
-            for document in pinned:
-                self._store.protect([key for key in document.keys if key not in shared], pinned=False)
-            self._note(pinned)
+        with self.moving:
+            self._unpin(documents)
+            self._note(documents)
 
     def expire(self, documents: Sequence[KnownDocument], seconds: float | None) -> None:
         """Remove documents `seconds` from now, pinned or not; never, if it is None."""
         with self._mutex:
             for document in documents:
                 document.expires = time.time() + seconds if seconds is not None else 0.0
-            self._note(documents)
-
-    def name(self, documents: Sequence[KnownDocument], name: str) -> None:
-        """Give documents a name for people. Several may have the same."""
-        with self._mutex:
-            changed = [document for document in documents if document.name != name]
-            for document in changed:
-                document.name = name
-            self._note(changed)
+        self._note(documents)
 
     def remove(self, documents: Iterable[KnownDocument]) -> None:
-        """Remove documents from memory and all tiers."""
-        with self._moving:
+        """Remove documents from memory and all tiers, and from the queue of those that are to be learned."""
+        with self.moving:
             gone = list(documents)
-            self.unpin(gone)
-            with self._mutex:
-                shared = self._pinned_keys()  # Documents that begin alike share chunks.
+            self._unpin(gone)
             for document in gone:
+                self._unqueue(document)
                 for key in document.keys:
-                    if key not in shared:
+                    if key not in self._pins:
                         self._store.forget(key)
-                document.removed, document.expires, document.name = True, 0.0, ""
-        with self._mutex:
-            self._note(gone)
+                document.removed, document.expires = True, 0.0
+            with self._mutex:
+                noted = [self._kept.pop(document.id, None) for document in gone]
+        if any(noted):
+            self._rewrite()  # Nothing of them is left in the file.
 
     def remove_expired(self) -> None:
         """Remove the documents whose time is over."""
@@ -150,10 +149,17 @@ class Keeper:
         for first in range(0, len(keys), AT_ONCE):
             if self._ended.is_set():
                 return
-            with self._moving:
-                nowhere = self._store.spread([key for key in keys[first : first + AT_ONCE] if owners[key].pinned])
-            for document in {owners[key].id: owners[key] for key in nowhere}.values():
-                self._learn(document)
+            with self.moving:
+                wanted = [key for key in keys[first : first + AT_ONCE] if owners[key].pinned]
+                for document in {owners[key].id: owners[key] for key in self._store.spread(wanted)}.values():
+                    self._learn(document)
+
+    def begin_anew(self) -> None:
+        """Forget all pins and time limits of this process: its documents have keys that no later process finds."""
+        with self.moving, self._mutex:
+            self._kept.clear()
+            self._pins.clear()
+            self._pinned, self._path = 0.0, None
 
     def close(self) -> None:
         """End the thread."""
@@ -165,74 +171,122 @@ class Keeper:
 
     def _all(self) -> list[KnownDocument]:
         with self._mutex:
-            return list(self._wanted.values())
+            return list(self._kept.values())
 
-    def _pinned_keys(self) -> set[ChunkKey]:
-        return {key for document in self._wanted.values() if document.pinned for key in document.keys}
-
-    def _protect(self, document: KnownDocument) -> None:
+    def _pin(self, document: KnownDocument) -> None:
+        document.pinned = True
+        self._pins.update(document.keys)
         self._pinned += self._size(document)
-        self._store.protect(document.keys, pinned=True)
 
-    def _take_over(self, noted: dict[str, Any]) -> None:
-        document = self._wanted.get(noted["id"])
-        if document is None and "tokens" in noted:
-            document = self._recall(bytes.fromhex(noted["namespace"]), unpack_tokens(noted["tokens"]))
-            if document.id != noted["id"]:  # chunk_size has changed, and with it the chunks.
-                return
-        if document is not None:
-            document.name, document.pinned, document.expires = noted["name"], noted["pinned"], noted["expires"]
-            self._remember(document)
+    def _unpin(self, documents: Iterable[KnownDocument]) -> None:
+        with self._mutex:
+            pinned = [document for document in documents if document.pinned]
+            for document in pinned:
+                document.pinned = False
+                self._pins.subtract(document.keys)
+                self._pinned -= self._size(document)
+            free = [key for document in pinned for key in document.keys if not self._pins[key]]
+            for key in free:
+                self._pins.pop(key, None)
+        if free:
+            self._store.protect(free, pinned=False)
 
-    def _remember(self, document: KnownDocument) -> None:
-        if document.wanted:
-            self._wanted[document.id] = document
-        else:
-            self._wanted.pop(document.id, None)
+    def _take_over(self, noted: dict[str, Any]) -> bool:
+        """Pin and limit a document as noted; return whether there is room for its pin, if it has one."""
+        pinned, expires = noted.get("pinned") is True, noted.get("expires")
+        if not pinned and not expires:
+            return True
+        try:
+            tokens, namespace = unpack_tokens(noted["tokens"]).tolist(), bytes.fromhex(noted["namespace"])
+            keys, expires = self._keys_of(namespace, tokens), float(expires or 0.0)
+            if keys[-1].hex() != noted["id"]:  # chunk_size has changed, and with it the chunks.
+                self._foreign.append(json.dumps(noted) + "\n")
+                return True
+        except (ValueError, TypeError, KeyError, IndexError):  # lmc did not write this line.
+            return True
+        document = self._known.note(namespace, tokens, keys)
+        document.name, document.expires = document.name or str(noted.get("name", "")), expires
+        fits = not pinned or self._pinned + self._size(document) <= 1
+        if pinned and fits:
+            self._pin(document)
+            self._store.protect(document.keys, pinned=True)
+        if document.kept:
+            self._kept[document.id] = document
+        return fits
 
     def _note(self, documents: Sequence[KnownDocument]) -> None:
-        for document in documents:
-            self._remember(document)
+        with self._mutex:
+            new = [document for document in documents if document.kept and document.id not in self._kept]
+            changed = [document for document in documents if document.id in self._kept]
+            for document in (*new, *changed):
+                self._kept[document.id] = document
+                if not document.kept:
+                    del self._kept[document.id]
+        if self._path is None and new:
+            log.warning("there is no disk tier (local_disk): pins and time limits end with this process")
+        self._write("a", [*(_line(document, whole=True) for document in new), *map(_line, changed)])
         self._start()
-        self._write("a", documents)
 
     def _rewrite(self) -> None:
         """Replace the file by one with a line for each document."""
-        if self._path is not None:
-            self._write("w", list(self._wanted.values()), self._path.with_suffix(".tmp"))
+        self._write("w", [*(_line(document, whole=True) for document in self._all()), *self._foreign])
 
-    def _write(self, mode: str, documents: Sequence[KnownDocument], path: Path | None = None) -> None:
-        if self._path is None or (mode == "a" and not documents):
+    def _write(self, mode: str, lines: Sequence[str]) -> None:
+        if self._path is None or (mode == "a" and not lines):
             return
+        path = self._path if mode == "a" else self._path.with_suffix(".tmp")
         try:
-            with (path or self._path).open(mode, encoding="utf-8") as file:
-                file.writelines(_line(document) for document in documents)
-            if path is not None:
-                path.replace(self._path)
+            with self._file:
+                # Nobody else on this machine may read what tenants have stored.
+                with open(path, mode, encoding="utf-8", opener=lambda name, how: os.open(name, how, 0o600)) as file:
+                    file.writelines(lines)
+                if mode == "w":
+                    path.replace(self._path)
         except OSError as error:
-            wrong = "cannot write %s (%s): what is pinned, named or limited in time now ends with this process"
-            log.warning(wrong, path or self._path, error.strerror)
+            wrong = "cannot write %s (%s): what is pinned or limited in time now ends with this process"
+            log.warning(wrong, path, error.strerror)
 
     def _start(self) -> None:
-        if self._thread is None and any(one.pinned or one.expires for one in self._wanted.values()):
-            self._thread = threading.Thread(target=self._run, name="lmc-keeper", daemon=True)
-            self._thread.start()
-
-    def _run(self) -> None:
-        since = 0.0
-        while not self._ended.wait(EXPIRY_SECONDS):
-            try:
-                self.remove_expired()
-                since += EXPIRY_SECONDS
-                if since >= RESTORE_SECONDS:
-                    since = 0.0
-                    self.restore()
-            except Exception:
-                log.exception("lmc: looking after pinned documents failed unexpectedly; it is tried again")
+        with self._mutex:
+            if self._thread is None and self._kept and not self._ended.is_set():
+                ours = weakref.ref(self), self._ended
+                self._thread = threading.Thread(target=_look_after, args=ours, name="lmc-keeper", daemon=True)
+                self._thread.start()
 
 
-def _line(document: KnownDocument) -> str:
-    noted = {"id": document.id, "name": document.name, "pinned": document.pinned, "expires": document.expires}
-    if document.wanted:
-        noted |= {"namespace": document.namespace.hex(), "tokens": pack_tokens(document.tokens)}
+def _look_after(found: "weakref.ref[Keeper]", ended: threading.Event) -> None:
+    """Remove and restore documents until the keeper is closed, or nobody has it any more."""
+    since = 0.0
+    while not ended.wait(EXPIRY_SECONDS):
+        keeper = found()
+        if keeper is None:
+            return
+        try:
+            keeper.remove_expired()
+            since += EXPIRY_SECONDS
+            if since >= RESTORE_SECONDS:
+                since = 0.0
+                keeper.restore()
+        except Exception:
+            log.exception("lmc: looking after pinned documents failed unexpectedly; it is tried again")
+        del keeper
+
+
+def _line(document: KnownDocument, *, whole: bool = False) -> str:
+    """Return what is noted of a document; its tokens stand in the first line about it only."""
+    noted = {"id": document.id, "pinned": document.pinned, "expires": document.expires}
+    if whole:
+        noted |= {"name": document.name, "namespace": document.namespace.hex()}
+        noted |= {"tokens": pack_tokens(document.tokens)}
     return json.dumps(noted) + "\n"
+
+
+def forget_noted(directory: Path, ids: Collection[str]) -> None:
+    """Remove what is noted about documents in the directory of a disk tier that no engine uses."""
+    path = directory / FILE
+    if path.exists():
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+        kept = [line for line in lines if not any(name in line for name in ids)]
+        path.write_text("".join(kept), encoding="utf-8")
+        if not kept:
+            path.unlink()

@@ -15,7 +15,9 @@ from dataclasses import dataclass, field
 
 from lmc.keys import ChunkKey
 
-REMEMBERED = 1 << 24  # tokens of all documents: 64 MiB. Beyond that, those are forgotten that were used longest ago.
+# Tokens of all documents: 64 MiB. Beyond that, those are forgotten that were used longest ago, but not those that are
+# pinned or have a time limit.
+REMEMBERED = 1 << 24
 
 
 @dataclass(slots=True)
@@ -28,9 +30,8 @@ class KnownDocument:
     uses: int = 0
     removed: bool = False  # by a person; it may be learned again
     used: float = field(default_factory=time.time)  # when it was learned or used last, in seconds since 1970
-    # What people want for it; see `lmc.engine.keeper`
-    name: str = ""
-    pinned: bool = False
+    name: str = ""  # for people; several documents may have the same
+    pinned: bool = False  # Only the keeper sets this, and the next one.
     expires: float = 0.0  # when it is removed, in seconds since 1970; 0 for never
 
     @property
@@ -39,9 +40,9 @@ class KnownDocument:
         return self.keys[-1].hex()
 
     @property
-    def wanted(self) -> bool:
-        """Whether people want something for it."""
-        return bool(self.name or self.pinned or self.expires)
+    def kept(self) -> bool:
+        """Whether it is pinned or has a time limit, so that it must not be forgotten."""
+        return bool(self.pinned or self.expires)
 
 
 class KnownDocuments:
@@ -49,6 +50,9 @@ class KnownDocuments:
 
     def __init__(self) -> None:
         self._documents: OrderedDict[str, KnownDocument] = OrderedDict()  # used longest ago first
+        self._forgettable: OrderedDict[str, None] = (
+            OrderedDict()
+        )  # ids in the same order, without documents that are kept
         self._tokens = 0
         self._mutex = threading.Lock()
 
@@ -64,20 +68,19 @@ class KnownDocuments:
                 self._tokens += len(tokens)
             document.uses, document.used, document.removed = document.uses + used, time.time(), False
             self._documents.move_to_end(name)
-            for _ in range(len(self._documents) - 1):
-                if self._tokens <= REMEMBERED:
-                    break
-                old, oldest = self._documents.popitem(last=False)
-                if oldest.wanted:
-                    self._documents[old] = oldest
-                else:
-                    self._tokens -= len(oldest.tokens)
+            self._forgettable[name] = None
+            self._forgettable.move_to_end(name)
+            while self._tokens > REMEMBERED and len(self._forgettable) > 1:
+                oldest, _ = self._forgettable.popitem(last=False)
+                if not self._documents[oldest].kept:
+                    self._tokens -= len(self._documents.pop(oldest).tokens)
             return document
 
     def clear(self) -> None:
         """Forget all documents."""
         with self._mutex:
             self._documents.clear()
+            self._forgettable.clear()
             self._tokens = 0
 
     def get(self, name: str) -> KnownDocument | None:
@@ -104,12 +107,12 @@ class KnownDocuments:
 
 def pack_tokens(tokens: Sequence[int]) -> str:
     """Return tokens as a text for the label of a record."""
-    return base64.b85encode(zlib.compress(array("I", tokens).tobytes())).decode()
+    return base64.b64encode(zlib.compress(array("I", tokens).tobytes(), 1)).decode()  # b85 is a hundred times slower
 
 
 def unpack_tokens(text: str) -> "array[int]":
     """Return the tokens that `pack_tokens` has written; raise `ValueError` for any other text."""
     try:
-        return array("I", zlib.decompress(base64.b85decode(text)))
+        return array("I", zlib.decompress(base64.b64decode(text, validate=True)))
     except zlib.error as error:
         raise ValueError("no packed tokens") from error

@@ -3,7 +3,8 @@
 import threading
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 
 WAITING = 256  # documents, at most; one that is dropped comes again with the next prompt that has it
 
@@ -14,6 +15,7 @@ class Unlearned:
 
     namespace: bytes
     tokens: tuple[int, ...]
+    name: str = field(default="", compare=False)
 
 
 class LearnQueue:
@@ -34,6 +36,11 @@ class LearnQueue:
             if fits:
                 self._waiting.append(document)
             return fits
+
+    def discard(self, document: Unlearned) -> None:
+        """Take a document out of the queue, if it is there."""
+        with self._mutex, suppress(ValueError):
+            self._waiting.remove(document)
 
     def popleft(self) -> Unlearned:
         """Take the first document; raise `IndexError` if there is none."""

@@ -58,29 +58,30 @@ def learn(
     (blend_special_str of the settings).
     """
     from lmc.config import Settings
+    from lmc.http_client import vllm_client
     from lmc.learn.learners import Retention
     from lmc.learn.manifest import Manifest, manifest_path
     from lmc.learn.run import LearnRun
     from lmc.learn.sources import read_documents
 
     documents = read_documents(source, id_field, text_field)
-    retention = Retention(pinned=pin, ttl=seconds_of(ttl) if ttl else None)
+    retention = Retention(pinned=pin, ttl=seconds_of(ttl) if ttl is not None else None)
     own = {"local_disk": local_disk} if local_disk else {}
     settings = Settings.load({"enable_blending": True, **own})
     _check_target(url, model, settings, chat)
-    target = (url,) if url else (str(model), str(settings.local_disk))
+    target = (vllm_client(url).url,) if url else (str(model), str(settings.local_disk))
     with ExitStack() as closing:
         path = manifest or manifest_path(*target, salt, settings.blend_special_str)
         kept = closing.enter_context(Manifest(path, again=again and not dry_run))
         run = LearnRun(documents, kept, retention, again)
-        learner = None
-        if run.needs_learner and not dry_run:
-            learner = _learner(url, model, settings, salt, admin if retention else None, chat, closing)
-            run.retain_old(learner)
-        notes = [run.note, run.too_many(learner) if learner is not None else ""]
-        for note in filter(None, notes if not as_json else ()):
-            console().print(Text(note))
-        result = run.learn(learner, jobs if url else 1) if learner is not None else run.result
+        result = run.result
+        if not dry_run:
+            learner = _learner(url, model, settings, salt, admin, chat, bool(retention), closing)
+            unknown = run.check_old(learner)
+            notes = run.note, unknown, run.too_many(learner, settings.document_share, settings.chunk_size)
+            for note in filter(None, notes if not as_json else ()):
+                console().print(Text(note))
+            result = run.learn(learner, jobs if url else 1)
     _report(result, run.new if dry_run else None, as_json)
     if result.failed:
         raise typer.Exit(NOT_ALL)
@@ -88,7 +89,8 @@ def learn(
 
 def _check_target(url: str | None, model: str | None, settings: "Settings", chat: bool) -> None:
     if (url is None) == (model is None):
-        raise InputError("say who computes the documents: --url of a vLLM server with lmc, or --model and --local-disk")
+        who = "either --url of a vLLM server with lmc, or --model and --local-disk, and not both"
+        raise InputError(f"say who computes the documents: {who}")
     if model and not (settings.local_disk or settings.remote_url):
         raise InputError("--model needs a place to learn into: --local-disk DIRECTORY, or local_disk of the settings")
     if model and chat:
@@ -100,15 +102,16 @@ def _learner(
     model: str | None,
     settings: "Settings",
     salt: str,
-    admin: str | None,
+    admin: str,
     chat: bool,
+    retains: bool,
     closing: ExitStack,
 ) -> "Learner":
     """Return who computes; a model is closed at the end."""
     if url:
         from lmc.learn.learners import ServerLearner
 
-        return ServerLearner(url, settings.blend_special_str, salt, admin, chat=chat)
+        return ServerLearner(url, settings.blend_special_str, salt, admin, chat=chat, retains=retains)
     try:
         import lmc.connectors.transformers  # noqa: F401
     except ImportError as error:

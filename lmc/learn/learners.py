@@ -5,6 +5,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
+from lmc.administration import URL
 from lmc.blend.segments import Span, document_tokens
 from lmc.config import Settings
 from lmc.errors import InputError
@@ -44,12 +45,12 @@ class Learner(Protocol):
         """Learn a document. Raises `Unreachable` if no other document can be learned either."""
         ...
 
-    def stored(self, ids: Sequence[str]) -> Sequence[str]:
-        """Return the ids if all of these documents are stored, and nothing otherwise."""
+    def stored(self) -> set[str] | None:
+        """Return the ids of all documents that are stored; None if nobody can be asked."""
         ...
 
-    def retain(self, ids: Sequence[str], retention: Retention) -> None:
-        """Pin documents, or limit their time; raise `InputError` if that is impossible."""
+    def retain(self, document: Document, ids: Sequence[str], retention: Retention) -> None:
+        """Pin what was stored of a document, or limit its time; raise `InputError` if that is impossible."""
         ...
 
     def tokens(self, text: str) -> int:
@@ -73,33 +74,34 @@ class ServerLearner:
     """A vLLM server with lmc, through its completions. Documents may be learned by several threads."""
 
     def __init__(
-        self, url: str, separator: str, salt: str = "", admin: str | None = None, *, chat: bool = False
+        self, url: str, separator: str, salt: str = "", admin: str = URL, *, chat: bool = False, retains: bool = False
     ) -> None:
-        """`url` may end with `/v1` or not; `admin` is its administration endpoint, if something is wanted there.
+        """`admin` is the server's administration endpoint. It must answer if documents are to be pinned (`retains`).
 
         With `chat`, documents are sent as messages, in case the server's chat template changes what is in them.
         Raises `Unreachable` if one of them does not answer.
         """
-        if not url.startswith(("http://", "https://")):
-            raise InputError(f"{url} is no address of a server: give one like http://localhost:8000")
         self._client, self._evictions = vllm_client(url, TIMEOUT), 0.0
         self._separator, self._salt, self._chat = separator, salt, chat
         try:
             models = self._client.ask("/v1/models").get("data") or [{}]
         except Unreachable as error:
-            raise Unreachable(f"{error} It has to be the address of a vLLM server, as http://localhost:8000") from None
+            raise Unreachable(f"{error}. It has to be the address of a vLLM server, as http://localhost:8000") from None
         self.model = str(models[0].get("id", ""))
-        self._admin = admin_client(admin) if admin else None
+        self._admin = admin_client(admin)
+        if retains:
+            self._check_admin()
+        self._evictions = self.dropped()
+
+    def _check_admin(self) -> None:
         try:
-            if self._admin:
-                self._admin.ask("/health")
+            self._admin.ask("/health")
         except Unreachable as error:
             wrong = str(error).removesuffix(": is it running?")
             raise Unreachable(
                 f"{wrong}: --pin and --ttl ask the engine's administration endpoint, so start the server with "
                 "LMC_ADMIN=127.0.0.1:9180, and give its address with --admin"
             ) from None
-        self._evictions = self.dropped()
 
     def learn(self, document: Document) -> Stored:
         """See `Learner`."""
@@ -124,19 +126,17 @@ class ServerLearner:
             return Stored(failed=str(facts.get("note") or "the server does not say why"))
         return Stored(ids=tuple(facts.get("documents", ())))
 
-    def stored(self, ids: Sequence[str]) -> Sequence[str]:
+    def stored(self) -> set[str] | None:
         """See `Learner`."""
-        assert self._admin is not None
-        try:
-            found = [one for name in ids for one in self._admin.ask(f"/v1/documents/{name}")["documents"]]
-        except Refused:
-            return ()
-        return ids if all(one["places"] for one in found) else ()
+        with suppress(InputError):
+            listed = self._admin.ask(f"/v1/documents?limit={1 << 30}")["documents"]
+            return {one["id"] for one in listed if one["places"]}
+        return None
 
-    def retain(self, ids: Sequence[str], retention: Retention) -> None:
+    def retain(self, document: Document, ids: Sequence[str], retention: Retention) -> None:
         """See `Learner`."""
-        assert self._admin is not None
-        wanted = ({"pinned": True} if retention.pinned else {}) | ({"ttl": retention.ttl} if retention.ttl else {})
+        wanted: dict[str, object] = {"name": document.id[:NAME]}
+        wanted |= ({"pinned": True} if retention.pinned else {}) | ({"ttl": retention.ttl} if retention.ttl else {})
         for name in ids:
             self._admin.ask(f"/v1/documents/{name}", wanted, "PATCH")
 
@@ -179,25 +179,29 @@ class ModelLearner:
         engine, stored = self._cached.engine, []
         try:
             for tokens in document_tokens(self._tokenizer.encode, self._cached.markers, self._separator, document.text):
-                self._cached.learn(tokens)
+                self._cached.learn(tokens, document.id[:NAME])
                 views = engine.documents(tokens, [Span(0, len(tokens))], self._salt)
                 stored += engine.note(tokens, views, self._salt)
             engine.store.flush()  # The manifest must not name a document that is not on a tier yet.
         except InputError as error:
             return Stored(failed=str(error))
-        engine.keeper.name(stored, document.id[:NAME])
+        for one in stored:
+            one.name = one.name or document.id[:NAME]
         why = "" if stored else "it has special tokens of the model, and would be taken for a conversation"
         return Stored(tuple(one.id for one in stored), why)
 
-    def stored(self, ids: Sequence[str]) -> Sequence[str]:
+    def stored(self) -> set[str] | None:
         """See `Learner`."""
         engine = self._cached.engine
-        found = [one for one in map(engine.known.get, ids) if one is not None]
-        return ids if len(found) == len(ids) and all(all(engine.lookup(one.keys)) for one in found) else ()
+        return {one.id for one in engine.known.list() if all(engine.lookup(one.keys))}
 
-    def retain(self, ids: Sequence[str], retention: Retention) -> None:
+    def retain(self, document: Document, ids: Sequence[str], retention: Retention) -> None:
         """See `Learner`."""
         engine = self._cached.engine
+        if engine.settings.local_disk is None:
+            raise InputError(
+                "pins and time limits without a server need a disk tier, where they are noted: --local-disk"
+            )
         found = [one for one in map(engine.known.get, ids) if one is not None]
         if retention.pinned:
             engine.keeper.pin(found)

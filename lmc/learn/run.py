@@ -11,6 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from lmc.errors import InputError
+from lmc.http_client import Refused
 from lmc.learn.learners import Learner, Retention, Stored
 from lmc.learn.manifest import Manifest
 from lmc.learn.sources import Document
@@ -54,36 +55,41 @@ class LearnRun:
     def note(self) -> str:
         """What to say about documents that were learned before, if there are any."""
         before = self.result.before
-        said = (
-            f"{before} of {len(self.documents)} documents were learned before, says {self.manifest.path} (--again: all)"
-        )
+        said = f"{before} of {len(self.documents)} documents were learned before, says {self.manifest.path}"
         return f"{said} (--again: all)" if before else ""
 
-    @property
-    def needs_learner(self) -> bool:
-        """Whether there is something to do."""
-        return bool(self.new or (self._old and self.retention))
+    def check_old(self, learner: Learner) -> str:
+        """Pin documents that were learned before, or limit their time, as is wanted; learn again those that are gone.
 
-    def retain_old(self, learner: Learner) -> None:
-        """Pin documents that were learned before, or limit their time; those that are gone will be learned again."""
-        for document in self._old if self.retention else ():
-            if ids := learner.stored(self.manifest.ids(document)):
-                learner.retain(ids, self.retention)
-            else:
-                self.new.append(document)
+        Return what to say if nobody knows whether they are gone.
+        """
+        stored = learner.stored() if self._old else set()
+        there = [one for one in self._old if stored is None or stored.issuperset(self.manifest.ids(one) or ("",))]
+        self.new += [one for one in self._old if one not in there]
+        for document in there if self.retention else ():
+            learner.retain(document, self.manifest.ids(document), self.retention)
+        unknown = "whether the server still has them was not asked, because LMC_ADMIN does not answer (--admin)"
+        return unknown if stored is None else ""
 
-    def too_many(self, learner: Learner) -> str:
-        """Return a warning if the new documents will not all fit, by the tokens of some of them; else nothing."""
-        room = max(learner.capacity().values(), default=0.0)
+    def too_many(self, learner: Learner, share: float, chunk_size: int) -> str:
+        """Return a warning if the new documents will not all fit, by the tokens of some of them; else nothing.
+
+        Pinned documents may take no more than a `share` of the room.
+        """
+        capacity, part = learner.capacity(), share if self.retention.pinned else 1.0
+        room = max(capacity.values(), default=0.0) * part
         some = self.new[:: max(1, len(self.new) // SAMPLE)]
         if not room or not some:
             return ""
         with suppress(InputError):  # The server may not count tokens.
             each = sum(learner.tokens(one.text) for one in some) / sum(len(one.text) for one in some)
             tokens = each * sum(len(one.text) for one in self.new)
+            if "disk" not in capacity:  # In memory, each document takes whole chunks.
+                tokens = max(tokens, float(len(self.new) * chunk_size))
             if tokens > room:
-                said = f"these documents have about {tokens:.0f} tokens, and at most {room:.0f} fit"
-                return f"{said}: the first will be evicted. Raise max_local_disk_size, or learn fewer (lmc size)"
+                said = f"these documents have about {tokens:.0f} tokens, and at most {room:.0f}"
+                then = "may be pinned" if self.retention.pinned else "fit: the first will be evicted"
+                return f"{said} {then}. Raise max_local_disk_size, or learn fewer (lmc size)"
         return ""
 
     def learn(self, learner: Learner, jobs: int) -> Learned:
@@ -99,11 +105,11 @@ class LearnRun:
                 for future in as_completed(asked):
                     self._note(learner, asked[future], future.result(), result)
                     bar.advance(task)
-            except BaseException:
+            except BaseException as error:
                 pool.shutdown(cancel_futures=True)
                 how = "again, without --again," if self.again else "again"
-                done = f"{result.learned} of {len(self.new)} documents were learned"
-                screen.print(Text(f"{done}; run the same command {how} to go on"))
+                hint = "" if isinstance(error, Refused) else f"; run the same command {how} to go on"
+                screen.print(Text(f"{result.learned} of {len(self.new)} documents were learned{hint}"))
                 raise
         result.seconds, result.dropped, result.held = time.monotonic() - started, learner.dropped(), learner.held()
         return result
@@ -115,4 +121,4 @@ class LearnRun:
         result.learned += 1
         self.manifest.add(document, stored.ids)
         if self.retention:
-            learner.retain(stored.ids, self.retention)
+            learner.retain(document, stored.ids, self.retention)

@@ -103,8 +103,10 @@ def _lines(found: Size) -> list[str]:
         return [memory, f"{disk}: {found.disk / found.token:.0f} tokens" if found.disk else disk]
     mean = found.on_disk / found.documents
     need = f"{found.documents} documents of {found.shortest} to {found.longest} tokens, {found.tokens} together: "
+    per_document = found.slots * found.slot / found.documents / MIB
     return [
-        f"{need}{found.on_disk / GIB:.2f} GB, {mean / MIB:.2f} MB each; {MANY} like them: {mean * MANY / GIB:.1f} GB",
-        f"{memory}, {found.fit_in_memory} such documents",
+        f"{need}{found.on_disk / GIB:.2f} GB on a disk, {mean / MIB:.2f} MB each; {MANY} like them: "
+        f"{mean * MANY / GIB:.1f} GB",
+        f"{memory}, {found.fit_in_memory} such documents, which take whole chunks ({per_document:.2f} MB each)",
         f"{disk}: {found.fit_on_disk} such documents" if found.disk else disk,
     ]

@@ -27,7 +27,8 @@ class Document:
 
 
 def read_documents(source: str, id_field: str = "id", text_field: str = "text") -> list[Document]:
-    """Return the documents of a directory (all `.txt` and `.md` files below it), a JSONL file, or standard input (`-`).
+    """Return the documents of a directory (all `.txt` and `.md` files below it), one such file, a JSONL file, or
+    standard input (`-`).
 
     Documents of white space alone are left out. Raises `InputError`, which names the file, or the line, and its fault.
     """
@@ -36,6 +37,8 @@ def read_documents(source: str, id_field: str = "id", text_field: str = "text") 
         found = _from_lines(sys.stdin.read(), "standard input", id_field, text_field)
     elif path.is_dir():
         found = _from_files(path)
+    elif path.is_file() and path.suffix in ENDINGS:
+        found = iter([Document(path.name, read_text(path).strip())])
     elif path.is_file():
         found = _from_lines(read_text(path), source, id_field, text_field)
     else:

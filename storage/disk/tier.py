@@ -85,7 +85,8 @@ class DiskTier:
                 # The lock is ours, so nobody is writing: they are of a writer that was killed.
                 for leftover in self._leftovers():
                     leftover.unlink(missing_ok=True)
-                self._evict(self.bytes - self.capacity)
+                if not document_share:  # Otherwise it is not known yet what has to stay.
+                    self.trim()
         except OSError as error:
             self.close()
             raise TierUnusable(f"cannot read disk tier {self.root}: {error}") from error
@@ -180,19 +181,30 @@ class DiskTier:
         for entry in self.entries():
             with contextlib.suppress(OSError, CorruptRecord), contextlib.closing(self._read(entry.key)) as reader:
                 if reader.meta.kind is RecordKind.DOCUMENT and reader.meta.key not in self._standing:
-                    self.protect([reader.meta.key], Standing.DOCUMENT)
+                    with self._lock:
+                        self._stand(reader.meta.key, Standing.DOCUMENT)
                 yield reader.meta
 
     def protect(self, keys: Collection[ChunkKey], standing: Standing) -> None:
         """Let records be evicted as entries of this standing."""
         with self._lock:
             for key in keys:
-                size, before = self._index.get(key, 0), self._standing.get(key, Standing.OTHER)
-                self._order.count(before, -size)
-                self._order.count(standing, size)
-                self._standing[key] = standing
+                self._stand(key, standing)
                 if key in self._order:
-                    self._order.change(key, standing)
+                    self._order.touch(key)
+
+    def trim(self) -> None:
+        """Remove records beyond the bound."""
+        with self._lock:
+            self._evict(self.bytes - self.capacity)
+
+    def _stand(self, key: ChunkKey, standing: Standing) -> None:
+        size = self._index.get(key, 0)
+        self._order.count(self._standing.get(key, Standing.OTHER), -size)
+        self._order.count(standing, size)
+        self._standing[key] = standing
+        if key in self._order:
+            self._order.change(key, standing)
 
     def report_to(self, changes: ChangeLog) -> None:
         """Report what is written, evicted and removed from now on."""

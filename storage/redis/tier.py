@@ -160,6 +160,9 @@ class RedisTier:
     def protect(self, keys: Collection[ChunkKey], standing: Standing) -> None:
         """Do nothing: Redis evicts by itself."""
 
+    def trim(self) -> None:
+        """Do nothing: Redis has a bound of its own."""
+
     def report_to(self, changes: ChangeLog) -> None:
         """Report nothing: Redis evicts by itself, and other processes write and delete."""
 
