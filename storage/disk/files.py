@@ -45,8 +45,8 @@ def take_directory(root: Path, folders: Sequence[Path], capacity: int) -> int:
             os.close(lock)
         if isinstance(error, BlockingIOError):
             raise TierUnusable(
-                f"disk tier {root} is in use by another process, or was not closed in this one; "
-                "stop that process (engines may live on when their server was killed), or give each a directory of its own"
+                f"disk tier {root} is in use by another process, or was not closed in this one; stop that process "
+                "(an engine may live on when its server was killed), or give each a directory of its own"
             ) from error
         doing = "write to" if lock is None else "lock"
         raise TierUnusable(f"cannot {doing} disk tier {root}: {error.strerror}; choose another directory") from error
