@@ -317,6 +317,24 @@ def server() -> Iterator[Any]:
         found.shutdown()
 
 
+def test_what_the_server_has_lost_is_learned_again(server: Any, tmp_path: Path) -> None:
+    """The manifest alone said that all was learned."""
+    server.answers["/v1/completions"] = 200, {"kv_transfer_params": {"lmc": {"learned": True, "documents": ["0a"]}}}
+    (tmp_path / "12345678.txt").write_text("a text")
+    words = "learn", tmp_path, "--url", server.url, "--admin", server.url
+    code, out, _ = lmc(*words)
+    assert (code, "1 documents learned" in out) == (0, True)
+    code, out, _ = lmc(*words)  # There is no endpoint that could say what is there.
+    assert "1 of 1 documents were learned before" in out
+    assert "whether the server still has them was not asked" in out
+    address = f"/v1/documents?limit={1 << 30}"
+    server.answers[address] = 200, {"documents": [{"id": "0a", "places": ["host"]}]}
+    assert "not asked" not in lmc(*words)[1]
+    for gone in ([], [{"id": "0a", "places": []}]):
+        server.answers[address] = 200, {"documents": gone}
+        assert "1 documents learned" in lmc(*words)[1]
+
+
 def test_documents_are_sent_as_messages_if_that_is_wanted(server: Any, tmp_path: Path) -> None:
     server.answers["/v1/chat/completions"] = (
         200,

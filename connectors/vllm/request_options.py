@@ -1,11 +1,10 @@
 """The options of a request, in `kv_transfer_params: {"lmc": {…}}`. By default the settings apply."""
 
-import re
 import reprlib
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from lmc.blend.segments import Span
 from lmc.blend.strategies import STRATEGIES, RecomputePolicy
@@ -24,18 +23,10 @@ class Options(BaseModel):
     # True: the documents of the prompt are learned before it is answered; without separators, it is one document.
     # False: its documents are not learned afterwards either.
     learn: bool | None = Field(default=None, description="true or false")
-    name: str = Field(default="", max_length=NAME, description=f"a text of at most {NAME} letters that is no id")
+    name: str = Field(default="", max_length=NAME, description=f"a text of at most {NAME} letters, for lmc documents")
     strategy: Strategy | None = Field(default=None, description=f"one of {', '.join(STRATEGIES)}")
     ratio: float | None = Field(default=None, ge=0, le=1, description="between 0 and 1")
     documents: tuple[Span, ...] | tuple[str, ...] | None = None  # instead of the special string; texts are looked for
-
-    @field_validator("name")
-    @classmethod
-    def _no_id(cls, name: str) -> str:
-        """Refuse a name that could be taken for the id of a document."""
-        if re.fullmatch(r"\s*|[0-9a-fA-F]{8,}", name) and name:
-            raise ValueError("it could be an id")
-        return name
 
     @classmethod
     def read(cls, given: Any, prompt_tokens: int) -> "Options":

@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from lmc.errors import InputError
-from lmc.http_client import Refused
+from lmc.http_client import Unreachable
 from lmc.learn.learners import Learner, Retention, Stored
 from lmc.learn.manifest import Manifest
 from lmc.learn.sources import Document
@@ -64,10 +64,12 @@ class LearnRun:
         Return what to say if nobody knows whether they are gone.
         """
         stored = learner.stored() if self._old else set()
-        there = [one for one in self._old if stored is None or stored.issuperset(self.manifest.ids(one) or ("",))]
-        self.new += [one for one in self._old if one not in there]
-        for document in there if self.retention else ():
-            learner.retain(document, self.manifest.ids(document), self.retention)
+        for document in self._old:
+            ids = self.manifest.ids(document)
+            if stored is not None and not (ids and stored.issuperset(ids)):
+                self.new.append(document)
+            elif self.retention:
+                learner.retain(document, ids, self.retention)
         unknown = "whether the server still has them was not asked, because LMC_ADMIN does not answer (--admin)"
         return unknown if stored is None else ""
 
@@ -108,7 +110,8 @@ class LearnRun:
             except BaseException as error:
                 pool.shutdown(cancel_futures=True)
                 how = "again, without --again," if self.again else "again"
-                hint = "" if isinstance(error, Refused) else f"; run the same command {how} to go on"
+                wrong = isinstance(error, InputError) and not isinstance(error, Unreachable)
+                hint = "" if wrong else f"; run the same command {how} to go on"
                 screen.print(Text(f"{result.learned} of {len(self.new)} documents were learned{hint}"))
                 raise
         result.seconds, result.dropped, result.held = time.monotonic() - started, learner.dropped(), learner.held()
