@@ -298,7 +298,7 @@ def test_texts_are_queued_to_be_learned(make):
     texts = [Words().decode(DOC_A), Words().decode(DOC_B)]
     assert found.learn({"texts": texts}) == {"queued": 1, "known": 1}
     assert [list(one.tokens) for one in lab.engine.learning] == [DOC_B]
-    for wrong in ({}, {"texts": "a"}, {"texts": [3]}):
+    for wrong in ({}, {"texts": "a"}, {"texts": [3]}, {"texts": texts, "pin": True}):
         with pytest.raises(InputError, match="cache_salt if"):
             found.learn(wrong)
     with pytest.raises(InputError, match="the self-test failed"):

@@ -94,8 +94,10 @@ class Administration:
     def learn(self, asked: Facts) -> Facts:
         """Queue `texts` to be learned when the engine runs next, for the tenant `cache_salt`; raise `InputError`."""
         texts, salt = asked.get("texts"), str(asked.get("cache_salt") or "")
-        if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
-            raise InputError('give {"texts": ["…", …]}, and cache_salt if a tenant has one')
+        right = isinstance(texts, list) and all(isinstance(text, str) for text in texts)
+        if not right or not asked.keys() <= {"texts", "cache_salt"}:
+            raise InputError('give {"texts": ["…", …]}, and cache_salt if a tenant has one, and nothing else')
+        assert isinstance(texts, list)
         if self._tokenizer is None or self._setup.markers is None or not self._setup.blends:
             raise InputError(self._setup.refused or "this engine has no tokenizer, or does not blend")
         separator, queued, known = self._engine.settings.blend_special_str, 0, 0
@@ -237,7 +239,8 @@ def serve(of: Administration, address: str, token: str, engine: int = 0) -> Call
     until = time.monotonic() + STARTED
     while not server.started and thread.is_alive() and time.monotonic() < until:
         time.sleep(0.01)
-    log.info("lmc: administration at %s", listening.getsockname())
+    where = f"unix://{listening_at}" if isinstance(listening_at, str) else "http://{}:{}".format(*listening_at[:2])
+    log.info("lmc: administration at %s", where)
 
     def stop() -> None:
         server.should_exit = True
@@ -307,11 +310,7 @@ def application(of: Administration, token: str) -> Any:
         ("GET", "/health", lambda _, __: {"status": "ok"}),
         ("GET", "/v1/stat", lambda _, __: of.stat()),
         ("POST", "/v1/explain", lambda _, body: of.explain(body)),
-        (
-            "GET",
-            "/v1/documents",
-            lambda request, _: of.documents(_limit(request.query_params.get("limit", str(LISTED)))),
-        ),
+        ("GET", "/v1/documents", lambda request, _: of.documents(_limit(request))),
         ("GET", "/v1/documents/{name:path}", lambda request, _: of.document(request.path_params["name"])),
         ("PATCH", "/v1/documents/{name:path}", lambda request, body: of.change(request.path_params["name"], body)),
         ("DELETE", "/v1/documents/{name:path}", lambda request, _: of.remove(request.path_params["name"])),
@@ -334,7 +333,8 @@ async def _body(request: Any) -> Facts:
     return found
 
 
-def _limit(text: str) -> int:
+def _limit(request: Any) -> int:
+    text = request.query_params.get("limit", str(LISTED))
     if not text.isdecimal() or not int(text):
         raise InputError(f"limit = {text} must be a whole number from 1 on")
     return int(text)
