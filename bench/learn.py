@@ -12,6 +12,7 @@ goes on. What is measured:
                     all that is remembered of a document takes
     list            seconds of a list of all documents and the places where they are
     stat            seconds of `lmc stat`, which reads all headers
+    pin             seconds of the same command with `--pin`, when all is learned, less those of the command without it
 """
 
 import json
@@ -54,11 +55,11 @@ def write_documents(path: Path, count: int, tokenizer: Any) -> None:
             file.write(json.dumps({"id": f"document {number}", "text": text}) + "\n")
 
 
-def learn(folder: Path, kill_at: int = 0) -> dict[str, Any]:
+def learn(folder: Path, *more: str, kill_at: int = 0) -> dict[str, Any]:
     """Run `lmc learn`; kill it when so many documents are in the manifest."""
     manifest = folder / "manifest.jsonl"
     words = ["learn", str(folder / "documents.jsonl"), "--model", str(MODEL), "--local-disk", str(folder / "disk")]
-    words += ["--manifest", str(manifest), "--json"]
+    words += ["--manifest", str(manifest), "--json", *more]
     room = os.environ | {"LMC_MAX_LOCAL_DISK_SIZE": "200"}
     process = subprocess.Popen([sys.executable, "-m", "lmc", *words], stdout=subprocess.PIPE, text=True, env=room)
     if not kill_at:
@@ -131,6 +132,12 @@ def measure(count: int) -> dict[str, Any]:
         lost_by_kill = lost(folder, tokenizer)
         done = learn(folder)
         print(done, flush=True)
+        seconds, pinned = [], {}
+        for more in ((), ("--pin",)):
+            started = time.perf_counter()
+            pinned = learn(folder, *more)
+            seconds.append(time.perf_counter() - started)
+        print(pinned, seconds, flush=True)
         (_, plain), (memory, _) = opened(folder / "none"), opened(folder / "none", traced=True)
         (listed, restart), (held, _) = opened(folder / "disk"), opened(folder / "disk", traced=True)
         chunks = records(folder / "disk")
@@ -151,6 +158,8 @@ def measure(count: int) -> dict[str, Any]:
             "bytes a document": round((held - memory) / count),
             "list seconds": round(listed, 3),
             "stat seconds": round(stat, 2),
+            "pinned": pinned["before"],
+            "pin seconds": round(seconds[1] - seconds[0], 2),
         }
 
 
