@@ -235,15 +235,19 @@ class Store:
                 self.changes.appeared(tier.name, meta)
                 yield tier.name, meta
 
+    def last_uses(self) -> dict[ChunkKey, float]:
+        """Return when each record in the tiers that only this process uses was used last, in seconds since 1970."""
+        ours = [tier for tier in self._tiers if not tier.shared]
+        listed = [self._guard(tier, "lookup", lambda one: list(one.entries()), tier) or () for tier in ours]
+        return {entry.key: entry.used for entries in listed for entry in entries}
+
     def held(self) -> int:
         """Return how many slots are held or being written; it is zero when nothing is going on."""
         return self._state.held()
 
     def known_keys(self) -> set[ChunkKey]:
         """Return every key in memory and in the tiers that only this process uses."""
-        ours = [tier for tier in self._tiers if not tier.shared]
-        listed = [self._guard(tier, "lookup", lambda one: list(one.entries()), tier) or () for tier in ours]
-        return {*self._state.resident(), *(entry.key for entries in listed for entry in entries)}
+        return {*self._state.resident(), *self.last_uses()}
 
     # -- inside ------------------------------------------------------------------------------------------------------
 

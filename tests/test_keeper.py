@@ -3,6 +3,7 @@
 import gc
 import json
 import logging
+import os
 import time
 from contextlib import closing
 
@@ -209,6 +210,15 @@ def test_looking_at_a_prompt_counts_as_before(tmp_path):
         (found,) = engine.documents(A, [Span(0, len(A))])
         (noted,) = engine.note(A, [found], used=True)
         assert (noted.uses, noted.kept) == (1, False)
+
+
+def test_the_time_of_the_last_use_is_that_of_the_record_after_a_restart(tmp_path):
+    with closing(engine_of(tmp_path)) as engine:
+        document = learn(engine, A, name="a")
+        path = next((tmp_path / "disk/records").rglob(f"{document.id}.safetensors"))
+        os.utime(path, (1e9, 1e9))
+    with closing(engine_of(tmp_path)) as engine:
+        assert (known(engine, A).used, known(engine, A).name) == (1e9, "a")
 
 
 # -- what a review has found -----------------------------------------------------------------------------------------

@@ -353,14 +353,15 @@ class CacheEngine:
 
     def _recall(self) -> None:
         """Fill the index from the headers of records that earlier processes wrote to the disk."""
-        pages, old = self.namespace(RecordKind.PAGES), Counter[str]()
+        pages, old, uses = self.namespace(RecordKind.PAGES), Counter[str](), self.store.last_uses()
         for place, meta in self.store.records():
             old[place] += meta.kind is None
             if meta.kind is RecordKind.DOCUMENT and meta.label:
                 packed, _, name = meta.label.partition(" ")
                 with suppress(ValueError, IndexError):
                     tokens = unpack_tokens(packed).tolist()
-                    self.known.note(meta.namespace, tokens, self.document_keys(tokens, meta.namespace)).name = name
+                    document = self.known.note(meta.namespace, tokens, self.document_keys(tokens, meta.namespace))
+                    document.name, document.used = name, uses.get(meta.key, document.used)
             # Another model's pages have the same block hashes, but its token chunks have other keys.
             if meta.kind is RecordKind.PREFIX or meta.namespace == pages:
                 label, _, details = meta.label.partition(" ")
