@@ -155,15 +155,9 @@ def _stays(document: dict[str, Any]) -> str:
 
 
 def _ask(url: str, path: str, body: Any = None, method: str | None = None) -> Any:
-    from lmc.http_client import Unreachable, admin_client
+    from lmc.http_client import admin_client
 
-    try:
-        return admin_client(url).ask(path, body, method)
-    except Unreachable as error:
-        wrong = str(error).removesuffix(": is it running?")
-        raise Unreachable(
-            f"{wrong}: the address is that of LMC_ADMIN, with which the engine has to be started"
-        ) from None
+    return admin_client(url).ask(path, body, method)
 
 
 def _path(name: str) -> str:

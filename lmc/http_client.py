@@ -61,21 +61,26 @@ class _UnixHandler(HTTPHandler):
 
 def vllm_client(url: str, timeout: float = 30.0) -> "HttpClient":
     """Return a client of a vLLM server, whose address may end with `/v1` or not."""
-    return HttpClient(url.rstrip("/").removesuffix("/v1"), "OPENAI_API_KEY", timeout)
+    hint = "is it running? It has to be the address of a vLLM server, as http://localhost:8000"
+    return HttpClient(url.rstrip("/").removesuffix("/v1"), "OPENAI_API_KEY", timeout, hint)
 
 
-def admin_client(url: str) -> "HttpClient":
-    """Return a client of an engine's administration endpoint."""
-    return HttpClient(url, "LMC_ADMIN_TOKEN")
+def admin_client(url: str, hint: str = "") -> "HttpClient":
+    """Return a client of an engine's administration endpoint; `hint` as for `HttpClient`."""
+    hint = hint or "the address is that of LMC_ADMIN, with which the engine has to be started"
+    return HttpClient(url, "LMC_ADMIN_TOKEN", hint=hint)
 
 
 class HttpClient:
     """One server. May be used by several threads."""
 
-    def __init__(self, url: str, key_variable: str, timeout: float = 30.0) -> None:
-        """`url` may be `unix:///path`; `key_variable` is the variable of the environment with the key, if any."""
+    def __init__(self, url: str, key_variable: str, timeout: float = 30.0, hint: str = "is it running?") -> None:
+        """`url` may be `unix:///path`; `key_variable` is the variable of the environment with the key, if any.
+
+        If the server does not answer as it should, the error ends with the `hint`.
+        """
         self.url = with_scheme(url).rstrip("/")
-        self._key_variable, self._timeout = key_variable, timeout
+        self._key_variable, self._timeout, self._hint = key_variable, timeout, hint
         path = self.url.removeprefix(UNIX) if self.url.startswith(UNIX) else ""
         self._opener, self._base = opener(path), "http://localhost" if path else self.url
 
@@ -95,10 +100,10 @@ class HttpClient:
                 said = error.read().decode(errors="replace")
             if error.code in (400, 404, 422) and (reason := _reason(said)):
                 raise Refused(reason) from None
-            hint = f"; {self._key_variable} holds the key" if error.code in (401, 403) else ""
+            hint = f"; {self._key_variable} holds the key" if error.code in (401, 403) else f": {self._hint}"
             raise Unreachable(f"{self.url + path} answers {error.code} {error.reason}{hint}") from None
         except (OSError, HTTPException, ValueError) as error:
-            raise Unreachable(f"no server answers at {self.url} ({error}): is it running?") from None
+            raise Unreachable(f"no server answers at {self.url} ({error}): {self._hint}") from None
 
 
 def _reason(said: str) -> str:

@@ -17,6 +17,7 @@ from lmc.errors import InputError
 
 ChunkKey = NewType("ChunkKey", bytes)  # 32 bytes, sha256
 FORMAT = 1  # of chunks and records; chunks of another format are never found
+LONGEST_NAME = 500  # letters of the name that people give a document
 
 
 class RecordKind(Enum):

@@ -58,6 +58,15 @@ class EvictionOrder(Generic[T]):
         """Note that entries of this standing take so much more or less. Entries that are in use count too."""
         self._taken[standing] += change  # type: ignore[assignment]
 
+    def move(self, entry: T, before: Standing, standing: Standing, size: float) -> None:
+        """Change the standing of an entry. Several have to be moved in the order of their use, which they keep."""
+        self.count(before, -size)
+        self.count(standing, size)
+        queued = self._standing.get(entry, standing)
+        if queued is not standing:
+            self._queues[standing][entry] = self._queues[queued].pop(entry)
+            self._standing[entry] = standing
+
     def add(self, entry: T, standing: Standing = Standing.OTHER, *, first: bool = False) -> None:
         """Let an entry be evicted as the last one of its standing, or before all others."""
         queue = self._queues[standing]
@@ -76,21 +85,15 @@ class EvictionOrder(Generic[T]):
         queue[entry] = next(self._clock)
         queue.move_to_end(entry)
 
-    def change(self, entry: T, standing: Standing) -> None:
-        """Change the standing of an entry. Several have to be changed in the order of their use, which they keep."""
-        if standing is not self._standing[entry]:
-            self._queues[standing][entry] = self._queues[self._standing[entry]].pop(entry)
-            self._standing[entry] = standing
-
     def first(self) -> T | None:
         """Return the entry that is to be evicted next; None if there is none."""
         pinned = self._taken[Standing.PINNED]
-        open_to_all = [Standing.OTHER]
+        evictable = [Standing.OTHER]
         if self._taken[Standing.DOCUMENT] + pinned > self._share:
-            open_to_all.append(Standing.DOCUMENT)
+            evictable.append(Standing.DOCUMENT)
         if pinned > self._share:
-            open_to_all.append(Standing.PINNED)
-        heads = [next(iter(queue.items())) for standing in open_to_all if (queue := self._queues[standing])]
+            evictable.append(Standing.PINNED)
+        heads = [next(iter(queue.items())) for standing in evictable if (queue := self._queues[standing])]
         if heads:
             return min(heads, key=lambda head: head[1])[0]
         last = next(iter(self._queues[Standing.DOCUMENT]), None)  # There is nothing else.

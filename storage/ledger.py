@@ -123,8 +123,5 @@ class Ledger:
             del self._slots_of[key]
 
     def _stand(self, slot: Slot, standing: Standing) -> None:
-        self._queue.count(self._standing[slot], -1)
-        self._queue.count(standing, 1)
+        self._queue.move(slot, self._standing[slot], standing, 1)
         self._standing[slot] = standing
-        if slot in self._queue:
-            self._queue.change(slot, standing)

@@ -4,6 +4,7 @@ import gc
 import json
 import logging
 import os
+import threading
 import time
 from contextlib import closing
 
@@ -333,3 +334,34 @@ def test_documents_with_names_are_forgotten_when_there_are_too_many(tmp_path, mo
         for number in range(10):
             learn(engine, [5000 + number * 20 + i for i in range(20)], name=f"n{number}")
         assert {one.name for one in engine.known.list()} == {"a", "n8", "n9"}
+
+
+def test_a_pin_is_noted_while_another_thread_writes_the_file_anew(tmp_path, monkeypatch):
+    with closing(engine_of(tmp_path, records=40)) as engine:
+        first, second = learn(engine, A), learn(engine, B)
+        engine.keeper.pin([first, learn(engine, C)])
+        listed, pinning = engine.keeper._all, threading.Thread(target=engine.keeper.expire, args=([second], 3600))
+
+        def then_another_pins():
+            documents = listed()
+            if not pinning.ident:
+                pinning.start()
+                pinning.join(0.2)  # It must wait for the file.
+            return documents
+
+        monkeypatch.setattr(engine.keeper, "_all", then_another_pins)
+        engine.keeper.remove([first])
+        pinning.join(30)
+    with closing(engine_of(tmp_path, records=40)) as engine:
+        assert (known(engine, B).expires > 0, known(engine, C).pinned) == (True, True)
+
+
+def test_half_a_line_about_a_removed_document_does_not_stay(tmp_path):
+    with closing(engine_of(tmp_path)) as engine:
+        gone = learn(engine, A)
+        engine.keeper.pin([gone, learn(engine, B)])
+    path = tmp_path / "disk" / keeper.FILE
+    path.write_text(path.read_text() + path.read_text()[:90])  # as a process leaves it that is killed while it writes
+    keeper.forget_noted(path.parent, {gone.id})
+    (line,) = path.read_text().splitlines()
+    assert json.loads(line)["id"] != gone.id

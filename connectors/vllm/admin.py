@@ -94,10 +94,8 @@ class Administration:
     def learn(self, asked: Facts) -> Facts:
         """Queue `texts` to be learned when the engine runs next, for the tenant `cache_salt`; raise `InputError`."""
         texts, salt = asked.get("texts"), str(asked.get("cache_salt") or "")
-        right = isinstance(texts, list) and all(isinstance(text, str) for text in texts)
-        if not right or not asked.keys() <= {"texts", "cache_salt"}:
+        if not isinstance(texts, list) or set(map(type, texts)) - {str} or asked.keys() - {"texts", "cache_salt"}:
             raise InputError('give {"texts": ["…", …]}, and cache_salt if a tenant has one, and nothing else')
-        assert isinstance(texts, list)
         if self._tokenizer is None or self._setup.markers is None or not self._setup.blends:
             raise InputError(self._setup.refused or "this engine has no tokenizer, or does not blend")
         separator, queued, known = self._engine.settings.blend_special_str, 0, 0

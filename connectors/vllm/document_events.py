@@ -11,10 +11,10 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from lmc.connectors.vllm.kv_events import media_steps
 from lmc.engine.known_documents import KnownDocument
 from lmc.keys import ChunkKey, RecordKind
 from lmc.storage.change_log import ChangeLog
-from lmc.storage.places import place_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,29 +53,11 @@ class DocumentEvents:
 
     def take(self) -> list[DocumentMoved]:
         """Return the changes since the last call, in order."""
-        changes, complete = self._changes.since(self._read)
-        if complete:
-            steps = [
-                (change.chunk.key, place_of(change.place).medium, change.appeared)
-                for change in changes
-                if change.chunk.kind is RecordKind.DOCUMENT
-            ]
-            self._read += len(changes)
-        else:  # The log does not reach back to the last call.
-            steps = self._difference()
-        return [moved for step in steps if step[1] for moved in self._moved(*step)]
+        self._read, steps = media_steps(self._changes, self._read, self._seen, RecordKind.DOCUMENT)
+        return [moved for step in steps for moved in self._moved(*step)]
 
-    def _difference(self) -> list[tuple[ChunkKey, str, bool]]:
-        """Return the steps from what was read to what is there now."""
-        self._read, present = self._changes.present()
-        now = {
-            (chunk.key, place_of(place).medium)
-            for place, chunks in present.items()
-            for chunk in chunks
-            if chunk.kind is RecordKind.DOCUMENT
-        }
-        before = {(key, medium) for medium, keys in self._present.items() for key in keys}
-        return [(*one, False) for one in before - now] + [(*one, True) for one in now - before]
+    def _seen(self) -> set[tuple[ChunkKey, str]]:
+        return {(key, medium) for medium, keys in self._present.items() for key in keys}
 
     def _moved(self, key: ChunkKey, medium: str, stored: bool) -> Iterator[DocumentMoved]:
         there = self._present[medium]

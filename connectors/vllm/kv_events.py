@@ -13,8 +13,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from lmc.keys import ChunkKey
-from lmc.storage.change_log import ChangeLog
+from lmc.keys import ChunkKey, RecordKind
+from lmc.storage.change_log import ChangeLog, Chunk
 from lmc.storage.places import place_of
 
 ABSENT = 1024  # chunks, of about 10 KB each, whose details are kept while they are nowhere
@@ -52,6 +52,28 @@ class BlockDetails:
             parent=bytes.fromhex(parent) or None,
             tokens=array("I", base64.b85decode(tokens)),
         )
+
+
+def media_steps(
+    changes: ChangeLog, read: int, seen: Callable[[], set[tuple[ChunkKey, str]]], kind: RecordKind | None = None
+) -> tuple[int, list[tuple[ChunkKey, str, bool]]]:
+    """Return the number of the last change, and which chunks have come to a medium (true) or left it after `read`.
+
+    If the log does not reach back so far, these are the steps from what was `seen`, chunks and their media, to what is
+    there now. With a `kind`, only chunks of that kind count.
+    """
+
+    def medium(chunk: Chunk, place: str) -> str:
+        return place_of(place).medium if kind in (None, chunk.kind) else ""
+
+    after, complete = changes.since(read)
+    if complete:
+        found = [(change.chunk.key, medium(change.chunk, change.place), change.appeared) for change in after]
+        return read + len(after), [step for step in found if step[1]]
+    number, present = changes.present()
+    now = {(chunk.key, at) for place, chunks in present.items() for chunk in chunks if (at := medium(chunk, place))}
+    before = seen()
+    return number, [(*one, False) for one in before - now] + [(*one, True) for one in now - before]
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,12 +132,7 @@ class KVEvents:
 
     def take(self) -> list[BlocksMoved]:
         """Return the changes since the last call, in order."""
-        changes, complete = self._changes.since(self._read)
-        if complete:
-            steps = [(change.chunk.key, place_of(change.place).medium, change.appeared) for change in changes]
-            self._read += len(changes)
-        else:  # The log does not reach back to the last call.
-            steps = self._difference()
+        self._read, steps = media_steps(self._changes, self._read, self._announced)
         return [moved for step in steps for moved in self._moved(*step)]
 
     def _keep_while_absent(self, key: ChunkKey) -> None:
@@ -124,17 +141,13 @@ class KVEvents:
             oldest = next(iter(self._absent))
             del self._absent[oldest], self._details[oldest]
 
-    def _difference(self) -> list[tuple[ChunkKey, str, bool]]:
-        """Return the steps from what was announced to what is there now."""
-        self._read, present = self._changes.present()
-        now = {(chunk.key, place_of(place).medium) for place, chunks in present.items() for chunk in chunks}
-        announced = {(key, medium) for key, media in self._media.items() for medium in media}
-        return [(*one, False) for one in announced - now] + [(*one, True) for one in now - announced]
+    def _announced(self) -> set[tuple[ChunkKey, str]]:
+        return {(key, medium) for key, media in self._media.items() for medium in media}
 
     def _moved(self, key: ChunkKey, medium: str, stored: bool) -> Iterator[BlocksMoved]:
         """Return the blocks of which this was the first copy on a medium, or the last."""
         details, media = self._details.get(key), self._media.get(key, set())
-        if not medium or details is None or stored == (medium in media):
+        if details is None or stored == (medium in media):
             return
         if stored:
             self._media.setdefault(key, set()).add(medium)

@@ -10,8 +10,7 @@ from lmc.blend.segments import Span
 from lmc.blend.strategies import STRATEGIES, RecomputePolicy
 from lmc.config import Settings, Strategy
 from lmc.errors import InputError
-
-NAME = 500  # letters
+from lmc.keys import LONGEST_NAME
 
 
 class Options(BaseModel):
@@ -23,7 +22,11 @@ class Options(BaseModel):
     # True: the documents of the prompt are learned before it is answered; without separators, it is one document.
     # False: its documents are not learned afterwards either.
     learn: bool | None = Field(default=None, description="true or false")
-    name: str = Field(default="", max_length=NAME, description=f"a text of at most {NAME} letters, for lmc documents")
+    name: str = Field(
+        default="",
+        max_length=LONGEST_NAME,
+        description=f"a text of at most {LONGEST_NAME} letters, for lmc documents",
+    )
     strategy: Strategy | None = Field(default=None, description=f"one of {', '.join(STRATEGIES)}")
     ratio: float | None = Field(default=None, ge=0, le=1, description="between 0 and 1")
     documents: tuple[Span, ...] | tuple[str, ...] | None = None  # instead of the special string; texts are looked for

@@ -92,5 +92,6 @@ class LmcPromMetrics(KVConnectorPromMetrics):
 
 def _said(key: str) -> str:
     name, labels = parted(key)
-    change = "" if name not in NAMES else "change of " if NAMES[name].gauge else "mean " if NAMES[name].buckets else ""
+    metric = NAMES.get(name)
+    change = "change of " if metric and metric.gauge else "mean " if metric and metric.buckets else ""
     return f"lmc {change}{' '.join((name.replace('_', ' '), *labels))}"

@@ -94,7 +94,7 @@ class CacheEngine:
             noted,
             keys_of=lambda namespace, tokens: self.document_keys(tokens, namespace),
             learn=self._learn_again,
-            unqueue=lambda one: self.learning.discard(Unlearned(one.namespace, tuple(one.tokens))),
+            unqueue=lambda one: self.learning.discard(Unlearned.of(one)),
             size=self._part_of_room,
         )
         self.keeper.load()
@@ -105,6 +105,11 @@ class CacheEngine:
     def namespace(self, kind: RecordKind, salt: str = "") -> bytes:
         """Return the digest from which the keys of a tenant's chunks start."""
         return _digest(self._namespace, kind, salt, self.prefix if kind is RecordKind.DOCUMENT else ())
+
+    def salt_of(self, document: KnownDocument) -> str | None:
+        """Return the salt of a document's tenant; None if this process has not met the tenant."""
+        salts = (salt for salt in list(self.salts) if self.namespace(RecordKind.DOCUMENT, salt) == document.namespace)
+        return next(salts, None)
 
     def token_chain(self, tokens: Sequence[int], salt: str = "", ends: Iterable[int] = ()) -> TokenChain:
         """Return a prompt as exact token chunks. Partly full chunks are also looked for at the lengths `ends`."""
@@ -333,15 +338,10 @@ class CacheEngine:
             key=key, namespace=namespace, tokens=tokens, first=at, parts=parts, part_bytes=size, kind=kind, label=label
         )
 
-    def salt_of(self, document: KnownDocument) -> str | None:
-        """Return the salt of a document's tenant; None if this process has not met the tenant."""
-        salts = (salt for salt in list(self.salts) if self.namespace(RecordKind.DOCUMENT, salt) == document.namespace)
-        return next(salts, None)
-
     def _learn_again(self, document: KnownDocument) -> None:
         """Queue a document, if it is one of this model, and of a tenant who has asked for something."""
         if self.salt_of(document) is not None:
-            self.learning.add(Unlearned(document.namespace, tuple(document.tokens), document.name))
+            self.learning.add(Unlearned.of(document))
 
     def _part_of_room(self, document: KnownDocument) -> float:
         """Return which part of the room for pinned documents one takes: of the disk, or of memory without a disk."""

@@ -57,7 +57,7 @@ class Keeper:
         self._mutex = threading.Lock()  # for what is above; held for moments only
         # So that nothing that is removed is written again, or pinned meanwhile. It is taken before the others.
         self.moving = threading.RLock()
-        self._file = threading.Lock()  # for the file
+        self._file = threading.Lock()  # for the file, which has to agree with `_kept`; taken before the mutex
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -76,10 +76,8 @@ class Keeper:
             log.warning("cannot read %s (%s): no document is pinned", self._path, error.strerror)
             return
         noted: dict[str, dict[str, Any]] = {}
-        for line in lines:
-            with suppress(ValueError, TypeError, KeyError):  # A process that was killed leaves half a line.
-                one = json.loads(line)
-                noted[one["id"]] = noted.get(one["id"], {}) | one
+        for one in filter(None, map(_parsed, lines)):
+            noted[one["id"]] = noted.get(one["id"], {}) | one
         given_up = sum(not self._take_over(one) for one in noted.values())
         if given_up:
             log.warning("%d documents are not pinned any more: there is no room (document_share)", given_up)
@@ -215,33 +213,36 @@ class Keeper:
         return fits
 
     def _note(self, documents: Sequence[KnownDocument]) -> None:
-        with self._mutex:
-            new = [document for document in documents if document.kept and document.id not in self._kept]
-            changed = [document for document in documents if document.id in self._kept]
-            for document in (*new, *changed):
-                self._kept[document.id] = document
-                if not document.kept:
-                    del self._kept[document.id]
+        """Append a line for each document that is kept, or was."""
+        with self._file:
+            with self._mutex:
+                noted = [document for document in documents if document.kept or document.id in self._kept]
+                new = {document.id for document in noted} - self._kept.keys()
+                for document in noted:
+                    if document.kept:
+                        self._kept[document.id] = document
+                    else:
+                        self._kept.pop(document.id, None)
+            self._write("a", [_line(document, whole=document.id in new) for document in noted])
         if self._path is None and new:
             log.warning("there is no disk tier (local_disk): pins and time limits end with this process")
-        self._write("a", [*(_line(document, whole=True) for document in new), *map(_line, changed)])
         self._start()
 
     def _rewrite(self) -> None:
         """Replace the file by one with a line for each document."""
-        self._write("w", [*(_line(document, whole=True) for document in self._all()), *self._foreign])
+        with self._file:
+            self._write("w", [*(_line(document, whole=True) for document in self._all()), *self._foreign])
 
     def _write(self, mode: str, lines: Sequence[str]) -> None:
         if self._path is None or (mode == "a" and not lines):
             return
         path = self._path if mode == "a" else self._path.with_suffix(".tmp")
         try:
-            with self._file:
-                # Nobody else on this machine may read what tenants have stored.
-                with open(path, mode, encoding="utf-8", opener=lambda name, how: os.open(name, how, 0o600)) as file:
-                    file.writelines(lines)
-                if mode == "w":
-                    path.replace(self._path)
+            # Nobody else on this machine may read what tenants have stored.
+            with open(path, mode, encoding="utf-8", opener=lambda name, how: os.open(name, how, 0o600)) as file:
+                file.writelines(lines)
+            if mode == "w":
+                path.replace(self._path)
         except OSError as error:
             wrong = "cannot write %s (%s): what is pinned or limited in time now ends with this process"
             log.warning(wrong, path, error.strerror)
@@ -281,12 +282,21 @@ def _line(document: KnownDocument, *, whole: bool = False) -> str:
     return json.dumps(noted) + "\n"
 
 
+def _parsed(line: str) -> dict[str, Any] | None:
+    """Return what a line notes; None for half a line, which a process that was killed leaves."""
+    with suppress(ValueError):
+        noted = json.loads(line)
+        if isinstance(noted, dict) and isinstance(noted.get("id"), str):
+            return noted
+    return None
+
+
 def forget_noted(directory: Path, ids: Collection[str]) -> None:
     """Remove what is noted about documents in the directory of a disk tier that no engine uses."""
     path = directory / FILE
     if path.exists():
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
-        kept = [line for line in lines if not any(name in line for name in ids)]
+        kept = [line for line in lines if (noted := _parsed(line)) and noted["id"] not in ids]
         path.write_text("".join(kept), encoding="utf-8")
         if not kept:
             path.unlink()

@@ -31,7 +31,7 @@ class KnownDocument:
     removed: bool = False  # by a person; it may be learned again
     used: float = field(default_factory=time.time)  # when it was learned or used last, in seconds since 1970
     name: str = ""  # for people; several documents may have the same
-    pinned: bool = False  # Only the keeper sets this, and the next one.
+    pinned: bool = False  # Only the keeper sets `pinned` and `expires`.
     expires: float = 0.0  # when it is removed, in seconds since 1970; 0 for never
 
     @property
@@ -50,9 +50,7 @@ class KnownDocuments:
 
     def __init__(self) -> None:
         self._documents: OrderedDict[str, KnownDocument] = OrderedDict()  # used longest ago first
-        self._forgettable: OrderedDict[str, None] = (
-            OrderedDict()
-        )  # ids in the same order, without documents that are kept
+        self._forgettable: OrderedDict[str, None] = OrderedDict()  # ids in the same order, without those that are kept
         self._tokens = 0
         self._mutex = threading.Lock()
 

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from lmc.engine.known_documents import KnownDocument
+
 WAITING = 256  # documents, at most; one that is dropped comes again with the next prompt that has it
 
 
@@ -16,6 +18,11 @@ class Unlearned:
     namespace: bytes
     tokens: tuple[int, ...]
     name: str = field(default="", compare=False)
+
+    @classmethod
+    def of(cls, document: KnownDocument) -> "Unlearned":
+        """Return a known document as it waits to be learned again."""
+        return cls(document.namespace, tuple(document.tokens), document.name)
 
 
 class LearnQueue:

@@ -10,12 +10,12 @@ from lmc.blend.segments import Span, document_tokens
 from lmc.config import Settings
 from lmc.errors import InputError
 from lmc.http_client import Refused, Unreachable, admin_client, vllm_client
+from lmc.keys import LONGEST_NAME
 from lmc.learn.sources import Document
 from lmc.storage.places import fastest_first
 from lmc.top import fetch
 
 TIMEOUT = 600.0  # seconds for a document, which may wait for others
-NAME = 500  # letters of a name that are sent
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,25 +83,16 @@ class ServerLearner:
         """
         self._client, self._evictions = vllm_client(url, TIMEOUT), 0.0
         self._separator, self._salt, self._chat = separator, salt, chat
-        try:
-            models = self._client.ask("/v1/models").get("data") or [{}]
-        except Unreachable as error:
-            raise Unreachable(f"{error}. It has to be the address of a vLLM server, as http://localhost:8000") from None
+        models = self._client.ask("/v1/models").get("data") or [{}]
         self.model = str(models[0].get("id", ""))
-        self._admin = admin_client(admin)
+        self._admin = admin_client(
+            admin,
+            "--pin and --ttl ask the engine's administration endpoint, so start the server with "
+            "LMC_ADMIN=127.0.0.1:9180, and give its address with --admin",
+        )
         if retains:
-            self._check_admin()
-        self._evictions = self.dropped()
-
-    def _check_admin(self) -> None:
-        try:
             self._admin.ask("/health")
-        except Unreachable as error:
-            wrong = str(error).removesuffix(": is it running?")
-            raise Unreachable(
-                f"{wrong}: --pin and --ttl ask the engine's administration endpoint, so start the server with "
-                "LMC_ADMIN=127.0.0.1:9180, and give its address with --admin"
-            ) from None
+        self._evictions = self.dropped()
 
     def learn(self, document: Document) -> Stored:
         """See `Learner`."""
@@ -109,7 +100,7 @@ class ServerLearner:
         asked = {
             "model": self.model,
             "max_tokens": 1,
-            "kv_transfer_params": {"lmc": {"learn": True, "name": document.id[:NAME]}},
+            "kv_transfer_params": {"lmc": {"learn": True, "name": document.id[:LONGEST_NAME]}},
             **({"messages": [{"role": "user", "content": text}]} if self._chat else {"prompt": text}),
             **({"cache_salt": self._salt} if self._salt else {}),
         }
@@ -135,7 +126,7 @@ class ServerLearner:
 
     def retain(self, document: Document, ids: Sequence[str], retention: Retention) -> None:
         """See `Learner`."""
-        wanted: dict[str, object] = {"name": document.id[:NAME]}
+        wanted: dict[str, object] = {"name": document.id[:LONGEST_NAME]}
         wanted |= ({"pinned": True} if retention.pinned else {}) | ({"ttl": retention.ttl} if retention.ttl else {})
         for name in ids:
             self._admin.ask(f"/v1/documents/{name}", wanted, "PATCH")
@@ -179,14 +170,14 @@ class ModelLearner:
         engine, stored = self._cached.engine, []
         try:
             for tokens in document_tokens(self._tokenizer.encode, self._cached.markers, self._separator, document.text):
-                self._cached.learn(tokens, document.id[:NAME])
+                self._cached.learn(tokens, document.id[:LONGEST_NAME])
                 views = engine.documents(tokens, [Span(0, len(tokens))], self._salt)
                 stored += engine.note(tokens, views, self._salt)
             engine.store.flush()  # The manifest must not name a document that is not on a tier yet.
         except InputError as error:
             return Stored(failed=str(error))
         for one in stored:
-            one.name = one.name or document.id[:NAME]
+            one.name = one.name or document.id[:LONGEST_NAME]
         why = "" if stored else "it has special tokens of the model, and would be taken for a conversation"
         return Stored(tuple(one.id for one in stored), why)
 

@@ -199,12 +199,8 @@ class DiskTier:
             self._evict(self.bytes - self.capacity)
 
     def _stand(self, key: ChunkKey, standing: Standing) -> None:
-        size = self._index.get(key, 0)
-        self._order.count(self._standing.get(key, Standing.OTHER), -size)
-        self._order.count(standing, size)
+        self._order.move(key, self._standing.get(key, Standing.OTHER), standing, self._index.get(key, 0))
         self._standing[key] = standing
-        if key in self._order:
-            self._order.change(key, standing)
 
     def report_to(self, changes: ChangeLog) -> None:
         """Report what is written, evicted and removed from now on."""
