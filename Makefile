@@ -51,12 +51,14 @@ bench: $(VENV)/ready
 	$(BIN)/python bench/quality.py --keep
 	$(BIN)/python bench/learn.py --keep
 	$(BIN)/lmc demo --small --json bench/results/demo.json
+	$(BIN)/lmc demo --json bench/results/demo_smollm2.json
 
 bench-engine: $(ENGINE)/ready $(VENV)/ready
 	$(ENGINE)/bin/python bench/vllm_ttft.py --keep
 	$(ENGINE)/bin/python bench/vllm_itl.py --keep
 	$(ENGINE)/bin/python bench/vllm_overhead.py --keep
 	$(ENGINE)/bin/python bench/vllm_decay.py --keep
+	$(ENGINE)/bin/python bench/vllm_admin.py --keep
 	$(ENGINE)/bin/python bench/vllm_quality.py --keep "$(SMOLLM2)"
 	$(ENGINE)/bin/python bench/chat.py --keep "$(SMOLLM2)"
 	$(ENGINE)/bin/python bench/chat.py --keep small

@@ -104,6 +104,10 @@ class Engine:
         """
         return self._call("beside", list(running), list(tokens), lmc)
 
+    def steps(self, tokens: Sequence[int], count: int) -> list[float]:
+        """Seconds of each step of a request that decodes `count` tokens alone."""
+        return self._call("steps", list(tokens), count)["seconds"]
+
     def forget_prefixes(self) -> None:
         """Do what is left to do, then empty the engine's own prefix cache."""
         self._call("forget_prefixes")
@@ -217,6 +221,16 @@ class _Host:
         while self.engine.has_unfinished_requests():
             self.engine.step()
         return {"ttft": ttft, "gap": max(gaps), "gaps": gaps}
+
+    def steps(self, tokens: list[int], count: int) -> dict[str, Any]:
+        self.engine.add_request("decoding", {"prompt_token_ids": tokens}, _parameters({"blend": False}, count))
+        self.engine.step()
+        seconds = []
+        while self.engine.has_unfinished_requests():
+            started = time.perf_counter()
+            self.engine.step()
+            seconds.append(time.perf_counter() - started)
+        return {"seconds": seconds}
 
     def forget_prefixes(self) -> dict[str, Any]:
         while self.core.scheduler.has_requests():

@@ -17,7 +17,7 @@ from langchain_core.documents import Document
 from langchain_core.retrievers import BaseRetriever
 from langchain_core.runnables import RunnableLambda, RunnablePassthrough
 from langchain_openai import ChatOpenAI
-from openai import OpenAI
+from openai import OpenAI, OpenAIError
 
 from lmc.rag import messages
 
@@ -70,4 +70,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except OpenAIError as error:
+        sys.exit(f"the server does not answer as it should: {error} Is it running, and is its address right?")

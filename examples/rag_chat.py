@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import bm25s
-from openai import OpenAI
+from openai import OpenAI, OpenAIError
 
 from lmc.rag import messages
 
@@ -36,4 +36,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except OpenAIError as error:
+        sys.exit(f"the server does not answer as it should: {error} Is it running, and is its address right?")

@@ -75,7 +75,7 @@ def lmc(
 
 @app.command()
 def config(as_json: AsJson = False) -> None:
-    """Show every setting, its effective value, and where that comes from."""
+    """Show every setting, its effective value, and where that comes from; then the variables that are no settings."""
     from lmc.config import Settings
 
     settings = Settings.load()
@@ -271,15 +271,16 @@ def holdings_summary(place: str, found: "Holdings", unreadable: int) -> dict[str
 
 
 def setting_rows(settings: "Settings") -> list[tuple[str, str, str]]:
-    """Return the name of each setting, its value as text, and where that comes from."""
-    from lmc.config_sources import shown
+    """Return the name of each setting and variable, its value as text, and where that comes from."""
+    from lmc.config_sources import VARIABLES, shown, shown_variable
 
     names = type(settings).model_fields
-    return [(name, shown(name, getattr(settings, name)), settings.origin(name)) for name in names]
+    rows = [(name, shown(name, getattr(settings, name)), settings.origin(name)) for name in names]
+    return [*rows, *((name, *shown_variable(name)) for name in VARIABLES)]
 
 
 def settings_table(settings: "Settings") -> Table:
-    """Return one row for each setting."""
+    """Return one row for each setting and variable."""
     table = Table("setting", "value", "from")
     for column in table.columns:
         column.overflow = "fold"  # An ellipsis would cut paths.

@@ -134,7 +134,7 @@ class Settings(BaseModel):
         "write_through", description="write_through or write_back"
     )
     load_policy: Literal["auto", "always", "never"] = Field(
-        "auto", description="auto (load what is faster loaded than computed), always, or never from tiers below memory"
+        "auto", description="auto (not what is clearly faster computed), always, or never from tiers below memory"
     )
     load_deadline: Real = Field(2.0, gt=0, description="a number of seconds above 0")
 

@@ -24,6 +24,11 @@ NO_SETTINGS = (
     *CONFIG_FILES, "LMC_LOG_*", "LMC_SERVER", "LMC_ADMIN*", "LMC_KERNELS", "LMC_ROUTER_*", "LMC_UNTESTED_VLLM",
     "LMC_CHECK_LOCKS", "LMC_DOCUMENT_EVENTS", "LMCACHE_USE_EXPERIMENTAL", "LMCACHE_TRACK_USAGE", "LMCACHE_LOG_LEVEL",
 )  # fmt: skip
+# Those that `lmc config` shows below the settings.
+VARIABLES = (
+    "LMC_CONFIG_FILE", "LMC_ADMIN", "LMC_ADMIN_TOKEN", "LMC_DOCUMENT_EVENTS", "LMC_LOG_REQUESTS", "LMC_LOG_LEVEL",
+    "LMC_UNTESTED_VLLM",
+)  # fmt: skip
 SECRET = frozenset({"remote_url"})  # settings that may hold a password
 # Variables that Kubernetes sets in every pod for a Service whose name begins with lmc, with the values that they have.
 _ADDRESS, _NUMBER = r"[0-9a-fA-F.:]+", r"\d+"
@@ -107,6 +112,14 @@ def shown(name: str, value: object) -> str:
             return "(not shown)"  # Any part of it may be a password.
     text = str(value) if isinstance(value, Path) else repr(list(value) if isinstance(value, tuple) else value)
     return _without_login(text)
+
+
+def shown_variable(name: str) -> tuple[str, str]:
+    """Return the value of a variable that is no setting as a person may see it, and where it comes from."""
+    value = os.environ.get(name)
+    if value is None:
+        return "None", "default"
+    return "***" if name.endswith("TOKEN") else repr(value), "environment"
 
 
 def shown_foreign(name: str, value: object) -> str:

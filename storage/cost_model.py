@@ -27,7 +27,7 @@ Spent = defaultdict[tuple[str, str], float]
 class LoadPolicy(Enum):
     """When chunks are loaded from tiers below memory."""
 
-    AUTO = "auto"  # if loading is expected to be faster than computing
+    AUTO = "auto"  # unless computing is expected to be clearly faster
     ALWAYS = "always"
     NEVER = "never"
 

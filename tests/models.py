@@ -34,6 +34,7 @@ ROPES: dict[str, dict[str, Any]] = {
         "original_max_position_embeddings": 64,
     },
     "yarn": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 256},
+    "linear": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
     "dynamic": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0},
 }
 

@@ -12,7 +12,7 @@ from test_cli import lmc
 from test_vllm_scheduler import counted, pretend
 from vllm_fakes import DOC_A, DOC_B, Adapter, Lab, hashes_of, learn, prompt
 
-from lmc.connectors.vllm.admin import Administration, serve
+from lmc.connectors.vllm.admin import Administration, serve, serve_if_wanted
 from lmc.errors import ConfigError, InputError
 from lmc.http_client import HttpClient, Refused
 from lmc.keys import RecordKind
@@ -235,6 +235,34 @@ def test_the_endpoint_answers_what_the_commands_ask(served, tmp_path):
         (tmp_path / "prompt.txt").write_text(text)
         code, _, err = lmc("explain", tmp_path / "prompt.txt", "--url", served.url)
         assert (code, said in err) == (2, True)
+
+
+def test_the_variable_lmc_admin_is_the_address_that_commands_ask(served, tmp_path, monkeypatch):
+    monkeypatch.setenv("LMC_ADMIN", served.url)
+    assert json.loads(lmc("documents", "list", "--json")[1])["total"] == 2
+    (tmp_path / "prompt.txt").write_text(Words().decode(prompt(DOC_B)))
+    assert json.loads(lmc("explain", tmp_path / "prompt.txt", "--json")[1])["reused_tokens"] == len(DOC_B)
+
+
+def test_texts_that_are_posted_are_learned_when_the_engine_runs_next(served):
+    client, asked = HttpClient(served.url, "NO_KEY"), {"texts": [Words().decode([5, 6, 7, 8, 9, 10])]}
+    served.now = 60.0
+    assert client.ask("/v1/learn", asked) == {"queued": 1, "known": 0}
+    assert not served.step().learn
+    served.serve("runs", [7] * 8)
+    served.settle()
+    assert client.ask("/v1/learn", asked) == {"queued": 0, "known": 1}
+
+
+def test_each_data_parallel_engine_has_an_address_of_its_own(make, tmp_path, monkeypatch):
+    found, port, path = administration(make()), free_port(), f"unix://{tmp_path}/lmc.sock"
+    for given, own in ((f"127.0.0.1:{port - 2}", f"127.0.0.1:{port}"), (path, f"{path}2")):
+        monkeypatch.setenv("LMC_ADMIN", given)
+        stop = serve_if_wanted(found, 2)
+        try:
+            assert HttpClient(own, "NO_KEY").ask("/health") == {"status": "ok"}
+        finally:
+            stop()
 
 
 def test_a_document_that_was_removed_is_named_until_it_is_learned_again(make):

@@ -14,7 +14,7 @@ from transformers import DynamicCache
 from lmc.blend.blender import Blender, BlendInput
 from lmc.blend.markers import Markers
 from lmc.blend.segments import Placement, Segments, join, split
-from lmc.blend.strategies import STRATEGIES, RecomputePolicy
+from lmc.blend.strategies import STRATEGIES, Evidence, RecomputePolicy
 from lmc.connectors.transformers.canvas import DenseCanvas
 from lmc.connectors.transformers.layers import DecoderLayers
 from lmc.errors import UnsupportedModel
@@ -76,7 +76,7 @@ def documents_of(count: int, seed: int = 0) -> list[list[int]]:
     return [random_tokens(sizes.randrange(1, 40), 100 * seed + i) for i in range(count)]
 
 
-@pytest.mark.parametrize("rope", ["plain", "llama3", "yarn"])
+@pytest.mark.parametrize("rope", ["plain", "linear", "llama3", "yarn"])
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 @pytest.mark.parametrize("strategy", ["all", "query", "deviation"])
 def test_at_ratio_one_the_result_is_full_prefill(family: str, rope: str, strategy: str) -> None:
@@ -278,9 +278,10 @@ def test_nothing_stored_is_an_ordinary_prefill() -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_the_query_strategy_repairs_what_the_question_attends_to(seed: int) -> None:
-    """Against the definition: max over question tokens, mean over heads, sum over layers, in the first pass over
-    unrepaired KV.
+@pytest.mark.parametrize("strategy", ["query", "union"])
+def test_query_and_union_repair_what_the_question_attends_to(strategy: str, seed: int) -> None:
+    """Against the definition: max over question tokens, mean (`query`) or max (`union`) over heads, sum over layers, in
+    the first pass over unrepaired KV.
     """
     model = random_model(seed=seed)
     scene = Scene(model, documents_of(4, seed=seed), known={0, 1, 2, 3})
@@ -291,11 +292,14 @@ def test_the_query_strategy_repairs_what_the_question_attends_to(seed: int) -> N
     scores = torch.zeros(len(scene.prompt))
     for layer in range(4):
         weights = questions_attention(model, scene, blind, layer, fresh)
-        scores += weights[:, [fresh.index(i) for i in range(question.start, question.stop)]].mean(0).amax(0)
+        weights = weights[:, [fresh.index(i) for i in range(question.start, question.stop)]]
+        scores += (weights.mean(0) if strategy == "query" else weights.amax(0)).amax(0)
     reused = torch.tensor(every_reused(scene))
-    wanted = reused[scores[reused].argsort(descending=True, stable=True)[: int(len(reused) * 0.2)]].sort().values
+    offset = torch.cat([torch.arange(piece.tokens) for piece in scene.pieces])
+    evidence = Evidence(offset=offset, attention=scores[reused])
+    wanted = reused[STRATEGIES[strategy](evidence, int(len(reused) * 0.2))]
 
-    chosen = scene.blend(RecomputePolicy(strategy="query", ratios=(0.2,))).repaired[0]
+    chosen = scene.blend(RecomputePolicy(strategy=strategy, ratios=(0.2,))).repaired[0]
     assert chosen.tolist() == wanted.tolist()
 
 
@@ -327,4 +331,4 @@ def test_an_unsupported_family_and_a_dynamic_rope_are_refused() -> None:
         DecoderLayers(model)
     with pytest.raises(UnsupportedModel, match="dynamic"):
         DecoderLayers(random_model(rope="dynamic"))
-    assert set(ROPES) == {"plain", "llama3", "yarn", "dynamic"}
+    assert set(ROPES) == {"plain", "linear", "llama3", "yarn", "dynamic"}

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from lmc.blend.markers import Markers
 from lmc.blend.segments import join, split
-from lmc.calibrate.measure import BLIND, RATIOS, Measured, Numbers
+from lmc.calibrate.measure import BLIND, RATIOS, Measured, Measurement, Numbers
 from lmc.calibrate.prompts import ANSWER, ASK, CalibrationPrompts, collect, questions_about
 from lmc.calibrate.verdict import calibration, judge, reads_documents, table, yaml_lines
 from lmc.cli import app
@@ -143,6 +143,27 @@ def test_the_table_has_full_prefill_blind_reuse_and_every_ratio() -> None:
     }
 
 
+@pytest.mark.parametrize(("seconds", "count"), [(10.0, 21), (1.0, 64), (100.0, 8)])
+def test_as_many_prompts_are_measured_as_a_few_minutes_allow(
+    seconds: float, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The least number of prompts is measured however long that takes."""
+    clock = SimpleNamespace(now=0.0, perf_counter=lambda: clock.now)
+
+    def measure(_: Measurement, prompt: int, number: int, found: Measured) -> None:
+        clock.now += seconds
+        found.full.append(seconds)
+
+    monkeypatch.setattr("lmc.calibrate.measure.time", clock)
+    monkeypatch.setattr(Measurement, "_warm_up", lambda self, prompt: None)
+    monkeypatch.setattr(Measurement, "_measure", measure)
+    shown: list[tuple[int, int]] = []
+    measurement = Measurement(SimpleNamespace(settings=BLENDING), SimpleNamespace(prompt=int))
+    found = measurement.run(None, lambda done, of: shown.append((done, of)))
+    assert len(found.full) == count
+    assert shown[-1] == (count, count)
+
+
 # -- prompts ---------------------------------------------------------------------------------------------------------
 
 
@@ -206,6 +227,12 @@ def test_calibrations_are_kept_by_model_and_replaced() -> None:
     assert calibration_of("a") == result(ratio=0.3)
     assert calibration_of("b") == result(worth_it=False, ratio=None)
     assert [path.name for path in calibrations_file().parent.iterdir()] == ["calibrations.json"]
+
+
+def test_they_are_kept_in_the_cache_directory_of_the_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert calibrations_file() == tmp_path / ".cache" / "lmc" / "calibrations.json"
 
 
 @pytest.mark.parametrize(
@@ -323,6 +350,23 @@ def test_the_small_model_is_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
         assert code == 1
         assert "no time is gained" in kept.reason
         assert "Blending is not worth it for this model: " in out
+
+
+@pytest.mark.parametrize(
+    ("shares", "code", "said"),
+    [({0.15: 0.979, 0.3: 0.98, 0.5: 1.0}, 0, "is worth it at ratio 0.3"), ({0.5: 0.979}, 1, "is not worth it")],
+)
+def test_without_a_target_blends_have_to_agree_at_98_percent(
+    shares: dict[float, float], code: int, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lmc.calibrate.command._measure", lambda *_: ("a", measured(shares)))
+    found, out, _ = lmc(MODEL, "--documents", DOCUMENTS)
+    assert found == code
+    assert said in out
+    assert ("enable_blending: true" in out) == (code == 0)
+    kept = calibration_of("a")
+    assert kept is not None
+    assert (kept.target, kept.worth_it) == (0.98, code == 0)
 
 
 def test_random_weights_are_not_worth_it(random_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:

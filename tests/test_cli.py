@@ -3,8 +3,10 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +18,7 @@ from typer.testing import CliRunner
 from lmc import __version__
 from lmc.cli import app
 from lmc.config import Settings
-from lmc.connectors.transformers import CachedModel
+from lmc.connectors.transformers import CachedModel, hf
 from lmc.demo import SHIPPED as SMALL
 from lmc.demo.run import begins
 from lmc.engine import tiers as engine_tiers
@@ -95,6 +97,11 @@ def test_a_template_is_printed_for_a_server(tmp_path: Path) -> None:
     assert code == 0
     assert out.startswith("{%- if documents %}")
     assert out.endswith("{%- endif %}\n{{ messages[0].content }}")
+    shutil.copytree(SMALL / "model", tmp_path / "model")
+    (tmp_path / "model" / "chat_template.jinja").write_text("{{ messages[-1].content }}")
+    code, out, _ = lmc("template", tmp_path / "model")
+    assert (code, out.startswith("{%- if documents %}")) == (0, True)
+    assert out.endswith("{%- endif %}\n{{ messages[-1].content }}")
     code, _, err = lmc("template", SMALL / "model")
     assert (code, "has no chat template" in err) == (2, True)
     assert lmc("template", SMALL / "model", "--template", tmp_path / "none")[0] == 2
@@ -361,6 +368,22 @@ def test_the_demo_takes_other_documents_and_plain_questions(tmp_path: Path) -> N
     assert code == 0, err
     assert "1 questions over 3 documents" in out
     assert " 1. owner of lamp → Mara" in out
+
+
+def test_the_demo_takes_the_id_of_a_model_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    for loader in (hf.AutoModelForCausalLM, hf.AutoTokenizer):
+        load = loader.from_pretrained
+
+        def from_pretrained(name: str, *, load: Callable[..., object] = load, **options: object) -> object:
+            asked.append(name)
+            return load(SMALL / "model", **options)
+
+        monkeypatch.setattr(loader, "from_pretrained", from_pretrained)
+    code, out, err = run_demo(tmp_path, "--model", "owner/name", "--limit", "1")
+    assert code == 0, err
+    assert asked == ["owner/name", "owner/name"]
+    assert "1 questions over" in out
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """What `lmc config` promises, and what every command promises about errors."""
 
+import json
 import os
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from typer.testing import CliRunner
 
 from lmc.cli import Commands, app
 from lmc.config import Settings
+from lmc.config_sources import VARIABLES
 from lmc.errors import CorruptRecord
 
 
@@ -29,7 +31,7 @@ def test_config_has_one_row_for_each_setting_with_value_and_origin() -> None:
     result = CliRunner().invoke(app, ["config"], env={"LMC_CHUNK_SIZE": "64", "LMC_ENABLE_BLENDING": "1"})
     assert result.exit_code == 0
     table = rows(result.stdout)
-    assert list(table) == list(Settings.model_fields)
+    assert list(table) == [*Settings.model_fields, *VARIABLES]
     assert table["chunk_size"] == ["64", "environment LMC_CHUNK_SIZE"]
     assert table["enable_blending"] == ["True", "environment LMC_ENABLE_BLENDING"]
     assert table["blend_special_str"] == ["' # # '", "default"]
@@ -67,6 +69,16 @@ def test_a_password_is_never_printed() -> None:
     assert "hunter2" not in result.output
 
 
+def test_config_shows_the_variables_that_are_no_settings_and_no_token() -> None:
+    given = {"LMC_ADMIN": "127.0.0.1:9180", "LMC_ADMIN_TOKEN": "hunter2", "LMC_LOG_REQUESTS": "true"}
+    table = rows(CliRunner().invoke(app, ["config"], env=given).stdout)
+    assert table["LMC_ADMIN"] == ["'127.0.0.1:9180'", "environment"]
+    assert table["LMC_ADMIN_TOKEN"] == ["***", "environment"]
+    assert table["LMC_DOCUMENT_EVENTS"] == ["None", "default"]
+    found = json.loads(CliRunner().invoke(app, ["config", "--json"], env=given).stdout)
+    assert found["LMC_LOG_REQUESTS"] == {"value": "'true'", "from": "environment"}
+
+
 def test_any_error_of_lmc_in_any_command_is_one_line_and_exit_code_2() -> None:
     other = typer.Typer(cls=Commands)
 
@@ -92,6 +104,15 @@ def test_a_bug_is_not_mistaken_for_an_error_of_lmc() -> None:
         raise ZeroDivisionError
 
     assert isinstance(CliRunner().invoke(other, ["check"]).exception, ZeroDivisionError)
+
+
+def test_config_imports_nothing_that_loads_models() -> None:
+    code = "import sys; sys.argv[1:] = ['config']\nfrom lmc.cli import main\ntry: main()\nfinally: print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    *_, last = done.stdout.splitlines()
+    assert "chunk_size" in done.stdout
+    assert "lmc.config" in last.split()
+    assert {"torch", "numpy", "transformers", "vllm"}.isdisjoint(last.split())
 
 
 def test_the_entry_point_runs_as_a_process() -> None:

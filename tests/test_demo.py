@@ -2,6 +2,8 @@
 
 import re
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -9,8 +11,18 @@ from lmc.demo import REAL
 from lmc.demo.outcome import Answer, Asked, Outcome
 from lmc.demo.page import write_page
 from lmc.demo.pretrained import smollm2
-from lmc.demo.questions import Collection, Example, Prompts, Question, Retriever, passages, read_collection, sample
-from lmc.demo.run import common, demo_settings, run
+from lmc.demo.questions import (
+    TOP,
+    Collection,
+    Example,
+    Prompts,
+    Question,
+    Retriever,
+    passages,
+    read_collection,
+    sample,
+)
+from lmc.demo.run import ask, common, demo_settings, run
 
 
 @pytest.fixture(scope="module")
@@ -65,8 +77,28 @@ def test_the_demo_asks_the_questions_to_show_and_a_limit_draws_from_all_kinds(co
     assert {question.kind for question in sample(collection, 2).questions} == {"one passage", "two passages"}
 
 
+def test_the_readme_says_how_many_passages_and_questions_there_are(collection: Collection) -> None:
+    told = re.search(
+        r"into (\d+) passages, .* (\d+) of (\d+) hand-written questions .* over the (\w+) passages that BM25 finds",
+        " ".join((Path(__file__).parents[1] / "README.md").read_text().split()),
+    )
+    assert told is not None
+    shown = sample(collection, None).questions
+    counted = len(collection.documents), len(shown), len(collection.questions), {6: "six"}[TOP]
+    assert told.groups() == tuple(map(str, counted))
+
+
+def test_a_question_is_asked_over_the_six_passages_that_fit_best(collection: Collection) -> None:
+    question, retriever = collection.questions[0], Retriever(collection.documents)
+    order = Prompts(collection, Letters(), "#").example(question, 0).order
+    assert sorted(order) == sorted(retriever.top(question.question, 6))
+
+
 class Letters:
     """A tokenizer of one token for each letter, with a chat template."""
+
+    def decode(self, tokens: list[int], **_: bool) -> str:
+        return "".join(map(chr, tokens))
 
     chat_template = "system and user"
 
@@ -99,6 +131,16 @@ def test_agreement_is_counted_up_to_the_first_difference() -> None:
     assert common([1, 2, 3], [1, 2, 4]) == 2
     assert common([1, 2], [1, 2, 4]) == 2
     assert common([5], [1]) == 0
+
+
+def test_as_full_is_the_share_of_the_first_16_tokens_of_full_prefill_s_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = {"full": [*range(65, 85)], "reuse": [*range(65, 69), 90, *range(70, 85)], "blend": [*range(65, 81), 90, 90]}
+    monkeypatch.setattr("lmc.demo.run.greedy_answer", lambda _cached, _prompt, done, _limit: said[done.how])
+    report = SimpleNamespace(seconds=1.0, computed=[1], reused=0, exact=0)
+    done = {how: SimpleNamespace(how=how, report=report) for how in said}
+    example = Example(question=Question(question="?", answer="A"), order=(), answer="A", prompt=[1])
+    asked = ask(None, example, done, Letters(), 20)  # type: ignore[arg-type]
+    assert {how: way.agreement for how, way in asked.ways.items()} == {"full": 1.0, "reuse": 4 / 16, "blend": 1.0}
 
 
 def answer(text: str, right: bool = True) -> Answer:
@@ -155,3 +197,8 @@ def test_the_pretrained_model_answers_real_questions_in_four_ways(collection: Co
         assert one.ways["full"].right
         assert one.ways["full"].text == one.ways["exact"].text
     assert outcome.pictures
+    for picture in outcome.pictures:
+        inside = [at for _, start, stop in picture.documents for at in range(start, stop)]
+        for chosen in picture.data()["recomputed"]:
+            assert len(chosen) == pytest.approx(0.15 * len(inside), abs=1)
+            assert set(chosen) <= set(inside)

@@ -105,6 +105,11 @@ def test_an_event_says_what_a_router_needs(world):
     assert moved.salt == hashlib.sha256(b"tenant").hexdigest()
 
 
+def test_a_router_computes_the_digest_of_a_document_without_lmc():
+    packed = bytes.fromhex("01000000 61000000 00000100 ffffffff")
+    assert tokens_digest([1, 0x61, 0x10000, 0xFFFFFFFF]) == hashlib.sha256(packed).hexdigest()
+
+
 def test_what_a_scheduler_has_learned_and_lost_is_announced(make):
     router = Router()
     lab = make(DictTier(), slots=8)

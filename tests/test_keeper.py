@@ -155,6 +155,26 @@ def test_what_a_shared_tier_has_dropped_is_written_again(tmp_path):
         assert len(engine.learning) == 0
 
 
+def test_the_thread_looks_once_a_minute_for_what_a_shared_tier_has_dropped(monkeypatch):
+    assert keeper.EXPIRY_SECONDS == 1.0
+    for name in ("EXPIRY_SECONDS", "RESTORE_SECONDS"):  # a second takes a millisecond
+        monkeypatch.setattr(keeper, name, getattr(keeper, name) / 1024)
+    restore, calls = keeper.Keeper.restore, []
+    monkeypatch.setattr(keeper.Keeper, "remove_expired", lambda self: calls.append("second"))
+    monkeypatch.setattr(keeper.Keeper, "restore", lambda self: (calls.append("restored"), restore(self)))
+    remote = DictTier()
+    remote.name, remote.shared = "redis", True
+    with closing(engine_of(tiers=[remote])) as engine:
+        document = learn(engine, A)
+        engine.keeper.pin([document])
+        remote.records.clear()
+        until = time.monotonic() + 30
+        while not all(key in remote.records for key in document.keys) and time.monotonic() < until:
+            time.sleep(0.01)
+        assert all(key in remote.records for key in document.keys)
+    assert calls[:61] == ["second"] * 60 + ["restored"]
+
+
 def test_a_pinned_document_that_is_nowhere_is_computed_again(tmp_path):
     with closing(engine_of(tmp_path)) as engine:
         engine.documents([1], [], "tenant")

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from test_cli import lmc
 
 from lmc.config import Settings
@@ -46,7 +47,7 @@ def test_a_directory_is_read_with_all_below_it(tmp_path: Path) -> None:
 
 
 def test_lines_of_json_are_read_from_a_file_and_from_standard_input(tmp_path: Path, monkeypatch) -> None:
-    lines = '{"id": 7, "text": "one"}\n\n{"id": "b", "text": "two\\u2028three", "more": 1}\n'
+    lines = '{"id": 7, "text": " one\\n"}\n\n{"id": "b", "text": "two\\u2028three", "more": 1}\n'
     (tmp_path / "d.jsonl").write_text(lines)
     found = [Document("7", "one"), Document("b", "two\u2028three")]
     assert read_documents(str(tmp_path / "d.jsonl")) == found
@@ -299,7 +300,7 @@ def server() -> Iterator[Any]:
             code, body = self.answers.get(self.path, (404, {}))
             self.send_response(code)
             self.end_headers()
-            self.wfile.write(json.dumps(body).encode())
+            self.wfile.write((body if isinstance(body, str) else json.dumps(body)).encode())
 
         def do_POST(self) -> None:
             self.rfile.read(int(self.headers["content-length"]))
@@ -333,6 +334,43 @@ def test_what_the_server_has_lost_is_learned_again(server: Any, tmp_path: Path) 
     for gone in ([], [{"id": "0a", "places": []}]):
         server.answers[address] = 200, {"documents": gone}
         assert "1 documents learned" in lmc(*words)[1]
+
+
+def test_the_variable_lmc_admin_names_the_endpoint_that_is_asked(server: Any, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("LMC_ADMIN", server.url)
+    server.answers["/v1/completions"] = 200, {"kv_transfer_params": {"lmc": {"learned": True, "documents": ["0a"]}}}
+    server.answers[f"/v1/documents?limit={1 << 30}"] = 200, {"documents": []}
+    (tmp_path / "a.txt").write_text("a text")
+    for _ in range(2):
+        assert "1 documents learned" in lmc("learn", tmp_path, "--url", server.url)[1]
+
+
+def test_a_terminal_is_shown_how_many_documents_are_learned(server: Any, tmp_path: Path, monkeypatch) -> None:
+    screen = io.StringIO()
+    monkeypatch.setattr("lmc.learn.run.Console", lambda **_: Console(file=screen, force_terminal=True, width=80))
+    monkeypatch.setenv("TERM", "xterm")
+    server.answers["/v1/completions"] = 200, {"kv_transfer_params": {"lmc": {"learned": True}}}
+    for name in ("a.txt", "b.txt", "c.txt"):
+        (tmp_path / name).write_text(f"the text of {name}")
+    assert lmc("learn", tmp_path, "--url", server.url)[0] == 0
+    assert "learning" in screen.getvalue()
+    assert "3/3" in screen.getvalue()
+
+
+@pytest.mark.parametrize(("tokens", "too_many"), [(400, False), (1000, True)])
+def test_before_anything_is_learned_a_server_is_asked_whether_it_fits(
+    server: Any, tmp_path: Path, tokens: int, too_many: bool
+) -> None:
+    server.answers |= {
+        "/metrics": (200, 'lmc:capacity_tokens{place="host"} 500\n'),
+        "/tokenize": (200, {"count": tokens}),
+        "/v1/completions": (503, {}),
+    }
+    (tmp_path / "a.txt").write_text("a text")
+    code, out, _ = lmc("learn", tmp_path, "--url", server.url)
+    assert code == 2
+    said = f"these documents have about {tokens} tokens, and at most 500 fit: the first will be evicted"
+    assert (said in out) == too_many
 
 
 def test_documents_are_sent_as_messages_if_that_is_wanted(server: Any, tmp_path: Path) -> None:

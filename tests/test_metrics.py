@@ -17,10 +17,13 @@ from pathlib import Path
 
 import prometheus_client
 import pytest
+from models import SEPARATOR, random_model, random_tokens
 from prometheus_client import CollectorRegistry
 from rich.console import Console
 from storage_fakes import PART_BYTES, PARTS, DictTier, get, key_of, put
 
+from lmc.config import Settings
+from lmc.connectors.transformers import CachedModel
 from lmc.connectors.transformers.metrics import Prefills
 from lmc.errors import InputError
 from lmc.metrics import (
@@ -200,6 +203,24 @@ def test_a_registry_shows_one_store():
             register(second, registry)
         registry.unregister(collector)
         register(second, registry)
+
+
+def test_the_engine_of_a_model_is_registered_and_served_as_the_page_says(tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with CachedModel(random_model(), Settings(max_local_cpu_size=0.02, local_disk=tmp_path), SEPARATOR) as cached:
+        collector = register(cached.engine)
+        stop = serve_metrics(port)
+        try:
+            cached.learn(random_tokens(40, 1))
+            found = fetch(f"http://127.0.0.1:{port}/metrics").since(None)
+        finally:
+            stop()
+            prometheus_client.REGISTRY.unregister(collector)
+    assert {name for name, _ in found} == {name.name for name in OF_STORES}
+    assert found["chunks", ("host",)] > 0
+    assert found["chunk_tokens", ("host",)] >= 40
 
 
 def test_metrics_are_served_to_this_machine_until_stopped():
@@ -456,11 +477,19 @@ def asked(expression: str) -> set[str]:
     return {*by_regex, *re.findall(r"\blmc[:_](\w+)", expression)}
 
 
-def test_the_board_asks_only_for_metrics_that_there_are():
+def test_the_board_asks_for_all_metrics_and_for_no_others():
     known = {f"{name.name}{'_bucket' if name.buckets else '' if name.gauge else '_total'}" for name in NAMES.values()}
-    found = set().union(*map(asked, EXPRESSIONS))
-    assert found <= known
-    assert found >= {name.name if name.gauge else f"{name.name}_total" for name in OF_STORES} - {"written_chunks_total"}
+    assert set().union(*map(asked, EXPRESSIONS)) == known
+
+
+def test_the_board_asks_for_what_programs_without_a_server_have_under_both_names():
+    registry = registry_of(NOTHING)
+    Prefills(registry)
+    theirs = {family.name.removeprefix("lmc_") for family in registry.collect()}
+    assert {"hits", "requests"} < theirs
+    for expression in EXPRESSIONS:
+        under_one_name = re.findall(r"\blmc[:_](\w+)", expression)
+        assert theirs.isdisjoint(name.removesuffix("_total") for name in under_one_name), expression
 
 
 @pytest.mark.parametrize("expression", EXPRESSIONS)

@@ -1,14 +1,19 @@
 """Opening the tiers that the settings name."""
 
+from contextlib import closing
 from pathlib import Path
 
 import pytest
+import torch
+from storage_fakes import DictTier, key_of, meta_of
 
 from lmc.config import Settings
+from lmc.engine import tiers
 from lmc.engine.tiers import open_tiers
 from lmc.errors import ConfigError
 from lmc.storage import codec
 from lmc.storage.disk import UNBOUNDED, DiskTier
+from lmc.storage.record import encode_header
 
 
 def test_a_tier_whose_codec_is_missing_does_not_stay_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -22,3 +27,22 @@ def test_a_tier_whose_codec_is_missing_does_not_stay_open(tmp_path: Path, monkey
         open_tiers(Settings(local_disk=tmp_path, local_disk_serde="lz4", max_local_disk_size=0.01), 2)
     DiskTier(tmp_path, UNBOUNDED).close()
     assert "no lz4 here" in str(caught.value)  # The error is still here, and with it whatever its frames hold.
+
+
+def test_gigabytes_have_two_to_the_power_of_thirty_bytes(tmp_path: Path) -> None:
+    (tier,) = open_tiers(Settings(local_disk=tmp_path, max_local_disk_size=0.25), 2)
+    with closing(tier):
+        assert tier.inner.capacity == 2**28
+
+
+@pytest.mark.parametrize(("given", "smaller"), [({}, False), ({"remote_serde": "planes"}, True)])
+def test_records_in_redis_are_encoded_if_the_setting_says_so(
+    given: dict[str, str], smaller: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remote, meta = DictTier(), meta_of(key_of(0), part_bytes=64 << 10)
+    monkeypatch.setattr(tiers, "open_redis", lambda settings: remote)
+    (tier,) = open_tiers(Settings(remote_url="redis://cache", **given), 2)
+    numbers = torch.randn(meta.offset(meta.parts) // 2, generator=torch.Generator().manual_seed(0))
+    tier.write(meta, [memoryview(numbers.bfloat16().view(torch.uint8).numpy())])
+    kept, whole = len(remote.records[meta.key]), len(encode_header(meta)) + meta.offset(meta.parts)
+    assert kept < 0.9 * whole if smaller else kept == whole

@@ -3,9 +3,12 @@
 import json
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
+
+from lmc.blend.strategies import STRATEGIES
 
 BENCH = Path(__file__).parents[1] / "bench"
 
@@ -40,6 +43,37 @@ def test_blind_reuse_computes_nothing_and_differs(first: tuple[str, list[dict]])
     blind = [row["ways"]["blind"] for row in first[1]]
     assert all(way["charged"] == 0 for way in blind)
     assert max(way["kl"] for way in blind) > 0.01
+
+
+@pytest.fixture
+def quality(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes the modules of `bench/quality` importable; the strategy that they add goes again."""
+    monkeypatch.syspath_prepend(BENCH)
+    monkeypatch.setitem(STRATEGIES, "oracle", STRATEGIES["none"])
+
+
+def test_no_word_of_the_made_prompts_is_one_with_which_the_default_was_chosen(quality: None) -> None:
+    from quality.tasks import DEVELOPMENT, HELD_OUT
+
+    for field in fields(HELD_OUT):
+        kept, used = (getattr(words, field.name) for words in (HELD_OUT, DEVELOPMENT))
+        if field.name == "people":
+            kept, used = ([name for name, _pronoun in people] for people in (kept, used))
+        assert not set(kept) & set(used), field.name
+
+
+def test_gap_closed_is_the_share_of_the_kl_of_blind_reuse_that_a_way_removes(quality: None) -> None:
+    from quality.rows import summary
+
+    def row(task: str, kl: float, blind: float) -> dict:
+        ways = {"full": 0.0, "blind": blind, "blend": kl}
+        measured = {"right": 1, "first": 1, "agreement": 1.0, "charged": 0.0}
+        return {"task": task, "variant": "v", "tokens": 9, "ways": {way: measured | {"kl": ways[way]} for way in ways}}
+
+    one, other = [row("scope", 0.5, 2.0), row("scope", 0.5, 0.0)], [row("update", 0.0, 1.0)]
+    found = summary({"one": one, "other": other})
+    closed = {name: [group["ways"][way]["closed"] for way in ("blind", "blend")] for name, group in found.items()}
+    assert closed == {"one": [0, 0.5], "other": [0, 1], "mean of main tasks (v)": [0, 0.75]}
 
 
 def test_a_run_is_continued_where_it_was_stopped(folder: Path, first: tuple[str, list[dict]]) -> None:

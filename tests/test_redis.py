@@ -316,14 +316,24 @@ def test_an_evicted_value_is_a_miss_and_takes_the_record_with_it(redis):
 
 
 def test_a_user_with_few_rights_is_enough(tmp_path):
-    rights = "~team:* +@read +@write +@scripting +@connection +@keyspace"
+    rights = "~team:* +@read +@write +@scripting +@connection"
     with RedisServer(tmp_path, users=[f"lmc on >s3cret {rights}"]) as server:
         tier = RedisTier(parse_redis_url(server.tcp_url(user="lmc", password="s3cret")), prefix="team")
         write(tier, K0)
         assert read(tier, K0) == bytes(stored(meta_of(K0)))
+        assert [entry.key for entry in tier.entries()] == [K0]
         assert tier.check() == []
         assert tier.delete(K0)
         tier.close()
+
+
+def test_a_user_without_one_of_these_rights_is_refused_at_the_start(tmp_path):
+    rights = ["~team:*", "+@read", "+@write", "+@scripting", "+@connection"]
+    rest = [" ".join(right for right in rights if right != missing) for missing in rights]
+    with RedisServer(tmp_path, users=[f"user{i} on >s3cret {fewer}" for i, fewer in enumerate(rest)]) as server:
+        for number in range(len(rights)):
+            with pytest.raises(TierUnusable, match="no permissions"):
+                RedisTier(parse_redis_url(server.tcp_url(user=f"user{number}", password="s3cret")), prefix="team")
 
 
 def test_a_key_of_another_type_at_the_start_is_an_error(redis):
@@ -374,7 +384,7 @@ def test_a_cluster_of_another_format_is_an_error_and_nothing_is_left_of_it(clust
 
 def test_a_user_without_the_right_to_write_is_refused_by_a_cluster_at_the_start(tmp_path):
     """Only single servers were refused; a cluster was said to be away, and was asked again and again."""
-    rights = "~* +@read +@connection +cluster|slots +cluster|shards"
+    rights = "~* +@read +@connection +cluster|slots"
     with RedisCluster(tmp_path, extra=[f"user lmc on >s3cret {rights}"]) as own:
         hosts = ",".join(f"{node.host}:{node.port}" for node in own.nodes)
         with pytest.raises(TierUnusable, match="NOPERM"):
@@ -383,11 +393,14 @@ def test_a_user_without_the_right_to_write_is_refused_by_a_cluster_at_the_start(
 
 
 def test_a_user_with_few_rights_is_enough_on_a_cluster(tmp_path):
-    rights = "~lmc:* +@read +@write +@scripting +@connection +@keyspace +cluster|slots +cluster|shards"
+    rights = "~lmc:* +@read +@write +@scripting +@connection +cluster|slots"
     with RedisCluster(tmp_path, extra=[f"user lmc on >s3cret {rights}"]) as own:
         hosts = ",".join(f"{node.host}:{node.port}" for node in own.nodes)
         tier = RedisTier(parse_redis_url(f"redis-cluster://lmc:s3cret@{hosts}"))
         assert tier.usable
         write(tier, K0)
         assert read(tier, K0) == bytes(stored(meta_of(K0)))
+        assert [entry.key for entry in tier.entries()] == [K0]
+        assert tier.check() == []
+        assert tier.delete(K0)
         tier.close()

@@ -6,10 +6,12 @@ import contextlib
 import logging
 import random
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import redis as redis_py
@@ -22,10 +24,11 @@ from lmc.blend.segments import join
 from lmc.blend.strategies import RecomputePolicy as Repair
 from lmc.config import Settings
 from lmc.connectors.transformers import CachedModel
+from lmc.engine.tiers import open_redis
 from lmc.errors import ChunkLost, CorruptRecord, TierUnusable
 from lmc.keys import ChunkKey
 from lmc.redis_url import parse_redis_url
-from lmc.storage.redis import RedisTier, breaker
+from lmc.storage.redis import RedisTier, breaker, resp
 from lmc.storage.redis import tier as redis_tier
 from lmc.storage.redis.connections import Server
 from lmc.storage.slab import Slab
@@ -449,6 +452,37 @@ def test_one_timeout_or_three_other_failures_are_enough(redis, away, failures):
             failed += 1
         assert own_seconds() - began < LIMIT
         assert failed == failures
+
+
+@pytest.mark.parametrize(("given", "seconds"), [({}, 0.5), ({"remote_deadline": 2.0}, 2.0)])
+def test_the_kernel_waits_for_each_piece_as_long_as_the_setting_says(redis, given, seconds):
+    with contextlib.closing(open_redis(Settings(remote_url=redis.tcp_url(), **given))) as tier:
+        (server,) = tier._servers.all()
+        with server.connection() as connection:
+            assert connection.call("PING") == b"PONG"
+            for limit in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+                whole, micro = struct.unpack("@ll", connection._sock.getsockopt(socket.SOL_SOCKET, limit, 16))
+                assert whole + micro / 1e6 == pytest.approx(seconds, abs=0.02)  # in the kernel's ticks
+    assert resp.PIECE == 256 << 10
+
+
+def test_three_slow_lookups_in_a_row_are_enough(redis, monkeypatch):
+    """Answers that come in time, but take most of it; the first two in a row are followed by a quick one."""
+    monkeypatch.setattr(breaker, "FIRST_PAUSE", 60.0)
+    clock = SimpleNamespace(now=0.0, step=0.0, monotonic=lambda: clock.now)
+    monkeypatch.setattr("lmc.storage.redis.connections.time", clock)
+    original = redis_tier.Connection.collect
+
+    def collect(connection, count):
+        clock.now += clock.step
+        return original(connection, count)
+
+    monkeypatch.setattr(redis_tier.Connection, "collect", collect)
+    with contextlib.closing(tier_of(redis.tcp_url())) as tier:
+        for clock.step in (0.6, 0.6, 0.2, 0.6, 0.6, 0.6):
+            assert tier.usable
+            assert tier.contains(KEYS[:1]) == [False]
+        assert not tier.usable
 
 
 def test_nobody_asks_a_server_that_does_not_answer(redis):

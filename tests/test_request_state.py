@@ -1,12 +1,15 @@
 """The state of a request in the vLLM connector."""
 
 import hashlib
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
+from vllm_fakes import Lab
 
 from lmc.connectors.vllm import request_state
 from lmc.connectors.vllm.request_state import RequestState, Role
+from lmc.connectors.vllm.roles import Roles
 
 
 def test_the_blocks_of_a_request_with_lora_are_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -32,3 +35,17 @@ def test_the_blocks_of_a_request_with_lora_are_hashed_once(monkeypatch: pytest.M
 def test_a_request_without_a_stamp_has_the_engine_s_hashes() -> None:
     request = SimpleNamespace(block_hashes=[b"a", b"b"])
     assert RequestState(request=request, role=Role.EXACT).hashes is request.block_hashes
+
+
+@pytest.mark.parametrize(
+    ("wish", "note"),
+    [(None, ""), ({"ratio": 0.5}, ""), ({"learn": True}, "requests with prompt embeddings are not blended")],
+)
+def test_a_request_of_embeddings_alone_gets_a_note_if_it_asks_for_more(wish: object, note: str) -> None:
+    request = SimpleNamespace(
+        request_id="one", prompt_token_ids=None, prompt_embeds=object(), num_prompt_tokens=20, num_tokens=20,
+        kv_transfer_params={"lmc": wish} if wish else None, cache_salt=None, lora_request=None, mm_features=[],
+        skip_reading_prefix_cache=False, block_hashes=[], num_preemptions=0,
+    )  # fmt: skip
+    state = Roles(Lab().scheduler._setup, Counter(), quiet=True).classify(request)
+    assert (state.role, state.note) == (Role.EXACT, note)

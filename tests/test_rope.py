@@ -23,7 +23,7 @@ def rotated(keys: torch.Tensor, turn: Turn, interleaved: bool = False) -> torch.
     return out
 
 
-@pytest.mark.parametrize("rope", ["plain", "llama3", "yarn"])
+@pytest.mark.parametrize("rope", ["plain", "linear", "llama3", "yarn"])
 def test_a_moved_key_equals_the_key_computed_there(rope: str) -> None:
     layers = DecoderLayers(random_model(rope=rope))
     cos, sin = layers.rows(1000)
@@ -36,7 +36,7 @@ def test_a_moved_key_equals_the_key_computed_there(rope: str) -> None:
     assert (moved - rotated_by_definition(raw, cos[NEW], sin[NEW])).abs().max() <= 1e-5
 
 
-@pytest.mark.parametrize("rope", ["plain", "llama3", "yarn"])
+@pytest.mark.parametrize("rope", ["plain", "linear", "llama3", "yarn"])
 def test_there_and_back_again_is_the_same_key(rope: str) -> None:
     cos, sin = DecoderLayers(random_model(rope=rope)).rows(1000)
     half = cos.shape[1] // 2

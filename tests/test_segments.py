@@ -231,7 +231,7 @@ TEMPLATES = {
     "one line": "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|im_end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}",
 }
-ROLES = ["<|im_start|>", "<|im_end|>", "<|system|>", "<|user|>", "<|assistant|>"]
+ROLES = ["<|im_start|>", "<|im_end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>"]
 
 
 @pytest.fixture(params=TEMPLATES)
@@ -259,6 +259,17 @@ def test_a_template_that_writes_the_same_before_all_messages_does_not_hide_docum
     assert len(segments.documents) == 3
 
 
+def test_without_special_tokens_in_a_template_a_turn_between_two_separators_is_taken_for_a_document(tokenizer) -> None:
+    plain = copy.deepcopy(tokenizer)
+    plain.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    chat = messages("be brief", ["The cat sat."], "who sat?")
+    chat += [{"role": "assistant", "content": "the cat"}, *messages("", ["The owl flew."], "who flew?", intro="Look.")]
+    prompt = plain.apply_chat_template(chat, return_dict=False)
+    found = [text_of(plain, prompt, one) for one in split(prompt, Markers.of(plain, " # # ")).documents]
+    turn = "who sat? assistant: the cat user: Look."
+    assert [" ".join(words) for words in found] == ["The cat sat.", turn, "The owl flew."]
+
+
 def test_a_conversation_has_the_documents_that_were_learned_ahead_and_no_others(chatty) -> None:
     texts = {f"The {animal} sat.\n\nIt was {i}." for i, animal in enumerate(["cat", "dog", "owl", "bee", "eel", "fox"])}
     markers = Markers.of(chatty, " # # ")
@@ -279,6 +290,21 @@ def test_a_conversation_has_the_documents_that_were_learned_ahead_and_no_others(
             assert set(found) <= known
             assert segments.opening is None
             chat.append({"role": "assistant", "content": answer})
+
+
+def test_documents_may_stand_in_messages_of_any_role_but_the_model_s(chatty) -> None:
+    texts = [f"The {animal} sat." for animal in ("cat", "dog", "owl", "bee")]
+    parts = {
+        "system": ["be brief", texts[0], ""],
+        "user": ["Read this.", texts[1], "who sat?"],
+        "assistant": ["I ask", "It sat.", ""],
+        "tool": ["found", *texts[2:], ""],
+    }
+    chat = [{"role": role, "content": " # # ".join(said)} for role, said in parts.items()]
+    prompt = chatty.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+    markers = Markers.of(chatty, " # # ")
+    found = [prompt[one.start : one.stop] for one in split(prompt, markers).documents]
+    assert found == [one for text in texts for one in ahead(chatty, markers, text)]
 
 
 def test_the_template_puts_the_documents_of_a_request_between_separators(chatty) -> None:

@@ -16,6 +16,7 @@ from lmc.blend.rope import rotate
 from lmc.blend.segments import Placement, join, split
 from lmc.blend.shift import Shift, shifts_of
 from lmc.blend.strategies import RecomputePolicy
+from lmc.config import Settings
 from lmc.connectors.transformers.canvas import DenseCanvas
 from lmc.connectors.transformers.hf import forward, rows_of
 from lmc.connectors.transformers.layers import DecoderLayers
@@ -210,6 +211,11 @@ def test_a_change_that_all_tokens_have_in_common_is_found_whole(monkeypatch, rop
     for (keys, values), (right_keys, right_values) in zip(canvas.kv, wanted, strict=True):
         assert torch.allclose(keys.transpose(0, 1), right_keys, atol=5e-3)
         assert torch.allclose(values.transpose(0, 1), right_values, atol=5e-3)
+
+
+def test_the_setting_says_whether_there_is_a_shift():
+    assert RecomputePolicy.of(Settings()).correction == "shift"
+    assert RecomputePolicy.of(Settings(blend_correction="none")).correction == "none"
 
 
 @pytest.mark.parametrize("strategy", ["union", "deviation", "all", "none"])

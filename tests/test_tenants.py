@@ -149,6 +149,21 @@ def test_two_processes_with_one_salt_find_each_others_chunks_in_redis(redis):
         assert cached.prefill(PROMPT, "blend").report.unknown == 0
 
 
+def test_installations_with_prefixes_of_their_own_share_a_redis_and_no_chunk(redis):
+    found = []
+    for prefix in ("one", "two", "one"):
+        own = settings(redis.tcp_url(), remote_prefix=prefix, remote_ttl=100)
+        with CachedModel(random_model(), own, SEPARATOR) as cached:
+            found.append(bool(finds(cached)))
+            use(cached)
+    assert found == [False, False, True]
+    names = redis.client().keys()
+    assert {name.partition(b":")[0] for name in names} == {b"one", b"two"}
+    headers = [name for name in names if b":{" in name and name.endswith(b"}")]
+    assert len(headers) > 2 * len(DOCUMENTS)
+    assert [name for name in headers if not 0 < redis.client().ttl(name) <= 100] == []
+
+
 @pytest.mark.usefixtures("loose_umask")
 def test_no_other_user_of_the_machine_reads_a_file_or_a_folder_of_ours(tmp_path, redis):
     directory = tmp_path / "deep" / "tier"

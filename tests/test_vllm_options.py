@@ -24,6 +24,13 @@ def test_without_wishes_the_settings_decide():
     assert (policy.strategy, policy.ratios, policy.thresholds) == ("query", (0.2,), None)
 
 
+@pytest.mark.parametrize("strategy", ["union", "query", "head"])
+def test_the_others_are_corrected_as_the_settings_say_and_not_with_deviation(strategy):
+    assert Options(strategy=strategy).policy(Settings()).correction == "shift"
+    assert Options(strategy=strategy).policy(Settings(blend_correction="none")).correction == "none"
+    assert Options(strategy="deviation").policy(Settings(blend_strategy=strategy)).correction == "none"
+
+
 def test_every_wish_is_read():
     given = {"blend": True, "learn": False, "strategy": "head", "ratio": 1, "documents": [[0, 3], (3, 10)]}
     assert Options.read(given, 10) == Options(

@@ -1,11 +1,13 @@
 """Whole pages of caches of every layout, copied to a slot and back, and nothing beside them."""
 
 import itertools
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from lmc.connectors.vllm.paged import Pages
+from lmc.connectors.vllm.paged import Pages, TokenAccess
 from lmc.errors import UnsupportedModel
 
 L, B, H, N, C = 2, 6, 3, 4, 5
@@ -98,6 +100,22 @@ def test_kernel_blocks_that_are_smaller_go_with_their_page():
 def test_blocks_that_do_not_fit_are_refused():
     with pytest.raises(UnsupportedModel, match="is not made of the engine"):
         Pages(caches_of("LBHNC"), B - 1)
+
+
+@pytest.mark.parametrize(
+    ("writer", "cache", "said"),
+    [
+        (False, torch.zeros(B, H, N, 2 * 8), "its attention backend FUSED has no writer of its own"),
+        (True, torch.zeros(B, H, N, 2 * 8, dtype=torch.float8_e4m3fn), "its KV cache is quantised"),
+        (True, torch.zeros(B, H, N, 2 * 8 + 1), "does not hold a key and a value"),
+        (True, torch.zeros(B, H, N, 2 * 8), ""),
+    ],
+)
+def test_single_tokens_are_found_only_where_the_backend_writes_keys_and_values_itself(writer, cache, said):
+    impl = SimpleNamespace(do_kv_cache_update=print) if writer else object()
+    attention = SimpleNamespace(attn_backend=SimpleNamespace(get_name=lambda: "FUSED"), head_size=8, impl=impl)
+    with pytest.raises(UnsupportedModel, match=said) if said else nullcontext():
+        TokenAccess(attention, cache)
 
 
 def test_layers_that_share_a_cache_are_copied_once():

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import vllm_fakes
 from storage_fakes import DictTier, Gated, Shared, note_load
 from tier_wrappers import Counted, Faulty
 from vllm_fakes import (
@@ -24,6 +25,7 @@ from vllm_fakes import (
     SYSTEM,
     Adapter,
     Lab,
+    Request,
     learn,
     page,
     prompt,
@@ -202,6 +204,19 @@ def test_after_a_reset_no_document_of_before_is_learned_stored_or_reused(make):
     assert set(shared.records) == before
 
 
+def test_a_reset_empties_the_disk_too(make, tmp_path):
+    lab = make(tier := DiskTier(tmp_path, MB))
+    learn(lab, DOC_A)
+    lab.serve("one", PLAIN)
+    lab.settle()
+    assert len(list(tier.entries())) > len(document_keys(lab, DOC_A))
+    lab.scheduler.reset()
+    due = time.monotonic() + 10
+    while list(tier.entries()):  # they are removed in the background
+        assert time.monotonic() < due
+        time.sleep(0.001)
+
+
 def test_a_partly_full_chunk_takes_nothing_along_of_what_was_in_its_slot(make):
     """A block of one tenant went to the disk with what had been behind it, a block of another."""
     tier = DictTier()
@@ -227,6 +242,28 @@ def test_images_that_are_only_numbered_are_kept_for_this_process_only(make):
         lab.forget_prefixes()
         assert lab.serve("two", PLAIN, **image).loaded == 40
         lab.settle()
+
+
+def test_pages_of_prompt_embeddings_are_loaded_again(make, monkeypatch):
+    """The engine hashes the embeddings; there are no tokens."""
+
+    class Embedded(Request):
+        def __post_init__(self):
+            super().__post_init__()
+            self.prompt_token_ids, self.prompt_embeds = None, object()
+
+        num_prompt_tokens = property(lambda self: len(PLAIN))
+        num_output_tokens = property(lambda self: len(self.all_token_ids) - len(PLAIN))
+
+    lab = make()
+    monkeypatch.setattr(vllm_fakes, "Request", Embedded)
+    assert lab.serve("one", PLAIN, output=[5]).loaded == 0
+    lab.forget_prefixes()
+    again = lab.arrive("two", PLAIN)
+    assert lab.admit(again) == 40
+    lab.load(again)
+    assert lab.right(again, 40)
+    assert lab.finish(again) == {"exact_tokens": 40, "tokens_from": {"host": 40}}
 
 
 def test_a_prompt_that_goes_another_way_inside_a_chunk_gets_its_leading_blocks(make):
@@ -271,6 +308,20 @@ def test_without_save_unfull_chunk_only_full_chunks_are_kept(make):
     lab.serve("one", PLAIN[:15])
     lab.forget_prefixes()
     assert lab.serve("two", PLAIN[:20]).loaded == 8
+
+
+@pytest.mark.parametrize("blends", [False, True])
+def test_without_blending_documents_in_another_order_are_computed_and_the_same_prompt_is_loaded(make, blends):
+    lab = make(settings={"enable_blending": blends}, blends=blends)
+    lab.serve("one", first := prompt(DOC_A, DOC_B))
+    lab.settle()
+    lab.forget_prefixes()
+    again = lab.serve("again", first, {"blend": False})
+    assert again.facts["exact_tokens"] == len(first) // BLOCK * BLOCK
+    lab.forget_prefixes()
+    other = lab.serve("other", prompt(DOC_B, DOC_A))
+    wanted = 4 + len(DOC_A) + len(DOC_B) if blends else 4  # blocks of the system text
+    assert other.facts == {"exact_tokens": 4, "tokens_from": {"host": wanted}}
 
 
 def test_an_end_that_a_stored_chunk_serves_takes_no_slot(make):
@@ -997,6 +1048,15 @@ def test_what_cannot_be_blended_is_served_exactly_and_counted(make, about, more)
     assert lab.scheduler.counts["refused"] == 1
 
 
+def test_a_response_says_why_too_few_tokens_are_not_reused_and_nothing_where_there_is_nothing_to_say(make):
+    lab = make(settings={"blend_min_tokens": 100})
+    learn(lab, DOC_A)
+    said = "12 tokens of stored documents are fewer than blend_min_tokens=100"
+    assert lab.serve("few", prompt(DOC_A)).facts == {"note": said}
+    assert lab.serve("no special string", [7] * 20).facts is None
+    assert make(blends=False).serve("no blending", prompt(DOC_A)).facts is None
+
+
 def test_blend_false_is_obeyed_whatever_else_is_said(make):
     """With `documents` beside it the request was blended all the same."""
     lab = make()
@@ -1051,6 +1111,37 @@ def test_cached_tokens_are_those_that_came_from_the_store(make):
     lab.load(request)
     lab.compute(request, 1)
     lab.finish(request)
+
+
+def test_cached_tokens_are_also_those_that_the_engine_has(make):
+    lab = make()
+    lab.serve("one", PLAIN)
+    lab.forget_prefixes()
+    lab.serve("two", PLAIN[:18])
+    request = lab.arrive("three", PLAIN, prefill_stats=PrefillStats())
+    assert lab.admit(request) == 24
+    assert request.prefill_stats.counts == (len(PLAIN), 16, 24)
+    lab.load(request)
+    lab.finish(request)
+
+
+def test_what_a_blend_computes_is_one_of_the_sources_of_what_the_engine_takes_for_loaded(make):
+    lab = make()
+    learn(lab, DOC_A)
+    request = lab.arrive("one", tokens := prompt(DOC_A))
+    assert lab.admit(request) == len(tokens)
+    found = lab.scheduler.sources(request, len(tokens))
+    assert found == {"host": len(DOC_A), "computed": len(tokens) - len(DOC_A)}
+    lab.load(request)
+    lab.compute(request, 1)
+    lab.finish(request)
+
+
+def test_the_facts_of_the_last_thousand_requests_are_kept(make):
+    lab = make()
+    for i in range(1002):
+        run(lab, str(i), PLAIN[:3])
+    assert list(lab.scheduler.recent) == [str(i) for i in range(2, 1002)]
 
 
 def test_each_request_has_a_line_in_the_log_if_that_is_wanted(make, monkeypatch, caplog):
@@ -1155,6 +1246,14 @@ def test_a_request_may_forbid_that_its_documents_are_learned(make):
     assert not lab.engine.learning
     learn(lab, DOC_A)
     assert lab.serve("two", prompt(DOC_A), {"learn": False}).loaded
+
+
+def test_without_blend_learn_documents_are_learned_only_if_a_request_says_so(make):
+    lab = make(settings={"blend_learn": False})
+    assert lab.serve("one", prompt(DOC_A)).facts == {"unknown_documents": 1}
+    assert not lab.engine.learning
+    learn(lab, DOC_A)
+    assert all(lab.store.lookup(document_keys(lab, DOC_A)))
 
 
 def test_one_document_in_many_requests_is_learned_once(make):

@@ -7,6 +7,7 @@ choice of the cost model.
 
 import errno
 import hmac
+import json
 import logging
 import os
 import socket
@@ -20,6 +21,7 @@ from dataclasses import asdict, replace
 from types import SimpleNamespace
 from typing import Any
 
+from lmc.background import gently
 from lmc.blend.segments import Span, document_tokens
 from lmc.connectors.vllm.claims import Claims
 from lmc.connectors.vllm.isolation import cached_blocks
@@ -59,7 +61,7 @@ class Administration:
     def documents(self, limit: int = LISTED) -> Facts:
         """Return the known documents, the one that was used last first."""
         known = self._known()
-        return {"documents": [self._described(one) for one in known[:limit]], "total": len(known)}
+        return {"documents": [self._described(one) for one in gently(known[:limit])], "total": len(known)}
 
     def document(self, name: str) -> Facts:
         """Return the documents of a name, or the one whose id begins with it; raise `InputError` if there is none."""
@@ -204,7 +206,7 @@ class Administration:
             "id": known.id,
             "name": known.name,
             "tokens": len(known.tokens),
-            "begins": " ".join(self._text(known.tokens[: 2 * SHOWN].tolist()).split())[:SHOWN],
+            "begins": " ".join(self._text(known.tokens[:SHOWN].tolist()).split())[:SHOWN],
             "places": self._engine.store.copies(known.keys),
             "uses": known.uses,
             "used": known.used,
@@ -286,11 +288,11 @@ def application(of: Administration, token: str) -> Any:
     from starlette.applications import Starlette
     from starlette.concurrency import run_in_threadpool
     from starlette.requests import ClientDisconnect, Request
-    from starlette.responses import JSONResponse
+    from starlette.responses import JSONResponse, Response
     from starlette.routing import Route
 
     def answering(find: Callable[[Request, Any], Facts]) -> Callable[[Request], Any]:
-        async def answer(request: Request) -> JSONResponse:
+        async def answer(request: Request) -> Response:
             given = request.headers.get("authorization", "").removeprefix("Bearer ")
             if token and not hmac.compare_digest(given.encode(), token.encode()):
                 return JSONResponse({"error": f"{TOKEN} of the engine is wanted as a bearer token"}, 401)
@@ -298,7 +300,8 @@ def application(of: Administration, token: str) -> Any:
                 return JSONResponse({"error": f"this is not {request.url.hostname}; {TOKEN} is not set"}, 403)
             try:
                 body = await _body(request) if request.method in ("POST", "PATCH") else {}
-                return JSONResponse(await run_in_threadpool(find, request, body))
+                found = await run_in_threadpool(lambda: _encoded(find(request, body)))
+                return Response(found, media_type="application/json")
             except (InputError, ValueError, TypeError, KeyError, ClientDisconnect) as error:
                 return JSONResponse({"error": str(error)}, 400)
 
@@ -316,6 +319,15 @@ def application(of: Administration, token: str) -> Any:
         ("GET", "/v1/requests/{name}", lambda request, _: of.request(request.path_params["name"])),
     ]
     return Starlette(routes=[Route(path, answering(find), methods=[method]) for method, path, find in routes])
+
+
+def _encoded(facts: Facts) -> bytes:
+    """Return facts as JSON. The items of a list are encoded one by one: while JSON is encoded, no other thread runs."""
+
+    def encoded(value: Any) -> str:
+        return f"[{', '.join(map(json.dumps, gently(value)))}]" if isinstance(value, list) else json.dumps(value)
+
+    return f"{{{', '.join(f'{json.dumps(name)}: {encoded(value)}' for name, value in facts.items())}}}".encode()
 
 
 async def _body(request: Any) -> Facts:

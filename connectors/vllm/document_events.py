@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from lmc.background import gently
 from lmc.connectors.vllm.kv_events import media_steps
 from lmc.engine.known_documents import KnownDocument
 from lmc.keys import ChunkKey, RecordKind
@@ -54,7 +55,7 @@ class DocumentEvents:
     def take(self) -> list[DocumentMoved]:
         """Return the changes since the last call, in order."""
         self._read, steps = media_steps(self._changes, self._read, self._seen, RecordKind.DOCUMENT)
-        return [moved for step in steps for moved in self._moved(*step)]
+        return [moved for step in gently(steps) for moved in self._moved(*step)]
 
     def _seen(self) -> set[tuple[ChunkKey, str]]:
         return {(key, medium) for medium, keys in self._present.items() for key in keys}

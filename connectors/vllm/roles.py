@@ -45,12 +45,11 @@ class Roles:
         asked = bool(options.learn) or (options.blend and options.documents is not None)
         if not asked and not (self._setup.blends and options.blend and self._setup.markers):
             return
-        if request.prompt_token_ids is None:
-            return
         assert state.policy is not None
         state.policy.check_depth(sum(self._setup.stages))
-        check_tokens(request.prompt_token_ids)
-        self._find_documents(state, options)
+        if request.prompt_token_ids is not None:  # Otherwise there are only prompt embeddings.
+            check_tokens(request.prompt_token_ids)
+            self._find_documents(state, options)
         why = self._why_not(state, bool(options.learn))
         if not why and (asked or state.documents):
             state.role = Role.LEARN if options.learn else Role.BLEND

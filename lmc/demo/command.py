@@ -20,9 +20,7 @@ FEW = 20  # questions whose answers are printed
 
 
 def demo(
-    small: Annotated[
-        bool, typer.Option("--small", help="the small model, over documents made for it; seconds")
-    ] = False,
+    small: Annotated[bool, typer.Option("--small", help="the small model, over documents made for it")] = False,
     model: Annotated[
         Path | None, typer.Option(help="directory or hub id of a Llama, Mistral, Qwen2 or Qwen3 model")
     ] = None,

@@ -101,6 +101,7 @@ class Tally:
             "charged_budget": statistics.mean(report.charged_budget for report in self.reports),
             "bytes": dict(loaded),
             "agreement": statistics.mean(self.agreement) if self.agreement else None,
+            "right": sum(sum(hits) for hits in self.right.values()),
             "accuracy": {kind: statistics.mean(hits) for kind, hits in sorted(self.right.items())},
             "questions": {kind: len(hits) for kind, hits in sorted(self.right.items())},
         }

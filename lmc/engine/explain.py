@@ -60,7 +60,7 @@ def explain(
             why = refused or plan.note or "it lies in the beginning of the prompt, which is reused exactly"
         if not document.learnable and not there:
             continue  # The system text may be a document, and mostly is none.
-        text = decode(tokens[: 2 * SHOWN])[:SHOWN]
+        text = decode(tokens[:SHOWN])[:SHOWN]
         found.append(
             Explanation(
                 start=document.span.start, stop=document.span.stop, text=text, places=there, reused=reused,

@@ -13,6 +13,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from lmc.background import gently
 from lmc.keys import ChunkKey
 
 # Tokens of all documents: 64 MiB. Beyond that, those are forgotten that were used longest ago, but not those that are
@@ -94,12 +95,12 @@ class KnownDocuments:
     def nearest(self, tokens: Sequence[int], namespace: bytes) -> KnownDocument | None:
         """Return the document of a namespace that has at least half of its distinct tokens in common with `tokens`."""
         wanted, best, most = set(tokens), None, 0.5
-        for document in self.list():
+        for document in gently(self.list()):
             if document.namespace == namespace and not document.removed:
-                there = set(document.tokens)
-                share = len(wanted & there) / len(wanted | there)
-                if share > most:
-                    best, most = document, share
+                common = len(wanted.intersection(document.tokens))
+                if common > most * len(wanted):  # Otherwise the share is less, however few tokens the document has.
+                    share = common / len(wanted.union(document.tokens))
+                    best, most = (document, share) if share > most else (best, most)
         return best
 
 

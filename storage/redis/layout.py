@@ -2,8 +2,8 @@
 
 This is arithmetic on sizes and views, without a connection.
 
-A value has 1 to 4 MiB, and is a little smaller than a size class of the allocator (jemalloc). A value of exactly 1 MiB
-would occupy 1.25 MiB.
+A value has at most 4 MiB, and is a little smaller than a size class of the allocator (jemalloc). A value of exactly
+1 MiB would occupy 1.25 MiB.
 """
 
 from collections.abc import Iterator, Sequence

@@ -61,13 +61,17 @@ LLAMA3 = {
     "original_max_position_embeddings": 512,
 }
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 1024}
+LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
 FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
     "llama": (transformers.LlamaConfig, {"head_dim": 32}),
     "llama3": (transformers.LlamaConfig, {"head_dim": 32, "rope_parameters": LLAMA3}),
     "yarn": (transformers.LlamaConfig, {"head_dim": 32, "rope_parameters": YARN}),
     "qwen2": (transformers.Qwen2Config, {}),
     "qwen3": (transformers.Qwen3Config, {"head_dim": 32}),
-    "mistral": (transformers.MistralConfig, {"head_dim": 32, "sliding_window": None}),
+    "mistral": (
+        transformers.MistralConfig,
+        {"head_dim": 32, "sliding_window": None, "rope_parameters": LINEAR},
+    ),
     "mixtral": (transformers.MixtralConfig, {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 32}),
     "phi3": (transformers.Phi3Config, {}),
     "qwen3moe": (

@@ -51,13 +51,18 @@ class Child:
         return answer(found) == answer(wanted) and distance(found, wanted) <= SAME
 
 
-def promises(child: Child) -> dict[str, object]:
-    """Name of a promise -> what was seen."""
-    seen: dict[str, object] = {}
-    wanted, plain = child.ask(PROMPT.tokens, {"blend": False}), child.ask(PLAIN)
+def exact(child: Child) -> dict[str, object]:
+    """Name of a promise about exact prefixes -> what was seen."""
+    plain = child.ask(PLAIN)
     child.forget()
     found = child.ask(PLAIN)
-    seen["pages"], seen["pages are exact"] = facts(found), child.same(found, plain)
+    return {"pages": facts(found), "pages are exact": child.same(found, plain)}
+
+
+def blended(child: Child) -> dict[str, object]:
+    """Name of a promise about blends -> what was seen."""
+    seen: dict[str, object] = {}
+    wanted = child.ask(PROMPT.tokens, {"blend": False})
     child.forget(chunks=True)
     found = child.ask(PROMPT.tokens, PROMPT.blend())
     seen["unknown"], seen["unknown documents do no harm"] = facts(found), child.same(found, wanted)
@@ -77,7 +82,10 @@ def promises(child: Child) -> dict[str, object]:
 
 
 if __name__ == "__main__":
-    llm = launch(Path(sys.argv[1]), **json.loads(sys.argv[2]))
-    result = promises(Child(llm))
+    options = json.loads(sys.argv[2])
+    llm = launch(Path(sys.argv[1]), **options)
+    result = exact(Child(llm))
+    if "pipeline_parallel_size" not in options:
+        result |= blended(Child(llm))
     llm.llm_engine.engine_core.shutdown()
     sys.stdout.write(json.dumps(result) + "\n")

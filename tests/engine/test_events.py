@@ -135,6 +135,7 @@ def test_documents_are_published_on_a_topic_of_their_own_and_batches_can_be_aske
         for event in found.values():
             assert (event["type"], event["tokens"], event["salt"]) == ("DocumentStored", len(document), "")
             assert event["digest"] == tokens_digest(document)
+            assert event["document"] == lab.connector._scheduler.engine.known.list()[0].id
         with context.socket(zmq.REQ) as asking:
             asking.connect(f"tcp://127.0.0.1:{ports[1]}")
             asking.send((0).to_bytes(8, "big"))
@@ -142,6 +143,16 @@ def test_documents_are_published_on_a_topic_of_their_own_and_batches_can_be_aske
             *_, first, payload = asking.recv_multipart()
             assert int.from_bytes(first, "big") == 0
             assert msgspec.msgpack.decode(payload)[1][0]["type"] == "DocumentStored"
+        for key in lab.document_keys(document):
+            lab.store.forget(key)
+        gone: dict[str, Any] = {}
+        while len(gone) < 2:
+            assert subscriber.poll(30_000), gone
+            gone |= {event["medium"]: event for event in msgspec.msgpack.decode(subscriber.recv_multipart()[2])[1]}
+        for event in found.values():
+            assert event.pop("tokens") == len(document)
+            event["type"] = "DocumentRemoved"
+        assert gone == found
 
 
 def test_an_address_that_cannot_be_had_is_an_error_that_names_it():

@@ -3,6 +3,8 @@
 import pytest
 from lab import Prompt, answer, distance, engine, facts, words
 
+from lmc.blend.strategies import NEEDS_QUESTION
+
 SAME = 1e-5  # logprobs, float32
 DOCUMENTS = [words(150, 1), words(300, 2), words(150, 3), words(90, 4)]
 ORDER = [DOCUMENTS[i] for i in (2, 0, 3, 1)]
@@ -43,6 +45,8 @@ def test_at_ratio_1_the_blend_is_full_prefill(lab, strategy):
     prompt, wanted = only_documents_are_known(lab)
     found = lab.ask(prompt.tokens, prompt.blend(strategy=strategy, ratio=1.0))
     assert facts(found)["reused_tokens"] == sum(map(len, ORDER))
+    if strategy in NEEDS_QUESTION:  # otherwise the engine computes what is behind the last document
+        assert facts(found)["fresh_tokens"] == len(prompt.tokens) - sum(map(len, ORDER))
     assert same(found, wanted)
     lab.check()
 

@@ -1,11 +1,13 @@
 """Whatever fails, comes late, goes away or is preempted: right tokens, nothing held, no hang."""
 
 import itertools
+import re
+import time
 from array import array
 
 import pytest
 from lab import Prompt, answer, distance, engine, facts, words
-from stepping import Clock, Gate, Steps, only_on_disk, poison, threads_are_done, worker
+from stepping import SECONDS, Clock, Gate, Steps, only_on_disk, poison, threads_are_done, worker
 from tier_wrappers import Delayed
 
 from lmc.storage import loader
@@ -259,12 +261,13 @@ def mislabelled(lab):
 
 
 @pytest.mark.parametrize("lmc", [None, PROMPT.blend(**EXACT)], ids=["pages", "documents"])
-def test_a_slot_that_holds_another_chunk_than_promised_is_not_used(lab, request, lmc):
+def test_a_slot_that_holds_another_chunk_than_promised_is_not_used(lab, request, caplog, lmc):
     store_plain(lab)
     request.getfixturevalue("mislabelled")
     failed = lab.numbers.get("failed_loads", 0)
     tokens = PROMPT.tokens if lmc else PLAIN
     out = lab.ask(tokens, lmc)
+    assert re.search(r"a chunk for request \S+ was lost while it was loaded; the engine computes it", caplog.text)
     assert right(lab, out, tokens)
     assert lab.numbers["failed_loads"] == failed + 1
     assert "exact_tokens" not in facts(out)
@@ -294,6 +297,20 @@ def test_an_exception_inside_a_blend_is_computed_over(lab, steps, method, calls)
     again = lab.ask(PROMPT.tokens, PROMPT.blend(**EXACT))
     assert right(lab, again, PROMPT.tokens)
     assert facts(again)["reused_tokens"] > 0
+
+
+def test_after_a_reset_by_the_engine_nothing_of_before_is_loaded_from_the_disk(lab):
+    lab.ask(PLAIN)
+    lab.settle()
+    lab.store.flush()
+    assert lab.llm.reset_prefix_cache(reset_connector=True)
+    end = time.monotonic() + SECONDS
+    while list(lab.store._tiers[0].entries()):  # they are removed in the background
+        assert time.monotonic() < end
+        time.sleep(0.001)
+    again = lab.ask(PLAIN)
+    assert not facts(again)
+    assert right(lab, again, PLAIN)
 
 
 def test_an_exception_while_learning_loses_only_the_document(lab):

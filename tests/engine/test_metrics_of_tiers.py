@@ -4,7 +4,7 @@ import json
 
 import msgspec
 import pytest
-from lab import Prompt, engine, words
+from lab import Prompt, distance, engine, facts, words
 from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
@@ -55,7 +55,8 @@ def test_a_blend_is_a_span_in_the_trace_of_its_request(models):
     provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(spans))
     trace.set_tracer_provider(provider)  # vLLM's own, which would send to the endpoint, comes too late.
-    with engine(models("llama"), otlp_traces_endpoint="grpc://127.0.0.1:9", disable_log_stats=False) as lab:
+    options = {"otlp_traces_endpoint": "grpc://127.0.0.1:9", "disable_log_stats": False, "dtype": "float16"}
+    with engine(models("llama"), **options) as lab:
         lab.learn(DOCUMENTS[:1])
         prompt = Prompt(DOCUMENTS[:1])
         lab.ask(prompt.tokens, prompt.blend(), 1)
@@ -135,7 +136,7 @@ def test_the_next_engine_in_a_process_takes_the_place_of_the_last():
 @pytest.fixture(scope="module")
 def lab(models, tmp_path_factory):
     disk = tmp_path_factory.mktemp("disk")
-    with engine(models("llama"), {"local_disk": str(disk)}, disable_log_stats=False) as lab:
+    with engine(models("llama"), {"local_disk": str(disk)}, dtype="bfloat16", disable_log_stats=False) as lab:
         lab.learn(DOCUMENTS)
         prompt = Prompt(DOCUMENTS[::-1])
         lab.ask(prompt.tokens, prompt.blend())
@@ -172,3 +173,24 @@ def test_an_engine_s_metrics_are_its_store_s(lab):
 def test_what_may_still_happen_is_there_as_zero(lab):
     assert value("corrupt_records_total", model=lab.model, tier="disk") == 0
     assert value("failures_total", model=lab.model, tier="disk") == 0
+
+
+def test_requests_are_observed_by_way_and_blends_with_their_budget(lab):
+    ways = {way: value("ttft_seconds_count", model=lab.model, way=way) for way in ("full", "learn", "blend")}
+    assert ways == {"full": 1, "learn": len(DOCUMENTS), "blend": 1}
+    assert value("load_seconds_count", model=lab.model, way="blend") == 1
+    assert value("reused_tokens_sum", model=lab.model, way="blend") == sum(map(len, DOCUMENTS))
+    assert value("budget_sum", model=lab.model) == pytest.approx(0.15, abs=0.02)
+    assert value("budget_count", model=lab.model) == 1
+
+
+def test_a_blend_in_half_precision_is_far_nearer_to_full_prefill_than_blind_reuse(lab):
+    prompt, found = Prompt(DOCUMENTS[::-1], seed=3000), {}
+    wanted = lab.vanilla(prompt.tokens)
+    lab.learn(DOCUMENTS)
+    for ratio in (0.0, 1.0):
+        lab.forget_prefixes()
+        out = lab.ask(prompt.tokens, prompt.blend(strategy="query", ratio=ratio))
+        assert facts(out)["reused_tokens"] == sum(map(len, DOCUMENTS))
+        found[ratio] = distance(out, wanted)
+    assert found[1.0] < 0.2 * found[0.0]

@@ -19,13 +19,19 @@ ENGINES = {
     "tensor parallel": ({**APART, "VLLM_CPU_OMP_THREADS_BIND": "0|1"}, {"tensor_parallel_size": 2}),
 }
 
+# vLLM's CPU build runs several stages only compiled.
+STAGES = {**APART, "VLLM_CPU_OMP_THREADS_BIND": "0|1"}, {"pipeline_parallel_size": 2, "enforce_eager": False, "compilation_config": {"backend": "eager"}}
+
 
 @pytest.fixture(scope="module", params=ENGINES, ids=lambda name: name.replace(", ", "-").replace(" ", "-"))
 def seen(request, models):
     """What a child process saw, by promise."""
-    environment, options = ENGINES[request.param]
+    return seen_by_child(models("llama"), *ENGINES[request.param])
+
+
+def seen_by_child(model, environment, options):
     done = subprocess.run(
-        [sys.executable, str(CHILD), str(models("llama")), json.dumps(options)],
+        [sys.executable, str(CHILD), str(model), json.dumps(options)],
         env={
             **os.environ,
             "PYTHONPATH": os.pathsep.join([str(CHILD.parent.parent), os.environ.get("PYTHONPATH", "")]),
@@ -43,6 +49,11 @@ def seen(request, models):
 def test_pages_are_loaded_again_exactly(seen):
     assert seen["pages"] == {"exact_tokens": 672, "tokens_from": {"host": 672}}
     assert seen["pages are exact"]
+
+
+def test_pages_of_two_pipeline_stages_are_loaded_again_exactly(models):
+    seen = seen_by_child(models("llama"), *STAGES)
+    assert seen == {"pages": {"exact_tokens": 672, "tokens_from": {"host": 672}}, "pages are exact": True}
 
 
 def test_documents_that_nobody_knows_are_computed_and_learned(seen):

@@ -3,6 +3,7 @@
 LMC_SOAK_REQUESTS (240) is how often eight users ask.
 """
 
+import ast
 import json
 import logging
 import os
@@ -13,6 +14,7 @@ import subprocess
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -27,6 +29,8 @@ import pytest
 import transformers
 import yaml
 
+from lmc import metrics
+from lmc.blend.strategies import STRATEGIES
 from lmc.config import Settings
 
 ROOT = Path(__file__).parents[2]
@@ -262,6 +266,49 @@ def test_the_page_s_options_are_all_there_are():
 
     (table,) = re.findall(r"^## 4\..*?(?=^## )", PAGE, re.S | re.M)
     assert set(re.findall(r"^\| `(\w+):", table, re.M)) == set(Options.model_fields)
+    (row,) = re.findall(r"^\| `strategy: .*", table, re.M)
+    strategies = re.findall(r"`(\w+)`( \(default\))?", row)
+    assert {name for name, _ in strategies} == set(STRATEGIES)
+    assert [name for name, default in strategies if default] == [Settings().blend_strategy]
+
+
+def test_the_page_s_families_are_those_that_were_proven():
+    from lmc.connectors.vllm.native import PROVEN
+
+    (said,) = re.findall(r"blending for (.*?), if a self-test", PAGE, re.S)
+    families = re.split(r",\s+|\s+and\s+", said)
+    assert {f"{name.replace('-', '')}ForCausalLM".lower() for name in families} == {name.lower() for name in PROVEN}
+
+
+def test_the_page_s_metrics_are_all_metrics_of_the_kind_that_it_says():
+    (counted,) = re.findall(r"`lmc:requests_total`.*?histograms", PAGE, re.S)
+    (observed,) = re.findall(r"the histograms (.*?)\. vLLM's", PAGE, re.S)
+    (of_tiers,) = re.findall(r"By tier there are (.*?);", PAGE, re.S)
+    named = {name.removeprefix("lmc:").removesuffix("_total") for name in re.findall(r"`([a-z_:]+)`", counted)}
+    assert {"requests", "documents_learned"} < named
+    assert named | set(re.findall(r"`(\w+)`", of_tiers)) <= metrics.NAMES.keys()
+    histograms = {name for name, metric in metrics.NAMES.items() if metric.buckets}
+    assert set(re.findall(r"`([a-z_]+)`", observed)) == histograms
+
+
+def test_the_page_s_lines_of_the_log_are_lines_of_the_code():
+    (table,) = re.findall(r"^## 9\..*", PAGE, re.S | re.M)
+    quoted = [text for cell in re.findall(r"^\| (.*?) \|", table, re.M) for text in re.findall(r"`(.*?)`", cell)]
+    said = list(chain.from_iterable(map(texts_of, (*ROOT.glob("connectors/vllm/*.py"), *ROOT.glob("lmc/*.py")))))
+    of_vllm = {"AsyncLLM output_handler failed", "Unsupported connector type: LMCConnector"}
+    assert of_vllm < set(quoted)
+    for text in set(quoted) - of_vllm:
+        parts = [part.strip() for part in re.split(r"LMC_…|…|'\w+'", text)]
+        assert any(all(part in line for part in parts) for line in said), text
+
+
+def texts_of(path: Path) -> Iterator[str]:
+    """Texts in a program; what is inserted into them is an ellipsis."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.JoinedStr):
+            yield "…".join(one.value for one in node.values if isinstance(one, ast.Constant))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
 
 
 def test_the_page_s_metrics_are_there(server):
@@ -337,6 +384,8 @@ def test_documents_may_be_given_as_texts(server):
         assert time.monotonic() < deadline
         time.sleep(0.5)
     assert ask(server, asked[1], documents=texts[::-1])[1]["reused_tokens"] > 900
+    behind = ask(server, asked[1], documents=texts)[1]["note"]
+    assert "is not in the prompt behind the text before it" in behind
     note = ask(server, asked[1], documents=["it is not there at all"])[1]["note"]
     assert note.startswith("lmc.documents: 'it is not there at all' is not in the prompt")
 
@@ -358,6 +407,28 @@ def test_completions_chat_and_streams_answer_the_same(server):
     assert [done.choices[0].text, chat.choices[0].message.content, streamed, chatted] == [" Kai"] * 4
     for found in (done, chat):
         assert sum(found.kv_transfer_params["lmc"]["tokens_from"].values()) > 1000
+
+
+def test_options_are_read_in_chats_too(server):
+    asked = [{"role": "user", "content": prompt(NAMES[:2], ASKED)}]
+    wrong = {"kv_transfer_params": {"lmc": {"ratio": 15}}}
+    done = server.client.chat.completions.create(model="small", messages=asked, max_tokens=2, extra_body=wrong)
+    assert done.kv_transfer_params == {"lmc": {"note": "lmc.ratio must be between 0 and 1, not 15"}}
+
+
+def test_vllm_takes_what_a_blend_computes_for_hits(server):
+    def hits() -> float:
+        text = httpx.get(f"http://localhost:{server.port}/metrics").text
+        (count,) = re.findall(r"^vllm:external_prefix_cache_hits_total\{.*\} (\S+)$", text, re.M)
+        return float(count)
+
+    learned(server)
+    before = hits()
+    _, facts = ask(server, prompt([NAMES[i] for i in (4, 1, 5, 0, 3, 2)], "at the farm , owner of a blend's hits"))
+    deadline = time.monotonic() + 5
+    while hits() == before and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert hits() - before == facts["reused_tokens"] + facts["fresh_tokens"]
 
 
 def test_metrics_are_the_sum_of_what_the_responses_say(server):
@@ -491,6 +562,10 @@ def test_the_log_is_quiet(server, soak):
     """No traceback; vLLM's line of numbers once an interval; each warning of ours once."""
     assert "Traceback" not in server.said
     assert " ERROR " not in server.said
+    deadline = time.monotonic() + 2 * INTERVAL
+    while not re.search(r"KV Transfer metrics: .*lmc requests=[1-9]", server.said):
+        assert time.monotonic() < deadline
+        time.sleep(0.5)
     numbers = re.findall(r"INFO (\d\d-\d\d \d\d:\d\d:\d\d) .*KV Transfer metrics: .*lmc", server.said)
     times = [datetime.strptime(f"2000-{at}", "%Y-%m-%d %H:%M:%S") for at in numbers]
     assert all((b - a).total_seconds() >= INTERVAL for a, b in pairwise(times))

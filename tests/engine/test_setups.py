@@ -4,7 +4,8 @@ import logging
 from pathlib import Path
 
 import pytest
-from lab import Prompt, answer, distance, engine, facts, words
+import torch
+from lab import SIZES, Prompt, answer, distance, engine, facts, words
 from stepping import poison
 
 from lmc.connectors.vllm.admin import Administration
@@ -60,16 +61,20 @@ def lab(request, models):
     family, options, reason = ENGINES[request.param]
     if "kv_cache_dtype" in options and not {"avx512f", "amx_tile"} & FLAGS:
         pytest.skip("vLLM's CPU build has fp8 KV caches on processors with AVX-512 or AMX only")
-    said = Said()
-    logging.getLogger("lmc").addHandler(said)
-    with engine(models(family), None, **options) as found:
+    said, log = Said(), logging.getLogger("lmc")
+    log.addHandler(said)
+    log.setLevel(logging.INFO)
+    with engine(models(family), None, enable_prompt_embeds=True, **options) as found:
         found.said, found.reason = said.lines, reason
         yield found
-    logging.getLogger("lmc").removeHandler(said)
+    log.removeHandler(said)
+    log.setLevel(logging.NOTSET)
 
 
 def test_the_log_says_why_it_does_not_blend(lab):
-    assert [line for line in lab.said if line.startswith(f"blending is off: {lab.reason}")]
+    reason, summary = f"blending is off: {lab.reason}", "lmc: no blending, "
+    said = [begin for line in lab.said for begin in (reason, summary) if line.startswith(begin)]
+    assert said == [reason, summary]
 
 
 def test_pages_are_loaded_again_exactly(lab):
@@ -81,6 +86,24 @@ def test_pages_are_loaded_again_exactly(lab):
     assert facts(found)["exact_tokens"] == 672
     assert answer(found) == answer(wanted)
     assert distance(found, wanted) <= SAME
+    lab.check()
+
+
+def test_pages_of_prompt_embeddings_are_loaded_again_exactly(lab):
+    draw = torch.Generator().manual_seed(0)
+    given, other = torch.randn(2, 700, SIZES["hidden_size"], generator=draw)
+
+    def ask(embeddings):
+        return lab.llm.generate([{"prompt_embeds": embeddings}], lab.parameters(), use_tqdm=False)[0]
+
+    wanted = ask(given)
+    lab.forget_prefixes()
+    poison()
+    found = ask(given)
+    assert facts(found)["exact_tokens"] == 672
+    assert answer(found) == answer(wanted)
+    assert distance(found, wanted) <= SAME
+    assert "exact_tokens" not in facts(ask(other))
     lab.check()
 
 

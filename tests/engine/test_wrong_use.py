@@ -1,15 +1,28 @@
 """Wrong use is answered with a message that says what would be right; no request's fault ends the engine."""
 
 import logging
+from contextlib import contextmanager
+from copy import copy
 from types import SimpleNamespace
 
 import pytest
-from lab import Prompt, answer, cleanup_dist_env_and_memory, engine, facts, words
+from lab import SETTINGS, Prompt, answer, cleanup_dist_env_and_memory, engine, facts, words
+from stepping import worker
+from vllm.config import CompilationConfig, KVTransferConfig, VllmConfig
+from vllm.distributed.kv_transfer import get_kv_transfer_group
+from vllm.platforms import current_platform
 
 from lmc.blend.markers import Markers
 from lmc.config import Settings
+from lmc.connectors.vllm.admin import Administration
 from lmc.connectors.vllm.connector import LMCConnector
+from lmc.connectors.vllm.model_identity import model_identity
 from lmc.connectors.vllm.native import NativeLayers
+from lmc.connectors.vllm.plugin import loaded_model
+from lmc.connectors.vllm.start import layers_of_stages
+from lmc.connectors.vllm.vllm_api import KVConnectorBase_V1, KVConnectorRole
+from lmc.connectors.vllm.worker import Worker
+from lmc.engine.calibration import Calibration, fusion_settings, keep_calibration
 from lmc.errors import ConfigError, UnsupportedModel
 
 DOCUMENTS = [words(150, 1), words(90, 2)]
@@ -105,12 +118,78 @@ def test_after_all_that_a_blend_still_works(lab):
 # -- the engine -------------------------------------------------------------------------------------------------------
 
 
+@contextmanager
+def started(lab, **settings):
+    """One more connector for the scheduler of an engine that runs, as the engine has started its own."""
+    config = copy(lab.connector._config)
+    config.kv_transfer_config = copy(config.kv_transfer_config)
+    config.kv_transfer_config.kv_connector_extra_config = SETTINGS | settings
+    connector = LMCConnector(config, lab.connector.role, lab.connector._kv_cache_config)
+    connector.bind_gpu_block_pool(lab.pool)
+    connector.set_xfer_handshake_metadata_pp_aware({(0, 0): get_kv_transfer_group().get_handshake_metadata()})
+    try:
+        yield connector
+    finally:
+        connector.shutdown()
+
+
+def test_a_start_warns_of_a_model_that_was_never_calibrated_and_obeys_a_calibration(lab, caplog, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with caplog.at_level(logging.WARNING, "lmc"), started(lab) as connector:
+        assert connector._scheduler._setup.blends
+        assert caplog.text.count("never calibrated") == 1
+    nothing = {"ratio": None, "agreement": None, "kl": None, "speed_up": None, "prompts": 8, "target": 0.98}
+    used = fusion_settings(lab.connector.settings)
+    found = Calibration(date="2026-01-31", worth_it=False, reason="no time is gained", settings=used, **nothing)
+    keep_calibration(model_identity(lab.connector._config, []), found)
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "lmc"), started(lab) as connector:
+        assert not connector._scheduler._setup.blends
+        assert "blending is off: lmc calibrate found on 2026-01-31 that it is not worth it" in caplog.text
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "lmc"), started(lab, blend_calibration="ignore") as connector:
+        assert connector._scheduler._setup.blends
+        assert "calibrat" not in caplog.text
+
+
+def test_another_version_of_vllm_ends_the_start_of_both_sides(lab, monkeypatch):
+    monkeypatch.setattr("vllm.__version__", "0.33.0")
+    for role in KVConnectorRole:
+        with pytest.raises(ConfigError, match=r"this is vLLM 0\.33\.0: install 'vllm==0\.32\.\*'"):
+            LMCConnector(lab.connector._config, role, lab.connector._kv_cache_config)
+
+
+def test_without_enable_blending_a_model_that_could_be_blended_is_not(lab, monkeypatch):
+    """Its worker says so to the scheduler, which asks workers and not the settings."""
+    off = {"enable_blending": False}
+    with started(lab, **off) as connector:
+        side = LMCConnector(connector._config, KVConnectorRole.WORKER, connector._kv_cache_config)
+        assert connector._scheduler._setup.blends, "the control: the engine's own worker can"
+    layers = lab.connector._config.compilation_config.static_forward_context
+    side.register_kv_caches({name: layer.kv_cache for name, layer in layers.items()})
+    monkeypatch.setattr("test_wrong_use.get_kv_transfer_group", lambda: side)
+    with started(lab, **off) as connector:
+        setup = connector._scheduler._setup
+        assert (setup.blends, setup.refused) == (False, "blending is off (enable_blending)")
+        found = Administration(setup, {}).explain({"prompt_token_ids": PROMPT.tokens, "lmc": PROMPT.blend()})
+        assert (found["why"], found["reused_tokens"]) == (setup.refused, 0)
+
+
+def test_sliding_windows_are_not_blended(lab, monkeypatch):
+    """Of a model whose architecture is blended otherwise."""
+    side = worker()
+    monkeypatch.setattr(side._layers.attention[-1], "sliding_window", 128)
+    with pytest.raises(UnsupportedModel, match="its attention has a sliding window"):
+        NativeLayers(loaded_model(), side._config, side._kv_cache_config, {})
+
+
 def test_without_a_load_failure_policy_a_warning_says_what_to_add(models, caplog):
     with (
         caplog.at_level(logging.WARNING, "lmc"),
         engine(models("llama"), transfer={"kv_load_failure_policy": "fail"}) as lab,
     ):
         lab.ask(words(100, 1))
+    assert "kv_load_failure_policy is 'fail': a load that fails will fail its request" in caplog.text
     assert """add "kv_load_failure_policy":"recompute" to --kv-transfer-config""" in caplog.text
 
 
@@ -172,6 +251,18 @@ def test_pipeline_parallel_is_not_blended():
         NativeLayers(model, config, None, {})
 
 
+@pytest.mark.parametrize(
+    ("experts", "said"),
+    [(True, "its experts are shared with other data-parallel engines"), (False, "several kinds of KV cache")],
+)
+def test_experts_that_data_parallel_engines_share_are_not_blended(experts, said):
+    """Without experts only the next check refuses this model."""
+    model = type("MixtralForCausalLM", (), {})()
+    parallel = SimpleNamespace(pipeline_parallel_size=1, data_parallel_size=2, is_moe_model=experts)
+    with pytest.raises(UnsupportedModel, match=said):
+        NativeLayers(model, SimpleNamespace(parallel_config=parallel), SimpleNamespace(kv_cache_groups=()), {})
+
+
 def refusal(model, settings=None) -> str:
     """What an engine that does not start says."""
     try:
@@ -202,3 +293,93 @@ def test_ranks_that_each_have_a_scheduler_of_their_own_are_refused():
     )
     with pytest.raises(ConfigError, match=r"1 of 2 workers.*external_launcher"):
         connector.set_xfer_handshake_metadata_pp_aware({(0, 0): SimpleNamespace(facts=None)})
+
+
+def bare(tmp_path=None, **parallel) -> LMCConnector:
+    """A scheduler's side without an engine, whose worker says that the model cannot be blended."""
+    connector = LMCConnector.__new__(LMCConnector)
+    connector.settings, connector._scheduler = Settings(local_disk=tmp_path), None
+    connector._config = SimpleNamespace(
+        model_config=SimpleNamespace(is_prefix_caching_supported=True, model="a model"),
+        cache_config=SimpleNamespace(block_size=16, prefix_caching_hash_algo="sha256"),
+        parallel_config=SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1, **parallel),
+    )
+    return connector
+
+
+@pytest.mark.parametrize(("engines", "own"), [(1, ""), (3, "dp2")])
+def test_each_data_parallel_engine_has_a_directory_of_its_own(monkeypatch, tmp_path, engines, own):
+    opened = []
+
+    def open_engine(settings, *_, **__):
+        opened.append(settings.local_disk)
+        raise InterruptedError
+
+    for name, instead in (("open_engine", open_engine), ("model_identity", lambda *_: "m"), ("files_of", lambda _: [])):
+        monkeypatch.setattr(f"lmc.connectors.vllm.connector.{name}", instead)
+    connector = bare(tmp_path, data_parallel_size=engines, data_parallel_index=2)
+    with pytest.raises(InterruptedError):
+        connector.set_xfer_handshake_metadata_pp_aware(
+            {(0, 0): SimpleNamespace(facts=SimpleNamespace(refused="for some reason", weights=""))}
+        )
+    assert opened == [tmp_path / own]
+
+
+def test_a_model_for_which_the_engine_caches_no_prefixes_is_left_alone(caplog):
+    connector = bare()
+    connector._config.model_config.is_prefix_caching_supported = False
+    connector.set_xfer_handshake_metadata_pp_aware({})
+    assert "lmc does nothing for this model" in caplog.text
+    assert connector.get_num_new_matched_tokens(None, 0) == (0, False)
+    assert connector.request_finished(None, []) == (False, None)
+    assert not connector.build_connector_meta(None).plan.saves
+    assert not connector.has_pending_push_work()
+
+
+def test_a_log_line_without_blending_says_that_it_was_not_wanted():
+    engine = SimpleNamespace(store=SimpleNamespace(slots=3, known_keys=set), chunk_size=256)
+    assert bare()._summary(engine, blends=False).startswith("lmc: no blending (enable_blending is false), 3 chunks of")
+
+
+@pytest.mark.parametrize("parallel", ["decode_context_parallel_size", "prefill_context_parallel_size"])
+def test_context_parallelism_is_refused(monkeypatch, parallel):
+    monkeypatch.setattr(KVConnectorBase_V1, "__init__", lambda *_, **__: None)
+    sizes = {"decode_context_parallel_size": 1, "prefill_context_parallel_size": 1, parallel: 2}
+    config = SimpleNamespace(
+        kv_transfer_config=SimpleNamespace(kv_connector_extra_config={}), parallel_config=SimpleNamespace(**sizes)
+    )
+    with pytest.raises(ConfigError, match="context parallelism spreads a block's tokens over ranks"):
+        LMCConnector(config, KVConnectorRole.SCHEDULER, None)
+
+
+def test_with_full_graphs_settings_are_checked_before_there_is_a_model(monkeypatch):
+    monkeypatch.setattr(type(current_platform), "support_static_graph_mode", classmethod(lambda cls: True))
+
+    def configured(graphs, **settings):
+        transfer = KVTransferConfig(kv_connector="LMCConnector", kv_role="kv_both", kv_connector_extra_config=settings)
+        VllmConfig(kv_transfer_config=transfer, compilation_config=CompilationConfig(cudagraph_mode=graphs))
+
+    configured("FULL", chunk_size=128)
+    configured("PIECEWISE", chunk_sice=128)  # checked when the connector is made
+    for graphs in ("FULL", "FULL_AND_PIECEWISE"):
+        with pytest.raises(ValueError, match=r"unknown setting chunk_sice .*did you mean chunk_size"):
+            configured(graphs, chunk_sice=128)
+    assert LMCConnector.requires_piecewise_for_cudagraph({}) is False
+
+
+def test_the_ranks_of_all_pipeline_stages_have_each_part_of_a_slot_once(monkeypatch):
+    stages, ranks, found = (3, 2), 2, []
+    everybody = [(stage, rank) for stage in range(2) for rank in range(ranks)]
+    told = [SimpleNamespace(rank=rank, page_bytes=(64,) * stages[rank[0]]) for rank in everybody[::-1]]
+    assert layers_of_stages(told) == stages
+    slab = SimpleNamespace(part=lambda slot, part: part)
+    monkeypatch.setattr("lmc.connectors.vllm.worker.Slab", SimpleNamespace(attach=lambda at: slab))
+    for stage, rank in everybody:
+        for kind, number in (("pp", stage), ("tp", rank)):
+            group = SimpleNamespace(rank_in_group=number, world_size=ranks)
+            monkeypatch.setattr(f"lmc.connectors.vllm.worker.get_{kind}_group", lambda group=group: group)
+        side = Worker.__new__(Worker)
+        side._attach(None, stages)
+        found += [side._part(0, layer) for layer in range(stages[stage])]
+    assert sorted(found) == list(range(sum(stages) * ranks))
+    assert found[:3] == [0, 2, 4], "the ranks of a layer are side by side"

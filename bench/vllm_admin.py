@@ -1,0 +1,132 @@
+"""What questions to the administration endpoint cost a running request: the time of its steps, with and without them.
+
+    python bench/vllm_admin.py [--documents 10000]
+
+The shipped model decodes one request, whose steps are as short as they get, so what the endpoint takes shows most. The
+disk holds documents of 200 to 500 tokens, which `lmc learn` has brought there. Each kind of question is asked again as
+soon as it is answered, with a pause of as long as the answer took, but at least a tenth of a second:
+
+    closed    the endpoint is not open, and the disk is empty
+    none      the endpoint is open, and nobody asks
+    stat      `/v1/stat`, as a monitor asks
+    list      a hundred documents
+    list all  all documents, as `lmc learn` asks once at its start
+    show      one document, by its name
+    explain   a prompt of six documents, of which none is known: all known ones are compared with them
+
+The numbers are medians, 99th percentiles and maxima of the steps' milliseconds, the time of all steps against that of
+an engine whose endpoint is closed, seconds of an answer, and how many answers there were. Both engines take turns.
+"""
+
+import os
+import random
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from common import closing_line, parser
+from engine import Engine, words
+from learn import MODEL, learn, write_documents
+from transformers import AutoTokenizer
+
+from lmc.demo.random_model import machine
+from lmc.http_client import admin_client
+from lmc.rag import SEPARATOR
+
+STEPS, ROUNDS, PAUSE = 300, 5, 0.1
+
+
+def main() -> None:
+    """Measure, and print a table and the closing line."""
+    arguments = parser(__doc__, "vllm_admin")
+    arguments.add_argument("--documents", type=int, default=10_000)
+    options = arguments.parse_args()
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    with tempfile.TemporaryDirectory(prefix="lmc-bench-") as name:
+        folder = Path(name)
+        write_documents(folder / "documents.jsonl", options.documents, tokenizer)
+        learn(folder)
+        found = measure(folder, tokenizer)
+    print(f"{machine()}\n{options.documents} documents on the disk; steps of the shipped model\n")
+    print(f"{'':10}{'median ms':>12}{'p99 ms':>12}{'max ms':>12}{'of closed':>12}{'answer s':>12}{'answers':>10}")
+    for kind, one in found.items():
+        print(f"{kind:10}" + "".join(f"{value:12.3f}" for value in list(one.values())[:5]) + f"{one['answers']:10.0f}")
+    closing_line(
+        {"bench": "vllm_admin", "documents": options.documents, **found}, "vllm_admin" if options.keep else None
+    )
+
+
+def measure(folder: Path, tokenizer: Any) -> dict[str, dict[str, float]]:
+    """Return the numbers of each kind of question; see above."""
+    plain = engine_over(folder / "empty")
+    os.environ["LMC_ADMIN"] = f"unix://{folder}/admin.sock"
+    served = engine_over(folder / "disk")
+    client = admin_client(os.environ["LMC_ADMIN"])
+    shown = client.ask("/v1/documents?limit=1")["documents"][0]["name"].replace(" ", "%20")
+    unknown = [tokenizer.decode(words(240, seed)) for seed in range(6)]
+    prompt = SEPARATOR.join(["answer .", *unknown, "who ?"])
+    questions: dict[str, Callable[[], Any]] = {
+        "closed": lambda: None,
+        "none": lambda: None,
+        "stat": lambda: client.ask("/v1/stat"),
+        "list": lambda: client.ask("/v1/documents"),
+        "list all": lambda: client.ask(f"/v1/documents?limit={1 << 30}"),
+        "show": lambda: client.ask(f"/v1/documents/{shown}"),
+        "explain": lambda: client.ask("/v1/explain", {"prompt": prompt}),
+    }
+    gaps: dict[str, list[float]] = {kind: [] for kind in questions}
+    answers: dict[str, list[float]] = {kind: [] for kind in questions}
+    for number in range(ROUNDS + 1):  # the first one warms up
+        for kind in random.Random(number).sample(list(questions), len(questions)):
+            engine = plain if kind == "closed" else served
+            steps, asked = steps_while(engine, number, questions[kind] if kind not in ("closed", "none") else None)
+            if number:
+                gaps[kind] += steps
+                answers[kind] += asked
+    plain.close()
+    served.close()
+    closed = sum(gaps["closed"])
+    return {
+        kind: {
+            "median_ms": round(1000 * statistics.median(steps), 3),
+            "p99_ms": round(1000 * statistics.quantiles(steps, n=100)[98], 3),
+            "max_ms": round(1000 * max(steps), 3),
+            "of_closed": round(sum(steps) / closed, 3),
+            "answer_seconds": round(statistics.median(answers[kind] or [0]), 4),
+            "answers": len(answers[kind]),
+        }
+        for kind, steps in gaps.items()
+    }
+
+
+def engine_over(disk: Path) -> Engine:
+    """Return an engine of the shipped model with a disk tier."""
+    tier = {"local_disk": str(disk), "max_local_disk_size": 200}
+    return Engine(str(MODEL), lmc=tier, max_model_len=2048, skip_tokenizer_init=False)
+
+
+def steps_while(engine: Engine, seed: int, question: Callable[[], Any] | None) -> tuple[list[float], list[float]]:
+    """Return the seconds of each step of a request, and of each answer to a question that is asked meanwhile."""
+    ended, answers = threading.Event(), []
+
+    def ask() -> None:
+        while question is not None and not ended.is_set():
+            started = time.perf_counter()
+            question()
+            answers.append(time.perf_counter() - started)
+            ended.wait(max(PAUSE, answers[-1]))
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    steps = engine.steps(words(64, seed), STEPS)
+    ended.set()
+    asking.join()
+    return steps, answers
+
+
+if __name__ == "__main__":
+    main()
