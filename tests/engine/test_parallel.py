@@ -20,7 +20,10 @@ ENGINES = {
 }
 
 # vLLM's CPU build runs several stages only compiled.
-STAGES = {**APART, "VLLM_CPU_OMP_THREADS_BIND": "0|1"}, {"pipeline_parallel_size": 2, "enforce_eager": False, "compilation_config": {"backend": "eager"}}
+STAGES = (
+    {**APART, "VLLM_CPU_OMP_THREADS_BIND": "0|1"},
+    {"pipeline_parallel_size": 2, "enforce_eager": False, "compilation_config": {"backend": "eager"}},
+)
 
 
 @pytest.fixture(scope="module", params=ENGINES, ids=lambda name: name.replace(", ", "-").replace(" ", "-"))
