@@ -70,14 +70,15 @@ class Shift:
         keys, values = self._canvas.read(layer, self._others)
         self._weights = self._weights or self._weigh(stored[0], keys)
         moved, changed = (new.float() - old for new, old in zip(repaired, stored, strict=True))  # [E, H, D]
-        moved, shape = self._rotated(moved, self._examples_back), keys.shape[1:]
-        predicted = torch.empty(keys.shape, device=keys.device)
-        moves, changes = (one.flatten(1).split(self._counts) for one in (moved, changed))  # by document
-        others = predicted.split(self._other_counts), values.split(self._other_counts)
-        for weights, move, change, key, value in zip(self._weights, moves, changes, *others, strict=True):
-            key.copy_((weights @ move).unflatten(1, shape))
-            value.add_((weights @ change).unflatten(1, shape), alpha=VALUE_SHARE)
-        keys += self._rotated(predicted, self._others_forth)
+        moved = self._rotated(moved, self._examples_back)
+        changes = torch.stack((moved, VALUE_SHARE * changed), dim=1).flatten(1)  # [E, 2·H·D]
+        predicted = changes.new_empty(len(self._others), changes.shape[1])
+        documents = changes.split(self._counts), predicted.split(self._other_counts)
+        for weights, change, out in zip(self._weights, *documents, strict=True):
+            torch.mm(weights, change, out=out)
+        moves, value_changes = predicted.unflatten(1, (2, *keys.shape[1:])).unbind(1)  # [T, H, D]
+        keys += self._rotated(moves, self._others_forth)
+        values += value_changes
         self._canvas.write(layer, self._others, keys, values)
 
     def _weigh(self, examples: torch.Tensor, others: torch.Tensor) -> list[torch.Tensor]:

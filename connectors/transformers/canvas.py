@@ -93,8 +93,8 @@ class DenseCanvas(Canvas[DenseRows]):
 
     def read(self, layer: int, positions: torch.Tensor) -> KV:
         """Return copies `[T, H, D]`."""
-        keys, values = self.kv[layer]
-        return keys[:, positions].transpose(0, 1), values[:, positions].transpose(0, 1)
+        keys, values = (whole.index_select(1, positions) for whole in self.kv[layer])
+        return keys.transpose(0, 1), values.transpose(0, 1)
 
     def write(self, layer: int, positions: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Write keys and values `[T, H, D]` to their places."""
