@@ -62,11 +62,12 @@ class Server:
     process: subprocess.Popen | None = None
     server: psutil.Process | None = None
     tree: list[psutil.Process] = field(default_factory=list)
+    variables: dict[str, str] = field(default_factory=dict)  # of the environment, beside the page's
 
     def run(self, command: list[str], **options) -> subprocess.Popen:
         environment = {key: value for key, value in os.environ.items() if not key.startswith(("LMC_", "VLLM_"))}
         environment |= {"PATH": f"{Path(os.sys.executable).parent}:{os.environ['PATH']}", "HF_HUB_OFFLINE": "1"}
-        environment["XDG_CACHE_HOME"] = str(self.folder / "cache")
+        environment |= {"XDG_CACHE_HOME": str(self.folder / "cache"), **self.variables}
         return subprocess.Popen(command, cwd=ROOT, env=environment, text=True, **options)
 
     def here(self, text: str) -> str:
@@ -111,6 +112,11 @@ class Server:
             return httpx.get(f"http://localhost:{self.port}/health").status_code == 200
         except httpx.TransportError:
             return False
+
+    def stored(self) -> float:
+        """Return how many chunks and documents the administration endpoint says are there."""
+        numbers = httpx.get(f"http://localhost:{self.admin}/v1/stat").json()
+        return sum(count for name, count in numbers.items() if name.startswith("chunks|")) + numbers["documents"]
 
     def stop(self) -> None:
         """As a person would: SIGTERM to the server; nothing of it may stay."""
@@ -580,9 +586,10 @@ def test_the_log_is_quiet(server, soak):
 
 
 def test_after_a_restart_documents_come_from_disk(server):
-    """The last test here: it stops the server."""
+    """It stops the server, and starts it with vLLM's routes for developers, so it comes behind all others but one."""
     learned(server)
     server.stop()
+    server.variables["VLLM_SERVER_DEV_MODE"] = "1"
     before = server.said
     assert "lmc: the store is closed, and everything is written" in before
     stat, check = (server.execute("bash", "-c", line) for line in blocks(6, "sh")[0].splitlines())
@@ -596,3 +603,16 @@ def test_after_a_restart_documents_come_from_disk(server):
     assert facts["tokens_from"].keys() == {"disk"}
     assert facts["tokens_from"]["disk"] >= facts["reused_tokens"] > 500
     assert "Traceback" not in server.said[len(before) :]  # vLLM may leave one when it is stopped
+
+
+def test_the_routes_that_reset_the_engine_forget_every_chunk(server):
+    for routes in (["/reset_prefix_cache?reset_external=true"], ["/sleep", "/wake_up"]):
+        learned(server)
+        assert server.stored()
+        for route in routes:
+            assert httpx.post(f"http://localhost:{server.port}{route}", timeout=30).status_code == 200
+        deadline = time.monotonic() + 20
+        while server.stored():  # files are removed in the background
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+    assert "Traceback" not in server.said.rpartition("lmc: blending")[2]
