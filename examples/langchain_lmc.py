@@ -3,8 +3,8 @@
     lmc learn DOCUMENTS --url http://localhost:8000        # once, so that first requests are quick too
     python examples/langchain_lmc.py DOCUMENTS "QUESTION" [http://localhost:8000]
 
-DOCUMENTS is a directory of .txt files. Needs `pip install lmc langchain-openai bm25s`, and the server of serve_vllm.md.
-With a retriever of your own, only `prompt` is new.
+DOCUMENTS is a directory of .txt files. Needs lmc, `pip install langchain-openai bm25s`, and the server of
+serve_vllm.md. With a retriever of your own, only `prompt` is new.
 """
 
 import os
@@ -53,7 +53,10 @@ def main() -> None:
         sys.exit(__doc__)
     folder, question, url = [*sys.argv[1:], "http://localhost:8000"][:3]
     key = os.environ.get("OPENAI_API_KEY", "none")
-    retriever = BM25.of([path.read_text() for path in sorted(Path(folder).glob("*.txt"))])
+    texts = [path.read_text() for path in sorted(Path(folder).glob("*.txt"))]
+    if not texts:
+        sys.exit(f"there are no .txt files in {folder}")
+    retriever = BM25.of(texts)
     model = ChatOpenAI(
         base_url=f"{url}/v1",
         api_key=key,

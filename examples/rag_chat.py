@@ -3,7 +3,7 @@
     lmc learn DOCUMENTS --url http://localhost:8000        # once, so that first requests are quick too
     python examples/rag_chat.py DOCUMENTS "QUESTION" [http://localhost:8000]
 
-DOCUMENTS is a directory of .txt files. Needs `pip install lmc openai bm25s`, and the server of serve_vllm.md.
+DOCUMENTS is a directory of .txt files. Needs lmc, `pip install openai bm25s`, and the server of serve_vllm.md.
 """
 
 import os
@@ -23,6 +23,8 @@ def main() -> None:
         sys.exit(__doc__)
     folder, question, url = [*sys.argv[1:], "http://localhost:8000"][:3]
     texts = [path.read_text() for path in sorted(Path(folder).glob("*.txt"))]
+    if not texts:
+        sys.exit(f"there are no .txt files in {folder}")
     index = bm25s.BM25()
     index.index(bm25s.tokenize(texts, show_progress=False), show_progress=False)
     query = bm25s.tokenize(question, show_progress=False)

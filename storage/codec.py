@@ -195,5 +195,5 @@ def _lz4() -> Any:
     try:
         import lz4.block
     except ImportError as error:
-        raise ConfigError("codecs need the package lz4: pip install 'lmc[redis]'") from error
+        raise ConfigError("codecs need the package lz4: pip install lz4") from error
     return lz4.block

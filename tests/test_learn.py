@@ -175,7 +175,8 @@ def test_documents_are_pinned_and_limited_in_time_also_if_they_were_learned_befo
 
 def test_pins_go_when_everything_is_cleared(tmp_path: Path) -> None:
     (tmp_path / "d.jsonl").write_text(json.dumps({"id": "a", "text": "owner of lamp Tara . " * 5}))
-    lmc("learn", tmp_path / "d.jsonl", "--model", MODEL, "--local-disk", tmp_path / "disk", "--pin")
+    words = "learn", tmp_path / "d.jsonl", "--model", MODEL, "--local-disk", tmp_path / "disk", "--pin"
+    assert "1 documents are pinned and removed after 7d" in lmc(*words, "--ttl", "7d")[1]
     assert (tmp_path / "disk/documents.jsonl").exists()
     assert lmc("clear", tmp_path / "disk", "--all", "--yes")[0] == 0
     assert not (tmp_path / "disk/documents.jsonl").exists()

@@ -246,7 +246,8 @@ def test_too_few_tokens_of_documents_are_not_blended():
 def test_only_tokens_that_are_used_and_that_a_blend_repairs_count():
     found = lookup(document("a", 4, "host", "host", exact=True, behind=4), document("b", 30, "host", "host"))
     assert make_plan(found, wish(min_tokens=21)).note.startswith("20 tokens")
-    assert make_plan(found, wish(min_tokens=20, local=31)).note.startswith("19 tokens")
+    plan = make_plan(found, wish(min_tokens=20, local=31))  # The engine has one of the 20.
+    assert (plan.documents, plan.stop, plan.note) == ((), 31, "")
 
 
 @pytest.mark.parametrize(
@@ -491,10 +492,12 @@ def test_a_plan_uses_everything_that_is_stored_or_says_why_not(given):
     wanted = {at for piece in pieces for at in range(piece.at, piece.stop) if at in room}
     repaired = {at for piece in pieces if not piece.exact for at in range(piece.at, piece.stop) if at in room}
     taken = {at for piece in plan.documents for at in range(piece.at, piece.stop)}
-    assert taken == (wanted if repaired and not plan.note else set())
+    few = len(repaired) < asked.min_tokens
+    fills = bool(repaired) and (min(repaired) // asked.block_size + 1) * asked.block_size <= asked.prompt
+    assert taken == (wanted if fills and not few and not asked.refused else set())
     if repaired:
-        fills = (min(repaired) // asked.block_size + 1) * asked.block_size <= asked.prompt
-        assert bool(plan.note) == (bool(asked.refused) or len(repaired) < asked.min_tokens or not fills)
+        few_at_all = sum(piece.tokens for piece in pieces if not piece.exact) < asked.min_tokens
+        assert bool(plan.note) == (bool(asked.refused) or few_at_all or not (few or fills))
 
 
 @settings(max_examples=200, deadline=None)

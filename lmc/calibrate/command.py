@@ -36,7 +36,7 @@ def calibrate(
         import lmc.connectors.transformers
         import lmc.demo.questions  # noqa: F401
     except ImportError as error:
-        raise ConfigError(f"lmc calibrate needs {error.name}: pip install 'lmc[transformers]'") from error
+        raise ConfigError(f"lmc calibrate needs {error.name}: pip install transformers bm25s") from error
     from lmc.calibrate.verdict import calibration, judge
     from lmc.engine.calibration import calibrations_file, keep_calibration
 

@@ -38,7 +38,7 @@ def demo(
         from lmc.demo.questions import read_collection, sample
         from lmc.demo.run import demo_settings, run
     except ImportError as error:
-        raise ConfigError(f"the demo needs {error.name}: pip install 'lmc[transformers]'") from error
+        raise ConfigError(f"the demo needs {error.name}: pip install transformers bm25s") from error
     for output in filter(None, (page, json_file)):
         _check_writable(output)
     data = SHIPPED if small else REAL

@@ -101,13 +101,15 @@ def make_plan(found: Lookup, wish: Wish) -> Plan:
             exact += trim([piece], reach, wish.exact_stop)
     reach = max(wish.local, _stop(exact))
     documents = trim(pieces, reach, wish.document_stop)
-    refused = (documents and wish.refused) or _too_little(documents, wish)
+    refused = note = (documents and wish.refused) or _too_little(documents, wish)
+    if not wish.refused and _too_few(documents, wish) and not _too_few(pieces, wish):
+        note = ""  # Most of the documents lies in the beginning, which is there without a blend.
     if refused or all(piece.exact for piece in documents):
         documents = []
     stop = (wish.prompt if wish.whole_prompt else _stop(documents)) if documents else reach
     stored = replace(wish, memory_only=False).usable
     unknown = tuple(one.span for one in found.documents if one.learnable and not all(map(stored, one.pieces)))
-    return Plan(exact=tuple(exact), documents=tuple(documents), reach=reach, stop=stop, unknown=unknown, note=refused)
+    return Plan(exact=tuple(exact), documents=tuple(documents), reach=reach, stop=stop, unknown=unknown, note=note)
 
 
 def choose_plan(
@@ -153,9 +155,14 @@ def _stop(pieces: Sequence[Piece]) -> int:
 def _too_little(documents: Sequence[Piece], wish: Wish) -> str:
     """Return why documents are not worth a blend, or cannot be blended; nothing if they are."""
     approximate = [piece for piece in documents if not piece.exact]
-    tokens = sum(piece.tokens for piece in approximate)
-    if approximate and tokens < wish.min_tokens:
+    if tokens := _too_few(documents, wish):
         return f"{tokens} tokens of stored documents are fewer than blend_min_tokens={wish.min_tokens}"
     if approximate and (approximate[0].at // wish.block_size + 1) * wish.block_size > wish.prompt:
         return "stored documents begin in the prompt's last block, which the engine does not fill before it answers"
     return ""
+
+
+def _too_few(documents: Sequence[Piece], wish: Wish) -> int:
+    """Return how many tokens a blend would repair if they are too few for one, otherwise 0."""
+    tokens = sum(piece.tokens for piece in documents if not piece.exact)
+    return tokens if tokens < wish.min_tokens else 0

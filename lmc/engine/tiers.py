@@ -46,6 +46,6 @@ def open_redis(settings: Settings) -> Tier:
     try:
         from lmc.storage.redis import RedisTier
     except ImportError as error:
-        raise ConfigError(f"remote_url needs the package {error.name}: pip install 'lmc[redis]'") from None
+        raise ConfigError(f"remote_url needs the package {error.name}: pip install 'redis[hiredis]' lz4") from None
     remote = parse_redis_url(settings.remote_url)
     return RedisTier(remote, deadline=settings.remote_deadline, ttl=settings.remote_ttl, prefix=settings.remote_prefix)

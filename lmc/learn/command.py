@@ -82,7 +82,7 @@ def learn(
             for note in filter(None, notes if not as_json else ()):
                 console().print(Text(note))
             result = run.learn(learner, jobs if url else 1)
-    _report(result, run.new if dry_run else None, as_json)
+    _report(result, run.new if dry_run else None, as_json, pin, ttl)
     if result.failed:
         raise typer.Exit(NOT_ALL)
 
@@ -115,7 +115,7 @@ def _learner(
     try:
         import lmc.connectors.transformers  # noqa: F401
     except ImportError as error:
-        raise ConfigError(f"--model needs {error.name}: pip install 'lmc[transformers]'") from error
+        raise ConfigError(f"--model needs {error.name}: pip install transformers bm25s") from error
     from lmc.learn.learners import ModelLearner
 
     own = ModelLearner(str(model), settings, salt)
@@ -123,7 +123,7 @@ def _learner(
     return own
 
 
-def _report(result: "Learned", would: "Sequence[Document] | None", as_json: bool) -> None:
+def _report(result: "Learned", would: "Sequence[Document] | None", as_json: bool, pin: bool, ttl: str | None) -> None:
     if as_json:
         print_json(asdict(result) | ({"would_learn": len(would)} if would is not None else {}))
         return
@@ -133,6 +133,8 @@ def _report(result: "Learned", would: "Sequence[Document] | None", as_json: bool
         return
     per_second = f" ({result.learned / result.seconds:.1f} a second)" if result.seconds else ""
     console().print(Text(f"{result.learned} documents learned in {result.seconds:.1f} s{per_second}"))
+    if how := " and ".join(filter(None, ("pinned" if pin else "", f"removed after {ttl}" if ttl else ""))):
+        console().print(Text(f"{result.documents - len(result.failed)} documents are {how}"))
     for name in list(result.failed)[:SHOWN]:
         console().print(Text(f"{name} was not learned: {result.failed[name]}"))
     if len(result.failed) > SHOWN:

@@ -141,7 +141,10 @@ class ServerLearner:
         return self._numbers("capacity_tokens")
 
     def held(self) -> dict[str, float]:
-        """See `Learner`; nothing if the server does not say."""
+        """See `Learner`; nothing if the server does not say. Its metrics may be old while it is idle."""
+        with suppress(InputError):
+            numbers = self._admin.ask("/v1/stat").items()
+            return {key.partition("|")[2]: count for key, count in numbers if key.startswith("chunk_tokens|")}
         return self._numbers("chunk_tokens")
 
     def dropped(self) -> float:

@@ -62,7 +62,7 @@ def size(
     try:
         from lmc.connectors.transformers.hf import kv_shape, tokenizer_of
     except ImportError as error:
-        raise ConfigError(f"lmc size needs {error.name}: pip install 'lmc[transformers]'") from error
+        raise ConfigError(f"lmc size needs {error.name}: pip install transformers bm25s") from error
     from lmc.engine import Geometry
     from lmc.keys import chunk_bounds
     from lmc.shapes import GIB, aligned
