@@ -27,6 +27,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from common import closing_line, parser
 from engine import Engine, words
@@ -66,12 +67,12 @@ def measure(folder: Path, tokenizer: Any) -> dict[str, dict[str, float]]:
     os.environ["LMC_ADMIN"] = f"unix://{folder}/admin.sock"
     served = engine_over(folder / "disk")
     client = admin_client(os.environ["LMC_ADMIN"])
-    shown = client.ask("/v1/documents?limit=1")["documents"][0]["name"].replace(" ", "%20")
+    shown = quote(client.ask("/v1/documents?limit=1")["documents"][0]["name"])
     unknown = [tokenizer.decode(words(240, seed)) for seed in range(6)]
     prompt = SEPARATOR.join(["answer .", *unknown, "who ?"])
-    questions: dict[str, Callable[[], Any]] = {
-        "closed": lambda: None,
-        "none": lambda: None,
+    questions: dict[str, Callable[[], Any] | None] = {
+        "closed": None,
+        "none": None,
         "stat": lambda: client.ask("/v1/stat"),
         "list": lambda: client.ask("/v1/documents"),
         "list all": lambda: client.ask(f"/v1/documents?limit={1 << 30}"),
@@ -83,7 +84,7 @@ def measure(folder: Path, tokenizer: Any) -> dict[str, dict[str, float]]:
     for number in range(ROUNDS + 1):  # the first one warms up
         for kind in random.Random(number).sample(list(questions), len(questions)):
             engine = plain if kind == "closed" else served
-            steps, asked = steps_while(engine, number, questions[kind] if kind not in ("closed", "none") else None)
+            steps, asked = steps_while(engine, number, questions[kind])
             if number:
                 gaps[kind] += steps
                 answers[kind] += asked

@@ -19,15 +19,15 @@ from lmc.lmcache_compat import ALIASES, LOSSY, NESTED, feature_of, ignored, with
 from lmc.redis_url import parse_redis_url
 
 CONFIG_FILES = ("LMC_CONFIG_FILE", "LMCACHE_CONFIG_FILE")
-# Variables that begin like a setting's and belong to other parts of lmc, or to LMCache alone.
-NO_SETTINGS = (
-    *CONFIG_FILES, "LMC_LOG_*", "LMC_SERVER", "LMC_ADMIN*", "LMC_KERNELS", "LMC_ROUTER_*", "LMC_UNTESTED_VLLM",
-    "LMC_CHECK_LOCKS", "LMC_DOCUMENT_EVENTS", "LMCACHE_USE_EXPERIMENTAL", "LMCACHE_TRACK_USAGE", "LMCACHE_LOG_LEVEL",
-)  # fmt: skip
-# Those that `lmc config` shows below the settings.
+# Variables that are no settings, and that `lmc config` shows below them.
 VARIABLES = (
     "LMC_CONFIG_FILE", "LMC_ADMIN", "LMC_ADMIN_TOKEN", "LMC_DOCUMENT_EVENTS", "LMC_LOG_REQUESTS", "LMC_LOG_LEVEL",
     "LMC_UNTESTED_VLLM",
+)  # fmt: skip
+# All variables that begin like a setting's and belong to other parts of lmc, or to LMCache alone.
+NO_SETTINGS = (
+    *CONFIG_FILES, *VARIABLES, "LMC_LOG_*", "LMC_SERVER", "LMC_ADMIN*", "LMC_KERNELS", "LMC_ROUTER_*",
+    "LMC_CHECK_LOCKS", "LMCACHE_USE_EXPERIMENTAL", "LMCACHE_TRACK_USAGE", "LMCACHE_LOG_LEVEL",
 )  # fmt: skip
 SECRET = frozenset({"remote_url"})  # settings that may hold a password
 # Variables that Kubernetes sets in every pod for a Service whose name begins with lmc, with the values that they have.

@@ -20,6 +20,11 @@ class ConfigError(LmcError, ValueError):
     """A setting that cannot work. The message names the key, the value, its source, and what would be right."""
 
 
+def needs_transformers(what: str, error: ImportError) -> ConfigError:
+    """Return the error of something that runs a model with transformers, whose packages are an extra."""
+    return ConfigError(f"{what} needs {error.name}: pip install transformers bm25s")
+
+
 class InputError(LmcError, ValueError):
     """A prompt or document that cannot be served."""
 

@@ -59,7 +59,10 @@ class EvictionOrder(Generic[T]):
         self._taken[standing] += change  # type: ignore[assignment]
 
     def move(self, entry: T, before: Standing, standing: Standing, size: float) -> None:
-        """Change the standing of an entry. Several have to be moved in the order of their use, which they keep."""
+        """Change the standing of an entry, and count its `size` under the new one instead of the one `before`.
+
+        Several have to be moved in the order of their use, which they keep.
+        """
         self.count(before, -size)
         self.count(standing, size)
         queued = self._standing.get(entry, standing)

@@ -327,7 +327,8 @@ def _encoded(facts: Facts) -> bytes:
     def encoded(value: Any) -> str:
         return f"[{', '.join(map(json.dumps, gently(value)))}]" if isinstance(value, list) else json.dumps(value)
 
-    return f"{{{', '.join(f'{json.dumps(name)}: {encoded(value)}' for name, value in facts.items())}}}".encode()
+    fields = ", ".join(f"{json.dumps(name)}: {encoded(value)}" for name, value in facts.items())
+    return ("{" + fields + "}").encode()
 
 
 async def _body(request: Any) -> Facts:

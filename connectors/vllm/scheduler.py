@@ -230,9 +230,10 @@ class Scheduler:
         for request, facts in report.blended.items():
             self.counts["token_layers"] += int(facts["token_layers"])  # type: ignore[call-overload]
             asking = self._states.get(request)
-            if asking is not None:
-                asking.blended = facts
-            if asking is not None and asking.role is Role.BLEND:  # Learning is blind reuse, with a budget of 0.
+            if asking is None:
+                continue
+            asking.blended = facts
+            if asking.role is Role.BLEND:  # Learning is blind reuse, with a budget of 0.
                 self._observed["budget"].append(float(facts["charged_budget"]))  # type: ignore[arg-type]
         for request in received & self._states.keys():
             state = self._states[request]

@@ -9,7 +9,7 @@ from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
-from lmc.errors import ConfigError, InputError
+from lmc.errors import InputError, needs_transformers
 from lmc.terminal import console
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def calibrate(
         import lmc.connectors.transformers
         import lmc.demo.questions  # noqa: F401
     except ImportError as error:
-        raise ConfigError(f"lmc calibrate needs {error.name}: pip install transformers bm25s") from error
+        raise needs_transformers("lmc calibrate", error) from error
     from lmc.calibrate.verdict import calibration, judge
     from lmc.engine.calibration import calibrations_file, keep_calibration
 

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lmc.demo import REAL, SHIPPED
-from lmc.errors import ConfigError, InputError
+from lmc.errors import InputError, needs_transformers
 from lmc.terminal import console
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def demo(
         from lmc.demo.questions import read_collection, sample
         from lmc.demo.run import demo_settings, run
     except ImportError as error:
-        raise ConfigError(f"the demo needs {error.name}: pip install transformers bm25s") from error
+        raise needs_transformers("the demo", error) from error
     for output in filter(None, (page, json_file)):
         _check_writable(output)
     data = SHIPPED if small else REAL

@@ -98,9 +98,11 @@ class KnownDocuments:
         for document in gently(self.list()):
             if document.namespace == namespace and not document.removed:
                 common = len(wanted.intersection(document.tokens))
-                if common > most * len(wanted):  # Otherwise the share is less, however few tokens the document has.
-                    share = common / len(wanted.union(document.tokens))
-                    best, most = (document, share) if share > most else (best, most)
+                if common <= most * len(wanted):  # The share is at most this, however few tokens the document has.
+                    continue
+                share = common / len(wanted.union(document.tokens))
+                if share > most:
+                    best, most = document, share
         return best
 
 

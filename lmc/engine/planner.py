@@ -101,14 +101,15 @@ def make_plan(found: Lookup, wish: Wish) -> Plan:
             exact += trim([piece], reach, wish.exact_stop)
     reach = max(wish.local, _stop(exact))
     documents = trim(pieces, reach, wish.document_stop)
-    refused = note = (documents and wish.refused) or _too_little(documents, wish)
-    if not wish.refused and _too_few(documents, wish) and not _too_few(pieces, wish):
-        note = ""  # Most of the documents lies in the beginning, which is there without a blend.
+    refused = (documents and wish.refused) or _too_little(documents, wish)
+    # Nothing needs an explanation if the rest of the documents is in the beginning, which is there without a blend.
+    explained = not wish.refused and _too_few(documents, wish) and not _too_few(pieces, wish)
     if refused or all(piece.exact for piece in documents):
         documents = []
     stop = (wish.prompt if wish.whole_prompt else _stop(documents)) if documents else reach
     stored = replace(wish, memory_only=False).usable
     unknown = tuple(one.span for one in found.documents if one.learnable and not all(map(stored, one.pieces)))
+    note = "" if explained else refused
     return Plan(exact=tuple(exact), documents=tuple(documents), reach=reach, stop=stop, unknown=unknown, note=note)
 
 

@@ -10,7 +10,7 @@ import typer
 from rich.text import Text
 
 from lmc.administration import URL
-from lmc.errors import ConfigError, InputError
+from lmc.errors import InputError, needs_transformers
 from lmc.storage.places import place_of
 from lmc.terminal import AsJson, console, print_json, seconds_of
 
@@ -115,7 +115,7 @@ def _learner(
     try:
         import lmc.connectors.transformers  # noqa: F401
     except ImportError as error:
-        raise ConfigError(f"--model needs {error.name}: pip install transformers bm25s") from error
+        raise needs_transformers("--model", error) from error
     from lmc.learn.learners import ModelLearner
 
     own = ModelLearner(str(model), settings, salt)

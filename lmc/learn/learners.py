@@ -12,6 +12,7 @@ from lmc.errors import InputError
 from lmc.http_client import Refused, Unreachable, admin_client, vllm_client
 from lmc.keys import LONGEST_NAME
 from lmc.learn.sources import Document
+from lmc.metrics import parted
 from lmc.storage.places import fastest_first
 from lmc.top import fetch
 
@@ -143,8 +144,8 @@ class ServerLearner:
     def held(self) -> dict[str, float]:
         """See `Learner`; nothing if the server does not say. Its metrics may be old while it is idle."""
         with suppress(InputError):
-            numbers = self._admin.ask("/v1/stat").items()
-            return {key.partition("|")[2]: count for key, count in numbers if key.startswith("chunk_tokens|")}
+            numbers = {parted(key): count for key, count in self._admin.ask("/v1/stat").items()}
+            return {labels[0]: count for (name, labels), count in numbers.items() if name == "chunk_tokens"}
         return self._numbers("chunk_tokens")
 
     def dropped(self) -> float:

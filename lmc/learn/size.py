@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from lmc.errors import ConfigError
+from lmc.errors import needs_transformers
 from lmc.terminal import AsJson, console, print_json
 
 MANY = 10_000  # documents, for which the need is said as well
@@ -62,7 +62,7 @@ def size(
     try:
         from lmc.connectors.transformers.hf import kv_shape, tokenizer_of
     except ImportError as error:
-        raise ConfigError(f"lmc size needs {error.name}: pip install transformers bm25s") from error
+        raise needs_transformers("lmc size", error) from error
     from lmc.engine import Geometry
     from lmc.keys import chunk_bounds
     from lmc.shapes import GIB, aligned
