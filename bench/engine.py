@@ -260,7 +260,7 @@ class _Parts:
     """
 
     def __init__(self) -> None:
-        from lmc.blend import blender, shift
+        from lmc.blend import shift
         from lmc.connectors.vllm.canvas import PagedCanvas
         from lmc.connectors.vllm.native import NativeLayers
 
@@ -270,12 +270,22 @@ class _Parts:
         for owner, name, part in (
             (NativeLayers, "_batches", "metadata"),
             (PagedCanvas, "context", "context of the first pass"),
-            (blender, "attend", "attention of the first pass"),
-            (blender, "attend_and_score", "attention and scores of the question"),
             (PagedCanvas, "place", "rotate and place"),
             (shift.Shift, "_apply", "shift"),
         ):
             setattr(owner, name, self._clocked(getattr(owner, name), part))
+        PagedCanvas.__init__ = self._clocked_kernels(PagedCanvas.__init__)  # type: ignore[method-assign]
+
+    def _clocked_kernels(self, begin: Any) -> Any:
+        def begun(canvas: Any, *arguments: Any) -> None:
+            begin(canvas, *arguments)
+            kernels = canvas.kernels
+            canvas.kernels = kernels._replace(
+                attend=self._clocked(kernels.attend, "attention of the first pass"),
+                attend_and_score=self._clocked(kernels.attend_and_score, "attention and scores of the question"),
+            )
+
+        return begun
 
     def clear(self) -> None:
         self.seconds.clear()

@@ -14,6 +14,8 @@ soon as it is answered, with a pause of as long as the answer took, but at least
     show      one document, by its name
     explain   a prompt of six documents, of which none is known: all known ones are compared with them
 
+Before that, and at the end, all documents are listed while no request runs.
+
 The numbers are medians, 99th percentiles and maxima of the steps' milliseconds, the time of all steps against that of
 an engine whose endpoint is closed, seconds of an answer, and how many answers there were. Both engines take turns.
 """
@@ -22,9 +24,10 @@ import os
 import random
 import statistics
 import tempfile
-import threading
 import time
 from collections.abc import Callable
+from multiprocessing import Pipe, get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -34,11 +37,13 @@ from engine import Engine, words
 from learn import MODEL, learn, write_documents
 from transformers import AutoTokenizer
 
+from lmc.background import RUNNING_SECONDS
 from lmc.demo.random_model import machine
 from lmc.http_client import admin_client
 from lmc.rag import SEPARATOR
 
 STEPS, ROUNDS, PAUSE = 300, 5, 0.1
+EVERYTHING = f"/v1/documents?limit={1 << 30}"
 
 
 def main() -> None:
@@ -51,47 +56,56 @@ def main() -> None:
         folder = Path(name)
         write_documents(folder / "documents.jsonl", options.documents, tokenizer)
         learn(folder)
-        found = measure(folder, tokenizer)
+        found, idle = measure(folder, tokenizer)
     print(f"{machine()}\n{options.documents} documents on the disk; steps of the shipped model\n")
     print(f"{'':10}{'median ms':>12}{'p99 ms':>12}{'max ms':>12}{'of closed':>12}{'answer s':>12}{'answers':>10}")
     for kind, one in found.items():
         print(f"{kind:10}" + "".join(f"{value:12.3f}" for value in list(one.values())[:5]) + f"{one['answers']:10.0f}")
+    print(f"\nall documents listed while no request runs: {idle[0]:.2f} s the first time, {idle[1]:.2f} s later")
     closing_line(
-        {"bench": "vllm_admin", "documents": options.documents, **found}, "vllm_admin" if options.keep else None
+        {"bench": "vllm_admin", "documents": options.documents, **found, "idle_list_seconds": idle},
+        "vllm_admin" if options.keep else None,
     )
 
 
-def measure(folder: Path, tokenizer: Any) -> dict[str, dict[str, float]]:
-    """Return the numbers of each kind of question; see above."""
+def measure(folder: Path, tokenizer: Any) -> tuple[dict[str, dict[str, float]], list[float]]:
+    """Return the numbers of each kind of question, and the seconds of lists while no request runs; see above."""
     plain = engine_over(folder / "empty")
     os.environ["LMC_ADMIN"] = f"unix://{folder}/admin.sock"
     served = engine_over(folder / "disk")
     client = admin_client(os.environ["LMC_ADMIN"])
+    idle = [seconds_of(lambda: client.ask(EVERYTHING))]
     shown = quote(client.ask("/v1/documents?limit=1")["documents"][0]["name"])
     unknown = [tokenizer.decode(words(240, seed)) for seed in range(6)]
     prompt = SEPARATOR.join(["answer .", *unknown, "who ?"])
-    questions: dict[str, Callable[[], Any] | None] = {
-        "closed": None,
-        "none": None,
-        "stat": lambda: client.ask("/v1/stat"),
-        "list": lambda: client.ask("/v1/documents"),
-        "list all": lambda: client.ask(f"/v1/documents?limit={1 << 30}"),
-        "show": lambda: client.ask(f"/v1/documents/{shown}"),
-        "explain": lambda: client.ask("/v1/explain", {"prompt": prompt}),
+    questions: dict[str, tuple[Any, ...]] = {
+        "closed": (),
+        "none": (),
+        "stat": ("/v1/stat",),
+        "list": ("/v1/documents",),
+        "list all": (EVERYTHING,),
+        "show": (f"/v1/documents/{shown}",),
+        "explain": ("/v1/explain", {"prompt": prompt}),
     }
+    asking, asked_of = Pipe()
+    asker = get_context("spawn").Process(target=ask, args=(asked_of, os.environ["LMC_ADMIN"]), daemon=True)
+    asker.start()
     gaps: dict[str, list[float]] = {kind: [] for kind in questions}
     answers: dict[str, list[float]] = {kind: [] for kind in questions}
     for number in range(ROUNDS + 1):  # the first one warms up
         for kind in random.Random(number).sample(list(questions), len(questions)):
             engine = plain if kind == "closed" else served
-            steps, asked = steps_while(engine, number, questions[kind])
+            steps, asked = steps_while(engine, number, questions[kind], asking)
             if number:
                 gaps[kind] += steps
                 answers[kind] += asked
+    asking.send(())
+    time.sleep(2 * RUNNING_SECONDS)
+    idle.append(seconds_of(lambda: client.ask(EVERYTHING)))
     plain.close()
     served.close()
     closed = sum(gaps["closed"])
-    return {
+    found = {
         kind: {
             "median_ms": round(1000 * statistics.median(steps), 3),
             "p99_ms": round(1000 * statistics.quantiles(steps, n=100)[98], 3),
@@ -102,6 +116,14 @@ def measure(folder: Path, tokenizer: Any) -> dict[str, dict[str, float]]:
         }
         for kind, steps in gaps.items()
     }
+    return found, [round(seconds, 3) for seconds in idle]
+
+
+def seconds_of(question: Callable[[], Any]) -> float:
+    """Return how long an answer takes."""
+    started = time.perf_counter()
+    question()
+    return time.perf_counter() - started
 
 
 def engine_over(disk: Path) -> Engine:
@@ -110,23 +132,30 @@ def engine_over(disk: Path) -> Engine:
     return Engine(str(MODEL), lmc=tier, max_model_len=2048, skip_tokenizer_init=False)
 
 
-def steps_while(engine: Engine, seed: int, question: Callable[[], Any] | None) -> tuple[list[float], list[float]]:
+def steps_while(
+    engine: Engine, seed: int, question: tuple[Any, ...], asking: Connection
+) -> tuple[list[float], list[float]]:
     """Return the seconds of each step of a request, and of each answer to a question that is asked meanwhile."""
-    ended, answers = threading.Event(), []
-
-    def ask() -> None:
-        while question is not None and not ended.is_set():
-            started = time.perf_counter()
-            question()
-            answers.append(time.perf_counter() - started)
-            ended.wait(max(PAUSE, answers[-1]))
-
-    asking = threading.Thread(target=ask)
-    asking.start()
+    if not question:
+        return engine.steps(words(64, seed), STEPS), []
+    asking.send(question)
     steps = engine.steps(words(64, seed), STEPS)
-    ended.set()
-    asking.join()
-    return steps, answers
+    asking.send("ended")
+    return steps, asking.recv()
+
+
+def ask(asked: Connection, address: str) -> None:
+    """Ask each question that comes, again and again until another word comes, and send the seconds of the answers.
+
+    This is a process of its own, as those who ask mostly are.
+    """
+    client = admin_client(address)
+    while question := asked.recv():
+        answers: list[float] = []
+        while not asked.poll(max(PAUSE, answers[-1]) if answers else 0):
+            answers.append(seconds_of(lambda question=question: client.ask(*question)))
+        asked.recv()
+        asked.send(answers)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,6 @@ from typing import Generic, NamedTuple
 
 import torch
 
-from lmc.blend.attention import attend, attend_and_score
 from lmc.blend.canvas import Attention, Canvas, R, positions_of
 from lmc.blend.segments import Placement
 from lmc.blend.shift import Shift, shifts_of
@@ -179,13 +178,14 @@ class Blender(Generic[R]):
         """Return attention over the keys that are present, which notes in `paid [N]` what the question pays to each."""
 
         def attention(query: torch.Tensor, own: object) -> torch.Tensor | None:
-            at, present, scale, first = probe.positions, probe.present, self._canvas.scale, probe.scoring
+            at, present, first = probe.positions, probe.present, probe.scoring
+            kernels, scale = self._canvas.kernels, self._canvas.scale
             kv = self._canvas.context(layer, len(present), probe.absent)
             last = layer == self._canvas.depth - 1  # Nobody reads its output in this pass.
-            attended = [] if last else [attend(query[:first], kv, at[:first], scale, present)]
+            attended = [] if last else [kernels.attend(query[:first], kv, at[:first], scale, present)]
             if first < len(at):
                 over_heads, so_far = NEEDS_QUESTION[self._policy.strategy], paid[: len(present)]
-                out, scores = attend_and_score(query[first:], kv, at[first:], scale, present, over_heads)
+                out, scores = kernels.attend_and_score(query[first:], kv, at[first:], scale, present, over_heads)
                 torch.maximum(so_far, scores, out=so_far)
                 attended.append(out)
             return None if last else torch.cat(attended)
@@ -215,12 +215,13 @@ class Blender(Generic[R]):
         """Compute a check layer, keep the fresh keys and values of all rows, and return the rows that go on."""
         reused = self._is_reused[rows.positions]
         candidates = rows.positions[reused]
-        stored = self._canvas.read(layer, candidates)[0].float()
+        slots = self._canvas.slots(candidates)
+        stored = self._canvas.read(layer, slots)[0]
         for batch in self._canvas.batches(rows):
             self._canvas.run(layer, rows, batch, lambda query, own: None)
             yield _slice_of(layer, batch)
-        fresh = self._canvas.read(layer, candidates)[0].float()
-        deviation, magnitude = (self._canvas.summed((x * x).sum((1, 2))) for x in (fresh - stored, stored))
+        found = self._canvas.kernels.deviation(self._canvas, layer, slots, stored)
+        deviation, magnitude = map(self._canvas.summed, found)
         offset = self._offset[torch.searchsorted(self._reused, candidates)]
         evidence = Evidence(offset=offset, deviation=deviation, magnitude=magnitude)
         check, thresholds = self._policy.check_layers.index(layer), self._policy.thresholds

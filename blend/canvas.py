@@ -6,14 +6,42 @@ into the engine's pages. To blend in another engine, one writes a third canvas; 
 """
 
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 
+from lmc.blend.kernels.interface import Kernels
 from lmc.blend.rope import Turn
 from lmc.blend.segments import Placement
 
 KV = tuple[torch.Tensor, torch.Tensor]  # keys and values of one layer
+
+
+class Paged(NamedTuple):
+    """Keys and values of one layer in blocks of N tokens, `[B, H, N, D]` each, and the blocks `[b]` of one prompt.
+
+    Without a table, the prompt is in one block. The slot of a token is its block × N + its place in the block.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    table: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, kv: "KV | Paged") -> "Paged":
+        """Return keys and values `[H, N, D]` as one block."""
+        return kv if isinstance(kv, Paged) else cls(kv[0][None], kv[1][None])
+
+
+def dense(kv: KV | Paged) -> KV:
+    """Return keys and values `[H, N, D]`, as copies if they are in several blocks."""
+    if not isinstance(kv, Paged):
+        return kv
+    if kv.table is None:
+        return kv.keys[0], kv.values[0]
+    keys, values = (one[kv.table.long()].transpose(0, 1).flatten(1, 2) for one in kv[:2])
+    return keys, values
+
 
 # A function that attends for a batch whose keys and values are in the canvas. It gets the queries [T, Q, D], and a
 # function without arguments that calls the engine's own attention. It returns the output of attention, or None to end
@@ -46,6 +74,7 @@ class Canvas(Protocol[R]):
 
     depth: int  # layers
     device: torch.device
+    kernels: Kernels  # which find keys and values by `slots` and `paged`, or by `read` and `write`
     scale: float  # of the attention's logits
     interleaved: bool = False  # RoPE rotates the dimensions (2i, 2i + 1) together, and not (i, i + R/2).
 
@@ -76,17 +105,27 @@ class Canvas(Protocol[R]):
         nobody reads may be left out.
         """
 
-    def read(self, layer: int, positions: torch.Tensor) -> KV:
-        """Return copies of the keys and values `[T, H, D]` at `positions [T]`."""
+    def slots(self, positions: torch.Tensor) -> torch.Tensor:
+        """Return the numbers `[T]` of the places that the keys and values at `positions [T]` have in every layer."""
+        return positions
 
-    def write(self, layer: int, positions: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Set keys and values `[T, H, D]` at `positions [T]`, whether these rows are being computed or not."""
+    def read(self, layer: int, slots: torch.Tensor) -> KV:
+        """Return copies of the keys and values `[T, H, D]` at `slots [T]`."""
+
+    def write(self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Set keys and values `[T, H, D]` at `slots [T]`, whether these rows are being computed or not."""
+
+    def paged(self, layer: int) -> Paged:
+        """Return the memory that `slots` number, for kernels that read and write it."""
 
     def turn(self, old: torch.Tensor, new: torch.Tensor) -> Turn:
         """Return the rotation that moves keys from the positions `old [T]` to the positions `new [T]`."""
 
-    def context(self, layer: int, stop: int, absent: torch.Tensor) -> KV:
-        """Return keys and values `[H, stop, D]` of the first positions, to be read; those at `absent [N]` are zeros."""
+    def context(self, layer: int, stop: int, absent: torch.Tensor) -> KV | Paged:
+        """Return keys and values of the first positions, to be read, in a form that the canvas's kernels take.
+
+        Kernels in torch get `[H, stop, D]`, with zeros at `absent [N]`.
+        """
 
     def context_cost(self, stop: int) -> int:
         """Return the cost of `context`, as the number of rows that would take as long to compute."""

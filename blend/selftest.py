@@ -61,13 +61,13 @@ def _largest(found: Iterable[KV], wanted: Iterable[KV]) -> float:
 
 def _recomputed(canvas: Canvas[R], whole: Sequence[KV]) -> float:
     """Fill the canvas with the model's KV, spoil scattered rows, recompute only those, and compare all rows."""
-    everything = torch.arange(TOKENS, device=canvas.device)
+    everything = canvas.slots(torch.arange(TOKENS, device=canvas.device))
     # Runs of one, two and three positions with gaps between them, and the last position.
     positions = [at for at in range(TOKENS) if at % 11 in (1, 4, 5, 7, 8, 9) or at == TOKENS - 1]
     scattered = torch.tensor(positions, device=canvas.device)
     for layer, (keys, values) in enumerate(whole):
         canvas.write(layer, everything, keys, values)
-        canvas.write(layer, scattered, -2 * keys.flip(0)[scattered], -2 * values.flip(0)[scattered])
+        canvas.write(layer, canvas.slots(scattered), -2 * keys.flip(0)[scattered], -2 * values.flip(0)[scattered])
     rows = canvas.begin(scattered)
     for layer in range(canvas.depth):
         for batch in canvas.batches(rows):
@@ -78,5 +78,5 @@ def _recomputed(canvas: Canvas[R], whole: Sequence[KV]) -> float:
 def _rotated(moved: Canvas[R], whole: Sequence[KV]) -> float:
     """Compare the keys of a moved document in layer 0, where they depend only on token and position."""
     moved.place(0)
-    keys, _ = moved.read(0, torch.arange(MOVED, TOKENS, device=moved.device))
+    keys, _ = moved.read(0, moved.slots(torch.arange(MOVED, TOKENS, device=moved.device)))
     return difference(keys, whole[0][0][MOVED:])

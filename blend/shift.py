@@ -14,17 +14,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.nn.functional import normalize
 
 from lmc.blend.canvas import KV, Attention, Canvas
-from lmc.blend.rope import Turn, rotate
+from lmc.blend.kernels.shift import MOST_EXAMPLES, Spans, rotated
 
-# Two tokens are as alike as the cosine of their keys, less the document's mean key, plus this constant. Because of it,
-# n / (n + 1 / SHARED) of the mean of n changes is predicted for all tokens.
-SHARED = 0.3
-VALUE_SHARE = 0.7  # of the prediction is added to values, because some of them change in ways that mislead.
 SINKS = 2  # Tokens computed at the first positions are attention sinks, and change in ways of their own.
-MOST_EXAMPLES = 64  # of a document; more of them do not predict better
 
 
 class Shift:
@@ -37,17 +31,18 @@ class Shift:
         """
         self._canvas, repaired = canvas, repaired[document[repaired] >= 0]
         numbers, counts = torch.unique_consecutive(document[repaired], return_counts=True)
-        examples = [one[:: -(-len(one) // MOST_EXAMPLES)] for one in repaired.split(counts.tolist())]
+        chosen = [one[:: -(-len(one) // MOST_EXAMPLES)] for one in repaired.split(counts.tolist())]
         is_other = torch.isin(document, numbers).index_fill_(0, repaired, False)
-        self._others = is_other.nonzero().flatten()
-        self._examples = torch.cat([repaired[:0], *examples])
-        self._counts = [len(one) for one in examples]  # of each document
-        self._other_counts = [int((document[self._others] == number).sum()) for number in numbers]
-        self._weights: list[torch.Tensor] = []  # [N, E] of each document, computed in the first layer
-        self._examples_back = canvas.turn(self._examples, torch.zeros_like(self._examples))
-        self._others_forth = canvas.turn(torch.zeros_like(self._others), self._others)
+        others, examples = is_other.nonzero().flatten(), torch.cat([repaired[:0], *chosen])
+        tokens = [int((document[others] == number).sum()) for number in numbers]
+        self._spans = Spans.of(tokens, [len(one) for one in chosen], canvas.device)
+        self._examples, self._others = canvas.slots(examples), canvas.slots(others)
+        self._weights: torch.Tensor | None = None  # [T, MOST_EXAMPLES], computed in the first layer
+        self._examples_back = canvas.turn(examples, torch.zeros_like(examples))
+        self._others_back = canvas.turn(others, torch.zeros_like(others))
+        self._others_forth = canvas.turn(torch.zeros_like(others), others)
         # The cost in one layer, as the number of rows that would take as long to compute.
-        self.cost = canvas.context_cost(len(self._others))
+        self.cost = canvas.context_cost(len(others))
 
     def attention(self, layer: int) -> Attention | None:
         """Return the engine's own attention over the shifted tokens, for a layer that is not repaired yet.
@@ -66,39 +61,14 @@ class Shift:
 
     def _apply(self, layer: int, stored: KV) -> None:
         """Shift the other tokens, when the repaired ones have their new keys and values."""
-        repaired = self._canvas.read(layer, self._examples)
-        keys, values = self._canvas.read(layer, self._others)
-        self._weights = self._weights or self._weigh(stored[0], keys)
-        moved, changed = (new.float() - old for new, old in zip(repaired, stored, strict=True))  # [E, H, D]
-        moved = self._rotated(moved, self._examples_back)
-        changes = torch.stack((moved, VALUE_SHARE * changed), dim=1).flatten(1)  # [E, 2·H·D]
-        predicted = changes.new_empty(len(self._others), changes.shape[1])
-        documents = changes.split(self._counts), predicted.split(self._other_counts)
-        for weights, change, out in zip(self._weights, *documents, strict=True):
-            torch.mm(weights, change, out=out)
-        moves, value_changes = predicted.unflatten(1, (2, *keys.shape[1:])).unbind(1)  # [T, H, D]
-        keys += self._rotated(moves, self._others_forth)
-        values += value_changes
-        self._canvas.write(layer, self._others, keys, values)
-
-    def _weigh(self, examples: torch.Tensor, others: torch.Tensor) -> list[torch.Tensor]:
-        """Return what each example counts for each other token of its document, from stored keys `[T, H, D]`."""
-        others_back = self._canvas.turn(self._others, torch.zeros_like(self._others))
-        examples_at_zero = self._rotated(examples, self._examples_back).flatten(1).split(self._counts)
-        others_at_zero, weights = self._rotated(others, others_back).flatten(1).split(self._other_counts), []
-        for mine, theirs in zip(examples_at_zero, others_at_zero, strict=True):
-            mean = theirs.mean(0)
-            known, asked = (normalize(one - mean, dim=-1) for one in (mine, theirs))
-            penalty = torch.eye(len(known), device=known.device)
-            alike, own = asked @ known.T + SHARED, known @ known.T + SHARED
-            weights.append(torch.linalg.solve_ex(own + penalty, alike, left=False)[0])
-        return weights
-
-    def _rotated(self, keys: torch.Tensor, turn: Turn) -> torch.Tensor:
-        """Return keys `[T, H, D]` rotated, in float32."""
-        turned = torch.empty_like(keys, dtype=torch.float32)
-        rotate(keys.transpose(0, 1), turn, turned.transpose(0, 1), interleaved=self._canvas.interleaved)
-        return turned
+        canvas, others, kernels = self._canvas, self._others, self._canvas.kernels
+        if self._weights is None:
+            keys = stored[0], canvas.read(layer, others)[0]
+            turns = self._examples_back, self._others_back
+            at_zero = (rotated(*one, interleaved=canvas.interleaved) for one in zip(keys, turns, strict=True))
+            self._weights = kernels.weights_of(*at_zero, self._spans)
+        changes = kernels.changes_of(canvas, layer, self._examples, stored, self._examples_back)
+        kernels.correct(canvas, layer, others, self._weights, changes, self._spans, self._others_forth)
 
 
 def shifts_of(

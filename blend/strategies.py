@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lmc.blend.attention import OverHeads
+from lmc.blend.kernels.attention import OverHeads
 from lmc.config import Settings
 from lmc.errors import ConfigError
 

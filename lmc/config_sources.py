@@ -21,12 +21,12 @@ from lmc.redis_url import parse_redis_url
 CONFIG_FILES = ("LMC_CONFIG_FILE", "LMCACHE_CONFIG_FILE")
 # Variables that are no settings, and that `lmc config` shows below them.
 VARIABLES = (
-    "LMC_CONFIG_FILE", "LMC_ADMIN", "LMC_ADMIN_TOKEN", "LMC_DOCUMENT_EVENTS", "LMC_LOG_REQUESTS", "LMC_LOG_LEVEL",
-    "LMC_UNTESTED_VLLM",
+    "LMC_CONFIG_FILE", "LMC_ADMIN", "LMC_ADMIN_TOKEN", "LMC_DOCUMENT_EVENTS", "LMC_KERNELS", "LMC_LOG_REQUESTS",
+    "LMC_LOG_LEVEL", "LMC_UNTESTED_VLLM",
 )  # fmt: skip
 # All variables that begin like a setting's and belong to other parts of lmc, or to LMCache alone.
 NO_SETTINGS = (
-    *CONFIG_FILES, *VARIABLES, "LMC_LOG_*", "LMC_SERVER", "LMC_ADMIN*", "LMC_KERNELS", "LMC_ROUTER_*",
+    *CONFIG_FILES, *VARIABLES, "LMC_LOG_*", "LMC_SERVER", "LMC_ADMIN*", "LMC_ROUTER_*",
     "LMC_CHECK_LOCKS", "LMCACHE_USE_EXPERIMENTAL", "LMCACHE_TRACK_USAGE", "LMCACHE_LOG_LEVEL",
 )  # fmt: skip
 SECRET = frozenset({"remote_url"})  # settings that may hold a password
@@ -202,5 +202,8 @@ def _unknown(key: str, spellings: Mapping[str, str], origin: str) -> str:
     near = difflib.get_close_matches(_bare(key), names, n=1)
     if near:
         spelt = next(known for known, name in spellings.items() if name == near[0])
+    else:
+        spelt = next(iter(difflib.get_close_matches(key, VARIABLES, n=1, cutoff=0.8)), "")
+    if spelt:
         return f"unknown setting {key} ({origin}): did you mean {spelt}?"
     return f"unknown setting {key} ({origin}): `lmc config` lists all that there are"

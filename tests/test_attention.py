@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lmc.blend.attention import BLOCK, attend, attend_and_score
+from lmc.blend.kernels.attention import BLOCK, attend, attend_and_score
 
 
 def by_definition(query, keys, positions, scale, visible=None):

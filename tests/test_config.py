@@ -439,6 +439,7 @@ class TestUnknownKeys:
         )
         assert "did you mean LMCACHE_BLEND_RECOMPUTE_RATIOS?" in refusal(LMCACHE_BLEND_RECOMPUT_RATIOS="1")
         assert "did you mean LMC_CHUNK_SIZE?" in refusal(LMC_chunk_size="1")
+        assert "did you mean LMC_ADMIN?" in refusal(LMC_ADMIM="1")
         assert "did you mean local_disk?" in refusal({"lmcache.local_dsk": "/kv"})
         with pytest.raises(ConfigError, match="did you mean chunk_size"):
             Settings(chunksize=1)

@@ -7,6 +7,7 @@ import pytest
 from storage_fakes import DictTier, key_of, meta_of
 from vllm_fakes import DOC_A, DOC_B, learn
 
+from lmc.background import Background
 from lmc.connectors.vllm.document_events import DocumentEvents, DocumentMoved, tokens_digest
 from lmc.engine.known_documents import KnownDocuments
 from lmc.keys import RecordKind
@@ -35,7 +36,7 @@ class World:
 
     def __init__(self, kept: int) -> None:
         self.log, self.known, self.router = ChangeLog(kept), KnownDocuments(), Router()
-        self.events = DocumentEvents(self.log, self.known.get, lambda document: "tenant")
+        self.events = DocumentEvents(self.log, self.known.get, lambda document: "tenant", Background())
 
     def document(self, *chunks: str) -> str:
         return self.known.note(bytes(32), [len(chunks), ord(chunks[-1])], list(map(key_of, chunks))).id
@@ -113,7 +114,7 @@ def test_a_router_computes_the_digest_of_a_document_without_lmc():
 def test_what_a_scheduler_has_learned_and_lost_is_announced(make):
     router = Router()
     lab = make(DictTier(), slots=8)
-    events = DocumentEvents(lab.store.changes, lab.engine.known.get, lab.engine.salt_of)
+    events = DocumentEvents(lab.store.changes, lab.engine.known.get, lab.engine.salt_of, Background())
     learn(lab, DOC_A)
     lab.settle()
     sent = events.take()

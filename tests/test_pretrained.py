@@ -7,7 +7,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from lmc.blend.attention import attend
+from lmc.blend.kernels.attention import attend
+from lmc.blend.kernels.choice import TORCH
 from lmc.blend.segments import join
 from lmc.blend.strategies import RecomputePolicy
 from lmc.config import Settings
@@ -118,6 +119,7 @@ def test_an_error_is_found_through_the_noise_of_bfloat16(rounded, monkeypatch):
     def hidden(query, kv, positions, *more):
         return attend(query, kv, (positions - 1).clamp_min(0), *more)
 
-    monkeypatch.setattr("lmc.connectors.transformers.canvas.attend", hidden)
+    wrong = TORCH._replace(attend=hidden)
+    monkeypatch.setattr("lmc.connectors.transformers.canvas.kernels_of", lambda device: wrong)
     with wrapped(rounded) as cached:
         assert not cached.blends

@@ -8,9 +8,10 @@ import torch
 from models import SEPARATOR, random_model, random_tokens
 from torch.nn.functional import normalize
 
-from lmc.blend import shift
 from lmc.blend.blender import Blender, BlendInput
 from lmc.blend.canvas import Canvas, positions_of
+from lmc.blend.kernels import shift
+from lmc.blend.kernels.choice import TORCH
 from lmc.blend.markers import Markers
 from lmc.blend.rope import rotate
 from lmc.blend.segments import Placement, join, split
@@ -31,6 +32,7 @@ class Tensors(Canvas):
 
     depth = 1
     device = torch.device("cpu")
+    kernels = TORCH
 
     def __init__(self) -> None:
         make = torch.Generator().manual_seed(7)

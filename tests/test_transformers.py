@@ -583,7 +583,7 @@ def test_half_precision_is_blended(dtype: torch.dtype) -> None:
 
 
 def test_a_rotation_that_does_nothing_fails_the_self_test(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lmc.connectors.transformers.canvas.rotate", lambda keys, _turn, out: out.copy_(keys))
+    monkeypatch.setattr("lmc.blend.kernels.place.rotate", lambda keys, _turn, out, **_: out.copy_(keys))
     with CachedModel(random_model(), settings(), SEPARATOR) as cached:
         assert not cached.blends
 

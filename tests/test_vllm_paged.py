@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from lmc.blend.kernels.choice import TORCH
 from lmc.connectors.vllm.paged import Pages, TokenAccess
 from lmc.errors import UnsupportedModel
 
@@ -115,7 +116,7 @@ def test_single_tokens_are_found_only_where_the_backend_writes_keys_and_values_i
     impl = SimpleNamespace(do_kv_cache_update=print) if writer else object()
     attention = SimpleNamespace(attn_backend=SimpleNamespace(get_name=lambda: "FUSED"), head_size=8, impl=impl)
     with pytest.raises(UnsupportedModel, match=said) if said else nullcontext():
-        TokenAccess(attention, cache)
+        TokenAccess(attention, cache, TORCH)
 
 
 def test_layers_that_share_a_cache_are_copied_once():

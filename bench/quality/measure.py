@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
-import lmc.blend.blender
 from lmc.blend.blender import Blender
+from lmc.blend.kernels import choice
+from lmc.blend.kernels.interface import Kernels
 from lmc.blend.learn_prefix import learn_prefix
 from lmc.blend.segments import split
 from lmc.blend.shift import Shift
@@ -39,18 +40,23 @@ class Seconds:
     def measured(self) -> Iterator[None]:
         """Put clocks around the parts. They have no public names, as nobody else needs them."""
         parts = [
-            (Blender, "_ask", "question"), (lmc.blend.blender, "attend_and_score", "scores"),
+            (Blender, "_ask", "question"), (choice, "TORCH", "scores"),
             (Blender, "_choose", "choice"), (Shift, "_apply", "shift"), (Shift, "__init__", "shift"),
         ]  # fmt: skip
         originals = [(owner, name, getattr(owner, name)) for owner, name, _ in parts]
         for owner, name, part in parts:
             clocked = self._clocked_steps if name == "_ask" else self._clocked
+            if owner is choice:
+                clocked = self._clocked_scores
             setattr(owner, name, clocked(getattr(owner, name), part))
         try:
             yield
         finally:
             for owner, name, original in originals:
                 setattr(owner, name, original)
+
+    def _clocked_scores(self, kernels: Kernels, part: str) -> Kernels:
+        return kernels._replace(attend_and_score=self._clocked(kernels.attend_and_score, part))
 
     def _clocked(self, function: Callable[..., Any], part: str) -> Callable[..., Any]:
         def clocked(*given: Any, **named: Any) -> Any:

@@ -6,9 +6,9 @@ from functools import partial
 
 import torch
 
-from lmc.blend.attention import attend
-from lmc.blend.canvas import KV, Attention, Canvas, positions_of
-from lmc.blend.rope import Turn, rotate, turn_between
+from lmc.blend.canvas import KV, Attention, Canvas, Paged, positions_of
+from lmc.blend.kernels.choice import kernels_of
+from lmc.blend.rope import Turn, turn_between
 from lmc.blend.segments import Placement
 from lmc.connectors.transformers.layers import DecoderLayers, Projections
 
@@ -34,12 +34,13 @@ class DenseCanvas(Canvas[DenseRows]):
     ) -> None:
         """`reader` yields the stored parts of `placements`, layer by layer."""
         self.depth, self.device, self.scale = layers.shape.layers, layers.device, layers.scale
+        self.kernels = kernels_of(self.device)
         self._layers, self._placements, self._reader = layers, placements, reader
         self._tokens = torch.tensor(tokens, device=self.device)
         # A document may have been computed behind more tokens than stand before it here.
         self._cos, self._sin = layers.rows(max([len(tokens), *(one.first + one.tokens for one in placements)]))
-        turn, sizes = self.turn(*positions_of(placements, self.device)), [placement.tokens for placement in placements]
-        self._turns = list(zip(*(one.split(sizes) for one in turn), strict=True))
+        old, self._stored = positions_of(placements, self.device)
+        self._turn = self.turn(old, self._stored)
         size = (layers.shape.kv_heads, len(tokens), layers.shape.head_dim)
         empty = partial(torch.empty, size, dtype=layers.shape.dtype, device=self.device)
         self.kv: list[KV] = [(empty(), empty()) for _ in range(self.depth)]  # [H, N, D] each
@@ -49,12 +50,7 @@ class DenseCanvas(Canvas[DenseRows]):
         """Write stored keys, rotated, and values to their places."""
         arrived, parts = next(self._reader)
         assert arrived == layer, "the reader is out of step"
-        keys, values = self.kv[layer]
-        for placement, turn, part in zip(self._placements, self._turns, parts, strict=True):
-            here = slice(placement.at, placement.at + placement.tokens)
-            stored = part.to(self.device).transpose(1, 2)  # [K, T, H, D] -> [K, H, T, D]
-            rotate(stored[0], turn, keys[:, here])
-            values[:, here] = stored[1]
+        self.kernels.place(parts, self._turn, self._stored, self.paged(layer))
         return 0
 
     def begin(self, positions: torch.Tensor) -> DenseRows:
@@ -82,7 +78,7 @@ class DenseCanvas(Canvas[DenseRows]):
         wanted = slice(-1, None) if layer == self.depth - 1 else slice(None)
 
         def own() -> torch.Tensor:
-            return attend(projected.query[wanted], self.kv[layer], rows.positions[wanted], self.scale)
+            return self.kernels.attend(projected.query[wanted], self.kv[layer], rows.positions[wanted], self.scale)
 
         attended = attention(projected.query, own) if attention is not None else own()
         rows.projected = projected if attended is None else None
@@ -91,15 +87,19 @@ class DenseCanvas(Canvas[DenseRows]):
             if layer == self.depth - 1:
                 self.logits = self._layers.logits(rows.hidden[-1])
 
-    def read(self, layer: int, positions: torch.Tensor) -> KV:
+    def paged(self, layer: int) -> Paged:
+        """Return the layer as one block, in which slots are positions."""
+        return Paged.of(self.kv[layer])
+
+    def read(self, layer: int, slots: torch.Tensor) -> KV:
         """Return copies `[T, H, D]`."""
-        keys, values = (whole.index_select(1, positions) for whole in self.kv[layer])
+        keys, values = (whole.index_select(1, slots) for whole in self.kv[layer])
         return keys.transpose(0, 1), values.transpose(0, 1)
 
-    def write(self, layer: int, positions: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def write(self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Write keys and values `[T, H, D]` to their places."""
         for whole, some in zip(self.kv[layer], (keys, values), strict=True):
-            whole.index_copy_(1, positions, some.transpose(0, 1))
+            whole.index_copy_(1, slots, some.transpose(0, 1))
 
     def turn(self, old: torch.Tensor, new: torch.Tensor) -> Turn:
         """Return cos and sin `[T, R/2]`, which are the same in every layer."""

@@ -21,7 +21,7 @@ from dataclasses import asdict, replace
 from types import SimpleNamespace
 from typing import Any
 
-from lmc.background import gently
+from lmc.background import Background
 from lmc.blend.segments import Span, document_tokens
 from lmc.connectors.vllm.claims import Claims
 from lmc.connectors.vllm.isolation import cached_blocks
@@ -40,6 +40,7 @@ ADDRESS, TOKEN = "LMC_ADMIN", "LMC_ADMIN_TOKEN"  # variables of the environment
 LOCAL, UNIX = ("127.0.0.1", "localhost", "::1"), "unix://"
 STARTED = 10.0  # seconds within which the endpoint is up
 ID_DIGITS = 12  # of an id that people are shown
+BEGINNING = 30  # tokens of a document, whose letters a list shows
 LISTED = 100  # documents in a list, unless more are asked for
 LONGEST = 100 * 365 * 86400  # seconds of a time limit
 
@@ -52,7 +53,7 @@ class Administration:
     def __init__(self, setup: Setup, requests: "OrderedDict[str, Facts]") -> None:
         """`requests` are the facts of the last requests, by the engine's id."""
         self._setup, self._engine, self._tokenizer, self._requests = setup, setup.engine, setup.tokenizer, requests
-        self._claims = Claims(setup)
+        self._claims, self.background = Claims(setup), setup.engine.background
 
     def stat(self) -> Facts:
         """Return the store's numbers, by the keys of `lmc.metrics`."""
@@ -61,7 +62,8 @@ class Administration:
     def documents(self, limit: int = LISTED) -> Facts:
         """Return the known documents, the one that was used last first."""
         known = self._known()
-        return {"documents": [self._described(one) for one in gently(known[:limit])], "total": len(known)}
+        listed = [self._described(one) for one in self.background.gently(known[:limit])]
+        return {"documents": listed, "total": len(known)}
 
     def document(self, name: str) -> Facts:
         """Return the documents of a name, or the one whose id begins with it; raise `InputError` if there is none."""
@@ -189,9 +191,12 @@ class Administration:
         exact = self._engine.known.get(name.lower())
         if exact is not None and not exact.removed:
             return [exact]
-        known = self._known() if name.strip() else []
-        named = [one for one in known if one.name == name]
-        begun = [one for one in known if one.id.startswith(name.lower()) and one not in named]
+        named, begun = [], []
+        for one in self.background.gently(self._known() if name.strip() else []):
+            if one.name == name:
+                named.append(one)
+            elif one.id.startswith(name.lower()):
+                begun.append(one)
         if len(begun) > 1 or bool(named) == bool(begun):
             hint = "give more digits of an id" if begun else "lmc documents list shows those that there are"
             count = len(named) + len(begun)
@@ -202,11 +207,12 @@ class Administration:
         return named or begun
 
     def _described(self, known: KnownDocument) -> dict[str, Any]:
+        known.begins = known.begins or " ".join(self._text(known.tokens[:BEGINNING].tolist()).split())[:SHOWN]
         return {
             "id": known.id,
             "name": known.name,
             "tokens": len(known.tokens),
-            "begins": " ".join(self._text(known.tokens[:SHOWN].tolist()).split())[:SHOWN],
+            "begins": known.begins,
             "places": self._engine.store.copies(known.keys),
             "uses": known.uses,
             "used": known.used,
@@ -300,7 +306,7 @@ def application(of: Administration, token: str) -> Any:
                 return JSONResponse({"error": f"this is not {request.url.hostname}; {TOKEN} is not set"}, 403)
             try:
                 body = await _body(request) if request.method in ("POST", "PATCH") else {}
-                found = await run_in_threadpool(lambda: _encoded(find(request, body)))
+                found = await run_in_threadpool(lambda: _encoded(find(request, body), of.background))
                 return Response(found, media_type="application/json")
             except (InputError, ValueError, TypeError, KeyError, ClientDisconnect) as error:
                 return JSONResponse({"error": str(error)}, 400)
@@ -321,11 +327,13 @@ def application(of: Administration, token: str) -> Any:
     return Starlette(routes=[Route(path, answering(find), methods=[method]) for method, path, find in routes])
 
 
-def _encoded(facts: Facts) -> bytes:
+def _encoded(facts: Facts, background: Background) -> bytes:
     """Return facts as JSON. The items of a list are encoded one by one: while JSON is encoded, no other thread runs."""
 
     def encoded(value: Any) -> str:
-        return f"[{', '.join(map(json.dumps, gently(value)))}]" if isinstance(value, list) else json.dumps(value)
+        if isinstance(value, list):
+            return f"[{', '.join(map(json.dumps, background.gently(value)))}]"
+        return json.dumps(value)
 
     fields = ", ".join(f"{json.dumps(name)}: {encoded(value)}" for name, value in facts.items())
     return ("{" + fields + "}").encode()

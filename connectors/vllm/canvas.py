@@ -8,11 +8,12 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from lmc.blend.canvas import KV, Attention, positions_of
-from lmc.blend.rope import Turn, rotate, turn_between
+from lmc.blend.canvas import KV, Attention, Paged, positions_of
+from lmc.blend.rope import Turn, turn_between
 from lmc.connectors.vllm.messages import BlendJob
 from lmc.connectors.vllm.native import NativeLayers, PagedRows
 from lmc.connectors.vllm.tensor_parallel import agreed, largest, summed
+from lmc.shapes import KV as KINDS
 
 COPY_COST = 32  # So many tokens are moved in the time in which one is computed: about 10 on GPUs, 100 on CPUs.
 
@@ -25,32 +26,32 @@ class PagedCanvas:
 
     def __init__(self, layers: NativeLayers, job: BlendJob, batch_rows: int, part: Part, arrived: Arrived) -> None:
         self.depth, self.device, self.scale, self.arrived = layers.depth, layers.device, layers.scale, arrived
-        self.interleaved = layers.interleaved
+        self.interleaved, self.kernels = layers.interleaved, layers.kernels
         self._layers, self._job, self._batch_rows, self._part = layers, job, batch_rows, part
         self._tokens = torch.tensor(job.tokens, device=self.device)
         self._blocks = torch.tensor(job.blocks, device=self.device)
-        old, self._stored = positions_of([part.piece for part in job.documents], self.device)
-        self._cos, self._sin = self.turn(old, self._stored)
+        self._kernel_blocks = layers.kernel_blocks(self._blocks).to(torch.int32)
+        old, new = positions_of([part.piece for part in job.documents], self.device)
+        self._stored, self._turn = self.slots(new), self.turn(old, new)
 
     def place(self, layer: int) -> int:
-        """Write the stored keys of a layer, rotated, and its values into the pages, in one call."""
-        shape = self._layers.shape
-        size = (len(self._stored), shape.kv_heads, shape.head_dim)
-        keys = torch.empty(size, dtype=shape.dtype, device=self.device)
-        values = torch.empty_like(keys)
-        at = 0
+        """Write the stored keys of a layer, rotated, and its values into the pages."""
+        parts = []
         for part in self._job.documents:
             piece, raw = part.piece, self._part(part.slot, layer)
-            stored = shape.part(raw, piece.stored)[:, piece.skip : piece.skip + piece.tokens]
-            stored = stored.to(self.device, non_blocking=True)
-            rows = slice(at, at + piece.tokens)
-            out = keys[rows].transpose(0, 1)
-            turn = self._cos[rows], self._sin[rows]
-            rotate(stored[0].transpose(0, 1), turn, out, interleaved=self.interleaved)
-            values[rows] = stored[1]
-            at += piece.tokens
-        self.write(layer, self._stored, keys, values)
-        return at // COPY_COST + 1
+            parts.append(self._layers.shape.part(raw, piece.stored)[:, piece.skip : piece.skip + piece.tokens])
+        if self.kernels.in_pages:
+            self.kernels.place(parts, self._turn, self._stored, self.paged(layer), interleaved=self.interleaved)
+        else:  # The backend's own writer knows its layout, and is called once.
+            shape, count = self._layers.shape, len(self._stored)
+            keys, values = torch.empty(
+                KINDS, count, shape.kv_heads, shape.head_dim, dtype=shape.dtype, device=self.device
+            )
+            beside = torch.arange(count, device=self.device)
+            into = Paged.of((keys.transpose(0, 1), values.transpose(0, 1)))
+            self.kernels.place(parts, self._turn, beside, into, interleaved=self.interleaved)
+            self.write(layer, self._stored, keys, values)
+        return len(self._stored) // COPY_COST + 1
 
     def begin(self, positions: torch.Tensor) -> PagedRows:
         """Embed the tokens, and describe them to the attention backend."""
@@ -68,20 +69,30 @@ class PagedCanvas:
         """Run the engine's own layer, which writes the rows' keys and values into the pages."""
         self._layers.run(layer, rows, next(one for one in rows.batches if one.rows == batch), attention)
 
-    def read(self, layer: int, positions: torch.Tensor) -> KV:
-        """Return copies `[T, H, D]` from the pages."""
-        return self._layers.access[layer].gather(self._layers.slots(self._blocks, positions))
+    def slots(self, positions: torch.Tensor) -> torch.Tensor:
+        """Return slot numbers `[T]`: block × block size + offset."""
+        return self._layers.slots(self._blocks, positions)
 
-    def write(self, layer: int, positions: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def read(self, layer: int, slots: torch.Tensor) -> KV:
+        """Return copies `[T, H, D]` from the pages."""
+        return self._layers.access[layer].gather(slots)
+
+    def write(self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Write keys and values `[T, H, D]` into the pages, with the backend's own writer."""
-        self._layers.access[layer].scatter(self._layers.slots(self._blocks, positions), keys, values)
+        self._layers.access[layer].scatter(slots, keys, values)
+
+    def paged(self, layer: int) -> Paged:
+        """Return the pages, with this prompt's blocks."""
+        return self._layers.access[layer].pages._replace(table=self._kernel_blocks)
 
     def turn(self, old: torch.Tensor, new: torch.Tensor) -> Turn:
         """Return cos and sin `[T, R/2]` from the model's own table, which is the same in every layer."""
         return turn_between(self._layers.angles(old), self._layers.angles(new))
 
-    def context(self, layer: int, stop: int, absent: torch.Tensor) -> KV:
-        """Return copies `[H, stop, D]` from whole pages."""
+    def context(self, layer: int, stop: int, absent: torch.Tensor) -> KV | Paged:
+        """Return the pages, or copies `[H, stop, D]` from whole pages."""
+        if self.kernels.in_pages:
+            return self.paged(layer)
         blocks = self._layers.kernel_blocks(self._blocks[: -(-stop // self._layers.block_size)])
         keys, values = self._layers.access[layer].tokens_of(blocks, stop)
         keys[:, absent] = values[:, absent] = 0
@@ -89,7 +100,7 @@ class PagedCanvas:
 
     def context_cost(self, stop: int) -> int:
         """Return the cost of copying these keys and values."""
-        return stop // COPY_COST + 1
+        return 0 if self.kernels.in_pages else stop // COPY_COST + 1
 
     def summed(self, evidence: torch.Tensor) -> torch.Tensor:
         """Add up evidence over the tensor-parallel group."""

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from lmc.background import gently
+from lmc.background import Background
 from lmc.connectors.vllm.kv_events import media_steps
 from lmc.engine.known_documents import KnownDocument
 from lmc.keys import ChunkKey, RecordKind
@@ -44,9 +44,10 @@ class DocumentEvents:
         changes: ChangeLog,
         find: Callable[[str], KnownDocument | None],
         salt_of: Callable[[KnownDocument], str | None],
+        background: Background,
     ) -> None:
         """`find` returns a known document by its id, and `salt_of` the cache salt of its tenant, if that is known."""
-        self._changes, self._find, self._salt_of = changes, find, salt_of
+        self._changes, self._find, self._salt_of, self._background = changes, find, salt_of, background
         self._read = 0  # number of the last change that was read
         self._present: defaultdict[str, set[ChunkKey]] = defaultdict(set)  # chunks of documents by medium
         self._owners: defaultdict[ChunkKey, dict[str, KnownDocument]] = defaultdict(dict)  # documents of a chunk, by id
@@ -55,7 +56,7 @@ class DocumentEvents:
     def take(self) -> list[DocumentMoved]:
         """Return the changes since the last call, in order."""
         self._read, steps = media_steps(self._changes, self._read, self._seen, RecordKind.DOCUMENT)
-        return [moved for step in gently(steps) for moved in self._moved(*step)]
+        return [moved for step in self._background.gently(steps) for moved in self._moved(*step)]
 
     def _seen(self) -> set[tuple[ChunkKey, str]]:
         return {(key, medium) for medium, keys in self._present.items() for key in keys}

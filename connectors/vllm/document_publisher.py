@@ -72,4 +72,5 @@ def publisher_if_wanted(engine: CacheEngine, number: int) -> DocumentPublisher |
     address = os.environ.get(ADDRESS, "")
     if not address:
         return None
-    return DocumentPublisher(address, DocumentEvents(engine.store.changes, engine.known.get, engine.salt_of), number)
+    events = DocumentEvents(engine.store.changes, engine.known.get, engine.salt_of, engine.background)
+    return DocumentPublisher(address, events, number)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from lmc.blend.canvas import Attention
+from lmc.blend.kernels.choice import kernels_of
 from lmc.blend.rope import Turn, check_rope
 from lmc.connectors.vllm import vllm_api
 from lmc.connectors.vllm.paged import TokenAccess
@@ -103,10 +104,13 @@ class NativeLayers:
             builder = self.attention[0].attn_backend.get_builder_cls()
             self._builder = builder(spec, group.layer_names, config, self.device)
         self._built: RowBatch | None = None
-        # On a GPU, builders have buffers for so many requests.
-        self.most_runs = config.scheduler_config.max_num_seqs if self.device.type != "cpu" else 1 << 30
         self._names: list[str] = group.layer_names
-        self.access = [TokenAccess(a, caches[a.layer_name]) for a in self.attention]
+        kernels = kernels_of(self.device)
+        self.access = [TokenAccess(a, caches[a.layer_name], kernels) for a in self.attention]
+        self.kernels = self.access[0].kernels
+        # On a GPU, builders have buffers for so many requests.
+        few = self.device.type != "cpu" and not self.kernels.in_pages
+        self.most_runs = config.scheduler_config.max_num_seqs if few else 1 << 30
         heads, size, dtype = self.access[0].kv_heads, self.access[0].head_dim, self.access[0].dtype
         self.shape = KVShape(layers=self.depth, kv_heads=heads, head_dim=size, dtype=dtype)
         self.scale: float = self.attention[0].impl.scale
@@ -159,6 +163,8 @@ class NativeLayers:
         """
         if attention is None and layer == self.depth - 1:
             attention = lambda query, own: None  # noqa: E731 - only keys and values are wanted
+        elif attention is None and self._attends(batch):
+            attention = lambda query, own: own()  # noqa: E731
         states, residual = rows.states[batch.rows], rows.residual[batch.rows]
         if attention is not None:  # The layer may end early, and kernels may work in place.
             states, residual = states.clone(), residual.clone()
@@ -186,6 +192,10 @@ class NativeLayers:
             metadata, self._config, num_tokens=count, slot_mapping=batch.slots, skip_compiled=True
         )
 
+    def _attends(self, batch: RowBatch) -> bool:
+        """Whether lmc's own attention is faster: the engine's reads the context anew for each run of rows."""
+        return self.kernels.in_pages and batch.common.num_reqs > 1
+
     @contextmanager
     def _attention_replaced(self, layer: int, batch: RowBatch, attention: Attention | None) -> Iterator[None]:
         """Let the layer's attention module write keys and values into the pages and then call `attention`."""
@@ -198,14 +208,19 @@ class NativeLayers:
         def forward(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *more: Any, **named: Any) -> Any:
             heads = (-1, module.num_kv_heads, module.head_size)
             self.access[layer].scatter(batch.slots[module.layer_name], key.reshape(heads), value.reshape(heads))
+            rows = query.reshape(-1, module.num_heads, module.head_size)
 
             def own() -> torch.Tensor | None:
                 if layer == self.depth - 1:
                     return None
+                if self._attends(batch):
+                    common = batch.common
+                    pages = self.access[layer].pages._replace(table=common.block_table_tensor[0])
+                    return self.kernels.attend(rows, pages, common.positions, self.scale)
                 with self.forward_context(batch):  # It writes the same keys and values again.
                     return original(query, key, value, *more, **named)  # type: ignore[no-any-return]
 
-            attended = attention(query.reshape(-1, module.num_heads, module.head_size), own)
+            attended = attention(rows, own)
             if attended is None:
                 raise _EndOfLayer
             return attended.flatten(1)

@@ -6,14 +6,27 @@ blocks than the scheduler; then the view has several rows for each of the schedu
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
+from lmc.blend.canvas import Paged
+from lmc.blend.kernels.choice import TORCH
+from lmc.blend.kernels.interface import Kernels
+from lmc.copies import Copies, can_submit, merged, stretches_of, submit_of
 from lmc.errors import UnsupportedModel
 from lmc.shapes import KV
 
 CPU_LAYOUTS = ("vec", "vec16")  # instruction sets with pages of a transposed key block and a value block
+
+
+class Move(NamedTuple):
+    """Pages that are copied to or from a part, where they lie side by side from its page `first` on."""
+
+    blocks: Sequence[int]
+    part: torch.Tensor  # uint8 [n]
+    first: int = 0
 
 
 class Pages:
@@ -28,6 +41,40 @@ class Pages:
         self.layout = ";".join(dict.fromkeys(layouts))  # Pages can be exchanged between caches whose layouts are equal.
         self.layers = len(self._views)
         self.page_bytes = tuple(view[0].numel() * view.dtype.itemsize for view in self._views)
+        self._stretches = [stretches_of(view[0]) for view in self._views]
+        self._submit = submit_of(self._views[0].device)
+
+    def save_all(self, layer: int, moves: Sequence[Move]) -> None:
+        """Copy pages into parts; on a GPU all of them in one call."""
+        if self._submit is not None and all(can_submit(move.part) for move in moves):
+            pages, parts, sizes = self.copies(layer, moves)
+            self._submit(merged(Copies(pages, parts, sizes)))
+            return
+        for blocks, part, first in moves:
+            self.save(layer, blocks, part[first * self.page_bytes[layer] :])
+
+    def load_all(self, layer: int, moves: Sequence[Move]) -> None:
+        """Copy parts into pages; on a GPU all of them in one call."""
+        if self._submit is not None and all(can_submit(move.part) for move in moves):
+            pages, parts, sizes = self.copies(layer, moves)
+            self._submit(merged(Copies(parts, pages, sizes)))
+            return
+        for blocks, part, first in moves:
+            self.load(layer, blocks, part, first)
+
+    def copies(self, layer: int, moves: Sequence[Move]) -> Copies:
+        """Return the addresses of pages and of their places in parts, and the bytes of each stretch of a page."""
+        view, size = self._views[layer], self.page_bytes[layer]
+        offsets, stretch = self._stretches[layer]
+        blocks = np.concatenate([np.asarray(move.blocks, np.int64) for move in moves])
+        begins = [
+            move.part.data_ptr() + np.arange(move.first, move.first + len(move.blocks), dtype=np.int64) * size
+            for move in moves
+        ]
+        pages = view.data_ptr() + blocks * (view.stride(0) * view.element_size())
+        inside = np.arange(len(offsets), dtype=np.int64) * stretch
+        found = (pages[:, None] + offsets).ravel(), (np.concatenate(begins)[:, None] + inside).ravel()
+        return Copies(*found, np.full(len(found[0]), stretch, np.int64))
 
     def save(self, layer: int, blocks: Sequence[int], part: torch.Tensor) -> None:
         """Copy the pages of `blocks` side by side into `part`, uint8 `[n]`."""
@@ -48,7 +95,7 @@ class Pages:
 class TokenAccess:
     """The keys and values of single tokens in one layer's cache, by slot number (block × block size + offset)."""
 
-    def __init__(self, attention: Any, cache: torch.Tensor) -> None:
+    def __init__(self, attention: Any, cache: torch.Tensor, kernels: Kernels) -> None:
         """Raise `UnsupportedModel` for a cache in which a token's key and value cannot be found."""
         self._attention, self._cache, backend = attention, cache, attention.attn_backend.get_name()
         self.head_dim: int = attention.head_size
@@ -61,24 +108,28 @@ class TokenAccess:
             raise UnsupportedModel(f"its attention backend {backend} has no writer of its own")
         blocks, self.kv_heads, self._size, _ = cache.shape
         self._cpu = backend == "CPU_ATTN"
+        self.kernels = TORCH if self._cpu else kernels  # Those in Triton want the numbers of a row side by side.
         if self._cpu:
             if attention.isa not in CPU_LAYOUTS:
                 raise UnsupportedModel(f"keys cannot be read from pages of the CPU kernel {attention.isa!r}")
             self._halves = cache.view(blocks, self.kv_heads, KV, self._size * self.head_dim)
             self._keys = self._halves[:, :, 0].view(blocks, self.kv_heads, self.head_dim, self._size).transpose(2, 3)
             self._rows = cache.view(-1, self.head_dim)
+        else:
+            keys, values = cache.split(self.head_dim, dim=-1)
+            self.pages = Paged(keys, values, torch.empty(0, dtype=torch.int32))  # of no prompt yet
 
     def gather(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return keys and values `[T, H, D]` of `slots [T]`."""
-        block, offset = slots // self._size, slots % self._size
         if self._cpu:
+            block, offset = slots // self._size, slots % self._size
             # In a page, each head has a block of keys, and then a row of `head_dim` numbers for the value of a token.
             heads = block[:, None] * self.kv_heads + torch.arange(self.kv_heads)
             rows = (heads * KV + 1) * self._size + offset[:, None]  # [T, H]
             values = self._rows.index_select(0, rows.flatten()).unflatten(0, rows.shape)
             return self._keys[block, :, offset], values
-        both = self._cache[block, :, offset]  # [T, H, C]
-        return both[..., : self.head_dim], both[..., self.head_dim :]
+        keys, values = self.kernels.gather(self.pages, slots)
+        return keys, values
 
     def tokens_of(self, blocks: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return copies of the keys and values `[H, T, D]` of the first `tokens` tokens in kernel blocks `[B]`."""

@@ -172,6 +172,7 @@ class Scheduler:
     def plan(self, scheduled: dict[str, int], tables: Tables) -> StepPlan:
         """Return what the workers have to do in this step."""
         if scheduled:
+            self.engine.background.stepped()
             self._ran = self._setup.clock()
         for request, tokens in scheduled.items():
             state = self._states.get(request)

@@ -8,7 +8,8 @@ this one for ever (tensor parallelism), and where the slab cannot be opened.
 """
 
 import logging
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -29,7 +30,7 @@ from lmc.connectors.vllm.messages import (
 )
 from lmc.connectors.vllm.model_identity import weights_in_memory
 from lmc.connectors.vllm.native import NativeLayers
-from lmc.connectors.vllm.paged import Pages
+from lmc.connectors.vllm.paged import Move, Pages
 from lmc.connectors.vllm.selftest import prove_model
 from lmc.connectors.vllm.tensor_parallel import all_of
 from lmc.connectors.vllm.vllm_api import get_pp_group, get_tensor_model_parallel_rank, get_tp_group
@@ -70,7 +71,8 @@ class Worker:
         self._report = StepReport()
         self._copied: list[tuple[Any, int]] = []  # (event, job) of copies that may be under way
         self._ended: list[tuple[Any, str, tuple[int, ...]]] = []  # the same, for loads
-        self._stream: Any = None
+        self._save_stream: Any = None  # on a GPU, on which copies are made beside the model's work
+        self._load_stream: Any = None
         self._step_tokens = int(config.scheduler_config.max_num_batched_tokens)
         self._rows = self._step_tokens
 
@@ -85,7 +87,7 @@ class Worker:
         cache = next(iter(caches.values()))
         self._device = cache.device
         if self._device.type == "cuda":
-            self._stream = torch.cuda.Stream()
+            self._save_stream, self._load_stream = torch.cuda.Stream(), torch.cuda.Stream()
         else:  # On a GPU, kernels may have buffers for the tokens of one step only.
             self._rows = max(LEAST_ROWS, self._rows)
         refused = "blending is off (enable_blending)"
@@ -159,12 +161,10 @@ class Worker:
             self._do(self._learning, left if not plan.scheduled else min(left, whole // LEAST_SHARE))
 
     def save(self, jobs: list[SaveJob]) -> None:
-        """Copy the blocks that this step has completed; on CUDA in another stream, after the forward pass."""
+        """Copy the blocks that this step has completed, after the forward pass."""
         if not jobs:
             return
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.inference_mode(), torch.cuda.stream(self._stream):
+        with torch.inference_mode(), self._behind(self._save_stream):
             for job in jobs:
                 try:
                     self._save(job)
@@ -226,16 +226,27 @@ class Worker:
             del self._loading[work.request]
             if bad:
                 self._report.lost.add(work.request)
-            self._ended.append((self._event(), work.request, bad))
+            with self._behind(self._load_stream):
+                self._ended.append((self._event(), work.request, bad))
         else:
             self._learning.remove(work)
             if failed:
                 self._report.failed.add(work.job)
             self._copied.append((self._event(), work.job))
 
+    @contextmanager
+    def _behind(self, stream: Any) -> Iterator[None]:
+        """Issue copies on a stream of their own, which waits for what the model has been given to do until now."""
+        if stream is None:
+            yield
+            return
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            yield
+
     def _event(self) -> Any:
         """Return an event that is over when the copies issued until now are done; None if they are done already."""
-        if self._stream is None:
+        if self._save_stream is None:
             return None
         event = torch.cuda.Event()
         event.record()
@@ -249,8 +260,9 @@ class Worker:
         for layer in range(self._pages.layers):
             while not (ready or self._arrived(copies, layer)):
                 yield 0
-            for copy in copies:
-                self._pages.load(layer, copy.blocks, self._part(copy.slot, layer), copy.first)
+            with self._behind(self._load_stream):
+                moves = [Move(copy.blocks, self._part(copy.slot, layer), copy.first) for copy in copies]
+                self._pages.load_all(layer, moves)
             yield tokens // COPY_COST + 1
         self._check(copies)  # No slot may have been reused meanwhile.
 
@@ -258,6 +270,8 @@ class Worker:
         assert self._layers is not None
         if job.copies:
             yield from self._load(job.copies, job.ready)
+            if self._load_stream is not None:
+                torch.cuda.current_stream().wait_stream(self._load_stream)
         self._check(job.documents)
         canvas = PagedCanvas(
             self._layers, job, self._rows, self._part, lambda layer: job.ready or self._arrived(job.documents, layer)
@@ -290,7 +304,7 @@ class Worker:
 
     def _save(self, job: SaveJob) -> None:
         for layer in range(self._pages.layers):
-            self._pages.save(layer, job.blocks, self._part(job.slot, layer))
+            self._pages.save_all(layer, [Move(job.blocks, self._part(job.slot, layer))])
 
     def _save_tokens(self, slot: int, blocks: torch.Tensor, start: int, stop: int) -> None:
         assert self._layers is not None

@@ -25,8 +25,11 @@ def machine() -> str:
     return f"{model}; torch {torch.__version__}"
 
 
-def random_llama(layers: int, hidden: int) -> Any:
-    """A Llama with random weights (12 layers of 768 are about 100M): says nothing about quality, all about cost."""
+def random_llama(layers: int, hidden: int, heads: int = 0, kv_heads: int = 0) -> Any:
+    """A Llama with random weights (12 layers of 768 are about 100M): says nothing about quality, all about cost.
+
+    Without a number of heads, they have 64 dimensions, and two of them share a KV head.
+    """
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -35,8 +38,8 @@ def random_llama(layers: int, hidden: int) -> Any:
         hidden_size=hidden,
         intermediate_size=4 * hidden,
         num_hidden_layers=layers,
-        num_attention_heads=hidden // 64,
-        num_key_value_heads=hidden // 128,
+        num_attention_heads=heads or hidden // 64,
+        num_key_value_heads=kv_heads or hidden // 128,
         max_position_embeddings=8192,
     )
     return LlamaForCausalLM(config).eval()

@@ -19,6 +19,7 @@ from functools import lru_cache
 
 import torch
 
+from lmc.background import Background
 from lmc.blend.segments import Span
 from lmc.config import Settings
 from lmc.engine.geometry import Geometry
@@ -84,7 +85,8 @@ class CacheEngine:
         self.index = CacheIndex()
         self.learning = LearnQueue(self.slab.slots * self.chunk_size)
         self.recalled: dict[ChunkKey, str] = {}  # What connectors noted with records.
-        self.known = KnownDocuments()
+        self.background = Background()
+        self.known = KnownDocuments(self.background)
         self.salts: set[str] = {""}  # of the tenants whose documents were looked up
         self._recall()
         noted = settings.local_disk / FILE if settings.local_disk else None

@@ -12,10 +12,14 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from heapq import nlargest
 
-from lmc.background import gently
+import numpy as np
+
+from lmc.background import Background
 from lmc.keys import ChunkKey
 
+COMPARED, LIKELY = 64, 16  # documents that are compared at once, and that are looked at closely
 # Tokens of all documents: 64 MiB. Beyond that, those are forgotten that were used longest ago, but not those that are
 # pinned or have a time limit.
 REMEMBERED = 1 << 24
@@ -32,6 +36,7 @@ class KnownDocument:
     removed: bool = False  # by a person; it may be learned again
     used: float = field(default_factory=time.time)  # when it was learned or used last, in seconds since 1970
     name: str = ""  # for people; several documents may have the same
+    begins: str = ""  # its first letters, after somebody has asked for them
     pinned: bool = False  # Only the keeper sets `pinned` and `expires`.
     expires: float = 0.0  # when it is removed, in seconds since 1970; 0 for never
 
@@ -49,7 +54,9 @@ class KnownDocument:
 class KnownDocuments:
     """All known documents. May be used by several threads."""
 
-    def __init__(self) -> None:
+    def __init__(self, background: Background | None = None) -> None:
+        """What takes long is done gently in the `background` of an engine's steps, if it is given."""
+        self._background = background or Background()
         self._documents: OrderedDict[str, KnownDocument] = OrderedDict()  # used longest ago first
         self._forgettable: OrderedDict[str, None] = OrderedDict()  # ids in the same order, without those that are kept
         self._tokens = 0
@@ -93,17 +100,32 @@ class KnownDocuments:
             return list(reversed(self._documents.values()))
 
     def nearest(self, tokens: Sequence[int], namespace: bytes) -> KnownDocument | None:
-        """Return the document of a namespace that has at least half of its distinct tokens in common with `tokens`."""
-        wanted, best, most = set(tokens), None, 0.5
-        for document in gently(self.list()):
-            if document.namespace == namespace and not document.removed:
-                common = len(wanted.intersection(document.tokens))
-                if common <= most * len(wanted):  # The share is at most this, however few tokens the document has.
-                    continue
-                share = common / len(wanted.union(document.tokens))
-                if share > most:
-                    best, most = document, share
-        return best
+        """Return the document of a namespace that has more than half of its distinct tokens in common with `tokens`.
+
+        All documents are compared by how many of their tokens are among the wanted ones. Of those that look best, the
+        one with the greatest share of common distinct tokens (Jaccard index) is returned.
+        """
+        own = [one for one in self.list() if one.namespace == namespace and not one.removed]
+        wanted = set(tokens)
+        among = np.zeros(max(wanted, default=0) + 2, np.bool_)  # Greater tokens are clipped to the last one.
+        among[list(wanted)] = True
+        likely: list[tuple[float, KnownDocument]] = []
+        for start in self._background.gently(range(0, len(own), COMPARED)):
+            some = own[start : start + COMPARED]
+            lengths = np.array([len(one.tokens) for one in some])
+            joined = np.concatenate([np.frombuffer(one.tokens, np.uint32) for one in some])
+            common = np.add.reduceat(among.take(joined, mode="clip"), np.cumsum(lengths) - lengths, dtype=np.int64)
+            enough = np.flatnonzero(2 * common > len(wanted))
+            likely += [(common[i] / lengths[i], some[i]) for i in enough]
+        likely = nlargest(LIKELY, likely, key=lambda one: one[0])
+        shares = [(_common_share(wanted, set(one.tokens)), one) for _, one in likely]
+        share, best = max(shares, key=lambda one: one[0], default=(0.0, None))
+        return best if share > 0.5 else None
+
+
+def _common_share(first: set[int], second: set[int]) -> float:
+    """Return the Jaccard index of two sets."""
+    return len(first & second) / len(first | second)
 
 
 def pack_tokens(tokens: Sequence[int]) -> str:

@@ -10,7 +10,6 @@ from lab import engine, words
 from stepping import worker
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from lmc.blend.attention import attend
 from lmc.blend.blender import Blender, BlendInput
 from lmc.blend.segments import Placement
 from lmc.blend.strategies import STRATEGIES, RecomputePolicy
@@ -170,7 +169,7 @@ def paged(lab, model, given: Case, policy: RecomputePolicy):
 
     # The shift of a document whose rows are in two batches is estimated twice, and the dense canvas has one batch.
     canvas = PagedCanvas(layers, job, ROWS if policy.correction == "none" else length, stored, lambda _: True)
-    everything = torch.arange(length)
+    everything = canvas.slots(torch.arange(length))
     with torch.inference_mode():
         for layer in range(canvas.depth):  # nothing of the test before may be of use
             empty = torch.full((length, layers.shape.kv_heads, layers.shape.head_dim), 1e3)
@@ -190,7 +189,7 @@ def last_logits(lab, canvas, layers, length: int) -> torch.Tensor:
     for layer in range(canvas.depth):
 
         def attention(query, own, layer=layer):
-            return attend(query, canvas.context(layer, length, nothing), last, canvas.scale)
+            return canvas.kernels.attend(query, canvas.context(layer, length, nothing), last, canvas.scale)
 
         (batch,) = canvas.batches(rows)
         canvas.run(layer, rows, batch, attention)

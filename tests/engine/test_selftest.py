@@ -7,7 +7,7 @@ import torch
 from lab import Prompt, answer, distance, engine, words
 from stepping import worker
 
-from lmc.connectors.vllm import canvas
+from lmc.blend.kernels import place
 from lmc.connectors.vllm.native import NativeLayers
 from lmc.connectors.vllm.selftest import prove_model
 from lmc.errors import UnsupportedModel
@@ -101,10 +101,8 @@ def test_a_row_that_is_written_to_another_slot_is_found(lab, monkeypatch):
 
 
 def test_a_rotation_that_turns_the_wrong_way_is_found(lab, monkeypatch):
-    rotate = canvas.rotate
-    monkeypatch.setattr(
-        canvas, "rotate", lambda keys, turn, out, **more: rotate(keys, (turn[0], -turn[1]), out, **more)
-    )
+    rotate = place.rotate
+    monkeypatch.setattr(place, "rotate", lambda keys, turn, out, **more: rotate(keys, (turn[0], -turn[1]), out, **more))
     with pytest.raises(UnsupportedModel, match="differ from the model's"):
         prove(lab)
 

@@ -1,4 +1,4 @@
-"""Attention of scattered queries: a query at position p sees all keys at positions ≤ p, and none behind.
+"""Attention of scattered queries in torch: a query at position p sees all keys at positions ≤ p, and none behind.
 
 A causal flag does not do this. It aligns the last query with the last key, so that other scattered queries would see
 keys behind them.
@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from lmc.blend.canvas import KV
+from lmc.blend.canvas import KV, Paged, dense
 
 OverHeads = Literal["mean", "max"]
 # Queries in one call. Keys behind the last query of a call are not read, so small calls save half of the work.
@@ -17,14 +17,14 @@ BLOCK = 64
 
 
 def attend(
-    query: torch.Tensor, kv: KV, positions: torch.Tensor, scale: float, present: torch.Tensor | None = None
+    query: torch.Tensor, kv: KV | Paged, positions: torch.Tensor, scale: float, present: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Return the outputs `[T, Q, D]` of queries `[T, Q, D]` at ascending `positions [T]`.
 
-    The keys and values `kv`, `[H, N, D]` each, are at the positions 0…N-1; where `present [N]` is false they are not
-    seen. Query head i reads KV head i // (Q / H).
+    The keys and values `kv`, `[H, N, D]` each or in pages, are at the positions 0…N-1; where `present [N]` is false
+    they are not seen. Query head i reads KV head i // (Q / H).
     """
-    keys, values = kv
+    keys, values = dense(kv)
     heads, group = keys.shape[0], query.shape[1] // keys.shape[0]
     out = torch.empty_like(query)
     for start in range(0, len(positions), BLOCK):
@@ -47,13 +47,18 @@ def attend(
 
 
 def attend_and_score(
-    query: torch.Tensor, kv: KV, positions: torch.Tensor, scale: float, present: torch.Tensor, over_heads: OverHeads
+    query: torch.Tensor,
+    kv: KV | Paged,
+    positions: torch.Tensor,
+    scale: float,
+    present: torch.Tensor,
+    over_heads: OverHeads,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return what `attend` returns, and the attention `[N]` float32 that each key gets from these queries.
 
     The attention is the maximum over queries of its mean or maximum over heads.
     """
-    keys, values = kv
+    keys, values = (one[:, : len(present)] for one in dense(kv))
     heads, group = keys.shape[0], query.shape[1] // keys.shape[0]
     later = positions[:, None] < torch.arange(keys.shape[1], device=keys.device)
     hidden = later.logical_or_(~present)  # [T, N]

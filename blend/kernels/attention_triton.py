@@ -1,0 +1,215 @@
+"""Attention of scattered queries, and what they pay to each key, in Triton; `attention.py` has the same in torch.
+
+A program of `_attend` computes some tokens' queries of one KV head, all that share it side by side, with the running
+softmax of FlashAttention (Dao et al. 2022, arXiv 2205.14135; Dao 2023, arXiv 2307.08691). It reads the keys up to the
+greatest position of its tokens, and compares positions only where keys are behind the smallest one. `_paid` computes
+the probabilities a second time from the logarithms of the sums that `_attend` leaves, a block of keys in each program,
+so that they are never in memory.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from lmc.blend.canvas import KV, Paged
+from lmc.blend.kernels.attention import OverHeads
+from lmc.blend.kernels.place_triton import FUSED
+
+LOG2_E = 1.4426950408889634
+SCORED, SCORED_KEYS = 64, 64  # tokens and keys whose probabilities are added up at once
+FILLED = 256  # programs that keep a large GPU busy
+
+
+@triton.jit
+def _pages(base, table, j, seen, h, stride_block, stride_head, stride_token, SIZE: tl.constexpr, PAGED: tl.constexpr):
+    """Return where the rows of the positions `j` begin."""
+    head = base + h.to(tl.int64) * stride_head
+    if PAGED:
+        block = tl.load(table + j // SIZE, mask=seen, other=0).to(tl.int64)
+        return head + block * stride_block + (j % SIZE).to(tl.int64) * stride_token
+    return head + j.to(tl.int64) * stride_token
+
+
+@triton.jit
+def _step(
+    query, keys, values, table, present, at, start, reach, h, most, total, sums, factor,
+    key_block, key_head, key_token, value_block, value_head, value_token,
+    D: tl.constexpr, WIDE: tl.constexpr, SIZE: tl.constexpr, BN: tl.constexpr,
+    PAGED: tl.constexpr, PRESENT: tl.constexpr, ALL_SEEN: tl.constexpr,
+):  # fmt: skip
+    """Take in the keys of the positions from `start` on; `at` are the positions of the queries."""
+    d, j = tl.arange(0, WIDE), start + tl.arange(0, BN)
+    seen = j < reach
+    if PRESENT:
+        seen &= tl.load(present + j, mask=seen, other=0) != 0
+    here = _pages(keys, table, j, j < reach, h, key_block, key_head, key_token, SIZE, PAGED)
+    there = _pages(values, table, j, j < reach, h, value_block, value_head, value_token, SIZE, PAGED)
+    if ALL_SEEN and not PRESENT and D == WIDE:
+        key = tl.load(here[None, :] + d[:, None])
+        value = tl.load(there[:, None] + d[None, :])
+    else:
+        key = tl.load(here[None, :] + d[:, None], mask=seen[None, :] & (d < D)[:, None], other=0.0)
+        value = tl.load(there[:, None] + d[None, :], mask=seen[:, None] & (d < D)[None, :], other=0.0)
+    logits = tl.dot(query, key, input_precision="ieee") * factor
+    if not ALL_SEEN:
+        logits = tl.where(j[None, :] <= at[:, None], logits, float("-inf"))
+    if PRESENT or not ALL_SEEN:
+        logits = tl.where(seen[None, :], logits, float("-inf"))
+    greatest = tl.maximum(most, tl.max(logits, 1))
+    anchor = tl.where(greatest == float("-inf"), 0.0, greatest)
+    weights = tl.exp2(logits - anchor[:, None])
+    shrunk = tl.exp2(most - anchor)
+    sums = sums * shrunk[:, None] + tl.dot(weights.to(value.dtype), value, input_precision="ieee")
+    return greatest, total * shrunk + tl.sum(weights, 1), sums
+
+
+@triton.jit
+def _attend(
+    query, keys, values, table, positions, present, out, log_sums, tokens, factor,
+    query_token, query_head, key_block, key_head, key_token, value_block, value_head, value_token,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, SIZE: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, PAGED: tl.constexpr, PRESENT: tl.constexpr, LOG_SUMS: tl.constexpr,
+):  # fmt: skip
+    """Attend for BM // GROUP tokens and one KV head; `factor` is the scale of logits to base 2."""
+    PER: tl.constexpr = BM // GROUP
+    h, row, d = tl.program_id(1), tl.arange(0, BM), tl.arange(0, WIDE)
+    t = tl.program_id(0) * PER + row // GROUP
+    there = (t < tokens) & (row < PER * GROUP)
+    head = h * GROUP + row % GROUP
+    at = tl.load(positions + t, mask=there, other=-1).to(tl.int32)
+    first = tl.min(tl.where(there, at, 2147483647), 0)
+    reach = tl.max(at, 0) + 1
+    wanted = there[:, None] & (d < D)[None, :]
+    where = t.to(tl.int64)[:, None] * query_token + head[:, None] * query_head + d[None, :]
+    q = tl.load(query + where, mask=wanted, other=0.0)
+    most = tl.full([BM], float("-inf"), tl.float32)
+    total = tl.zeros([BM], tl.float32)
+    sums = tl.zeros([BM, WIDE], tl.float32)
+    whole = (first + 1) // BN * BN  # Every query sees all keys before this position.
+    for start in range(0, whole, BN):
+        most, total, sums = _step(
+            q, keys, values, table, present, at, start, reach, h, most, total, sums, factor,
+            key_block, key_head, key_token, value_block, value_head, value_token,
+            D, WIDE, SIZE, BN, PAGED, PRESENT, True,
+        )  # fmt: skip
+    for start in range(whole, reach, BN):
+        most, total, sums = _step(
+            q, keys, values, table, present, at, start, reach, h, most, total, sums, factor,
+            key_block, key_head, key_token, value_block, value_head, value_token,
+            D, WIDE, SIZE, BN, PAGED, PRESENT, False,
+        )  # fmt: skip
+    total = tl.where(total == 0.0, 1.0, total)  # of rows that are not there
+    result = sums / total[:, None]
+    into = (t.to(tl.int64)[:, None] * (HEADS * GROUP) + head[:, None]) * D + d[None, :]
+    tl.store(out + into, result.to(out.dtype.element_ty), mask=wanted)
+    if LOG_SUMS:
+        tl.store(log_sums + head * tokens + t, most + tl.log2(total), mask=there)
+
+
+@triton.jit
+def _paid(
+    query, keys, table, positions, present, log_sums, paid, tokens, count, factor,
+    query_token, query_head, key_block, key_head, key_token,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, SIZE: tl.constexpr,
+    BT: tl.constexpr, BN: tl.constexpr, PAGED: tl.constexpr, OVER_ALL: tl.constexpr,
+):  # fmt: skip
+    """Store for BN keys the greatest attention of a token, its mean over heads or, if OVER_ALL, its maximum."""
+    d, j = tl.arange(0, WIDE), tl.program_id(0) * BN + tl.arange(0, BN)
+    seen = j < count
+    seen &= tl.load(present + j, mask=seen, other=0) != 0
+    best = tl.zeros([BN], tl.float32)
+    for begin in range(0, tokens, BT):
+        t = begin + tl.arange(0, BT)
+        there = t < tokens
+        at = tl.load(positions + t, mask=there, other=-1).to(tl.int32)
+        over_heads = tl.zeros([BT, BN], tl.float32)
+        for h in range(HEADS):
+            head = tl.zeros([], tl.int32) + h
+            here = _pages(keys, table, j, seen, head, key_block, key_head, key_token, SIZE, PAGED)
+            key = tl.load(here[None, :] + d[:, None], mask=seen[None, :] & (d < D)[:, None], other=0.0)
+            for g in range(GROUP):
+                where = t.to(tl.int64)[:, None] * query_token + (h * GROUP + g) * query_head + d[None, :]
+                q = tl.load(query + where, mask=there[:, None] & (d < D)[None, :], other=0.0)
+                log_sum = tl.load(log_sums + (h * GROUP + g) * tokens + t, mask=there, other=float("inf"))
+                logits = tl.dot(q, key, input_precision="ieee") * factor
+                weights = tl.exp2(logits - log_sum[:, None])
+                weights = tl.where((j[None, :] <= at[:, None]) & seen[None, :], weights, 0.0)
+                over_heads = tl.maximum(over_heads, weights) if OVER_ALL else over_heads + weights
+        best = tl.maximum(best, tl.max(over_heads, 0))
+    if not OVER_ALL:
+        best /= HEADS * GROUP
+    tl.store(paid + j, best, mask=j < count)
+
+
+def attend(
+    query: torch.Tensor, kv: KV | Paged, positions: torch.Tensor, scale: float, present: torch.Tensor | None = None
+) -> torch.Tensor:
+    """See `lmc.blend.kernels.attention.attend`."""
+    return _attended(query, kv, positions, scale, present, None)
+
+
+def attend_and_score(
+    query: torch.Tensor,
+    kv: KV | Paged,
+    positions: torch.Tensor,
+    scale: float,
+    present: torch.Tensor,
+    over_heads: OverHeads,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `lmc.blend.kernels.attention.attend_and_score`."""
+    log_sums = torch.empty(query.shape[1::-1], dtype=torch.float32, device=query.device)  # [Q, T]
+    out = _attended(query, kv, positions, scale, present, log_sums)
+    pages = Paged.of(kv)
+    heads, dim = pages.keys.shape[1], query.shape[2]
+    paid = torch.empty(len(present), dtype=torch.float32, device=query.device)
+    _paid[(triton.cdiv(len(present), SCORED_KEYS),)](
+        query, pages.keys, pages.table, positions, present, log_sums, paid,
+        len(query), len(present), scale * LOG2_E, *query.stride()[:2], *pages.keys.stride()[:3],
+        HEADS=heads, GROUP=query.shape[1] // heads, D=dim, WIDE=_wide(dim), SIZE=_size(pages),
+        BT=SCORED, BN=SCORED_KEYS, PAGED=pages.table is not None, OVER_ALL=over_heads == "max", num_warps=4, **FUSED,
+    )  # fmt: skip
+    return out, paid
+
+
+def _attended(
+    query: torch.Tensor,
+    kv: KV | Paged,
+    positions: torch.Tensor,
+    scale: float,
+    present: torch.Tensor | None,
+    log_sums: torch.Tensor | None,
+) -> torch.Tensor:
+    query, pages = query if query.stride(-1) == 1 else query.contiguous(), Paged.of(kv)
+    tokens, heads, dim = query.shape[0], pages.keys.shape[1], query.shape[2]
+    group = query.shape[1] // heads
+    rows, keys, warps = tile(tokens * group, heads, hides=present is not None)
+    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    _attend[(triton.cdiv(tokens, rows // group), heads)](
+        query, pages.keys, pages.values, pages.table, positions, present, out, log_sums,
+        tokens, scale * LOG2_E,
+        *query.stride()[:2], *pages.keys.stride()[:3], *pages.values.stride()[:3],
+        HEADS=heads, GROUP=group, D=dim, WIDE=_wide(dim), SIZE=_size(pages), BM=rows, BN=keys,
+        PAGED=pages.table is not None, PRESENT=present is not None, LOG_SUMS=log_sums is not None,
+        num_warps=warps, **FUSED,
+    )  # fmt: skip
+    return out
+
+
+def tile(rows: int, heads: int, *, hides: bool) -> tuple[int, int, int]:
+    """Return the rows (queries of one KV head) of a program, the keys in one of its steps, and its warps.
+
+    None of these needs more registers than there are, also where some keys are hidden.
+    """
+    if triton.cdiv(rows, 128) * heads >= FILLED:
+        return 128, 64, 8
+    return 64, 32 if hides else 64, 4
+
+
+def _size(pages: Paged) -> int:
+    """Return the tokens of a block, for which kernels are compiled; prompts in one block have all lengths."""
+    return 1 if pages.table is None else pages.keys.shape[2]
+
+
+def _wide(dim: int) -> int:
+    """Return the power of 2 that the head dim is padded to in a program."""
+    return int(max(16, triton.next_power_of_2(dim)))

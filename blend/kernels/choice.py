@@ -1,0 +1,43 @@
+"""Which kernels are used: those in Triton on NVIDIA GPUs, and those in torch everywhere else.
+
+LMC_KERNELS=auto      Triton on an NVIDIA GPU of compute capability 8.0 or later, if Triton is installed
+LMC_KERNELS=triton    Triton; on a CPU only with TRITON_INTERPRET=1, for tests
+LMC_KERNELS=torch     torch
+"""
+
+import os
+from importlib.util import find_spec
+
+import torch
+
+from lmc.blend.kernels import attention, place, shift
+from lmc.blend.kernels.interface import Kernels
+from lmc.errors import ConfigError
+
+VARIABLE, CHOICES = "LMC_KERNELS", ("auto", "triton", "torch")
+OLDEST = (8, 0)  # compute capability for which the kernels are compiled in the tests
+
+
+TORCH = Kernels.of(attention, place, shift, in_pages=False)
+
+
+def kernels_of(device: torch.device) -> Kernels:
+    """Return the kernels for a device; raise `ConfigError` if LMC_KERNELS names others, or some that cannot run."""
+    wanted = os.environ.get(VARIABLE, "") or "auto"
+    if wanted not in CHOICES:
+        raise ConfigError(f"{VARIABLE} = {wanted}: use one of {', '.join(CHOICES)}")
+    if wanted == "torch" or (wanted == "auto" and not _compiles_for(device)):
+        return TORCH
+    if find_spec("triton") is None:
+        raise ConfigError(f"{VARIABLE} = {wanted} needs Triton: pip install triton, or set {VARIABLE}=torch")
+    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ConfigError(f"{VARIABLE} = {wanted} needs an NVIDIA GPU, and the model is on {device.type}")
+    from lmc.blend.kernels import attention_triton, place_triton, shift_triton
+
+    return Kernels.of(attention_triton, place_triton, shift_triton, in_pages=True)
+
+
+def _compiles_for(device: torch.device) -> bool:
+    if device.type != "cuda" or torch.version.hip or find_spec("triton") is None:
+        return False
+    return torch.cuda.get_device_capability(device) >= OLDEST

@@ -1,0 +1,27 @@
+"""What a set of kernels consists of. The functions in `attention.py`, `place.py` and `shift.py` say what each does."""
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+
+
+class Kernels(NamedTuple):
+    """The operations on keys and values that cost most."""
+
+    attend: Callable[..., torch.Tensor]
+    attend_and_score: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    place: Callable[..., None]
+    gather: Callable[..., torch.Tensor]
+    deviation: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    weights_of: Callable[..., torch.Tensor]
+    changes_of: Callable[..., torch.Tensor]
+    correct: Callable[..., None]
+    in_pages: bool  # whether they read and write pages, so that nobody has to make copies for them
+
+    @classmethod
+    def of(cls, attention: ModuleType, place: ModuleType, shift: ModuleType, *, in_pages: bool) -> "Kernels":
+        """Take the functions of three modules."""
+        where: dict[str, Any] = {**vars(attention), **vars(place), **vars(shift), "in_pages": in_pages}
+        return cls(**{name: where[name] for name in cls._fields})

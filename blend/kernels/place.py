@@ -1,0 +1,51 @@
+"""Placing stored keys and values where a prompt uses them, and reading them back, in torch."""
+
+from collections.abc import Sequence
+
+import torch
+
+from lmc.blend.canvas import Canvas, Paged, R
+from lmc.blend.rope import Turn, rotate
+
+
+def place(
+    parts: Sequence[torch.Tensor], turn: Turn, slots: torch.Tensor, into: Paged, *, interleaved: bool = False
+) -> None:
+    """Write stored `parts`, `[K, T, H, D]` each, to `slots [T]`, which number all their tokens; keys are rotated.
+
+    `turn` has cos and sin `[T, R/2]` of all tokens. The parts may be in the memory of the host. In a prompt that is in
+    one block, the tokens of a part follow each other.
+    """
+    size, at = into.keys.shape[2], 0
+    for part in parts:
+        rows = slice(at, at + part.shape[1])
+        keys, values = part.to(into.keys.device, non_blocking=True).transpose(1, 2)  # [H, T, D] each
+        here, mine = slots[rows], (turn[0][rows], turn[1][rows])
+        if into.table is None and len(here):
+            there = slice(int(here[0]), int(here[0]) + len(here))
+            rotate(keys, mine, into.keys[0, :, there], interleaved=interleaved)
+            into.values[0, :, there] = values
+        else:
+            rotated = torch.empty_like(keys)
+            rotate(keys, mine, rotated, interleaved=interleaved)
+            into.keys[here // size, :, here % size] = rotated.transpose(0, 1)
+            into.values[here // size, :, here % size] = values.transpose(0, 1)
+        at = rows.stop
+
+
+def gather(source: Paged, slots: torch.Tensor) -> torch.Tensor:
+    """Return copies of the keys and values `[K, T, H, D]` at `slots [T]`."""
+    size = source.keys.shape[2]
+    block, offset = slots // size, slots % size
+    return torch.stack((source.keys[block, :, offset], source.values[block, :, offset]))
+
+
+def deviation(
+    canvas: Canvas[R], layer: int, slots: torch.Tensor, stored: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the squared L2 distance `[T]` of the keys at `slots [T]` from `stored [T, H, D]`, and that of the stored
+    ones from zero, in float32 over all KV heads.
+    """
+    before = stored.float()
+    change = canvas.read(layer, slots)[0].float() - before
+    return (change * change).sum((1, 2)), (before * before).sum((1, 2))

@@ -1,0 +1,174 @@
+"""Placing stored keys and values, and reading them back, in Triton; `place.py` has the same in torch.
+
+Each kernel is one launch for all documents of a layer. A program moves some tokens of one KV head.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from lmc.blend.canvas import Canvas, Paged, R
+from lmc.blend.rope import Turn
+from lmc.copies import Copies, can_submit, submit_of
+from lmc.shapes import KV
+
+TOKENS = 16  # that a program moves
+FUSED = {"enable_fp_fusion": True}  # multiply and add in one rounding; Triton 3.9 warns if nobody says so
+
+
+@triton.jit
+def _rows(base, slots, t, there, h, size, stride_block, stride_head, stride_token):
+    """Return where the rows of the tokens `t` begin in pages."""
+    slot = tl.load(slots + t, mask=there, other=0).to(tl.int64)
+    return base + slot // size * stride_block + h * stride_head + slot % size * stride_token
+
+
+@triton.jit
+def _pairs(i, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """Return the two dimensions that RoPE rotates together, for the pairs `i`."""
+    if INTERLEAVED:
+        return 2 * i, 2 * i + 1
+    return i, i + HALF
+
+
+@triton.jit
+def _rotate(source, into, cos, sin, t, mask, HALF: tl.constexpr, PADDED: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """Copy rows `[BT]` of keys, and rotate their first 2 · HALF dimensions in float32."""
+    i = tl.arange(0, PADDED)
+    first, second = _pairs(i, HALF, INTERLEAVED)
+    mask = mask[:, None] & (i < HALF)[None, :]
+    a = tl.load(source[:, None] + first[None, :], mask=mask, other=0.0).to(tl.float32)
+    b = tl.load(source[:, None] + second[None, :], mask=mask, other=0.0).to(tl.float32)
+    c = tl.load(cos + t[:, None] * HALF + i[None, :], mask=mask, other=0.0)
+    s = tl.load(sin + t[:, None] * HALF + i[None, :], mask=mask, other=0.0)
+    kind = into.dtype.element_ty
+    tl.store(into[:, None] + first[None, :], (a * c - b * s).to(kind), mask=mask)
+    tl.store(into[:, None] + second[None, :], (b * c + a * s).to(kind), mask=mask)
+
+
+@triton.jit
+def _place(
+    stored, cos, sin, slots, keys, values, tokens, stored_kind, size,
+    key_block, key_head, key_token, value_block, value_head, value_token,
+    HEADS: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, HALF: tl.constexpr, PADDED: tl.constexpr,
+    BT: tl.constexpr, INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    """Move rows of `stored [K, T, H, D]` to their slots."""
+    t, h, d = tl.program_id(0) * BT + tl.arange(0, BT), tl.program_id(1), tl.arange(0, WIDE)
+    there, wide = t < tokens, t.to(tl.int64)
+    source = stored + (wide * HEADS + h) * D
+    into = _rows(keys, slots, t, there, h, size, key_block, key_head, key_token)
+    _rotate(source, into, cos, sin, wide, there, HALF, PADDED, INTERLEAVED)
+    if 2 * HALF < D:
+        rest = there[:, None] & ((d >= 2 * HALF) & (d < D))[None, :]
+        tl.store(into[:, None] + d[None, :], tl.load(source[:, None] + d[None, :], mask=rest), mask=rest)
+    whole = there[:, None] & (d < D)[None, :]
+    value = tl.load(source[:, None] + stored_kind + d[None, :], mask=whole)
+    into = _rows(values, slots, t, there, h, size, value_block, value_head, value_token)
+    tl.store(into[:, None] + d[None, :], value, mask=whole)
+
+
+@triton.jit
+def _gather(
+    out, slots, keys, values, tokens, out_kind, size,
+    key_block, key_head, key_token, value_block, value_head, value_token,
+    HEADS: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, BT: tl.constexpr,
+):  # fmt: skip
+    """Copy rows at slots to `out [K, T, H, D]`."""
+    t, h, d = tl.program_id(0) * BT + tl.arange(0, BT), tl.program_id(1), tl.arange(0, WIDE)
+    there = t < tokens
+    into = out + (t.to(tl.int64) * HEADS + h) * D
+    mask = there[:, None] & (d < D)[None, :]
+    source = _rows(keys, slots, t, there, h, size, key_block, key_head, key_token)
+    tl.store(into[:, None] + d[None, :], tl.load(source[:, None] + d[None, :], mask=mask), mask=mask)
+    source = _rows(values, slots, t, there, h, size, value_block, value_head, value_token)
+    into += out_kind
+    tl.store(into[:, None] + d[None, :], tl.load(source[:, None] + d[None, :], mask=mask), mask=mask)
+
+
+@triton.jit
+def _deviation(
+    stored, slots, keys, changed, magnitude, tokens, size, stored_token, stored_head, key_block, key_head, key_token,
+    HEADS: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, BT: tl.constexpr,
+):  # fmt: skip
+    """Add up squares over the heads and dimensions of BT tokens."""
+    t, d = tl.program_id(0) * BT + tl.arange(0, BT), tl.arange(0, WIDE)
+    there = t < tokens
+    mask = there[:, None] & (d < D)[None, :]
+    far, long = tl.zeros([BT], tl.float32), tl.zeros([BT], tl.float32)
+    for h in range(HEADS):
+        before = tl.load(
+            stored + t.to(tl.int64)[:, None] * stored_token + h * stored_head + d[None, :], mask=mask, other=0.0
+        )
+        row = _rows(keys, slots, t, there, h, size, key_block, key_head, key_token)
+        now = tl.load(row[:, None] + d[None, :], mask=mask, other=0.0)
+        before = before.to(tl.float32)
+        change = now.to(tl.float32) - before
+        far += tl.sum(change * change, 1)
+        long += tl.sum(before * before, 1)
+    tl.store(changed + t, far, mask=there)
+    tl.store(magnitude + t, long, mask=there)
+
+
+def place(
+    parts: Sequence[torch.Tensor], turn: Turn, slots: torch.Tensor, into: Paged, *, interleaved: bool = False
+) -> None:
+    """See `lmc.blend.kernels.place.place`. The parts are copied side by side, and then placed together."""
+    cos, sin = (one.contiguous() for one in turn)
+    keys, values, _ = into
+    heads, size, dim = keys.shape[1:]
+    stored = torch.empty(KV, len(slots), heads, dim, dtype=keys.dtype, device=keys.device)
+    if not len(slots):
+        return
+    _stage(parts, stored)
+    half = cos.shape[1]
+    _place[(triton.cdiv(len(slots), TOKENS), heads)](
+        stored, cos, sin, slots, keys, values, len(slots), stored.stride(0), size,
+        *keys.stride()[:3], *values.stride()[:3],
+        HEADS=heads, D=dim, WIDE=triton.next_power_of_2(dim), HALF=half, PADDED=triton.next_power_of_2(half),
+        BT=TOKENS, INTERLEAVED=interleaved, num_warps=4, **FUSED,
+    )  # fmt: skip
+
+
+def _stage(parts: Sequence[torch.Tensor], stored: torch.Tensor) -> None:
+    """Copy parts side by side into `stored [K, T, H, D]`, in one call if the device has one."""
+    submit, row, itemsize = submit_of(stored.device), stored[0, 0].numel(), stored.element_size()
+    counts = [part.shape[1] for part in parts]
+    if submit and all(can_submit(part) and part.stride()[1:] == stored.stride()[1:] for part in parts):
+        sources = [part[kind].data_ptr() for kind in range(KV) for part in parts]
+        sizes = np.array(counts * KV, np.int64) * row * itemsize  # Keys lie before values in both.
+        submit(Copies(np.array(sources, np.int64), stored.data_ptr() + np.cumsum(sizes) - sizes, sizes))
+        return
+    for part, into in zip(parts, stored.split(counts, dim=1), strict=True):
+        into.copy_(part, non_blocking=True)
+
+
+def gather(source: Paged, slots: torch.Tensor) -> torch.Tensor:
+    """See `lmc.blend.kernels.place.gather`."""
+    keys, values, _ = source
+    heads, size, dim = keys.shape[1:]
+    out = torch.empty(KV, len(slots), heads, dim, dtype=keys.dtype, device=keys.device)
+    if len(slots):
+        _gather[(triton.cdiv(len(slots), TOKENS), heads)](
+            out, slots, keys, values, len(slots), out.stride(0), size, *keys.stride()[:3], *values.stride()[:3],
+            HEADS=heads, D=dim, WIDE=triton.next_power_of_2(dim), BT=TOKENS, num_warps=4, **FUSED,
+        )  # fmt: skip
+    return out
+
+
+def deviation(
+    canvas: Canvas[R], layer: int, slots: torch.Tensor, stored: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `lmc.blend.kernels.place.deviation`."""
+    keys, count = canvas.paged(layer).keys, len(slots)
+    heads, size, dim = keys.shape[1:]
+    changed, magnitude = torch.empty(2, count, dtype=torch.float32, device=keys.device)
+    if count:
+        _deviation[(triton.cdiv(count, TOKENS),)](
+            stored, slots, keys, changed, magnitude, count, size, *stored.stride()[:2], *keys.stride()[:3],
+            HEADS=heads, D=dim, WIDE=triton.next_power_of_2(dim), BT=TOKENS, num_warps=4, **FUSED,
+        )  # fmt: skip
+    return changed, magnitude

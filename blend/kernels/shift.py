@@ -1,0 +1,105 @@
+"""What repaired tokens have changed by, and what the others of their documents get of it, in torch.
+
+Examples are repaired tokens, and the tokens of a document stand behind each other; see `lmc.blend.shift`.
+"""
+
+from itertools import chain
+from typing import NamedTuple
+
+import torch
+from torch.nn.functional import normalize
+
+from lmc.blend.canvas import KV, Canvas, R
+from lmc.blend.rope import Turn, rotate
+from lmc.shapes import KV as KINDS
+
+MOST_EXAMPLES = 64  # of a document; more of them do not predict better
+# Two tokens are as alike as the cosine of their keys, less the document's mean key, plus this constant. Because of it,
+# n / (n + 1 / SHARED) of the mean of n changes is predicted for all tokens.
+SHARED = 0.3
+TILE = 32  # tokens that a program of a kernel corrects
+VALUE_SHARE = 0.7  # of the prediction is added to values, because some of them change in ways that mislead.
+
+
+class Spans(NamedTuple):
+    """The T tokens and E examples of some documents. The tensors are for kernels, which must not wait for numbers."""
+
+    tokens: list[int]  # of each document
+    examples: list[int]  # of each document, at most `MOST_EXAMPLES`
+    tiles: torch.Tensor  # int32 [P, 4]: first token, tokens, first example and examples of each program of a kernel
+    token_document: torch.Tensor  # [T] the number of each token's document
+    example_document: torch.Tensor  # [E]
+    example_place: torch.Tensor  # [E] the number of each example in its document
+
+    @classmethod
+    def of(cls, tokens: list[int], examples: list[int], device: torch.device) -> "Spans":
+        """Cut the tokens of each document into tiles."""
+        tiles, token, example = [], 0, 0
+        for count, known in zip(tokens, examples, strict=True):
+            tiles += [(token + at, min(TILE, count - at), example, known) for at in range(0, count, TILE)]
+            token, example = token + count, example + known
+        numbers = [[number] * count for counts in (tokens, examples) for number, count in enumerate(counts)]
+        places = [range(count) for count in examples]
+        its, own = numbers[: len(tokens)], numbers[len(tokens) :]
+        flat = (torch.tensor([*chain(*one)], dtype=torch.long, device=device) for one in (its, own, places))
+        return cls(tokens, examples, torch.tensor(tiles, dtype=torch.int32, device=device).view(-1, 4), *flat)
+
+
+def rotated(keys: torch.Tensor, turn: Turn, *, interleaved: bool) -> torch.Tensor:
+    """Return keys `[T, H, D]` rotated, in float32."""
+    turned = torch.empty_like(keys, dtype=torch.float32)
+    rotate(keys.transpose(0, 1), turn, turned.transpose(0, 1), interleaved=interleaved)
+    return turned
+
+
+def weights_of(examples: torch.Tensor, tokens: torch.Tensor, spans: Spans) -> torch.Tensor:
+    """Return what each example of its document counts for each token, `[T, MOST_EXAMPLES]`.
+
+    `examples [E, H, D]` and `tokens [T, H, D]` are stored keys in float32, all rotated to one position. The weights
+    solve a ridge regression with a penalty of 1, whose kernel is how much two tokens are alike.
+    """
+    weights = examples.new_zeros(len(tokens), MOST_EXAMPLES)
+    by_document = examples.flatten(1).split(spans.examples), tokens.flatten(1).split(spans.tokens)
+    for mine, theirs, out in zip(*by_document, weights.split(spans.tokens), strict=True):
+        mean = theirs.mean(0)
+        known, asked = (normalize(one - mean, dim=-1) for one in (mine, theirs))
+        penalty = torch.eye(len(known), device=known.device)
+        alike, own = asked @ known.T + SHARED, known @ known.T + SHARED
+        out[:, : len(known)] = torch.linalg.solve_ex(own + penalty, alike, left=False)[0]
+    return weights
+
+
+def changes_of(canvas: Canvas[R], layer: int, slots: torch.Tensor, stored: KV, turn: Turn) -> torch.Tensor:
+    """Return what the keys and values at `slots [E]` have changed by since they were `stored`, float32 `[E, K, H, D]`.
+
+    The changes of keys are rotated by `turn`, and those of values are made smaller.
+    """
+    now = canvas.read(layer, slots)
+    keys, values = (new.float() - old for new, old in zip(now, stored, strict=True))
+    return torch.stack((rotated(keys, turn, interleaved=canvas.interleaved), VALUE_SHARE * values), dim=1)
+
+
+def correct(
+    canvas: Canvas[R],
+    layer: int,
+    slots: torch.Tensor,
+    weights: torch.Tensor,
+    changes: torch.Tensor,
+    spans: Spans,
+    turn: Turn,
+) -> None:
+    """Add to the keys and values at `slots [T]` the sum of their document's `changes [E, K, H, D]`.
+
+    `weights [T, M]` say what each example of the token's own document counts; the sum for keys is rotated by `turn`.
+    """
+    keys, values = canvas.read(layer, slots)
+    predicted = changes.new_empty(len(slots), changes.shape[1:].numel())
+    by_document = (one.split(count) for one, count in zip(
+        (weights, changes.flatten(1), predicted), (spans.tokens, spans.examples, spans.tokens), strict=True
+    ))  # fmt: skip
+    for own, change, out in zip(*by_document, strict=True):
+        torch.mm(own[:, : len(change)], change, out=out)
+    moves, value_changes = predicted.unflatten(1, (KINDS, *keys.shape[1:])).unbind(1)  # [T, H, D]
+    keys += rotated(moves, turn, interleaved=canvas.interleaved)
+    values += value_changes
+    canvas.write(layer, slots, keys, values)

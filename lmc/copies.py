@@ -1,0 +1,111 @@
+"""Many copies between host memory and a GPU in one call.
+
+A GPU's copy engine needs a descriptor for each stretch of memory, and a call for each of them costs more than a page of
+16 tokens takes on the bus. CUDA 12.8 takes a list of them (`cuMemcpyBatchAsync` of its driver API); vLLM's extension
+has the same as `swap_blocks_batch`.
+"""
+
+import ctypes
+from collections.abc import Callable
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+Addresses = NDArray[np.int64]
+VERSION = 12080  # of CUDA, in which the call has the arguments below
+STREAM_ORDER = 1  # Sources are read when the stream gets there (CU_MEMCPY_SRC_ACCESS_ORDER_STREAM).
+
+
+class Copies(NamedTuple):
+    """Stretches of memory to copy, int64 `[n]` each."""
+
+    sources: Addresses
+    targets: Addresses
+    sizes: Addresses  # bytes
+
+
+Submit = Callable[[Copies], None]
+
+
+def merged(copies: Copies) -> Copies:
+    """Join copies that follow each other both in their sources and in their targets."""
+    sources, targets, sizes = copies
+    if not len(sizes):
+        return copies
+    adjoin = (sources[1:] == sources[:-1] + sizes[:-1]) & (targets[1:] == targets[:-1] + sizes[:-1])
+    first = np.flatnonzero(np.concatenate(([True], ~adjoin)))
+    return Copies(sources[first], targets[first], np.add.reduceat(sizes, first))
+
+
+def stretches_of(view: torch.Tensor) -> tuple[Addresses, int]:
+    """Return where the stretches of a tensor begin, in bytes from its first number, in order, and how long one is."""
+    itemsize, stretch, dims = view.element_size(), 1, list(zip(view.shape, view.stride(), strict=True))
+    while dims and dims[-1][1] == stretch:
+        stretch *= dims.pop()[0]
+    offsets = np.zeros(1, np.int64)
+    for size, stride in dims:
+        offsets = (offsets[:, None] + np.arange(size) * stride).ravel()
+    return offsets * itemsize, stretch * itemsize
+
+
+def submit_of(device: torch.device) -> Submit | None:
+    """Return what issues copies on a device's current stream, in one call; None if there is no such call.
+
+    Host memory has to be page-locked; see `can_submit`.
+    """
+    if device.type != "cuda" or torch.version.hip:
+        return None
+    if hasattr(torch.ops, "_C_cache_ops") and hasattr(torch.ops._C_cache_ops, "swap_blocks_batch"):
+        return lambda copies: torch.ops._C_cache_ops.swap_blocks_batch(*map(torch.from_numpy, copies), False)
+    call = _driver_call()
+    return (lambda copies: _submit(call, device, copies)) if call else None
+
+
+def can_submit(memory: torch.Tensor) -> bool:
+    """Whether a GPU can read and write this memory by itself."""
+    return memory.is_cuda or memory.is_pinned()
+
+
+class _Location(ctypes.Structure):
+    _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
+
+
+class _Attributes(ctypes.Structure):
+    _fields_ = (("order", ctypes.c_int), ("source", _Location), ("target", _Location), ("flags", ctypes.c_uint))
+
+
+_POINTER, _SIZE = ctypes.c_void_p, ctypes.c_size_t
+# targets, sources, sizes, how many; attributes, the first copy of each of them, how many; the copy that failed; stream
+_CALL = ctypes.CFUNCTYPE(
+    ctypes.c_int, _POINTER, _POINTER, _POINTER, _SIZE, _POINTER, _POINTER, _SIZE, _POINTER, _POINTER
+)
+
+
+@lru_cache(1)
+def _driver_call() -> Callable[..., int] | None:
+    """Return the driver's `cuMemcpyBatchAsync`, if it is new enough to have one."""
+    try:
+        find = ctypes.CDLL("libcuda.so.1").cuGetProcAddress_v2
+    except (OSError, AttributeError):
+        return None
+    address, state = ctypes.c_void_p(), ctypes.c_int()
+    flags = ctypes.c_uint64(0)
+    failed = find(b"cuMemcpyBatchAsync", ctypes.byref(address), VERSION, flags, ctypes.byref(state))
+    return _CALL(address.value) if not failed and address.value else None
+
+
+def _submit(call: Callable[..., int], device: torch.device, copies: Copies) -> None:
+    if not len(copies.sizes):
+        return
+    attributes, first, wrong = _Attributes(order=STREAM_ORDER), _SIZE(0), _SIZE(0)
+    arrays = [np.ascontiguousarray(one) for one in (copies.targets, copies.sources, copies.sizes)]
+    stream = torch.cuda.current_stream(device).cuda_stream
+    code = call(
+        *(one.ctypes.data for one in arrays), len(copies.sizes),
+        ctypes.byref(attributes), ctypes.byref(first), 1, ctypes.byref(wrong), stream,
+    )  # fmt: skip
+    if code:
+        raise RuntimeError(f"cuMemcpyBatchAsync failed with error {code} of CUDA at copy {wrong.value}")

@@ -1,0 +1,112 @@
+"""Attention of scattered queries over pages, and what they pay to each key."""
+
+import pytest
+import torch
+from pages import TOLERANCE, as_dense, pages_of
+
+from lmc.blend.kernels import attention, attention_triton
+from lmc.blend.kernels.attention_triton import tile
+
+SHAPES = [  # KV heads, query heads of each, head dim, tokens of a block
+    (2, 1, 64, 16),
+    (1, 3, 80, 16),
+    (2, 4, 128, 32),
+    (1, 7, 96, 16),
+    (1, 8, 64, 8),
+]
+
+
+def problem(shape: tuple[int, ...], dtype: torch.dtype, layout: str, count: int = 23, length: int = 150):
+    """Queries at some positions, the first and the last among them, over pages."""
+    heads, group, dim, size = shape
+    torch.manual_seed(sum(shape))
+    pages = pages_of(heads, dim, size, length, dtype, layout)
+    positions = torch.randperm(length - 2)[: count - 2].sort().values + 1
+    positions = torch.cat((torch.tensor([0]), positions, torch.tensor([length - 1])))
+    return torch.randn(count, heads * group, dim).to(dtype), pages, positions, dim**-0.5
+
+
+def agree(found: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype) -> bool:
+    return bool((found.float() - wanted.float()).abs().max() <= TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND", "apart"])
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_outputs_are_those_of_torch(shape, dtype, layout):
+    query, pages, positions, scale = problem(shape, dtype, layout)
+    wanted = attention.attend(query, pages, positions, scale)
+    assert agree(attention_triton.attend(query, pages, positions, scale), wanted, dtype)
+    assert agree(attention_triton.attend(query, as_dense(pages, 150), positions, scale), wanted, dtype)
+
+
+@pytest.mark.parametrize("over_heads", ["mean", "max"])
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_scores_are_those_of_torch_and_absent_keys_get_none(shape, dtype, over_heads):
+    query, pages, positions, scale = problem(shape, dtype, "NHD")
+    present = torch.rand(150) < 0.7
+    present[positions] = True
+    for one in pages[:2]:  # What was never computed may be anything.
+        size = one.shape[2]
+        absent = (~present).nonzero().flatten()[::2]
+        one[pages.table[absent // size].long(), :, absent % size] = torch.nan
+    keys, values = as_dense(pages, 150)
+    wanted = attention.attend_and_score(
+        query, (keys.nan_to_num(), values.nan_to_num()), positions, scale, present, over_heads
+    )
+    found = attention_triton.attend_and_score(query, pages, positions, scale, present, over_heads)
+    for one, other in zip(found, wanted, strict=True):
+        assert agree(one, other, dtype)
+    assert not found[1][~present].any()
+
+
+@pytest.mark.parametrize("count", [1, 16, 70, 130])
+def test_any_number_of_queries_is_answered_and_scores(count):
+    """More rows than a program takes, and fewer."""
+    query, pages, positions, scale = problem((1, 3, 64, 16), torch.float32, "HND", max(count, 2))
+    query, positions = query[-count:], positions[-count:]
+    present = torch.ones(150, dtype=torch.bool)
+    wanted = attention.attend_and_score(query, pages, positions, scale, present, "mean")
+    found = attention_triton.attend_and_score(query, pages, positions, scale, present, "mean")
+    for one, other in zip(found, wanted, strict=True):
+        assert agree(one, other, torch.float32)
+
+
+def test_queries_may_be_a_part_of_a_larger_tensor():
+    query, pages, positions, scale = problem((2, 4, 64, 16), torch.float32, "NHD")
+    wider = torch.randn(23, 24, 64)
+    wider[:, 8:16] = query
+    wanted = attention.attend(query, pages, positions, scale)
+    assert agree(attention_triton.attend(wider[:, 8:16], pages, positions, scale), wanted, torch.float32)
+
+
+def test_a_later_key_changes_no_earlier_row():
+    query, pages, positions, scale = problem((2, 4, 64, 16), torch.float32, "HND")
+    for late in (positions[-1], positions[5] + 1):
+        before = attention_triton.attend(query, pages, positions, scale)
+        size = pages.keys.shape[2]
+        pages.keys[pages.table[late // size], :, late % size] = 1e4
+        pages.values[pages.table[late // size], :, late % size] = 1e4
+        after = attention_triton.attend(query, pages, positions, scale)
+        earlier = positions < late
+        assert torch.equal(after[earlier], before[earlier])
+        assert not torch.equal(after[~earlier], before[~earlier])
+
+
+def test_large_logits_in_half_precision_do_not_overflow():
+    """Keys of Qwen2 are that large."""
+    query, pages, positions, scale = problem((1, 4, 64, 16), torch.float16, "NHD")
+    pages.keys[..., 0], query[..., 0] = 300, 300
+    present = torch.ones(150, dtype=torch.bool)
+    wanted = attention.attend_and_score(query, pages, positions, scale, present, "max")
+    found = attention_triton.attend_and_score(query, pages, positions, scale, present, "max")
+    for one, other in zip(found, wanted, strict=True):
+        assert one.isfinite().all()
+        assert (one.float() - other.float()).abs().max() <= 0.02  # Logits of 11,000 have an error of 0.004 in float32.
+
+
+def test_a_program_is_smaller_where_there_are_few():
+    assert tile(300 * 4, 8, hides=False) == (64, 64, 4)
+    assert tile(300 * 4, 8, hides=True) == (64, 32, 4)
+    assert tile(6000 * 4, 8, hides=True) == (128, 64, 8)

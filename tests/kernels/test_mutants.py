@@ -1,0 +1,92 @@
+"""Each of these errors in a kernel fails a test: wrong masks, slots, rotations and strides."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import test_attention
+import test_place
+import test_shift
+import torch
+
+from lmc.blend.kernels import attention_triton, place_triton, shift_triton
+
+SHAPE, PARTLY, FLOAT = (2, 4, 64, 16), (3, 96, 32, 48), torch.float32
+# Which test fails: its module, its name, and its arguments.
+OUTPUTS = test_attention, "test_outputs_are_those_of_torch", (SHAPE, FLOAT, "apart")
+MEANS, MOST = (
+    (test_attention, "test_scores_are_those_of_torch_and_absent_keys_get_none", (SHAPE, FLOAT, over_heads))
+    for over_heads in ("mean", "max")
+)
+CANARY = test_attention, "test_a_later_key_changes_no_earlier_row", ()
+PLACED, PAIRED = (
+    (test_place, "test_what_is_placed_is_what_torch_places", (PARTLY, FLOAT, interleaved, "apart"))
+    for interleaved in (False, True)
+)
+READ = test_place, "test_what_is_read_is_what_torch_reads", (PARTLY, 76)
+DEVIATES = test_place, "test_deviations_are_those_of_torch", (PARTLY, FLOAT)
+SHIFTED = test_shift, "test_changes_and_corrections_are_those_of_torch", (PARTLY, FLOAT, False)
+
+ATTENTION = [  # what stands in the module, what is put there, and which test fails
+    # masks
+    ("j[None, :] <= at[:, None], logits", "j[None, :] < at[:, None], logits", OUTPUTS),
+    ("j[None, :] <= at[:, None], logits", "j[None, :] <= at[:, None] + 1, logits", CANARY),
+    ("whole = (first + 1) // BN * BN", "whole = (first + BN) // BN * BN", CANARY),
+    ("first = tl.min(tl.where(there, at, 2147483647), 0)", "first = tl.max(at, 0)", CANARY),
+    ("reach = tl.max(at, 0) + 1", "reach = tl.max(at, 0)", OUTPUTS),
+    ("seen &= tl.load(present + j, mask=seen, other=0) != 0\n    best", "best", MEANS),
+    ("(j[None, :] <= at[:, None]) & seen[None, :]", "seen[None, :]", MEANS),
+    ("tl.max(over_heads, 0)", "tl.sum(over_heads, 0)", MOST),
+    ("best /= HEADS * GROUP", "best /= HEADS", MEANS),
+    # slots
+    ("+ (j % SIZE).to", "+ (j % (SIZE - 1)).to", OUTPUTS),
+    ("tl.load(table + j // SIZE", "tl.load(table + j // SIZE * 0", OUTPUTS),
+    # heads and strides
+    ("head = h * GROUP + row % GROUP", "head = h + row % GROUP * HEADS", OUTPUTS),
+    ("h, value_block, value_head, value_token", "h, key_block, key_head, key_token", OUTPUTS),
+    ("(h * GROUP + g) * query_head", "(h + g) * query_head", MEANS),
+]
+PLACE = [
+    ("slot % size * stride_token", "slot % (size - 1) * stride_token", PLACED),
+    ("slot // size * stride_block", "slot // (size + 1) * stride_block", READ),
+    ("slot // size * stride_block", "slot // (size + 1) * stride_block", DEVIATES),
+    ("value_block, value_head, value_token)", "key_block, key_head, key_token)", PLACED),
+    ("source[:, None] + stored_kind", "source[:, None]", PLACED),
+    # rotations
+    ("a * c - b * s", "a * c + b * s", PLACED),
+    ("return 2 * i, 2 * i + 1", "return i, i + HALF", PAIRED),
+    ("return i, i + HALF", "return i, i + HALF - 1", PLACED),
+    ("(d >= 2 * HALF) & (d < D)", "(d >= HALF) & (d < D)", PLACED),
+]
+SHIFT = [
+    ("_add(into, first, a * c - b * s, half)", "_add(into, first, a * c + b * s, half)", SHIFTED),
+    ("there = tl.arange(0, BT) < tl.load(tile + 1)", "there = tl.arange(0, BT) < tl.load(tile + 1) - 1", SHIFTED),
+    ("known, wide = m < tl.load(tile + 3)", "known, wide = m < MOST", SHIFTED),
+    ("* share, mask=whole", ", mask=whole", SHIFTED),
+    ("_summed(own, changes, e + HEADS * D", "_summed(own, changes, e", SHIFTED),
+]
+MUTANTS = [
+    (module, *one)
+    for module, some in ((attention_triton, ATTENTION), (place_triton, PLACE), (shift_triton, SHIFT))
+    for one in some
+]
+
+
+def planted(module, before: str, after: str, folder: Path):
+    """The module with an error in it."""
+    text = Path(module.__file__).read_text()
+    assert before in text, "the kernel has changed, and this error has to be written anew"
+    file = folder / "mutant.py"
+    file.write_text(text.replace(before, after))
+    spec = importlib.util.spec_from_file_location("mutant", file)
+    mutant = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(mutant)
+    return mutant
+
+
+@pytest.mark.parametrize(("module", "before", "after", "fails"), MUTANTS)
+def test_an_error_is_found(module, before, after, fails, tmp_path, monkeypatch):
+    tests, name, arguments = fails
+    monkeypatch.setattr(tests, module.__name__.rpartition(".")[2], planted(module, before, after, tmp_path))
+    with pytest.raises(AssertionError):
+        getattr(tests, name)(*arguments)

@@ -1,0 +1,100 @@
+"""Placing stored keys and values, reading them back, and how far fresh keys are from them."""
+
+import pytest
+import torch
+from pages import TOLERANCE, OneLayer, as_dense, copied, pages_of, slots_of
+
+from lmc.blend.canvas import Paged
+from lmc.blend.kernels import place, place_triton
+
+SHAPES = [(2, 64, 16, 64), (1, 80, 16, 80), (3, 96, 32, 48), (2, 128, 16, 128), (1, 128, 8, 32)]  # H, D, N, R
+STARTS = (3, 40, 41, 90)  # of documents, the third of which is empty
+COUNTS = (30, 1, 0, 45)
+
+
+def problem(shape, dtype, layout="NHD"):
+    """Pages, stored parts of documents, and where they go."""
+    heads, dim, size, rotated = shape
+    torch.manual_seed(sum(shape))
+    pages = pages_of(heads, dim, size, 140, dtype, layout)
+    parts = [torch.randn(2, count + 3, heads, dim).to(dtype)[:, 2 : 2 + count] for count in COUNTS]
+    new = torch.cat([torch.arange(start, start + count) for start, count in zip(STARTS, COUNTS, strict=True)])
+    old = torch.cat([torch.arange(count) for count in COUNTS])
+    canvas = OneLayer(pages, rotated=rotated, interleaved=False)
+    return pages, parts, canvas.turn(old, new), new
+
+
+def agree(found: Paged, wanted: Paged, dtype: torch.dtype) -> bool:
+    pairs = zip(found[:2], wanted[:2], strict=True)
+    return all(bool((one.float() - other.float()).abs().max() <= TOLERANCE[dtype]) for one, other in pairs)
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND", "apart"])
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_what_is_placed_is_what_torch_places(shape, dtype, interleaved, layout):
+    pages, parts, turn, new = problem(shape, dtype, layout)
+    slots, wanted = slots_of(pages, new), copied(pages)
+    place.place(parts, turn, slots, wanted, interleaved=interleaved)
+    place_triton.place(parts, turn, slots, pages, interleaved=interleaved)
+    assert agree(pages, wanted, dtype)
+
+
+def test_bfloat16_is_placed():
+    pages, parts, turn, new = problem(SHAPES[0], torch.bfloat16)
+    wanted = copied(pages)
+    place.place(parts, turn, slots_of(pages, new), wanted)
+    place_triton.place(parts, turn, slots_of(pages, new), pages)
+    difference = pages.keys.float() - wanted.keys.float()
+    assert (difference.abs() <= 2**-7 * wanted.keys.float().abs()).all()  # The interpreter rounds towards zero.
+    assert torch.equal(pages.values, wanted.values)
+
+
+def test_what_does_not_move_keeps_its_bits_and_the_rest_keeps_its_own():
+    pages, parts, _, new = problem(SHAPES[1], torch.float32)
+    before, slots = copied(pages), slots_of(pages, new)
+    still = torch.ones(len(new), 40), torch.zeros(len(new), 40)
+    place_triton.place(parts, still, slots, pages)
+    assert torch.equal(place.gather(pages, slots), torch.cat(parts, dim=1))
+    others = torch.ones(pages.keys.shape[0] * 16, dtype=torch.bool)
+    others[slots] = False
+    others = others.nonzero().flatten()
+    assert torch.equal(place.gather(pages, others), place.gather(before, others))
+
+
+def test_a_prompt_in_one_block():
+    pages, parts, turn, new = problem(SHAPES[0], torch.float32)
+    whole = Paged.of(as_dense(pages, 140))
+    wanted = copied(whole)
+    place.place(parts, turn, new, wanted)
+    place_triton.place(parts, turn, new, whole)
+    assert agree(whole, wanted, torch.float32)
+
+
+def test_nothing_is_placed():
+    pages, _, turn, new = problem(SHAPES[0], torch.float32)
+    before = copied(pages)
+    place_triton.place([], (turn[0][:0], turn[1][:0]), new[:0], pages)
+    assert agree(pages, before, torch.float32)
+
+
+@pytest.mark.parametrize("count", [0, 1, 16, 76])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_what_is_read_is_what_torch_reads(shape, count):
+    pages, _, _, new = problem(shape, torch.float16)
+    slots = slots_of(pages, new)[:count]
+    assert torch.equal(place_triton.gather(pages, slots), place.gather(pages, slots))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_deviations_are_those_of_torch(shape, dtype):
+    pages, parts, _, new = problem(shape, dtype)
+    canvas = OneLayer(pages, rotated=shape[3], interleaved=False)
+    slots, stored = slots_of(pages, new), torch.cat(parts, dim=1)[0]
+    for one, other in zip(
+        place_triton.deviation(canvas, 0, slots, stored), place.deviation(canvas, 0, slots, stored), strict=True
+    ):
+        assert torch.allclose(one, other, rtol=1e-5)
+    assert [len(one) for one in place_triton.deviation(canvas, 0, slots[:0], stored[:0])] == [0, 0]

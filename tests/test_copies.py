@@ -1,0 +1,118 @@
+"""Many copies in one call: what is in the list, executed one by one, is what page-by-page copies do."""
+
+import ctypes
+import random
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from test_vllm_paged import LAYOUTS, B, L, caches_of, part_of
+
+from lmc import copies as copies_module
+from lmc.connectors.vllm import paged
+from lmc.connectors.vllm.paged import Move, Pages
+from lmc.copies import Copies, can_submit, merged, stretches_of, submit_of
+
+
+def execute(copies: Copies) -> None:
+    for source, target, size in zip(*(one.tolist() for one in copies), strict=True):
+        ctypes.memmove(target, source, size)
+
+
+class Calls(list):
+    """Executes copies as a GPU's driver does, and counts the calls."""
+
+    def __call__(self, copies: Copies) -> None:
+        self.append(len(copies.sizes))
+        execute(copies)
+
+
+def in_one_call(monkeypatch, caches: dict) -> tuple[Pages, Calls]:
+    """Pages whose copies are made as on a GPU."""
+    calls = Calls()
+    monkeypatch.setattr(paged, "submit_of", lambda device: calls)
+    monkeypatch.setattr(paged, "can_submit", lambda memory: True)
+    return Pages(caches, B), calls
+
+
+@pytest.mark.parametrize("blocks", [[0, 1, 2, 3], [5, 4, 3], [4, 1, 2], [2]], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("ratio", [1, 2])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_pages_are_copied_as_one_by_one(monkeypatch, layout, ratio, dtype, blocks):
+    given_caches = caches_of(layout, ratio=ratio, dtype=dtype)
+    one_by_one, (together, calls) = Pages(given_caches, B), in_one_call(monkeypatch, given_caches)
+    half = len(blocks) // 2
+    for layer in range(L):
+        wanted, found = (part_of(one_by_one, layer, len(blocks) + 1) for _ in range(2))
+        one_by_one.save(layer, blocks, wanted)
+        together.save_all(layer, [Move(blocks, found)])
+        assert torch.equal(found, wanted)
+
+        moves = [Move([1], wanted, 1), Move(random.Random(0).sample(range(4, B), half), wanted)]
+        target, other = (caches_of(layout, ratio=ratio, dtype=dtype, fill=False) for _ in range(2))
+        singly = Pages(target, B)
+        for move in moves:
+            singly.load(layer, move.blocks, move.part, move.first)
+        in_one_call(monkeypatch, other)[0].load_all(layer, moves)
+        assert all(torch.equal(target[name], other[name]) for name in target)
+    assert len(calls) == L, "one call for each layer"
+
+
+def test_a_long_prefix_whose_blocks_descend_is_one_call_for_each_layer(monkeypatch):
+    """The engine frees blocks in reverse, so the next request gets them in descending order."""
+    blocks = 1024
+    caches = {f"layer {i}": torch.zeros(blocks, 1, 2, 4) for i in range(2)}
+    calls = Calls()
+    monkeypatch.setattr(paged, "submit_of", lambda device: calls)
+    monkeypatch.setattr(paged, "can_submit", lambda memory: True)
+    pages = Pages(caches, blocks)
+    parts = [torch.zeros(16 * pages.page_bytes[0], dtype=torch.uint8) for _ in range(blocks // 16)]
+    ids = list(range(blocks))[::-1]
+    moves = [Move(ids[16 * i : 16 * i + 16], part) for i, part in enumerate(parts)]
+    for layer in range(2):
+        pages.load_all(layer, moves)
+    assert calls == [blocks, blocks]
+    moves = [Move(range(blocks), torch.zeros(blocks * pages.page_bytes[0], dtype=torch.uint8))]
+    pages.load_all(0, moves)
+    assert calls[-1] == 1, "neighbours are joined"
+
+
+@given(st.lists(st.tuples(st.integers(1, 4), st.booleans(), st.booleans()), max_size=12))
+def test_joined_copies_move_the_same_bytes(pieces):
+    """Each piece may follow the one before it in the source, in the target, in both or in none."""
+    memory = torch.arange(600, dtype=torch.uint8).view(3, 200)
+    source, target, other = (row.data_ptr() for row in memory)
+    copies, at, to = [], 0, 0
+    for size, near, beside in pieces:
+        at, to = at + (0 if near else 3), to + (0 if beside else 5)
+        copies.append((source + at, target + to, size))
+        at, to = at + size, to + size
+    plain = Copies(*torch.tensor(copies, dtype=torch.long).view(-1, 3).T.contiguous().numpy())
+    memory[2] = memory[1]
+    execute(plain)
+    shorter = merged(plain._replace(targets=plain.targets + (other - target)))
+    execute(shorter)
+    assert torch.equal(memory[1], memory[2])
+    apart = sum(not (near and beside) for _, near, beside in pieces[1:]) + bool(pieces)
+    assert len(shorter.sizes) == apart
+
+
+@pytest.mark.parametrize("dims", [(0, 1, 2), (1, 0, 2), (2, 1, 0), (0, 2, 1)])
+def test_stretches_are_in_the_order_of_the_tensor(dims):
+    tensor = torch.arange(24).view(2, 3, 4).permute(dims)
+    offsets, size = stretches_of(tensor)
+    found = [ctypes.string_at(tensor.data_ptr() + int(offset), size) for offset in offsets]
+    assert b"".join(found) == tensor.contiguous().numpy().tobytes()
+
+
+def test_without_a_gpu_there_is_no_such_call():
+    assert submit_of(torch.device("cpu")) is None
+    assert not can_submit(torch.zeros(1))
+
+
+def test_a_driver_without_the_call_is_no_error(monkeypatch):
+    monkeypatch.setattr(copies_module.ctypes, "CDLL", lambda name: object())
+    assert copies_module._driver_call.__wrapped__() is None
+    assert submit_of(torch.device("cuda")) is None or torch.cuda.is_available()
