@@ -136,7 +136,7 @@ class Blender(Generic[R]):
                 repaired = self._repaired(rows.positions)
             for batch, shift in zip_longest(self._canvas.batches(rows), shifts):
                 self._canvas.run(layer, rows, batch, shift.attention(layer) if shift else None)
-                yield _slice_of(layer, batch, shift.cost if shift else 0)
+                yield self._slice_of(layer, batch, shift.cost if shift else 0)
 
     def _shifts(self, rows: R | None) -> list[Shift]:
         """Return what corrects the tokens that are not repaired, for each batch of rows."""
@@ -161,7 +161,7 @@ class Blender(Generic[R]):
             self._charge(layer, len(positions), self._reused[:0])
             for probe in probes:
                 self._canvas.run(layer, rows, probe.batch, self._scoring(layer, probe, paid[layer]))
-                yield _slice_of(layer, probe.batch, self._canvas.context_cost(len(probe.present)))
+                yield self._slice_of(layer, probe.batch, self._canvas.context_cost(len(probe.present)))
 
     def _probes(self, positions: torch.Tensor, question: int, batches: Sequence[slice]) -> list["_Probe"]:
         """Return what each batch of the first pass sees; `question` is the index of the question's first row."""
@@ -219,7 +219,7 @@ class Blender(Generic[R]):
         stored = self._canvas.read(layer, slots)[0]
         for batch in self._canvas.batches(rows):
             self._canvas.run(layer, rows, batch, lambda query, own: None)
-            yield _slice_of(layer, batch)
+            yield self._slice_of(layer, batch)
         found = self._canvas.kernels.deviation(self._canvas, layer, slots, stored)
         deviation, magnitude = map(self._canvas.summed, found)
         offset = self._offset[torch.searchsorted(self._reused, candidates)]
@@ -234,6 +234,9 @@ class Blender(Generic[R]):
 
     # -- counting ----------------------------------------------------------------------------------------------------
 
+    def _slice_of(self, layer: int, batch: slice, more: int = 0) -> Slice:
+        return Slice(layer, max(batch.stop - batch.start, self._canvas.call_cost) + more)
+
     def _repaired(self, positions: torch.Tensor) -> torch.Tensor:
         return positions[self._is_reused[positions]]
 
@@ -247,7 +250,3 @@ class Blender(Generic[R]):
 
 def _merged(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     return torch.cat((one, other)).sort().values
-
-
-def _slice_of(layer: int, batch: slice, more: int = 0) -> Slice:
-    return Slice(layer, batch.stop - batch.start + more)

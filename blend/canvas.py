@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 
-from lmc.blend.kernels.interface import Kernels
+from lmc.blend.kernels.operations import Kernels
 from lmc.blend.rope import Turn
 from lmc.blend.segments import Placement
 
@@ -76,6 +76,7 @@ class Canvas(Protocol[R]):
     device: torch.device
     kernels: Kernels  # which find keys and values by `slots` and `paged`, or by `read` and `write`
     scale: float  # of the attention's logits
+    call_cost: int = 0  # rows that a layer computes in the time that the launches of one call of it take
     interleaved: bool = False  # RoPE rotates the dimensions (2i, 2i + 1) together, and not (i, i + R/2).
 
     def arrived(self, layer: int) -> bool:

@@ -259,6 +259,18 @@ def test_the_charged_budget_counts_check_layers_in_full() -> None:
     assert scene.blend(ALL).charged_budget == 1.0
 
 
+def test_a_slice_costs_as_much_as_its_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU a layer call with few rows takes as long as one with many."""
+    scene = Scene(random_model(), documents_of(3), known={0, 1, 2})
+    scene.blend(RecomputePolicy(strategy="union", ratios=(0.2,)))
+    plain = [cost for _, cost in scene.slices if cost]
+    floor = max(plain) - 1
+    monkeypatch.setattr(DenseCanvas, "call_cost", floor)
+    scene.blend(RecomputePolicy(strategy="union", ratios=(0.2,)))
+    assert [cost for _, cost in scene.slices if cost] == [max(cost, floor) for cost in plain]
+    assert min(plain) < floor
+
+
 def test_every_slice_is_a_layer_and_the_reader_is_pulled_once_for_each() -> None:
     scene = Scene(random_model(layers=4), documents_of(3), known={0, 2})
     scene.blend(RecomputePolicy(strategy="deviation"))

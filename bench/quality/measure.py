@@ -12,7 +12,7 @@ import torch
 
 from lmc.blend.blender import Blender
 from lmc.blend.kernels import choice
-from lmc.blend.kernels.interface import Kernels
+from lmc.blend.kernels.operations import Kernels
 from lmc.blend.learn_prefix import learn_prefix
 from lmc.blend.segments import split
 from lmc.blend.shift import Shift

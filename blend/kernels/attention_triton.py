@@ -184,6 +184,8 @@ def _attended(
     group = query.shape[1] // heads
     rows, keys, warps = tile(tokens * group, heads, hides=present is not None)
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    if not tokens:
+        return out
     _attend[(triton.cdiv(tokens, rows // group), heads)](
         query, pages.keys, pages.values, pages.table, positions, present, out, log_sums,
         tokens, scale * LOG2_E,

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 import torch
 
 from lmc.blend.kernels import attention, place, shift
-from lmc.blend.kernels.interface import Kernels
+from lmc.blend.kernels.operations import Kernels
 from lmc.errors import ConfigError
 
 VARIABLE, CHOICES = "LMC_KERNELS", ("auto", "triton", "torch")

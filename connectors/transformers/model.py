@@ -264,7 +264,10 @@ class CachedModel(AbstractContextManager["CachedModel"]):
         given = BlendInput(length=length, stop=length, question=question, placements=plan.pieces)
         with closing(self.engine.layers(plan.pieces, self.layers.shape, loaded)) as reader:
             canvas = DenseCanvas(self.layers, prompt, plan.pieces, reader)
-            result = Blender(canvas, given, policy).run()
+            try:
+                result = Blender(canvas, given, policy).run()
+            finally:
+                self._settle()  # The slots may be taken by other chunks now, so no copy from them may be under way.
         exact = plan.tokens - result.reused
         if not result.reused and loaded.keys() <= MEMORY:
             self._note_speed(length - exact, exact, begun)
@@ -347,9 +350,13 @@ class CachedModel(AbstractContextManager["CachedModel"]):
         if behind <= tokens:
             self.engine.store.cost.computed(tokens, seconds, length=2 * behind + tokens)
 
-    def _elapsed(self, started: float) -> float:
+    def _settle(self) -> None:
+        """Wait for everything that was issued to a GPU."""
         if self.layers.device.type == "cuda":
-            torch.cuda.synchronize()
+            torch.cuda.synchronize(self.layers.device)
+
+    def _elapsed(self, started: float) -> float:
+        self._settle()
         return time.perf_counter() - started
 
     def _checked(self, token_ids: Sequence[int], what: str, behind: int = 0) -> list[int]:

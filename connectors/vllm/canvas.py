@@ -15,6 +15,8 @@ from lmc.connectors.vllm.native import NativeLayers, PagedRows
 from lmc.connectors.vllm.tensor_parallel import agreed, largest, summed
 from lmc.shapes import KV as KINDS
 
+# On a GPU the launches of a layer that is not compiled take about as long as computing so many rows (`docs/gpu.md`).
+CALL_COST = 512
 COPY_COST = 32  # So many tokens are moved in the time in which one is computed: about 10 on GPUs, 100 on CPUs.
 
 Part = Callable[[int, int], torch.Tensor]  # returns the part of a slot for a layer of this rank, uint8 [n]
@@ -28,6 +30,7 @@ class PagedCanvas:
         self.depth, self.device, self.scale, self.arrived = layers.depth, layers.device, layers.scale, arrived
         self.interleaved, self.kernels = layers.interleaved, layers.kernels
         self._layers, self._job, self._batch_rows, self._part = layers, job, batch_rows, part
+        self.call_cost = call_cost(self.device)
         self._tokens = torch.tensor(job.tokens, device=self.device)
         self._blocks = torch.tensor(job.blocks, device=self.device)
         self._kernel_blocks = layers.kernel_blocks(self._blocks).to(torch.int32)
@@ -115,6 +118,11 @@ class PagedCanvas:
         return agreed(chosen, of)
 
 
+def call_cost(device: torch.device) -> int:
+    """Return the rows that a layer computes in the time that the launches of one call of it take."""
+    return CALL_COST if device.type == "cuda" else 0
+
+
 def prefill_alone(
     layers: NativeLayers, tokens: torch.Tensor, blocks: torch.Tensor, batch_rows: int, known: int = 0
 ) -> Iterator[int]:
@@ -128,7 +136,7 @@ def prefill_alone(
         for layer in range(layers.depth):
             for batch in rows.batches:
                 layers.run(layer, rows, batch)
-                yield batch.rows.stop - batch.rows.start
+                yield max(batch.rows.stop - batch.rows.start, call_cost(layers.device))
 
 
 def read_tokens(

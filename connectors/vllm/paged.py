@@ -13,7 +13,7 @@ import torch
 
 from lmc.blend.canvas import Paged
 from lmc.blend.kernels.choice import TORCH
-from lmc.blend.kernels.interface import Kernels
+from lmc.blend.kernels.operations import Kernels
 from lmc.copies import Copies, can_submit, merged, stretches_of, submit_of
 from lmc.errors import UnsupportedModel
 from lmc.shapes import KV

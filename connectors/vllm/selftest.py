@@ -34,6 +34,25 @@ def prove_model(model: Any, layers: NativeLayers, vocabulary: int, blocks: int) 
             _clear(layers, table)
 
 
+def run_full_batch(layers: NativeLayers, rows: int) -> None:
+    """Run as many rows through a layer as a blend ever does, so that memory that is missing is missed at the start.
+
+    All of them lie in block 1, which holds nothing yet. Raises `UnsupportedModel` if the memory is not there.
+    """
+    positions = torch.arange(rows + 1, device=layers.device)
+    blocks, scattered = torch.ones_like(positions[:: layers.block_size]), positions[positions != 1]
+    try:
+        with torch.inference_mode():
+            batches = layers.begin(torch.zeros_like(positions), scattered, blocks, rows)
+            for batch in batches.batches:
+                layers.run(0, batches, batch)
+    except torch.OutOfMemoryError as error:
+        cure = "lower --max-num-batched-tokens or --gpu-memory-utilization"
+        raise UnsupportedModel(f"a batch of {rows} tokens does not fit into what memory is left: {cure}") from error
+    finally:
+        _clear(layers, (1,))
+
+
 def _canvas(
     layers: NativeLayers, tokens: list[int], table: tuple[int, ...], documents: Any, part: torch.Tensor
 ) -> PagedCanvas:

@@ -31,7 +31,7 @@ from lmc.connectors.vllm.messages import (
 from lmc.connectors.vllm.model_identity import weights_in_memory
 from lmc.connectors.vllm.native import NativeLayers
 from lmc.connectors.vllm.paged import Move, Pages
-from lmc.connectors.vllm.selftest import prove_model
+from lmc.connectors.vllm.selftest import prove_model, run_full_batch
 from lmc.connectors.vllm.tensor_parallel import all_of
 from lmc.connectors.vllm.vllm_api import get_pp_group, get_tensor_model_parallel_rank, get_tp_group
 from lmc.errors import ChunkLost, UnsupportedModel
@@ -129,6 +129,8 @@ class Worker:
             if layers.depth != self._pages.layers:
                 raise UnsupportedModel("the engine has other KV caches than one for each of its layers")
             prove_model(model, layers, self._config.model_config.get_vocab_size(), self._kv_cache_config.num_blocks)
+            if self._device.type == "cuda":  # On a CPU it takes seconds, and more memory can be had.
+                run_full_batch(layers, min(self._rows, self._config.model_config.max_model_len - 1))
         except UnsupportedModel as error:
             return str(error)
         except Exception as error:

@@ -9,7 +9,7 @@ from stepping import worker
 
 from lmc.blend.kernels import place
 from lmc.connectors.vllm.native import NativeLayers
-from lmc.connectors.vllm.selftest import prove_model
+from lmc.connectors.vllm.selftest import prove_model, run_full_batch
 from lmc.errors import UnsupportedModel
 
 DOCUMENTS = [words(150, 1), words(300, 2)]
@@ -111,3 +111,25 @@ def test_the_blocks_are_as_they_were_afterwards(lab):
     prove(lab)
     for view in worker()._pages._views:
         assert not view[1:3].any()  # 64 tokens in blocks of 32
+
+
+def test_a_batch_of_full_size_is_run_and_leaves_nothing(lab, monkeypatch):
+    layers, asked = worker()._layers, []
+    run = NativeLayers.run
+    monkeypatch.setattr(NativeLayers, "run", lambda self, *what: [asked.append(what), run(self, *what)])
+    lab.settle()
+    run_full_batch(layers, 300)
+    ((layer, rows, batch),) = asked
+    assert (layer, len(rows.positions), batch.rows) == (0, 300, slice(0, 300))
+    slots = layers.slots(torch.tensor([1]), torch.arange(layers.block_size))
+    assert not any(one.any() for one in layers.access[0].gather(slots))
+
+
+def test_a_batch_that_does_not_fit_is_said_at_the_start(lab, monkeypatch):
+    def full(self, *what):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(NativeLayers, "run", full)
+    lab.settle()
+    with pytest.raises(UnsupportedModel, match=r"a batch of 300 tokens does not fit .* lower --max-num-batched-tokens"):
+        run_full_batch(worker()._layers, 300)

@@ -1,4 +1,7 @@
-"""What a set of kernels consists of. The functions in `attention.py`, `place.py` and `shift.py` say what each does."""
+"""The operations that each set of kernels has.
+
+The functions in `attention.py`, `place.py` and `shift.py` say what each of them does.
+"""
 
 from collections.abc import Callable
 from types import ModuleType
