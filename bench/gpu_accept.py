@@ -29,6 +29,7 @@ from lmc.blend.kernels import attention, place, shift
 from lmc.blend.kernels.choice import kernels_of
 from lmc.blend.kernels.shift import MOST_EXAMPLES, Spans
 from lmc.blend.markers import Markers
+from lmc.blend.selftest import difference
 from lmc.blend.strategies import RecomputePolicy
 from lmc.config import Settings
 from lmc.connectors.transformers import CachedModel
@@ -242,11 +243,6 @@ def exact(pages: Paged) -> Paged:
     return Paged(keys, values, pages.table)
 
 
-def error(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    """Return the largest difference, relative to the largest value."""
-    return float((found.float() - wanted.float()).abs().max() / wanted.float().abs().max().clamp_min(1e-6))
-
-
 def kernels(report: Report, sizes: Sizes, dtype: torch.dtype) -> None:
     """Errors and bandwidths of the kernels that move keys and values, and of the scores."""
     ours, name, count = kernels_of(report.device), str(dtype).removeprefix("torch."), sizes.documents * sizes.tokens
@@ -266,7 +262,7 @@ def kernels(report: Report, sizes: Sizes, dtype: torch.dtype) -> None:
     turn = angles.cos(), angles.sin()
     place.place([part.float() for part in parts], turn, slots, before)
     ours.place(parts, turn, slots, pages)
-    report.line(f"error of place, {name}", max(map(error, pages[:2], before[:2])), "", most=ALLOWED[dtype])
+    report.line(f"error of place, {name}", max(map(difference, pages[:2], before[:2])), "", most=ALLOWED[dtype])
     speed(
         "place, with the copy to its staging area", 8 * count * row, lambda: ours.place(parts, turn, slots, pages), 0.7
     )
@@ -283,10 +279,10 @@ def kernels(report: Report, sizes: Sizes, dtype: torch.dtype) -> None:
     back, forth = (tuple(one[: len(some)] for one in turn) for some in (examples, others))
     changes = ours.changes_of(canvas, 0, examples, stored, back)
     true = shift.changes_of(wanted, 0, examples, tuple(one.float() for one in stored), back)
-    report.line(f"error of changes, {name}", error(changes, true), "", most=ALLOWED[torch.float32])
+    report.line(f"error of changes, {name}", difference(changes, true), "", most=ALLOWED[torch.float32])
     shift.correct(wanted, 0, others, weights, true, spans, forth)
     ours.correct(canvas, 0, others, weights, changes, spans, forth)
-    report.line(f"error of correct, {name}", error(pages.keys, wanted.paged(0).keys), "", most=ALLOWED[dtype])
+    report.line(f"error of correct, {name}", difference(pages.keys, wanted.paged(0).keys), "", most=ALLOWED[dtype])
     speed("correct", 4 * len(others) * row, lambda: ours.correct(canvas, 0, others, weights, changes, spans, forth))
 
     context = pages_of(report, sizes, sizes.context, dtype)
@@ -298,8 +294,8 @@ def kernels(report: Report, sizes: Sizes, dtype: torch.dtype) -> None:
     score = (at, sizes.dim**-0.5, there, "mean")
     found, paid = ours.attend_and_score(query, context, *score)
     out, wanted_paid = attention.attend_and_score(query.float(), exact(context), *score)
-    report.line(f"error of attention with scores, {name}", error(found, out), "", most=ALLOWED[dtype])
-    report.line(f"error of scores, {name}", error(paid, wanted_paid), "", most=ALLOWED[dtype])
+    report.line(f"error of attention with scores, {name}", difference(found, out), "", most=ALLOWED[dtype])
+    report.line(f"error of scores, {name}", difference(paid, wanted_paid), "", most=ALLOWED[dtype])
     speed(
         "attention and scores of 64 rows, three readings of the keys", 3 * sizes.context * row,
         lambda: ours.attend_and_score(query, context, *score), 0.5,
@@ -316,7 +312,7 @@ def scattered(report: Report, sizes: Sizes) -> None:
         query = torch.randn(rows, heads, sizes.dim, device=report.device).to(dtype)
         wanted = attention.attend(query.float(), tuple(one.float() for one in dense(context)), at, scale)
         found = ours.attend(query, context, at, scale)
-        report.line(f"error of {rows} scattered rows", error(found, wanted), "", most=ALLOWED[dtype])
+        report.line(f"error of {rows} scattered rows", difference(found, wanted), "", most=ALLOWED[dtype])
         took = report.milliseconds(lambda query=query, at=at: ours.attend(query, context, at, scale))
         side = int((2 * int((at + 1).sum())) ** 0.5)
         q, k, v = torch.randn(3, 1, heads, side, sizes.dim, device=report.device).to(dtype)
@@ -343,7 +339,7 @@ def models(report: Report, sizes: Sizes) -> None:
         prompts = [prompt_of(documents, order.sample(range(len(documents)), len(documents)), seed=i) for i in range(8)]
         full = cached.prefill(prompts[0], "full").logits
         whole = cached.prefill(prompts[0], policy=RecomputePolicy(strategy="all", ratios=(1.0,)))
-        report.line("error of logits at ratio 1", error(whole.logits, full), "", most=NOISE[dtype])
+        report.line("error of logits at ratio 1", difference(whole.logits, full), "", most=NOISE[dtype])
         report.line("tokens reused there", whole.report.reused / len(prompts[0]), "of all", least=0.4)
         took = {
             "full": [seconds_of(cached, prompt, "full") for prompt in prompts],

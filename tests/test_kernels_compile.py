@@ -18,7 +18,6 @@ BINARIES = Path(triton.__file__).parent / "backends/nvidia/bin"
 # An 8B Llama: 8 KV heads of 128 in pages of 16 tokens, each of which 4 query heads read.
 HEADS = {"HEADS": 8, "D": 128, "WIDE": 128}
 HALVES = {"HALF": 64, "PADDED": 64, "INTERLEAVED": False}
-PAGES = dict.fromkeys(("key_block", "key_head", "key_token", "value_block", "value_head", "value_token"), "i64")
 ATTENTION = {"GROUP": 4, "SIZE": 16, "PAGED": True}
 POINTERS = {
     "positions": "*i64", "slots": "*i64", "table": "*i32", "tiles": "*i32", "present": "*i1", "cos": "*fp32",
@@ -29,8 +28,8 @@ NOBODY_HIDES = {"present": None, "log_sums": None}
 SCALARS = {"factor": "fp32", "share": "fp32"}
 
 
-def compiled(kernel, capability: int, dtype: str, warps: int, constants: dict) -> tuple[dict[str, int], str]:
-    """Compile a kernel, and return its resources and its machine code.
+def compiled(kernel, capability: int, dtype: str, warps: int, constants: dict) -> bytes:
+    """Compile a kernel for a GPU, and return its binary.
 
     Strides and sizes are divisible by 16, as those of real models are.
     """

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from lmc.blend.canvas import KV, Paged
 from lmc.blend.kernels.attention import OverHeads
-from lmc.blend.kernels.place_triton import FUSED
+from lmc.blend.kernels.place_triton import FUSED, padded
 
 LOG2_E = 1.4426950408889634
 SCORED, SCORED_KEYS = 64, 64  # tokens and keys whose probabilities are added up at once
@@ -165,7 +165,7 @@ def attend_and_score(
     _paid[(triton.cdiv(len(present), SCORED_KEYS),)](
         query, pages.keys, pages.table, positions, present, log_sums, paid,
         len(query), len(present), scale * LOG2_E, *query.stride()[:2], *pages.keys.stride()[:3],
-        HEADS=heads, GROUP=query.shape[1] // heads, D=dim, WIDE=_wide(dim), SIZE=_size(pages),
+        HEADS=heads, GROUP=query.shape[1] // heads, D=dim, WIDE=padded(dim), SIZE=_size(pages),
         BT=SCORED, BN=SCORED_KEYS, PAGED=pages.table is not None, OVER_ALL=over_heads == "max", num_warps=4, **FUSED,
     )  # fmt: skip
     return out, paid
@@ -190,7 +190,7 @@ def _attended(
         query, pages.keys, pages.values, pages.table, positions, present, out, log_sums,
         tokens, scale * LOG2_E,
         *query.stride()[:2], *pages.keys.stride()[:3], *pages.values.stride()[:3],
-        HEADS=heads, GROUP=group, D=dim, WIDE=_wide(dim), SIZE=_size(pages), BM=rows, BN=keys,
+        HEADS=heads, GROUP=group, D=dim, WIDE=padded(dim), SIZE=_size(pages), BM=rows, BN=keys,
         PAGED=pages.table is not None, PRESENT=present is not None, LOG_SUMS=log_sums is not None,
         num_warps=warps, **FUSED,
     )  # fmt: skip
@@ -210,8 +210,3 @@ def tile(rows: int, heads: int, *, hides: bool) -> tuple[int, int, int]:
 def _size(pages: Paged) -> int:
     """Return the tokens of a block, for which kernels are compiled; prompts in one block have all lengths."""
     return 1 if pages.table is None else pages.keys.shape[2]
-
-
-def _wide(dim: int) -> int:
-    """Return the power of 2 that the head dim is padded to in a program."""
-    return int(max(16, triton.next_power_of_2(dim)))

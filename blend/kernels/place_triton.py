@@ -128,9 +128,14 @@ def place(
     _place[(triton.cdiv(len(slots), TOKENS), heads)](
         stored, cos, sin, slots, keys, values, len(slots), stored.stride(0), size,
         *keys.stride()[:3], *values.stride()[:3],
-        HEADS=heads, D=dim, WIDE=triton.next_power_of_2(dim), HALF=half, PADDED=triton.next_power_of_2(half),
+        HEADS=heads, D=dim, WIDE=padded(dim), HALF=half, PADDED=padded(half),
         BT=TOKENS, INTERLEAVED=interleaved, num_warps=4, **FUSED,
     )  # fmt: skip
+
+
+def padded(dim: int) -> int:
+    """Return the power of 2 to which a program pads a dimension. Products need at least 16."""
+    return int(max(16, triton.next_power_of_2(dim)))
 
 
 def _stage(parts: Sequence[torch.Tensor], stored: torch.Tensor) -> None:
@@ -154,7 +159,7 @@ def gather(source: Paged, slots: torch.Tensor) -> torch.Tensor:
     if len(slots):
         _gather[(triton.cdiv(len(slots), TOKENS), heads)](
             out, slots, keys, values, len(slots), out.stride(0), size, *keys.stride()[:3], *values.stride()[:3],
-            HEADS=heads, D=dim, WIDE=triton.next_power_of_2(dim), BT=TOKENS, num_warps=4, **FUSED,
+            HEADS=heads, D=dim, WIDE=padded(dim), BT=TOKENS, num_warps=4, **FUSED,
         )  # fmt: skip
     return out
 
@@ -169,6 +174,6 @@ def deviation(
     if count:
         _deviation[(triton.cdiv(count, TOKENS),)](
             stored, slots, keys, changed, magnitude, count, size, *stored.stride()[:2], *keys.stride()[:3],
-            HEADS=heads, D=dim, WIDE=triton.next_power_of_2(dim), BT=TOKENS, num_warps=4, **FUSED,
+            HEADS=heads, D=dim, WIDE=padded(dim), BT=TOKENS, num_warps=4, **FUSED,
         )  # fmt: skip
     return changed, magnitude

@@ -3,6 +3,7 @@
 Examples are repaired tokens, and the tokens of a document stand behind each other; see `lmc.blend.shift`.
 """
 
+from collections.abc import Iterable
 from itertools import chain
 from typing import NamedTuple
 
@@ -38,11 +39,18 @@ class Spans(NamedTuple):
         for count, known in zip(tokens, examples, strict=True):
             tiles += [(token + at, min(TILE, count - at), example, known) for at in range(0, count, TILE)]
             token, example = token + count, example + known
-        numbers = [[number] * count for counts in (tokens, examples) for number, count in enumerate(counts)]
-        places = [range(count) for count in examples]
-        its, own = numbers[: len(tokens)], numbers[len(tokens) :]
-        flat = (torch.tensor([*chain(*one)], dtype=torch.long, device=device) for one in (its, own, places))
-        return cls(tokens, examples, torch.tensor(tiles, dtype=torch.int32, device=device).view(-1, 4), *flat)
+
+        def joined(parts: Iterable[Iterable[int]]) -> torch.Tensor:
+            return torch.tensor([*chain.from_iterable(parts)], dtype=torch.long, device=device)
+
+        return cls(
+            tokens,
+            examples,
+            tiles=torch.tensor(tiles, dtype=torch.int32, device=device).view(-1, 4),
+            token_document=joined([number] * count for number, count in enumerate(tokens)),
+            example_document=joined([number] * count for number, count in enumerate(examples)),
+            example_place=joined(map(range, examples)),
+        )
 
 
 def rotated(keys: torch.Tensor, turn: Turn, *, interleaved: bool) -> torch.Tensor:

@@ -6,7 +6,7 @@ import triton.language as tl
 from torch.nn.functional import normalize
 
 from lmc.blend.canvas import KV, Canvas, R
-from lmc.blend.kernels.place_triton import FUSED, _pairs, _rows
+from lmc.blend.kernels.place_triton import FUSED, _pairs, _rows, padded
 from lmc.blend.kernels.shift import MOST_EXAMPLES, SHARED, TILE, VALUE_SHARE, Spans
 from lmc.blend.rope import Turn
 from lmc.shapes import KV as KINDS
@@ -131,8 +131,8 @@ def changes_of(canvas: Canvas[R], layer: int, slots: torch.Tensor, stored: KV, t
         _changes[(triton.cdiv(len(slots), TOKENS), heads)](
             out, *stored, cos, sin, slots, keys, values, len(slots), VALUE_SHARE, size,
             *stored[0].stride()[:2], *stored[1].stride()[:2], *keys.stride()[:3], *values.stride()[:3],
-            HEADS=heads, D=dim, WIDE=triton.next_power_of_2(dim), HALF=cos.shape[1],
-            PADDED=triton.next_power_of_2(cos.shape[1]), BT=TOKENS, INTERLEAVED=canvas.interleaved,
+            HEADS=heads, D=dim, WIDE=padded(dim), HALF=cos.shape[1],
+            PADDED=padded(cos.shape[1]), BT=TOKENS, INTERLEAVED=canvas.interleaved,
             num_warps=4, **FUSED,
         )  # fmt: skip
     return out
@@ -154,7 +154,7 @@ def correct(
         return
     _correct[(len(spans.tiles), heads)](
         weights, changes, spans.tiles, cos, sin, slots, keys, values, size, *keys.stride()[:3], *values.stride()[:3],
-        HEADS=heads, D=dim, WIDE=max(16, triton.next_power_of_2(dim)), HALF=cos.shape[1],
-        PADDED=max(16, triton.next_power_of_2(cos.shape[1])), MOST=MOST_EXAMPLES, BT=TILE,
+        HEADS=heads, D=dim, WIDE=padded(dim), HALF=cos.shape[1],
+        PADDED=padded(cos.shape[1]), MOST=MOST_EXAMPLES, BT=TILE,
         INTERLEAVED=canvas.interleaved, num_warps=8, **FUSED,
     )  # fmt: skip

@@ -35,7 +35,7 @@ class DenseCanvas(Canvas[DenseRows]):
         """`reader` yields the stored parts of `placements`, layer by layer."""
         self.depth, self.device, self.scale = layers.shape.layers, layers.device, layers.scale
         self.kernels = kernels_of(self.device)
-        self._layers, self._placements, self._reader = layers, placements, reader
+        self._layers, self._reader = layers, reader
         self._tokens = torch.tensor(tokens, device=self.device)
         # A document may have been computed behind more tokens than stand before it here.
         self._cos, self._sin = layers.rows(max([len(tokens), *(one.first + one.tokens for one in placements)]))

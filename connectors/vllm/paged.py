@@ -46,21 +46,25 @@ class Pages:
 
     def save_all(self, layer: int, moves: Sequence[Move]) -> None:
         """Copy pages into parts; on a GPU all of them in one call."""
-        if self._submit is not None and all(can_submit(move.part) for move in moves):
-            pages, parts, sizes = self.copies(layer, moves)
-            self._submit(merged(Copies(pages, parts, sizes)))
+        if self._in_one_call(layer, moves, to_pages=False):
             return
         for blocks, part, first in moves:
             self.save(layer, blocks, part[first * self.page_bytes[layer] :])
 
     def load_all(self, layer: int, moves: Sequence[Move]) -> None:
         """Copy parts into pages; on a GPU all of them in one call."""
-        if self._submit is not None and all(can_submit(move.part) for move in moves):
-            pages, parts, sizes = self.copies(layer, moves)
-            self._submit(merged(Copies(parts, pages, sizes)))
+        if self._in_one_call(layer, moves, to_pages=True):
             return
         for blocks, part, first in moves:
             self.load(layer, blocks, part, first)
+
+    def _in_one_call(self, layer: int, moves: Sequence[Move], *, to_pages: bool) -> bool:
+        """Issue all copies together; return false if the device has no call for that, or cannot reach the memory."""
+        if self._submit is None or not all(can_submit(move.part) for move in moves):
+            return False
+        pages, parts, sizes = self.copies(layer, moves)
+        self._submit(merged(Copies(parts, pages, sizes) if to_pages else Copies(pages, parts, sizes)))
+        return True
 
     def copies(self, layer: int, moves: Sequence[Move]) -> Copies:
         """Return the addresses of pages and of their places in parts, and the bytes of each stretch of a page."""

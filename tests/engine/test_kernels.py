@@ -1,21 +1,7 @@
 """The kernels with the version of Triton that vLLM brings, and the paged canvas with them."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
-
-TESTS = Path(__file__).parents[1]
-NUMPY_WARNS = "ignore:Conversion of an array with ndim > 0:DeprecationWarning"  # of what the interpreter does
-
-
-def run(*what: str, interpret: str) -> None:
-    environment = {**os.environ, "TRITON_INTERPRET": interpret, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-W", NUMPY_WARNS, *what]
-    done = subprocess.run(command, env=environment, cwd=TESTS, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-5000:]
+from apart import PYTEST, run_apart
 
 
 @pytest.mark.parametrize(
@@ -27,8 +13,8 @@ def run(*what: str, interpret: str) -> None:
     ids=["canvas", "kernels"],
 )  # fmt: skip
 def test_in_the_interpreter(what):
-    run(*what, interpret="1")
+    run_apart(*PYTEST, *what)
 
 
 def test_they_compile():
-    run("test_kernels_compile.py", "-k", "90", interpret="0")
+    run_apart(*PYTEST, "test_kernels_compile.py", "-k", "90", interpret=False)
