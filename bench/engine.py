@@ -9,9 +9,9 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Self
 
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "2",
@@ -24,10 +24,15 @@ ENVIRONMENT = {
 }
 SETTINGS = {"enable_blending": True, "blend_calibration": "ignore", "max_local_cpu_size": 2.0, "load_deadline": 60.0}
 BLOCK = 32
+SYSTEM = 32  # tokens before the documents of a prompt
+PATIENCE = 1800.0  # seconds in which an engine has to answer
 
 
-def make_model(folder: str, layers: int = 12, hidden: int = 1024) -> str:
-    """A Llama with random weights (12 layers of 1024: 144M parameters), saved for vLLM."""
+def make_model(folder: str, layers: int = 12, hidden: int = 1024, head_dim: int = 64, group: int = 2) -> str:
+    """A Llama with random weights (12 layers of 1024: 144M parameters), saved for vLLM.
+
+    `group` attention heads share a KV head.
+    """
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -38,9 +43,9 @@ def make_model(folder: str, layers: int = 12, hidden: int = 1024) -> str:
         hidden_size=hidden,
         intermediate_size=hidden * 11 // 4,
         num_hidden_layers=layers,
-        num_attention_heads=hidden // 64,
-        num_key_value_heads=hidden // 128,
-        head_dim=64,
+        num_attention_heads=hidden // head_dim,
+        num_key_value_heads=hidden // head_dim // group,
+        head_dim=head_dim,
         max_position_embeddings=8192,
         tie_word_embeddings=False,
     )
@@ -56,7 +61,7 @@ def words(count: int, seed: int) -> list[int]:
 
 def prompt_of(documents: Sequence[Sequence[int]], seed: int, question: int = 32) -> tuple[list[int], list[list[int]]]:
     """System text, documents in this order, an own question: tokens, and where the documents are."""
-    tokens, spans = words(32, 10**6), []
+    tokens, spans = words(SYSTEM, 10**6), []
     for document in documents:
         spans.append([len(tokens), len(tokens) + len(document)])
         tokens = [*tokens, *document]
@@ -77,16 +82,25 @@ def middle_of_starts(starts: int, measure: Callable[[], dict[str, float]]) -> di
 
 
 class Engine:
-    """A child process with an engine; every method asks it and waits."""
+    """A child process with an engine; every method asks it and waits. It ends with the block, or when it is closed."""
 
-    def __init__(self, model: str, *, lmc: dict[str, Any] | None, **options: Any) -> None:
-        """With `lmc` None there is no connector: vLLM as it is."""
+    def __init__(
+        self, model: str, *, lmc: dict[str, Any] | None, host: "type[Host] | None" = None, **options: Any
+    ) -> None:
+        """With `lmc` None there is no connector: vLLM as it is. `host` serves in the child."""
         os.environ.update(ENVIRONMENT)  # before the child imports torch, which reads it once
         context = multiprocessing.get_context("spawn")
         self._pipe, other = context.Pipe()
-        self._process = context.Process(target=_serve, args=(other, model, lmc, options), daemon=True)
+        self._process = context.Process(target=_serve, args=(other, host or Host, model, lmc, options), daemon=True)
         self._process.start()
-        assert self._pipe.recv() == "ready"
+        other.close()  # Otherwise a child that dies would not be noticed.
+        self._receive()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def ask(self, tokens: Sequence[int], lmc: dict[str, Any] | None = None, count: int = 1) -> dict[str, Any]:
         """One request alone: `seconds` until its last token, `facts` of lmc, its `tokens`, `parts` of a blend in
@@ -126,12 +140,19 @@ class Engine:
 
     def close(self) -> None:
         """End the process."""
-        self._pipe.send(("close", ()))
+        with suppress(OSError):  # It may have died.
+            self._pipe.send(("close", ()))
         self._process.join(20)
         self._process.kill()
 
     def _call(self, name: str, *arguments: Any) -> Any:
         self._pipe.send((name, arguments))
+        return self._receive()
+
+    def _receive(self) -> Any:
+        if not self._pipe.poll(PATIENCE):
+            self._process.kill()
+            raise TimeoutError(f"an engine has not answered for {PATIENCE:g} seconds")
         answer = self._pipe.recv()
         if isinstance(answer, str):
             raise RuntimeError(answer)
@@ -141,9 +162,15 @@ class Engine:
 # -- in the child ----------------------------------------------------------------------------------------------------
 
 
-def _serve(pipe: Connection, model: str, lmc: dict[str, Any] | None, options: dict[str, Any]) -> None:
-    host = _Host(model, lmc, options)
-    pipe.send("ready")
+def _serve(
+    pipe: Connection, kind: "type[Host]", model: str, lmc: dict[str, Any] | None, options: dict[str, Any]
+) -> None:
+    try:
+        host = kind(model, lmc, options)
+    except Exception as error:
+        pipe.send(f"the engine did not start: {type(error).__name__}: {error}")
+        raise
+    pipe.send({})
     while True:
         name, arguments = pipe.recv()
         if name == "close":
@@ -154,8 +181,10 @@ def _serve(pipe: Connection, model: str, lmc: dict[str, Any] | None, options: di
             pipe.send(f"{type(error).__name__}: {error}")
 
 
-class _Host:
+class Host:
     """The engine itself."""
+
+    clocked = True  # The parts of a blend are timed.
 
     def __init__(self, model: str, lmc: dict[str, Any] | None, options: dict[str, Any]) -> None:
         from vllm import LLM
@@ -180,13 +209,13 @@ class _Host:
         self.llm = LLM(model, **{**chosen, **options})
         self.engine = self.llm.llm_engine
         self.core = self.engine.engine_core.engine_core
-        self.parts = _Parts() if lmc is not None else None
+        self.parts = _Parts() if lmc is not None and self.clocked else None
 
     def ask(self, tokens: list[int], lmc: dict[str, Any] | None, count: int) -> dict[str, Any]:
         if self.parts:
             self.parts.clear()
         started = time.perf_counter()
-        (out,) = self.llm.generate([{"prompt_token_ids": tokens}], _parameters(lmc, count), use_tqdm=False)
+        (out,) = self.llm.generate([{"prompt_token_ids": tokens}], parameters(lmc, count), use_tqdm=False)
         seconds = time.perf_counter() - started
         facts = (out.kv_transfer_params or {}).get("lmc", {})
         parts = dict(self.parts.seconds) if self.parts else {}
@@ -195,7 +224,7 @@ class _Host:
     def many(self, prompts: list[list[int]], count: int) -> dict[str, Any]:
         started, first = time.perf_counter(), {}
         for i, tokens in enumerate(prompts):
-            self.engine.add_request(str(i), {"prompt_token_ids": tokens}, _parameters(None, count))
+            self.engine.add_request(str(i), {"prompt_token_ids": tokens}, parameters(None, count))
         while self.engine.has_unfinished_requests():
             for out in self.engine.step():
                 if out.outputs[0].token_ids:
@@ -203,11 +232,11 @@ class _Host:
         return {"seconds": time.perf_counter() - started, "ttft": list(first.values())}
 
     def beside(self, running: list[int], tokens: list[int], lmc: dict[str, Any] | None) -> dict[str, Any]:
-        self.engine.add_request("running", {"prompt_token_ids": running}, _parameters(None, 400))
+        self.engine.add_request("running", {"prompt_token_ids": running}, parameters(None, 400))
         for _ in range(8):
             self.engine.step()
         started = last = time.perf_counter()
-        self.engine.add_request("new", {"prompt_token_ids": tokens}, _parameters(lmc, 1))
+        self.engine.add_request("new", {"prompt_token_ids": tokens}, parameters(lmc, 1))
         ttft, gaps = 0.0, []
         while not ttft:
             for out in self.engine.step():
@@ -223,7 +252,7 @@ class _Host:
         return {"ttft": ttft, "gap": max(gaps), "gaps": gaps}
 
     def steps(self, tokens: list[int], count: int) -> dict[str, Any]:
-        self.engine.add_request("decoding", {"prompt_token_ids": tokens}, _parameters({"blend": False}, count))
+        self.engine.add_request("decoding", {"prompt_token_ids": tokens}, parameters({"blend": False}, count))
         self.engine.step()
         seconds = []
         while self.engine.has_unfinished_requests():
@@ -233,7 +262,7 @@ class _Host:
         return {"seconds": seconds}
 
     def forget_prefixes(self) -> dict[str, Any]:
-        while self.core.scheduler.has_requests():
+        while self.core.scheduler.has_requests() or self.core.batch_queue:
             self.core.step_fn()
         assert self.llm.reset_prefix_cache()
         return {}
@@ -268,6 +297,7 @@ class _Parts:
         self._inside = 0.0  # seconds of the parts that have ended inside of the one that is running
         NativeLayers.run = self._clocked_run(NativeLayers.run)  # type: ignore[method-assign]
         for owner, name, part in (
+            (NativeLayers, "run_through", "compiled layers"),
             (NativeLayers, "_batches", "metadata"),
             (PagedCanvas, "context", "context of the first pass"),
             (PagedCanvas, "place", "rotate and place"),
@@ -303,9 +333,9 @@ class _Parts:
         def run(layers: Any, layer: int, rows: Any, batch: Any, attention: Any = None) -> None:
             whole = layer < layers.depth - 1
 
-            def watched(query: Any, own: Any) -> Any:
+            def watched(query: Any, write: Any, own: Any) -> Any:
                 nonlocal whole
-                attended = attention(query, own)
+                attended = attention(query, write, own)
                 whole = attended is not None
                 return attended
 
@@ -326,11 +356,14 @@ class _Parts:
             self._inside = outside + took
 
 
-def _parameters(lmc: dict[str, Any] | None, count: int) -> Any:
+def parameters(lmc: dict[str, Any] | None, count: int, logprobs: int | None = None) -> Any:
+    """Greedy, with so many of the likeliest logprobs of each token."""
     from vllm import SamplingParams
 
     extra = {"kv_transfer_params": {"lmc": lmc}} if lmc is not None else None
-    return SamplingParams(max_tokens=count, temperature=0, detokenize=False, ignore_eos=True, extra_args=extra)
+    return SamplingParams(
+        max_tokens=count, temperature=0, detokenize=False, ignore_eos=True, extra_args=extra, logprobs=logprobs
+    )
 
 
 def in_folder() -> "tempfile.TemporaryDirectory[str]":

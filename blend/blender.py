@@ -16,14 +16,14 @@ attends to, and repair that in a second pass (ProphetKV, arXiv 2602.02579).
 The algorithm is here and nowhere else. The canvas knows where keys and values lie, and computes the layers.
 """
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Generic, NamedTuple
 
 import torch
 
-from lmc.blend.canvas import Attention, Canvas, R, positions_of
+from lmc.blend.canvas import Attention, Canvas, R, only_writes, positions_of
 from lmc.blend.segments import Placement
 from lmc.blend.shift import Shift, shifts_of
 from lmc.blend.strategies import NEEDS_QUESTION, STRATEGIES, Evidence, RecomputePolicy, budget, by_deviation
@@ -123,10 +123,15 @@ class Blender(Generic[R]):
 
     def _pass(self, positions: torch.Tensor, checks: Sequence[int] = ()) -> Iterator[Slice]:
         """Compute these tokens in every layer. At check layers fewer of them go on."""
-        rows = self._canvas.begin(positions) if len(positions) else None
-        repaired = self._repaired(positions)
+        canvas, repaired = self._canvas, self._repaired(positions)
+        # Parts that are still to be placed arrive layer by layer, and are not waited for all at once.
+        through = canvas.compiled and not checks and (self._placed == canvas.depth or not self._given.placements)
+        rows = canvas.begin(positions, through=through) if len(positions) else None
         shifts = [] if checks else self._shifts(rows)  # `deviation` is as published.
-        for layer in range(self._canvas.depth):
+        if through and rows is not None:
+            yield from self._pass_through(rows, shifts, repaired)
+            return
+        for layer in range(canvas.depth):
             yield from self._place(layer)
             if rows is None:
                 continue
@@ -134,9 +139,19 @@ class Blender(Generic[R]):
             if layer in checks:
                 rows = yield from self._check(layer, rows)
                 repaired = self._repaired(rows.positions)
-            for batch, shift in zip_longest(self._canvas.batches(rows), shifts):
-                self._canvas.run(layer, rows, batch, shift.attention(layer) if shift else None)
+            for batch, shift in zip_longest(canvas.batches(rows), shifts):
+                canvas.run(layer, rows, batch, shift.attention(layer) if shift else None)
                 yield self._slice_of(layer, batch, shift.cost if shift else 0)
+
+    def _pass_through(self, rows: R, shifts: Sequence[Shift], repaired: torch.Tensor) -> Iterator[Slice]:
+        """Compute these rows in all layers, batch after batch: no row sees one of a later batch."""
+        depth = self._canvas.depth
+        for layer in range(depth):
+            self._charge(layer, len(rows.positions), repaired)
+        for batch, shift in zip_longest(self._canvas.batches(rows), shifts):
+            self._canvas.run_through(rows, batch, shift.attention if shift else lambda layer: None)
+            in_a_layer = self._slice_of(depth - 1, batch, shift.cost if shift else 0)
+            yield in_a_layer._replace(cost=depth * in_a_layer.cost)
 
     def _shifts(self, rows: R | None) -> list[Shift]:
         """Return what corrects the tokens that are not repaired, for each batch of rows."""
@@ -177,7 +192,8 @@ class Blender(Generic[R]):
     def _scoring(self, layer: int, probe: "_Probe", paid: torch.Tensor) -> Attention:
         """Return attention over the keys that are present, which notes in `paid [N]` what the question pays to each."""
 
-        def attention(query: torch.Tensor, own: object) -> torch.Tensor | None:
+        def attention(query: torch.Tensor, write: Callable[[], None], own: object) -> torch.Tensor | None:
+            write()
             at, present, first = probe.positions, probe.present, probe.scoring
             kernels, scale = self._canvas.kernels, self._canvas.scale
             kv = self._canvas.context(layer, len(present), probe.absent)
@@ -218,7 +234,7 @@ class Blender(Generic[R]):
         slots = self._canvas.slots(candidates)
         stored = self._canvas.read(layer, slots)[0]
         for batch in self._canvas.batches(rows):
-            self._canvas.run(layer, rows, batch, lambda query, own: None)
+            self._canvas.run(layer, rows, batch, only_writes)
             yield self._slice_of(layer, batch)
         found = self._canvas.kernels.deviation(self._canvas, layer, slots, stored)
         deviation, magnitude = map(self._canvas.summed, found)

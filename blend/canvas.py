@@ -43,10 +43,22 @@ def dense(kv: KV | Paged) -> KV:
     return keys, values
 
 
-# A function that attends for a batch whose keys and values are in the canvas. It gets the queries [T, Q, D], and a
-# function without arguments that calls the engine's own attention. It returns the output of attention, or None to end
-# the layer there.
-Attention = Callable[[torch.Tensor, Callable[[], torch.Tensor | None]], torch.Tensor | None]
+# A function that attends for a batch of rows. It gets the queries [T, Q, D], and two functions without arguments: one
+# writes the keys and values of these rows into the canvas, and one calls the engine's own attention, which may return
+# None in the last layer. It returns the output of attention [T, Q, D], or None to end the layer there.
+Own = Callable[[], torch.Tensor | None]
+Attention = Callable[[torch.Tensor, Callable[[], None], Own], torch.Tensor | None]
+
+
+def writes_and_attends(query: torch.Tensor, write: Callable[[], None], own: Own) -> torch.Tensor | None:
+    """Do in a layer what the engine does."""
+    write()
+    return own()
+
+
+def only_writes(query: torch.Tensor, write: Callable[[], None], own: Own) -> None:
+    """End a layer when the keys and values of its rows are written."""
+    write()
 
 
 def positions_of(placements: Sequence[Placement], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -77,6 +89,7 @@ class Canvas(Protocol[R]):
     kernels: Kernels  # which find keys and values by `slots` and `paged`, or by `read` and `write`
     scale: float  # of the attention's logits
     call_cost: int = 0  # rows that a layer computes in the time that the launches of one call of it take
+    compiled: bool = False  # The engine has the model compiled as a whole, and `run_through` calls that.
     interleaved: bool = False  # RoPE rotates the dimensions (2i, 2i + 1) together, and not (i, i + R/2).
 
     def arrived(self, layer: int) -> bool:
@@ -89,8 +102,11 @@ class Canvas(Protocol[R]):
         Returns the cost, as the number of rows that would take as long to compute.
         """
 
-    def begin(self, positions: torch.Tensor) -> R:
-        """Return rows for the tokens at ascending `positions [T]`, before layer 0."""
+    def begin(self, positions: torch.Tensor, *, through: bool = False) -> R:
+        """Return rows for the tokens at ascending `positions [T]`, before layer 0.
+
+        If they go `through` the model as a whole, their batches are of a size for that.
+        """
 
     def keep(self, rows: R, kept: torch.Tensor) -> R:
         """Return the rows with the ascending indices `kept`, with their hidden states."""
@@ -99,12 +115,20 @@ class Canvas(Protocol[R]):
         """Return the slices of the rows that go through a layer in one call each."""
 
     def run(self, layer: int, rows: R, batch: slice, attention: Attention | None = None) -> None:
-        """Run a batch of rows through a layer. Their keys and values are in the canvas before attention reads it.
+        """Run a batch of rows through a layer.
 
-        Without `attention` the engine's own is used, with the exact causal mask over everything in the canvas.
-        `attention` may change the keys and values of other rows before it attends. Outputs of the last layer that
-        nobody reads may be left out.
+        Without `attention` their keys and values are written and the engine's own is used, with the exact causal mask
+        over everything in the canvas. `attention` may change the keys and values of other rows before it attends.
+        Outputs of the last layer that nobody reads may be left out.
         """
+
+    def run_through(self, rows: R, batch: slice, attention_of: Callable[[int], Attention | None]) -> None:
+        """Run a batch of rows through all layers in one call of the model that the engine has compiled.
+
+        `attention_of` returns the attention of each layer, as in `run`.
+        """
+        for layer in range(self.depth):
+            self.run(layer, rows, batch, attention_of(layer))
 
     def slots(self, positions: torch.Tensor) -> torch.Tensor:
         """Return the numbers `[T]` of the places that the keys and values at `positions [T]` have in every layer."""

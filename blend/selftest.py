@@ -39,6 +39,11 @@ def prove(canvas: Canvas[R], moved: Canvas[R], whole: Sequence[KV], in_two: Sequ
     check("layers", max(_recomputed(canvas, whole), _rotated(moved, whole)), noise, whole[0][0].dtype)
 
 
+def prove_compiled(canvas: Canvas[R], whole: Sequence[KV], in_two: Sequence[KV]) -> None:
+    """Do the same for rows that go through all layers of the compiled model in one call."""
+    check("compiled layers", _recomputed(canvas, whole, through=True), _largest(in_two, whole), whole[0][0].dtype)
+
+
 def check(what: str, found: float, noise: float, dtype: torch.dtype) -> None:
     """Raise `UnsupportedModel` if a difference is larger than the model's own noise allows."""
     allowed = min(max(NOISE * noise, FLOOR[dtype]), CEILING)
@@ -59,7 +64,7 @@ def _largest(found: Iterable[KV], wanted: Iterable[KV]) -> float:
     return max(difference(a, b) for one, other in pairs for a, b in zip(one, other, strict=True))
 
 
-def _recomputed(canvas: Canvas[R], whole: Sequence[KV]) -> float:
+def _recomputed(canvas: Canvas[R], whole: Sequence[KV], *, through: bool = False) -> float:
     """Fill the canvas with the model's KV, spoil scattered rows, recompute only those, and compare all rows."""
     everything = canvas.slots(torch.arange(TOKENS, device=canvas.device))
     # Runs of one, two and three positions with gaps between them, and the last position.
@@ -68,8 +73,10 @@ def _recomputed(canvas: Canvas[R], whole: Sequence[KV]) -> float:
     for layer, (keys, values) in enumerate(whole):
         canvas.write(layer, everything, keys, values)
         canvas.write(layer, canvas.slots(scattered), -2 * keys.flip(0)[scattered], -2 * values.flip(0)[scattered])
-    rows = canvas.begin(scattered)
-    for layer in range(canvas.depth):
+    rows = canvas.begin(scattered, through=through)
+    for batch in canvas.batches(rows) if through else ():
+        canvas.run_through(rows, batch, lambda layer: None)
+    for layer in range(0 if through else canvas.depth):
         for batch in canvas.batches(rows):
             canvas.run(layer, rows, batch)
     return _largest((canvas.read(layer, everything) for layer in range(canvas.depth)), whole)

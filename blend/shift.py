@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from lmc.blend.canvas import KV, Attention, Canvas
+from lmc.blend.canvas import KV, Attention, Canvas, Own
 from lmc.blend.kernels.shift import MOST_EXAMPLES, Spans, rotated
 
 SINKS = 2  # Tokens computed at the first positions are attention sinks, and change in ways of their own.
@@ -51,9 +51,10 @@ class Shift:
         """
         if layer == 0:
             return None
-        stored = self._canvas.read(layer, self._examples)
 
-        def attention(_: torch.Tensor, own: Callable[[], torch.Tensor | None]) -> torch.Tensor | None:
+        def attention(_: torch.Tensor, write: Callable[[], None], own: Own) -> torch.Tensor | None:
+            stored = self._canvas.read(layer, self._examples)
+            write()
             self._apply(layer, stored)
             return own()
 

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lmc.errors import InputError
-from lmc.terminal import AsJson, console, print_json, seconds_of, time_text
+from lmc.terminal import AsJson, console, counted, print_json, seconds_of, time_text
 
 URL = "http://127.0.0.1:9180"
 DIGITS, TENANT_DIGITS = 12, 6  # of an id, and of the namespace of a model and a tenant, that are shown
@@ -92,7 +92,7 @@ def list_documents(
             time_text(one["used"]),
             _stays(one),
         )
-    console().print(table, Text(f"{len(found['documents'])} of {found['total']} documents"))
+    console().print(table, Text(f"{len(found['documents'])} of {counted(found['total'], 'document')}"))
 
 
 @documents.command()

@@ -4,6 +4,7 @@ A command raises what the library raises, and `Commands` turns every `LmcError` 
 command needs is imported when it runs, because `lmc --help` should not wait for torch.
 """
 
+import os
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -18,6 +19,7 @@ from typer.core import TyperGroup
 
 from lmc import __version__
 from lmc import top as tops
+from lmc.admin_address import ADDRESS, TOKEN, refusal
 from lmc.administration import documents, explain
 from lmc.calibrate.command import calibrate
 from lmc.demo.command import demo
@@ -83,6 +85,8 @@ def config(as_json: AsJson = False) -> None:
         print_json({row[0]: {"value": row[1], "from": row[2]} for row in setting_rows(settings)})
     else:
         console().print(settings_table(settings))
+    if wrong := refusal(os.environ.get(ADDRESS, ""), os.environ.get(TOKEN, "")):
+        typer.echo(f"no engine starts with this: {wrong}", err=True)
 
 
 @app.command()

@@ -32,6 +32,16 @@ def seconds_of(text: str) -> float:
     return seconds
 
 
+def counted(count: int, noun: str) -> str:
+    """Return a number of things, whose name has a regular plural."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def all_of(count: int, noun: str) -> str:
+    """Return a number of things to which something was done."""
+    return f"{counted(count, noun)} {'was' if count == 1 else 'were'}"
+
+
 def time_text(seconds: float) -> str:
     """Return a time, in seconds since 1970, as people read it."""
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")

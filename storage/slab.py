@@ -1,4 +1,4 @@
-"""The slab: the memory that chunks lie in, allocated once at start and cut into equal slots of L parts.
+"""The slab: the memory that chunks lie in, allocated once at start, with equal slots of L parts.
 
 A slab does not know who uses a slot; the ledger does. A slab that several processes use is shared memory without a
 name. Other processes open it through the process that made it (`Slab.attach`), and it disappears with the last process
@@ -25,12 +25,14 @@ from lmc.errors import NoMemory, StorageError
 from lmc.keys import ChunkKey
 from lmc.shapes import GIB, MIB, aligned
 from lmc.storage.ledger import Slot
+from lmc.storage.shares import Share, Shares
 
 log = logging.getLogger(__name__)
 
 CONTAINER = Path("/sys/fs/cgroup")
 MADV_POPULATE_WRITE = 23  # Linux 5.14; Python has no name for it yet.
-POPULATED_AT_ONCE = 256 * MIB
+POPULATED_AT_ONCE, LOCKED_AT_ONCE = 256 * MIB, GIB
+THREADS = min(8, os.cpu_count() or 1)  # that take or page-lock memory
 LOST = -1  # stands in a label instead of a number of parts: the rest of the chunk will not arrive
 UNLIMITED = 1 << 62  # bytes
 
@@ -41,7 +43,7 @@ class SlabAddress:
 
     path: str  # the owner's open file, under /proc
     slots: int
-    parts: int
+    shares: Shares
     part_bytes: int
 
 
@@ -53,28 +55,31 @@ def tag_of(key: ChunkKey) -> int:
 class Slab:
     """`slots` × `[L parts]` of uint8 on one device.
 
-    In host memory, parts begin at page boundaries, as direct I/O needs it, and are page-locked under CUDA.
+    In host memory, parts begin at page boundaries, as direct I/O needs it, and are page-locked under CUDA. The parts of
+    one worker lie together, slot after slot; see `lmc.storage.shares`.
     """
 
     def __init__(
         self,
         slots: int,
-        parts: int,
+        parts: int | Shares,
         part_bytes: int,
         device: torch.device | str = "cpu",
         *,
         shared: bool = False,
         at: SlabAddress | None = None,
+        share: Share | None = None,
     ) -> None:
-        """Allocate the memory, or map the slab of another process `at` its address.
+        """Allocate the memory, or map the slab of another process `at` its address, to use one `share` of it.
 
         Raises `NoMemory`, which says how much was asked for and how much there is.
         """
-        assert min(slots, parts, part_bytes) > 0
-        self.slots, self.parts, self.part_bytes = slots, parts, part_bytes
+        self._shares = parts if isinstance(parts, Shares) else Shares((parts,))
+        self.slots, self.parts, self.part_bytes = slots, self._shares.parts, part_bytes
+        assert min(slots, self.parts, part_bytes) > 0
         self.stride = aligned(part_bytes)
         self.device = torch.device(device)
-        self.bytes = slots * parts * self.stride
+        self.bytes = slots * self.parts * self.stride
         self.labels: memoryview | None = None  # int64, two for each slot: the chunk's tag, and the parts that are there
         room = UNLIMITED if at else _room(self.device)
         if self.bytes > room:
@@ -82,28 +87,42 @@ class Slab:
             there = f"does not fit on {device}: {room / GIB:.2f} GiB are available"
             raise NoMemory(f"a slab of {self.bytes / GIB:.2f} GiB {there}; lower {lower}")
         if self.device.type == "cpu":
-            memory = self._shared_memory(at) if shared or at else _new_memory(self.bytes)
+            memory = self._shared_memory(at, share) if shared or at else _new_memory(self.bytes)
             self._view = memoryview(memory)
             flat = torch.frombuffer(memory, dtype=torch.uint8, count=self.bytes)
             if shared or at:
                 self.labels = self._view[self.bytes :].cast("q")
             # The workers that attach to a shared slab copy to and from the GPU. Its owner does not, and page-locking
             # would make it create a CUDA context for nothing.
-            if torch.cuda.is_available() and not shared and _page_lock(flat):
-                # An address that is still registered could not be page-locked again for the next slab.
-                weakref.finalize(self, torch.cuda.cudart().cudaHostUnregister, flat.data_ptr()).atexit = False
+            if torch.cuda.is_available() and not shared:
+                start, stop = self._stretch(share) if share else (0, self.bytes)
+                for address in _page_lock(flat[start:stop], self.stride * (share.count if share else self.parts)):
+                    # An address that is still registered could not be page-locked again for the next slab.
+                    weakref.finalize(self, torch.cuda.cudart().cudaHostUnregister, address).atexit = False
         else:
             flat = torch.zeros(self.bytes, dtype=torch.uint8, device=self.device)
-        self._parts = flat.view(slots, parts, self.stride)
-        self._rows = flat.view(slots * parts, self.stride)  # One index costs half as much as two.
+        self._rows = flat.view(slots * self.parts, self.stride)
+        self._at = [(0, 0)] * self.parts  # by part: its row in slot 0, and how many rows there are to the next slot
+        self._of_shares: list[tuple[Share, torch.Tensor]] = []  # each with its memory [slots, its parts, stride]
+        for one in self._shares.all:
+            row = self._stretch(one)[0] // self.stride
+            self._at[one.parts] = [(row + layer, one.count) for layer in range(one.count)]
+            rows = self._rows[row : row + slots * one.count]
+            self._of_shares.append((one, rows.view(slots, one.count, self.stride)))
         self._written: dict[Slot, torch.cuda.Event] = {}  # on a GPU: the last write that was issued into each slot
 
     @classmethod
     def of_size(
-        cls, budget: float, parts: int, part_bytes: int, device: torch.device | str = "cpu", *, shared: bool = False
+        cls,
+        budget: float,
+        parts: int | Shares,
+        part_bytes: int,
+        device: torch.device | str = "cpu",
+        *,
+        shared: bool = False,
     ) -> "Slab":
         """Make a slab of as many slots as `budget` bytes hold; raise `NoMemory` if they hold none."""
-        slot_bytes = parts * aligned(part_bytes)
+        slot_bytes = (parts.parts if isinstance(parts, Shares) else parts) * aligned(part_bytes)
         if budget < slot_bytes:
             taken = f"one takes {slot_bytes / MIB:.3f} MiB"
             raise NoMemory(f"a slab of {budget / MIB:.3f} MiB holds no chunk: {taken}; raise its size")
@@ -112,15 +131,18 @@ class Slab:
     # -- shared with other processes ---------------------------------------------------------------------------------
 
     @classmethod
-    def attach(cls, at: SlabAddress) -> "Slab":
-        """Map the shared slab of another process; raise `StorageError` if it cannot be opened."""
-        return cls(at.slots, at.parts, at.part_bytes, at=at)
+    def attach(cls, at: SlabAddress, share: Share | None = None) -> "Slab":
+        """Map the shared slab of another process, to use one share of it or all.
+
+        Raises `StorageError` if it cannot be opened.
+        """
+        return cls(at.slots, at.shares, at.part_bytes, at=at, share=share)
 
     @property
     def address(self) -> SlabAddress:
         """Where other processes find this shared slab."""
         path = f"/proc/{os.getpid()}/fd/{self._file}"
-        return SlabAddress(path=path, slots=self.slots, parts=self.parts, part_bytes=self.part_bytes)
+        return SlabAddress(path=path, slots=self.slots, shares=self._shares, part_bytes=self.part_bytes)
 
     def label(self, slot: Slot, key: ChunkKey, ready: int) -> None:
         """Tell other processes which chunk is in `slot`, and how many of its parts have arrived."""
@@ -144,19 +166,22 @@ class Slab:
     # -- bytes -------------------------------------------------------------------------------------------------------
 
     def slot(self, slot: Slot) -> torch.Tensor:
-        """Return a view of all parts of `slot`: uint8 `[L, stride]`."""
-        return self._parts[slot]
+        """Return a view of all parts of `slot`, which belong to one worker: uint8 `[L, stride]`."""
+        ((_, memory),) = self._of_shares
+        return memory[slot]
 
     def part(self, slot: Slot, part: int) -> torch.Tensor:
         """Return a view of part `part` of `slot`: uint8 `[stride]`, of which the first `part_bytes` have a meaning."""
-        return self._rows[slot * self.parts + part]
+        row, step = self._at[part]
+        return self._rows[row + slot * step]
 
     def memory(self, slot: Slot, first: int, count: int, size: int) -> list[memoryview]:
         """Return writable views of the first `size` bytes of `count` parts of a host slab, one view if they adjoin."""
-        start = (slot * self.parts + first) * self.stride
-        if size == self.stride:
+        if size == self.stride and len(self._of_shares) == 1:
+            start = (slot * self.parts + first) * size
             return [self._view[start : start + count * size]]
-        return [self._view[start + i * self.stride : start + i * self.stride + size] for i in range(count)]
+        starts = [(row + slot * step) * self.stride for row, step in self._at[first : first + count]]
+        return [self._view[start : start + size] for start in starts]
 
     def seal(self, slot: Slot, size: int) -> None:
         """Note that a slot was filled with parts of `size` bytes.
@@ -165,7 +190,8 @@ class Slab:
         """
         end = aligned(size)
         if end != size:
-            self._parts[slot, :, size:end] = 0
+            for _, memory in self._of_shares:
+                memory[slot, :, size:end] = 0
         self.written(slot)
 
     def written(self, slot: Slot) -> None:
@@ -181,13 +207,13 @@ class Slab:
         """
         stream = self._stream or source._stream
         if stream is None:
-            self._parts[slot].copy_(source._parts[there])
+            self.slot(slot).copy_(source.slot(there))
             return
         with torch.cuda.stream(stream):
             for event in (source._written.get(there), self._written.get(slot)):
                 if event is not None:
                     stream.wait_event(event)
-            self._parts[slot].copy_(source._parts[there], non_blocking=True)
+            self.slot(slot).copy_(source.slot(there), non_blocking=True)
         stream.synchronize()
 
     def snapshot(self, slot: Slot, parts: int, size: int) -> memoryview:
@@ -195,21 +221,30 @@ class Slab:
         if slot in self._written:
             self._written[slot].synchronize()
         copy = mmap.mmap(-1, parts * size)
-        torch.frombuffer(copy, dtype=torch.uint8).view(parts, size).copy_(self._parts[slot, :parts, :size])
+        whole = torch.frombuffer(copy, dtype=torch.uint8).view(parts, size)
+        for share, memory in self._of_shares:
+            mine = whole[share.parts]
+            mine.copy_(memory[slot, : len(mine), :size])
         return memoryview(copy)
 
     @cached_property
     def _stream(self) -> "torch.cuda.Stream | None":
         return torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
 
-    def _shared_memory(self, at: SlabAddress | None) -> mmap.mmap:
+    def _stretch(self, share: Share) -> tuple[int, int]:
+        """Return where a share's bytes begin and end."""
+        before = self._shares.all[: self._shares.all.index(share)]
+        start = sum(one.count for one in before) * self.slots * self.stride
+        return start, start + share.count * self.slots * self.stride
+
+    def _shared_memory(self, at: SlabAddress | None, share: Share | None) -> mmap.mmap:
         size = self.bytes + self.slots * 16  # A label takes two int64.
         if at is None:
             # A file without a name needs no room in a container's small /dev/shm, and a killed process leaves none.
             self._file = os.memfd_create("lmc-slab", os.MFD_CLOEXEC)
             weakref.finalize(self, os.close, self._file)
             memory = _new_memory(size, self._file)
-            _populate(memory)
+            _populate(memory, 0, size)
             return memory
         try:
             with open(at.path, "r+b", buffering=0) as file:
@@ -218,7 +253,8 @@ class Slab:
             wanted = "its workers must run on the same host, in the same PID namespace and as the same user"
             raise StorageError(f"cannot open the slab of the scheduler at {at.path} ({error}): {wanted}") from error
         # The owner has taken the pages. Mapping them into this process goes on beside the first steps.
-        threading.Thread(target=_populate, args=(memory,), name="lmc-map", daemon=True).start()
+        stretch = self._stretch(share) if share else (0, size)
+        threading.Thread(target=_populate, args=(memory, *stretch), name="lmc-map", daemon=True).start()
         return memory
 
 
@@ -233,35 +269,52 @@ def _new_memory(size: int, file: int | None = None) -> mmap.mmap:
         raise NoMemory(f"a slab of {size / GIB:.2f} GiB: the system has no such memory ({error})") from error
 
 
-def _populate(memory: mmap.mmap) -> None:
-    """Take and map all pages now.
+def _populate(memory: mmap.mmap, start: int, stop: int) -> None:
+    """Take and map the pages of some bytes now.
 
     The first touch of a page costs ten times what a copy does (1.7 against 16 GB/s), and would delay a step.
     """
-    size, address = len(memory), ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     madvise = ctypes.CDLL(None, use_errno=True).madvise
     madvise.argtypes = (ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int)
 
-    def take(start: int) -> int:
-        failed = madvise(address + start, min(POPULATED_AT_ONCE, size - start), MADV_POPULATE_WRITE)
+    def take(at: int) -> int:
+        failed = madvise(address + at, min(POPULATED_AT_ONCE, stop - at), MADV_POPULATE_WRITE)
         return ctypes.get_errno() if failed else 0
 
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        errors = set(pool.map(take, range(0, size, POPULATED_AT_ONCE)))
+    with ThreadPoolExecutor(THREADS) as pool:
+        errors = set(pool.map(take, range(start, stop, POPULATED_AT_ONCE)))
     # Any other error means a kernel before 5.14, which takes pages when they are first touched.
     if errors & {errno.ENOMEM, errno.EFAULT}:
-        raise NoMemory(f"a slab of {size / GIB:.2f} GiB: the system has no such memory; lower max_local_cpu_size")
+        raise NoMemory(f"a slab of {stop / GIB:.2f} GiB: the system has no such memory; lower max_local_cpu_size")
 
 
-def _page_lock(flat: torch.Tensor) -> bool:
-    """Page-lock a host slab, so that copies to and from the GPU run beside the model's work; false if that failed."""
-    status = int(torch.cuda.cudart().cudaHostRegister(flat.data_ptr(), flat.numel(), 0))
-    if status:
-        _clear_cuda_error()
-        failed = f"{flat.numel() / GIB:.2f} GiB of memory cannot be page-locked (CUDA error {status})"
+def _page_lock(memory: torch.Tensor, whole: int) -> list[int]:
+    """Page-lock host memory, so that copies to and from the GPU run beside the model's work.
+
+    That takes about a second for each GiB, so several threads do it, for stretches of a multiple of `whole` bytes:
+    no copy may reach from one stretch into the next. Returns the addresses of those that are locked. If there are
+    others, copies from and to them are slower, which is said once.
+    """
+    register, size = torch.cuda.cudart().cudaHostRegister, -(-LOCKED_AT_ONCE // whole) * whole
+    stretches = [memory[at : at + size] for at in range(0, memory.numel(), size)]
+
+    def lock(stretch: torch.Tensor) -> int:
+        status = int(register(stretch.data_ptr(), stretch.numel(), 0))
+        if status:
+            _clear_cuda_error()
+        return status
+
+    here = (torch.cuda.current_device(),)  # A new thread would lock for device 0, and take memory there.
+    with ThreadPoolExecutor(min(THREADS, len(stretches)), initializer=torch.cuda.set_device, initargs=here) as pool:
+        found = list(pool.map(lock, stretches))
+    failed = [(stretch.numel(), status) for stretch, status in zip(stretches, found, strict=True) if status]
+    if failed:
+        size = sum(size for size, _ in failed)
+        what = f"{size / GIB:.2f} GiB of memory cannot be page-locked (CUDA error {failed[0][1]})"
         cure = "raise the limit of locked memory (ulimit -l), or lower max_local_cpu_size"
-        log.warning("lmc: %s, so copies to and from the GPU are slower; %s", failed, cure)
-    return not status
+        log.warning("lmc: %s, so copies to and from the GPU are slower; %s", what, cure)
+    return [stretch.data_ptr() for stretch, status in zip(stretches, found, strict=True) if not status]
 
 
 def _clear_cuda_error() -> None:

@@ -18,6 +18,7 @@ from lmc.storage.contract import Pin, PinState, Reservation
 from lmc.storage.eviction import Standing
 from lmc.storage.level import Level
 from lmc.storage.loader import Loader
+from lmc.storage.places import MEMORY
 from lmc.storage.record import RecordMeta
 from lmc.storage.slab import Slab
 from lmc.storage.state import StoreState
@@ -92,6 +93,9 @@ class Store:
             # There was no memory, or no thread. Whoever joined a load that no thread runs would wait for ever.
             self.release([pin for pin in pins if pin is not None], wait=False)
             raise
+        used = [pin.key for pin in pins if pin is not None and pin.place in MEMORY]
+        for tier in self._tiers if used else ():
+            self._guard(tier, "lookup", tier.note_use, used)
         return pins
 
     def state(self, pin: Pin) -> PinState:

@@ -85,6 +85,12 @@ class Tier(Protocol):
         A record that is not what was written is deleted, and raises `CorruptRecord`.
         """
 
+    def note_use(self, keys: Sequence[ChunkKey]) -> None:
+        """Note that chunks were used in memory, so that their records here are not evicted as unused.
+
+        It returns at once, and whether these records are there does not matter. A shared tier ignores it.
+        """
+
     def write(self, meta: RecordMeta, parts: Sequence[memoryview]) -> Written:
         """Keep a record; visible whole or not at all. Checksums are computed here."""
 

@@ -158,6 +158,9 @@ class DictTier:
     def announce(self, keys: Sequence[ChunkKey], into: Sequence[Sequence[memoryview]] = ()) -> None:
         pass
 
+    def note_use(self, keys: Sequence[ChunkKey]) -> None:
+        pass
+
     def open(self, key: ChunkKey) -> "DictReader | None":
         with self._mutex:
             record = self.records.get(key)

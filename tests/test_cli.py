@@ -366,7 +366,7 @@ def test_the_demo_takes_other_documents_and_plain_questions(tmp_path: Path) -> N
     words = ("--model", SMALL / "model", "--documents", documents, "--questions", tmp_path / "q.json")
     code, out, err = run_demo(tmp_path, *words)
     assert code == 0, err
-    assert "1 questions over 3 documents" in out
+    assert "1 question over 3 documents" in out
     assert " 1. owner of lamp → Mara" in out
 
 
@@ -383,7 +383,7 @@ def test_the_demo_takes_the_id_of_a_model_on_the_hub(tmp_path: Path, monkeypatch
     code, out, err = run_demo(tmp_path, "--model", "owner/name", "--limit", "1")
     assert code == 0, err
     assert asked == ["owner/name", "owner/name"]
-    assert "1 questions over" in out
+    assert "1 question over" in out
 
 
 @pytest.mark.parametrize(
@@ -428,3 +428,24 @@ def test_wrong_input_is_one_clear_line(tmp_path: Path, words: list[str], message
     assert code == 2
     assert message in err
     assert out == ""
+
+
+@pytest.mark.parametrize(
+    ("address", "token", "said"),
+    [
+        ("0.0.0.0:9180", "", "can be reached from other hosts: set LMC_ADMIN_TOKEN to a secret"),
+        ("0.0.0.0:9180", "hunter2", ""),
+        ("127.0.0.1:9180", "", ""),
+        ("http://10.0.0.7:9180", "", ""),  # for commands, which ask an engine elsewhere
+        ("unix://lmc.sock", "", "must have the path of a socket"),
+        ("unix:///run/lmc.sock", "", ""),
+        ("9180x", "", "must be an address such as 127.0.0.1:9180"),
+    ],
+)
+def test_config_says_if_no_engine_would_start_with_its_administration_address(monkeypatch, address, token, said):
+    monkeypatch.setenv("LMC_ADMIN", address)
+    monkeypatch.setenv("LMC_ADMIN_TOKEN", token)
+    code, out, err = lmc("config")
+    assert code == 0
+    assert address in out
+    assert (said in err) if said else not err

@@ -28,21 +28,28 @@ class Calls(list):
         execute(copies)
 
 
-def in_one_call(monkeypatch, caches: dict) -> tuple[Pages, Calls]:
-    """Pages whose copies are made as on a GPU."""
+def in_one_call(monkeypatch, caches: dict, *, stages: bool = False) -> tuple[Pages, Calls]:
+    """Pages whose copies are made as on a GPU, page by page or by way of other memory there."""
     calls = Calls()
     monkeypatch.setattr(paged, "submit_of", lambda device: calls)
     monkeypatch.setattr(paged, "can_submit", lambda memory: True)
-    return Pages(caches, B), calls
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+    pages = Pages(caches, B)
+    pages.choose_way(lambda work: [work(), 1.0 if pages._stages == stages else 2.0][1])
+    assert pages._stages == stages
+    calls.clear()
+    return pages, calls
 
 
+@pytest.mark.parametrize("stages", [False, True])
 @pytest.mark.parametrize("blocks", [[0, 1, 2, 3], [5, 4, 3], [4, 1, 2], [2]], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("ratio", [1, 2])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_pages_are_copied_as_one_by_one(monkeypatch, layout, ratio, dtype, blocks):
+def test_pages_are_copied_as_one_by_one(monkeypatch, layout, ratio, dtype, blocks, stages):
     given_caches = caches_of(layout, ratio=ratio, dtype=dtype)
-    one_by_one, (together, calls) = Pages(given_caches, B), in_one_call(monkeypatch, given_caches)
+    one_by_one = Pages(given_caches, B)
+    together, calls = in_one_call(monkeypatch, given_caches, stages=stages)
     half = len(blocks) // 2
     for layer in range(L):
         wanted, found = (part_of(one_by_one, layer, len(blocks) + 1) for _ in range(2))
@@ -55,9 +62,44 @@ def test_pages_are_copied_as_one_by_one(monkeypatch, layout, ratio, dtype, block
         singly = Pages(target, B)
         for move in moves:
             singly.load(layer, move.blocks, move.part, move.first)
-        in_one_call(monkeypatch, other)[0].load_all(layer, moves)
+        in_one_call(monkeypatch, other, stages=stages)[0].load_all(layer, moves)
         assert all(torch.equal(target[name], other[name]) for name in target)
     assert len(calls) == L, "one call for each layer"
+    assert not stages or calls == [1] * L, "a part is one copy"
+
+
+def test_without_memory_on_the_gpu_pages_are_copied_one_by_one(monkeypatch):
+    caches = caches_of(LAYOUTS[0])
+    pages, calls = in_one_call(monkeypatch, caches, stages=True)
+    wanted, found = (part_of(pages, 0, 3) for _ in range(2))
+    Pages(caches, B).save(0, [4, 1, 2], wanted)
+
+    def full(self, *what, **more):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(Pages, "_in_stages", full)
+    pages.save_all(0, [Move([4, 1, 2], found)])
+    assert torch.equal(found, wanted)
+    assert len(calls) == 1
+
+
+def test_a_call_that_fails_at_the_start_is_not_used(monkeypatch, caplog):
+    def failing(copies) -> None:
+        raise RuntimeError("cuMemcpyBatchAsync failed with error 1 of CUDA at copy 0")
+
+    caches = caches_of(LAYOUTS[0])
+    monkeypatch.setattr(paged, "submit_of", lambda device: failing)
+    monkeypatch.setattr(paged, "can_submit", lambda memory: True)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+    pages = Pages(caches, B)
+    with pytest.raises(RuntimeError):
+        pages.save_all(0, [Move([1, 2], part_of(pages, 0, 2))])
+    pages.choose_way(lambda work: [work(), 1.0][1])
+    assert "cannot copy many pages in one call, one by one: cuMemcpyBatchAsync failed with error 1" in caplog.text
+    found, wanted = (part_of(pages, 0, 2) for _ in range(2))
+    pages.save_all(0, [Move([1, 2], found)])
+    Pages(caches, B).save(0, [1, 2], wanted)
+    assert torch.equal(found, wanted)
 
 
 def test_a_long_prefix_whose_blocks_descend_is_one_call_for_each_layer(monkeypatch):

@@ -156,6 +156,34 @@ def test_the_least_recently_used_record_goes_first(tmp_path):
     tier.close()
 
 
+def test_uses_in_memory_count_and_hold_after_a_restart(tmp_path):
+    tier = DiskTier(tmp_path, 3 * RECORD_BYTES)
+    for key in (K0, K1, K2):
+        write(tier, key)
+    tier.note_use([K1, K0, b"x" * 32])
+    write(tier, K3)
+    assert tier.contains([K0, K1, K2, K3]) == [True, True, False, True]
+    tier.note_use([K1])
+    tier.close()
+    assert [entry.key for entry in DiskTier(tmp_path, 3 * RECORD_BYTES, read_only=True).entries()] == [K0, K3, K1]
+    tier = DiskTier(tmp_path, 3 * RECORD_BYTES)
+    write(tier, K2)
+    assert tier.contains([K0, K1, K2, K3]) == [False, True, True, True]
+    tier.close()
+
+
+def test_a_use_is_noted_while_files_are_removed(tmp_path):
+    """The scheduler notes it, and must not wait for the disk."""
+    tier = DiskTier(tmp_path, 3 * RECORD_BYTES)
+    write(tier, K0)
+    noting = threading.Thread(target=tier.note_use, args=([K0],))
+    with tier._lock:
+        noting.start()
+        noting.join(30)
+        assert not noting.is_alive()
+    tier.close()
+
+
 def test_a_record_larger_than_the_tier_is_refused_and_evicts_nothing(tmp_path):
     tier = DiskTier(tmp_path, 2 * RECORD_BYTES)
     write(tier, K0)

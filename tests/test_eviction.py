@@ -234,6 +234,20 @@ def test_the_order_of_use_survives_that_kinds_are_read(tmp_path):
     tier.close()
 
 
+def test_what_memory_serves_stays_on_the_disk(tmp_path):
+    """A document that is always in memory was never read from the disk, and went first there."""
+    store = Store(Slab(1, PARTS, PART_BYTES), [disk := disk_of(tmp_path, 2)])
+    for key in PAGES[:2]:
+        put(store, key)
+        store.flush()
+    put(store, PAGES[0])
+    for _ in range(3):
+        assert get(store, PAGES[0]) is not None
+    disk.write(meta_of(PAGES[2]), [stored(meta_of(PAGES[2]))])
+    assert disk.contains(PAGES[:3]) == [True, False, True]
+    store.close()
+
+
 # -- chunks that a tier has lost -------------------------------------------------------------------------------------
 
 

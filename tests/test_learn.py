@@ -142,7 +142,7 @@ def test_a_document_that_cannot_be_learned_is_named_and_the_others_are_learned(t
     (tmp_path / "d.jsonl").write_text("\n".join(map(json.dumps, lines)))
     code, out, _ = lmc("learn", tmp_path / "d.jsonl", "--model", MODEL, "--local-disk", tmp_path / "disk")
     assert code == 1
-    assert "1 documents learned" in out
+    assert "1 document learned" in out
     assert "long was not learned: the document has" in out
 
 
@@ -176,7 +176,7 @@ def test_documents_are_pinned_and_limited_in_time_also_if_they_were_learned_befo
 def test_pins_go_when_everything_is_cleared(tmp_path: Path) -> None:
     (tmp_path / "d.jsonl").write_text(json.dumps({"id": "a", "text": "owner of lamp Tara . " * 5}))
     words = "learn", tmp_path / "d.jsonl", "--model", MODEL, "--local-disk", tmp_path / "disk", "--pin"
-    assert "1 documents are pinned and removed after 7d" in lmc(*words, "--ttl", "7d")[1]
+    assert "1 document is pinned and removed after 7d" in lmc(*words, "--ttl", "7d")[1]
     assert (tmp_path / "disk/documents.jsonl").exists()
     assert lmc("clear", tmp_path / "disk", "--all", "--yes")[0] == 0
     assert not (tmp_path / "disk/documents.jsonl").exists()
@@ -325,16 +325,16 @@ def test_what_the_server_has_lost_is_learned_again(server: Any, tmp_path: Path) 
     (tmp_path / "12345678.txt").write_text("a text")
     words = "learn", tmp_path, "--url", server.url, "--admin", server.url
     code, out, _ = lmc(*words)
-    assert (code, "1 documents learned" in out) == (0, True)
+    assert (code, "1 document learned" in out) == (0, True)
     code, out, _ = lmc(*words)  # There is no endpoint that could say what is there.
-    assert "1 of 1 documents were learned before" in out
+    assert "1 of 1 document was learned before" in out
     assert "whether the server still has them was not asked" in out
     address = f"/v1/documents?limit={1 << 30}"
     server.answers[address] = 200, {"documents": [{"id": "0a", "places": ["host"]}]}
     assert "not asked" not in lmc(*words)[1]
     for gone in ([], [{"id": "0a", "places": []}]):
         server.answers[address] = 200, {"documents": gone}
-        assert "1 documents learned" in lmc(*words)[1]
+        assert "1 document learned" in lmc(*words)[1]
 
 
 def test_the_variable_lmc_admin_names_the_endpoint_that_is_asked(server: Any, tmp_path: Path, monkeypatch) -> None:
@@ -343,7 +343,7 @@ def test_the_variable_lmc_admin_names_the_endpoint_that_is_asked(server: Any, tm
     server.answers[f"/v1/documents?limit={1 << 30}"] = 200, {"documents": []}
     (tmp_path / "a.txt").write_text("a text")
     for _ in range(2):
-        assert "1 documents learned" in lmc("learn", tmp_path, "--url", server.url)[1]
+        assert "1 document learned" in lmc("learn", tmp_path, "--url", server.url)[1]
 
 
 def test_a_terminal_is_shown_how_many_documents_are_learned(server: Any, tmp_path: Path, monkeypatch) -> None:
@@ -381,7 +381,7 @@ def test_documents_are_sent_as_messages_if_that_is_wanted(server: Any, tmp_path:
     )
     (tmp_path / "a.txt").write_text("a text")
     code, out, _ = lmc("learn", tmp_path, "--url", server.url, "--chat")
-    assert (code, "1 documents learned" in out) == (0, True)
+    assert (code, "1 document learned" in out) == (0, True)
     assert "--chat is for a server" in lmc("learn", tmp_path, "--model", MODEL, "--local-disk", "d", "--chat")[2]
 
 
@@ -395,7 +395,7 @@ def test_pins_need_the_administration_endpoint(server: Any, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("answer", "code", "said"),
     [
-        ((200, {"kv_transfer_params": {"lmc": {"learned": True}}}), 0, "1 documents learned"),
+        ((200, {"kv_transfer_params": {"lmc": {"learned": True}}}), 0, "1 document learned"),
         ((200, {"kv_transfer_params": {"lmc": {"note": "no room"}}}), 1, "a was not learned: no room"),
         ((400, {"error": {"message": "too long"}}), 1, "a was not learned: too long"),
         ((200, {}), 2, "answers without lmc: start it with LMCConnector"),

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from redis_servers import RedisCluster, RedisServer, Sentinels
+from redis_servers import RedisCluster, RedisServer, Sentinels, wait_until
 from storage_fakes import key_of, memory, meta_of, stored
-from tier_contract import K0, K1, TierContract, read, write
+from tier_contract import K0, K1, K2, TierContract, read, write
 
 from lmc.errors import CorruptRecord, TierUnusable
 from lmc.redis_url import parse_redis_url
@@ -54,8 +54,13 @@ class TestRedisTier(TierContract):
         except FileNotFoundError as error:  # a value is missing altogether: as if Redis had evicted it
             raise CorruptRecord from error
 
-    def tick(self):
-        time.sleep(1.1)  # Redis counts idle time in seconds
+    def tick(self, tier):
+        """Redis counts whole seconds, and each node of a cluster, which may be late, by its own clock."""
+        wait_until(lambda: all(self.idle(tier, key) >= 2 for key in (K0, K1, K2)), "idle records")
+
+    def idle(self, tier, key) -> float:
+        seconds = tier.around.object("idletime", f"lmc:{{{key.hex()}}}")
+        return float("inf") if seconds is None else seconds
 
 
 class TestRedisTierOverUnixSocket(TestRedisTier):

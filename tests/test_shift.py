@@ -96,9 +96,11 @@ def test_the_others_get_what_regression_predicts_from_their_own_document(stops, 
     batches = [[position for position in repaired if start <= position < stop] for start, stop in pairwise([0, *stops])]
     shifts = list(found_shifts(canvas, pieces, batches))
     for rows, found in zip(batches, shifts, strict=True):
-        attend = found.attention(1)
-        repair(canvas, rows, seed=sum(rows))
-        assert attend(None, lambda: "attended") == "attended"
+
+        def write(rows: list[int] = rows) -> None:
+            repair(canvas, rows, seed=sum(rows))
+
+        assert found.attention(1)(None, write, lambda: "attended") == "attended"
 
     # Position 6 is the second token of its document.
     documents = [(range(7, 21), estimating), (range(32, 50), [41, 44])]
@@ -138,9 +140,11 @@ def test_tokens_change_as_those_that_are_like_them():
     values = canvas.v.clone()
     repaired = [one for one in range(4, LENGTH) if one % 4 < 2]
     (found,) = found_shifts(canvas, [Placement(at=0, tokens=LENGTH, first=0)], [repaired])
-    attention = found.attention(1)
-    canvas.v[repaired] += kind[repaired, None, None]
-    attention(None, lambda: None)
+
+    def write() -> None:
+        canvas.v[repaired] += kind[repaired, None, None]
+
+    found.attention(1)(None, write, lambda: None)
     others = [one for one in range(4, LENGTH) if one % 4 >= 2]
     change = canvas.v[others] - values[others]
     assert torch.allclose(change, shift.VALUE_SHARE * kind[others, None, None].expand_as(change), atol=0.1)
@@ -153,9 +157,12 @@ def test_the_tokens_that_are_alike_are_those_of_the_first_layer():
     (found,) = found_shifts(canvas, [Placement(at=5, tokens=10, first=0)], [repaired])
     predictions = []
     for layer in (1, 2):
-        attention, values = found.attention(layer), canvas.v.clone()
-        canvas.v[repaired] += torch.arange(1.0, 5)[:, None, None]
-        attention(None, lambda: None)
+        values = canvas.v.clone()
+
+        def write() -> None:
+            canvas.v[repaired] += torch.arange(1.0, 5)[:, None, None]
+
+        found.attention(layer)(None, write, lambda: None)
         predictions.append(canvas.v[others] - values[others])
         canvas.k = torch.randn(LENGTH, HEADS, DIM, generator=torch.Generator().manual_seed(layer))
     assert predictions[0].abs().min() > 1e-3
@@ -167,9 +174,7 @@ def test_a_document_without_a_repaired_token_stays_as_it_is():
     keys = canvas.k.clone()
     pieces = [Placement(at=5, tokens=10, first=0), Placement(at=30, tokens=20, first=0)]
     (found,) = found_shifts(canvas, pieces, [[8, 9, 11, 12]])
-    attention = found.attention(1)
-    repair(canvas, [8, 9, 11, 12], seed=1)
-    attention(None, lambda: None)
+    found.attention(1)(None, lambda: repair(canvas, [8, 9, 11, 12], seed=1), lambda: None)
     assert torch.equal(canvas.k[30:50], keys[30:50])
     assert not torch.equal(canvas.k[10:15], keys[10:15])
 

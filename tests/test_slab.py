@@ -7,7 +7,6 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +16,7 @@ from lmc.keys import ChunkKey
 from lmc.shapes import GIB
 from lmc.storage import slab as slab_module
 from lmc.storage.ledger import Slot
+from lmc.storage.shares import Shares
 from lmc.storage.slab import LOST, Slab, SlabAddress, tag_of
 
 S0, S1 = Slot(0), Slot(1)
@@ -37,7 +37,7 @@ def test_every_part_starts_on_a_page_whatever_its_size(part_bytes, stride):
 
 
 def test_a_new_slab_is_zero():
-    assert not Slab(2, 2, 5000)._parts.any()
+    assert not Slab(2, 2, 5000)._rows.any()
 
 
 def test_memory_is_one_view_over_adjoining_parts_and_shows_the_same_bytes():
@@ -61,7 +61,7 @@ def test_memory_is_a_view_per_part_where_less_than_a_part_is_asked_for():
 def test_sealing_zeroes_the_tail_of_the_last_block_and_nothing_else():
     """A short chunk in a slot that held a full one would carry the full one's last bytes into its record."""
     slab = Slab(2, 2, 3 * 4096)
-    slab._parts.fill_(7)
+    slab._rows.fill_(7)
     slab.seal(S1, 4100)
     for part in slab.slot(S1):
         assert bool((part[:4100] == 7).all())
@@ -72,7 +72,7 @@ def test_sealing_zeroes_the_tail_of_the_last_block_and_nothing_else():
 
 def test_sealing_whole_blocks_changes_nothing():
     slab = Slab(1, 2, 8192)
-    slab._parts.fill_(7)
+    slab._rows.fill_(7)
     slab.seal(S0, 4096)
     assert bool((slab.slot(S0) == 7).all())
 
@@ -169,8 +169,9 @@ sys.stdin.readline()
 """
 READER = """
 import sys
+from lmc.storage.shares import Shares
 from lmc.storage.slab import Slab, SlabAddress
-slab = Slab.attach(SlabAddress(path=sys.argv[1], slots=3, parts=2, part_bytes=5000))
+slab = Slab.attach(SlabAddress(path=sys.argv[1], slots=3, shares=Shares((2,)), part_bytes=5000))
 print(slab.ready(1, int(sys.argv[2])), slab.ready(1, 5), slab.ready(2, 5), slab.part(1, 1)[:4].tolist(), flush=True)
 slab.part(2, 0)[4999] = 9
 """
@@ -206,7 +207,7 @@ def test_what_was_mapped_outlives_its_owner_and_nothing_else_is_left_of_it():
     """An owner that is killed leaves no name behind: the memory goes with the last process that maps it."""
     owner = child(OWNER)
     try:
-        at = SlabAddress(path=owner.stdout.readline().strip(), slots=3, parts=2, part_bytes=5000)
+        at = SlabAddress(path=owner.stdout.readline().strip(), slots=3, shares=Shares((2,)), part_bytes=5000)
         slab = Slab.attach(at)
         assert os.readlink(at.path) == "/memfd:lmc-slab (deleted)", "it never had a name"
         inode = os.stat(at.path).st_ino
@@ -241,7 +242,7 @@ def test_a_shared_slab_that_is_dropped_closes_its_file():
 )
 def test_a_place_that_is_no_slab_is_a_storage_error(path):
     with pytest.raises(StorageError, match="cannot open the slab"):
-        Slab.attach(SlabAddress(path=path, slots=3, parts=2, part_bytes=5000))
+        Slab.attach(SlabAddress(path=path, slots=3, shares=Shares((2,)), part_bytes=5000))
 
 
 def test_a_smaller_slab_than_was_said_is_a_storage_error():
@@ -280,11 +281,111 @@ def test_a_tag_fits_a_label_whatever_the_key():
     assert tag_of(ChunkKey(bytes(32))) == 0
 
 
+STAGES, RANKS = (3, 2), 2  # of an engine with four workers
+WORKERS = [(stage, rank) for stage in range(2) for rank in range(RANKS)]
+
+
+def numbered(slab: Slab) -> None:
+    """Write into each part the number of its slot and its own, through the views that tiers read into."""
+    for slot in range(slab.slots):
+        for part, view in enumerate(views(slab, slot)):
+            view[:] = bytes([10 * slot + part]) * len(view)
+
+
+def views(slab: Slab, slot: int) -> list[memoryview]:
+    return [view for part in range(slab.parts) for view in slab.memory(slot, part, 1, slab.part_bytes)]
+
+
+def test_each_worker_maps_its_own_parts_of_every_slot():
+    slab = Slab(4, Shares(STAGES, RANKS), 100, shared=True)
+    numbered(slab)
+    for stage, rank in WORKERS:
+        attached = Slab.attach(slab.address, slab.address.shares.of(stage, rank))
+        for slot in range(4):
+            for layer in range(STAGES[stage]):
+                part = sum(STAGES[:stage]) * RANKS + layer * RANKS + rank
+                assert attached.part(slot, part)[:100].tolist() == [10 * slot + part] * 100
+
+
+def test_the_parts_of_a_worker_lie_side_by_side():
+    slab = Slab(4, Shares(STAGES, RANKS), 5000, shared=True)
+    for stage, rank in WORKERS:
+        share = slab.address.shares.of(stage, rank)
+        mine = [slab.part(slot, part).data_ptr() for slot in range(4) for part in range(slab.parts)[share.parts]]
+        assert mine == list(range(mine[0], mine[0] + len(mine) * slab.stride, slab.stride))
+
+
+def test_a_slot_of_several_workers_is_read_whole_in_the_order_of_its_parts():
+    slab = Slab(3, Shares(STAGES, RANKS), 4096, shared=True)
+    numbered(slab)
+    wanted = b"".join(bytes([20 + part]) * 4096 for part in range(10))
+    assert bytes(slab.snapshot(2, 10, 4096)) == wanted
+    assert b"".join(slab.memory(2, 0, 10, 4096)) == wanted
+    assert b"".join(slab.memory(2, 3, 4, 4096)) == wanted[3 * 4096 : 7 * 4096]
+
+
+def test_what_an_older_chunk_left_is_zeroed_for_all_workers():
+    slab = Slab(2, Shares(STAGES, RANKS), 4096, shared=True)
+    numbered(slab)
+    slab.seal(1, 1000)
+    assert all(slab.part(1, part)[1000:].sum() == 0 for part in range(10))
+    assert all(slab.part(0, part)[1000:].min() == part for part in range(10)), "the control"
+
+
+class Registered:
+    """Notes what is page-locked, and may refuse some of it."""
+
+    def __init__(self, monkeypatch, *, refused: int = 0) -> None:
+        self.locked, self.released, self._refused = [], [], refused
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "cudart", lambda: self)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+        self.devices = []
+        monkeypatch.setattr(torch.cuda, "set_device", self.devices.append)
+
+    def cudaHostRegister(self, address, size, flags):
+        if self._refused and not self.locked:
+            self._refused -= 1
+            return 2
+        self.locked.append((address, size))
+        return 0
+
+    def cudaHostUnregister(self, address):
+        self.released.append(address)
+
+
+def test_a_worker_page_locks_its_own_share_in_stretches_of_whole_slots(monkeypatch):
+    owner = Slab(20, Shares(STAGES, RANKS), 4096, shared=True)
+    found = Registered(monkeypatch)
+    monkeypatch.setattr("lmc.storage.slab.LOCKED_AT_ONCE", 4 * 4096)
+    share = owner.address.shares.of(0, 1)
+    attached = Slab.attach(owner.address, share)
+    first = attached.part(0, share.first).data_ptr()
+    slots = 2 * 3 * 4096  # four parts do not end with a slot of three, so a stretch has two slots
+    assert sorted(found.locked) == [(first + i * slots, slots) for i in range(10)]
+    assert set(found.devices) == {3}, "a thread locks for the device that its worker uses"
+    del attached
+    gc.collect()
+    assert sorted(found.released) == sorted(address for address, _ in found.locked)
+
+
+def test_stretches_that_are_locked_are_released_and_others_are_not(monkeypatch, caplog):
+    found = Registered(monkeypatch, refused=1)
+    monkeypatch.setattr("lmc.storage.slab.LOCKED_AT_ONCE", 4096)
+    monkeypatch.setattr("lmc.storage.slab.THREADS", 1)
+    with caplog.at_level(logging.WARNING):
+        slab = Slab(4, 1, 4096)
+    (line,) = caplog.messages
+    assert "0.00 GiB of memory cannot be page-locked (CUDA error 2)" in line
+    assert len(found.locked) == 3
+    del slab
+    gc.collect()
+    assert sorted(found.released) == sorted(address for address, _ in found.locked)
+
+
 def test_memory_that_cannot_be_page_locked_is_used_as_it_is_and_that_is_said_once(monkeypatch, caplog):
     """It ended the engine: containers often allow only a few MiB of locked memory."""
-    failing = SimpleNamespace(cudaHostRegister=lambda address, size, flags: 2)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: failing)
+    Registered(monkeypatch, refused=1)
     with caplog.at_level(logging.WARNING):
         slab = Slab(2, 3, 4096)
     slab.part(1, 2).fill_(7)

@@ -20,7 +20,7 @@ from setuptools import find_packages
 ROOT = Path(__file__).parent.parent
 FOUNDATION = {
     "lmc", "lmc.shapes", "lmc.keys", "lmc.errors", "lmc.config", "lmc.config_sources", "lmc.lmcache_compat",
-    "lmc.redis_url", "lmc.background", "lmc.copies",
+    "lmc.redis_url", "lmc.background", "lmc.copies", "lmc.admin_address",
 }  # fmt: skip
 # Who may import whom, beside the foundation.
 ALLOWED = {
@@ -28,7 +28,7 @@ ALLOWED = {
     "blend": {"lmc.blend"},
     "connectors": {"lmc.connectors", "lmc.blend", "lmc.engine", "lmc.metrics", "lmc.storage"},
 }
-CODE_LINES = 11560  # of the package without the demo
+CODE_LINES = 11_961  # of the package without the demo
 NO_CODE = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER,
 }  # fmt: skip

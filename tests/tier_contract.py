@@ -29,7 +29,7 @@ class TierContract:
         """Do what has to find out that a record's bytes are missing or too many: open it, where that costs nothing."""
         tier.open(key)
 
-    def tick(self) -> None:
+    def tick(self, tier) -> None:
         """Wait until the tier's clock, by which it orders uses, has moved."""
 
     # -- finding and reading -----------------------------------------------------------------------------------------
@@ -134,7 +134,7 @@ class TierContract:
     def test_entries_list_sizes_with_the_least_recently_used_first(self, tier):
         for key in (K0, K1, K2):
             write(tier, key)
-            self.tick()
+            self.tick(tier)
         read(tier, K0)
         entries = list(tier.entries())
         assert [entry.key for entry in entries] == [K1, K2, K0]

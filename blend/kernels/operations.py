@@ -15,6 +15,7 @@ class Kernels(NamedTuple):
 
     attend: Callable[..., torch.Tensor]
     attend_and_score: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    stage: Callable[..., None]
     place: Callable[..., None]
     gather: Callable[..., torch.Tensor]
     deviation: Callable[..., tuple[torch.Tensor, torch.Tensor]]

@@ -8,6 +8,13 @@ from lmc.blend.canvas import Canvas, Paged, R
 from lmc.blend.rope import Turn, rotate
 
 
+def stage(parts: Sequence[torch.Tensor], into: torch.Tensor) -> None:
+    """Copy parts `[K, T, H, D]`, which may be in the memory of the host, side by side into one tensor."""
+    counts = [part.shape[1] for part in parts]
+    for part, there in zip(parts, into.split(counts, dim=1), strict=True):
+        there.copy_(part, non_blocking=True)
+
+
 def place(
     parts: Sequence[torch.Tensor], turn: Turn, slots: torch.Tensor, into: Paged, *, interleaved: bool = False
 ) -> None:

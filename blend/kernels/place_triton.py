@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from lmc.blend.canvas import Canvas, Paged, R
+from lmc.blend.kernels import place as torch_place
 from lmc.blend.rope import Turn
 from lmc.copies import Copies, can_submit, submit_of
 from lmc.shapes import KV
@@ -116,14 +117,17 @@ def _deviation(
 def place(
     parts: Sequence[torch.Tensor], turn: Turn, slots: torch.Tensor, into: Paged, *, interleaved: bool = False
 ) -> None:
-    """See `lmc.blend.kernels.place.place`. The parts are copied side by side, and then placed together."""
+    """See `lmc.blend.kernels.place.place`. Several parts are staged first, and placed together."""
     cos, sin = (one.contiguous() for one in turn)
     keys, values, _ = into
     heads, size, dim = keys.shape[1:]
-    stored = torch.empty(KV, len(slots), heads, dim, dtype=keys.dtype, device=keys.device)
     if not len(slots):
         return
-    _stage(parts, stored)
+    if len(parts) == 1 and parts[0].device == keys.device and parts[0].is_contiguous():
+        stored = parts[0]
+    else:
+        stored = torch.empty(KV, len(slots), heads, dim, dtype=keys.dtype, device=keys.device)
+        stage(parts, stored)
     half = cos.shape[1]
     _place[(triton.cdiv(len(slots), TOKENS), heads)](
         stored, cos, sin, slots, keys, values, len(slots), stored.stride(0), size,
@@ -138,17 +142,16 @@ def padded(dim: int) -> int:
     return int(max(16, triton.next_power_of_2(dim)))
 
 
-def _stage(parts: Sequence[torch.Tensor], stored: torch.Tensor) -> None:
-    """Copy parts side by side into `stored [K, T, H, D]`, in one call if the device has one."""
-    submit, row, itemsize = submit_of(stored.device), stored[0, 0].numel(), stored.element_size()
+def stage(parts: Sequence[torch.Tensor], into: torch.Tensor) -> None:
+    """See `lmc.blend.kernels.place.stage`. The parts are copied in one call if the device has one."""
+    submit, row, itemsize = submit_of(into.device), into[0, 0].numel(), into.element_size()
     counts = [part.shape[1] for part in parts]
-    if submit and all(can_submit(part) and part.stride()[1:] == stored.stride()[1:] for part in parts):
+    if submit and all(can_submit(part) and part.stride()[1:] == into.stride()[1:] for part in parts):
         sources = [part[kind].data_ptr() for kind in range(KV) for part in parts]
         sizes = np.array(counts * KV, np.int64) * row * itemsize  # Keys lie before values in both.
-        submit(Copies(np.array(sources, np.int64), stored.data_ptr() + np.cumsum(sizes) - sizes, sizes))
+        submit(Copies(np.array(sources, np.int64), into.data_ptr() + np.cumsum(sizes) - sizes, sizes))
         return
-    for part, into in zip(parts, stored.split(counts, dim=1), strict=True):
-        into.copy_(part, non_blocking=True)
+    torch_place.stage(parts, into)
 
 
 def gather(source: Paged, slots: torch.Tensor) -> torch.Tensor:

@@ -6,11 +6,13 @@ from functools import partial
 
 import torch
 
-from lmc.blend.canvas import KV, Attention, Canvas, Paged, positions_of
+from lmc.blend.canvas import KV, Attention, Canvas, Paged, positions_of, writes_and_attends
 from lmc.blend.kernels.choice import kernels_of
 from lmc.blend.rope import Turn, turn_between
 from lmc.blend.segments import Placement
+from lmc.blend.staging import Staging
 from lmc.connectors.transformers.layers import DecoderLayers, Projections
+from lmc.shapes import KV as KINDS
 
 # For each layer in order: its number, and one part [K, T, H, D] for each placement.
 Reader = Iterator[tuple[int, Sequence[torch.Tensor]]]
@@ -41,19 +43,33 @@ class DenseCanvas(Canvas[DenseRows]):
         self._cos, self._sin = layers.rows(max([len(tokens), *(one.first + one.tokens for one in placements)]))
         old, self._stored = positions_of(placements, self.device)
         self._turn = self.turn(old, self._stored)
-        size = (layers.shape.kv_heads, len(tokens), layers.shape.head_dim)
-        empty = partial(torch.empty, size, dtype=layers.shape.dtype, device=self.device)
-        self.kv: list[KV] = [(empty(), empty()) for _ in range(self.depth)]  # [H, N, D] each
+        shape, empty = layers.shape, partial(torch.empty, dtype=layers.shape.dtype, device=self.device)
+        size = (shape.kv_heads, len(tokens), shape.head_dim)
+        self.kv: list[KV] = [(empty(size), empty(size)) for _ in range(self.depth)]  # [H, N, D] each
         self.logits: torch.Tensor  # [V], after the last layer
+        self._placed = 0  # layers whose stored parts are in place
+        self._staging: Staging | None = None
+        if self.device.type == "cuda" and self.kernels.in_pages and placements:
+            buffer = partial(empty, (KINDS, len(self._stored), shape.kv_heads, shape.head_dim))
+            self._staging = Staging(self.kernels, self._parts, buffer, torch.cuda.Stream(self.device))
 
     def place(self, layer: int) -> int:
         """Write stored keys, rotated, and values to their places."""
-        arrived, parts = next(self._reader)
-        assert arrived == layer, "the reader is out of step"
-        self.kernels.place(parts, self._turn, self._stored, self.paged(layer))
+        self._placed = layer + 1
+        if self._staging is None:
+            self.kernels.place(self._parts(layer), self._turn, self._stored, self.paged(layer))
+            return 0
+        with self._staging.parts(layer) as staged:
+            self.kernels.place([staged], self._turn, self._stored, self.paged(layer))
         return 0
 
-    def begin(self, positions: torch.Tensor) -> DenseRows:
+    def _parts(self, layer: int) -> Sequence[torch.Tensor]:
+        """Wait until the stored parts of a layer have arrived."""
+        arrived, parts = next(self._reader)
+        assert arrived == layer, "the reader is out of step"
+        return parts
+
+    def begin(self, positions: torch.Tensor, *, through: bool = False) -> DenseRows:
         """Embed the tokens."""
         hidden = self._layers.embed(self._tokens[positions])
         return DenseRows(positions, hidden, (self._cos[positions], self._sin[positions]))
@@ -74,18 +90,22 @@ class DenseCanvas(Canvas[DenseRows]):
         After the last layer only the logits of the last token are computed.
         """
         projected = rows.projected or self._layers.project(layer, rows.hidden, *rows.turns)
-        self.write(layer, rows.positions, projected.key, projected.value)
         wanted = slice(-1, None) if layer == self.depth - 1 else slice(None)
+
+        def write() -> None:
+            self.write(layer, rows.positions, projected.key, projected.value)
 
         def own() -> torch.Tensor:
             return self.kernels.attend(projected.query[wanted], self.kv[layer], rows.positions[wanted], self.scale)
 
-        attended = attention(projected.query, own) if attention is not None else own()
+        attended = (attention or writes_and_attends)(projected.query, write, own)
         rows.projected = projected if attended is None else None
         if attended is not None:
             rows.hidden = self._layers.finish(layer, rows.hidden[wanted], attended)
             if layer == self.depth - 1:
                 self.logits = self._layers.logits(rows.hidden[-1])
+        if self._staging is not None and layer + 1 == self._placed < self.depth:
+            self._staging.begin(layer + 1)  # The GPU has this layer to compute while the next one is waited for.
 
     def paged(self, layer: int) -> Paged:
         """Return the layer as one block, in which slots are positions."""

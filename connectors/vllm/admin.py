@@ -21,6 +21,7 @@ from dataclasses import asdict, replace
 from types import SimpleNamespace
 from typing import Any
 
+from lmc.admin_address import ADDRESS, LOCAL, TOKEN, UNIX, host_and_port, socket_path
 from lmc.background import Background
 from lmc.blend.segments import Span, document_tokens
 from lmc.connectors.vllm.claims import Claims
@@ -36,8 +37,6 @@ from lmc.metrics import flat
 
 log = logging.getLogger(__name__)
 
-ADDRESS, TOKEN = "LMC_ADMIN", "LMC_ADMIN_TOKEN"  # variables of the environment
-LOCAL, UNIX = ("127.0.0.1", "localhost", "::1"), "unix://"
 STARTED = 10.0  # seconds within which the endpoint is up
 ID_DIGITS = 12  # of an id that people are shown
 BEGINNING = 30  # tokens of a document, whose letters a list shows
@@ -259,21 +258,14 @@ def serve(of: Administration, address: str, token: str, engine: int = 0) -> Call
 
 
 def _tcp_socket(address: str, token: str, engine: int) -> socket.socket:
-    host, _, port = address.rpartition(":")
-    if not port.isdecimal():
-        raise ConfigError(f"{ADDRESS} = {address} must be an address such as 127.0.0.1:9180, or unix:///run/lmc.sock")
-    host = host.strip("[]") or LOCAL[0]
-    if host not in LOCAL and not token:
-        raise ConfigError(f"{ADDRESS} = {address} can be reached from other hosts: set {TOKEN} to a secret")
+    host, port = host_and_port(address, token)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    return socket.create_server((host, int(port) + engine), family=family)
+    return socket.create_server((host, port + engine), family=family)
 
 
 def _unix_socket(address: str, engine: int) -> socket.socket:
     """Listen at a path that only this user may open. A socket at which nobody listens any more is replaced."""
-    path = address.removeprefix(UNIX) + (str(engine) if engine else "")
-    if not path.startswith("/"):
-        raise ConfigError(f"{ADDRESS} = {address} must have the path of a socket, such as unix:///run/lmc.sock")
+    path = socket_path(address, engine)
     with suppress(FileNotFoundError), socket.socket(socket.AF_UNIX) as asking:
         if stat.S_ISSOCK(os.stat(path).st_mode) and asking.connect_ex(path) == errno.ECONNREFUSED:
             os.unlink(path)

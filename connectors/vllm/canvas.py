@@ -4,14 +4,17 @@ This module also has the two other operations of a worker on single tokens: to p
 keys and values.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 
 from lmc.blend.canvas import KV, Attention, Paged, positions_of
+from lmc.blend.kernels.shift import MOST_EXAMPLES
 from lmc.blend.rope import Turn, turn_between
+from lmc.blend.staging import SIDES, Staging
 from lmc.connectors.vllm.messages import BlendJob
-from lmc.connectors.vllm.native import NativeLayers, PagedRows
+from lmc.connectors.vllm.native import NativeLayers, PagedRows, RowBatch
 from lmc.connectors.vllm.tensor_parallel import agreed, largest, summed
 from lmc.shapes import KV as KINDS
 
@@ -23,54 +26,92 @@ Part = Callable[[int, int], torch.Tensor]  # returns the part of a slot for a la
 Arrived = Callable[[int], bool]  # see `Canvas.arrived`; the same answer on every rank
 
 
-class PagedCanvas:
-    """The pages of one request. Rows go through a layer `batch_rows` at a time."""
+class BatchRows(NamedTuple):
+    """How many rows go in one call."""
 
-    def __init__(self, layers: NativeLayers, job: BlendJob, batch_rows: int, part: Part, arrived: Arrived) -> None:
+    layer: int  # of a layer
+    through: int = 0  # of the compiled model; 0 if that is not called
+
+
+class PagedCanvas:
+    """The pages of one request."""
+
+    def __init__(
+        self,
+        layers: NativeLayers,
+        job: BlendJob,
+        batch_rows: BatchRows,
+        part: Part,
+        arrived: Arrived,
+        stream: "torch.cuda.Stream | None" = None,
+    ) -> None:
+        """`part` and `arrived` give the stored parts of the job; on a GPU they are copied on `stream`."""
         self.depth, self.device, self.scale, self.arrived = layers.depth, layers.device, layers.scale, arrived
         self.interleaved, self.kernels = layers.interleaved, layers.kernels
         self._layers, self._job, self._batch_rows, self._part = layers, job, batch_rows, part
-        self.call_cost = call_cost(self.device)
+        self.call_cost, self.compiled = call_cost(self.device), batch_rows.through > 0
         self._tokens = torch.tensor(job.tokens, device=self.device)
         self._blocks = torch.tensor(job.blocks, device=self.device)
         self._kernel_blocks = layers.kernel_blocks(self._blocks).to(torch.int32)
         old, new = positions_of([part.piece for part in job.documents], self.device)
         self._stored, self._turn = self.slots(new), self.turn(old, new)
+        self._staging: Staging | None = None
+        if stream is not None and self.kernels.in_pages and job.documents:
+            self._staging = Staging(self.kernels, self._parts, self._unplaced, stream)
 
     def place(self, layer: int) -> int:
         """Write the stored keys of a layer, rotated, and its values into the pages."""
+        if self._staging is not None:
+            with self._staging.parts(layer) as parts:
+                self._place([parts], self._stored, self.paged(layer))
+            if layer + 1 < self.depth and self.arrived(layer + 1):
+                self._staging.begin(layer + 1)
+        elif self.kernels.in_pages:
+            self._place(self._parts(layer), self._stored, self.paged(layer))
+        else:  # The backend's own writer knows its layout, and is called once.
+            keys, values = self._unplaced()
+            beside = torch.arange(len(self._stored), device=self.device)
+            self._place(self._parts(layer), beside, Paged.of((keys.transpose(0, 1), values.transpose(0, 1))))
+            self.write(layer, self._stored, keys, values)
+        return len(self._stored) // COPY_COST + 1
+
+    def _place(self, parts: Sequence[torch.Tensor], slots: torch.Tensor, into: Paged) -> None:
+        self.kernels.place(parts, self._turn, slots, into, interleaved=self.interleaved)
+
+    def _parts(self, layer: int) -> list[torch.Tensor]:
+        """Return what is stored of a layer, `[K, T, H, D]` for each piece."""
         parts = []
         for part in self._job.documents:
             piece, raw = part.piece, self._part(part.slot, layer)
             parts.append(self._layers.shape.part(raw, piece.stored)[:, piece.skip : piece.skip + piece.tokens])
-        if self.kernels.in_pages:
-            self.kernels.place(parts, self._turn, self._stored, self.paged(layer), interleaved=self.interleaved)
-        else:  # The backend's own writer knows its layout, and is called once.
-            shape, count = self._layers.shape, len(self._stored)
-            keys, values = torch.empty(
-                KINDS, count, shape.kv_heads, shape.head_dim, dtype=shape.dtype, device=self.device
-            )
-            beside = torch.arange(count, device=self.device)
-            into = Paged.of((keys.transpose(0, 1), values.transpose(0, 1)))
-            self.kernels.place(parts, self._turn, beside, into, interleaved=self.interleaved)
-            self.write(layer, self._stored, keys, values)
-        return len(self._stored) // COPY_COST + 1
+        return parts
 
-    def begin(self, positions: torch.Tensor) -> PagedRows:
-        """Embed the tokens, and describe them to the attention backend."""
-        return self._layers.begin(self._tokens, positions, self._blocks, self._batch_rows)
+    def _unplaced(self) -> torch.Tensor:
+        """Return memory for the stored parts of one layer, `[K, T, H, D]`."""
+        shape = self._layers.shape
+        size = (KINDS, len(self._stored), shape.kv_heads, shape.head_dim)
+        return torch.empty(size, dtype=shape.dtype, device=self.device)
+
+    def begin(self, positions: torch.Tensor, *, through: bool = False) -> PagedRows:
+        """Describe the tokens to the attention backend."""
+        size = self._batch_rows.through if through else self._batch_rows.layer
+        return self._layers.begin(self._tokens, positions, self._blocks, size)
 
     def keep(self, rows: PagedRows, kept: torch.Tensor) -> PagedRows:
         """Return some of the rows. Their projections are computed again when they run."""
-        return self._layers.keep(rows, kept, self._blocks, self._batch_rows)
+        return self._layers.keep(rows, kept, self._blocks, self._batch_rows.layer)
 
     def batches(self, rows: PagedRows) -> list[slice]:
-        """Return batches of at most `batch_rows` rows."""
+        """Return batches of as many rows as go in one call."""
         return [batch.rows for batch in rows.batches]
 
     def run(self, layer: int, rows: PagedRows, batch: slice, attention: Attention | None = None) -> None:
         """Run the engine's own layer, which writes the rows' keys and values into the pages."""
-        self._layers.run(layer, rows, next(one for one in rows.batches if one.rows == batch), attention)
+        self._layers.run(layer, rows, _batch(rows, batch), attention)
+
+    def run_through(self, rows: PagedRows, batch: slice, attention_of: Callable[[int], Attention | None]) -> None:
+        """Run the engine's compiled model."""
+        self._layers.run_through(rows, _batch(rows, batch), attention_of)
 
     def slots(self, positions: torch.Tensor) -> torch.Tensor:
         """Return slot numbers `[T]`: block × block size + offset."""
@@ -118,25 +159,44 @@ class PagedCanvas:
         return agreed(chosen, of)
 
 
+def _batch(rows: PagedRows, wanted: slice) -> RowBatch:
+    return next(batch for batch in rows.batches if batch.rows == wanted)
+
+
 def call_cost(device: torch.device) -> int:
     """Return the rows that a layer computes in the time that the launches of one call of it take."""
     return CALL_COST if device.type == "cuda" else 0
 
 
+def memory_for(layers: NativeLayers, job: BlendJob) -> int:
+    """Return about how many bytes a blend has beside what a layer takes for a batch of rows."""
+    shape, tokens = layers.shape, len(job.tokens)
+    stored = sum(part.piece.tokens for part in job.documents)
+    staged = (SIDES + 1) * stored * shape.token_bytes  # the parts of two layers, and what is corrected in one
+    weights = stored * MOST_EXAMPLES * torch.float32.itemsize
+    scores = layers.depth * tokens * torch.float32.itemsize
+    return staged + weights + scores + KINDS * tokens * layers.width * shape.dtype.itemsize
+
+
 def prefill_alone(
-    layers: NativeLayers, tokens: torch.Tensor, blocks: torch.Tensor, batch_rows: int, known: int = 0
+    layers: NativeLayers, tokens: torch.Tensor, blocks: torch.Tensor, batch_rows: BatchRows, known: int = 0
 ) -> Iterator[int]:
     """Prefill a document behind its first `known` tokens, whose keys and values are in its blocks; yield the cost.
 
     It goes in chunks through all layers, as the engine's own chunked prefill does.
     """
-    for start in range(known, len(tokens), batch_rows):
-        positions = torch.arange(start, min(start + batch_rows, len(tokens)), device=layers.device)
-        rows = layers.begin(tokens, positions, blocks, batch_rows)
+    size = batch_rows.through or batch_rows.layer
+    for start in range(known, len(tokens), size):
+        positions = torch.arange(start, min(start + size, len(tokens)), device=layers.device)
+        rows = layers.begin(tokens, positions, blocks, size)
+        (batch,), cost = rows.batches, max(len(positions), call_cost(layers.device))  # They have no gaps.
+        if batch_rows.through:
+            layers.run_through(rows, batch, lambda layer: None)
+            yield layers.depth * cost
+            continue
         for layer in range(layers.depth):
-            for batch in rows.batches:
-                layers.run(layer, rows, batch)
-                yield max(batch.rows.stop - batch.rows.start, call_cost(layers.device))
+            layers.run(layer, rows, batch)
+            yield cost
 
 
 def read_tokens(

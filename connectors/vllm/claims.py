@@ -14,6 +14,7 @@ from lmc.engine.planner import make_plan
 from lmc.keys import ChunkKey
 from lmc.storage.contract import PinState
 from lmc.storage.places import MEMORY
+from lmc.storage.slab import LOST
 
 DEADLINES = 10  # A load may take so many deadlines if something of it arrives within each of them.
 
@@ -103,6 +104,13 @@ class Claims:
         arrived = sum(self._engine.store.arrived(pin) for pin in state.pins.values())
         if arrived != state.parts_arrived:
             state.parts_arrived, state.progress_at = arrived, self._setup.clock()
+
+    def arrived(self, state: RequestState) -> int:
+        """Return how many parts of each pinned chunk are there; `LOST` if the rest of one will never arrive."""
+        store = self._engine.store
+        if any(store.state(pin) is PinState.LOST for pin in state.pins.values()):
+            return LOST
+        return min((store.arrived(pin) for pin in state.pins.values()), default=LOST)
 
     def give_up_late(self, state: RequestState) -> bool:
         """Release the chunks that a late load still waits for; return whether there were any."""

@@ -98,10 +98,11 @@ class StepPlan:
     """What workers have to do from this step on."""
 
     slab: SlabAddress | None = None
-    stages: tuple[int, ...] = ()  # layers of each pipeline stage
     scheduled: int = 0  # tokens that the engine itself computes in this step
     loads: list[LoadJob | BlendJob] = field(default_factory=list)
     late: list[str] = field(default_factory=list)  # requests whose loads have failed because chunks did not arrive
+    # How many parts of each chunk of a request are there, for tensor parallelism; `LOST` if the rest never comes.
+    arrived: dict[str, int] = field(default_factory=dict)
     saves: list[SaveJob] = field(default_factory=list)
     learn: list[LearnJob] = field(default_factory=list)
 

@@ -6,15 +6,16 @@ are the engine's. The layer itself writes the rows' keys and values into the pag
 architectures in `PROVEN`, and a self-test at start (`selftest.py`) verifies the loaded model.
 """
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import torch
 
-from lmc.blend.canvas import Attention
+from lmc.blend.canvas import Attention, writes_and_attends
 from lmc.blend.kernels.choice import kernels_of
 from lmc.blend.rope import Turn, check_rope
 from lmc.connectors.vllm import vllm_api
@@ -35,6 +36,8 @@ PROVEN = {
     "Qwen3MoeForCausalLM": "plain RoPE",
 }
 
+MOST_RUNS = 4096  # of consecutive rows in one batch, for backends on GPUs that have buffers for them
+
 
 class _EndOfLayer(Exception):
     """Ends a layer after its projections, when the rest is not needed."""
@@ -46,8 +49,7 @@ class RowBatch:
 
     rows: slice
     common: vllm_api.CommonAttentionMetadata
-    slots: dict[str, torch.Tensor]
-    metadata: dict[str, Any] = field(default_factory=dict)  # by layer, built from `common`
+    metadata: Any = None  # of the attention backend, built from `common`
 
 
 @dataclass(slots=True)
@@ -55,9 +57,10 @@ class PagedRows:
     """Tokens of one request between two layers."""
 
     positions: torch.Tensor  # [T]
-    states: torch.Tensor  # [T, E]
-    residual: torch.Tensor  # [T, E]
+    tokens: torch.Tensor  # [T]
     batches: list[RowBatch]
+    states: torch.Tensor  # [T, E], empty before layer 0
+    residual: torch.Tensor  # [T, E]
 
 
 class NativeLayers:
@@ -78,9 +81,10 @@ class NativeLayers:
         parameters = getattr(model.config, "rope_parameters", None) or {"rope_type": "default"}
         check_rope(parameters)
         self.rope = rope_name(parameters)
-        self._config = config
-        self.decoder = model.model
-        self._layers = list(self.decoder.layers)
+        self._config, self._model, self._decoder = config, model, model.model
+        self._layers = list(self._decoder.layers)
+        # Whether the engine has compiled the model as a whole; then the start has done that already.
+        self.compiled = not getattr(self._decoder, "do_not_compile", True)
         attentions = [[m for m in layer.modules() if isinstance(m, vllm_api.Attention)] for layer in self._layers]
         if any(len(found) != 1 for found in attentions):
             raise UnsupportedModel("a layer of it has no attention of its own, or more than one")
@@ -100,20 +104,25 @@ class NativeLayers:
         if self._ratio > 1:
             spec = spec.copy_with_new_block_size(self.block_size // self._ratio)
         # The runner's own builders hold plans and buffers of the step that is under way.
-        with vllm_api.set_current_vllm_config(config):
+        own = _for_many_runs(config)
+        with vllm_api.set_current_vllm_config(own):
             builder = self.attention[0].attn_backend.get_builder_cls()
-            self._builder = builder(spec, group.layer_names, config, self.device)
+            self._builder = builder(spec, group.layer_names, own, self.device)
         self._built: RowBatch | None = None
-        self._names: list[str] = group.layer_names
         kernels = kernels_of(self.device)
         self.access = [TokenAccess(a, caches[a.layer_name], kernels) for a in self.attention]
         self.kernels = self.access[0].kernels
         # On a GPU, builders have buffers for so many requests.
         few = self.device.type != "cpu" and not self.kernels.in_pages
-        self.most_runs = config.scheduler_config.max_num_seqs if few else 1 << 30
+        self.most_runs = own.scheduler_config.max_num_seqs if few else 1 << 30
         heads, size, dtype = self.access[0].kv_heads, self.access[0].head_dim, self.access[0].dtype
         self.shape = KVShape(layers=self.depth, kv_heads=heads, head_dim=size, dtype=dtype)
         self.scale: float = self.attention[0].impl.scale
+
+    @property
+    def width(self) -> int:
+        """The numbers in a hidden state."""
+        return int(self._model.config.hidden_size)
 
     @property
     def depth(self) -> int:
@@ -146,30 +155,28 @@ class NativeLayers:
 
     def begin(self, tokens: torch.Tensor, positions: torch.Tensor, blocks: torch.Tensor, size: int) -> PagedRows:
         """Return rows before layer 0, at ascending `positions [T]` of the prompt `tokens`, in batches of `size`."""
-        states: torch.Tensor = self.decoder.embed_input_ids(tokens[positions])
-        return PagedRows(positions, states, torch.zeros_like(states), self._batches(positions, blocks, size))
+        none = torch.empty(0, device=self.device)
+        return PagedRows(positions, tokens[positions], self._batches(positions, blocks, size), none, none)
 
     def keep(self, rows: PagedRows, kept: torch.Tensor, blocks: torch.Tensor, size: int) -> PagedRows:
-        """Return copies of the rows with the ascending indices `kept`."""
+        """Return copies of the rows with the ascending indices `kept`, which have been through a layer."""
         positions = rows.positions[kept]
         batches = self._batches(positions, blocks, size)
-        return PagedRows(positions, rows.states[kept], rows.residual[kept], batches)
+        return PagedRows(positions, rows.tokens[kept], batches, rows.states[kept], rows.residual[kept])
 
     def run(self, layer: int, rows: PagedRows, batch: RowBatch, attention: Attention | None = None) -> None:
         """Run a layer for the rows of a batch, in place, and write their keys and values into the pages.
 
-        `attention` is called when they are written. Of the last layer only the projections are computed, because its
-        output is not read.
+        Of the last layer only the projections are computed, because its output is not read, unless `attention` returns
+        something without asking the engine.
         """
-        if attention is None and layer == self.depth - 1:
-            attention = lambda query, own: None  # noqa: E731 - only keys and values are wanted
-        elif attention is None and self._attends(batch):
-            attention = lambda query, own: own()  # noqa: E731
-        states, residual = rows.states[batch.rows], rows.residual[batch.rows]
-        if attention is not None:  # The layer may end early, and kernels may work in place.
-            states, residual = states.clone(), residual.clone()
+        if not len(rows.states):
+            rows.states = self._decoder.embed_input_ids(rows.tokens)
+            rows.residual = torch.zeros_like(rows.states)
+        # The layer may end early, and kernels may work in place.
+        states, residual = rows.states[batch.rows].clone(), rows.residual[batch.rows].clone()
         try:
-            with self._attention_replaced(layer, batch, attention), self.forward_context(batch, attention is None):
+            with self._replaced(layer, batch, attention or writes_and_attends), self._context(batch):
                 call = self._layers[layer]
                 states, residual = call(rows.positions[batch.rows], states, None if layer == 0 else residual)
         except _EndOfLayer:
@@ -178,67 +185,87 @@ class NativeLayers:
         rows.residual[batch.rows] = residual
         rows.states[batch.rows] = states
 
+    def run_through(self, rows: PagedRows, batch: RowBatch, attention_of: Callable[[int], Attention | None]) -> None:
+        """Do the same in all layers, in the model as the engine has compiled it."""
+        with suppress(_EndOfLayer), ExitStack() as stack:
+            for layer in range(self.depth):
+                stack.enter_context(self._replaced(layer, batch, attention_of(layer) or writes_and_attends))
+            stack.enter_context(self._context(batch, skip_compiled=False))
+            # What was compiled takes the runner's types, and memory that begins at a multiple of 16 bytes.
+            tokens, positions = rows.tokens[batch.rows].to(torch.int32), rows.positions[batch.rows].clone()
+            self._model(tokens, positions)
+
+    def run_model(self, rows: PagedRows, batch: RowBatch) -> None:
+        """Run the rows of a batch as the engine itself would."""
+        slots = {attention.layer_name: batch.common.slot_mapping for attention in self.attention}
+        metadata = dict.fromkeys(slots, self._metadata(batch))
+        with self._context(batch, attn_metadata=metadata, slot_mapping=slots):
+            self._model(rows.tokens[batch.rows], rows.positions[batch.rows])
+
     # -- inside ------------------------------------------------------------------------------------------------------
 
-    def forward_context(self, batch: RowBatch, attends: bool = True) -> Any:
-        """Return the engine's context for a call of the model or a layer, with attention metadata if it `attends`."""
-        if attends and self._built is not batch:
-            # Building for another batch may have overwritten the builder's buffers.
-            made = self._builder.build(0, batch.common)
-            batch.metadata, self._built = dict.fromkeys(self._names, made), batch
+    def _context(self, batch: RowBatch, **options: Any) -> Any:
+        """Return the engine's context for a call of the model or a layer.
+
+        By default it has no slots, and the engine does not write keys and values by itself.
+        """
         count = batch.rows.stop - batch.rows.start
-        metadata = batch.metadata if attends else None
         return vllm_api.set_forward_context(
-            metadata, self._config, num_tokens=count, slot_mapping=batch.slots, skip_compiled=True
-        )
+            **{"attn_metadata": None, "slot_mapping": {}, "skip_compiled": True, **options},
+            vllm_config=self._config, num_tokens=count,
+        )  # fmt: skip
+
+    def _metadata(self, batch: RowBatch) -> Any:
+        if self._built is not batch:
+            # Building for another batch may have overwritten the builder's buffers.
+            batch.metadata, self._built = self._builder.build(0, batch.common), batch
+        return batch.metadata
 
     def _attends(self, batch: RowBatch) -> bool:
         """Whether lmc's own attention is faster: the engine's reads the context anew for each run of rows."""
         return self.kernels.in_pages and batch.common.num_reqs > 1
 
     @contextmanager
-    def _attention_replaced(self, layer: int, batch: RowBatch, attention: Attention | None) -> Iterator[None]:
-        """Let the layer's attention module write keys and values into the pages and then call `attention`."""
-        if attention is None:
-            yield
-            return
+    def _replaced(self, layer: int, batch: RowBatch, attention: Attention) -> Iterator[None]:
+        """Let `attention` be called where a layer attends, whether it is compiled or not."""
         module = self.attention[layer]
-        original = module.forward
+        impl, common, access = module.impl, batch.common, self.access[layer]
+        original = impl.forward
 
-        def forward(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *more: Any, **named: Any) -> Any:
-            heads = (-1, module.num_kv_heads, module.head_size)
-            self.access[layer].scatter(batch.slots[module.layer_name], key.reshape(heads), value.reshape(heads))
-            rows = query.reshape(-1, module.num_heads, module.head_size)
+        def forward(
+            module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor,
+            metadata: None, output: torch.Tensor, **more: Any,
+        ) -> torch.Tensor:  # fmt: skip
+            def write() -> None:
+                access.scatter(common.slot_mapping, key, value)
 
             def own() -> torch.Tensor | None:
                 if layer == self.depth - 1:
                     return None
                 if self._attends(batch):
-                    common = batch.common
-                    pages = self.access[layer].pages._replace(table=common.block_table_tensor[0])
-                    return self.kernels.attend(rows, pages, common.positions, self.scale)
-                with self.forward_context(batch):  # It writes the same keys and values again.
-                    return original(query, key, value, *more, **named)  # type: ignore[no-any-return]
+                    pages = access.pages._replace(table=common.block_table_tensor[0])
+                    return self.kernels.attend(query, pages, common.positions, self.scale)
+                original(module, query, key, value, cache, self._metadata(batch), output, **more)
+                return output
 
-            attended = attention(rows, own)
+            attended = attention(query, write, own)
             if attended is None:
                 raise _EndOfLayer
-            return attended.flatten(1)
+            if attended is not output:
+                output.copy_(attended)
+            return output
 
         # This holds for lmc's own call only; the engine's forward pass uses the same module.
-        module.forward = forward
+        impl.forward = forward
         try:
             yield
         finally:
-            del module.forward
+            del impl.forward
 
     def _batches(self, positions: torch.Tensor, blocks: torch.Tensor, size: int) -> list[RowBatch]:
         """Cut rows into batches, with what the attention backend needs to know of them."""
-        found = []
-        for rows in _cut(positions.cpu(), size, self.most_runs):
-            common = self._common(positions[rows], blocks)
-            found.append(RowBatch(rows, common, dict.fromkeys(self._names, common.slot_mapping)))
-        return found
+        cut = _cut(positions.cpu(), size, self.most_runs)
+        return [RowBatch(rows, self._common(positions[rows], blocks)) for rows in cut]
 
     def _common(self, positions: torch.Tensor, blocks: torch.Tensor) -> vllm_api.CommonAttentionMetadata:
         at = positions.cpu()
@@ -262,6 +289,18 @@ class NativeLayers:
             positions=positions,
             causal=True,
         )
+
+
+def _for_many_runs(config: Any) -> Any:
+    """Return the engine's configuration for a metadata builder of lmc's own: many requests, and no CUDA graphs."""
+    own = copy.copy(config)
+    own.scheduler_config, own.compilation_config = (
+        copy.copy(config.scheduler_config),
+        copy.copy(config.compilation_config),
+    )
+    own.scheduler_config.max_num_seqs = max(MOST_RUNS, config.scheduler_config.max_num_seqs)
+    own.compilation_config.cudagraph_mode = vllm_api.CUDAGraphMode.NONE
+    return own
 
 
 def _breaks(positions: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,10 @@ side. Its strides say how that lies in memory. Whole pages can be copied whateve
 blocks than the scheduler; then the view has several rows for each of the scheduler's blocks.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,10 +17,13 @@ import torch
 from lmc.blend.canvas import Paged
 from lmc.blend.kernels.choice import TORCH
 from lmc.blend.kernels.operations import Kernels
-from lmc.copies import Copies, can_submit, merged, stretches_of, submit_of
+from lmc.copies import Addresses, Copies, can_submit, merged, stretches_of, submit_of
 from lmc.errors import UnsupportedModel
 from lmc.shapes import KV
 
+log = logging.getLogger(__name__)
+
+TIMED, TIMED_PAGES = 5, 256
 CPU_LAYOUTS = ("vec", "vec16")  # instruction sets with pages of a transposed key block and a value block
 
 
@@ -43,6 +49,33 @@ class Pages:
         self.page_bytes = tuple(view[0].numel() * view.dtype.itemsize for view in self._views)
         self._stretches = [stretches_of(view[0]) for view in self._views]
         self._submit = submit_of(self._views[0].device)
+        self._stages = False  # Parts are copied whole, and pages are moved on the GPU.
+
+    def choose_way(self, seconds_of: Callable[[Callable[[], None]], float]) -> None:
+        """Measure which way of copying pages is faster, if the device has a call for many copies.
+
+        Either every page is a copy of its own, or each part is copied whole and a kernel on the GPU moves its pages,
+        which is faster where pages are small. Only copies out of pages are timed, so that they stay as they are.
+        """
+        if self._submit is None:
+            return
+        count, seconds = min(TIMED_PAGES, len(self._views[0])), {False: float("inf"), True: float("inf")}
+        way = "one by one", "by way of memory on the GPU"
+        for stages in (False, True):
+            self._stages = stages
+            try:
+                part = torch.empty(count * self.page_bytes[0], dtype=torch.uint8).pin_memory()
+                moves = [Move(range(count)[::-1], part)]
+                seconds[stages] = min(seconds_of(partial(self.save_all, 0, moves)) for _ in range(TIMED))
+            except RuntimeError as error:
+                log.warning("lmc cannot copy many pages in one call, %s: %s", way[stages], error)
+        self._stages = seconds[True] < seconds[False]
+        if seconds[self._stages] == float("inf"):
+            self._submit = None
+            return
+        text = "lmc copies pages of %d KiB %s (%d of them: %.0f us, the other way %.0f us)"
+        ours, other = (1e6 * seconds[stages] for stages in (self._stages, not self._stages))
+        log.info(text, self.page_bytes[0] >> 10, way[self._stages], count, ours, other)
 
     def save_all(self, layer: int, moves: Sequence[Move]) -> None:
         """Copy pages into parts; on a GPU all of them in one call."""
@@ -62,15 +95,36 @@ class Pages:
         """Issue all copies together; return false if the device has no call for that, or cannot reach the memory."""
         if self._submit is None or not all(can_submit(move.part) for move in moves):
             return False
-        pages, parts, sizes = self.copies(layer, moves)
-        self._submit(merged(Copies(parts, pages, sizes) if to_pages else Copies(pages, parts, sizes)))
+        if self._stages:
+            with suppress(torch.OutOfMemoryError):  # Copies of pages one by one need no memory.
+                self._in_stages(layer, moves, to_pages=to_pages)
+                return True
+        self._issue(self.copies(layer, moves), to_gpu=to_pages)
         return True
+
+    def _issue(self, copies: Copies, *, to_gpu: bool) -> None:
+        """Issue copies from the GPU's memory to parts, or with `to_gpu` the same in the other direction."""
+        assert self._submit is not None
+        self._submit(merged(Copies(copies.targets, copies.sources, copies.sizes) if to_gpu else copies))
+
+    def _in_stages(self, layer: int, moves: Sequence[Move], *, to_pages: bool) -> None:
+        view, size = self._views[layer], self.page_bytes[layer]
+        blocks = torch.from_numpy(_blocks_of(moves))
+        if view.is_cuda:  # Memory that is not page-locked would be waited for.
+            blocks = blocks.pin_memory().to(view.device, non_blocking=True)
+        side_by_side = view.new_empty((len(blocks), *view.shape[1:])) if to_pages else view.index_select(0, blocks)
+        sizes = np.array([len(move.blocks) for move in moves], np.int64) * size
+        staged = side_by_side.data_ptr() + np.cumsum(sizes) - sizes
+        parts = np.array([move.part.data_ptr() + move.first * size for move in moves], np.int64)
+        self._issue(Copies(staged, parts, sizes), to_gpu=to_pages)
+        if to_pages:
+            view.index_copy_(0, blocks, side_by_side)
 
     def copies(self, layer: int, moves: Sequence[Move]) -> Copies:
         """Return the addresses of pages and of their places in parts, and the bytes of each stretch of a page."""
         view, size = self._views[layer], self.page_bytes[layer]
         offsets, stretch = self._stretches[layer]
-        blocks = np.concatenate([np.asarray(move.blocks, np.int64) for move in moves])
+        blocks = _blocks_of(moves)
         begins = [
             move.part.data_ptr() + np.arange(move.first, move.first + len(move.blocks), dtype=np.int64) * size
             for move in moves
@@ -149,6 +203,10 @@ class TokenAccess:
         self._attention.impl.do_kv_cache_update(
             self._attention, keys.contiguous(), values.contiguous(), self._cache, slots
         )
+
+
+def _blocks_of(moves: Sequence[Move]) -> Addresses:
+    return np.concatenate([np.asarray(move.blocks, np.int64) for move in moves])
 
 
 def _order(cache: torch.Tensor) -> tuple[int, ...]:

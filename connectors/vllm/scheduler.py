@@ -181,20 +181,21 @@ class Scheduler:
                 self._note_answer(state)
                 computed = state.request.num_computed_tokens + tokens
                 self._saves.save_due(state, computed, lambda request=request: tables(request))  # type: ignore[misc]
-        late = [state.id for state in self._states.values() if state.loading and self._claims.give_up_late(state)]
+        loading = [state for state in self._states.values() if state.loading]
+        late = [state.id for state in loading if self._claims.give_up_late(state)]
         self._introduced = True
         learn = self._saves.learn_next() if self._runs else None
         plan = StepPlan(
             slab=self.engine.slab.address,
-            stages=self._setup.stages,
             scheduled=sum(scheduled.values()),
             loads=self._jobs,
             late=late,
+            arrived={state.id: self._claims.arrived(state) for state in loading} if self._setup.ranks > 1 else {},
             saves=self._saves.take_saves(),
             learn=[learn] if learn else [],
         )
         self._jobs = []
-        blending = any(state.loading and state.approximate is not None for state in self._states.values())
+        blending = any(state.approximate is not None for state in loading)
         requests = {name: self._states[name].request for name in scheduled if name in self._states}
         self._pace.planned(self._setup.clock(), scheduled, requests, alone=not (blending or plan.learn))
         return plan

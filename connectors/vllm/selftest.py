@@ -1,22 +1,30 @@
 """The self-test for vLLM, which runs once at start in blocks that are not in use yet."""
 
+import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from lmc.blend.canvas import KV
-from lmc.blend.selftest import MOVED, TOKENS, prove, random_prompt
+from lmc.blend.selftest import MOVED, TOKENS, prove, prove_compiled, random_prompt
 from lmc.blend.strategies import RecomputePolicy
-from lmc.connectors.vllm.canvas import PagedCanvas, prefill_alone
+from lmc.connectors.vllm.canvas import BatchRows, PagedCanvas, prefill_alone
 from lmc.connectors.vllm.messages import BlendJob, DocumentPart
 from lmc.connectors.vllm.native import NativeLayers
+from lmc.connectors.vllm.tensor_parallel import all_of
 from lmc.engine import Piece
 from lmc.errors import UnsupportedModel
 from lmc.keys import ChunkKey, RecordKind
 
+log = logging.getLogger(__name__)
 
-def prove_model(model: Any, layers: NativeLayers, vocabulary: int, blocks: int) -> None:
-    """Raise `UnsupportedModel` if lmc leaves other keys and values in the pages than the model's own forward pass."""
+
+def prove_model(layers: NativeLayers, vocabulary: int, blocks: int) -> bool:
+    """Raise `UnsupportedModel` if lmc leaves other keys and values in the pages than the model's own forward pass.
+
+    Returns whether the model can also be called as the engine has compiled it.
+    """
     need = -(-TOKENS // layers.block_size)
     if blocks <= need:
         raise UnsupportedModel(f"the KV cache has only {blocks} blocks, too few for the self-test")
@@ -25,23 +33,52 @@ def prove_model(model: Any, layers: NativeLayers, vocabulary: int, blocks: int) 
     document = DocumentPart(slot=0, tag=0, piece=piece)
     with torch.inference_mode():
         try:
-            whole, in_two = (_prefill(model, layers, tokens, table, chunks) for chunks in ([TOKENS], [MOVED, TOKENS]))
+            whole, in_two = (_prefill(layers, tokens, table, chunks) for chunks in ([TOKENS], [MOVED, TOKENS]))
             alone = _prefill_alone(layers, tokens[MOVED:], table)
             part = torch.stack(alone[0]).flatten().view(torch.uint8)
             canvas = _canvas(layers, tokens, table, (), torch.empty(0))
-            prove(canvas, _canvas(layers, tokens, table, (document,), part), whole, in_two)
+            _agree(layers, lambda: prove(canvas, _canvas(layers, tokens, table, (document,), part), whole, in_two))
+            return layers.compiled and all_of([_as_compiled(canvas, whole, in_two)], layers.device)[0]
         finally:
             _clear(layers, table)
 
 
-def run_full_batch(layers: NativeLayers, rows: int) -> None:
+def _agree(layers: NativeLayers, test: Callable[[], None]) -> None:
+    """Raise `UnsupportedModel` on every rank if a test fails on one of them: the others would wait for that one."""
+    failed = UnsupportedModel("the self-test failed on another rank")
+    try:
+        test()
+        passed = True
+    except UnsupportedModel as error:
+        passed, failed = False, error
+    if not all_of([passed], layers.device)[0]:
+        raise failed
+
+
+def _as_compiled(canvas: PagedCanvas, whole: list[KV], in_two: list[KV]) -> bool:
+    try:
+        prove_compiled(canvas, whole, in_two)
+        return True
+    except UnsupportedModel as error:
+        log.warning("lmc calls the model layer by layer, which is slower than as it was compiled: %s", error)
+    except Exception:
+        log.exception("lmc calls the model layer by layer, because it could not call it as it was compiled")
+    return False
+
+
+def run_full_batch(layers: NativeLayers, rows: int) -> int:
     """Run as many rows through a layer as a blend ever does, so that memory that is missing is missed at the start.
 
-    All of them lie in block 1, which holds nothing yet. Raises `UnsupportedModel` if the memory is not there.
+    All of them lie in block 1, which holds nothing yet. Returns the bytes that this took on a GPU. Raises
+    `UnsupportedModel` if the memory is not there.
     """
     positions = torch.arange(rows + 1, device=layers.device)
     blocks, scattered = torch.ones_like(positions[:: layers.block_size]), positions[positions != 1]
+    cuda = layers.device.type == "cuda"
+    before = torch.cuda.memory_allocated() if cuda else 0
     try:
+        if cuda:
+            torch.cuda.reset_peak_memory_stats()
         with torch.inference_mode():
             batches = layers.begin(torch.zeros_like(positions), scattered, blocks, rows)
             for batch in batches.batches:
@@ -51,6 +88,7 @@ def run_full_batch(layers: NativeLayers, rows: int) -> None:
         raise UnsupportedModel(f"a batch of {rows} tokens does not fit into what memory is left: {cure}") from error
     finally:
         _clear(layers, (1,))
+    return torch.cuda.max_memory_allocated() - before if cuda else 0
 
 
 def _canvas(
@@ -64,23 +102,22 @@ def _canvas(
         documents=documents,
         policy=RecomputePolicy(strategy="all"),
     )
-    return PagedCanvas(layers, job, TOKENS, lambda *_: part, lambda _: True)
+    return PagedCanvas(layers, job, BatchRows(TOKENS, TOKENS), lambda *_: part, lambda _: True)
 
 
-def _prefill(model: Any, layers: NativeLayers, tokens: list[int], table: tuple[int, ...], stops: list[int]) -> list[KV]:
+def _prefill(layers: NativeLayers, tokens: list[int], table: tuple[int, ...], stops: list[int]) -> list[KV]:
     """Return the KV that the model's forward passes leave in the pages, with chunks that end at `stops`."""
     blocks, ids = torch.tensor(table, device=layers.device), torch.tensor(tokens, device=layers.device)
     for start, stop in zip([0, *stops], stops, strict=False):
         positions = torch.arange(start, stop, device=layers.device)
-        (batch,) = layers.begin(ids, positions, blocks, TOKENS).batches
-        with layers.forward_context(batch):
-            model(ids[start:stop], positions)
+        rows = layers.begin(ids, positions, blocks, TOKENS)
+        layers.run_model(rows, rows.batches[0])
     return _read(layers, blocks, stops[-1])
 
 
 def _prefill_alone(layers: NativeLayers, tokens: list[int], table: tuple[int, ...]) -> list[KV]:
     blocks, ids = torch.tensor(table, device=layers.device), torch.tensor(tokens, device=layers.device)
-    for _ in prefill_alone(layers, ids, blocks, TOKENS):
+    for _ in prefill_alone(layers, ids, blocks, BatchRows(TOKENS)):
         pass
     return _read(layers, blocks, len(tokens))
 

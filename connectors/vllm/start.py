@@ -14,6 +14,7 @@ from lmc.engine import CacheEngine, Geometry
 from lmc.errors import ConfigError
 from lmc.keys import Namespace
 from lmc.shapes import KV
+from lmc.storage.shares import Shares
 from lmc.storage.tier import Tier
 
 
@@ -69,7 +70,7 @@ def open_engine(
     """Make the slab and open the tiers, by default those of the settings.
 
     `model` is the model's identity, and `hashing` the algorithm of the engine's block hashes. A chunk has a part for
-    each layer and rank; the ranks of a layer are side by side. Documents are learned behind the tokens of `prefix`.
+    each layer and rank. Documents are learned behind the tokens of `prefix`.
     Raises `ConfigError`, `NoMemory` or `TierUnusable`.
     """
     check_chunk_size(settings, block_size)
@@ -79,7 +80,7 @@ def open_engine(
     layout = "|".join(f"{worker.rank}{worker.page_bytes}{worker.layout}" for worker in workers)
     geometry = Geometry(
         chunk_size=settings.chunk_size,
-        parts=parts,
+        shares=Shares(layers_of_stages(workers), ranks),
         part_bytes=max(size for worker in workers for size in worker.page_bytes) * (settings.chunk_size // block_size),
         token_bytes=KV * first.kv_heads * first.head_dim * item_bytes,
         item_bytes=item_bytes,

@@ -20,6 +20,7 @@ SUPPORTED = (0, 32)
 OVERRIDE = "LMC_UNTESTED_VLLM"
 
 USED = {
+    "CUDAGraphMode": "vllm.config",
     "VllmConfig": "vllm.config",
     "set_current_vllm_config": "vllm.config",
     "get_pp_group": "vllm.distributed",

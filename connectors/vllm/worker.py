@@ -4,24 +4,25 @@ Work is a queue of generators, oldest first, which yield their cost in token-lay
 much as the engine's own limit leaves: `max_num_batched_tokens` through all layers, less the tokens that the engine
 computes itself. So a running request does not wait longer for its next token than behind a chunked prefill. A job that
 fails is reported, and the engine computes its tokens. An error ends the engine only where other ranks would wait for
-this one for ever (tensor parallelism), and where the slab cannot be opened.
+this one for ever (tensor parallelism), and where the slab cannot be opened. With several ranks, all that could make
+their steps differ is agreed upon: what has arrived, by the scheduler's plan, and whether there is memory, by a vote.
 """
 
 import logging
-from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from lmc.blend.blender import Blender, BlendInput, BlendResult
 from lmc.blend.canvas import KV
-from lmc.connectors.vllm.canvas import COPY_COST, PagedCanvas, prefill_alone, read_tokens
+from lmc.connectors.vllm.canvas import COPY_COST, BatchRows, PagedCanvas, memory_for, prefill_alone, read_tokens
 from lmc.connectors.vllm.messages import (
     BlendJob,
     DocumentPart,
     LearnJob,
+    LoadJob,
     PageCopy,
     SaveJob,
     StepPlan,
@@ -31,20 +32,23 @@ from lmc.connectors.vllm.messages import (
 from lmc.connectors.vllm.model_identity import weights_in_memory
 from lmc.connectors.vllm.native import NativeLayers
 from lmc.connectors.vllm.paged import Move, Pages
+from lmc.connectors.vllm.rank_slab import RankSlab
 from lmc.connectors.vllm.selftest import prove_model, run_full_batch
+from lmc.connectors.vllm.streams import Streams, divided, seconds_of
 from lmc.connectors.vllm.tensor_parallel import all_of
 from lmc.connectors.vllm.vllm_api import get_pp_group, get_tensor_model_parallel_rank, get_tp_group
-from lmc.errors import ChunkLost, UnsupportedModel
+from lmc.errors import ChunkLost, NoMemory, UnsupportedModel
 from lmc.keys import chunk_bounds
-from lmc.storage.ledger import Slot
-from lmc.storage.slab import LOST, Slab, SlabAddress
+from lmc.shapes import MIB
+from lmc.storage.slab import LOST
 
 log = logging.getLogger(__name__)
-E = TypeVar("E", bound=tuple[Any, ...])
 
 # Blends get at least a fourth of a step, whatever the engine computes, and learning at most that while requests run.
 LEAST_SHARE = 4
-LEAST_ROWS = 512  # that go through a layer in one call on a CPU, because each call reads all of the layer's weights
+LEAST_ROWS = 512  # in one call of a layer on a CPU, or of the compiled model, because it reads all of the weights
+# The compiled model gets at most an eighth of a step in one call, which cannot be cut into slices.
+LARGEST_SLICE = 8
 
 
 @dataclass(slots=True)
@@ -64,17 +68,17 @@ class Worker:
         self._config, self._kv_cache_config, self._blends = config, kv_cache_config, blends
         self._pages: Pages
         self._layers: NativeLayers | None = None
-        self._slab: Slab | None = None
+        self._slab: RankSlab | None = None
         self._loading: dict[str, Work] = {}  # by request, oldest first
         self._learning: list[Work] = []
         self._prefix_kv: list[KV] = []  # by layer, of the tokens behind which all documents are learned
+        self._arrived: dict[str, int] = {}  # by request, see `StepPlan.arrived`
         self._report = StepReport()
         self._copied: list[tuple[Any, int]] = []  # (event, job) of copies that may be under way
         self._ended: list[tuple[Any, str, tuple[int, ...]]] = []  # the same, for loads
-        self._save_stream: Any = None  # on a GPU, on which copies are made beside the model's work
-        self._load_stream: Any = None
         self._step_tokens = int(config.scheduler_config.max_num_batched_tokens)
-        self._rows = self._step_tokens
+        self._rows = BatchRows(layer=self._step_tokens)
+        self._batch_bytes = 0  # on a GPU, that a layer takes for a batch of full size
 
     # -- start -------------------------------------------------------------------------------------------------------
 
@@ -84,12 +88,13 @@ class Worker:
         Returns what the caches are, and why the model cannot be blended, if it cannot.
         """
         self._pages = Pages(caches, self._kv_cache_config.num_blocks)
+        self._ranks: int = get_tp_group().world_size
         cache = next(iter(caches.values()))
         self._device = cache.device
-        if self._device.type == "cuda":
-            self._save_stream, self._load_stream = torch.cuda.Stream(), torch.cuda.Stream()
-        else:  # On a GPU, kernels may have buffers for the tokens of one step only.
-            self._rows = max(LEAST_ROWS, self._rows)
+        self._streams = Streams(self._device)
+        self._pages.choose_way(seconds_of)
+        if self._device.type != "cuda":  # On a GPU, kernels may have buffers for the tokens of one step only.
+            self._rows = BatchRows(layer=max(LEAST_ROWS, self._step_tokens))
         refused = "blending is off (enable_blending)"
         if self._blends:
             refused = self._prepare_blending(caches, model)
@@ -128,9 +133,13 @@ class Worker:
             layers = NativeLayers(model, self._config, self._kv_cache_config, caches)
             if layers.depth != self._pages.layers:
                 raise UnsupportedModel("the engine has other KV caches than one for each of its layers")
-            prove_model(model, layers, self._config.model_config.get_vocab_size(), self._kv_cache_config.num_blocks)
+            vocabulary, blocks = self._config.model_config.get_vocab_size(), self._kv_cache_config.num_blocks
+            if prove_model(layers, vocabulary, blocks) and self._step_tokens >= LARGEST_SLICE * LEAST_ROWS:
+                self._rows = self._rows._replace(through=self._step_tokens // LARGEST_SLICE)
             if self._device.type == "cuda":  # On a CPU it takes seconds, and more memory can be had.
-                run_full_batch(layers, min(self._rows, self._config.model_config.max_model_len - 1))
+                self._batch_bytes = run_full_batch(
+                    layers, min(self._rows.layer, self._config.model_config.max_model_len - 1)
+                )
         except UnsupportedModel as error:
             return str(error)
         except Exception as error:
@@ -144,14 +153,15 @@ class Worker:
     def work(self, plan: StepPlan) -> None:
         """Take in new jobs, and do a slice of all jobs."""
         if plan.slab is not None and self._slab is None:
-            self._attach(plan.slab, plan.stages)
+            self._slab = RankSlab(plan.slab)
+        self._arrived = plan.arrived
         for request in self._loading.keys() & plan.late:
             self._end(self._loading[request], self._loading[request].blocks)
         for job in plan.loads:
             if isinstance(job, BlendJob):
                 work = Work(self._blend(job), job.request, job.blocks[job.start // self._block_size :])
             else:
-                work = Work(self._load(job.copies, job.ready), job.request, _blocks(job.copies))
+                work = Work(self._load(job), job.request, _blocks(job.copies))
             self._loading[job.request] = work
         for document in plan.learn:
             self._learning.append(Work(self._learn(document), job=document.job))
@@ -166,14 +176,14 @@ class Worker:
         """Copy the blocks that this step has completed, after the forward pass."""
         if not jobs:
             return
-        with torch.inference_mode(), self._behind(self._save_stream):
+        with torch.inference_mode(), self._streams.behind(self._streams.save):
             for job in jobs:
                 try:
                     self._save(job)
                 except Exception:
                     log.exception("lmc could not save a chunk")
                     self._report.failed.add(job.job)
-            event = self._event()
+            event = self._streams.event()
             self._copied += [(event, job.job) for job in jobs]
 
     def cancel(self, requests: set[str]) -> None:
@@ -183,12 +193,12 @@ class Worker:
 
     def outcome(self) -> tuple[set[str], set[int]]:
         """Return for the engine the requests whose load has ended, and the blocks whose contents are wrong."""
-        over, self._ended = _divided(self._ended)
+        over, self._ended = divided(self._ended)
         return {request for _, request, _ in over}, {block for _, _, bad in over for block in bad}
 
     def report(self) -> StepReport:
         """Return for lmc's scheduler what has ended since the last report."""
-        over, self._copied = _divided(self._copied)
+        over, self._copied = divided(self._copied)
         self._report.done |= {job: 1 for _, job in over}
         report, self._report = self._report, StepReport()
         return report
@@ -203,14 +213,14 @@ class Worker:
                 except StopIteration:
                     self._end(work, ())
                     break
-                except ChunkLost:
-                    log.warning(
-                        "a chunk for request %s was lost while it was loaded; the engine computes it", work.request
-                    )
-                    self._end(work, work.blocks)
+                except (ChunkLost, NoMemory) as error:
+                    lost = isinstance(error, ChunkLost)
+                    why = f"a chunk for request {work.request} was lost while it was loaded" if lost else str(error)
+                    log.warning("%s; %s", why, "the engine computes it" if work.request else "it is not learned")
+                    self._end(work, work.blocks, failed=True)
                     break
                 except Exception:
-                    if get_tp_group().world_size > 1:
+                    if self._ranks > 1:
                         raise  # The other ranks are about to enter a collective operation, and would hang.
                     log.exception("lmc failed in a worker; the engine computes what lmc should have loaded")
                     self._end(work, work.blocks, failed=True)
@@ -228,56 +238,40 @@ class Worker:
             del self._loading[work.request]
             if bad:
                 self._report.lost.add(work.request)
-            with self._behind(self._load_stream):
-                self._ended.append((self._event(), work.request, bad))
+            with self._streams.behind(self._streams.load):
+                self._ended.append((self._streams.event(), work.request, bad))
         else:
             self._learning.remove(work)
             if failed:
                 self._report.failed.add(work.job)
-            self._copied.append((self._event(), work.job))
-
-    @contextmanager
-    def _behind(self, stream: Any) -> Iterator[None]:
-        """Issue copies on a stream of their own, which waits for what the model has been given to do until now."""
-        if stream is None:
-            yield
-            return
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            yield
-
-    def _event(self) -> Any:
-        """Return an event that is over when the copies issued until now are done; None if they are done already."""
-        if self._save_stream is None:
-            return None
-        event = torch.cuda.Event()
-        event.record()
-        return event
+            self._copied.append((self._streams.event(), work.job))
 
     # -- inside: jobs ------------------------------------------------------------------------------------------------
 
-    def _load(self, copies: tuple[PageCopy, ...], ready: bool) -> Generator[int, None, None]:
-        self._check(copies)
+    def _load(self, job: LoadJob | BlendJob) -> Generator[int, None, None]:
+        copies = job.copies
         tokens = sum(len(copy.blocks) for copy in copies) * self._block_size
         for layer in range(self._pages.layers):
-            while not (ready or self._arrived(copies, layer)):
+            while not (job.ready or self._has_arrived(job.request, copies, layer)):
                 yield 0
-            with self._behind(self._load_stream):
+            with self._streams.behind(self._streams.load):
                 moves = [Move(copy.blocks, self._part(copy.slot, layer), copy.first) for copy in copies]
                 self._pages.load_all(layer, moves)
             yield tokens // COPY_COST + 1
-        self._check(copies)  # No slot may have been reused meanwhile.
+        if isinstance(job, LoadJob):  # The ranks of a blend have to go on together, and ask at its end.
+            self._check(copies)
 
     def _blend(self, job: BlendJob) -> Generator[int, None, None]:
         assert self._layers is not None
         if job.copies:
-            yield from self._load(job.copies, job.ready)
-            if self._load_stream is not None:
-                torch.cuda.current_stream().wait_stream(self._load_stream)
-        self._check(job.documents)
-        canvas = PagedCanvas(
-            self._layers, job, self._rows, self._part, lambda layer: job.ready or self._arrived(job.documents, layer)
-        )
+            yield from self._load(job)
+            self._streams.wait_for_loads()
+
+        def arrived(layer: int) -> bool:
+            return job.ready or self._has_arrived(job.request, job.documents, layer)
+
+        self._make_room(memory_for(self._layers, job), f"a blend of {len(job.tokens)} tokens")
+        canvas = PagedCanvas(self._layers, job, self._rows, self._part, arrived, self._streams.load)
         pieces = [part.piece for part in job.documents]
         given = BlendInput(
             length=len(job.tokens), stop=job.stop, question=job.question, placements=pieces, start=job.exact
@@ -285,11 +279,12 @@ class Worker:
         blender = Blender(canvas, given, job.policy)
         for done in blender.slices():
             yield done.cost
-        self._check(job.documents)
+        self._check((*job.copies, *job.documents))
         self._report.blended[job.request] = _facts(job, blender.result)
 
     def _learn(self, job: LearnJob) -> Generator[int, None, None]:
         assert self._layers is not None
+        self._make_room(0, f"a document of {len(job.tokens)} tokens")
         tokens, blocks = (torch.tensor(one, device=self._device) for one in (job.tokens, job.blocks))
         behind = self._layers.slots(blocks, torch.arange(job.document, device=self._device))
         for access, kv in zip(self._layers.access, self._prefix_kv, strict=False):
@@ -314,34 +309,48 @@ class Worker:
             part = self._layers.shape.part(self._part(slot, layer), stop - start)
             read_tokens(self._layers, layer, blocks, start, stop, part)
 
-    # -- inside: the slab --------------------------------------------------------------------------------------------
+    def _make_room(self, beside: int, what: str) -> None:
+        """Let the allocator have the memory for a batch of rows, and for `beside` bytes beside it.
 
-    def _attach(self, at: SlabAddress, stages: tuple[int, ...]) -> None:
-        self._slab = Slab.attach(at)
-        self._ranks, self._rank = get_tp_group().world_size, get_tp_group().rank_in_group
-        # Parts are ordered by layer, through all pipeline stages, and by rank within a layer.
-        self._first_part = sum(stages[: get_pp_group().rank_in_group]) * self._ranks
+        Raises `NoMemory` on every rank if one of them does not get it: an error in the middle of a layer would leave
+        the others waiting for this one.
+        """
+        if self._ranks == 1:
+            return
+        size = self._batch_bytes + beside
+        try:
+            torch.empty(size, dtype=torch.uint8, device=self._device)
+            got = True
+        except RuntimeError:
+            got = False
+        if not all_of([got], self._device)[0]:
+            raise NoMemory(f"{what} needs {size / MIB:.0f} MiB, which not every rank has")
+
+    # -- inside: the slab --------------------------------------------------------------------------------------------
 
     def _part(self, slot: int, layer: int) -> torch.Tensor:
         assert self._slab is not None
-        return self._slab.part(Slot(slot), self._first_part + layer * self._ranks + self._rank)
+        return self._slab.part(slot, layer)
 
-    def _arrived(self, wanted: "tuple[PageCopy, ...] | tuple[DocumentPart, ...]", layer: int) -> bool:
+    def _has_arrived(self, request: str, wanted: Sequence[PageCopy | DocumentPart], layer: int) -> bool:
         """Return whether all parts of a layer are in all slots, with the same answer on every rank.
 
         Raises `ChunkLost` if they never will be.
         """
         assert self._slab is not None
-        least = self._first_part + (layer + 1) * self._ranks
-        ready = [self._slab.ready(Slot(part.slot), part.tag) for part in wanted]
-        there, lost = all(n >= least for n in ready), any(n == LOST for n in ready)
-        there, kept = all_of([there, not lost], self._device)
-        if not kept:
+        ready = self._arrived[request] if self._ranks > 1 else self._slab.ready(wanted)
+        if ready == LOST:
             raise ChunkLost([])
-        return there
+        return ready >= self._slab.needed(layer)
 
-    def _check(self, wanted: "tuple[PageCopy, ...] | tuple[DocumentPart, ...]") -> None:
-        self._arrived(wanted, -1)
+    def _check(self, wanted: Sequence[PageCopy | DocumentPart]) -> None:
+        """Raise `ChunkLost` if one of the slots was given to another chunk while it was read.
+
+        This is asked at the end of a job, where ranks may differ: what one of them reports is wrong for all.
+        """
+        assert self._slab is not None
+        if self._slab.ready(wanted) == LOST:
+            raise ChunkLost([])
 
     @property
     def _block_size(self) -> int:
@@ -358,15 +367,6 @@ def _facts(job: BlendJob, result: BlendResult) -> dict[str, object]:
         "token_layers": sum(result.computed),
         "charged_budget": round(result.charged_budget, 4),
     }
-
-
-def _divided(entries: list[E]) -> tuple[list[E], list[E]]:
-    """Return the entries whose event, their first item, is over, and the others."""
-    over: list[E] = []
-    waiting: list[E] = []
-    for entry in entries:
-        (over if entry[0] is None or entry[0].query() else waiting).append(entry)
-    return over, waiting
 
 
 def _blocks(copies: tuple[PageCopy, ...]) -> tuple[int, ...]:

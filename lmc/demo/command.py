@@ -11,7 +11,7 @@ from rich.text import Text
 
 from lmc.demo import REAL, SHIPPED
 from lmc.errors import InputError, needs_transformers
-from lmc.terminal import console
+from lmc.terminal import console, counted
 
 if TYPE_CHECKING:
     from lmc.demo.outcome import Outcome
@@ -99,6 +99,6 @@ def _show(outcome: "Outcome", page: Path) -> None:
     answers = [
         Text("\n".join((f"{number:2}. {asked.title()}", *asked.lines()))) for number, asked in enumerate(shown, 1)
     ]
-    end = f"answers, and pictures of {len(outcome.pictures)} prompts: {page}"
+    end = f"answers, and pictures of {counted(len(outcome.pictures), 'prompt')}: {page}"
     console().print(*answers, Text(outcome.heading()), table, Text(end), sep="\n")
     write_page(page, outcome)

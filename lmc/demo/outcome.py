@@ -10,6 +10,7 @@ from typing import Any
 
 from lmc.connectors.transformers.report import How, Report
 from lmc.demo.questions import Example
+from lmc.terminal import counted
 
 FULL_SCALE = 1.0  # relative deviation ‖Δk‖/‖k‖ at which the colour is darkest
 # A point ends a sentence behind a word or a number, or at the end, and not behind an initial or a title.
@@ -135,8 +136,8 @@ class Outcome:
         found, retrieved = facts["documents_found"], facts["documents_retrieved"]
         learned = retrieved - found
         parts = [
-            f"{facts['questions']} questions over {facts['documents']} documents, of which they retrieve {retrieved}, "
-            "each in a new order."
+            f"{counted(facts['questions'], 'question')} over {counted(facts['documents'], 'document')}, "
+            f"of which they retrieve {retrieved}, each in a new order."
         ]
         if found:
             parts.append(f"{found} documents were found on disk ({facts['disk']}).")

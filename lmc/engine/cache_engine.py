@@ -76,7 +76,7 @@ class CacheEngine:
         self.prefix = tuple(prefix)
         self.settings, self.geometry, self._namespace = settings, geometry, namespace
         self.chunk_size = geometry.chunk_size
-        self.slab = Slab.of_size(settings.max_local_cpu_size * GIB, geometry.parts, geometry.part_bytes, shared=shared)
+        self.slab = Slab.of_size(settings.max_local_cpu_size * GIB, geometry.shares, geometry.part_bytes, shared=shared)
         on_device = 0 if shared else settings.max_local_device_size * GIB
         device_slab = Slab.of_size(on_device, geometry.parts, geometry.part_bytes, device) if on_device else None
         tiers = open_tiers(settings, geometry.item_bytes) if tiers is None else tiers

@@ -12,7 +12,7 @@ from rich.text import Text
 from lmc.administration import URL
 from lmc.errors import InputError, needs_transformers
 from lmc.storage.places import place_of
-from lmc.terminal import AsJson, console, print_json, seconds_of
+from lmc.terminal import AsJson, console, counted, print_json, seconds_of
 
 if TYPE_CHECKING:
     from lmc.config import Settings
@@ -129,12 +129,13 @@ def _report(result: "Learned", would: "Sequence[Document] | None", as_json: bool
         return
     if would is not None:
         letters = sum(len(document.text) for document in would)
-        console().print(Text(f"{len(would)} documents with {letters} letters would be learned"))
+        console().print(Text(f"{counted(len(would), 'document')} with {counted(letters, 'letter')} would be learned"))
         return
     per_second = f" ({result.learned / result.seconds:.1f} a second)" if result.seconds else ""
-    console().print(Text(f"{result.learned} documents learned in {result.seconds:.1f} s{per_second}"))
+    console().print(Text(f"{counted(result.learned, 'document')} learned in {result.seconds:.1f} s{per_second}"))
     if how := " and ".join(filter(None, ("pinned" if pin else "", f"removed after {ttl}" if ttl else ""))):
-        console().print(Text(f"{result.documents - len(result.failed)} documents are {how}"))
+        kept = result.documents - len(result.failed)
+        console().print(Text(f"{counted(kept, 'document')} {'is' if kept == 1 else 'are'} {how}"))
     for name in list(result.failed)[:SHOWN]:
         console().print(Text(f"{name} was not learned: {result.failed[name]}"))
     if len(result.failed) > SHOWN:

@@ -15,6 +15,7 @@ from lmc.http_client import Unreachable
 from lmc.learn.learners import Learner, Retention, Stored
 from lmc.learn.manifest import Manifest
 from lmc.learn.sources import Document
+from lmc.terminal import all_of
 
 SAMPLE = 16  # documents whose tokens are counted beforehand
 
@@ -55,7 +56,8 @@ class LearnRun:
     def note(self) -> str:
         """What to say about documents that were learned before, if there are any."""
         before = self.result.before
-        said = f"{before} of {len(self.documents)} documents were learned before, says {self.manifest.path}"
+        of = all_of(len(self.documents), "document")
+        said = f"{before} of {of} learned before, says {self.manifest.path}"
         return f"{said} (--again: all)" if before else ""
 
     def check_old(self, learner: Learner) -> str:
@@ -112,7 +114,7 @@ class LearnRun:
                 how = "again, without --again," if self.again else "again"
                 wrong = isinstance(error, InputError) and not isinstance(error, Unreachable)
                 hint = "" if wrong else f"; run the same command {how} to go on"
-                screen.print(Text(f"{result.learned} of {len(self.new)} documents were learned{hint}"))
+                screen.print(Text(f"{result.learned} of {all_of(len(self.new), 'document')} learned{hint}"))
                 raise
         result.seconds, result.dropped, result.held = time.monotonic() - started, learner.dropped(), learner.held()
         return result

@@ -69,6 +69,8 @@ class DiskTier:
         self._order: EvictionOrder[ChunkKey] = EvictionOrder(document_share * capacity)
         self._standing: dict[ChunkKey, Standing] = {}  # of records that are or will be protected
         self._paused_until = 0.0
+        self._uses: dict[ChunkKey, int] = {}  # in memory, since the last eviction: when, in nanoseconds
+        self._uses_lock = new_lock(Rank.LEAF)
         self._serial = 0
         self._thread = threading.local()  # `into`: where the records that a thread opens next will be read to
         self._sums = ThreadPoolExecutor(2, thread_name_prefix="lmc-sums")
@@ -115,10 +117,22 @@ class DiskTier:
             return None
         with self._lock, contextlib.suppress(KeyError):  # A reader of another's directory has no index.
             self._order.touch(key)
+        with self._uses_lock:
+            self._uses.pop(key, None)  # This use is later.
         if not self.read_only:
             with contextlib.suppress(OSError):  # The time only improves the order of eviction after a restart.
                 files.touch(reader.fd)
         return reader
+
+    def note_use(self, keys: Sequence[ChunkKey]) -> None:
+        """Note uses for the next eviction. The lock is not waited for, because files may be removed under it."""
+        if self.read_only:
+            return
+        now = time.time_ns()
+        with self._uses_lock:
+            for key in filter(self._index.__contains__, keys):
+                self._uses.pop(key, None)  # The last use comes last.
+                self._uses[key] = now
 
     def write(self, meta: RecordMeta, parts: Sequence[memoryview]) -> Written:
         """Write a record to `tmp` and rename it. If the disk stays full after an eviction, it is not kept."""
@@ -231,6 +245,9 @@ class DiskTier:
     def close(self) -> None:
         """Let go of the directory."""
         self._sums.shutdown()
+        if not self.read_only:
+            with self._lock:
+                self._apply_uses()
         self._let_go()
 
     def _leftovers(self) -> list[Path]:
@@ -259,12 +276,16 @@ class DiskTier:
             self._order.remove(key)
             if standing is Standing.DOCUMENT:  # A pinned record stays pinned if it is written again.
                 del self._standing[key]
+        with self._uses_lock:
+            self._uses.pop(key, None)
         if self._changes is not None:
             self._changes.left(self.name, key)
 
     def _evict(self, excess: int) -> int:
         """Remove records, oldest first, until `excess` bytes are free; return how many bytes that gave."""
         freed = 0
+        if excess > 0:
+            self._apply_uses()
         while freed < excess and (key := self._order.first()) is not None:
             size = self._index[key]
             self._path(key).unlink(missing_ok=True)  # If this fails, the record stays and can be read.
@@ -274,6 +295,19 @@ class DiskTier:
             self.evictions += 1
             freed += size
         return freed
+
+    def _apply_uses(self) -> None:
+        """Let records that memory has served be evicted last, in the order of these uses; set the times of their files.
+
+        Among others that were read since, the order is not exact.
+        """
+        with self._uses_lock:
+            uses, self._uses = self._uses, {}
+        for key, when in uses.items():
+            if key in self._order:
+                self._order.touch(key)
+                with contextlib.suppress(OSError):  # The time only improves the order of eviction after a restart.
+                    os.utime(self._path(key), ns=(when, when))
 
     def _document_evicted(self) -> None:
         if not self.document_evictions:

@@ -91,6 +91,9 @@ class RedisTier:
         with removed_if_corrupt(self.discard, key):
             return self._open(server, key) if server is not None else None
 
+    def note_use(self, keys: Sequence[ChunkKey]) -> None:
+        """Do nothing: Redis evicts by what it sees itself."""
+
     def write(self, meta: RecordMeta, parts: Sequence[memoryview]) -> Written:
         """Write values under temporary names; then rename them and add the header in one step."""
         header, total = self._header(meta.key), meta.offset(meta.parts)
@@ -139,7 +142,7 @@ class RedisTier:
 
     def entries(self) -> Iterator[Entry]:
         """Return what the servers that answer hold, least recently used first. Redis counts whole seconds."""
-        found = []
+        found, now = [], time.time()
         for server in self._servers.all():
             for names in self._names(server) if server.usable else []:
                 headers = [name for name in names if not name["value"]]
@@ -149,7 +152,7 @@ class RedisTier:
                     answers = connection.call_all(asked)
                 for name, seconds, blob in zip(headers, answers[::2], answers[1::2], strict=True):
                     if isinstance(blob, bytes):
-                        used = time.time() - seconds if isinstance(seconds, int) else 0.0  # It may count uses instead.
+                        used = now - seconds if isinstance(seconds, int) else 0.0  # It may count uses instead.
                         found.append(Entry(key=_key(name), bytes=_record_bytes(blob), used=used))
         return iter(sorted(found, key=lambda entry: entry.used))
 

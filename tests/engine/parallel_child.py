@@ -81,11 +81,50 @@ def blended(child: Child) -> dict[str, object]:
     return seen
 
 
+def without_memory(worker) -> None:
+    """In each rank: from now on the second one has no memory for blends."""
+    import torch
+
+    from lmc.connectors.vllm.worker import Worker
+
+    make_room, empty = Worker._make_room, torch.empty
+
+    def scarce(self, beside, what):
+        def none_is_left(*size, **options):
+            torch.empty = empty
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+        if what.startswith("a blend"):
+            torch.empty = none_is_left
+        make_room(self, beside, what)
+
+    if worker.rank == 1:
+        Worker._make_room = scarce
+
+
+def refused(child: Child) -> dict[str, object]:
+    """What is seen when one of the ranks has no memory for blends."""
+    wanted = child.ask(PROMPT.tokens, {"blend": False})
+    for document in DOCUMENTS:
+        child.ask(document, {"learn": True}, 1)
+    child.llm.collective_rpc(without_memory)
+    found = []
+    for _ in range(2):
+        child.forget()
+        found.append(child.ask(PROMPT.tokens, PROMPT.blend(strategy="none")))
+    return {
+        "refused": [facts(one).get("reused_tokens", 0) for one in found],
+        "refused blends are computed": all(child.same(one, wanted) for one in found),
+    }
+
+
 if __name__ == "__main__":
     options = json.loads(sys.argv[2])
     llm = launch(Path(sys.argv[1]), **options)
     result = exact(Child(llm))
     if "pipeline_parallel_size" not in options:
         result |= blended(Child(llm))
+    if "tensor_parallel_size" in options:
+        result |= refused(Child(llm))
     llm.llm_engine.engine_core.shutdown()
     sys.stdout.write(json.dumps(result) + "\n")

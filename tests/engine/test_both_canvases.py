@@ -12,11 +12,11 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from lmc.blend.blender import Blender, BlendInput
 from lmc.blend.segments import Placement
-from lmc.blend.strategies import STRATEGIES, RecomputePolicy
+from lmc.blend.strategies import NEEDS_QUESTION, STRATEGIES, RecomputePolicy
 from lmc.connectors.transformers.canvas import DenseCanvas
 from lmc.connectors.transformers.hf import forward, rows_of
 from lmc.connectors.transformers.layers import DecoderLayers
-from lmc.connectors.vllm.canvas import PagedCanvas
+from lmc.connectors.vllm.canvas import BatchRows, PagedCanvas
 from lmc.connectors.vllm.messages import BlendJob, DocumentPart
 from lmc.engine import Piece
 from lmc.keys import ChunkKey, RecordKind
@@ -145,7 +145,7 @@ def trimmed(placements, parts, start):
     return kept, left
 
 
-def paged(lab, model, given: Case, policy: RecomputePolicy):
+def paged(lab, model, given: Case, policy: RecomputePolicy, rows: BatchRows):
     """The same over the paged canvas, in blocks that the engine does not use now."""
     mine = worker()
     layers, length = mine._layers, len(given.tokens)
@@ -167,8 +167,7 @@ def paged(lab, model, given: Case, policy: RecomputePolicy):
     def stored(slot, layer):
         return parts[slot][layer].contiguous().flatten().view(torch.uint8)
 
-    # The shift of a document whose rows are in two batches is estimated twice, and the dense canvas has one batch.
-    canvas = PagedCanvas(layers, job, ROWS if policy.correction == "none" else length, stored, lambda _: True)
+    canvas = PagedCanvas(layers, job, rows, stored, lambda _: True)
     everything = canvas.slots(torch.arange(length))
     with torch.inference_mode():
         for layer in range(canvas.depth):  # nothing of the test before may be of use
@@ -188,12 +187,13 @@ def last_logits(lab, canvas, layers, length: int) -> torch.Tensor:
     rows = canvas.begin(last)
     for layer in range(canvas.depth):
 
-        def attention(query, own, layer=layer):
+        def attention(query, write, own, layer=layer):
+            write()
             return canvas.kernels.attend(query, canvas.context(layer, length, nothing), last, canvas.scale)
 
         (batch,) = canvas.batches(rows)
         canvas.run(layer, rows, batch, attention)
-    hidden, _ = layers.decoder.norm(rows.states, rows.residual)
+    hidden, _ = layers._decoder.norm(rows.states, rows.residual)
     engine_model = lab.core.model_executor.driver_worker.worker.get_model()
     return engine_model.compute_logits(hidden)[0]
 
@@ -202,13 +202,43 @@ def last_logits(lab, canvas, layers, length: int) -> torch.Tensor:
 @pytest.mark.parametrize("given", CASES.values(), ids=CASES)
 def test_the_same_tokens_and_the_same_kv(lab, model, given, policy):
     one, kv, logits = dense(model, given, policy)
-    other, paged_kv, paged_logits = paged(lab, model, given, policy)
+    # The shift of a document uses its rows in one batch, and the dense canvas has one batch for all.
+    rows = ROWS if policy.correction == "none" else len(given.tokens)
+    other, paged_kv, paged_logits = paged(lab, model, given, policy, BatchRows(rows))
     assert (one.reused, one.fresh, one.charged) == (other.reused, other.fresh, other.charged)
     assert one.computed == other.computed
     assert [a.tolist() for a in one.repaired] == [b.tolist() for b in other.repaired]
     difference = max(float((a - b).abs().max()) for a, b in zip(kv, paged_kv, strict=True))
     assert difference <= SAME
     assert float((logits - paged_logits[: len(logits)]).abs().max()) <= SAME
+
+
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+@pytest.mark.parametrize("given", CASES.values(), ids=CASES)
+def test_rows_that_go_through_all_layers_at_once_leave_the_same(lab, model, given, policy, monkeypatch):
+    calls, run_through = [], PagedCanvas.run_through
+    monkeypatch.setattr(PagedCanvas, "run_through", lambda self, *what: [calls.append(what), run_through(self, *what)])
+    one, kv, logits = paged(lab, model, given, policy, BatchRows(ROWS))
+    assert not calls
+    other, through_kv, through_logits = paged(lab, model, given, policy, BatchRows(ROWS, ROWS))
+    assert bool(calls) == (policy.strategy in NEEDS_QUESTION), "only where all documents were placed by a first pass"
+    assert (one.computed, one.charged) == (other.computed, other.charged)
+    assert [a.tolist() for a in one.repaired] == [b.tolist() for b in other.repaired]
+    assert max(float((a - b).abs().max()) for a, b in zip(kv, through_kv, strict=True)) <= SAME
+    assert float((logits - through_logits).abs().max()) <= SAME
+
+
+@pytest.mark.parametrize("through", [0, ROWS])
+@pytest.mark.parametrize("correction", ["none", "shift"])
+def test_of_the_last_layer_a_blend_computes_keys_and_values_only(lab, model, monkeypatch, correction, through):
+    policy, finished = RecomputePolicy(strategy="union", correction=correction), set()
+    layers = worker()._layers._layers
+    hooks = [layer.mlp.register_forward_hook(lambda *_, i=i: finished.add(i)) for i, layer in enumerate(layers)]
+    monkeypatch.setitem(globals(), "last_logits", lambda *_: None)
+    paged(lab, model, CASES["documents"], policy, BatchRows(ROWS, through))
+    for hook in hooks:
+        hook.remove()
+    assert finished == set(range(len(layers) - 1))
 
 
 def test_the_cases_differ_from_full_prefill_and_from_each_other(model):

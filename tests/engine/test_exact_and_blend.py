@@ -4,6 +4,7 @@ import pytest
 from lab import Prompt, answer, distance, engine, facts, words
 
 from lmc.blend.strategies import NEEDS_QUESTION
+from lmc.connectors.vllm.native import NativeLayers
 
 SAME = 1e-5  # logprobs, float32
 DOCUMENTS = [words(150, 1), words(300, 2), words(150, 3), words(90, 4)]
@@ -24,7 +25,7 @@ ENGINES = {
     "small steps": ("llama", {}, {"max_num_batched_tokens": 64, "max_num_seqs": 8}),
     "one large step": ("llama", {}, {"max_num_batched_tokens": 2048}),
     "large blocks": ("llama", {"chunk_size": 256}, {"block_size": 128}),
-    "compiled": ("llama", {}, {"enforce_eager": False}),
+    "compiled": ("llama", {}, {"enforce_eager": False, "max_num_batched_tokens": 4096}),
 }
 
 
@@ -49,6 +50,15 @@ def test_at_ratio_1_the_blend_is_full_prefill(lab, strategy):
         assert facts(found)["fresh_tokens"] == len(prompt.tokens) - sum(map(len, ORDER))
     assert same(found, wanted)
     lab.check()
+
+
+def test_a_compiled_model_is_called_as_a_whole(lab, monkeypatch):
+    calls, run_through = [], NativeLayers.run_through
+    monkeypatch.setattr(NativeLayers, "run_through", lambda self, *what: [calls.append(what), run_through(self, *what)])
+    prompt, wanted = only_documents_are_known(lab)
+    learned = len(calls)
+    assert same(lab.ask(prompt.tokens, prompt.blend(strategy="union", ratio=1.0)), wanted)
+    assert (learned > 0, len(calls) > learned) == (lab.name == "compiled",) * 2
 
 
 def test_an_approximate_blend_is_not_full_prefill(lab):

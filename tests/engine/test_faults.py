@@ -273,7 +273,7 @@ def test_a_slot_that_holds_another_chunk_than_promised_is_not_used(lab, request,
     assert "exact_tokens" not in facts(out)
 
 
-@pytest.mark.parametrize("method", ["run", "_attention_replaced"])
+@pytest.mark.parametrize("method", ["run", "_replaced"])
 @pytest.mark.parametrize("calls", [0, 1])
 def test_an_exception_inside_a_blend_is_computed_over(lab, steps, method, calls):
     """Before a layer, and in its middle, where its attention is replaced."""

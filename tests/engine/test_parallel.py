@@ -16,7 +16,11 @@ NO_PLUGIN = {"transfer": {"kv_connector_module_path": "lmc.connectors.vllm.conne
 # Environment, engine options
 ENGINES = {
     "processes, no plugin": ({**APART, "VLLM_PLUGINS": ""}, NO_PLUGIN),
-    "tensor parallel": ({**APART, "VLLM_CPU_OMP_THREADS_BIND": "0|1"}, {"tensor_parallel_size": 2}),
+    # `collective_rpc` of a function is what the variable allows.
+    "tensor parallel": (
+        {**APART, "VLLM_CPU_OMP_THREADS_BIND": "0|1", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"},
+        {"tensor_parallel_size": 2},
+    ),
 }
 
 # vLLM's CPU build runs several stages only compiled.
@@ -69,6 +73,13 @@ def test_documents_that_nobody_knows_are_computed_and_learned(seen):
 def test_at_ratio_1_the_blend_is_full_prefill(seen, strategy):
     assert seen[f"{strategy} reused"] == REUSED
     assert seen[f"{strategy} is exact"]
+
+
+def test_a_rank_without_memory_refuses_a_blend_for_all(seen):
+    if "refused" not in seen:
+        pytest.skip("one rank")
+    assert seen["refused"] == [0, 0]
+    assert seen["refused blends are computed"]
 
 
 def test_blind_reuse_is_not_and_does_not_reach_plain_requests(seen):

@@ -19,11 +19,13 @@ from lmc.connectors.vllm.connector import LMCConnector
 from lmc.connectors.vllm.model_identity import model_identity
 from lmc.connectors.vllm.native import NativeLayers
 from lmc.connectors.vllm.plugin import loaded_model
+from lmc.connectors.vllm.rank_slab import RankSlab
 from lmc.connectors.vllm.start import layers_of_stages
 from lmc.connectors.vllm.vllm_api import KVConnectorBase_V1, KVConnectorRole
-from lmc.connectors.vllm.worker import Worker
 from lmc.engine.calibration import Calibration, fusion_settings, keep_calibration
 from lmc.errors import ConfigError, UnsupportedModel
+from lmc.storage.shares import Shares
+from lmc.storage.slab import SlabAddress
 
 DOCUMENTS = [words(150, 1), words(90, 2)]
 BOS = 1
@@ -368,18 +370,19 @@ def test_with_full_graphs_settings_are_checked_before_there_is_a_model(monkeypat
 
 
 def test_the_ranks_of_all_pipeline_stages_have_each_part_of_a_slot_once(monkeypatch):
-    stages, ranks, found = (3, 2), 2, []
+    stages, ranks, found, arrived = (3, 2), 2, [], []
     everybody = [(stage, rank) for stage in range(2) for rank in range(ranks)]
     told = [SimpleNamespace(rank=rank, page_bytes=(64,) * stages[rank[0]]) for rank in everybody[::-1]]
     assert layers_of_stages(told) == stages
     slab = SimpleNamespace(part=lambda slot, part: part)
-    monkeypatch.setattr("lmc.connectors.vllm.worker.Slab", SimpleNamespace(attach=lambda at: slab))
+    monkeypatch.setattr("lmc.connectors.vllm.rank_slab.Slab", SimpleNamespace(attach=lambda at, share: slab))
     for stage, rank in everybody:
         for kind, number in (("pp", stage), ("tp", rank)):
             group = SimpleNamespace(rank_in_group=number, world_size=ranks)
-            monkeypatch.setattr(f"lmc.connectors.vllm.worker.get_{kind}_group", lambda group=group: group)
-        side = Worker.__new__(Worker)
-        side._attach(None, stages)
-        found += [side._part(0, layer) for layer in range(stages[stage])]
+            monkeypatch.setattr(f"lmc.connectors.vllm.rank_slab.get_{kind}_group", lambda group=group: group)
+        side = RankSlab(SlabAddress(path="", slots=1, shares=Shares(stages, ranks), part_bytes=64))
+        found += [side.part(0, layer) for layer in range(stages[stage])]
+        arrived += [side.needed(layer) for layer in range(stages[stage])]
     assert sorted(found) == list(range(sum(stages) * ranks))
     assert found[:3] == [0, 2, 4], "the ranks of a layer are side by side"
+    assert arrived == [2, 4, 6] * 2 + [8, 10] * 2, "a layer waits for the parts of all its ranks"

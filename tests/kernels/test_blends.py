@@ -1,11 +1,15 @@
 """Blends whose kernels are Triton's choose the same tokens as those in torch, and leave the same keys and values."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from models import SEPARATOR, random_model
 from test_transformers import DOCUMENTS, prompt, settings
 
+from lmc.blend.staging import Staging
 from lmc.connectors.transformers import CachedModel
+from lmc.connectors.transformers.canvas import DenseCanvas
 from lmc.errors import ConfigError
 
 
@@ -36,6 +40,44 @@ def test_a_blend_is_that_of_torch(monkeypatch, family, more):
     wanted, wanted_budget = blended(monkeypatch, "torch", family, **more)
     assert budget == wanted_budget
     assert torch.allclose(logits, wanted, atol=1e-4)
+
+
+class AtOnce:
+    """A stream on which everything is over as soon as it is issued."""
+
+    def record_event(self):
+        return None
+
+    def wait_event(self, event) -> None:
+        pass
+
+    wait_stream = wait_event
+
+
+def test_the_parts_of_the_next_layer_are_staged_while_one_is_computed(monkeypatch):
+    """As on a GPU, but for the order in which streams go on (`tests/test_staging.py`)."""
+    wanted, budget = blended(monkeypatch, "triton", "llama")
+    begin, place, begun = DenseCanvas.__init__, DenseCanvas.place, []
+
+    def with_staging(canvas, *given) -> None:
+        begin(canvas, *given)
+        if len(canvas._stored):
+            size = (2, len(canvas._stored), *canvas.kv[0][0].shape[::2])
+            canvas._staging = Staging(canvas.kernels, canvas._parts, lambda: torch.empty(size), AtOnce())
+
+    def noted(canvas, layer: int) -> int:
+        begun.append(canvas._staging is not None and layer in canvas._staging._copied)
+        return place(canvas, layer)
+
+    monkeypatch.setattr(torch.cuda, "current_stream", AtOnce)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
+    monkeypatch.setattr(DenseCanvas, "__init__", with_staging)
+    monkeypatch.setattr(DenseCanvas, "place", noted)
+    found, found_budget = blended(monkeypatch, "triton", "llama")
+    assert begun[-3:] == [False, True, True], "all layers but the first"
+    assert found_budget == budget
+    assert torch.equal(found, wanted)
 
 
 def test_kernels_that_do_not_exist_are_refused(monkeypatch):

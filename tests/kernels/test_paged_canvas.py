@@ -6,12 +6,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 from pages import pages_of
+from watching import watch_kernels, watched
 
 pytest.importorskip("vllm")
 
+from lmc.blend.blender import Blender, BlendInput
 from lmc.blend.kernels.choice import TORCH, kernels_of
 from lmc.blend.strategies import RecomputePolicy
-from lmc.connectors.vllm.canvas import PagedCanvas
+from lmc.connectors.vllm.canvas import BatchRows, PagedCanvas
 from lmc.connectors.vllm.messages import BlendJob, DocumentPart
 from lmc.connectors.vllm.native import NativeLayers
 from lmc.connectors.vllm.paged import TokenAccess
@@ -20,7 +22,9 @@ from lmc.keys import ChunkKey, RecordKind
 from lmc.shapes import KVShape
 
 HEADS, GROUP, DIM, BLOCK, LENGTH = 2, 2, 32, 16, 90
-HIDDEN = HEADS * GROUP * DIM
+LAUNCHES, WEIGHTS = 14, 49  # in a layer of a pass, and where the weights of a correction are computed
+QUERIES = HEADS * GROUP
+HIDDEN = QUERIES * DIM
 
 
 def written(attention, keys, values, cache, slots):
@@ -31,48 +35,65 @@ def written(attention, keys, values, cache, slots):
 class Attention:
     """The parts of vLLM's attention module that lmc uses. Its own kernel knows runs of consecutive rows only."""
 
-    num_heads, num_kv_heads, head_size, layer_name = HEADS * GROUP, HEADS, DIM, "layer"
+    head_size, layer_name = DIM, "layer"
     attn_backend = SimpleNamespace(get_name=lambda: "FLASH_ATTN")
-    impl = SimpleNamespace(do_kv_cache_update=written, scale=DIM**-0.5)
 
-    def __call__(self, *given):
-        return self.forward(*given)
+    def __init__(self, counting):
+        self.impl, self._counting = Implementation(), counting
 
-    def forward(self, query, key, value):
+    def __call__(self, query, key, value):
+        query, key, value = (
+            one.reshape(-1, heads, DIM) for one, heads in ((query, QUERIES), (key, HEADS), (value, HEADS))
+        )
+        output = torch.empty_like(query)
+        with self._counting(True):
+            self.impl.forward(self, query, key, value, None, None, output)
+        return output.flatten(1)
+
+
+class Implementation:
+    """What writes and reads the pages."""
+
+    do_kv_cache_update = staticmethod(written)
+
+    def forward(self, *given):
         raise AssertionError("the engine's own attention was called for scattered rows")
 
 
 class Layer:
-    """A decoder layer without anything but projections and attention."""
+    """A decoder layer without anything but projections and attention. What lmc does in its attention is counted."""
 
-    def __init__(self) -> None:
-        self.attention = Attention()
+    def __init__(self, counting) -> None:
+        self.attention, self._counting = Attention(counting), counting
         self.weights = torch.randn(HIDDEN, HIDDEN + 2 * HEADS * DIM) / HIDDEN**0.5
 
     def __call__(self, positions, states, residual):
-        projected = (states @ self.weights).split([HIDDEN, HEADS * DIM, HEADS * DIM], dim=-1)
-        return states + self.attention(*projected), states if residual is None else residual
+        with self._counting(False):
+            projected = (states @ self.weights).split([HIDDEN, HEADS * DIM, HEADS * DIM], dim=-1)
+            return states + self.attention(*projected), states if residual is None else residual
 
 
-def layers_over(kernels, ratio: int, monkeypatch) -> NativeLayers:
+def layers_over(
+    kernels, ratio: int, monkeypatch, length: int = LENGTH, counting=lambda on: nullcontext()
+) -> NativeLayers:
     """Three layers over pages, in which the engine's blocks are `ratio` of the kernel's."""
     torch.manual_seed(0)
     found = object.__new__(NativeLayers)
-    monkeypatch.setattr(NativeLayers, "forward_context", lambda self, batch, attends=True: nullcontext())
-    caches = [pages_of(HEADS, DIM, BLOCK, LENGTH + 60, torch.float32) for _ in range(3)]
+    monkeypatch.setattr(NativeLayers, "_context", lambda self, batch: nullcontext())
+    caches = [pages_of(HEADS, DIM, BLOCK, length + 60, torch.float32) for _ in range(3)]
     caches = [torch.cat((one.keys, one.values), dim=-1) for one in caches]
-    found._layers = [Layer() for _ in caches]
+    found._layers = [Layer(counting) for _ in caches]
     found.attention = [layer.attention for layer in found._layers]
     found.access = [
         TokenAccess(layer.attention, cache, kernels) for layer, cache in zip(found._layers, caches, strict=True)
     ]
     found.kernels, found.device, found.scale = found.access[0].kernels, torch.device("cpu"), DIM**-0.5
-    found.block_size, found._ratio, found._names, found.most_runs = BLOCK * ratio, ratio, ["layer"], 1 << 30
-    angles = torch.arange(2 * LENGTH)[:, None] * 0.8 ** torch.arange(DIM // 2)
+    found.block_size, found._ratio, found.most_runs = BLOCK * ratio, ratio, 1 << 30
+    angles = torch.arange(2 * length)[:, None] * 0.8 ** torch.arange(DIM // 2)
     found._rope = SimpleNamespace(cos_sin_cache=torch.cat((angles.cos(), angles.sin()), dim=-1), is_neox_style=True)
     found.shape = KVShape(layers=3, kv_heads=HEADS, head_dim=DIM, dtype=torch.float32)
     embedding = torch.randn(100, HIDDEN)
-    found.decoder = SimpleNamespace(embed_input_ids=lambda tokens: embedding[tokens])
+    found._decoder = SimpleNamespace(embed_input_ids=lambda tokens: embedding[tokens])
     return found
 
 
@@ -91,7 +112,11 @@ def outcome(kernels, ratio: int, monkeypatch) -> list[torch.Tensor]:
         documents=tuple(DocumentPart(slot=i, tag=0, piece=piece) for i, piece in enumerate(pieces)),
     )  # fmt: skip
     canvas = PagedCanvas(
-        layers, job, LENGTH, lambda slot, layer: parts[layer, slot].flatten().view(torch.uint8), lambda _: True
+        layers,
+        job,
+        BatchRows(LENGTH),
+        lambda slot, layer: parts[layer, slot].flatten().view(torch.uint8),
+        lambda _: True,
     )
     everything = canvas.slots(torch.arange(LENGTH))
     rows, found = canvas.begin(torch.tensor([0, 1, 6, 9, 10, 39, 44, 80, LENGTH - 1])), []
@@ -108,9 +133,12 @@ def outcome(kernels, ratio: int, monkeypatch) -> list[torch.Tensor]:
 def attending(canvas, layer, positions):
     """Attention by the kernels in torch, as the engine's own would be."""
     nothing = torch.empty(0, dtype=torch.long)
-    return lambda query, own: canvas.kernels.attend(
-        query, canvas.context(layer, LENGTH, nothing), positions, canvas.scale
-    )
+
+    def attention(query, write, own):
+        write()
+        return canvas.kernels.attend(query, canvas.context(layer, LENGTH, nothing), positions, canvas.scale)
+
+    return attention
 
 
 @pytest.mark.parametrize("ratio", [1, 2])
@@ -120,3 +148,36 @@ def test_both_kinds_of_kernels_leave_the_same(monkeypatch, ratio):
     assert triton.in_pages
     for one, other in zip(outcome(triton, ratio, monkeypatch), outcome(TORCH, ratio, monkeypatch), strict=True):
         assert torch.allclose(one, other, atol=1e-4)
+
+
+@pytest.mark.parametrize("documents", [1, 3, 9])
+@pytest.mark.parametrize(
+    "policy",
+    [{"strategy": "union", "ratios": (0.3,), "correction": "shift"}, {"strategy": "query", "ratios": (0.3,)}],
+    ids=lambda one: one["strategy"],
+)
+def test_nothing_waits_and_launches_are_few(monkeypatch, policy, documents):
+    watch = watch_kernels(monkeypatch)
+    monkeypatch.setattr("lmc.connectors.vllm.tensor_parallel.get_tp_group", lambda: SimpleNamespace(world_size=1))
+    size, kernels = 12, kernels_of(torch.device("cpu"))
+    length = 5 + documents * (size + 2) + 6
+    layers = layers_over(kernels, 1, monkeypatch, length, watch.set)
+    parts = torch.randn(3, documents, 2, size, HEADS, DIM)  # [L, document, K, T, H, D]
+    pieces = [
+        Piece.whole(RecordKind.DOCUMENT, ChunkKey(b""), size, 5 + i * (size + 2), 0, None, exact=False)
+        for i in range(documents)
+    ]
+    job = BlendJob(
+        request="request", tokens=tuple(torch.arange(length).remainder(100).tolist()),
+        blocks=tuple(range(-(-length // BLOCK)))[::-1], stop=length, policy=RecomputePolicy(**policy),
+        documents=tuple(DocumentPart(slot=i, tag=0, piece=piece) for i, piece in enumerate(pieces)),
+    )  # fmt: skip
+    canvas = PagedCanvas(
+        layers, job, BatchRows(length), lambda slot, layer: parts[layer, slot].flatten().view(torch.uint8),
+        lambda _: True,
+    )  # fmt: skip
+    given = BlendInput(length=length, stop=length, question=length - 6, placements=pieces)
+    for layer, launched, waited in watched(watch, Blender(canvas, given, job.policy).slices()):
+        if layer:  # Rows are chosen and described before the first one.
+            assert not waited, launched
+            assert len(launched) <= (WEIGHTS if "aten.linalg_solve_ex.default" in launched else LAUNCHES), launched

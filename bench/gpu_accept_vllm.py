@@ -1,0 +1,306 @@
+"""What lmc does inside vLLM on this GPU, against what is wanted: answers, aborts, preemptions, times.
+
+    python bench/gpu_accept_vllm.py [--keep]       # `make gpu-vllm`; exit status 1 if a line falls short
+    python bench/gpu_accept_vllm.py --smoke        # tiny sizes with vLLM's CPU build: do the checks themselves run?
+
+Needs vLLM 0.32 and lmc's own dependencies; see docs/gpu.md. Engines run one after another, each in its own process.
+
+Answers are compared by the logprobs of the likeliest tokens, up to the first token that is another one. What is allowed
+is `NOISE` times the difference between two prefills of vLLM alone, from the beginning and behind its own prefix of half
+or all of the prompt, and at least `FLOOR`. Blind reuse has to differ by several times as much, so that the comparison
+can fail. The times are in `gpu_vllm_times.py`.
+"""
+
+import math
+import random
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from common import parser
+from engine import SYSTEM, in_folder, make_model, prompt_of, words
+from engine_probe import Probe, Request
+from gpu_vllm_times import TINY, Times, measure_times
+from report import Report
+
+NOISE = 4  # times that two prefills of vLLM alone differ are allowed
+FLOOR = {"bfloat16": 2e-2, "float32": 1e-4}  # A logit of bfloat16 between 2 and 4 has steps of 1.6e-2.
+CONTROL = 3  # times what is allowed is how much blind reuse has to differ at least
+LIKELIEST = 5  # tokens whose logprobs are compared
+BLIND = {"strategy": "none"}
+EXACT = ({"strategy": "all", "ratio": 1.0}, {"strategy": "union", "ratio": 1.0})
+Answer = dict[str, Any]
+
+
+@dataclass
+class Sizes:
+    """What is asked. The defaults have the heads of an 8B Llama, in fewer and smaller layers."""
+
+    backends: tuple[str, ...] = ("FLASH_ATTN", "TRITON_ATTN")
+    layers: int = 8
+    hidden: int = 2048
+    head_dim: int = 128
+    group: int = 4
+    dtype: str = "bfloat16"
+    block: int = 16
+    eager: bool = False
+    documents: int = 8
+    tokens: int = 500  # of a document
+    prompts: int = 4
+    step: int = 512  # tokens that the engine computes at a time
+    aborts: int = 20
+
+
+SMOKE = Sizes(
+    backends=("CPU_ATTN",), layers=4, hidden=256, head_dim=32, dtype="float32", block=32, eager=True, documents=4,
+    tokens=120, prompts=2, step=64,
+)  # fmt: skip
+
+
+@dataclass
+class Case:
+    """A prompt of documents."""
+
+    tokens: list[int]
+    spans: list[list[int]]  # where its documents are
+
+    def blend(self, **wishes: Any) -> Request:
+        """Return the prompt, with what it asks of lmc."""
+        return self.tokens, {"documents": self.spans, **wishes}
+
+
+class Cases:
+    """The prompts: the same documents in several orders, and those whose beginning they share."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        self.documents = [words(sizes.tokens, i) for i in range(sizes.documents)]
+        # vLLM computes the last block of a prompt of whole blocks again, and lmc only the last token: no such prompts.
+        question = 2 * sizes.block - (SYSTEM + sizes.documents * sizes.tokens) % sizes.block + sizes.block // 4
+        order = random.Random(0)
+        orders = [order.sample(self.documents, sizes.documents) for _ in range(sizes.prompts)]
+        self.blended = [Case(*prompt_of(one, i, question)) for i, one in enumerate(orders)]
+        others = [case.tokens[: -sizes.documents * sizes.tokens // 4] for case in self.blended]
+        self.plain = [case.tokens for case in self.blended]
+        self.plain += [beginning + words(30, 50 + i) for i, beginning in enumerate(others)]
+        self.plain.append(words(len(self.plain[0]), 60))  # which has nothing of a blend
+        self.count = sizes.block + 8  # tokens of each answer, so that each needs another block
+
+    def options(self, sizes: Sizes) -> dict[str, Any]:
+        """Return options of an engine, whose blocks are enough for two prompts, and one too few for their answers."""
+        longest = len(self.plain[0]) + self.count
+        return {
+            "dtype": sizes.dtype,
+            "block_size": sizes.block,
+            "enforce_eager": sizes.eager,
+            "max_num_batched_tokens": sizes.step,
+            "max_num_seqs": 8,
+            "max_model_len": longest + 1,
+            "num_gpu_blocks_override": 2 * -(-longest // sizes.block) - SYSTEM // sizes.block,
+        }
+
+
+def main() -> None:
+    """Measure, print a line for each number, and end with status 1 if one falls short."""
+    arguments = parser(__doc__, "gpu_accept_vllm")
+    arguments.add_argument("--smoke", action="store_true")
+    options = arguments.parse_args()
+    if not (options.smoke or torch.cuda.is_available()):
+        sys.exit("there is no GPU here; --smoke tries the checks themselves, on a CPU")
+    sizes, timed = (SMOKE, TINY) if options.smoke else (Sizes(), Times())
+    report = Report(torch.device("cpu" if options.smoke else "cuda"), options.smoke)
+    with in_folder() as folder:
+        model = make_model(folder, sizes.layers, sizes.hidden, sizes.head_dim, sizes.group)
+        for backend in sizes.backends:
+            with report.part(f"the checks with {backend}"):
+                answers(report, sizes, model, backend)
+        measure_times(report, timed, folder)
+    report.end("gpu_accept_vllm", report.name, {**asdict(sizes), **asdict(timed)}, keep=options.keep)
+
+
+def answers(report: Report, sizes: Sizes, model: str, backend: str) -> None:
+    """Whether answers are right with an attention backend, whatever happens meanwhile."""
+    cases = Cases(sizes)
+    options = {**cases.options(sizes), "attention_backend": backend}
+    with Probe(model, lmc=None, **options) as engine:
+        wanted = Wanted(engine, cases)
+    wanted.allowed = max(NOISE * wanted.noise, FLOOR[sizes.dtype])
+    print(f"{backend}: two prefills differ by {wanted.noise:.2g}, {wanted.allowed:.2g} is allowed\n", flush=True)
+    least = min(256, sizes.tokens)  # tokens that are worth a blend
+    with Probe(model, lmc={"blend_min_tokens": least, "max_local_cpu_size": 1.0}, **options) as engine:
+        found = engine.setup()
+        report.name = found["device"]
+        print(found["refused"] or "lmc blends")
+        blends = not found["refused"] and found["backends"] == [backend]
+        report.line(f"{backend}: the self-test passed, and this is the backend", float(blends), "", least=1)
+        checks = Checks(report, backend, engine, cases, wanted, sizes.block)
+        checks.exact_hits()
+        checks.blends()
+        checks.isolation()
+        checks.aborts(sizes.aborts)
+        checks.preemption()
+
+
+# -- what vLLM answers alone -------------------------------------------------------------------------------------------
+
+
+class Wanted:
+    """The answers of an engine without lmc."""
+
+    allowed = 0.0  # difference between answers
+
+    def __init__(self, engine: Probe, cases: Cases) -> None:
+        self.noise = 0.0  # between two ways to compute the same prompt
+        self.full: list[Answer] = []
+        self.hits: list[Answer] = []  # behind the engine's own prefix of the whole prompt
+        self.unsteady = 0  # tokens that are others when the same hit is answered again
+        for tokens in cases.plain:
+            engine.forget_prefixes()
+            self.full.append(engine.answer(tokens, None, cases.count))
+            self.hits.append(engine.answer(tokens, None, cases.count))
+            self.unsteady += others(engine.answer(tokens, None, cases.count), self.hits[-1])
+            engine.forget_prefixes()
+            engine.answer(tokens[: len(tokens) // 2])
+            in_two = engine.answer(tokens, None, cases.count)
+            self.noise = max(self.noise, *(distance(one, self.full[-1]) for one in (in_two, self.hits[-1])))
+
+
+def distance(found: Answer, wanted: Answer) -> float:
+    """Return the largest difference of the likeliest tokens' logprobs, up to the first token that is another one.
+
+    That token is included: if two logprobs are so close that a difference changes their order, it is no larger.
+    """
+    worst = 0.0
+    for number, (ours, theirs) in enumerate(zip(found["logprobs"], wanted["logprobs"], strict=True)):
+        lowest = min(ours.values())
+        for token, logprob in sorted(theirs.items(), key=lambda item: -item[1])[:LIKELIEST]:
+            apart = abs(ours.get(token, lowest) - logprob)
+            worst = math.inf if math.isnan(apart) else max(worst, apart)
+        if found["tokens"][number] != wanted["tokens"][number]:
+            break
+    return worst
+
+
+def others(found: Answer, wanted: Answer) -> int:
+    """Return how many tokens of an answer are other ones."""
+    return sum(one != other for one, other in zip(found["tokens"], wanted["tokens"], strict=True))
+
+
+def farthest(found: Iterable[Answer], wanted: Iterable[Answer]) -> float:
+    """Return the largest difference of several answers."""
+    return max(distance(one, other) for one, other in zip(found, wanted, strict=True))
+
+
+# -- what it answers with lmc ------------------------------------------------------------------------------------------
+
+
+class Checks:
+    """The lines of one attention backend."""
+
+    def __init__(self, report: Report, backend: str, engine: Probe, cases: Cases, wanted: Wanted, block: int) -> None:
+        self._report, self._backend, self._engine, self._cases, self._wanted = report, backend, engine, cases, wanted
+        self._block = block
+        self._blended = wanted.full[: len(cases.blended)]
+
+    def exact_hits(self) -> None:
+        """Prefixes out of lmc's store, against the engine's own."""
+        cases, found = self._cases, []
+        for tokens in cases.plain:
+            self._engine.forget_everything()
+            self._engine.answer(tokens)
+            self._engine.poison()
+            found.append(self._engine.answer(tokens, None, cases.count))
+        self._differ("exact hits", found, self._wanted.hits)
+        changed = sum(map(others, found, self._wanted.hits))
+        self._line("tokens of exact hits that are others", changed, "", most=self._wanted.unsteady)
+        loaded = sum(answer["facts"].get("exact_tokens", 0) for answer in found)
+        whole = sum(len(tokens) // self._block * self._block for tokens in cases.plain)
+        self._line("tokens loaded for exact hits", loaded / whole, "of all", least=1)
+
+    def blends(self) -> None:
+        """Blends in which every token is recomputed, against full prefill; blind reuse as the control."""
+        self._learn()
+        for wish in EXACT:
+            found = self._ask(case.blend(**wish) for case in self._cases.blended)
+            self._differ(f"blends at ratio 1 by {wish['strategy']}", found, self._blended)
+            self._reused(f"blends at ratio 1 by {wish['strategy']}", found)
+        found = self._ask(case.blend(**BLIND) for case in self._cases.blended)
+        least = min(map(distance, found, self._blended)) / self._wanted.allowed
+        self._line("the control, blind reuse, differs", least, "of allowed", least=CONTROL)
+
+    def isolation(self) -> None:
+        """Plain requests behind blends that are far off: they find the blends' pages neither in vLLM nor in lmc."""
+        self._learn()
+        self._ask(case.blend(**BLIND) for case in self._cases.blended)
+        for case in self._cases.blended:
+            self._engine.answer(*case.blend(**BLIND), self._cases.count)
+        found = [self._engine.answer(tokens, None, self._cases.count) for tokens in self._cases.plain]
+        self._differ("plain requests behind blends", found, self._wanted.full)
+        found = self._ask((tokens, None) for tokens in self._cases.plain)
+        self._differ("plain requests behind blends, from lmc's chunks", found, self._wanted.full)
+
+    def aborts(self, count: int) -> None:
+        """Blends and exact loads that are aborted on the way; the same request follows each at once."""
+        self._learn()
+        plain = self._cases.plain[-1]
+        self._engine.answer(plain)
+        requests: list[Request] = []
+        wanted: list[Answer] = []
+        for case, full in zip(self._cases.blended, self._blended, strict=True):
+            requests += [*(case.blend(**wish) for wish in EXACT), (plain, None)]
+            wanted += [*(full for _ in EXACT), self._wanted.full[-1]]
+        found = self._engine.aborts(requests, count, self._cases.count)
+        self._line("requests aborted in the middle of a load or blend", found["caught"], "", least=count / 2)
+        self._differ("requests behind an abort", found["answers"], [wanted[i % len(wanted)] for i in range(count)])
+        self._nothing_is_left("the aborts")
+
+    def preemption(self) -> None:
+        """More requests than there are blocks for, and one that is preempted while another is loaded."""
+        self._learn()
+        blended, plain, wanted = self._cases.blended, self._cases.plain, self._wanted.full
+        mixed = [(case.blend(**EXACT[0]), (case.tokens, None)) for case in blended]
+        found = self._engine.press([one for pair in mixed for one in pair], self._cases.count)
+        self._line("requests preempted, as blocks are few", found["preempted"], "", least=1)
+        self._differ("requests among them", found["answers"], [one for one in self._blended for _ in range(2)])
+        self._learn()
+        found = self._engine.preempt((plain[-1], None), blended[0].blend(**EXACT[0]), self._cases.count)
+        self._line("requests preempted while another one is blended", float(found["loading"]), "", least=1)
+        self._differ("these two", found["answers"], [wanted[-1], wanted[0]])
+        self._nothing_is_left("the preemptions")
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _line(self, what: str, found: float, unit: str, **wanted: float) -> None:
+        self._report.line(f"{self._backend}: {what}", found, unit, **wanted)
+
+    def _differ(self, what: str, found: Sequence[Answer], wanted: Sequence[Answer]) -> None:
+        self._line(f"{what} differ by", farthest(found, wanted), "", most=round(self._wanted.allowed, 5))
+
+    def _reused(self, what: str, found: Sequence[Answer]) -> None:
+        reused = sum(answer["facts"].get("reused_tokens", 0) for answer in found)
+        documents = len(found) * sum(map(len, self._cases.documents))
+        self._line(f"document tokens reused by {what}", reused / documents, "of all", least=1)
+
+    def _ask(self, requests: Iterable[Request]) -> list[Answer]:
+        """Ask one after another, with nothing in the engine's own cache."""
+        found = []
+        for request in requests:
+            self._engine.poison()
+            found.append(self._engine.answer(*request, self._cases.count))
+        return found
+
+    def _learn(self) -> None:
+        """Keep the documents and nothing else."""
+        self._engine.forget_everything()
+        for document in self._cases.documents:
+            self._engine.answer(document, {"learn": True})
+        self._engine.poison()
+
+    def _nothing_is_left(self, behind: str) -> None:
+        left = sum(self._engine.left().values())
+        self._line(f"requests, blocks and chunks that are held behind {behind}", left, "", most=0)
+
+
+if __name__ == "__main__":
+    main()

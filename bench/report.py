@@ -1,0 +1,72 @@
+"""Lines with a number and what is wanted of it, for `gpu_accept.py` and `gpu_accept_vllm.py`."""
+
+import statistics
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import torch
+from common import closing_line
+
+from lmc.connectors.vllm.streams import seconds_of
+
+REPEATS = 15
+TIMED = ("ms", "GB/s", "of copies", "of memory", "of vLLM", "of prefill", "times")  # units of what a clock has measured
+
+
+@dataclass
+class Report:
+    """The lines that were measured."""
+
+    device: torch.device
+    smoke: bool
+    name: str = ""  # of the device
+    lines: list[dict[str, Any]] = field(default_factory=list)
+
+    def line(
+        self, what: str, found: float, unit: str, *, least: float | None = None, most: float | None = None
+    ) -> None:
+        """Note a number, and whether it is what is wanted; times mean nothing on a CPU."""
+        timed = unit in TIMED and self.smoke
+        right = timed or ((least is None or found >= least) and (most is None or found <= most))
+        wanted = f"≥ {least}" if least is not None else f"≤ {most}" if most is not None else ""
+        self.lines.append({"what": what, "found": round(found, 5), "unit": unit, "wanted": wanted, "right": right})
+        print(f"{'' if right else 'FALLS SHORT: '}{what:66} {found:12.4g} {unit:10} {wanted}", flush=True)
+
+    def milliseconds(self, work: Callable[[], Any]) -> float:
+        """Return the median time of some work."""
+        times = []
+        for _ in range(1 if self.smoke else REPEATS + 2):
+            self.wait()
+            if self.device.type == "cuda":
+                times.append(1000 * seconds_of(work))
+            else:
+                started = time.perf_counter()
+                work()
+                times.append(1000 * (time.perf_counter() - started))
+        return statistics.median(times[2:] or times)
+
+    def wait(self) -> None:
+        """Let everything end that was issued."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    @contextmanager
+    def part(self, what: str) -> Iterator[None]:
+        """Some of the lines: an error is noted as a line that falls short, and the other parts still run."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is in the result
+            traceback.print_exc()
+            self.line(f"{what}: {type(error).__name__}: {error}"[:300], 1, "errors", most=0)
+
+    def end(self, bench: str, device: str, sizes: dict[str, Any], *, keep: bool) -> NoReturn:
+        """Print all lines as JSON, and end with status 1 if one falls short."""
+        short = [line["what"] for line in self.lines if not line["right"]]
+        result = {"bench": bench, "device": device, "sizes": str(sizes), "lines": self.lines, "short": short}
+        closing_line(result, bench if keep else None)
+        sys.exit(1 if short else 0)

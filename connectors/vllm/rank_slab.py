@@ -1,0 +1,31 @@
+"""A rank's share of the slab that the scheduler's process owns."""
+
+from collections.abc import Sequence
+
+import torch
+
+from lmc.connectors.vllm.messages import DocumentPart, PageCopy
+from lmc.connectors.vllm.vllm_api import get_pp_group, get_tp_group
+from lmc.storage.ledger import Slot
+from lmc.storage.slab import Slab, SlabAddress
+
+
+class RankSlab:
+    """The parts of slots that belong to this rank's layers."""
+
+    def __init__(self, at: SlabAddress) -> None:
+        """Map them; raise `StorageError` if the slab cannot be opened."""
+        self._share = at.shares.of(get_pp_group().rank_in_group, get_tp_group().rank_in_group)
+        self._slab = Slab.attach(at, self._share)
+
+    def part(self, slot: int, layer: int) -> torch.Tensor:
+        """Return the part of a slot for one of this rank's layers: uint8 `[n]`."""
+        return self._slab.part(Slot(slot), self._share.first + layer * self._share.step)
+
+    def needed(self, layer: int) -> int:
+        """Return how many parts of a chunk have arrived when those of all ranks for this layer have."""
+        return self._share.needed(layer)
+
+    def ready(self, wanted: Sequence[PageCopy | DocumentPart]) -> int:
+        """Return how many parts are in each slot now; `LOST`, which is less than any number, if a chunk has gone."""
+        return min((self._slab.ready(Slot(one.slot), one.tag) for one in wanted), default=self._slab.parts)

@@ -1,0 +1,56 @@
+"""The streams of a GPU on which a worker copies beside the model's work. On a CPU there are none."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+
+E = TypeVar("E", bound=tuple[Any, ...])
+
+
+class Streams:
+    """One stream for loads and one for saves."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self.load = torch.cuda.Stream(device) if self._cuda else None
+        self.save = torch.cuda.Stream(device) if self._cuda else None
+
+    @contextmanager
+    def behind(self, stream: "torch.cuda.Stream | None") -> Iterator[None]:
+        """Issue copies on a stream, which waits for what the model has been given to do until now."""
+        if stream is None:
+            yield
+            return
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            yield
+
+    def wait_for_loads(self) -> None:
+        """Let the model's work wait for the loads that were issued until now."""
+        if self.load is not None:
+            torch.cuda.current_stream().wait_stream(self.load)
+
+    def event(self) -> "torch.cuda.Event | None":
+        """Return an event that is over when the copies issued until now are done; None if they are done already."""
+        return torch.cuda.current_stream().record_event() if self._cuda else None
+
+
+def seconds_of(work: Callable[[], None]) -> float:
+    """Return how long a GPU takes for some work; wait for it."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    work()
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / 1000
+
+
+def divided(entries: list[E]) -> tuple[list[E], list[E]]:
+    """Return the entries whose event, their first item, is over, and the others."""
+    over: list[E] = []
+    waiting: list[E] = []
+    for entry in entries:
+        (over if entry[0] is None or entry[0].query() else waiting).append(entry)
+    return over, waiting

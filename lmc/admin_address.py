@@ -1,0 +1,45 @@
+"""The address of the administration endpoint, as LMC_ADMIN names it."""
+
+from lmc.errors import ConfigError
+
+ADDRESS, TOKEN = "LMC_ADMIN", "LMC_ADMIN_TOKEN"  # variables of the environment
+LOCAL, UNIX = ("127.0.0.1", "localhost", "::1"), "unix://"
+
+
+def host_and_port(address: str, token: str) -> tuple[str, int]:
+    """Return where an endpoint listens for TCP.
+
+    Raises `ConfigError` if the address is none, or can be reached from other hosts without a token.
+    """
+    host, _, port = address.rpartition(":")
+    if not port.isdecimal():
+        raise ConfigError(f"{ADDRESS} = {address} must be an address such as 127.0.0.1:9180, or unix:///run/lmc.sock")
+    host = host.strip("[]") or LOCAL[0]
+    if host not in LOCAL and not token:
+        raise ConfigError(f"{ADDRESS} = {address} can be reached from other hosts: set {TOKEN} to a secret")
+    return host, int(port)
+
+
+def socket_path(address: str, engine: int = 0) -> str:
+    """Return the path of a unix socket, with an engine's number if that is not 0.
+
+    Raises `ConfigError` if the address has no path.
+    """
+    path = address.removeprefix(UNIX) + (str(engine) if engine else "")
+    if not path.startswith("/"):
+        raise ConfigError(f"{ADDRESS} = {address} must have the path of a socket, such as unix:///run/lmc.sock")
+    return path
+
+
+def refusal(address: str, token: str) -> str:
+    """Return why an engine would not start with this address; empty if it would, or if it is a URL for commands."""
+    if address.startswith("http"):
+        return ""
+    try:
+        if address.startswith(UNIX):
+            socket_path(address)
+        elif address:
+            host_and_port(address, token)
+    except ConfigError as error:
+        return str(error)
+    return ""

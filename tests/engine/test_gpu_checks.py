@@ -1,0 +1,64 @@
+"""The checks for vLLM on a GPU run, and each of them passes on a CPU; times mean nothing there."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+BENCH = Path(__file__).parents[2] / "bench"
+BACKEND = "CPU_ATTN"
+ANSWERS = [
+    "the self-test passed, and this is the backend",
+    "exact hits differ by",
+    "tokens of exact hits that are others",
+    "tokens loaded for exact hits",
+    "blends at ratio 1 by all differ by",
+    "document tokens reused by blends at ratio 1 by all",
+    "blends at ratio 1 by union differ by",
+    "document tokens reused by blends at ratio 1 by union",
+    "the control, blind reuse, differs",
+    "plain requests behind blends differ by",
+    "plain requests behind blends, from lmc's chunks differ by",
+    "requests aborted in the middle of a load or blend",
+    "requests behind an abort differ by",
+    "requests, blocks and chunks that are held behind the aborts",
+    "requests preempted, as blocks are few",
+    "requests among them differ by",
+    "requests preempted while another one is blended",
+    "these two differ by",
+    "requests, blocks and chunks that are held behind the preemptions",
+]
+TIMES = [
+    "the self-test of the large shape passed",
+    "tokens per second of vLLM, of its second start",
+    "tokens per second without hits",
+    "prompt tokens that were stored meanwhile",
+    *(
+        line
+        for length in (192, 288)
+        for line in (
+            f"document tokens reused in a prompt of {length}",
+            f"TTFT of {length} tokens: full prefill",
+            f"TTFT of {length} tokens: blend at 0.15",
+            f"a blend of {length} tokens is faster",
+        )
+    ),
+    "tokens loaded by an exact hit of 288",
+    "TTFT of 288 tokens: exact hit",
+    "KV loaded by an exact hit of 288 tokens",
+    "that, of one large page-locked copy",
+    "worst gap between tokens beside a prefill of 192",
+    "worst gap between tokens beside a blend of 192",
+    "the gap beside a blend",
+]
+
+
+def test_the_checks_for_vllm_on_a_gpu_run() -> None:
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(("LMC_", "VLLM_"))}
+    command = [sys.executable, "gpu_accept_vllm.py", "--smoke"]
+    done = subprocess.run(command, cwd=BENCH, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{done.stdout[-5000:]}\n{done.stderr[-3000:]}"
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["short"] == []
+    assert [line["what"] for line in found["lines"]] == [*(f"{BACKEND}: {what}" for what in ANSWERS), *TIMES]

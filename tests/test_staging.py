@@ -1,0 +1,141 @@
+"""Staging, in whatever order a GPU's streams get on with what was issued to them."""
+
+import random
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from lmc.blend.staging import SIDES, Staging
+
+LAYERS, SHAPE = 6, (2, 5, 1, 2)
+
+
+class Machine:
+    """Streams that do what they are given in order, each at its own pace, when they are told to go on."""
+
+    def __init__(self, seed: int) -> None:
+        self._random, self._work = random.Random(seed), {}
+        self.model, self.copies = Stream(self), Stream(self)
+        self.current = self.model
+
+    def installed(self, monkeypatch) -> None:
+        """Stand in for the GPU."""
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda: self.current)
+        monkeypatch.setattr(torch.cuda, "stream", self.stream)
+        monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
+
+    def issue(self, stream, what) -> None:
+        self._work.setdefault(stream, []).append(what)
+
+    def go_on(self, steps: int) -> None:
+        """Do so many things that can be done, in any order."""
+        for _ in range(steps):
+            able = [stream for stream, work in self._work.items() if work and work[0].ready()]
+            if not able:
+                return
+            self._work[self._random.choice(able)].pop(0).run()
+
+    def finish(self) -> None:
+        self.go_on(10**6)
+        assert not any(self._work.values()), "streams wait for each other"
+
+    def some(self) -> None:
+        self.go_on(self._random.randrange(4))
+
+    @contextmanager
+    def stream(self, stream):
+        before, self.current = self.current, stream
+        yield
+        self.current = before
+
+
+class Task:
+    """Something that a stream does when it may."""
+
+    def __init__(self, run=lambda: None, ready=lambda: True) -> None:
+        self.run, self.ready = run, ready
+
+
+class Stream:
+    """As much of a CUDA stream as staging uses."""
+
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
+
+    def record_event(self):
+        event = SimpleNamespace(over=False)
+        self._machine.issue(self, Task(run=lambda: setattr(event, "over", True)))
+        return event
+
+    def wait_event(self, event) -> None:
+        self._machine.issue(self, Task(ready=lambda: event.over))
+
+    def wait_stream(self, other) -> None:
+        self.wait_event(other.record_event())
+
+
+def placed(monkeypatch, seed: int) -> list[torch.Tensor]:
+    """Stage and place all layers, and return what was placed."""
+    machine, found = Machine(seed), [torch.zeros(SHAPE) for _ in range(LAYERS)]
+    machine.installed(monkeypatch)
+
+    def stage(parts, into) -> None:
+        machine.issue(machine.current, Task(run=lambda: into.copy_(torch.cat(parts, dim=1))))
+
+    staging = Staging(SimpleNamespace(stage=stage), parts_of, lambda: torch.zeros(SHAPE), machine.copies)
+    for layer in range(LAYERS):
+        with staging.parts(layer) as parts:
+            place = Task(run=lambda into=found[layer], parts=parts: into.copy_(parts))
+            machine.issue(machine.current, place)
+        machine.some()
+        if layer + 1 < LAYERS and seed % 3:  # otherwise the next layer has not arrived yet
+            staging.begin(layer + 1)
+            staging.begin(layer + 1)
+        machine.some()
+    machine.finish()
+    return found
+
+
+def parts_of(layer: int) -> list[torch.Tensor]:
+    """The parts of two documents."""
+    return list(torch.arange(20.0).add(100 * layer).view(SHAPE).split([2, 3], dim=1))
+
+
+def right(found: list[torch.Tensor]) -> bool:
+    return all(torch.equal(one, torch.cat(parts_of(layer), dim=1)) for layer, one in enumerate(found))
+
+
+def test_every_layer_gets_its_own_parts_in_whatever_order_streams_go_on(monkeypatch):
+    assert all(right(placed(monkeypatch, seed)) for seed in range(300))
+
+
+@pytest.mark.parametrize("who", ["model", "copies"])
+def test_the_control_a_stream_that_does_not_wait_gets_wrong_parts(monkeypatch, who):
+    wait = Stream.wait_event
+
+    def careless(stream, event) -> None:
+        if stream is not getattr(stream._machine, who):
+            wait(stream, event)
+
+    monkeypatch.setattr(Stream, "wait_event", careless)
+    assert not all(right(placed(monkeypatch, seed)) for seed in range(300))
+
+
+def test_the_next_layer_is_copied_while_one_is_placed(monkeypatch):
+    """Nothing of the model's stream has run yet when the copies of the next layer are done."""
+    assert SIDES == 2
+    machine, staged = Machine(0), []
+    machine.installed(monkeypatch)
+    kernels = SimpleNamespace(
+        stage=lambda parts, into: machine.issue(machine.current, Task(lambda: staged.append(len(parts))))
+    )
+    staging = Staging(kernels, parts_of, lambda: torch.zeros(SHAPE), machine.copies)
+    machine.finish()
+    machine.issue(machine.model, Task(ready=lambda: False))  # a long computation
+    with staging.parts(0):
+        pass
+    staging.begin(1)
+    machine.go_on(100)
+    assert staged == [2, 2]
