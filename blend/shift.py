@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from lmc.blend.canvas import KV, Attention, Canvas, Own
-from lmc.blend.kernels.shift import MOST_EXAMPLES, Spans, rotated
+from lmc.blend.kernels.shift import MOST_EXAMPLES, Spans
 
 SINKS = 2  # Tokens computed at the first positions are attention sinks, and change in ways of their own.
 
@@ -38,8 +38,7 @@ class Shift:
         self._spans = Spans.of(tokens, [len(one) for one in chosen], canvas.device)
         self._examples, self._others = canvas.slots(examples), canvas.slots(others)
         self._weights: torch.Tensor | None = None  # [T, MOST_EXAMPLES], computed in the first layer
-        self._examples_back = canvas.turn(examples, torch.zeros_like(examples))
-        self._others_back = canvas.turn(others, torch.zeros_like(others))
+        self._back = canvas.turn(examples, torch.zeros_like(examples)), canvas.turn(others, torch.zeros_like(others))
         self._others_forth = canvas.turn(torch.zeros_like(others), others)
         # The cost in one layer, as the number of rows that would take as long to compute.
         self.cost = canvas.context_cost(len(others))
@@ -47,9 +46,9 @@ class Shift:
     def attention(self, layer: int) -> Attention | None:
         """Return the engine's own attention over the shifted tokens, for a layer that is not repaired yet.
 
-        Returns None for layer 0, in which keys and values depend on nothing but the token.
+        Returns None for layer 0, in which keys and values depend on nothing but the token, and if none are shifted.
         """
-        if layer == 0:
+        if layer == 0 or not len(self._others):
             return None
 
         def attention(_: torch.Tensor, write: Callable[[], None], own: Own) -> torch.Tensor | None:
@@ -64,11 +63,8 @@ class Shift:
         """Shift the other tokens, when the repaired ones have their new keys and values."""
         canvas, others, kernels = self._canvas, self._others, self._canvas.kernels
         if self._weights is None:
-            keys = stored[0], canvas.read(layer, others)[0]
-            turns = self._examples_back, self._others_back
-            at_zero = (rotated(*one, interleaved=canvas.interleaved) for one in zip(keys, turns, strict=True))
-            self._weights = kernels.weights_of(*at_zero, self._spans)
-        changes = kernels.changes_of(canvas, layer, self._examples, stored, self._examples_back)
+            self._weights = kernels.weights_of(canvas, layer, stored[0], others, self._back, self._spans)
+        changes = kernels.changes_of(canvas, layer, self._examples, stored, self._back[0])
         kernels.correct(canvas, layer, others, self._weights, changes, self._spans, self._others_forth)
 
 

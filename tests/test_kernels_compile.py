@@ -22,7 +22,8 @@ ATTENTION = {"GROUP": 4, "SIZE": 16, "PAGED": True}
 POINTERS = {
     "positions": "*i64", "slots": "*i64", "table": "*i32", "tiles": "*i32", "present": "*i1", "cos": "*fp32",
     "sin": "*fp32", "log_sums": "*fp32", "paid": "*fp32", "changed": "*fp32", "magnitude": "*fp32",
-    "changes": "*fp32", "weights": "*fp32",
+    "changes": "*fp32", "weights": "*fp32", "rows": "*fp32", "examples": "*fp32", "means": "*fp32",
+    "inverses": "*fp32", "documents": "*i32", "spans": "*i32",
 }  # fmt: skip
 NOBODY_HIDES = {"present": None, "log_sums": None}
 SCALARS = {"factor": "fp32", "share": "fp32"}
@@ -42,7 +43,7 @@ def compiled(kernel, capability: int, dtype: str, warps: int, constants: dict) -
         if kind is None:
             is_tensor = name in ("query", "keys", "values", "out", "stored", "old_keys", "old_values")
             kind = f"*{dtype}" if is_tensor else "i64" if name.endswith(("_block", "_kind")) else "i32"
-        if kernel is shift_triton._changes and name == "out":
+        if kernel.__module__ == shift_triton.__name__ and name == "out":
             kind = "*fp32"
         signature[name] = kind
         if name != "tokens" and name != "count" and name not in SCALARS:
@@ -82,6 +83,12 @@ CASES = {
         (place_triton._place, HEADS | HALVES | {"BT": 16}, [{}], 96, False),
         (place_triton._gather, HEADS | {"BT": 16}, [{}], 96, False),
         (place_triton._deviation, HEADS | {"BT": 16}, [{}], 128, False),
+        (shift_triton._rotated, HEADS | HALVES | {"BT": 16}, [{}, {"size": 1}], 96, False),
+        (shift_triton._mean, {"DIMS": 1024, "BT": 32, "BD": 32}, [{}], 96, False),
+        (
+            shift_triton._alike, {"DIMS": 1024, "MOST": 64, "BD": 32, "SHARED": 0.3},
+            [{"BT": 64, "OWN": True}, {"BT": 32, "OWN": False}], 255, False,
+        ),
         (shift_triton._changes, HEADS | HALVES | {"BT": 16}, [{}], 128, False),
         (shift_triton._correct, HEADS | HALVES | {"BT": 32, "MOST": 64}, [{}], 255, False),
     )

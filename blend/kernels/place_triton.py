@@ -4,6 +4,7 @@ Each kernel is one launch for all documents of a layer. A program moves some tok
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,18 +37,32 @@ def _pairs(i, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
 
 
 @triton.jit
-def _rotate(source, into, cos, sin, t, mask, HALF: tl.constexpr, PADDED: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """Copy rows `[BT]` of keys, and rotate their first 2 · HALF dimensions in float32."""
-    i = tl.arange(0, PADDED)
+def _difference(new, old, d, mask):
+    """Return the dimensions `d` of rows in float32, less those of old rows if there are any."""
+    found = tl.load(new[:, None] + d[None, :], mask=mask, other=0.0).to(tl.float32)
+    if old is not None:
+        found -= tl.load(old[:, None] + d[None, :], mask=mask, other=0.0).to(tl.float32)
+    return found
+
+
+@triton.jit
+def _rotate(
+    new, old, into, cos, sin, t, there,
+    D: tl.constexpr, WIDE: tl.constexpr, HALF: tl.constexpr, PADDED: tl.constexpr, INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    """Store rows `[BT]` of keys, less old ones if there are any, with 2 · HALF dimensions rotated, in float32."""
+    d, i = tl.arange(0, WIDE), tl.arange(0, PADDED)
     first, second = _pairs(i, HALF, INTERLEAVED)
-    mask = mask[:, None] & (i < HALF)[None, :]
-    a = tl.load(source[:, None] + first[None, :], mask=mask, other=0.0).to(tl.float32)
-    b = tl.load(source[:, None] + second[None, :], mask=mask, other=0.0).to(tl.float32)
+    mask = there[:, None] & (i < HALF)[None, :]
+    a, b = _difference(new, old, first, mask), _difference(new, old, second, mask)
     c = tl.load(cos + t[:, None] * HALF + i[None, :], mask=mask, other=0.0)
     s = tl.load(sin + t[:, None] * HALF + i[None, :], mask=mask, other=0.0)
     kind = into.dtype.element_ty
     tl.store(into[:, None] + first[None, :], (a * c - b * s).to(kind), mask=mask)
     tl.store(into[:, None] + second[None, :], (b * c + a * s).to(kind), mask=mask)
+    if 2 * HALF < D:
+        rest = there[:, None] & ((d >= 2 * HALF) & (d < D))[None, :]
+        tl.store(into[:, None] + d[None, :], _difference(new, old, d, rest).to(kind), mask=rest)
 
 
 @triton.jit
@@ -62,10 +77,7 @@ def _place(
     there, wide = t < tokens, t.to(tl.int64)
     source = stored + (wide * HEADS + h) * D
     into = _rows(keys, slots, t, there, h, size, key_block, key_head, key_token)
-    _rotate(source, into, cos, sin, wide, there, HALF, PADDED, INTERLEAVED)
-    if 2 * HALF < D:
-        rest = there[:, None] & ((d >= 2 * HALF) & (d < D))[None, :]
-        tl.store(into[:, None] + d[None, :], tl.load(source[:, None] + d[None, :], mask=rest), mask=rest)
+    _rotate(source, None, into, cos, sin, wide, there, D, WIDE, HALF, PADDED, INTERLEAVED)
     whole = there[:, None] & (d < D)[None, :]
     value = tl.load(source[:, None] + stored_kind + d[None, :], mask=whole)
     into = _rows(values, slots, t, there, h, size, value_block, value_head, value_token)
@@ -128,13 +140,18 @@ def place(
     else:
         stored = torch.empty(KV, len(slots), heads, dim, dtype=keys.dtype, device=keys.device)
         stage(parts, stored)
-    half = cos.shape[1]
     _place[(triton.cdiv(len(slots), TOKENS), heads)](
         stored, cos, sin, slots, keys, values, len(slots), stored.stride(0), size,
         *keys.stride()[:3], *values.stride()[:3],
-        HEADS=heads, D=dim, WIDE=padded(dim), HALF=half, PADDED=padded(half),
-        BT=TOKENS, INTERLEAVED=interleaved, num_warps=4, **FUSED,
+        BT=TOKENS, num_warps=4, **rotating(keys, cos, interleaved=interleaved),
     )  # fmt: skip
+
+
+def rotating(keys: torch.Tensor, cos: torch.Tensor, *, interleaved: bool) -> dict[str, Any]:
+    """Return what is known when a kernel is compiled that rotates keys `[B, H, N, D]` by `cos [T, R/2]`."""
+    (_, heads, _, dim), half = keys.shape, cos.shape[1]
+    wide = {"D": dim, "WIDE": padded(dim), "HALF": half, "PADDED": padded(half)}
+    return {"HEADS": heads, **wide, "INTERLEAVED": interleaved, **FUSED}
 
 
 def padded(dim: int) -> int:

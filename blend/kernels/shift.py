@@ -3,8 +3,6 @@
 Examples are repaired tokens, and the tokens of a document stand behind each other; see `lmc.blend.shift`.
 """
 
-from collections.abc import Iterable
-from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -23,34 +21,26 @@ VALUE_SHARE = 0.7  # of the prediction is added to values, because some of them 
 
 
 class Spans(NamedTuple):
-    """The T tokens and E examples of some documents. The tensors are for kernels, which must not wait for numbers."""
+    """The T tokens and E examples of some documents. The tensors are for kernels, which must not wait for numbers.
+
+    A row of them has the first token, the tokens, the first example, the examples, and the number of a document.
+    """
 
     tokens: list[int]  # of each document
     examples: list[int]  # of each document, at most `MOST_EXAMPLES`
-    tiles: torch.Tensor  # int32 [P, 4]: first token, tokens, first example and examples of each program of a kernel
-    token_document: torch.Tensor  # [T] the number of each token's document
-    example_document: torch.Tensor  # [E]
-    example_place: torch.Tensor  # [E] the number of each example in its document
+    documents: torch.Tensor  # int32 [documents, 5]
+    tiles: torch.Tensor  # int32 [P, 5]; each has at most `TILE` of a document's tokens, and all of its examples
 
     @classmethod
     def of(cls, tokens: list[int], examples: list[int], device: torch.device) -> "Spans":
         """Cut the tokens of each document into tiles."""
-        tiles, token, example = [], 0, 0
-        for count, known in zip(tokens, examples, strict=True):
-            tiles += [(token + at, min(TILE, count - at), example, known) for at in range(0, count, TILE)]
+        documents, tiles, token, example = [], [], 0, 0
+        for number, (count, known) in enumerate(zip(tokens, examples, strict=True)):
+            documents.append((token, count, example, known, number))
+            tiles += [(token + at, min(TILE, count - at), example, known, number) for at in range(0, count, TILE)]
             token, example = token + count, example + known
-
-        def joined(parts: Iterable[Iterable[int]]) -> torch.Tensor:
-            return torch.tensor([*chain.from_iterable(parts)], dtype=torch.long, device=device)
-
-        return cls(
-            tokens,
-            examples,
-            tiles=torch.tensor(tiles, dtype=torch.int32, device=device).view(-1, 4),
-            token_document=joined([number] * count for number, count in enumerate(tokens)),
-            example_document=joined([number] * count for number, count in enumerate(examples)),
-            example_place=joined(map(range, examples)),
-        )
+        rows = (torch.tensor(one, dtype=torch.int32, device=device).view(-1, 5) for one in (documents, tiles))
+        return cls(tokens, examples, *rows)
 
 
 def rotated(keys: torch.Tensor, turn: Turn, *, interleaved: bool) -> torch.Tensor:
@@ -60,14 +50,19 @@ def rotated(keys: torch.Tensor, turn: Turn, *, interleaved: bool) -> torch.Tenso
     return turned
 
 
-def weights_of(examples: torch.Tensor, tokens: torch.Tensor, spans: Spans) -> torch.Tensor:
-    """Return what each example of its document counts for each token, `[T, MOST_EXAMPLES]`.
+def weights_of(
+    canvas: Canvas[R], layer: int, stored: torch.Tensor, slots: torch.Tensor, turns: tuple[Turn, Turn], spans: Spans
+) -> torch.Tensor:
+    """Return what each example of its document counts for each token, float32 `[T, MOST_EXAMPLES]`.
 
-    `examples [E, H, D]` and `tokens [T, H, D]` are stored keys in float32, all rotated to one position. The weights
-    solve a ridge regression with a penalty of 1, whose kernel is how much two tokens are alike.
+    `stored [E, H, D]` are the keys of examples, and those of tokens are at `slots [T]`. The two `turns` rotate both to
+    one position. The weights solve a ridge regression with a penalty of 1, whose kernel is how much two tokens are
+    alike.
     """
-    weights = examples.new_zeros(len(tokens), MOST_EXAMPLES)
-    by_document = examples.flatten(1).split(spans.examples), tokens.flatten(1).split(spans.tokens)
+    keys = stored, canvas.read(layer, slots)[0]
+    at_zero = [rotated(*one, interleaved=canvas.interleaved).flatten(1) for one in zip(keys, turns, strict=True)]
+    weights = at_zero[0].new_zeros(len(slots), MOST_EXAMPLES)
+    by_document = at_zero[0].split(spans.examples), at_zero[1].split(spans.tokens)
     for mine, theirs, out in zip(*by_document, weights.split(spans.tokens), strict=True):
         mean = theirs.mean(0)
         known, asked = (normalize(one - mean, dim=-1) for one in (mine, theirs))

@@ -3,16 +3,81 @@
 import torch
 import triton
 import triton.language as tl
-from torch.nn.functional import normalize
 
 from lmc.blend.canvas import KV, Canvas, R
-from lmc.blend.kernels.place_triton import FUSED, _pairs, _rows, padded
+from lmc.blend.kernels.place_triton import FUSED, _difference, _pairs, _rotate, _rows, rotating
 from lmc.blend.kernels.shift import MOST_EXAMPLES, SHARED, TILE, VALUE_SHARE, Spans
 from lmc.blend.rope import Turn
 from lmc.shapes import KV as KINDS
 
-TOKENS = 16  # that a program of `_changes` takes
-AT_ONCE = 16  # documents whose examples are multiplied with all of their tokens
+TOKENS = 16  # that a program of `_rotated` or `_changes` takes
+BLOCK = 32  # dimensions that a program of `_mean` takes, and a step of `_alike`
+
+
+@triton.jit
+def _rotated(
+    out, cos, sin, slots, keys, tokens, size, key_block, key_head, key_token,
+    HEADS: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, HALF: tl.constexpr, PADDED: tl.constexpr,
+    BT: tl.constexpr, INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    """Store the keys of BT tokens and one head, rotated, in `out [T, H, D]`."""
+    t, h = tl.program_id(0) * BT + tl.arange(0, BT), tl.program_id(1)
+    there, wide = t < tokens, t.to(tl.int64)
+    source = _rows(keys, slots, t, there, h, size, key_block, key_head, key_token)
+    _rotate(source, None, out + (wide * HEADS + h) * D, cos, sin, wide, there, D, WIDE, HALF, PADDED, INTERLEAVED)
+
+
+@triton.jit
+def _mean(out, rows, documents, DIMS: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr):
+    """Store the mean of a document's `rows [T, DIMS]` in BD dimensions of `out [documents, DIMS]`."""
+    number, d = tl.program_id(0).to(tl.int64), tl.program_id(1) * BD + tl.arange(0, BD)
+    first, tokens = tl.load(documents + 5 * number).to(tl.int64), tl.load(documents + 5 * number + 1)
+    total = tl.zeros([BD], tl.float32)
+    for begin in range(0, tokens, BT):
+        t = begin + tl.arange(0, BT)
+        mask = (t < tokens)[:, None] & (d < DIMS)[None, :]
+        total += tl.sum(tl.load(rows + (first + t)[:, None] * DIMS + d[None, :], mask=mask, other=0.0), 0)
+    tl.store(out + number * DIMS + d, total / tl.maximum(tokens, 1), mask=d < DIMS)
+
+
+@triton.jit
+def _centred(rows, t, there, d, mean, DIMS: tl.constexpr):
+    """Return the dimensions `d` of `rows [T, DIMS]`, less the mean."""
+    mask = there[:, None] & (d < DIMS)[None, :]
+    return tl.load(rows + t.to(tl.int64)[:, None] * DIMS + d[None, :], mask=mask, other=0.0) - mean[None, :]
+
+
+@triton.jit
+def _alike(
+    out, rows, examples, means, inverses, spans,
+    DIMS: tl.constexpr, MOST: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, SHARED: tl.constexpr, OWN: tl.constexpr,
+):  # fmt: skip
+    """Compute how much some rows and the examples of their document are alike.
+
+    If OWN, the rows are all examples of a document, and the result goes to `out [documents, MOST, MOST]` with the
+    penalty; absent examples have rows of the identity. Otherwise they are a tile of tokens, and the result goes to
+    `out [T, MOST]`, multiplied by the inverse of what their document has there.
+    """
+    span, r, m = spans + 5 * tl.program_id(0), tl.arange(0, BT), tl.arange(0, MOST)
+    example, known, number = tl.load(span + 2), tl.load(span + 3), tl.load(span + 4).to(tl.int64)
+    t, there = (example + r, r < known) if OWN else (tl.load(span) + r, r < tl.load(span + 1))
+    products = tl.zeros([BT, MOST], tl.float32)
+    length, known_length = tl.zeros([BT], tl.float32), tl.zeros([MOST], tl.float32)
+    for begin in range(0, DIMS, BD):
+        d = begin + tl.arange(0, BD)
+        mean = tl.load(means + number * DIMS + d, mask=d < DIMS, other=0.0)
+        row, other = _centred(rows, t, there, d, mean, DIMS), _centred(examples, example + m, m < known, d, mean, DIMS)
+        products = tl.dot(row, tl.trans(other), products, input_precision="tf32x3")
+        length += tl.sum(row * row, 1)
+        known_length += tl.sum(other * other, 1)
+    products /= tl.maximum(tl.sqrt(length), 1e-12)[:, None] * tl.maximum(tl.sqrt(known_length), 1e-12)[None, :]
+    products = tl.where(there[:, None] & (m < known)[None, :], products + SHARED, 0.0)
+    its = (number * MOST + m[:, None]) * MOST + m[None, :]
+    if OWN:
+        tl.store(out + its, products + tl.where(r[:, None] == m[None, :], 1.0, 0.0))
+    else:  # Inverses are symmetric, so that it does not matter whether their rows or columns are side by side.
+        weights = tl.dot(products, tl.load(inverses + its), input_precision="tf32x3")
+        tl.store(out + t.to(tl.int64)[:, None] * MOST + m[None, :], weights, mask=there[:, None])
 
 
 @triton.jit
@@ -24,31 +89,16 @@ def _changes(
     BT: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
     """Store new less old keys, rotated, and values, of BT tokens and one head in `out [T, K, H, D]`."""
-    t, h, d, i = tl.program_id(0) * BT + tl.arange(0, BT), tl.program_id(1), tl.arange(0, WIDE), tl.arange(0, PADDED)
+    t, h, d = tl.program_id(0) * BT + tl.arange(0, BT), tl.program_id(1), tl.arange(0, WIDE)
     there, wide = t < tokens, t.to(tl.int64)
-    first, second = _pairs(i, HALF, INTERLEAVED)
-    half, whole = there[:, None] & (i < HALF)[None, :], there[:, None] & (d < D)[None, :]
     now = _rows(keys, slots, t, there, h, size, key_block, key_head, key_token)
     old = old_keys + wide * old_key_token + h * old_key_head
     into = out + (wide * 2 * HEADS + h) * D
-    a = _difference(now, old, first, half)
-    b = _difference(now, old, second, half)
-    c = tl.load(cos + wide[:, None] * HALF + i[None, :], mask=half, other=0.0)
-    s = tl.load(sin + wide[:, None] * HALF + i[None, :], mask=half, other=0.0)
-    tl.store(into[:, None] + first[None, :], a * c - b * s, mask=half)
-    tl.store(into[:, None] + second[None, :], b * c + a * s, mask=half)
-    if 2 * HALF < D:
-        rest = whole & (d >= 2 * HALF)[None, :]
-        tl.store(into[:, None] + d[None, :], _difference(now, old, d, rest), mask=rest)
+    _rotate(now, old, into, cos, sin, wide, there, D, WIDE, HALF, PADDED, INTERLEAVED)
     now = _rows(values, slots, t, there, h, size, value_block, value_head, value_token)
     old = old_values + wide * old_value_token + h * old_value_head
+    whole = there[:, None] & (d < D)[None, :]
     tl.store(into[:, None] + HEADS * D + d[None, :], _difference(now, old, d, whole) * share, mask=whole)
-
-
-@triton.jit
-def _difference(now, old, d, mask):
-    new = tl.load(now[:, None] + d[None, :], mask=mask, other=0.0).to(tl.float32)
-    return new - tl.load(old[:, None] + d[None, :], mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -74,7 +124,7 @@ def _correct(
 ):  # fmt: skip
     """Correct the tokens of one tile in one head."""
     h, d, i, m = tl.program_id(1), tl.arange(0, WIDE), tl.arange(0, PADDED), tl.arange(0, MOST)
-    tile = tiles + 4 * tl.program_id(0)
+    tile = tiles + 5 * tl.program_id(0)
     t = tl.load(tile) + tl.arange(0, BT)
     there = tl.arange(0, BT) < tl.load(tile + 1)
     known, wide = m < tl.load(tile + 3), t.to(tl.int64)
@@ -96,30 +146,32 @@ def _correct(
     _add(into, d, _summed(own, changes, e + HEADS * D, known, d, d < D), whole)
 
 
-def weights_of(examples: torch.Tensor, tokens: torch.Tensor, spans: Spans) -> torch.Tensor:
-    """See `lmc.blend.kernels.shift.weights_of`. This is for all documents at once, with few and large operations.
+def weights_of(
+    canvas: Canvas[R], layer: int, stored: torch.Tensor, slots: torch.Tensor, turns: tuple[Turn, Turn], spans: Spans
+) -> torch.Tensor:
+    """See `lmc.blend.kernels.shift.weights_of`. Stored keys are pages of one token each."""
+    known = _rotated_keys(canvas, stored[:, :, None], torch.arange(len(stored), device=stored.device), turns[0])
+    asked = _rotated_keys(canvas, canvas.paged(layer).keys, slots, turns[1])
+    documents, dims = len(spans.documents), known.shape[1]
+    means, weights = known.new_empty(documents, dims), known.new_empty(len(slots), MOST_EXAMPLES)
+    own = known.new_empty(documents, MOST_EXAMPLES, MOST_EXAMPLES)
+    _mean[(documents, triton.cdiv(dims, BLOCK))](means, asked, spans.documents, DIMS=dims, BT=TILE, BD=BLOCK, **FUSED)
+    sizes = {"DIMS": dims, "MOST": MOST_EXAMPLES, "BD": BLOCK, "SHARED": SHARED, "num_warps": 4, **FUSED}
+    _alike[(documents,)](own, known, known, means, own, spans.documents, BT=MOST_EXAMPLES, OWN=True, **sizes)
+    inverses = torch.linalg.inv_ex(own)[0]
+    _alike[(len(spans.tiles),)](weights, asked, known, means, inverses, spans.tiles, BT=TILE, OWN=False, **sizes)
+    return weights
 
-    The regression's matrix is applied to the examples, not to the tokens, so that documents may have any lengths.
-    """
-    known, asked, documents = examples.flatten(1), tokens.flatten(1), len(spans.tokens)
-    number, its = spans.example_document, spans.token_document
-    sums = known.new_zeros(documents, known.shape[1] + 1)
-    sums[:, :-1].index_add_(0, its, asked)
-    mean = sums[:, :-1] / sums[:, -1:].index_add_(0, its, known.new_ones(1, 1).expand(len(asked), 1))
-    known, asked = normalize(known - mean[number], dim=-1), normalize(asked - mean[its], dim=-1)
-    padded = known.new_zeros(documents, MOST_EXAMPLES, known.shape[1] + 1)
-    padded[number, spans.example_place, :-1] = known
-    padded[number, spans.example_place, -1] = SHARED**0.5  # so that the product of two rows has the constant
-    one = torch.eye(MOST_EXAMPLES, device=known.device).expand(documents, -1, -1)
-    solved, weights, at = torch.linalg.solve_ex(torch.baddbmm(one, padded, padded.mT), padded)[0], [], 0
-    for first in range(0, documents, AT_ONCE):
-        some, count = solved[first : first + AT_ONCE], sum(spans.tokens[first : first + AT_ONCE])
-        own = its[at : at + count] - first
-        products = asked[at : at + count] @ some[..., :-1].flatten(0, 1).T  # with the examples of several documents
-        products = products.unflatten(1, (len(some), MOST_EXAMPLES)) + SHARED**0.5 * some[..., -1]
-        weights.append(products.take_along_dim(own[:, None, None], dim=1)[:, 0])
-        at += count
-    return torch.cat(weights) if weights else known.new_zeros(0, MOST_EXAMPLES)
+
+def _rotated_keys(canvas: Canvas[R], keys: torch.Tensor, slots: torch.Tensor, turn: Turn) -> torch.Tensor:
+    """Return keys `[B, H, N, D]` at `slots [T]`, rotated, in float32 `[T, H · D]`."""
+    (_, heads, size, dim), (cos, sin) = keys.shape, (one.contiguous() for one in turn)
+    out = torch.empty(len(slots), heads * dim, dtype=torch.float32, device=keys.device)
+    _rotated[(triton.cdiv(len(slots), TOKENS), heads)](
+        out, cos, sin, slots, keys, len(slots), size, *keys.stride()[:3],
+        BT=TOKENS, num_warps=4, **rotating(keys, cos, interleaved=canvas.interleaved),
+    )  # fmt: skip
+    return out
 
 
 def changes_of(canvas: Canvas[R], layer: int, slots: torch.Tensor, stored: KV, turn: Turn) -> torch.Tensor:
@@ -127,14 +179,11 @@ def changes_of(canvas: Canvas[R], layer: int, slots: torch.Tensor, stored: KV, t
     keys, values, _ = canvas.paged(layer)
     (_, heads, size, dim), (cos, sin) = keys.shape, (one.contiguous() for one in turn)
     out = torch.empty(len(slots), KINDS, heads, dim, dtype=torch.float32, device=keys.device)
-    if len(slots):
-        _changes[(triton.cdiv(len(slots), TOKENS), heads)](
-            out, *stored, cos, sin, slots, keys, values, len(slots), VALUE_SHARE, size,
-            *stored[0].stride()[:2], *stored[1].stride()[:2], *keys.stride()[:3], *values.stride()[:3],
-            HEADS=heads, D=dim, WIDE=padded(dim), HALF=cos.shape[1],
-            PADDED=padded(cos.shape[1]), BT=TOKENS, INTERLEAVED=canvas.interleaved,
-            num_warps=4, **FUSED,
-        )  # fmt: skip
+    _changes[(triton.cdiv(len(slots), TOKENS), heads)](
+        out, *stored, cos, sin, slots, keys, values, len(slots), VALUE_SHARE, size,
+        *stored[0].stride()[:2], *stored[1].stride()[:2], *keys.stride()[:3], *values.stride()[:3],
+        BT=TOKENS, num_warps=4, **rotating(keys, cos, interleaved=canvas.interleaved),
+    )  # fmt: skip
     return out
 
 
@@ -149,12 +198,8 @@ def correct(
 ) -> None:
     """See `lmc.blend.kernels.shift.correct`."""
     keys, values, _ = canvas.paged(layer)
-    (_, heads, size, dim), (cos, sin) = keys.shape, (one.contiguous() for one in turn)
-    if not len(spans.tiles):
-        return
+    (_, heads, size, _), (cos, sin) = keys.shape, (one.contiguous() for one in turn)
     _correct[(len(spans.tiles), heads)](
         weights, changes, spans.tiles, cos, sin, slots, keys, values, size, *keys.stride()[:3], *values.stride()[:3],
-        HEADS=heads, D=dim, WIDE=padded(dim), HALF=cos.shape[1],
-        PADDED=padded(cos.shape[1]), MOST=MOST_EXAMPLES, BT=TILE,
-        INTERLEAVED=canvas.interleaved, num_warps=8, **FUSED,
+        MOST=MOST_EXAMPLES, BT=TILE, num_warps=8, **rotating(keys, cos, interleaved=canvas.interleaved),
     )  # fmt: skip

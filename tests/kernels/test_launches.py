@@ -14,8 +14,8 @@ from lmc.blend.strategies import RecomputePolicy
 from lmc.connectors.transformers.canvas import DenseCanvas
 from lmc.connectors.transformers.layers import DecoderLayers
 
-LAUNCHES = 12  # in a layer of a pass
-WEIGHTS = 45  # where the weights of a correction are computed, which is in one layer of a blend
+LAUNCHES = 9  # in a layer of a pass
+WEIGHTS = 14  # where the weights of a correction are computed, which is in one layer of a blend
 LAYERS = 4
 
 
@@ -54,7 +54,7 @@ def blended(monkeypatch, documents: int, **policy):
     return watched(watch, Blender(canvas, given, RecomputePolicy(**policy)).slices())
 
 
-@pytest.mark.parametrize("documents", [1, 3, 9])
+@pytest.mark.parametrize("documents", [1, 3, 9, 20])
 @pytest.mark.parametrize(
     "policy",
     [{"strategy": "union", "ratios": (0.3,), "correction": "shift"}, {"strategy": "query", "ratios": (0.3,)},
@@ -68,7 +68,7 @@ def test_nothing_waits_and_launches_are_few(monkeypatch, policy, documents):
         if layer == 0:
             continue  # Rows are chosen and described before it.
         assert not waited, launched
-        assert len(launched) <= (WEIGHTS if "aten.linalg_solve_ex.default" in launched else LAUNCHES), launched
+        assert len(launched) <= (WEIGHTS if "_alike" in launched else LAUNCHES), launched
 
 
 def test_what_waits_is_seen():

@@ -26,6 +26,7 @@ PLACED, PAIRED = (
 READ = test_place, "test_what_is_read_is_what_torch_reads", (PARTLY, 76)
 DEVIATES = test_place, "test_deviations_are_those_of_torch", (PARTLY, FLOAT)
 SHIFTED = test_shift, "test_changes_and_corrections_are_those_of_torch", (PARTLY, FLOAT, False)
+WEIGHED = test_shift, "test_weights_are_those_of_torch", (PARTLY, FLOAT, False)
 
 ATTENTION = [  # what stands in the module, what is put there, and which test fails
     # masks
@@ -64,6 +65,29 @@ SHIFT = [
     ("known, wide = m < tl.load(tile + 3)", "known, wide = m < MOST", SHIFTED),
     ("* share, mask=whole", ", mask=whole", SHIFTED),
     ("_summed(own, changes, e + HEADS * D", "_summed(own, changes, e", SHIFTED),
+    # weights: masks
+    ("mask = (t < tokens)[:, None]", "mask = (t < tokens - 1)[:, None]", WEIGHED),
+    ("r < tl.load(span + 1))", "r < tl.load(span + 1) - 1)", WEIGHED),
+    ("tl.where(there[:, None] & (m < known)[None, :], products", "tl.where(there[:, None], products", WEIGHED),
+    ("(example + r, r < known)", "(example + r, r < known - 1)", WEIGHED),
+    ("products + tl.where(r[:, None] == m[None, :], 1.0, 0.0)", "products", WEIGHED),
+    # slots, rotations and strides
+    ("source = _rows(keys, slots, t, there, h, size,", "source = _rows(keys, slots, t, there, h, size + 1,", WEIGHED),
+    ("(wide * HEADS + h) * D, cos, sin", "(wide * HEADS + h) * D, sin, cos", WEIGHED),
+    ("out + (wide * HEADS + h) * D, cos", "out + (h * tokens + wide) * D, cos", WEIGHED),
+    ("key_block, key_head, key_token)\n    _rotate(source", "key_block, 0, key_token)\n    _rotate(source", WEIGHED),
+    ("begin in range(0, DIMS, BD)", "begin in range(0, DIMS - BD, BD)", WEIGHED),
+    # other documents
+    ("example, known, number = tl.load(span + 2)", "example, known, number = tl.load(span + 2) * 0", WEIGHED),
+    ("first, tokens = tl.load(documents + 5 * number)", "first, tokens = tl.load(documents)", WEIGHED),
+    ("tl.load(means + number * DIMS", "tl.load(means", WEIGHED),
+    ("tl.load(inverses + its)", "tl.load(inverses + its - number * MOST * MOST)", WEIGHED),
+    # what a regression has
+    ("other=0.0) - mean[None, :]", "other=0.0)", WEIGHED),
+    ("tl.maximum(tl.sqrt(length), 1e-12)[:, None] * ", "", WEIGHED),
+    (" * tl.maximum(tl.sqrt(known_length), 1e-12)[None, :]", "", WEIGHED),
+    ("products + SHARED", "products", WEIGHED),
+    ('weights = tl.dot(products, tl.load(inverses + its), input_precision="tf32x3")', "weights = products", WEIGHED),
 ]
 MUTANTS = [
     (module, *one)

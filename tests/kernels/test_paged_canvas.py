@@ -22,7 +22,7 @@ from lmc.keys import ChunkKey, RecordKind
 from lmc.shapes import KVShape
 
 HEADS, GROUP, DIM, BLOCK, LENGTH = 2, 2, 32, 16, 90
-LAUNCHES, WEIGHTS = 14, 49  # in a layer of a pass, and where the weights of a correction are computed
+LAUNCHES, WEIGHTS = 14, 20  # in a layer of a pass, and where the weights of a correction are computed
 QUERIES = HEADS * GROUP
 HIDDEN = QUERIES * DIM
 
@@ -150,7 +150,7 @@ def test_both_kinds_of_kernels_leave_the_same(monkeypatch, ratio):
         assert torch.allclose(one, other, atol=1e-4)
 
 
-@pytest.mark.parametrize("documents", [1, 3, 9])
+@pytest.mark.parametrize("documents", [1, 3, 9, 20])
 @pytest.mark.parametrize(
     "policy",
     [{"strategy": "union", "ratios": (0.3,), "correction": "shift"}, {"strategy": "query", "ratios": (0.3,)}],
@@ -180,4 +180,4 @@ def test_nothing_waits_and_launches_are_few(monkeypatch, policy, documents):
     for layer, launched, waited in watched(watch, Blender(canvas, given, job.policy).slices()):
         if layer:  # Rows are chosen and described before the first one.
             assert not waited, launched
-            assert len(launched) <= (WEIGHTS if "aten.linalg_solve_ex.default" in launched else LAUNCHES), launched
+            assert len(launched) <= (WEIGHTS if "_alike" in launched else LAUNCHES), launched

@@ -11,16 +11,19 @@ SHAPES = [(2, 64, 16, 64), (1, 80, 16, 80), (3, 96, 32, 48), (2, 128, 16, 128)] 
 TOKENS, EXAMPLES = [40, 3, 0, 70], [9, 1, 4, MOST_EXAMPLES]
 
 
-def problem(shape, dtype, *, interleaved=False):
-    """A canvas over pages, positions of examples and of others, and what the examples were before."""
+def problem(shape, dtype, tokens=TOKENS, examples=EXAMPLES, *, interleaved=False):
+    """A canvas over pages, positions of examples and of others, and what the examples were before.
+
+    That is a view of `[H, E, D]`, as the dense canvas reads it.
+    """
     heads, dim, size, rotated = shape
     torch.manual_seed(sum(shape))
-    count = sum(TOKENS) + sum(EXAMPLES)
+    count = sum(tokens) + sum(examples)
     canvas = OneLayer(pages_of(heads, dim, size, count, dtype), rotated=rotated, interleaved=interleaved)
     positions = torch.randperm(count)
-    examples, others = positions[: sum(EXAMPLES)], positions[sum(EXAMPLES) :]
-    stored = tuple(torch.randn(2, len(examples), heads, dim).to(dtype))
-    return canvas, examples, others, stored
+    known, others = positions[: sum(examples)], positions[sum(examples) :]
+    stored = tuple(torch.randn(2, heads, len(known), dim).to(dtype).transpose(1, 2))
+    return canvas, known, others, stored
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
@@ -32,14 +35,14 @@ def test_changes_and_corrections_are_those_of_torch(shape, dtype, interleaved):
     found, wanted = (one.changes_of(canvas, 0, canvas.slots(examples), stored, back) for one in (shift_triton, shift))
     assert (found - wanted).abs().max() <= 1e-5
 
-    weights = torch.randn(len(others), MOST_EXAMPLES) / MOST_EXAMPLES
+    counts = torch.randn(len(others), MOST_EXAMPLES) / MOST_EXAMPLES
     spans = Spans.of(TOKENS, EXAMPLES, canvas.device)
     forth, other = canvas.turn(torch.zeros_like(others), others), OneLayer(
         copied(canvas.paged(0)), rotated=shape[3], interleaved=interleaved
     )  # fmt: skip
     before = copied(canvas.paged(0))
     for over, one in ((canvas, shift_triton), (other, shift)):
-        one.correct(over, 0, over.slots(others), weights, wanted, spans, forth)
+        one.correct(over, 0, over.slots(others), counts, wanted, spans, forth)
     for a, b in zip(canvas.paged(0)[:2], other.paged(0)[:2], strict=True):
         assert (a.float() - b.float()).abs().max() <= TOLERANCE[dtype] * 4  # Values are up to 4.
     unchanged = OneLayer(before, rotated=shape[3], interleaved=interleaved)
@@ -47,14 +50,32 @@ def test_changes_and_corrections_are_those_of_torch(shape, dtype, interleaved):
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("documents", [1, 4, 40])
-def test_weights_are_those_of_torch(documents):
-    """Also of more documents than are multiplied at once."""
-    torch.manual_seed(documents)
-    tokens = torch.randint(2, 30, (documents,)).tolist()
-    examples = torch.randint(1, MOST_EXAMPLES + 1, (documents,)).tolist()
-    spans = Spans.of(tokens, examples, torch.device("cpu"))
-    known, asked = torch.randn(sum(examples), 2, 64), torch.randn(sum(tokens), 2, 64)
-    wanted, found = (one.weights_of(known, asked, spans) for one in (shift, shift_triton))
+def weights(kernels, tokens, examples, shape, dtype, *, interleaved):
+    """The weights of examples for tokens that stand anywhere."""
+    canvas, known, others, (stored, _) = problem(shape, dtype, tokens, examples, interleaved=interleaved)
+    turns = tuple(canvas.turn(one, torch.zeros_like(one)) for one in (known, others))
+    spans = Spans.of(tokens, examples, canvas.device)
+    return kernels.weights_of(canvas, 0, stored, canvas.slots(others), turns, spans)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_weights_are_those_of_torch(shape, dtype, interleaved):
+    """Also with a document of which no token is shifted, and one with a single example."""
+    wanted, found = (
+        weights(one, TOKENS, EXAMPLES, shape, dtype, interleaved=interleaved) for one in (shift, shift_triton)
+    )
     assert (found - wanted).abs().max() <= 1e-5
     assert wanted.abs().sum() > 0
+
+
+@pytest.mark.parametrize("documents", [1, 20, 40])
+def test_weights_of_many_documents_are_those_of_torch(documents):
+    torch.manual_seed(documents)
+    tokens = torch.randint(1, 30, (documents,)).tolist()
+    examples = torch.randint(1, MOST_EXAMPLES + 1, (documents,)).tolist()
+    wanted, found = (
+        weights(one, tokens, examples, SHAPES[0], torch.float32, interleaved=False) for one in (shift, shift_triton)
+    )
+    assert (found - wanted).abs().max() <= 1e-5

@@ -13,7 +13,8 @@ WAITS = {"cpu", "item", "tolist", "__int__", "__bool__", "__float__", "__index__
          "unique_consecutive", "isin", "masked_select", "argwhere", "numpy", "bincount"}  # fmt: skip
 KERNELS = [
     (attention_triton, "_attend"), (attention_triton, "_paid"), (place_triton, "_place"), (place_triton, "_gather"),
-    (place_triton, "_deviation"), (shift_triton, "_changes"), (shift_triton, "_correct"),
+    (place_triton, "_deviation"), (shift_triton, "_rotated"), (shift_triton, "_mean"), (shift_triton, "_alike"),
+    (shift_triton, "_changes"), (shift_triton, "_correct"),
 ]  # fmt: skip
 
 
