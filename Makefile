@@ -58,6 +58,7 @@ bench: $(VENV)/ready
 	$(BIN)/python bench/codec.py --keep
 	$(BIN)/python bench/quality.py --keep
 	$(BIN)/python bench/learn.py --keep
+	$(BIN)/python bench/serve.py --keep
 	$(BIN)/lmc demo --small --json bench/results/demo.json
 	$(BIN)/lmc demo --json bench/results/demo_smollm2.json
 
@@ -67,6 +68,7 @@ bench-engine: $(ENGINE)/ready $(VENV)/ready
 	$(ENGINE)/bin/python bench/vllm_overhead.py --keep
 	$(ENGINE)/bin/python bench/vllm_decay.py --keep
 	$(ENGINE)/bin/python bench/vllm_admin.py --keep
+	$(ENGINE)/bin/python bench/vllm_serve.py --keep
 	$(ENGINE)/bin/python bench/vllm_quality.py --keep "$(SMOLLM2)"
 	$(ENGINE)/bin/python bench/chat.py --keep "$(SMOLLM2)"
 	$(ENGINE)/bin/python bench/chat.py --keep small

@@ -26,6 +26,7 @@ from lmc.demo.command import demo
 from lmc.errors import ConfigError, InputError, LmcError
 from lmc.learn.command import learn
 from lmc.learn.size import size
+from lmc.service.command import serve
 from lmc.terminal import AsJson, console, print_json, time_text
 
 if TYPE_CHECKING:
@@ -118,10 +119,21 @@ def check(
 
 
 @app.command()
-def stat(directory: Directory = None, as_json: AsJson = False) -> None:
-    """Show what a tier holds, by namespace (model, its settings, tenant). Reads headers only."""
-    from lmc.inspect import places, survey
+def stat(
+    directory: Directory = None,
+    server: Annotated[Path | None, typer.Option(help="the socket of a cache server, which is asked instead")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show what a tier holds, by namespace (model, its settings, tenant), or what a cache server has and does.
 
+    Of a tier, only headers are read.
+    """
+    from lmc.inspect import places, survey
+    from lmc.service.command import show_status
+
+    if server is not None:
+        show_status(server, as_json=as_json)
+        return
     if as_json:
         print_json([holdings_summary(place.name, *survey(place)) for place in places(directory)])
         return
@@ -211,6 +223,7 @@ app.command(name="demo")(demo)
 app.command(name="calibrate")(calibrate)
 app.command(name="learn")(learn)
 app.command(name="size")(size)
+app.command(name="serve")(serve)
 app.command(name="explain")(explain)
 app.add_typer(documents, name="documents")
 

@@ -65,6 +65,15 @@ def _directory(value: object) -> object:
     return Path(path)
 
 
+def _socket(value: object) -> object:
+    if not isinstance(value, str | Path):
+        return value
+    path = Path(str(value).removeprefix("unix://"))
+    if not path.is_absolute():
+        raise ValueError("no absolute path")
+    return path
+
+
 def _redis(url: str) -> str:
     parse_redis_url(url)
     return url
@@ -106,6 +115,9 @@ class Settings(BaseModel):
     save_decode_cache: bool = Field(True, description="true or false")
 
     # Where, and how much of it (a GB is 2**30 bytes)
+    server: Annotated[Path | None, BeforeValidator(_socket), BeforeValidator(_optional)] = Field(
+        None, description="the socket of a cache server (`lmc serve`), written as unix:///run/lmc.sock or as a path"
+    )
     max_local_cpu_size: Real = Field(5.0, gt=0, description="a number of GB above 0")
     max_local_device_size: Real = Field(0.0, ge=0, description="a number of GB, or 0 for no slab on the accelerator")
     local_disk: Annotated[Path | None, BeforeValidator(_directory), BeforeValidator(_optional)] = Field(
@@ -234,6 +246,8 @@ def _conflicts(settings: Settings) -> Iterator[tuple[str, str, str]]:
     for name, value in CACHEBLEND.items():
         if settings.blend_preset and getattr(settings, name) != value:
             yield name, "blend_preset", f"the preset means {name} = {shown(name, value)}; leave one of the two out"
+    if settings.server and settings.max_local_device_size:
+        yield "max_local_device_size", "server", "a cache server keeps chunks in host memory; leave one of the two out"
     if settings.local_disk and not settings.max_local_disk_size:
         yield "max_local_disk_size", "local_disk", "a disk tier needs more than 0 GB"
     ratios, thresholds = settings.blend_recompute_ratios, settings.blend_thresholds

@@ -26,7 +26,7 @@ VARIABLES = (
 )  # fmt: skip
 # All variables that begin like a setting's and belong to other parts of lmc, or to LMCache alone.
 NO_SETTINGS = (
-    *CONFIG_FILES, *VARIABLES, "LMC_LOG_*", "LMC_SERVER", "LMC_ADMIN*", "LMC_ROUTER_*",
+    *CONFIG_FILES, *VARIABLES, "LMC_LOG_*", "LMC_ADMIN*", "LMC_ROUTER_*",
     "LMC_CHECK_LOCKS", "LMCACHE_USE_EXPERIMENTAL", "LMCACHE_TRACK_USAGE", "LMCACHE_LOG_LEVEL",
 )  # fmt: skip
 SECRET = frozenset({"remote_url"})  # settings that may hold a password

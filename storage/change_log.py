@@ -7,7 +7,7 @@ the list of the chunks that are present.
 
 from collections import Counter, deque
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from lmc.keys import ChunkKey, RecordKind
 from lmc.storage.locks import Rank, new_lock
@@ -40,7 +40,18 @@ class Change(NamedTuple):
     appeared: bool
 
 
-class ChangeLog:
+@runtime_checkable
+class Changes(Protocol):
+    """What readers of a change log need."""
+
+    def since(self, number: int) -> tuple[list[Change], bool]:
+        """Return the changes after `number`, and true; or none and false if the log does not reach back so far."""
+
+    def present(self) -> tuple[int, dict[str, list[Chunk]]]:
+        """Return the number of the last change, and the chunks that are in each place after it."""
+
+
+class ChangeLog(Changes):
     """The newest changes, and what is present in each place after them.
 
     Noting a change costs a tenth of a microsecond, because chunks are stored and evicted all the time. What follows
@@ -70,7 +81,7 @@ class ChangeLog:
             if number == self._number:  # as in most steps of an engine
                 return [], True
             seen = len(self._changes) - (self._number - number)  # how many of the kept changes are older
-            return (list(self._changes)[seen:], True) if seen >= 0 else ([], False)
+            return (list(self._changes)[seen:], True) if 0 <= seen <= len(self._changes) else ([], False)
 
     def present(self) -> tuple[int, dict[str, list[Chunk]]]:
         """Return the number of the last change, and the chunks that are in each place after it."""

@@ -1,20 +1,23 @@
 """The contract between engines and a chunk store. Its handles are plain data.
 
-A handle can be sent to another process, so that a store in a service of its own can fulfil the same contract: the bytes
+A handle can be sent to another process, so that a store in a service of its own fulfils the same contract: the bytes
 are in slots of a slab that both processes have mapped, and the handle names the slot. `lmc.storage.store.Store` is the
-driver for a store in the same process.
+driver for a store in the same process, and `lmc.service.remote_store.RemoteStore` the one for a cache server.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from enum import Enum
 from typing import NamedTuple, Protocol
 
 import torch
 
 from lmc.keys import ChunkKey
-from lmc.storage.change_log import ChangeLog
+from lmc.storage.change_log import Changes
+from lmc.storage.cost_model import CostModel
 from lmc.storage.ledger import Slot
 from lmc.storage.record import RecordMeta
+from lmc.storage.slab import Slab
 from lmc.storage.stats import StoreStats
 
 
@@ -50,7 +53,11 @@ class Reservation(NamedTuple):
 class ChunkStore(Protocol):
     """Chunks under keys. Any thread may call any method."""
 
-    changes: ChangeLog
+    changes: Changes
+    cost: CostModel  # the estimates by which connectors choose between loading and computing
+    slab: Slab  # in host memory; another one after a cache server has come back
+    slots: int  # how many chunks fit in host memory
+    shared_places: frozenset[str]  # the tiers that other processes use as well
 
     def lookup(self, keys: Sequence[ChunkKey], *, shared: bool = True) -> list[str | None]:
         """Return where each chunk is, or None. Nothing is held, so a chunk may have gone when it is pinned.
@@ -63,6 +70,15 @@ class ChunkStore(Protocol):
 
         `places` are those that `lookup` has just returned.
         """
+
+    @contextmanager
+    def pinned(self, keys: Sequence[ChunkKey]) -> Iterator[list[Pin | None]]:
+        """Pin chunks inside the block. Leaving it early cancels the loads that nobody else waits for."""
+        pins = self.pin(keys)
+        try:
+            yield pins
+        finally:
+            self.release([pin for pin in pins if pin is not None])
 
     def state(self, pin: Pin) -> PinState:
         """Return the state of a pinned chunk now, without waiting."""
@@ -99,6 +115,27 @@ class ChunkStore(Protocol):
 
     def spread(self, keys: Sequence[ChunkKey]) -> list[ChunkKey]:
         """Write chunks to the tiers that do not have them, and return those that are nowhere."""
+
+    def records(self) -> Iterator[tuple[str, RecordMeta]]:
+        """Return the chunks that are there when an engine starts, with their places."""
+
+    def last_uses(self) -> dict[ChunkKey, float]:
+        """Return when each record in the tiers that are not shared was used last, in seconds since 1970."""
+
+    def known_keys(self) -> set[ChunkKey]:
+        """Return every key in memory and in the tiers that are not shared."""
+
+    def held(self) -> int:
+        """Return how many slots are held or being written; it is zero when nothing is going on."""
+
+    def trim(self) -> None:
+        """Evict what a tier has beyond its bound, which may be smaller than it was in an earlier process."""
+
+    def flush(self) -> None:
+        """Wait until everything that was queued has been written."""
+
+    def close(self) -> None:
+        """Write what is in memory only, and close everything."""
 
     def stats(self) -> StoreStats:
         """Return counts since the start."""

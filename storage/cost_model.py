@@ -7,7 +7,7 @@ their prefills took, and ask before they load.
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -112,6 +112,21 @@ class CostModel:
         self._computing: defaultdict[int, Rate] = defaultdict(Rate)  # by bit length of the prompt's length, per token
         self._passed_over: dict[str, tuple[float, int]] = {}  # by tier: since when, and how many times in a row
         self._mutex = threading.Lock()
+
+    def speeds(self) -> dict[str, tuple[float, float]]:
+        """Return the seconds for each record and for each byte of the tiers for which both are known."""
+        with self._mutex:
+            found = {tier: (self._opening[tier].optimistic, rate.optimistic) for tier, rate in self._reading.items()}
+        return {tier: (record, byte) for tier, (record, byte) in found.items() if record is not None and byte}
+
+    def take_speeds(self, speeds: Mapping[str, tuple[float, float]]) -> None:
+        """Take over what another cost model has measured of tiers."""
+        with self._mutex:
+            for tier, (record, byte) in speeds.items():
+                self._opening[tier], self._reading[tier] = (
+                    Rate(record, _seconds=record, _units=1),
+                    Rate(byte, _seconds=byte, _units=1),
+                )
 
     def loaded(self, spent: Spent) -> None:
         """Add what a batch of loads took; the seconds are those of all its threads together."""

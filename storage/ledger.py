@@ -6,7 +6,7 @@ reads it). Taking a free slot evicts the chunk in it. The order in which slots a
 block pool in release 0.32.0, as long as no documents are there, which have their share of the slots (`eviction.py`).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NewType
 
 from lmc.keys import ChunkKey
@@ -18,7 +18,15 @@ Slot = NewType("Slot", int)
 class Ledger:
     """A fixed number of slots, their keys and holders, and the queue of free slots."""
 
-    def __init__(self, slots: int, document_share: float = 0.0, *, pins_yield: bool = False) -> None:
+    def __init__(
+        self,
+        slots: int,
+        document_share: float = 0.0,
+        *,
+        pins_yield: bool = False,
+        room: Callable[[], bool] | None = None,
+    ) -> None:
+        """With `room`, all slots are unused at first, and each call of `room` says whether one more may be used."""
         assert slots > 0
         self.slots, self.evictions, self.document_evictions = slots, 0, 0
         self._holders = [0] * slots
@@ -28,13 +36,14 @@ class Ledger:
         self._slots_of: dict[ChunkKey, list[Slot]] = {}
         self._standing = [Standing.OTHER] * slots
         self._queue: EvictionOrder[Slot] = EvictionOrder(slots * document_share, pins_yield=pins_yield)  # free ones
-        for slot in map(Slot, range(slots)):
-            self._queue.add(slot)
+        self._room, self._unused = room, [*map(Slot, reversed(range(slots)))]  # The last one is used next.
+        while room is None and self._unused:
+            self._queue.add(self._unused.pop())
 
     @property
     def free(self) -> int:
-        """How many slots are free."""
-        return len(self._queue)
+        """How many slots are free, used or unused."""
+        return len(self._queue) + len(self._unused)
 
     def find(self, key: ChunkKey) -> Slot | None:
         """Return a slot that holds `key`, whether it is free or held."""
@@ -63,12 +72,19 @@ class Ledger:
             self._queue.remove(slot)
         self._holders[slot] += 1
 
-    def reserve(self) -> Slot | None:
-        """Take the slot that is evicted next to write to it; None if no slot is free, or only pinned ones are."""
+    def reserve(self, *, used: bool = False) -> Slot | None:
+        """Take an unused slot, if there is room, or the one that is evicted next, to write to it.
+
+        Returns None if no slot is free, or only pinned ones are. With `used` no unused slot is taken.
+        """
         slot = self._queue.first()
-        if slot is None:
+        full = slot is None or self._keys[slot] is not None
+        if full and self._unused and not used and self._room and self._room():
+            slot = self._unused.pop()
+        elif slot is None:
             return None
-        self._queue.remove(slot)
+        else:
+            self._queue.remove(slot)
         if self._keys[slot] is not None:
             self.evictions += 1
             self.document_evictions += self._standing[slot] is not Standing.OTHER
@@ -76,6 +92,12 @@ class Ledger:
         self._holders[slot] = 1
         self._writing.add(slot)
         return slot
+
+    def lay_aside(self, slot: Slot) -> None:
+        """Let a reserved slot be unused."""
+        self._writing.remove(slot)
+        self._holders[slot] = 0
+        self._unused.append(slot)
 
     def commit(self, slot: Slot, key: ChunkKey, standing: Standing = Standing.OTHER) -> None:
         """Let `key` be found in a reserved slot from now on. The slot stays held until it is released."""

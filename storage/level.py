@@ -3,7 +3,7 @@
 The store's lock guards all of this. Threads do the work outside of the lock, and report each step to the state.
 """
 
-from collections.abc import Container
+from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -29,18 +29,20 @@ class Level:
         pinned: Container[ChunkKey] = (),
         *,
         pins_yield: bool = False,
+        room: Callable[[], bool] | None = None,
     ) -> None:
         """`pinned` are the chunks that are not to be evicted; the store adds some and removes some.
 
-        With `pins_yield` they are on a tier as well, and are evicted if nothing else is left.
+        With `pins_yield` they are on a tier as well, and are evicted if nothing else is left. With `room`, slots are
+        used as it allows; see the ledger.
         """
         self.name, self.slab, self.changes, self._pinned = name, slab, changes, pinned
-        self.ledger = Ledger(slab.slots, document_share, pins_yield=pins_yield)
+        self.ledger = Ledger(slab.slots, document_share, pins_yield=pins_yield, room=room)
         self.metas: dict[Slot, RecordMeta] = {}
 
-    def reserve(self, evicted: "list[Held]") -> Slot | None:
+    def reserve(self, evicted: "list[Held]", *, used: bool = False) -> Slot | None:
         """Reserve a slot, and add the chunk that was in it, if any, to `evicted`; None if every slot is held."""
-        slot = self.ledger.reserve()
+        slot = self.ledger.reserve(used=used)
         if slot is not None:
             self.slab.lose(slot)  # Another process may still read a slot that was released too early.
             if (meta := self.metas.pop(slot, None)) is not None:

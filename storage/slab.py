@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 
 CONTAINER = Path("/sys/fs/cgroup")
 MADV_POPULATE_WRITE = 23  # Linux 5.14; Python has no name for it yet.
+KEEP_SIZE, PUNCH_HOLE = 1, 2  # of fallocate(2)
 POPULATED_AT_ONCE, LOCKED_AT_ONCE = 256 * MIB, GIB
 THREADS = min(8, os.cpu_count() or 1)  # that take or page-lock memory
 LOST = -1  # stands in a label instead of a number of parts: the rest of the chunk will not arrive
@@ -45,6 +46,8 @@ class SlabAddress:
     slots: int
     shares: Shares
     part_bytes: int
+    sparse: bool = False  # see `Slab`
+    lifeline: str = ""  # a pipe that each process which maps the slab keeps open, so that its owner sees them end
 
 
 def tag_of(key: ChunkKey) -> int:
@@ -67,11 +70,14 @@ class Slab:
         device: torch.device | str = "cpu",
         *,
         shared: bool = False,
+        sparse: bool = False,
         at: SlabAddress | None = None,
         share: Share | None = None,
     ) -> None:
         """Allocate the memory, or map the slab of another process `at` its address, to use one `share` of it.
 
+        The memory of a `sparse` slab is taken when it is first written, slot by slot; its owner watches how much that
+        may be, and gives back slots that are not needed. Such a slab is not page-locked.
         Raises `NoMemory`, which says how much was asked for and how much there is.
         """
         self._shares = parts if isinstance(parts, Shares) else Shares((parts,))
@@ -81,7 +87,8 @@ class Slab:
         self.device = torch.device(device)
         self.bytes = slots * self.parts * self.stride
         self.labels: memoryview | None = None  # int64, two for each slot: the chunk's tag, and the parts that are there
-        room = UNLIMITED if at else _room(self.device)
+        self._sparse, self._at_address = sparse, at
+        room = UNLIMITED if at or sparse else _room(self.device)
         if self.bytes > room:
             lower = "max_local_cpu_size" if self.device.type == "cpu" else "max_local_device_size"
             there = f"does not fit on {device}: {room / GIB:.2f} GiB are available"
@@ -94,7 +101,7 @@ class Slab:
                 self.labels = self._view[self.bytes :].cast("q")
             # The workers that attach to a shared slab copy to and from the GPU. Its owner does not, and page-locking
             # would make it create a CUDA context for nothing.
-            if torch.cuda.is_available() and not shared:
+            if torch.cuda.is_available() and not (shared or sparse):
                 start, stop = self._stretch(share) if share else (0, self.bytes)
                 for address in _page_lock(flat[start:stop], self.stride * (share.count if share else self.parts)):
                     # An address that is still registered could not be page-locked again for the next slab.
@@ -136,13 +143,18 @@ class Slab:
 
         Raises `StorageError` if it cannot be opened.
         """
-        return cls(at.slots, at.shares, at.part_bytes, at=at, share=share)
+        return cls(at.slots, at.shares, at.part_bytes, sparse=at.sparse, at=at, share=share)
 
     @property
     def address(self) -> SlabAddress:
         """Where other processes find this shared slab."""
-        path = f"/proc/{os.getpid()}/fd/{self._file}"
-        return SlabAddress(path=path, slots=self.slots, shares=self._shares, part_bytes=self.part_bytes)
+        return self._at_address or SlabAddress(
+            path=f"/proc/{os.getpid()}/fd/{self.file}",
+            slots=self.slots,
+            shares=self._shares,
+            part_bytes=self.part_bytes,
+            sparse=self._sparse,
+        )
 
     def label(self, slot: Slot, key: ChunkKey, ready: int) -> None:
         """Tell other processes which chunk is in `slot`, and how many of its parts have arrived."""
@@ -216,6 +228,12 @@ class Slab:
             self.slot(slot).copy_(source.slot(there), non_blocking=True)
         stream.synchronize()
 
+    def give_back(self, slot: Slot) -> None:
+        """Give the memory of a slot of a sparse slab back to the system; it reads as zeros from then on."""
+        for share in self._shares.all:
+            start, size = self._stretch(share)[0], share.count * self.stride
+            _punch(self.file, start + slot * size, size)
+
     def snapshot(self, slot: Slot, parts: int, size: int) -> memoryview:
         """Copy the first `size` bytes of `parts` parts, side by side, into page-aligned host memory."""
         if slot in self._written:
@@ -241,17 +259,22 @@ class Slab:
         size = self.bytes + self.slots * 16  # A label takes two int64.
         if at is None:
             # A file without a name needs no room in a container's small /dev/shm, and a killed process leaves none.
-            self._file = os.memfd_create("lmc-slab", os.MFD_CLOEXEC)
-            weakref.finalize(self, os.close, self._file)
-            memory = _new_memory(size, self._file)
-            _populate(memory, 0, size)
+            self.file = os.memfd_create("lmc-slab", os.MFD_CLOEXEC)
+            weakref.finalize(self, os.close, self.file)
+            memory = _new_memory(size, self.file)
+            if not self._sparse:
+                _populate(memory, 0, size)
             return memory
         try:
+            if at.lifeline:
+                weakref.finalize(self, os.close, os.open(at.lifeline, os.O_WRONLY | os.O_CLOEXEC))
             with open(at.path, "r+b", buffering=0) as file:
                 memory = mmap.mmap(file.fileno(), size)
         except (OSError, ValueError) as error:  # `ValueError`: a file of another size, which is not this slab
             wanted = "its workers must run on the same host, in the same PID namespace and as the same user"
             raise StorageError(f"cannot open the slab of the scheduler at {at.path} ({error}): {wanted}") from error
+        if self._sparse:
+            return memory
         # The owner has taken the pages. Mapping them into this process goes on beside the first steps.
         stretch = self._stretch(share) if share else (0, size)
         threading.Thread(target=_populate, args=(memory, *stretch), name="lmc-map", daemon=True).start()
@@ -289,6 +312,14 @@ def _populate(memory: mmap.mmap, start: int, stop: int) -> None:
         raise NoMemory(f"a slab of {stop / GIB:.2f} GiB: the system has no such memory; lower max_local_cpu_size")
 
 
+def _punch(file: int, start: int, size: int) -> None:
+    """Give the pages of a file in memory back to the system."""
+    fallocate = ctypes.CDLL(None, use_errno=True).fallocate
+    fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+    if fallocate(file, PUNCH_HOLE | KEEP_SIZE, start, size):
+        raise OSError(ctypes.get_errno(), "cannot give memory back")
+
+
 def _page_lock(memory: torch.Tensor, whole: int) -> list[int]:
     """Page-lock host memory, so that copies to and from the GPU run beside the model's work.
 
@@ -323,6 +354,11 @@ def _clear_cuda_error() -> None:
     paths = {line.split()[-1] for line in maps.read_text().splitlines() if "libcudart" in line} if maps.exists() else ()
     for path in paths:
         ctypes.CDLL(path).cudaGetLastError()
+
+
+def memory_available() -> int:
+    """Return how many bytes of memory this process can have."""
+    return _room(torch.device("cpu"))
 
 
 def _room(device: torch.device) -> int:

@@ -147,6 +147,17 @@ class StoreState:
             self._writing.discard(reservation.meta.key)
             self.by_name[reservation.level].ledger.abort(reservation.slot)
 
+    def retire(self) -> tuple[Slot | None, Todo]:
+        """Reserve the slot of the host that is evicted next, so that its memory can be given back."""
+        todo = Todo()
+        with self._changed:
+            return None if self._closed else self.host.reserve(todo.evicted, used=True), todo
+
+    def lay_aside(self, slot: Slot) -> None:
+        """Let a reserved slot of the host be unused."""
+        with self._changed:
+            self.host.ledger.lay_aside(slot)
+
     def drop(self, key: ChunkKey) -> None:
         """Forget a chunk in memory, and one that is being loaded."""
         with self._changed:

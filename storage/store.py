@@ -5,8 +5,8 @@ and `writer.py` move bytes outside of the lock. Chunks in memory are looked up w
 parts and bytes, and not what a part means.
 """
 
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 import torch
@@ -14,7 +14,7 @@ import torch
 from lmc.errors import ChunkLost
 from lmc.keys import ChunkKey
 from lmc.storage.change_log import ChangeLog
-from lmc.storage.contract import Pin, PinState, Reservation
+from lmc.storage.contract import ChunkStore, Pin, PinState, Reservation
 from lmc.storage.eviction import Standing
 from lmc.storage.level import Level
 from lmc.storage.loader import Loader
@@ -28,7 +28,7 @@ from lmc.storage.tier_guard import TierGuard
 from lmc.storage.writer import Writer
 
 
-class Store:
+class Store(ChunkStore):
     """A chunk store over slabs and tiers."""
 
     def __init__(
@@ -40,13 +40,18 @@ class Store:
         policy: WritePolicy = WritePolicy.WRITE_THROUGH,
         load_threads: int = 2,
         document_share: float = 0.0,
+        room: Callable[[], bool] | None = None,
     ) -> None:
-        """Documents have a share of the slots, from 0 to 1; see `eviction.py`. Tiers have theirs already."""
+        """Documents have a share of the slots, from 0 to 1; see `eviction.py`. Tiers have theirs already.
+
+        If there is only a host, `room` says each time whether one more of its slots may be used.
+        """
         self.changes, pinned = ChangeLog(), set[ChunkKey]()
         slabs = {"device": device, "host": host}
         own = any(not tier.shared for tier in tiers)
+        assert room is None or device is None
         self._levels = [
-            Level(name, slab, self.changes, document_share, pinned, pins_yield=own or name == "device")
+            Level(name, slab, self.changes, document_share, pinned, pins_yield=own or name == "device", room=room)
             for name, slab in slabs.items()
             if slab is not None
         ]
@@ -54,9 +59,8 @@ class Store:
         self._state = StoreState(self._levels, self._tiers, policy, pinned)
         self._loader = Loader(self._state, self._guard, load_threads)
         self._writer = Writer(self._state, self._tiers, policy, self._guard)
-        self.cost = self._loader.cost  # the estimates by which connectors choose between loading and computing
-        self.slots = host.slots  # how many chunks fit in host memory
-        self.shared_places = frozenset(tier.name for tier in tiers if tier.shared)  # which other processes use as well
+        self.cost, self.slab, self.slots = self._loader.cost, host, host.slots
+        self.shared_places = frozenset(tier.name for tier in tiers if tier.shared)
         for tier in tiers:
             tier.report_to(self.changes)
 
@@ -73,15 +77,6 @@ class Store:
             for i, present in zip(missing, there or (), strict=False):  # no answers if the tier failed
                 found[i] = tier.name if present else None
         return found
-
-    @contextmanager
-    def pinned(self, keys: Sequence[ChunkKey]) -> Iterator[list[Pin | None]]:
-        """Pin chunks inside the block. Leaving it early cancels the loads that nobody else waits for."""
-        pins = self.pin(keys)
-        try:
-            yield pins
-        finally:
-            self.release([pin for pin in pins if pin is not None])
 
     def pin(self, keys: Sequence[ChunkKey], places: Sequence[str | None] | None = None) -> list[Pin | None]:
         """Hold chunks; those on tiers begin to load."""
@@ -194,6 +189,17 @@ class Store:
                         self._writer.write_again(pin, tiers)
         return nowhere
 
+    def shrink(self, slots: int) -> int:
+        """Give the memory of up to so many slots back to the system; return how many of them could be evicted."""
+        for done in range(slots):
+            slot, todo = self._state.retire()
+            if slot is None:
+                return done
+            self._writer.do(todo)
+            self.slab.give_back(slot)
+            self._state.lay_aside(slot)
+        return slots
+
     def flush(self) -> None:
         """Wait until everything that was queued has been written."""
         self._state.wait_until_flushed()
@@ -238,6 +244,10 @@ class Store:
             for meta in tier.headers():
                 self.changes.appeared(tier.name, meta)
                 yield tier.name, meta
+
+    def in_memory(self) -> Iterator[tuple[str, RecordMeta]]:
+        """Yield every chunk in memory, with its place."""
+        return ((held.level.name, held.meta) for held in self._state.resident().values())
 
     def last_uses(self) -> dict[ChunkKey, float]:
         """Return when each record in the tiers that only this process uses was used last, in seconds since 1970."""

@@ -128,8 +128,7 @@ def pin_bytes(store: Store, pin: Pin, part: int) -> bytes:
 
 def shape_of(store: Store) -> tuple[int, int]:
     """Parts of a chunk, and bytes of a part."""
-    slab = store._levels[-1].slab
-    return slab.parts, slab.part_bytes
+    return store.slab.parts, store.slab.part_bytes
 
 
 def expected(key: ChunkKey, parts: int = PARTS, size: int = PART_BYTES, version: int = 0) -> list[bytes]:

@@ -41,6 +41,7 @@ def test_the_list_of_settings_is_frozen() -> None:
         "chunk_size",
         "save_unfull_chunk",
         "save_decode_cache",
+        "server",
         "max_local_cpu_size",
         "max_local_device_size",
         "local_disk",
@@ -172,7 +173,7 @@ class TestPrecedence:
         assert Settings.load(environ=environ).chunk_size == 256
 
     @pytest.mark.parametrize(
-        "name", ["LMC_LOG_LEVEL", "LMC_SERVER", "LMC_ADMIN_PORT", "LMC_KERNELS", "LMC_ROUTER_URL", "LMC_UNTESTED_VLLM"]
+        "name", ["LMC_LOG_LEVEL", "LMC_ADMIN_PORT", "LMC_KERNELS", "LMC_ROUTER_URL", "LMC_UNTESTED_VLLM"]
     )
     def test_variables_of_other_parts_of_lmc_are_no_settings(self, name: str) -> None:
         assert Settings.load(environ={name: "1"}).model_dump() == Settings().model_dump()

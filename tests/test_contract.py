@@ -1,13 +1,15 @@
-"""The contract between engines and a store: handles are plain data, and the store in this process fulfils it."""
+"""The contract between engines and a store: handles are plain data, and both drivers fulfil it."""
 
 import inspect
 import itertools
 import pickle
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import fields, is_dataclass
 from enum import Enum
+from typing import get_origin
 
 import pytest
+from service_fakes import attached, eventually, serving
 from storage_fakes import (
     PART_BYTES,
     PARTS,
@@ -26,6 +28,7 @@ from storage_fakes import (
 
 from lmc.errors import ChunkLost
 from lmc.keys import RecordKind
+from lmc.service.remote_store import RemoteStore
 from lmc.storage import loader
 from lmc.storage.contract import ChunkStore, Pin, PinState, Reservation
 from lmc.storage.record import RecordMeta
@@ -48,15 +51,20 @@ def tier():
     tier.open_all()
 
 
-@pytest.fixture
-def store(tier):
+@pytest.fixture(params=["in this process", "in a cache server"])
+def store(tier, request, tmp_path):
     """A store whose tier has K0, and reads it part by part when the test says so."""
     tier.records[K0] = bytearray(raw_record(meta_of(K0)))
-    store = Store(Slab(4, PARTS, PART_BYTES), [tier])
-    yield store
-    tier.open_all()
-    store.close()
-    assert store.held() == 0
+    with ExitStack() as opened:
+        if request.param == "in this process":
+            store = Store(Slab(4, PARTS, PART_BYTES), [tier])
+        else:
+            server = opened.enter_context(serving(tmp_path, 4, [tier]))
+            store = attached(server)
+        yield store
+        tier.open_all()
+        eventually(lambda: store.held() == 0)
+        store.close()
 
 
 @pytest.fixture
@@ -160,8 +168,9 @@ def test_an_unpickled_pin_follows_the_load_of_its_chunk(store, tier):
 def test_an_unpickled_pin_of_a_chunk_that_is_lost_says_so(store, tier):
     tier.records[K0][-1] ^= 1
     pin = pinned(store, K0)
-    tier.open_all()
+    tier.read_gates[0].set()
     assert pin_bytes(store, pin, 0) == content(K0, 0)
+    tier.open_all()
     with pytest.raises(ChunkLost) as caught:
         store.part(pin, PARTS - 1)
     assert caught.value.keys == [K0]
@@ -270,14 +279,15 @@ def test_the_contract_is_all_that_engines_need():
     """A method that is added to it is a method that a service has to serve."""
     assert set(METHODS) == {
         "lookup", "pin", "state", "arrived", "part", "release", "begin", "view", "commit", "abort", "forget", "stats",
-        "copies", "protect", "spread",
+        "copies", "protect", "spread", "pinned", "records", "last_uses", "known_keys", "held", "trim", "flush", "close",
     }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_the_store_takes_what_the_contract_says(name):
+@pytest.mark.parametrize("driver", [Store, RemoteStore])
+def test_the_store_takes_what_the_contract_says(name, driver):
     """Any call that is right by the contract is right for the store, and has the same meaning."""
-    wanted, found = (inspect.signature(getattr(one, name)).parameters for one in (ChunkStore, Store))
+    wanted, found = (inspect.signature(getattr(one, name)).parameters for one in (ChunkStore, driver))
     for one, other in itertools.zip_longest(wanted.values(), found.values()):
         assert other is not None, f"the store has no {one}"
         if one is None:
@@ -288,4 +298,4 @@ def test_the_store_takes_what_the_contract_says(name):
 
 def test_the_store_has_what_the_contract_says(store):
     for name, kind in ChunkStore.__annotations__.items():
-        assert isinstance(getattr(store, name), kind)
+        assert isinstance(getattr(store, name), get_origin(kind) or kind)

@@ -40,6 +40,7 @@ def test_records_in_redis_are_encoded_if_the_setting_says_so(
     given: dict[str, str], smaller: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     remote, meta = DictTier(), meta_of(key_of(0), part_bytes=64 << 10)
+    remote.name = "redis"
     monkeypatch.setattr(tiers, "open_redis", lambda settings: remote)
     (tier,) = open_tiers(Settings(remote_url="redis://cache", **given), 2)
     numbers = torch.randn(meta.offset(meta.parts) // 2, generator=torch.Generator().manual_seed(0))

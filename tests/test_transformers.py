@@ -12,6 +12,7 @@ import pytest
 import torch
 from ledger_check import check_store
 from models import SEPARATOR, VOCABULARY, random_model, random_tokens
+from service_fakes import serving
 from storage_fakes import note_load
 from tier_wrappers import Counted, Delayed
 from transformers import DynamicCache
@@ -50,8 +51,16 @@ def stored_prefix(cached: CachedModel, ids: list[int]) -> int:
     return sum(piece.tokens for piece in found.exact)
 
 
-@pytest.fixture
-def cached() -> Iterator[CachedModel]:
+@pytest.fixture(params=["store in this process", "cache server"])
+def cached(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[CachedModel]:
+    if request.param == "cache server":
+        with serving(tmp_path, 0, max_local_cpu_size=0.02) as server:
+            with CachedModel(random_model(), settings(server=server.path), SEPARATOR) as model:
+                yield model
+                assert model.engine.store.held() == 0
+            ((_, store),) = server.arenas.all()
+            check_store(store)
+        return
     with CachedModel(random_model(), settings(), SEPARATOR) as model:
         yield model
         assert model.engine.store.held() == 0

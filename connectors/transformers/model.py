@@ -266,6 +266,7 @@ class CachedModel(AbstractContextManager["CachedModel"]):
             canvas = DenseCanvas(self.layers, prompt, plan.pieces, reader)
             try:
                 result = Blender(canvas, given, policy).run()
+                next(reader, None)  # At its end the reader finds out whether all chunks were right until now.
             finally:
                 self._settle()  # The slots may be taken by other chunks now, so no copy from them may be under way.
         exact = plan.tokens - result.reused

@@ -28,8 +28,8 @@ from lmc.connectors.vllm.stats import LmcPromMetrics, LmcStats
 from lmc.connectors.vllm.worker import Worker
 from lmc.engine import CacheEngine
 from lmc.engine.calibration import calibration_objection
+from lmc.engine.tiers import described
 from lmc.errors import ConfigError, InputError
-from lmc.redis_url import parse_redis_url
 from lmc.storage.places import place_of
 
 log = logging.getLogger(__name__)
@@ -205,11 +205,11 @@ class LMCConnector(vllm_api.KVConnectorBase_V1):
         settings = self.settings
         off = "no blending" if settings.enable_blending else "no blending (enable_blending is false)"
         how = f"blending by {settings.blend_strategy} {settings.blend_recompute_ratios[0]:g}" if blends else off
-        disk = f"{settings.local_disk} ({settings.max_local_disk_size:g} GB)" if settings.local_disk else "no disk"
-        redis = f", {parse_redis_url(settings.remote_url)}" if settings.remote_url else ""
+        where = f"({settings.max_local_cpu_size:g} GB), {described(settings)}"
+        if settings.server:
+            where = f"of the cache server at {settings.server}"
         room = f"{engine.store.slots} chunks of {engine.chunk_size} tokens in memory"
-        found = f"{len(engine.store.known_keys())} chunks found"
-        return f"lmc: {how}, {room} ({settings.max_local_cpu_size:g} GB), {disk}{redis}, {found}"
+        return f"lmc: {how}, {room} {where}, {len(engine.store.known_keys())} chunks found"
 
     def _tokenizer(self) -> Any:
         tokenizer = vllm_api.cached_tokenizer_from_config(self._config.model_config)

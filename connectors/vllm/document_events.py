@@ -15,7 +15,7 @@ from lmc.background import Background
 from lmc.connectors.vllm.kv_events import media_steps
 from lmc.engine.known_documents import KnownDocument
 from lmc.keys import ChunkKey, RecordKind
-from lmc.storage.change_log import ChangeLog
+from lmc.storage.change_log import Changes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +41,7 @@ class DocumentEvents:
 
     def __init__(
         self,
-        changes: ChangeLog,
+        changes: Changes,
         find: Callable[[str], KnownDocument | None],
         salt_of: Callable[[KnownDocument], str | None],
         background: Background,

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lmc.keys import ChunkKey, RecordKind
-from lmc.storage.change_log import ChangeLog, Chunk
+from lmc.storage.change_log import Changes, Chunk
 from lmc.storage.places import place_of
 
 ABSENT = 1024  # chunks, of about 10 KB each, whose details are kept while they are nowhere
@@ -55,7 +55,7 @@ class BlockDetails:
 
 
 def media_steps(
-    changes: ChangeLog, read: int, seen: Callable[[], set[tuple[ChunkKey, str]]], kind: RecordKind | None = None
+    changes: Changes, read: int, seen: Callable[[], set[tuple[ChunkKey, str]]], kind: RecordKind | None = None
 ) -> tuple[int, list[tuple[ChunkKey, str, bool]]]:
     """Return the number of the last change, and which chunks have come to a medium (true) or left it after `read`.
 
@@ -91,7 +91,7 @@ class KVEvents:
 
     def __init__(
         self,
-        changes: ChangeLog,
+        changes: Changes,
         block_size: int,
         extra_keys: Callable[[Any, int, int], tuple[Any, ...] | None] | None = None,
     ) -> None:

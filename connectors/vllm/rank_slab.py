@@ -15,6 +15,7 @@ class RankSlab:
 
     def __init__(self, at: SlabAddress) -> None:
         """Map them; raise `StorageError` if the slab cannot be opened."""
+        self.at = at
         self._share = at.shares.of(get_pp_group().rank_in_group, get_tp_group().rank_in_group)
         self._slab = Slab.attach(at, self._share)
 

@@ -186,7 +186,7 @@ class Scheduler:
         self._introduced = True
         learn = self._saves.learn_next() if self._runs else None
         plan = StepPlan(
-            slab=self.engine.slab.address,
+            slab=self.engine.store.slab.address,
             scheduled=sum(scheduled.values()),
             loads=self._jobs,
             late=late,

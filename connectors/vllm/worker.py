@@ -152,8 +152,8 @@ class Worker:
 
     def work(self, plan: StepPlan) -> None:
         """Take in new jobs, and do a slice of all jobs."""
-        if plan.slab is not None and self._slab is None:
-            self._slab = RankSlab(plan.slab)
+        if plan.slab is not None and (self._slab is None or self._slab.at != plan.slab):
+            self._slab = RankSlab(plan.slab)  # A cache server that has come back has another one.
         self._arrived = plan.arrived
         for request in self._loading.keys() & plan.late:
             self._end(self._loading[request], self._loading[request].blocks)

@@ -29,16 +29,14 @@ from lmc.engine.known_documents import KnownDocument, KnownDocuments, pack_token
 from lmc.engine.learn_queue import LearnQueue, Unlearned
 from lmc.engine.pieces import Piece
 from lmc.engine.planner import DocumentLookup, Lookup, Plan, Wish, choose_plan
-from lmc.engine.tiers import open_tiers
+from lmc.engine.stores import open_store
 from lmc.errors import ChunkLost
 from lmc.keys import ChunkKey, Namespace, RecordKind, chunk_bounds, document_keys
 from lmc.shapes import GIB, KVShape
-from lmc.storage.contract import Pin, Reservation
+from lmc.storage.contract import Pin, PinState, Reservation
 from lmc.storage.cost_model import LoadPolicy
 from lmc.storage.record import RecordMeta
-from lmc.storage.slab import Slab
-from lmc.storage.stats import StoreStats, WritePolicy
-from lmc.storage.store import Store
+from lmc.storage.stats import StoreStats
 from lmc.storage.tier import Tier
 
 log = logging.getLogger(__name__)
@@ -68,22 +66,19 @@ class CacheEngine:
         tiers: Sequence[Tier] | None = None,
         prefix: Sequence[int] = (),
     ) -> None:
-        """Make the slabs, in memory that other processes can map if `shared`, and open the tiers.
+        """Open the store: in this process, in memory that others can map if `shared`, or that of a cache server.
 
         `namespace` has the fields that all namespaces of the model have in common; kind and salt are set here.
-        Documents are learned behind the tokens of `prefix`. Raises `NoMemory`, `TierUnusable` or `ConfigError`.
+        Documents are learned behind the tokens of `prefix`. Raises `StorageError` or `ConfigError`.
         """
         self.prefix = tuple(prefix)
         self.settings, self.geometry, self._namespace = settings, geometry, namespace
         self.chunk_size = geometry.chunk_size
-        self.slab = Slab.of_size(settings.max_local_cpu_size * GIB, geometry.shares, geometry.part_bytes, shared=shared)
-        on_device = 0 if shared else settings.max_local_device_size * GIB
-        device_slab = Slab.of_size(on_device, geometry.parts, geometry.part_bytes, device) if on_device else None
-        tiers = open_tiers(settings, geometry.item_bytes) if tiers is None else tiers
-        policy, share = WritePolicy(settings.store_policy), settings.document_share
-        self.store = Store(self.slab, tiers, device=device_slab, policy=policy, document_share=share)
+        self.store = open_store(settings, geometry, device=device, shared=shared, tiers=tiers)
+        if settings.server is not None:  # It has the tiers.
+            settings = self.settings = settings.model_copy(update={"local_disk": None, "remote_url": None})
         self.index = CacheIndex()
-        self.learning = LearnQueue(self.slab.slots * self.chunk_size)
+        self.learning = LearnQueue(self.store.slots * self.chunk_size)
         self.recalled: dict[ChunkKey, str] = {}  # What connectors noted with records.
         self.background = Background()
         self.known = KnownDocuments(self.background)
@@ -244,6 +239,9 @@ class CacheEngine:
                 for layer in range(shape.layers):
                     pairs = zip(pieces, pins, strict=True)
                     yield layer, [self._part(piece, pin, layer, shape, loaded) for piece, pin in pairs]
+                # A cache server takes slots from a process that it thinks to be dead, which this one may not notice.
+                if lost := [pin.key for pin in pins if self.store.state(pin) is PinState.LOST]:
+                    raise ChunkLost(list(lost))
             finally:
                 if torch.cuda.is_available():
                     torch.cuda.current_stream().synchronize()  # Copies out of slots end before the pins do.
@@ -301,11 +299,15 @@ class CacheEngine:
     def capacity(self) -> dict[str, float]:
         """Return how many tokens of documents fit into memory and into the disk tier, if there is one."""
         token, disk = self.geometry.token_bytes * self.geometry.parts, self.settings.max_local_disk_size * GIB
-        room: dict[str, float] = {"host": self.slab.slots * self.chunk_size}
+        room: dict[str, float] = {"host": self.store.slots * self.chunk_size}
         return room | ({"disk": disk // token} if self.settings.local_disk is not None else {})
 
     def forget_all(self, *, wait: bool = True) -> None:
-        """Remove every chunk, even while it is read. Chunks on tiers that other processes share stay there."""
+        """Remove every chunk, even while it is read. Chunks that other processes may use stay where they are: on tiers
+        that are shared, and in a cache server.
+        """
+        if self.settings.server is not None:
+            return
         with self.keeper.moving:  # Otherwise a pinned chunk might be written again.
             for key in self.store.known_keys():
                 self.store.forget(key, wait=wait, shared=False)
@@ -347,7 +349,7 @@ class CacheEngine:
 
     def _part_of_room(self, document: KnownDocument) -> float:
         """Return which part of the room for pinned documents one takes: of the disk, or of memory without a disk."""
-        need, room = float(len(document.keys)), self.settings.document_share * self.slab.slots
+        need, room = float(len(document.keys)), self.settings.document_share * self.store.slots
         if self.settings.local_disk is not None:
             need = float(self.geometry.document_bytes(len(document.tokens)))
             room = self.settings.document_share * self.settings.max_local_disk_size * GIB

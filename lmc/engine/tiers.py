@@ -1,6 +1,7 @@
 """Opens the tiers that the settings name."""
 
 import logging
+from collections.abc import Sequence
 from contextlib import ExitStack, closing
 
 from lmc.config import Settings
@@ -9,16 +10,38 @@ from lmc.redis_url import parse_redis_url
 from lmc.shapes import GIB
 from lmc.storage.codec import Coded
 from lmc.storage.disk import DiskTier
+from lmc.storage.record import NO_CODEC
 from lmc.storage.tier import Tier
 
 log = logging.getLogger(__name__)
 
 
 def open_tiers(settings: Settings, item_bytes: int) -> list[Tier]:
-    """Return the tiers, fastest first. Codecs split numbers of `item_bytes`.
+    """Return the tiers, fastest first, behind their codecs, which split numbers of `item_bytes`.
 
     Raises `TierUnusable` or `ConfigError`; then nothing stays open.
     """
+    with ExitStack() as opened:
+        plain = [opened.enter_context(closing(tier)) for tier in open_plain_tiers(settings)]
+        tiers = coded(plain, settings, item_bytes)
+        opened.pop_all()  # Without an error they stay open.
+    return tiers
+
+
+def coded(tiers: Sequence[Tier], settings: Settings, item_bytes: int) -> list[Tier]:
+    """Return tiers behind the codecs of the settings; raise `ConfigError` if a codec's package is missing."""
+    codecs = {"disk": settings.local_disk_serde, "redis": settings.remote_serde}
+    return [Coded(tier, codecs.get(tier.name, NO_CODEC), item_bytes) for tier in tiers]
+
+
+def described(settings: Settings) -> str:
+    """Return the tiers of the settings in words, for a log."""
+    disk = f"{settings.local_disk} ({settings.max_local_disk_size:g} GB)" if settings.local_disk else "no disk"
+    return f"{disk}, {parse_redis_url(settings.remote_url)}" if settings.remote_url else disk
+
+
+def open_plain_tiers(settings: Settings) -> list[Tier]:
+    """Return the tiers, fastest first, without codecs; raise as `open_tiers`."""
     tiers: list[Tier] = []
     with ExitStack() as opened:
         if settings.local_disk is not None:
@@ -31,12 +54,10 @@ def open_tiers(settings: Settings, item_bytes: int) -> list[Tier]:
                     settings.max_local_cpu_size,
                 )
             disk = DiskTier(settings.local_disk, capacity, document_share=settings.document_share)
-            opened.enter_context(closing(disk))
-            tiers.append(Coded(disk, settings.local_disk_serde, item_bytes))
+            tiers.append(opened.enter_context(closing(disk)))
         if settings.remote_url is not None:
-            remote = opened.enter_context(closing(open_redis(settings)))
-            tiers.append(Coded(remote, settings.remote_serde, item_bytes))
-        opened.pop_all()  # Without an error they stay open.
+            tiers.append(opened.enter_context(closing(open_redis(settings))))
+        opened.pop_all()
     return tiers
 
 

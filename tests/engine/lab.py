@@ -219,13 +219,17 @@ class Lab:
 
     def check(self) -> None:
         """Nothing is held, nothing has leaked."""
+        self.check_idle()
+        check_store(self.store)
+
+    def check_idle(self) -> None:
+        """Nothing is held."""
         self.settle()
         self.store.flush()
         assert self.pool.get_num_free_blocks() == self.free_at_start
         assert self.store.held() == 0
         assert not self.connector._scheduler.pending.under_way
         assert not self.connector._scheduler._states
-        check_store(self.store)
 
 
 def launch(model: Path, settings: dict[str, Any] | None = None, **options: Any) -> LLM:

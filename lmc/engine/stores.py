@@ -1,0 +1,51 @@
+"""Opens the chunk store that the settings name: one in this process, or that of a cache server."""
+
+from collections.abc import Sequence
+
+import torch
+
+from lmc.config import Settings
+from lmc.engine.geometry import Geometry
+from lmc.engine.tiers import open_tiers
+from lmc.errors import ConfigError
+from lmc.shapes import GIB
+from lmc.storage.contract import ChunkStore
+from lmc.storage.slab import Slab
+from lmc.storage.stats import WritePolicy
+from lmc.storage.store import Store
+from lmc.storage.tier import Tier
+
+
+def open_store(
+    settings: Settings,
+    geometry: Geometry,
+    *,
+    device: torch.device | str = "cpu",
+    shared: bool = False,
+    tiers: Sequence[Tier] | None = None,
+) -> ChunkStore:
+    """Return a store for the chunks of a geometry.
+
+    Without a server, slabs are made on `device` and in memory that other processes can map if `shared`, over `tiers`
+    or those of the settings. Raises `StorageError` or `ConfigError`.
+    """
+    if settings.server is not None:
+        return _attached(settings, geometry)
+    budget, size = settings.max_local_cpu_size * GIB, geometry.part_bytes
+    slab = Slab.of_size(budget, geometry.shares, size, shared=shared)
+    on_device = 0 if shared else settings.max_local_device_size * GIB
+    device_slab = Slab.of_size(on_device, geometry.parts, size, device) if on_device else None
+    tiers = open_tiers(settings, geometry.item_bytes) if tiers is None else tiers
+    policy, share = WritePolicy(settings.store_policy), settings.document_share
+    return Store(slab, tiers, device=device_slab, policy=policy, document_share=share)
+
+
+def _attached(settings: Settings, geometry: Geometry) -> ChunkStore:
+    try:
+        from lmc.service.messages import Attach
+        from lmc.service.remote_store import RemoteStore
+    except ImportError as error:
+        raise ConfigError(f"a cache server needs the package {error.name}: pip install msgspec") from None
+    assert settings.server is not None
+    sizes = Attach(geometry.shares, geometry.part_bytes, geometry.item_bytes)
+    return RemoteStore(settings.server, sizes, deadline=settings.load_deadline)

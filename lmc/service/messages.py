@@ -1,0 +1,277 @@
+"""The questions that a client asks a cache server, one after the other, and how the server answers them.
+
+Messages are msgpack in frames (`channel.py`). A frame that is none of these messages ends the connection. Bytes of
+chunks are never sent: they lie in slots of a slab that both sides have mapped.
+"""
+
+from itertools import chain, islice
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import msgspec
+
+from lmc.keys import ChunkKey
+from lmc.storage.change_log import Change, Chunk
+from lmc.storage.contract import Pin, Reservation
+from lmc.storage.record import RecordMeta
+from lmc.storage.shares import Shares
+from lmc.storage.stats import StoreStats
+
+if TYPE_CHECKING:  # A client needs none of what the server imports.
+    from lmc.service.lease import Lease
+
+PROTOCOL = 1  # changes whenever a message does
+LISTED = 500  # records in one answer
+
+
+class Hello(msgspec.Struct, frozen=True):
+    """The first frame of both sides. Its form stays, so that each can tell what the other one speaks."""
+
+    protocol: int
+    version: str  # of lmc
+    refused: str = ""  # why the server closes the connection
+
+
+class Status(msgspec.Struct, frozen=True, tag=True):
+    """The second frame of somebody who wants to know how the server is, and nothing else."""
+
+
+class ArenaStatus(msgspec.Struct, frozen=True):
+    """What an arena has."""
+
+    parts: int  # of a chunk
+    part_bytes: int
+    memory: int  # bytes that it takes
+    held: int  # slots
+    stats: StoreStats
+
+
+class ServerStatus(msgspec.Struct, frozen=True):
+    """How a server is."""
+
+    version: str
+    memory: int  # bytes that all arenas may take
+    clients: int  # connections with a lease, of those also that wait for processes to end
+    arenas: list[ArenaStatus]
+
+
+class Attach(msgspec.Struct, frozen=True, tag=True):
+    """The second frame of a client: the geometry of its chunks (`lmc.engine.geometry`), which decides on its arena."""
+
+    shares: Shares
+    part_bytes: int
+    item_bytes: int
+
+
+class Attached(msgspec.Struct, frozen=True):
+    """What a client gets to know of its slab. The descriptors of the slab and of the lifeline come with it."""
+
+    slots: int
+    shared_places: frozenset[str]
+
+
+class Beat(msgspec.Struct, frozen=True):
+    """What a client asks for every second."""
+
+    stats: StoreStats
+    speeds: dict[str, tuple[float, float]]  # of tiers: seconds for each record and for each byte
+
+
+class Request(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """A question. Most are named like the method of `ChunkStore` that they ask for."""
+
+    answered: ClassVar[bool] = True  # The client does not wait for what is done without an answer.
+    decoder: ClassVar[msgspec.msgpack.Decoder[Any]]  # of the answer, as a method's annotation says
+
+    def __init_subclass__(cls, **given: Any) -> None:
+        super().__init_subclass__(**given)
+        cls.decoder = msgspec.msgpack.Decoder(cls.asked.__annotations__["return"])
+
+    def asked(self, lease: "Lease") -> Any:
+        """Answer the question of the client that has this lease."""
+        raise NotImplementedError
+
+
+class Ping(Request, frozen=True):
+    """Every second. It shows the server that the client is alive."""
+
+    def asked(self, lease: "Lease") -> Beat:
+        """Return what changes all the time."""
+        store = lease.store
+        return Beat(store.stats(), store.cost.speeds())
+
+
+class LookUp(Request, frozen=True):
+    """`lookup`."""
+
+    keys: list[ChunkKey]
+    shared: bool
+
+    def asked(self, lease: "Lease") -> list[str | None]:
+        """Return places."""
+        return lease.store.lookup(self.keys, shared=self.shared)
+
+
+class PinKeys(Request, frozen=True):
+    """`pin`."""
+
+    keys: list[ChunkKey]
+    places: list[str | None] | None
+
+    def asked(self, lease: "Lease") -> list[Pin | None]:
+        """Return pins."""
+        return lease.pin(self.keys, self.places)
+
+
+class Release(Request, frozen=True):
+    """`release`."""
+
+    answered: ClassVar[bool] = False
+    leases: list[int]
+
+    def asked(self, lease: "Lease") -> None:
+        """Give pins back."""
+        lease.release(self.leases)
+
+
+class Begin(Request, frozen=True):
+    """`begin`."""
+
+    meta: RecordMeta
+
+    def asked(self, lease: "Lease") -> Reservation | None:
+        """Reserve a slot."""
+        return lease.begin(self.meta)
+
+
+class Commit(Request, frozen=True):
+    """`commit`."""
+
+    answered: ClassVar[bool] = False
+    lease: int
+
+    def asked(self, lease: "Lease") -> None:
+        """Let a chunk be found."""
+        lease.commit(self.lease)
+
+
+class Abort(Request, frozen=True):
+    """`abort`."""
+
+    answered: ClassVar[bool] = False
+    lease: int
+
+    def asked(self, lease: "Lease") -> None:
+        """Give a slot back."""
+        lease.abort(self.lease)
+
+
+class Forget(Request, frozen=True):
+    """`forget`."""
+
+    key: ChunkKey
+    wait: bool
+    shared: bool
+
+    def asked(self, lease: "Lease") -> None:
+        """Remove a chunk."""
+        lease.store.forget(self.key, wait=self.wait, shared=self.shared)
+
+
+class CopiesOf(Request, frozen=True):
+    """`copies`."""
+
+    keys: list[ChunkKey]
+
+    def asked(self, lease: "Lease") -> list[str]:
+        """Return places."""
+        return lease.store.copies(self.keys)
+
+
+class Protect(Request, frozen=True):
+    """`protect`."""
+
+    keys: list[ChunkKey]
+    pinned: bool
+
+    def asked(self, lease: "Lease") -> None:
+        """Pin chunks of documents, or do not pin them any more."""
+        lease.protect(self.keys, pinned=self.pinned)
+
+
+class Spread(Request, frozen=True):
+    """`spread`."""
+
+    keys: list[ChunkKey]
+
+    def asked(self, lease: "Lease") -> list[ChunkKey]:
+        """Return the keys that are nowhere."""
+        return lease.store.spread(self.keys)
+
+
+class Records(Request, frozen=True):
+    """`records`, some at a time; none means that there are no more. The `first` question begins anew."""
+
+    first: bool
+
+    def asked(self, lease: "Lease") -> list[tuple[str, RecordMeta]]:
+        """Return the next ones: those in memory, and then those on tiers."""
+        if self.first:
+            lease.listed = chain(lease.store.in_memory(), lease.store.records())
+        return list(islice(lease.listed, LISTED))
+
+
+class LastUses(Request, frozen=True):
+    """`last_uses`."""
+
+    def asked(self, lease: "Lease") -> dict[ChunkKey, float]:
+        """Return times."""
+        return lease.store.last_uses()
+
+
+class KnownKeys(Request, frozen=True):
+    """`known_keys`."""
+
+    def asked(self, lease: "Lease") -> set[ChunkKey]:
+        """Return keys."""
+        return lease.store.known_keys()
+
+
+class HeldSlots(Request, frozen=True):
+    """`held`."""
+
+    def asked(self, lease: "Lease") -> int:
+        """Return how many slots are held, by any client."""
+        return lease.store.held()
+
+
+class Flush(Request, frozen=True):
+    """`flush`."""
+
+    def asked(self, lease: "Lease") -> None:
+        """Wait until everything is written."""
+        lease.store.flush()
+
+
+class Since(Request, frozen=True):
+    """`changes.since`."""
+
+    number: int
+
+    def asked(self, lease: "Lease") -> tuple[list[Change], bool]:
+        """Return changes."""
+        return lease.store.changes.since(self.number)
+
+
+class Present(Request, frozen=True):
+    """`changes.present`."""
+
+    def asked(self, lease: "Lease") -> tuple[int, dict[str, list[Chunk]]]:
+        """Return chunks."""
+        return lease.store.changes.present()
+
+
+Opening = Attach | Status
+Question = (
+    Ping | LookUp | PinKeys | Release | Begin | Commit | Abort | Forget | CopiesOf | Protect | Spread | Records
+    | LastUses | KnownKeys | HeldSlots | Flush | Since | Present
+)  # fmt: skip

@@ -1,0 +1,138 @@
+"""Two engines over one cache server: what one has stored the other uses, from the same memory; and the server goes."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from lab import Prompt, answer, distance, engine, facts, words
+
+sys.path.append(str(Path(__file__).parent.parent))
+from service_process import ServerProcess
+
+SAME = 1e-5  # logprobs, float32
+DOCUMENTS = [words(150, 1), words(300, 2), words(150, 3), words(90, 4)]
+PROMPT = Prompt([DOCUMENTS[i] for i in (2, 0, 3, 1)])
+PLAIN = words(700, 9)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    server = ServerProcess(tmp_path_factory.mktemp("server"), max_local_cpu_size=0.25)
+    yield server
+    server.kill()
+
+
+@pytest.fixture(scope="module")
+def wanted(models):
+    """Answers without any cache."""
+    with engine(models("llama")) as lab:
+        return {len(tokens): lab.vanilla(tokens) for tokens in (PROMPT.tokens, PLAIN)}
+
+
+class Other:
+    """The second engine, in a process of its own."""
+
+    def __init__(self, model, server):
+        command = [sys.executable, str(Path(__file__).parent / "service_engine_child.py"), str(model), server.address]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        while self.process.stdout.readline().strip() != "ready":
+            assert self.process.poll() is None
+
+    def ask(self, tokens, lmc=None):
+        self.process.stdin.write(json.dumps([tokens, lmc]) + "\n")
+        self.process.stdin.flush()
+        while not (line := self.process.stdout.readline()).startswith("{"):
+            assert line, "the other engine has ended"
+        return json.loads(line)
+
+    def close(self):
+        self.process.kill()
+        self.process.wait()
+        self.process.stdin.close()
+        self.process.stdout.close()
+
+
+@pytest.fixture(scope="module")
+def first(wanted, models, server):
+    with engine(models("llama"), {"server": server.address}) as lab:
+        yield lab
+
+
+@pytest.fixture(scope="module")
+def second(first, models, server):
+    other = Other(models("llama"), server)
+    yield other
+    other.close()
+
+
+def eventually(condition, lab):
+    """Wait until a condition holds; the engine makes steps meanwhile, as one that has requests does."""
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        lab.ask(words(5, 77), count=1)
+        time.sleep(0.05)
+
+
+def right(out, wanted, tokens) -> bool:
+    return answer(out) == answer(wanted[len(tokens)]) and distance(out, wanted[len(tokens)]) <= SAME
+
+
+def test_documents_that_one_engine_has_learned_are_blended_by_the_other_from_memory(first, second, wanted):
+    first.learn(DOCUMENTS)
+    first.store.flush()
+    held = len(first.store.known_keys())
+    out = second.ask(PROMPT.tokens, PROMPT.blend(ratio=1.0))
+    assert out["facts"]["tokens_from"] == {"host": sum(map(len, DOCUMENTS))}
+    assert out["answer"] == answer(wanted[len(PROMPT.tokens)])
+    documents = {key for document in DOCUMENTS for key in first.document_keys(document)}
+    assert documents <= first.store.known_keys()
+    assert held == len(documents), "there is one copy of each"
+
+
+def test_pages_that_one_engine_has_computed_are_loaded_by_the_other(first, second, wanted):
+    out = second.ask(PLAIN)
+    assert out["answer"] == answer(wanted[len(PLAIN)])
+    found = first.ask(PLAIN)
+    assert facts(found)["tokens_from"] == {"host": 640}
+    assert right(found, wanted, PLAIN)
+
+
+def test_an_engine_that_is_killed_leaves_nothing_held(first, models, server):
+    third = Other(models("llama"), server)
+    third.ask(words(300, 55))
+    third.process.kill()
+    eventually(lambda: first.store.held() == 0, first)
+    third.close()
+
+
+def test_answers_are_right_while_the_server_is_away_and_hits_come_back_with_it(first, second, wanted, server):
+    server.kill()
+    first.forget_prefixes()
+    started = time.monotonic()
+    out = first.ask(PROMPT.tokens, PROMPT.blend(ratio=1.0))
+    assert right(out, wanted, PROMPT.tokens)
+    assert not facts(out).get("tokens_from")
+    assert time.monotonic() - started < 30
+    assert second.ask(PLAIN)["answer"] == answer(wanted[len(PLAIN)])
+    server.start()
+    back = time.monotonic()
+    eventually(lambda: first.store.attachment is not None, first)
+    assert time.monotonic() - back < 30
+    first.learn(DOCUMENTS)
+    eventually(lambda: first.store.lookup(first.document_keys(DOCUMENTS[0])) == ["host", "host"], first)
+    deadline = time.monotonic() + 60
+    while (out := second.ask(PROMPT.tokens, PROMPT.blend(ratio=1.0)))["facts"].get("tokens_from", {}) != {
+        "host": sum(map(len, DOCUMENTS))
+    }:
+        assert time.monotonic() < deadline, out
+    assert out["answer"] == answer(wanted[len(PROMPT.tokens)])
+    first.check_idle()
+    assert server.stop() == 0
+
+
+def test_the_log_says_where_the_chunks_are(first, caplog):
+    assert "of the cache server at" in first.connector._summary(first.connector._scheduler.engine, blends=True)

@@ -1,0 +1,45 @@
+"""A real cache server: `lmc serve` in a process of its own."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+
+class ServerProcess:
+    """`lmc serve`; start it again after it was killed."""
+
+    def __init__(self, folder: Path, **settings: object) -> None:
+        self.path, self._log = folder / "lmc.sock", folder / "server.log"
+        self._settings = {f"LMC_{name.upper()}": str(value) for name, value in settings.items()}
+        self.start()
+
+    @property
+    def address(self) -> str:
+        """What LMC_SERVER is for engines."""
+        return f"unix://{self.path}"
+
+    @property
+    def log(self) -> str:
+        """What the server has written."""
+        return self._log.read_text()
+
+    def start(self) -> None:
+        """Start it, and wait until it listens."""
+        command = [sys.executable, "-c", "from lmc.cli import main; main()", "serve", "--socket", str(self.path)]
+        before = self._log.stat().st_size if self._log.exists() else 0
+        with self._log.open("a") as log:
+            self.process = subprocess.Popen(command, env={**os.environ, **self._settings}, stdout=log, stderr=log)
+        while "listens at" not in self._log.read_text()[before:]:
+            assert self.process.poll() is None, self.log
+
+    def kill(self) -> None:
+        """Kill it in the middle of whatever it does."""
+        self.process.kill()
+        self.process.wait()
+
+    def stop(self) -> int:
+        """Let it end, and return its exit code."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(60)

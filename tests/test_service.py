@@ -1,0 +1,539 @@
+"""The cache server: leases, memory for several geometries, a server that goes and comes, and broken clients."""
+
+import os
+import random
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from service_fakes import SIZES, attached, eventually, serving
+from storage_fakes import (
+    PART_BYTES,
+    PARTS,
+    content,
+    expected,
+    get,
+    key_of,
+    meta_of,
+    pin_bytes,
+    put,
+)
+
+from lmc.errors import ChunkLost, ConfigError, NoMemory, StorageError, TierUnusable
+from lmc.service import remote_store
+from lmc.service import server as servers
+from lmc.service.attachment import ServerConnection
+from lmc.service.channel import LARGEST, Channel
+from lmc.service.messages import PROTOCOL, Attach, Attached, Hello, LookUp, Release
+from lmc.service.server import CacheServer
+from lmc.storage.contract import PinState
+from lmc.storage.shares import Shares
+
+K0, K1, K2, K3, K4 = map(key_of, range(5))
+CLOSED = "closed|reset|pipe"
+OTHER = Attach(Shares((PARTS + 1,)), PART_BYTES, 1)
+
+
+@pytest.fixture
+def server(tmp_path):
+    with serving(tmp_path, 4) as server:
+        yield server
+
+
+@pytest.fixture
+def attach(server):
+    """Attaches stores, and closes them at the end."""
+    made = []
+
+    def attach(sizes=SIZES, **options):
+        made.append(attached(server, sizes, **options))
+        return made[-1]
+
+    yield attach
+    for store in made:
+        store.close()
+
+
+@pytest.fixture
+def connect(server):
+    """Opens connections, and closes them at the end."""
+    made = []
+
+    def connect():
+        made.append(ServerConnection(server.path, 10.0))
+        made[-1].open(SIZES, msgspec.msgpack.Decoder(Attached))
+        return made[-1]
+
+    yield connect
+    for connection in made:
+        connection.close()
+        for file in connection.files:
+            os.close(file)
+
+
+class Child:
+    """A client in a process of its own."""
+
+    def __init__(self, server):
+        command = [sys.executable, str(Path(__file__).parent / "service_child.py"), str(server.path)]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert self.process.stdout.readline() == "attached\n"
+
+    def ask(self, line):
+        self.process.stdin.write(line + "\n")
+        self.process.stdin.flush()
+        return self.process.stdout.readline().strip()
+
+    def kill(self):
+        self.process.kill()
+        self.process.wait()
+        self.process.stdin.close()
+        self.process.stdout.close()
+
+
+@pytest.fixture
+def child(server):
+    child = Child(server)
+    yield child
+    child.kill()
+
+
+def arena_of(server, sizes=SIZES):
+    from lmc.service.arenas import Sizes
+
+    return server.arenas.open(Sizes(sizes.shares, sizes.part_bytes, sizes.item_bytes))
+
+
+# -- several clients -------------------------------------------------------------------------------------------------
+
+
+def test_a_chunk_of_one_client_is_read_by_another_from_the_same_memory(server, attach):
+    one, other = attach(), attach()
+    assert put(one, K0)
+    assert other.lookup([K0, K1]) == ["host", None]
+    assert get(other, K0) == expected(K0)
+    assert not put(other, K0), "it is there already"
+    one.slab.part(other.pin([K0])[0].slot, 0)[0] = 99
+    assert get(other, K0)[0][0] == 99, "both have mapped the same bytes"
+
+
+def test_a_client_does_not_store_what_another_one_is_storing(attach):
+    one, other = attach(), attach()
+    reservation = one.begin(meta_of(K0))
+    assert other.begin(meta_of(K0)) is None
+    one.abort(reservation)
+    assert one.held() == 0  # The answer comes after the server has done what it was told.
+    assert put(other, K0)
+
+
+def test_a_chunk_that_one_client_has_pinned_is_not_evicted_by_another(attach):
+    one, other = attach(), attach()
+    put(one, K0)
+    (pin,) = one.pin([K0])
+    for key in map(key_of, range(10, 30)):
+        assert put(other, key)
+    assert [pin_bytes(one, pin, part) for part in range(PARTS)] == expected(K0)
+    one.release([pin])
+    for key in map(key_of, range(30, 40)):
+        put(other, key)
+    assert one.lookup([K0]) == [None]
+
+
+def test_documents_stay_pinned_while_one_client_wants_it(server, attach):
+    one, other = attach(), attach()
+    put(one, K0)
+    for store in (one, other):
+        store.protect([K0], pinned=True)
+    one.protect([K0], pinned=False)
+    assert arena_of(server).protected._wanted == {K0: 1}
+    other.close()
+    eventually(lambda: not arena_of(server).protected._wanted)
+
+
+def test_a_reader_of_the_change_log_begins_again_when_another_server_answers(tmp_path):
+    with serving(tmp_path, 4) as server:
+        store = attached(server)
+        put(store, K0)
+        number, present = store.changes.present()
+        assert [chunk.key for chunk in present["host"]] == [K0]
+        put(store, K1)
+        (change,), complete = store.changes.since(number)
+        assert (change.chunk.key, change.place, change.appeared, complete) == (K1, "host", True, True)
+    eventually(lambda: store.attachment is None)
+    assert store.changes.since(number) == ([], True), "nothing is known to have changed"
+    with serving(tmp_path, 4):
+        eventually(lambda: store.attachment is not None)
+        assert store.changes.since(0) == ([], False)
+        assert store.changes.present() == (0, {})
+        assert store.changes.since(0) == ([], True)
+        store.close()
+
+
+def test_what_is_there_is_told_to_a_client_that_comes_later(attach):
+    one = attach()
+    for key in (K0, K1):
+        put(one, key)
+    found = list(attach().records())
+    assert {meta.key for _, meta in found} == {K0, K1}
+    assert {place for place, _ in found} == {"host"}
+
+
+# -- leases ----------------------------------------------------------------------------------------------------------
+
+
+def test_pins_of_a_killed_client_are_given_back(server, attach, child):
+    store = attach()
+    put(store, K0)
+    assert child.ask("pin 0") == "pinned"
+    assert store.held() == 1
+    child.kill()
+    eventually(lambda: store.held() == 0)
+
+
+def test_a_slot_of_a_killed_client_is_given_to_nobody_while_one_of_its_processes_lives(server, attach, child):
+    """The worker of a killed engine writes late, into a slot that nobody else has meanwhile."""
+    store = attach()
+    slot = int(child.ask("begin 0"))
+    _, worker = child.ask(f"spawn {slot}").split()
+    try:
+        child.kill()
+        eventually(lambda: server.clients == 3)  # two of ours, and the lease that waits
+        assert store.lookup([K0]) == [None]
+        for key in (K1, K2, K3, K4):
+            put(store, key)
+        assert store.held() == 1
+        assert [get(store, key) for key in (K2, K3, K4)] == [expected(key) for key in (K2, K3, K4)]
+    finally:
+        os.kill(int(worker), signal.SIGKILL)
+    eventually(lambda: server.clients == 2)
+    assert put(store, K0)
+
+
+def test_a_client_that_is_silent_loses_its_pins_and_its_chunks_are_lost_to_it(server, attach, child, monkeypatch):
+    monkeypatch.setattr(servers, "SILENT_SECONDS", 0.5)
+    late = Child(server)
+    store = attach()
+    put(store, K0)
+    assert late.ask("pin 0") == "pinned"
+    assert late.ask("begin 1") == "1"
+    late.process.send_signal(signal.SIGSTOP)
+    eventually(lambda: store.held() == 1)  # The reserved slot waits for the process.
+    late.process.send_signal(signal.SIGCONT)
+    assert late.ask("pin 0") == "missing", "it is not attached any more"
+    late.kill()
+    eventually(lambda: store.held() == 0)
+
+
+def test_a_chunk_is_lost_for_a_reader_whose_lease_has_ended(server, attach):
+    store = attach()
+    put(store, K0)
+    (pin,) = store.pin([K0])
+    assert store.state(pin) is PinState.READY
+    server.close()
+    eventually(lambda: store.attachment is None)
+    assert store.state(pin) is PinState.LOST
+    with pytest.raises(ChunkLost):
+        store.part(pin, 0)
+    store.release([pin])
+
+
+# -- memory ----------------------------------------------------------------------------------------------------------
+
+
+def filled(store, keys):
+    return [key for key in keys if put(store, key)]
+
+
+def test_geometries_share_the_budget_and_none_keeps_what_another_needs(tmp_path):
+    """With memory for 12 small chunks, or 9 large ones."""
+    with serving(tmp_path, 12) as server:
+        small, large = attached(server), attached(server, OTHER)
+        few, many = [key_of(i) for i in range(12)], [key_of(i) for i in range(100, 120)]
+        assert filled(small, few) == few
+        assert small.lookup(few) == ["host"] * 12, "one geometry may take everything"
+        eventually(lambda: put(large, many[0]))
+        for key in many:
+            eventually(lambda key=key: put(large, key) or large.lookup([key]) == ["host"])
+        held = server.arenas.budget.taken
+        shares = {sizes.shares.parts: taken for sizes, taken in held.items()}
+        assert sum(shares.values()) <= server.arenas.budget.size
+        assert shares[PARTS + 1] >= 0.35 * server.arenas.budget.size, "the new one gets about its half"
+        left = [key for key in few if small.lookup([key]) == ["host"]]
+        assert left
+        assert left == few[-len(left) :], "what was used longest ago went first"
+        for key in left:
+            assert get(small, key) == expected(key)
+        small.close()
+        large.close()
+
+
+def test_memory_that_is_given_back_is_given_back_to_the_system(tmp_path):
+    with serving(tmp_path, 8) as server:
+        store = attached(server)
+        for key in map(key_of, range(8)):
+            put(store, key)
+        file = arena_of(server).store.slab.file
+        full = os.fstat(file).st_blocks
+        assert arena_of(server).store.shrink(3) == 3
+        assert os.fstat(file).st_blocks <= full - 3 * PARTS * PART_BYTES // 512
+        store.close()
+
+
+def test_a_geometry_of_which_no_chunk_fits_is_refused_and_the_reason_reaches_the_client(server):
+    with pytest.raises(StorageError, match=r"hold no chunk.*raise max_local_cpu_size of the cache server"):
+        attached(server, Attach(Shares((100,)), 1 << 20, 2))
+
+
+def test_more_memory_than_there_is_is_refused(tmp_path):
+    from lmc.config import Settings
+
+    with pytest.raises(NoMemory, match="max_local_cpu_size = 1e\\+06 GB"):
+        CacheServer(Settings(max_local_cpu_size=1e6), tmp_path / "lmc.sock")
+    with serving(tmp_path, 4):
+        pass  # Nothing of the first one is in the way.
+
+
+def test_chunks_of_all_geometries_go_to_the_same_disk(tmp_path):
+    for stored in (True, False):
+        with serving(tmp_path, 8, None, local_disk=tmp_path / "disk") as server:
+            for sizes, key in ((SIZES, K0), (OTHER, K1)):
+                store, parts = attached(server, sizes), sizes.shares.parts
+                assert store.lookup([key]) == ([None] if stored else ["disk"])
+                if stored:
+                    put(store, key)
+                    store.flush()
+                assert {meta.key for _, meta in store.records()} == {key}, "a client is told of its own geometry"
+                assert get(store, key) == expected(key, parts)
+                store.close()
+
+
+# -- a server that goes and comes ------------------------------------------------------------------------------------
+
+
+def test_a_client_goes_on_without_the_server_and_attaches_again_when_it_holds_nothing(tmp_path, caplog):
+    caplog.set_level("INFO")
+    with serving(tmp_path, 4) as server:
+        store = attached(server)
+        put(store, K0)
+        (pin,), reservation = store.pin([K0]), store.begin(meta_of(K1))
+    eventually(lambda: store.attachment is None)
+    assert store.lookup([K0]) == [None]
+    assert (store.pin([K0]), store.begin(meta_of(K2)), store.copies([K0]), store.known_keys()) == (
+        [None],
+        None,
+        [],
+        set(),
+    )
+    with pytest.raises(StorageError, match="is away"):
+        store.forget(K0)
+    store.view(reservation).fill_(7)  # as a worker does that has not heard of it
+    with serving(tmp_path, 4) as server:
+        time.sleep(2.5 * remote_store.BEAT_SECONDS)
+        assert store.attachment is None, "a worker may still write into the old slab"
+        store.commit(reservation)
+        store.release([pin])
+        eventually(lambda: store.attachment is not None)
+        assert put(store, K0)
+        assert get(store, K0) == expected(K0)
+        store.close()
+    assert sum("is away" in line for line in caplog.messages) == 1
+    assert sum(line.endswith("sock is back") for line in caplog.messages) == 1
+
+
+def test_a_server_that_hangs_is_left_within_the_deadline(server, attach, monkeypatch):
+    store = attach(deadline=0.2)
+    put(store, K0)
+    hangs = threading.Event()
+    monkeypatch.setattr(arena_of(server).store, "lookup", lambda *_, **__: hangs.wait(60))
+    started = time.monotonic()
+    assert store.lookup([K0]) == [None]
+    assert time.monotonic() - started < 30
+    hangs.set()
+
+
+def test_without_a_server_the_error_says_what_to_do(tmp_path):
+    from lmc.service.remote_store import RemoteStore
+
+    with pytest.raises(TierUnusable, match=r"no cache server answers at .*: start it with `lmc serve --socket"):
+        RemoteStore(tmp_path / "none.sock", SIZES, deadline=1.0)
+
+
+def test_a_second_server_at_the_same_socket_is_refused_and_a_dead_one_is_replaced(tmp_path, server):
+    from lmc.config import Settings
+
+    with pytest.raises(TierUnusable, match=r"listens at .* already"):
+        CacheServer(Settings(max_local_cpu_size=0.01), server.path)
+    path = tmp_path / "dead.sock"
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(path))
+    CacheServer(Settings(max_local_cpu_size=0.01), path).close()
+    assert not path.exists()
+
+
+def test_a_document_that_one_model_has_learned_is_blended_by_another_and_right_without_the_server(tmp_path):
+    """Through transformers; the server goes while the second model is there."""
+    from models import SEPARATOR, random_model, random_tokens
+
+    from lmc.blend.segments import join
+    from lmc.config import Settings
+    from lmc.connectors.transformers import CachedModel
+
+    documents = [random_tokens(40, i) for i in range(3)]
+    ids = join(random_tokens(9, 70), documents, random_tokens(7, 80), SEPARATOR)
+    with serving(tmp_path, 0, max_local_cpu_size=0.02) as server:
+        settings = Settings(chunk_size=16, enable_blending=True, blend_min_tokens=0, server=server.path)
+        one, other = (CachedModel(random_model(), settings, SEPARATOR) for _ in range(2))
+        for document in documents:
+            one.learn(document)
+        one.close()
+        found = other.prefill(ids, "blend").report
+        assert (found.reused, found.loaded.keys()) == (sum(map(len, documents)), {"host"})
+    eventually(lambda: other.engine.store.attachment is None)
+    assert other.prefill(ids, "blend").report.reused == 0
+    assert torch.equal(other.prefill(ids, "blend").logits, other.prefill(ids, "full").logits)
+    other.close()
+
+
+# -- clients that are broken -----------------------------------------------------------------------------------------
+
+
+def raw(server):
+    """A connection that has sent nothing yet."""
+    connection = socket.socket(socket.AF_UNIX)
+    connection.connect(str(server.path))
+    connection.settimeout(30)
+    return connection
+
+
+def greeted(server):
+    channel = Channel(raw(server))
+    channel.send(msgspec.msgpack.encode(Hello(PROTOCOL, "test")))
+    channel.receive()
+    channel.send(msgspec.msgpack.encode(SIZES))
+    files = []
+    channel.receive(files)
+    for file in files:
+        os.close(file)
+    return channel
+
+
+def test_another_protocol_is_refused_and_both_versions_are_named(server, monkeypatch):
+    monkeypatch.setattr("lmc.service.attachment.PROTOCOL", PROTOCOL + 1)
+    with pytest.raises(
+        ConfigError, match=rf"protocol {PROTOCOL}\).*protocol {PROTOCOL + 1}\): install the same version"
+    ):
+        ServerConnection(server.path, 10.0)
+
+
+def test_a_client_cannot_give_back_what_another_one_holds(attach, connect):
+    store = attach()
+    put(store, K0)
+    (pin,) = store.pin([K0])
+    (theirs,) = store._held
+    thief = connect()
+    with pytest.raises(Exception, match=CLOSED):
+        thief.ask(Release([theirs]))
+    assert store.held() == 1
+    assert pin_bytes(store, pin, 0) == content(K0, 0)
+    store.release([pin])
+
+
+BROKEN = {
+    "nothing": b"",
+    "half a length": b"\x01\x00",
+    "half a frame": struct.pack("<I", 100) + b"x",
+    "a frame without an end": struct.pack("<I", LARGEST + 1) + b"x" * 100,
+    "no message": struct.pack("<I", 3) + b"\xc1\xc1\xc1",
+    "another message": struct.pack("<I", 7) + msgspec.msgpack.encode(["Nope"])[:7].ljust(7, b"\0"),
+    "lists in lists": struct.pack("<I", 5000) + b"\x91" * 5000,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("sent", BROKEN.values(), ids=BROKEN)
+@pytest.mark.parametrize("when", ["at the start", "later"])
+def test_a_client_that_sends_nonsense_is_closed_and_nobody_else_notices(server, attach, sent, when):
+    store = attach()
+    put(store, K0)
+    if when == "later":
+        channel = greeted(server)
+        connection = channel._socket
+        connection.settimeout(30)
+    else:
+        connection = raw(server)
+    connection.sendall(sent)
+    connection.shutdown(socket.SHUT_WR)
+    with suppress(ConnectionResetError):
+        while connection.recv(1 << 16):
+            pass  # until the server closes
+    connection.close()
+    assert get(store, K0) == expected(K0)
+    eventually(lambda: server.clients == 2)
+
+
+def test_thousands_of_random_frames_do_nobody_else_harm(server, attach):
+    store, dice = attach(), random.Random(5)
+    put(store, K0)
+    right = [msgspec.msgpack.encode(LookUp([K0, K1], True)), msgspec.msgpack.encode(Release([1, 2]))]
+    channel, sent = greeted(server), 0
+    while sent < 10_000:
+        frame = bytearray(dice.choice(right))
+        for _ in range(dice.randrange(4)):
+            frame[dice.randrange(len(frame))] = dice.randrange(256)
+        try:
+            channel.send(bytes(frame[: dice.randrange(1, len(frame) + 1)]))
+            answered = channel.receive() is not None
+        except (OSError, StorageError):
+            answered = False
+        sent += 1
+        if not answered:
+            channel.close()
+            channel = greeted(server)
+    channel.close()
+    assert get(store, K0) == expected(K0)
+    eventually(lambda: store.held() == 0)
+    assert len(arena_of(server).store.known_keys()) == 1
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"parts": PARTS + 1}, {"part_bytes": 0}, {"part_bytes": PART_BYTES + 1}, {"key": b"k"}, {"tokens": 0},
+     {"first": -1}, {"codec": "lz4"}, {"sizes": (1,)}, {"checksums": (1,)}, {"label": "x" * (1 << 21)}],
+    ids=lambda wrong: next(iter(wrong)),
+)  # fmt: skip
+def test_impossible_metadata_end_the_connection(attach, connect, wrong):
+    from dataclasses import replace
+
+    from lmc.service.messages import Begin
+
+    connection = connect()
+    with pytest.raises(Exception, match=CLOSED):
+        connection.ask(Begin(replace(meta_of(K0), **wrong)))
+    assert put(attach(), K0)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can be somebody else")
+def test_other_users_may_not_attach(server, monkeypatch):
+    assert server.path.stat().st_mode & 0o777 == 0o600
+    server.path.chmod(0o666)
+    for folder in server.path.parents:
+        if folder.stat().st_mode & 0o5 != 0o5:
+            folder.chmod(folder.stat().st_mode | 0o5)
+    program = f"""
+import os, socket
+os.setgid(65534); os.setuid(65534)
+connection = socket.socket(socket.AF_UNIX)
+connection.connect({str(server.path)!r})
+connection.settimeout(30)
+print(connection.recv(1))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "b''\n"
