@@ -55,7 +55,7 @@ class ChunkStore(Protocol):
 
     changes: Changes
     cost: CostModel  # the estimates by which connectors choose between loading and computing
-    slab: Slab  # in host memory; another one after a cache server has come back
+    slab: Slab | None  # in host memory; None without the cache server, and another one after it has come back
     slots: int  # how many chunks fit in host memory
     shared_places: frozenset[str]  # the tiers that other processes use as well
 

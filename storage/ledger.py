@@ -6,7 +6,7 @@ reads it). Taking a free slot evicts the chunk in it. The order in which slots a
 block pool in release 0.32.0, as long as no documents are there, which have their share of the slots (`eviction.py`).
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import NewType
 
 from lmc.keys import ChunkKey
@@ -25,8 +25,12 @@ class Ledger:
         *,
         pins_yield: bool = False,
         room: Callable[[], bool] | None = None,
+        unsafe: Collection[Slot] = (),
     ) -> None:
-        """With `room`, all slots are unused at first, and each call of `room` says whether one more may be used."""
+        """With `room`, all slots are unused at first, and each call of `room` says whether one more may be used.
+
+        Slots that are `unsafe` are not used until `make_safe` is called.
+        """
         assert slots > 0
         self.slots, self.evictions, self.document_evictions = slots, 0, 0
         self._holders = [0] * slots
@@ -36,14 +40,15 @@ class Ledger:
         self._slots_of: dict[ChunkKey, list[Slot]] = {}
         self._standing = [Standing.OTHER] * slots
         self._queue: EvictionOrder[Slot] = EvictionOrder(slots * document_share, pins_yield=pins_yield)  # free ones
-        self._room, self._unused = room, [*map(Slot, reversed(range(slots)))]  # The last one is used next.
+        self._room, self._unsafe = room, set(unsafe)
+        self._unused = [slot for slot in map(Slot, reversed(range(slots))) if slot not in self._unsafe]  # last one next
         while room is None and self._unused:
             self._queue.add(self._unused.pop())
 
     @property
     def free(self) -> int:
         """How many slots are free, used or unused."""
-        return len(self._queue) + len(self._unused)
+        return len(self._queue) + len(self._unused) + len(self._unsafe)
 
     def find(self, key: ChunkKey) -> Slot | None:
         """Return a slot that holds `key`, whether it is free or held."""
@@ -105,6 +110,20 @@ class Ledger:
         self._keys[slot] = key
         self._stand(slot, standing)
         self._slots_of.setdefault(key, []).append(slot)
+
+    def adopt(self, slot: Slot, key: ChunkKey, standing: Standing) -> None:
+        """Let a key be found in an unsafe slot that has had it since before this ledger, and is free now."""
+        self._unsafe.remove(slot)
+        self._holders[slot] = 1
+        self._writing.add(slot)
+        self.commit(slot, key, standing)
+        self.release([slot])
+
+    def make_safe(self) -> list[Slot]:
+        """Let the slots be used that were unsafe, and return them."""
+        safe, self._unsafe = sorted(self._unsafe), set()
+        self._unused += reversed(safe)
+        return safe
 
     def abort(self, slot: Slot) -> None:
         """Give back a reserved slot that was not written."""

@@ -3,9 +3,9 @@
 The store's lock guards all of this. Threads do the work outside of the lock, and report each step to the state.
 """
 
-from collections.abc import Callable, Container
+from collections.abc import Collection, Container
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from lmc.keys import ChunkKey
 from lmc.storage.change_log import ChangeLog
@@ -29,15 +29,16 @@ class Level:
         pinned: Container[ChunkKey] = (),
         *,
         pins_yield: bool = False,
-        room: Callable[[], bool] | None = None,
+        backing: "Backing | None" = None,
     ) -> None:
         """`pinned` are the chunks that are not to be evicted; the store adds some and removes some.
 
-        With `pins_yield` they are on a tier as well, and are evicted if nothing else is left. With `room`, slots are
-        used as it allows; see the ledger.
+        With `pins_yield` they are on a tier as well, and are evicted if nothing else is left. With a `backing`, slots
+        are used as it allows.
         """
-        self.name, self.slab, self.changes, self._pinned = name, slab, changes, pinned
-        self.ledger = Ledger(slab.slots, document_share, pins_yield=pins_yield, room=room)
+        self.name, self.slab, self.changes, self._pinned, self._backing = name, slab, changes, pinned, backing
+        room, unsafe = (backing.room, backing.unsafe) if backing else (None, ())
+        self.ledger = Ledger(slab.slots, document_share, pins_yield=pins_yield, room=room, unsafe=unsafe)
         self.metas: dict[Slot, RecordMeta] = {}
 
     def reserve(self, evicted: "list[Held]", *, used: bool = False) -> Slot | None:
@@ -57,6 +58,14 @@ class Level:
         self.metas[slot] = meta
         self.slab.label(slot, meta.key, meta.parts)
         self.changes.appeared(self.name, meta)
+        if self._backing is not None:
+            self._backing.filled(slot, meta)
+
+    def adopt(self, slot: Slot, meta: RecordMeta) -> None:
+        """Note that a slot has been filled before this process began."""
+        self.ledger.adopt(slot, meta.key, Standing.of(meta.kind, pinned=False))
+        self.metas[slot] = meta
+        self.changes.appeared(self.name, meta)
 
     def drop(self, key: ChunkKey) -> None:
         """Forget a chunk in every slot that has it. Whoever holds such a slot keeps it until it is released."""
@@ -65,6 +74,18 @@ class Level:
             self.metas.pop(slot, None)
             self.slab.lose(slot)
         self.changes.left(self.name, key)
+
+
+class Backing(Protocol):
+    """What stands behind a slab whose memory is taken slot by slot, and may outlive the process."""
+
+    unsafe: Collection[Slot]  # Others may still write into these slots.
+
+    def room(self) -> bool:
+        """Return whether one more slot may be used."""
+
+    def filled(self, slot: Slot, meta: RecordMeta) -> None:
+        """Note that a slot has been filled. This is called with the store's lock held, and returns at once."""
 
 
 class Held(NamedTuple):

@@ -25,13 +25,13 @@ from lmc.errors import NoMemory, StorageError
 from lmc.keys import ChunkKey
 from lmc.shapes import GIB, MIB, aligned
 from lmc.storage.ledger import Slot
+from lmc.storage.memory_files import locked, punch
 from lmc.storage.shares import Share, Shares
 
 log = logging.getLogger(__name__)
 
 CONTAINER = Path("/sys/fs/cgroup")
 MADV_POPULATE_WRITE = 23  # Linux 5.14; Python has no name for it yet.
-KEEP_SIZE, PUNCH_HOLE = 1, 2  # of fallocate(2)
 POPULATED_AT_ONCE, LOCKED_AT_ONCE = 256 * MIB, GIB
 THREADS = min(8, os.cpu_count() or 1)  # that take or page-lock memory
 LOST = -1  # stands in a label instead of a number of parts: the rest of the chunk will not arrive
@@ -47,7 +47,8 @@ class SlabAddress:
     shares: Shares
     part_bytes: int
     sparse: bool = False  # see `Slab`
-    lifeline: str = ""  # a pipe that each process which maps the slab keeps open, so that its owner sees them end
+    serial: int = 0  # tells slabs apart whose descriptors have had the same number, one after the other
+    lifeline: str = ""  # a file that each process which maps the slab locks, so that its owner sees them end
 
 
 def tag_of(key: ChunkKey) -> int:
@@ -71,13 +72,15 @@ class Slab:
         *,
         shared: bool = False,
         sparse: bool = False,
+        file: Path | None = None,
         at: SlabAddress | None = None,
         share: Share | None = None,
     ) -> None:
         """Allocate the memory, or map the slab of another process `at` its address, to use one `share` of it.
 
         The memory of a `sparse` slab is taken when it is first written, slot by slot; its owner watches how much that
-        may be, and gives back slots that are not needed. Such a slab is not page-locked.
+        may be, and gives back slots that are not needed. Such a slab is not page-locked. A `file` on tmpfs keeps the
+        memory for the next process.
         Raises `NoMemory`, which says how much was asked for and how much there is.
         """
         self._shares = parts if isinstance(parts, Shares) else Shares((parts,))
@@ -87,7 +90,7 @@ class Slab:
         self.device = torch.device(device)
         self.bytes = slots * self.parts * self.stride
         self.labels: memoryview | None = None  # int64, two for each slot: the chunk's tag, and the parts that are there
-        self._sparse, self._at_address = sparse, at
+        self._sparse, self._at_address, self._kept_in = sparse, at, file
         room = UNLIMITED if at or sparse else _room(self.device)
         if self.bytes > room:
             lower = "max_local_cpu_size" if self.device.type == "cpu" else "max_local_device_size"
@@ -232,7 +235,7 @@ class Slab:
         """Give the memory of a slot of a sparse slab back to the system; it reads as zeros from then on."""
         for share in self._shares.all:
             start, size = self._stretch(share)[0], share.count * self.stride
-            _punch(self.file, start + slot * size, size)
+            punch(self.file, start + slot * size, size)
 
     def snapshot(self, slot: Slot, parts: int, size: int) -> memoryview:
         """Copy the first `size` bytes of `parts` parts, side by side, into page-aligned host memory."""
@@ -259,7 +262,10 @@ class Slab:
         size = self.bytes + self.slots * 16  # A label takes two int64.
         if at is None:
             # A file without a name needs no room in a container's small /dev/shm, and a killed process leaves none.
-            self.file = os.memfd_create("lmc-slab", os.MFD_CLOEXEC)
+            if self._kept_in is None:
+                self.file = os.memfd_create("lmc-slab", os.MFD_CLOEXEC)
+            else:
+                self.file = os.open(self._kept_in, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             weakref.finalize(self, os.close, self.file)
             memory = _new_memory(size, self.file)
             if not self._sparse:
@@ -267,12 +273,12 @@ class Slab:
             return memory
         try:
             if at.lifeline:
-                weakref.finalize(self, os.close, os.open(at.lifeline, os.O_WRONLY | os.O_CLOEXEC))
+                weakref.finalize(self, os.close, locked(at.lifeline))
             with open(at.path, "r+b", buffering=0) as file:
                 memory = mmap.mmap(file.fileno(), size)
         except (OSError, ValueError) as error:  # `ValueError`: a file of another size, which is not this slab
-            wanted = "its workers must run on the same host, in the same PID namespace and as the same user"
-            raise StorageError(f"cannot open the slab of the scheduler at {at.path} ({error}): {wanted}") from error
+            wanted = "workers must run on the scheduler's host, in the same PID namespace and as the same user"
+            raise StorageError(f"cannot open the slab at {at.path} ({error}): {wanted}") from error
         if self._sparse:
             return memory
         # The owner has taken the pages. Mapping them into this process goes on beside the first steps.
@@ -310,14 +316,6 @@ def _populate(memory: mmap.mmap, start: int, stop: int) -> None:
     # Any other error means a kernel before 5.14, which takes pages when they are first touched.
     if errors & {errno.ENOMEM, errno.EFAULT}:
         raise NoMemory(f"a slab of {stop / GIB:.2f} GiB: the system has no such memory; lower max_local_cpu_size")
-
-
-def _punch(file: int, start: int, size: int) -> None:
-    """Give the pages of a file in memory back to the system."""
-    fallocate = ctypes.CDLL(None, use_errno=True).fallocate
-    fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
-    if fallocate(file, PUNCH_HOLE | KEEP_SIZE, start, size):
-        raise OSError(ctypes.get_errno(), "cannot give memory back")
 
 
 def _page_lock(memory: torch.Tensor, whole: int) -> list[int]:

@@ -8,7 +8,7 @@ returns the work that has to be done after it, outside of the lock.
 import itertools
 import threading
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from lmc.errors import ChunkLost
 from lmc.keys import ChunkKey
@@ -152,6 +152,17 @@ class StoreState:
         todo = Todo()
         with self._changed:
             return None if self._closed else self.host.reserve(todo.evicted, used=True), todo
+
+    def adopt(self, found: Iterable[tuple[Slot, RecordMeta]]) -> None:
+        """Let chunks be found that were in slots of the host before this process began."""
+        with self._changed:
+            for slot, meta in found:
+                self.host.adopt(slot, meta)
+
+    def make_safe(self) -> list[Slot]:
+        """Let slots of the host be used that were unsafe, and return them."""
+        with self._changed:
+            return self.host.ledger.make_safe()
 
     def lay_aside(self, slot: Slot) -> None:
         """Let a reserved slot of the host be unused."""

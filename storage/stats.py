@@ -1,6 +1,7 @@
 """The write policies of a store, and its counts."""
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Literal
 
@@ -32,3 +33,39 @@ class StoreStats:
     corrupt: dict[str, int] = field(default_factory=dict)  # of these, records that were not what had been written
     usable: dict[str, bool] = field(default_factory=dict)  # false for tiers that are skipped after failures
     present: dict[str, tuple[int, int]] = field(default_factory=dict)  # chunks and tokens that are in each place
+
+
+GAUGES = ("queued", "usable", "present")
+
+
+class RunningCounts:
+    """Counts that only grow, although those of a server begin again when another one takes its place."""
+
+    def __init__(self) -> None:
+        self.total = StoreStats(
+            hits={}, misses=0, bytes={}, writes={}, dropped_writes=0, no_room=0, evictions={}, queued=0
+        )
+        self._last = self.total
+
+    def begin(self, stats: StoreStats) -> None:
+        """Take the counts of a server as those from which the next ones are counted."""
+        self._last = stats
+
+    def update(self, stats: StoreStats) -> None:
+        """Add what has been counted since the last call."""
+        new = _joined(stats, self._last, lambda now, before: now - before)
+        self.total, self._last = _joined(new, self.total, lambda one, other: one + other), stats
+
+
+def _joined(one: StoreStats, other: StoreStats, join: Callable[[float, float], float]) -> StoreStats:
+    """Join all counts of two, and take the gauges of the first one."""
+    found: dict[str, object] = {}
+    for name in (each.name for each in fields(StoreStats)):
+        here, there = getattr(one, name), getattr(other, name)
+        if name in GAUGES:
+            found[name] = here
+        elif isinstance(here, dict):
+            found[name] = {key: join(here.get(key, 0), there.get(key, 0)) for key in {**there, **here}}
+        else:
+            found[name] = join(here, there)
+    return StoreStats(**found)  # type: ignore[arg-type]

@@ -5,7 +5,7 @@ and `writer.py` move bytes outside of the lock. Chunks in memory are looked up w
 parts and bytes, and not what a part means.
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -16,7 +16,8 @@ from lmc.keys import ChunkKey
 from lmc.storage.change_log import ChangeLog
 from lmc.storage.contract import ChunkStore, Pin, PinState, Reservation
 from lmc.storage.eviction import Standing
-from lmc.storage.level import Level
+from lmc.storage.ledger import Slot
+from lmc.storage.level import Backing, Level
 from lmc.storage.loader import Loader
 from lmc.storage.places import MEMORY
 from lmc.storage.record import RecordMeta
@@ -40,18 +41,18 @@ class Store(ChunkStore):
         policy: WritePolicy = WritePolicy.WRITE_THROUGH,
         load_threads: int = 2,
         document_share: float = 0.0,
-        room: Callable[[], bool] | None = None,
+        backing: Backing | None = None,
     ) -> None:
         """Documents have a share of the slots, from 0 to 1; see `eviction.py`. Tiers have theirs already.
 
-        If there is only a host, `room` says each time whether one more of its slots may be used.
+        If there is only a host, a `backing` says each time whether one more of its slots may be used.
         """
         self.changes, pinned = ChangeLog(), set[ChunkKey]()
         slabs = {"device": device, "host": host}
         own = any(not tier.shared for tier in tiers)
-        assert room is None or device is None
+        assert backing is None or device is None
         self._levels = [
-            Level(name, slab, self.changes, document_share, pinned, pins_yield=own or name == "device", room=room)
+            Level(name, slab, self.changes, document_share, pinned, pins_yield=own or name == "device", backing=backing)
             for name, slab in slabs.items()
             if slab is not None
         ]
@@ -199,6 +200,15 @@ class Store(ChunkStore):
             self.slab.give_back(slot)
             self._state.lay_aside(slot)
         return slots
+
+    def adopt(self, found: Iterable[tuple[Slot, RecordMeta]]) -> None:
+        """Let chunks be found that are in slots of the slab from before this process."""
+        self._state.adopt(found)
+
+    def make_safe(self) -> None:
+        """Let slots be used that were unsafe, without what is in them."""
+        for slot in self._state.make_safe():
+            self.slab.give_back(slot)
 
     def flush(self) -> None:
         """Wait until everything that was queued has been written."""

@@ -10,7 +10,8 @@ from pathlib import Path
 class ServerProcess:
     """`lmc serve`; start it again after it was killed."""
 
-    def __init__(self, folder: Path, **settings: object) -> None:
+    def __init__(self, folder: Path, *options: str, **settings: object) -> None:
+        self.options = options
         self.path, self._log = folder / "lmc.sock", folder / "server.log"
         self._settings = {f"LMC_{name.upper()}": str(value) for name, value in settings.items()}
         self.start()
@@ -27,7 +28,15 @@ class ServerProcess:
 
     def start(self) -> None:
         """Start it, and wait until it listens."""
-        command = [sys.executable, "-c", "from lmc.cli import main; main()", "serve", "--socket", str(self.path)]
+        command = [
+            sys.executable,
+            "-c",
+            "from lmc.cli import main; main()",
+            "serve",
+            "--socket",
+            str(self.path),
+            *self.options,
+        ]
         before = self._log.stat().st_size if self._log.exists() else 0
         with self._log.open("a") as log:
             self.process = subprocess.Popen(command, env={**os.environ, **self._settings}, stdout=log, stderr=log)

@@ -6,7 +6,8 @@ import pickle
 from contextlib import ExitStack, suppress
 from dataclasses import fields, is_dataclass
 from enum import Enum
-from typing import get_origin
+from types import UnionType
+from typing import get_args, get_origin
 
 import pytest
 from service_fakes import attached, eventually, serving
@@ -298,4 +299,6 @@ def test_the_store_takes_what_the_contract_says(name, driver):
 
 def test_the_store_has_what_the_contract_says(store):
     for name, kind in ChunkStore.__annotations__.items():
-        assert isinstance(getattr(store, name), get_origin(kind) or kind)
+        assert isinstance(
+            getattr(store, name), get_args(kind)[0] if isinstance(kind, UnionType) else get_origin(kind) or kind
+        )

@@ -31,9 +31,9 @@ from storage_fakes import (
 from lmc.errors import ChunkLost, ConfigError, NoMemory, StorageError, TierUnusable
 from lmc.service import remote_store
 from lmc.service import server as servers
-from lmc.service.attachment import ServerConnection
+from lmc.service.attachment import Gone, ServerConnection
 from lmc.service.channel import LARGEST, Channel
-from lmc.service.messages import PROTOCOL, Attach, Attached, Hello, LookUp, Release
+from lmc.service.messages import PROTOCOL, Attach, Attached, HeldSlots, Hello, LookUp, PinKeys, Release
 from lmc.service.server import CacheServer
 from lmc.storage.contract import PinState
 from lmc.storage.shares import Shares
@@ -166,15 +166,18 @@ def test_a_reader_of_the_change_log_begins_again_when_another_server_answers(tmp
         number, present = store.changes.present()
         assert [chunk.key for chunk in present["host"]] == [K0]
         put(store, K1)
+        assert store.changes.since(0) == ([], False), "numbers are those of this server"
         (change,), complete = store.changes.since(number)
         assert (change.chunk.key, change.place, change.appeared, complete) == (K1, "host", True, True)
     eventually(lambda: store.attachment is None)
     assert store.changes.since(number) == ([], True), "nothing is known to have changed"
     with serving(tmp_path, 4):
         eventually(lambda: store.attachment is not None)
-        assert store.changes.since(0) == ([], False)
-        assert store.changes.present() == (0, {})
-        assert store.changes.since(0) == ([], True)
+        assert store.changes.since(number) == ([], False)
+        again, present = store.changes.present()
+        assert present == {}
+        assert again != number
+        assert store.changes.since(again) == ([], True)
         store.close()
 
 
@@ -505,6 +508,122 @@ def test_thousands_of_random_frames_do_nobody_else_harm(server, attach):
 
 @pytest.mark.parametrize(
     "wrong",
+    [Release([1, 1]), Release([1, 77]), PinKeys([K0, K1], ["host"]), PinKeys([K0], ["host", None]),
+     LookUp([K0] * (1 + (1 << 16)), True)],
+    ids=["twice", "one that it does not have", "few places", "many places", "many keys"],
+)  # fmt: skip
+def test_questions_that_make_no_sense_end_the_connection_and_nothing_stays_held(attach, connect, wrong):
+    store, connection = attach(), connect()
+    put(store, K0)
+    store.held()
+    (pin,) = connection.ask(PinKeys([K0], None))
+    if isinstance(wrong, Release):
+        wrong = Release([pin.lease if lease == 1 else lease for lease in wrong.leases])
+    with suppress(Gone):
+        connection.tell(wrong)
+    with pytest.raises(Gone):
+        connection.ask(HeldSlots())
+    eventually(lambda: store.held() == 0)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [Attach(Shares(()), 1, 2), Attach(Shares((0, 3)), 1, 2), Attach(Shares((-2,), -1), 1, 2),
+     Attach(Shares((3,)), 0, 2), Attach(Shares((1,) * 5000), 1, 2), Attach(Shares((3,)), 1, 3)],
+    ids=["no stage", "an empty stage", "negative", "no bytes", "many stages", "odd items"],
+)  # fmt: skip
+def test_impossible_sizes_are_refused(server, sizes):
+    with pytest.raises(StorageError):
+        attached(server, sizes)
+    assert server.arenas.all() == []
+
+
+def test_one_refused_chunk_takes_little_from_another_geometry(tmp_path):
+    """Half of the memory was taken for one chunk."""
+    with serving(tmp_path, 100) as server:
+        small, large = attached(server), attached(server, OTHER)
+        filled(small, [key_of(i) for i in range(100)])
+        eventually(lambda: put(large, key_of(500)))
+        time.sleep(0.3)
+        assert small.held() == 0
+        taken = {sizes.shares.parts: bytes_of for sizes, bytes_of in server.arenas.budget.taken.items()}
+        assert taken[PARTS + 1] == (PARTS + 1) * PART_BYTES
+        small.close()
+        large.close()
+
+
+def test_the_slab_of_another_attachment_is_another_one(tmp_path):
+    """Workers did not map the memory of a server that had come back, because its descriptor had the same number."""
+    with serving(tmp_path, 4) as server:
+        store = attached(server)
+        before = store.slab.address
+    eventually(lambda: store.slab is None)  # Memory of a server that has gone is not kept.
+    with serving(tmp_path, 4):
+        eventually(lambda: store.slab is not None)
+        assert store.slab.address != before
+        store.close()
+
+
+def test_an_answer_that_came_too_late_is_not_taken_for_that_to_another_question(server, connect, monkeypatch):
+    connection = connect()
+    connection.set_timeout(0.2)
+    store = arena_of(server).store
+    monkeypatch.setattr(store, "lookup", lambda *_, **__: time.sleep(0.6) or ["late"])
+    with pytest.raises(Gone):
+        connection.ask(LookUp([K0], True))
+    time.sleep(0.6)
+    with pytest.raises(Gone):
+        connection.ask(HeldSlots())
+
+
+def test_counts_only_grow_when_another_server_answers(tmp_path):
+    with serving(tmp_path, 4) as server:
+        store = attached(server)
+        put(store, K0)
+        get(store, K0)
+        get(store, K1)
+        eventually(lambda: store.stats().misses == 1)
+        before = store.stats()
+    eventually(lambda: store.attachment is None)
+    with serving(tmp_path, 4):
+        eventually(lambda: store.attachment is not None)
+        get(store, K1)
+        eventually(lambda: store.stats().misses == 2)
+        assert store.stats().hits == before.hits == {"host": 1}
+        store.close()
+
+
+def test_pins_of_documents_hold_again_when_another_server_answers(tmp_path):
+    with serving(tmp_path, 4) as server:
+        store = attached(server)
+        store.protect([K0], pinned=True)
+    eventually(lambda: store.attachment is None)
+    with serving(tmp_path, 4) as server:
+        eventually(lambda: store.attachment is not None)
+        assert arena_of(server).protected._wanted == {K0: 1}
+        store.close()
+
+
+def test_a_server_goes_on_when_a_connection_cannot_be_accepted(server, attach, monkeypatch):
+    accept, fails = server._listener.accept, iter([True])
+
+    class Listener:
+        def accept(self):
+            if next(fails, False):
+                raise OSError(24, "Too many open files")
+            return accept()
+
+        def __getattr__(self, name):
+            return getattr(listener, name)
+
+    listener = server._listener
+    monkeypatch.setattr(server, "_listener", Listener())
+    for _ in range(2):
+        assert put(attach(), key_of(random.randrange(1 << 30)))
+
+
+@pytest.mark.parametrize(
+    "wrong",
     [{"parts": PARTS + 1}, {"part_bytes": 0}, {"part_bytes": PART_BYTES + 1}, {"key": b"k"}, {"tokens": 0},
      {"first": -1}, {"codec": "lz4"}, {"sizes": (1,)}, {"checksums": (1,)}, {"label": "x" * (1 << 21)}],
     ids=lambda wrong: next(iter(wrong)),
@@ -527,13 +646,46 @@ def test_other_users_may_not_attach(server, monkeypatch):
     for folder in server.path.parents:
         if folder.stat().st_mode & 0o5 != 0o5:
             folder.chmod(folder.stat().st_mode | 0o5)
+    hello = msgspec.msgpack.encode(Hello(PROTOCOL, "test"))
     program = f"""
 import os, socket
 os.setgid(65534); os.setuid(65534)
 connection = socket.socket(socket.AF_UNIX)
 connection.connect({str(server.path)!r})
 connection.settimeout(30)
-print(connection.recv(1))
+try:
+    connection.sendall({struct.pack("<I", len(hello)) + hello!r})
+    print(connection.recv(1))
+except OSError:
+    print(b"")
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout == "b''\n"
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can be somebody else")
+def test_members_of_the_group_may_attach(tmp_path):
+    """Also those for whom it is not the primary group; and their processes can map the memory."""
+    from lmc.config import Settings
+
+    group, made = 54321, CacheServer(Settings(max_local_cpu_size=0.01), tmp_path / "lmc.sock", group=54321, tiers=[])
+    threading.Thread(target=made.serve, daemon=True).start()
+    for folder in made.path.parents:
+        if folder.stat().st_mode & 0o5 != 0o5:
+            folder.chmod(folder.stat().st_mode | 0o5)
+    program = f"""
+import os
+from service_fakes import SIZES, attached
+from storage_fakes import expected, get, key_of, put
+from lmc.storage.slab import Slab
+os.setgroups([{group}]); os.setgid(65534); os.setuid(65534)
+class server: path = __import__("pathlib").Path({str(made.path)!r})
+store = attached(server)
+assert put(store, key_of(0)) and get(store, key_of(0)) == expected(key_of(0))
+Slab.attach(store.slab.address)  # as a worker does
+print("attached")
+"""
+    command, folder = [sys.executable, "-c", program], Path(__file__).parent
+    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, check=False)
+    made.close()
+    assert done.stdout == "attached\n", done.stderr

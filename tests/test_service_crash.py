@@ -5,6 +5,8 @@ SERVICE_KILLS says how many clients are killed, and a tenth as many servers; few
 
 import os
 import random
+import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -16,10 +18,13 @@ import pytest
 from ledger_check import check_store
 from service_fakes import attached, eventually, serving
 from service_process import ServerProcess
-from storage_fakes import PART_BYTES, PARTS
-from test_service import arena_of
+from storage_fakes import PART_BYTES, PARTS, expected, get, key_of, meta_of, put
+from test_service import Child, arena_of
 
+from lmc.config import Settings
+from lmc.errors import TierUnusable
 from lmc.service.attachment import status
+from lmc.service.server import CacheServer
 from lmc.shapes import GIB
 
 KILLS, CLIENTS, SLOTS = int(os.environ.get("SERVICE_KILLS", "40")), 6, 12
@@ -122,3 +127,121 @@ def test_a_server_that_is_killed_serves_again_and_no_client_reads_a_wrong_byte(t
         server.kill()
     assert said["wrong"] == 0, said
     assert said["away"] > 0
+
+
+# -- memory that outlives the server ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def memory(tmp_path):
+    """A directory on tmpfs."""
+    folder = Path("/dev/shm") / f"lmc-test-{os.getpid()}-{tmp_path.name[-20:]}"
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def serve(tmp_path):
+    """Starts servers, and kills them at the end."""
+    servers = []
+
+    def serve(*options):
+        servers.append(ServerProcess(tmp_path, *options, max_local_cpu_size=MEMORY))
+        return servers[-1]
+
+    yield serve
+    for server in servers:
+        server.kill()
+
+
+def filled(store, keys):
+    return [key for key in keys if put(store, key)]
+
+
+@pytest.mark.parametrize("how", ["killed", "ended"])
+def test_memory_outlives_a_server(serve, memory, how):
+    keys = [key_of(i) for i in range(SLOTS)]
+    server = serve("--memory", str(memory))
+    store = attached(server)
+    assert filled(store, keys) == keys
+    time.sleep(0.5)  # Checksums are computed beside the work.
+    if how == "killed":
+        server.kill()
+    else:
+        assert server.stop() == 0
+    server.start()
+    eventually(lambda: store.attachment is not None and store.lookup(keys) == ["host"] * SLOTS)
+    assert [get(store, key) for key in keys] == [expected(key) for key in keys]
+    assert put(store, key_of(99)), "it is used like any other memory"
+    eventually(lambda: status(server.path).arenas[0].memory == SLOTS * PARTS * PART_BYTES)
+    store.close()
+
+
+def test_a_chunk_that_was_changed_or_is_not_whole_is_not_kept(serve, memory):
+    """A killed server leaves a slot that a client is filling, and somebody has changed a byte of another one."""
+    server = serve("--memory", str(memory))
+    store = attached(server)
+    assert filled(store, map(key_of, range(3)))
+    begun = store.begin(meta_of(key_of(3)))
+    (pin,) = store.pin([key_of(1)])
+    time.sleep(0.5)
+    store.part(pin, PARTS - 1)[5] ^= 1
+    server.kill()
+    eventually(lambda: store.attachment is None)
+    server.start()
+    store.commit(begun)
+    store.release([pin])
+    eventually(lambda: store.attachment is not None)
+    assert store.lookup(list(map(key_of, range(4)))) == ["host", None, "host", None]
+    store.close()
+
+
+def test_a_late_write_of_a_client_of_the_killed_server_harms_nobody(serve, memory):
+    """Its worker goes on to write into a slot that it had reserved; the next server gives that to nobody meanwhile."""
+    server = serve("--memory", str(memory))
+    child = Child(server)
+    slot = int(child.ask("begin 0"))
+    _, worker = child.ask(f"spawn {slot}").split()
+    try:
+        server.kill()
+        child.kill()
+        server.start()
+        store = attached(server)
+        assert not put(store, key_of(1)), "all slots are unsafe"
+    finally:
+        os.kill(int(worker), signal.SIGKILL)
+    keys = [key_of(i) for i in range(SLOTS)]
+    for key in keys:
+        eventually(lambda key=key: put(store, key))
+    assert [get(store, key) for key in keys] == [expected(key) for key in keys]
+    store.close()
+
+
+def test_another_server_takes_over_while_clients_work(serve, memory, storm):
+    options = "--memory", str(memory)
+    server = serve(*options)
+    storm = storm(server.path)
+    eventually(lambda: status(server.path).clients == 2 * CLIENTS)
+    eventually(lambda: storm.said["read"] > 50)
+    first = server.process
+    server.options = *options, "--takeover"
+    server.start()
+    assert first.wait(60) == 0
+    assert "chunks are in memory from before" in server.log
+    eventually(lambda: status(server.path).clients == 2 * CLIENTS)
+    before = storm.said["read"]
+    eventually(lambda: storm.said["read"] > before + 50)
+    assert storm.end()["wrong"] == 0
+
+
+def test_a_second_server_is_refused_and_memory_of_another_size_is_removed(tmp_path, serve, memory):
+    server = serve("--memory", str(memory))
+    store = attached(server)
+    put(store, key_of(0))
+    with pytest.raises(TierUnusable, match="another cache server has the memory"):
+        CacheServer(Settings(max_local_cpu_size=MEMORY), tmp_path / "other.sock", memory=memory)
+    assert server.stop() == 0
+    store.close()
+    with_more = CacheServer(Settings(max_local_cpu_size=2 * MEMORY), tmp_path / "lmc.sock", memory=memory, tiers=[])
+    assert (with_more.arenas.all(), list(memory.glob("*.slab"))) == ([], [])
+    with_more.close()

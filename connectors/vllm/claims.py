@@ -113,11 +113,10 @@ class Claims:
         return min((store.arrived(pin) for pin in state.pins.values()), default=LOST)
 
     def give_up_late(self, state: RequestState) -> bool:
-        """Release the chunks that a late load still waits for; return whether there were any."""
+        """Release chunks that are lost, and those that a late load still waits for; return whether there were any."""
         self.note_progress(state)
-        if not self.is_late(state):
-            return False
-        return self._give_up(state, PinState.COMING)
+        lost = self._give_up(state, PinState.LOST)
+        return (self.is_late(state) and self._give_up(state, PinState.COMING)) or lost
 
     def release(self, state: RequestState) -> None:
         """Release everything that is pinned for a request."""

@@ -30,6 +30,7 @@ from lmc.engine.identity import adapter_stamp
 from lmc.engine.planner import make_plan
 from lmc.metrics import flat, key
 from lmc.storage.contract import PinState
+from lmc.storage.slab import SlabAddress
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +64,8 @@ class Scheduler:
         self._states: dict[str, RequestState] = {}
         self.recent: OrderedDict[str, Mapping[str, Any]] = OrderedDict()  # facts of requests that have ended
         self._jobs: list[LoadJob | BlendJob] = []
-        self._introduced = False
+        self._introduced: SlabAddress | None = None  # the slab that workers know of
+        self._begun = False
         self._ran = setup.clock()  # when the engine last computed something
         self._adapters: dict[tuple[int, str], bytes] = {}
         self._process = os.urandom(32)
@@ -183,10 +185,10 @@ class Scheduler:
                 self._saves.save_due(state, computed, lambda request=request: tables(request))  # type: ignore[misc]
         loading = [state for state in self._states.values() if state.loading]
         late = [state.id for state in loading if self._claims.give_up_late(state)]
-        self._introduced = True
+        self._begun, self._introduced = True, self._slab
         learn = self._saves.learn_next() if self._runs else None
         plan = StepPlan(
-            slab=self.engine.store.slab.address,
+            slab=self._introduced,
             scheduled=sum(scheduled.values()),
             loads=self._jobs,
             late=late,
@@ -249,8 +251,15 @@ class Scheduler:
 
     @property
     def busy(self) -> bool:
-        """Whether lmc needs the engine to make steps. One at the start lets the workers open the slab."""
-        return not self._introduced or self._saves.saving or (self._runs and bool(len(self.engine.learning)))
+        """Whether lmc needs the engine to make steps. One lets the workers open a slab, or let go of one."""
+        news = not self._begun or self._introduced != self._slab
+        return news or self._saves.saving or (self._runs and bool(len(self.engine.learning)))
+
+    @property
+    def _slab(self) -> SlabAddress | None:
+        """Where the workers find the slab; None without a cache server."""
+        slab = self.engine.store.slab
+        return None if slab is None else slab.address
 
     @property
     def _runs(self) -> bool:

@@ -152,8 +152,7 @@ class Worker:
 
     def work(self, plan: StepPlan) -> None:
         """Take in new jobs, and do a slice of all jobs."""
-        if plan.slab is not None and (self._slab is None or self._slab.at != plan.slab):
-            self._slab = RankSlab(plan.slab)  # A cache server that has come back has another one.
+        self._find_slab(plan)
         self._arrived = plan.arrived
         for request in self._loading.keys() & plan.late:
             self._end(self._loading[request], self._loading[request].blocks)
@@ -171,6 +170,17 @@ class Worker:
             left = self._do(list(self._loading.values()), max(left, whole // LEAST_SHARE))
             # Learning comes last, and gets little of a step while requests are running.
             self._do(self._learning, left if not plan.scheduled else min(left, whole // LEAST_SHARE))
+
+    def _find_slab(self, plan: StepPlan) -> None:
+        """Map the slab. That of a cache server may be another one than before, or have gone.
+
+        It is mapped for the first job, because only then the scheduler's process is sure to keep it open.
+        """
+        if self._slab is not None and self._slab.at != plan.slab:
+            self._slab = None
+        needed = plan.slab is not None and (not plan.slab.lifeline or plan.loads or plan.saves or plan.learn)
+        if self._slab is None and plan.slab is not None and needed:
+            self._slab = RankSlab(plan.slab)
 
     def save(self, jobs: list[SaveJob]) -> None:
         """Copy the blocks that this step has completed, after the forward pass."""

@@ -6,18 +6,25 @@ the arena that is furthest above its share, so that the next chunks find room.
 """
 
 import logging
+import os
+import re
 import threading
+import time
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from pathlib import Path
 
 from lmc.config import Settings
 from lmc.engine.tiers import coded, open_plain_tiers
-from lmc.errors import NoMemory
+from lmc.errors import NoMemory, StorageError
 from lmc.keys import ChunkKey
+from lmc.service.journal import Journal
+from lmc.service.lifelines import Lifelines, wait_until_gone
 from lmc.shapes import GIB, MIB, aligned
 from lmc.storage.change_log import ChangeLog
+from lmc.storage.ledger import Slot
+from lmc.storage.level import Backing
 from lmc.storage.locks import Rank, new_lock
 from lmc.storage.record import RecordMeta
 from lmc.storage.shares import Shares
@@ -29,6 +36,9 @@ from lmc.storage.tier import Tier, Wrapped
 log = logging.getLogger(__name__)
 
 MOVED_AT_ONCE = 64 * MIB  # from one arena to another
+MEMORY_SECONDS = 10.0  # for which a server waits for memory
+MOST_SLOTS = 1 << 22
+BLOCK = 512  # bytes, in which the system counts what a file takes
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +48,26 @@ class Sizes:
     shares: Shares
     part_bytes: int
     item_bytes: int
+
+    @property
+    def name(self) -> str:
+        """All sizes, for the name of a file."""
+        stages = ".".join(map(str, self.shares.stages))
+        return f"{stages}x{self.shares.ranks}-{self.part_bytes}-{self.item_bytes}"
+
+    @classmethod
+    def named(cls, name: str) -> "Sizes | None":
+        """Return the sizes in a name, or None if there are none."""
+        found = re.fullmatch(r"([\d.]+)x(\d+)-(\d+)-(\d+)", name)
+        if not found:
+            return None
+        stages, ranks, part_bytes, item_bytes = found.groups()
+        shares = Shares(tuple(map(int, stages.split("."))), int(ranks))
+        return cls(shares, int(part_bytes), int(item_bytes))
+
+    def hold(self, meta: RecordMeta) -> bool:
+        """Return whether a record fits into a slot."""
+        return meta.parts == self.shares.parts and meta.part_bytes <= self.part_bytes
 
     @property
     def slot_bytes(self) -> int:
@@ -61,6 +91,7 @@ class Budget:
             fits = self.taken.total() + sizes.slot_bytes <= self.size
             if fits:
                 self.taken[sizes] += sizes.slot_bytes
+                self.wanting.discard(sizes)
             elif self._below_share(sizes):
                 self.wanting.add(sizes)
         if not fits:
@@ -76,12 +107,13 @@ class Budget:
         """Return who should give slots to another arena, and how many at once; None if nobody wants or has to."""
         with self._lock:
             wanted = max((sizes.slot_bytes for sizes in self.wanting if self._below_share(sizes)), default=0)
-            if not wanted:
+            more = min(max(MOVED_AT_ONCE, wanted), self.size) - (self.size - self.taken.total())
+            sizes, taken = max(self.taken.items(), key=lambda item: item[1], default=(None, 0))
+            over = taken - self.size // max(1, len(self.taken))
+            if not wanted or more <= 0 or over <= 0 or sizes is None:
                 self.wanting.clear()
                 return None
-            sizes, taken = self.taken.most_common(1)[0]
-            over = taken - self.size // len(self.taken)
-            return (sizes, min(-(-max(MOVED_AT_ONCE, wanted) // sizes.slot_bytes), -(-over // sizes.slot_bytes)))
+            return sizes, -(-min(more, over) // sizes.slot_bytes)
 
     def _below_share(self, sizes: Sizes) -> bool:
         return self.taken[sizes] + sizes.slot_bytes <= self.size // max(1, len(self.taken))
@@ -112,20 +144,57 @@ class ProtectedKeys:
 class Arena:
     """The chunks of one geometry, of all models that have it."""
 
-    def __init__(self, store: Store) -> None:
-        self.store, self.protected = store, ProtectedKeys(store)
+    def __init__(self, store: Store, journal: Journal | None) -> None:
+        self.store, self.protected, self._journal = store, ProtectedKeys(store), journal
+
+    def close(self) -> None:
+        """Write down what is in memory only."""
+        self.store.close()
+        if self._journal is not None:
+            self._journal.close()
+
+
+class _ArenaBacking(Backing):
+    """The memory of an arena: a part of the budget, and a journal if it outlives the server."""
+
+    def __init__(self, budget: Budget, sizes: Sizes, journal: Journal | None, unsafe: Collection[Slot]) -> None:
+        self._budget, self._sizes, self._journal, self.unsafe = budget, sizes, journal, unsafe
+
+    def room(self) -> bool:
+        """See `Backing.room`."""
+        return self._budget.take(self._sizes)
+
+    def filled(self, slot: Slot, meta: RecordMeta) -> None:
+        """See `Backing.filled`."""
+        if self._journal is not None:
+            self._journal.filled(slot, meta)
 
 
 class Arenas:
     """All arenas of a server, which share tiers and memory."""
 
-    def __init__(self, settings: Settings, tiers: Sequence[Tier] | None = None) -> None:
-        """Open the tiers, by default those of the settings.
+    def __init__(
+        self,
+        settings: Settings,
+        lifelines: Lifelines,
+        *,
+        tiers: Sequence[Tier] | None = None,
+        memory: Path | None = None,
+        group: int | None = None,
+    ) -> None:
+        """Open the tiers, by default those of the settings, and what is left in `memory`, a directory on tmpfs.
 
         Raises `TierUnusable` or `ConfigError`, or `NoMemory` if there is less memory than the budget.
         """
         self._settings, self.budget = settings, Budget(int(settings.max_local_cpu_size * GIB))
-        if self.budget.size > (room := memory_available()):
+        self._lifelines, self._memory, self._group = lifelines, memory, group
+        kept = sum(path.stat().st_blocks * BLOCK for path in memory.glob("*.slab")) if memory else 0
+        until = (
+            time.monotonic() + MEMORY_SECONDS
+        )  # Clients of a server that has just ended have its memory for a moment.
+        while self.budget.size > (room := memory_available() + kept) and time.monotonic() < until:
+            time.sleep(0.1)
+        if self.budget.size > room:
             there = f"{room / GIB:.2f} GiB of memory are available"
             raise NoMemory(f"max_local_cpu_size = {settings.max_local_cpu_size:g} GB: {there}; lower it")
         self._tiers = [(tier, _ChangeLogs()) for tier in (open_plain_tiers(settings) if tiers is None else tiers)]
@@ -133,6 +202,8 @@ class Arenas:
             tier.report_to(logs)
         self._arenas: dict[Sizes, Arena] = {}
         self._lock, self._closed = threading.Lock(), False
+        for sizes in self._kept():
+            self._arenas[sizes] = self._made(sizes)
         self._mover = threading.Thread(target=self._move, name="lmc-memory", daemon=True)
         self._mover.start()
 
@@ -154,23 +225,59 @@ class Arenas:
             self._closed = True
             self.budget.refused.set()
             for arena in self._arenas.values():
-                arena.store.close()
+                arena.close()
             for tier, _ in self._tiers:
                 tier.close()
         self._mover.join()
 
     def _made(self, sizes: Sizes) -> Arena:
         settings, slots = self._settings, self.budget.size // sizes.slot_bytes
+        if slots > MOST_SLOTS:
+            raise StorageError(f"chunks of {sizes.slot_bytes} bytes are too small for a cache server")
         if not slots:
             taken = f"one takes {sizes.slot_bytes / MIB:.3f} MiB; raise max_local_cpu_size of the cache server"
             raise NoMemory(f"{self.budget.size / MIB:.3f} MiB of memory hold no chunk: {taken}")
-        slab = Slab(slots, sizes.shares, sizes.part_bytes, shared=True, sparse=True)
+        file = self._memory / f"{sizes.name}-{slots}.slab" if self._memory else None
+        found = file is not None and file.exists()
+        slab = Slab(slots, sizes.shares, sizes.part_bytes, shared=True, sparse=True, file=file)
+        if file is not None and self._group is not None:
+            os.chown(file, -1, self._group)
+            file.chmod(0o660)
         own = [_ArenaTier(tier, logs, sizes) for tier, logs in self._tiers]
         tiers = coded(own, settings, sizes.item_bytes)
         self.budget.taken[sizes] += 0  # It has a share from now on.
         policy, share = WritePolicy(settings.store_policy), settings.document_share
-        allowed = partial(self.budget.take, sizes)
-        return Arena(Store(slab, tiers, policy=policy, document_share=share, room=allowed))
+        journal = Journal(file.with_suffix(".chunks"), slab) if file else None
+        backing = _ArenaBacking(self.budget, sizes, journal, list(map(Slot, range(slots))) if found else ())
+        store = Store(slab, tiers, policy=policy, document_share=share, backing=backing)
+        threading.Thread(target=_look_around, args=(store,), name="lmc-tiers", daemon=True).start()
+        if journal is not None:
+            chunks = journal.restore()
+            self.budget.taken[sizes] += len(chunks) * sizes.slot_bytes
+            store.adopt(chunks)
+            log.info("%d chunks are in memory from before", len(chunks))
+            threading.Thread(target=self._make_safe, args=(store,), name="lmc-older", daemon=True).start()
+        return Arena(store, journal)
+
+    def _kept(self) -> list[Sizes]:
+        """Return the geometries of which there is memory; remove memory of another size than it would have now."""
+        found = []
+        for path in sorted(self._memory.glob("*.slab")) if self._memory else ():
+            name, _, slots = path.stem.rpartition("-")
+            sizes = Sizes.named(name)
+            if sizes is not None and slots == str(self.budget.size // sizes.slot_bytes):
+                found.append(sizes)
+            else:
+                log.warning("%s was made with another max_local_cpu_size, and is removed", path)
+                path.unlink()
+                path.with_suffix(".chunks").unlink(missing_ok=True)
+        return found
+
+    def _make_safe(self, store: Store) -> None:
+        """Let a store use its other slots when no client of the server before this one can write into them."""
+        for path in self._lifelines.older:
+            wait_until_gone(path)
+        store.make_safe()
 
     def _move(self) -> None:
         """Take memory from arenas that have more than their share, as long as others want it."""
@@ -184,6 +291,13 @@ class Arenas:
                     break
 
 
+def _look_around(store: Store) -> None:
+    """Let a store know which records its tiers have, and evict those that are beyond their bound."""
+    for _ in store.records():
+        pass
+    store.trim()
+
+
 class _ArenaTier(Wrapped):
     """A tier that all arenas share, as one of them sees it."""
 
@@ -193,31 +307,30 @@ class _ArenaTier(Wrapped):
 
     def headers(self) -> Iterator[RecordMeta]:
         """Return the headers of records that fit in this arena."""
-        for meta in self.inner.headers():
-            if meta.parts == self._sizes.shares.parts and meta.part_bytes <= self._sizes.part_bytes:
-                yield meta
+        return (meta for meta in self.inner.headers() if self._sizes.hold(meta))
 
     def report_to(self, changes: ChangeLog) -> None:
         """Report to one log more."""
-        self._logs.all.append(changes)
+        self._logs.all.append((self._sizes, changes))
 
     def close(self) -> None:
         """Do nothing: other arenas may still use the tier."""
 
 
 class _ChangeLogs(ChangeLog):
-    """Passes changes on to the logs of all arenas. A chunk appears in each of them, whoever has stored it."""
+    """Passes changes on to the logs of the arenas that a chunk fits into."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.all: list[ChangeLog] = []
+        self.all: list[tuple[Sizes, ChangeLog]] = []
 
     def appeared(self, place: str, meta: RecordMeta) -> None:
         """See `ChangeLog.appeared`."""
-        for changes in self.all:
-            changes.appeared(place, meta)
+        for sizes, changes in self.all:
+            if sizes.hold(meta):
+                changes.appeared(place, meta)
 
     def left(self, place: str, key: ChunkKey) -> None:
         """See `ChangeLog.left`."""
-        for changes in self.all:
+        for _, changes in self.all:
             changes.left(place, key)

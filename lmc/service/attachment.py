@@ -1,5 +1,6 @@
 """A client's connections to a cache server, and the slab that it has mapped."""
 
+import itertools
 import os
 import socket
 import threading
@@ -13,16 +14,19 @@ import msgspec
 
 from lmc import __version__
 from lmc.errors import ConfigError, StorageError, TierUnusable
-from lmc.service.channel import ANSWER, BrokenProtocol, Channel, decoded
-from lmc.service.messages import PROTOCOL, Attach, Attached, Hello, Request, ServerStatus, Status
+from lmc.service.channel import ANSWER, LARGEST_ANSWER, BrokenProtocol, Channel, decoded
+from lmc.service.messages import PROTOCOL, Attach, Attached, Hello, Request, Retire, ServerStatus, Status
+from lmc.storage.memory_files import locked
 from lmc.storage.slab import Slab, SlabAddress
 
 STATUS_SECONDS = 10.0
 T = TypeVar("T")
 
+_serials = itertools.count(1)
 _encode = msgspec.msgpack.Encoder().encode
 _hello: msgspec.msgpack.Decoder[Hello] = msgspec.msgpack.Decoder(Hello)
 _attached: msgspec.msgpack.Decoder[Attached] = msgspec.msgpack.Decoder(Attached)
+_nothing: msgspec.msgpack.Decoder[None] = msgspec.msgpack.Decoder(None)
 _status: msgspec.msgpack.Decoder[ServerStatus] = msgspec.msgpack.Decoder(ServerStatus)
 
 
@@ -36,15 +40,21 @@ def status(path: Path) -> ServerStatus:
         return connection.open(Status(), _status)
 
 
+def retire(path: Path) -> None:
+    """Let the server at a path end, for another one to take over; raise as `ServerConnection`."""
+    with closing(ServerConnection(path, STATUS_SECONDS)) as connection:
+        connection.open(Retire(), _nothing)
+
+
 class ServerConnection:
     """Asks one question after the other. Any thread may ask."""
 
     def __init__(self, path: Path, deadline: float) -> None:
         """Raise `TierUnusable` if there is no server, or `ConfigError` if it is of another version."""
         self._lock, self._path = threading.Lock(), path
-        self.files: list[int] = []  # the slab and the lifeline
+        self.files: list[int] = []  # the slab, and the lifeline that we have locked
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._channel = Channel(connection)
+        self._channel = Channel(connection, LARGEST_ANSWER)
         self._channel.set_timeout(deadline)
         with self._closed_by_errors():
             connection.connect(str(path))
@@ -53,7 +63,7 @@ class ServerConnection:
             if refused:
                 raise ConfigError(refused)
 
-    def open(self, opening: Attach | Status, decoder: msgspec.msgpack.Decoder[T]) -> T:
+    def open(self, opening: Attach | Status | Retire, decoder: msgspec.msgpack.Decoder[T]) -> T:
         """Say what the connection is for, and return the answer; raise `TierUnusable`, or `StorageError` if refused."""
         with self._closed_by_errors():
             self._channel.send(_encode(opening))
@@ -79,8 +89,12 @@ class ServerConnection:
 
     def tell(self, question: Request) -> None:
         """Ask for something that has no answer; raise `Gone`."""
-        with self._lock:
-            self._send(question)
+        with self._lock, self._in_order():
+            self._channel.send(_encode(question))
+
+    def set_timeout(self, seconds: float) -> None:
+        """Wait so long for an answer from now on."""
+        self._channel.set_timeout(seconds)
 
     def ask_if_idle(self, question: Request) -> Any:
         """Return the answer, or None if another thread is asking something; raise as `ask`."""
@@ -96,17 +110,22 @@ class ServerConnection:
         self._channel.close()
 
     def _ask(self, question: Request) -> Any:
-        self._send(question)
-        try:
-            return decoded(question.decoder, _answer(self._received()))
-        except (OSError, BrokenProtocol) as error:
-            raise Gone(str(error)) from error
-
-    def _send(self, question: Request) -> None:
-        try:
+        with self._in_order():
             self._channel.send(_encode(question))
-        except (OSError, BrokenProtocol) as error:
+            frame = self._received()
+        return decoded(question.decoder, _answer(frame))
+
+    @contextmanager
+    def _in_order(self) -> Iterator[None]:
+        """End the connection if a question or its answer is not complete: the next one must not get this answer."""
+        try:
+            yield
+        except (OSError, BrokenProtocol, Gone) as error:
+            self.close()
             raise Gone(str(error)) from error
+        except BaseException:  # such as Ctrl-C
+            self.close()
+            raise
 
     def _received(self, files: list[int] | None = None) -> bytes:
         frame = self._channel.receive(files)
@@ -130,6 +149,7 @@ class Attachment:
     slab: Slab
     slots: int
     shared_places: frozenset[str]
+    serial: int  # which no other attachment of this process has
 
     @classmethod
     def open(cls, path: Path, sizes: Attach, *, deadline: float, patience: float) -> "Attachment":
@@ -139,22 +159,30 @@ class Attachment:
         """
         with ExitStack() as opened:
             quick = opened.enter_context(closing(ServerConnection(path, deadline)))
-            attached = quick.open(sizes, _attached)
             opened.callback(_close, quick.files)
-            slow = opened.enter_context(closing(ServerConnection(path, patience)))
+            attached = quick.open(sizes, _attached)
+            slow = opened.enter_context(closing(ServerConnection(path, deadline)))
+            opened.callback(_close, slow.files)
             slow.open(sizes, _attached)
+            slow.set_timeout(patience)
+            serial = next(_serials)
+            try:
+                quick.files.append(locked(attached.lifeline))
+                at = SlabAddress(
+                    path=f"/proc/{os.getpid()}/fd/{quick.files[0]}",
+                    slots=attached.slots,
+                    shares=sizes.shares,
+                    part_bytes=sizes.part_bytes,
+                    sparse=True,
+                    lifeline=attached.lifeline,
+                    serial=serial,
+                )
+                slab = Slab.attach(at)
+            except OSError as error:
+                raise StorageError(f"the memory of the cache server at {path} cannot be mapped: {error}") from error
             opened.pop_all()
         _close(slow.files)  # It holds nothing.
-        slab, lifeline = (f"/proc/{os.getpid()}/fd/{file}" for file in quick.files)
-        at = SlabAddress(
-            path=slab,
-            slots=attached.slots,
-            shares=sizes.shares,
-            part_bytes=sizes.part_bytes,
-            sparse=True,
-            lifeline=lifeline,
-        )
-        return cls(quick, slow, Slab.attach(at), attached.slots, attached.shared_places)
+        return cls(quick, slow, slab, attached.slots, attached.shared_places, serial)
 
     def hang_up(self) -> None:
         """End the connections. What is mapped stays so, because it may still be read or written."""
@@ -162,7 +190,7 @@ class Attachment:
         self.slow.close()
 
     def let_go(self) -> None:
-        """Tell the server that nothing is written any more, as soon as no worker has the slab mapped either."""
+        """Tell the server that this process writes no more. A worker that has the slab mapped says so for itself."""
         _close(self.quick.files)
 
 

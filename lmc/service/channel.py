@@ -13,7 +13,8 @@ from lmc.shapes import MIB
 
 T = TypeVar("T")
 
-LARGEST = 64 * MIB  # bytes of a frame
+LARGEST = 16 * MIB  # bytes of a question
+LARGEST_ANSWER = 1 << 31  # bytes; such as all keys of a large disk
 AT_ONCE = 1 << 16  # bytes that are received with one call, at most
 LENGTH = struct.Struct("<I")
 ANSWER, ERROR = b"\0", b"\1"  # the first byte of an answer
@@ -34,13 +35,13 @@ def decoded(decoder: msgspec.msgpack.Decoder[T], frame: bytes) -> T:
 class Channel:
     """Sends and receives frames. An `OSError` or `BrokenProtocol` ends the connection."""
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: socket.socket, largest: int = LARGEST) -> None:
+        """Frames that are received have up to `largest` bytes."""
+        self._largest = largest
         self._socket, self._received = connection, bytearray()
 
     def send(self, frame: bytes, descriptors: tuple[int, ...] = ()) -> None:
-        """Send a frame, and open files with it; raise `BrokenProtocol` if it is too long for the other side."""
-        if len(frame) > LARGEST:
-            raise BrokenProtocol(f"a frame of {len(frame)} bytes")
+        """Send a frame, and open files with it."""
         head = LENGTH.pack(len(frame))
         if descriptors:
             rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))
@@ -53,7 +54,7 @@ class Channel:
         if not self._fill(LENGTH.size, descriptors):
             return None
         (length,) = LENGTH.unpack_from(self._received)
-        if length > LARGEST:
+        if length > self._largest:
             raise BrokenProtocol(f"a frame of {length} bytes")
         self._fill(LENGTH.size + length, descriptors)
         frame = bytes(memoryview(self._received)[LENGTH.size : LENGTH.size + length])
@@ -76,7 +77,7 @@ class Channel:
             if descriptors is None:
                 more = self._socket.recv(AT_ONCE)
             else:
-                more, files, _, _ = socket.recv_fds(self._socket, AT_ONCE, 2)
+                more, files, _, _ = socket.recv_fds(self._socket, AT_ONCE, 2, socket.MSG_CMSG_CLOEXEC)
                 descriptors += files
             if not more:
                 if self._received:

@@ -4,6 +4,8 @@ import logging
 import os
 import signal
 import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -11,7 +13,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from lmc.errors import ConfigError, InputError
+from lmc.errors import ConfigError, InputError, TierUnusable
 from lmc.shapes import GIB
 from lmc.storage.places import fastest_first, place_of
 from lmc.terminal import console, counted, print_json
@@ -19,6 +21,7 @@ from lmc.terminal import console, counted, print_json
 log = logging.getLogger(__name__)
 
 KIB = 1 << 10
+TAKEOVER_SECONDS = 60.0  # for which a server that is to end is waited for
 SWITCH_SECONDS = 5e-5  # for which a thread keeps the interpreter while others wait; Python's default is ten times that
 
 
@@ -28,6 +31,11 @@ def serve(
     ] = None,
     config: Annotated[Path | None, typer.Option(help="a YAML file of settings, instead of LMC_CONFIG_FILE")] = None,
     group: Annotated[str | None, typer.Option(help="a group whose processes may attach, too")] = None,
+    memory: Annotated[
+        Path | None,
+        typer.Option(help="a directory on tmpfs, such as /dev/shm/lmc, for memory that outlives the server"),
+    ] = None,
+    takeover: Annotated[bool, typer.Option("--takeover", help="end the server that runs there, and go on")] = False,
 ) -> None:
     """Run a cache server: memory, disk and Redis for all engines of this host, which attach with LMC_SERVER.
 
@@ -46,16 +54,31 @@ def serve(
         raise InputError("say where engines attach: --socket /run/lmc.sock, or LMC_SERVER=unix:///run/lmc.sock")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     sys.setswitchinterval(SWITCH_SECONDS)
-    server = CacheServer(settings, path, group=_number_of(group))
+    if takeover:
+        _end_the_other(path)
+    server = CacheServer(settings, path, group=_number_of(group), memory=memory.absolute() if memory else None)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: server.stop())
     log.info(
         "the cache server listens at %s: %g GB of memory, %s", path, settings.max_local_cpu_size, described(settings)
     )
-    server.serve()
-    log.info("the cache server ends, and writes down what is in memory only")
-    server.close()
+    try:
+        server.serve()
+    finally:
+        log.info("the cache server ends, and writes down what is in memory only")
+        server.close()
     log.info("the cache server has ended, and everything is written")
+
+
+def _end_the_other(path: Path) -> None:
+    """Let the server at a path end, if there is one; raise `TierUnusable` if it does not."""
+    from lmc.service.attachment import retire
+
+    with suppress(TierUnusable):
+        retire(path)
+    until = time.monotonic() + TAKEOVER_SECONDS
+    while path.exists() and time.monotonic() < until:
+        time.sleep(0.05)
 
 
 def show_status(path: Path, *, as_json: bool) -> None:

@@ -5,7 +5,7 @@ chunks are never sent: they lie in slots of a slab that both sides have mapped.
 """
 
 from itertools import chain, islice
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import msgspec
 
@@ -19,6 +19,7 @@ from lmc.storage.stats import StoreStats
 if TYPE_CHECKING:  # A client needs none of what the server imports.
     from lmc.service.lease import Lease
 
+Keys = Annotated[list[ChunkKey], msgspec.Meta(max_length=1 << 16)]  # so that nobody waits long behind one question
 PROTOCOL = 1  # changes whenever a message does
 LISTED = 500  # records in one answer
 
@@ -33,6 +34,10 @@ class Hello(msgspec.Struct, frozen=True):
 
 class Status(msgspec.Struct, frozen=True, tag=True):
     """The second frame of somebody who wants to know how the server is, and nothing else."""
+
+
+class Retire(msgspec.Struct, frozen=True, tag=True):
+    """The second frame of another server, which wants to take over."""
 
 
 class ArenaStatus(msgspec.Struct, frozen=True):
@@ -63,10 +68,11 @@ class Attach(msgspec.Struct, frozen=True, tag=True):
 
 
 class Attached(msgspec.Struct, frozen=True):
-    """What a client gets to know of its slab. The descriptors of the slab and of the lifeline come with it."""
+    """What a client gets to know of its slab, whose descriptor comes with it."""
 
     slots: int
     shared_places: frozenset[str]
+    lifeline: str  # a file, see `lifelines.py`
 
 
 class Beat(msgspec.Struct, frozen=True):
@@ -103,7 +109,7 @@ class Ping(Request, frozen=True):
 class LookUp(Request, frozen=True):
     """`lookup`."""
 
-    keys: list[ChunkKey]
+    keys: Keys
     shared: bool
 
     def asked(self, lease: "Lease") -> list[str | None]:
@@ -114,7 +120,7 @@ class LookUp(Request, frozen=True):
 class PinKeys(Request, frozen=True):
     """`pin`."""
 
-    keys: list[ChunkKey]
+    keys: Keys
     places: list[str | None] | None
 
     def asked(self, lease: "Lease") -> list[Pin | None]:
@@ -126,7 +132,7 @@ class Release(Request, frozen=True):
     """`release`."""
 
     answered: ClassVar[bool] = False
-    leases: list[int]
+    leases: Annotated[list[int], msgspec.Meta(max_length=1 << 16)]
 
     def asked(self, lease: "Lease") -> None:
         """Give pins back."""
@@ -180,7 +186,7 @@ class Forget(Request, frozen=True):
 class CopiesOf(Request, frozen=True):
     """`copies`."""
 
-    keys: list[ChunkKey]
+    keys: Keys
 
     def asked(self, lease: "Lease") -> list[str]:
         """Return places."""
@@ -190,7 +196,7 @@ class CopiesOf(Request, frozen=True):
 class Protect(Request, frozen=True):
     """`protect`."""
 
-    keys: list[ChunkKey]
+    keys: Keys
     pinned: bool
 
     def asked(self, lease: "Lease") -> None:
@@ -201,7 +207,7 @@ class Protect(Request, frozen=True):
 class Spread(Request, frozen=True):
     """`spread`."""
 
-    keys: list[ChunkKey]
+    keys: Keys
 
     def asked(self, lease: "Lease") -> list[ChunkKey]:
         """Return the keys that are nowhere."""
@@ -270,7 +276,7 @@ class Present(Request, frozen=True):
         return lease.store.changes.present()
 
 
-Opening = Attach | Status
+Opening = Attach | Status | Retire
 Question = (
     Ping | LookUp | PinKeys | Release | Begin | Commit | Abort | Forget | CopiesOf | Protect | Spread | Records
     | LastUses | KnownKeys | HeldSlots | Flush | Since | Present

@@ -10,12 +10,13 @@ import logging
 import threading
 import time
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from lmc.errors import ChunkLost, ConfigError, StorageError, TierUnusable
+from lmc.errors import ChunkLost, LmcError, StorageError, TierUnusable
 from lmc.keys import ChunkKey
 from lmc.service import messages as m
 from lmc.service.attachment import Attachment, Gone
@@ -23,18 +24,23 @@ from lmc.storage.change_log import Change, Changes, Chunk
 from lmc.storage.contract import ChunkStore, Pin, PinState, Reservation
 from lmc.storage.cost_model import CostModel
 from lmc.storage.record import RecordMeta
-from lmc.storage.slab import LOST
-from lmc.storage.stats import StoreStats
+from lmc.storage.slab import LOST, Slab
+from lmc.storage.stats import RunningCounts, StoreStats
 
 log = logging.getLogger(__name__)
 
 BEAT_SECONDS = 1.0
+COMPLAINT_SECONDS = 60.0
 PATIENCE = 300.0  # seconds for questions such as the list of all records
+KEYS_AT_ONCE = 10_000
+NUMBERS = 1 << 40  # of changes, for each attachment
 FIRST_PAUSE, LONGEST_PAUSE = 2e-5, 1e-3  # seconds between two looks at a label
 
 
 class RemoteStore(ChunkStore):
     """A chunk store in a cache server."""
+
+    slab: Slab | None
 
     def __init__(self, path: Path, sizes: m.Attach, *, deadline: float) -> None:
         """Attach to the server that listens at `path`.
@@ -45,13 +51,19 @@ class RemoteStore(ChunkStore):
         self._path, self._sizes, self._deadline = path, sizes, deadline
         self._lock = threading.Lock()
         self._held: set[int] = set()  # leases
-        self._lost: set[int] = (
-            set()
-        )  # leases of a server that has gone; pins and reservations that have them exist still
+        self._lost: set[int] = set()  # leases of a server that has gone, and whose pins and reservations are still used
+        self._asking = 0  # questions under way, whose answers may be leases
+        self._protected: set[ChunkKey] = set()
+        self._counts = RunningCounts()
         self._ended = threading.Event()
         self.cost, self.changes = CostModel(), _RemoteChanges(self)
         self.attachment: Attachment | None = None
-        self._take(self._attach())
+        self._last: Attachment | None = None  # whose slab may still be mapped
+        self._complained = float("-inf")
+        try:
+            self._take(self._attach())
+        except Gone as error:
+            raise TierUnusable(f"the cache server at {path} has gone ({error})") from error
         self._thread = threading.Thread(target=self._look_after, name="lmc-server", daemon=True)
         self._thread.start()
 
@@ -66,15 +78,16 @@ class RemoteStore(ChunkStore):
         """See `ChunkStore.pin`."""
         if not keys:
             return []
-        at, asked = self.attachment, m.PinKeys(list(keys), None if places is None else list(places))
-        found: list[Pin | None] = self.ask(asked, [None] * len(keys))
-        self._hold(at, [pin.lease for pin in found if pin is not None])
+        asked = m.PinKeys(list(keys), None if places is None else list(places))
+        with self._question() as at:
+            found: list[Pin | None] = self._asked(at, asked, [None] * len(keys))
+            self._hold(at, [pin.lease for pin in found if pin is not None])
         return found
 
     def state(self, pin: Pin) -> PinState:
         """See `ChunkStore.state`."""
         ready = self._ready(pin)
-        return {self.slab.parts: PinState.READY, LOST: PinState.LOST}.get(ready, PinState.COMING)
+        return {self._sizes.shares.parts: PinState.READY, LOST: PinState.LOST}.get(ready, PinState.COMING)
 
     def arrived(self, pin: Pin) -> int:
         """See `ChunkStore.arrived`."""
@@ -88,6 +101,7 @@ class RemoteStore(ChunkStore):
                 raise ChunkLost([pin.key])
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
+        assert self.slab is not None, "a slab stays mapped while something is held"
         return self.slab.part(pin.slot, part)
 
     def release(self, pins: Sequence[Pin], *, wait: bool = True) -> None:
@@ -99,13 +113,14 @@ class RemoteStore(ChunkStore):
 
     def begin(self, meta: RecordMeta) -> Reservation | None:
         """See `ChunkStore.begin`."""
-        at = self.attachment
-        found: Reservation | None = self.ask(m.Begin(meta), None)
-        self._hold(at, [found.lease] if found is not None else [])
+        with self._question() as at:
+            found: Reservation | None = self._asked(at, m.Begin(meta), None)
+            self._hold(at, [found.lease] if found is not None else [])
         return found
 
     def view(self, reservation: Reservation) -> torch.Tensor:
         """See `ChunkStore.view`."""
+        assert self.slab is not None, "a slab stays mapped while something is held"
         return self.slab.slot(reservation.slot)
 
     def commit(self, reservation: Reservation) -> None:
@@ -130,8 +145,10 @@ class RemoteStore(ChunkStore):
         return found
 
     def protect(self, keys: Collection[ChunkKey], *, pinned: bool) -> None:
-        """See `ChunkStore.protect`. It holds for as long as this process is attached."""
-        self.ask_slowly(m.Protect(list(keys), pinned), None)
+        """See `ChunkStore.protect`. It holds while this process is attached, and again when it is attached again."""
+        (self._protected.update if pinned else self._protected.difference_update)(keys)
+        for some in _batches(list(keys)):
+            self.ask_slowly(m.Protect(some, pinned), None)
 
     def spread(self, keys: Sequence[ChunkKey]) -> list[ChunkKey]:
         """See `ChunkStore.spread`."""
@@ -163,11 +180,11 @@ class RemoteStore(ChunkStore):
         return found
 
     def stats(self) -> StoreStats:
-        """Return the counts of the server for all clients, a second old at most."""
-        return self._beat.stats
+        """Return the server's counts for all clients since this one is there, a second old at most."""
+        return self._counts.total
 
     def trim(self) -> None:
-        """Do nothing: the server has done that at its start."""
+        """Do nothing: the server does that when it opens an arena."""
 
     def flush(self) -> None:
         """See `ChunkStore.flush`."""
@@ -176,77 +193,117 @@ class RemoteStore(ChunkStore):
     def close(self) -> None:
         """End the connection. The server keeps everything, and writes it down."""
         self._ended.set()
-        self._thread.join()
         with self._lock:
             at, self.attachment = self.attachment, None
         if at is not None:
             at.hang_up()
-            at.let_go()
+        self._thread.join()
+        if self._last is not None:
+            self._last.let_go()
 
     # -- the server --------------------------------------------------------------------------------------------------
 
     def ask(self, question: m.Request, otherwise: Any) -> Any:
         """Return the answer to a quick question, or `otherwise` without the server."""
-        at = self.attachment
-        return otherwise if at is None else self._asked(at, at.quick.ask, question, otherwise)
+        return self._asked(self.attachment, question, otherwise)
 
     def ask_slowly(self, question: m.Request, otherwise: Any) -> Any:
         """Return the answer to a question that may take long, or `otherwise` without the server."""
         self.held()  # The answer comes after everything that the server was told to do before.
-        at = self.attachment
-        return otherwise if at is None else self._asked(at, at.slow.ask, question, otherwise)
+        return self._asked(self.attachment, question, otherwise, slowly=True)
 
     def _tell(self, question: m.Request) -> None:
         at = self.attachment
         if at is not None:
-            self._asked(at, at.quick.tell, question, None)
+            with self._without(at):
+                at.quick.tell(question)
 
-    def _asked(self, at: Attachment, ask: Any, question: m.Request, otherwise: Any) -> Any:
+    def _asked(self, at: Attachment | None, question: m.Request, otherwise: Any, *, slowly: bool = False) -> Any:
+        if at is not None:
+            with self._without(at):
+                return (at.slow if slowly else at.quick).ask(question)
+        return otherwise
+
+    @contextmanager
+    def _without(self, at: Attachment) -> Iterator[None]:
+        """Do without a server from now on, if it turns out to have gone."""
         try:
-            return ask(question)
+            yield
         except Gone as error:
-            self._lose(at, error)
-            return otherwise
+            with self._lock:
+                lost = self.attachment is at
+                if lost:
+                    self.attachment, self._lost, self._held = None, self._lost | self._held, set()
+            at.hang_up()
+            if lost and not self._ended.is_set():
+                log.warning(
+                    "the cache server at %s is away (%s): nothing is reused until it is back", self._path, error
+                )
 
     def _attach(self) -> Attachment:
         return Attachment.open(self._path, self._sizes, deadline=self._deadline, patience=PATIENCE)
 
     def _take(self, at: Attachment) -> None:
-        self._beat: m.Beat = at.quick.ask(m.Ping())
+        """Use a server from now on; raise `Gone` if it has gone already."""
+        try:
+            beat = at.quick.ask(m.Ping())
+            for keys in _batches(list(self._protected)):
+                at.slow.ask(m.Protect(keys, pinned=True))
+        except BaseException:
+            at.hang_up()
+            at.let_go()
+            raise
+        self._counts.begin(beat.stats)
         self.slab, self.slots, self.shared_places = at.slab, at.slots, at.shared_places
-        self._last, self.attachment = at, at
-
-    def _lose(self, at: Attachment, error: Exception) -> None:
-        """Do without a server from now on."""
         with self._lock:
-            if self.attachment is not at:
-                return
-            self.attachment = None
-            self._lost, self._held = self._lost | self._held, set()
-        at.hang_up()
-        if not self._ended.is_set():
-            log.warning("the cache server at %s is away (%s): nothing is reused until it is back", self._path, error)
+            self._last = self.attachment = at
 
     def _look_after(self) -> None:
         """Notice that the server has gone, and attach again."""
         while not self._ended.wait(BEAT_SECONDS):
             at = self.attachment
             if at is not None:
-                self._asked(at, at.slow.ask_if_idle, m.Ping(), None)
-                beat = self._asked(at, at.quick.ask, m.Ping(), None)
-                if beat is not None:
-                    self._beat = beat
+                with self._without(at):
+                    beat = at.quick.ask(m.Ping())
+                    self._counts.update(beat.stats)
                     self.cost.take_speeds(beat.speeds)
-            elif not (self._held or self._lost):  # Workers may still copy from and to the old slab otherwise.
-                self._last.let_go()
+                    at.slow.ask_if_idle(m.Ping())
+            elif self._unused():
                 try:
                     self._take(self._attach())
-                except (TierUnusable, ConfigError, Gone) as error:
-                    log.debug("%s", error)
+                except (LmcError, Gone) as error:
+                    self._complain(error)
                 else:
                     log.info("the cache server at %s is back", self._path)
 
+    def _unused(self) -> bool:
+        """Return whether nothing of the last server is held; its memory is unmapped then."""
+        with self._lock:
+            unused = not (self._held or self._lost or self._asking)
+            if unused and self._last is not None:
+                self._last.let_go()
+                self._last = self.slab = None
+            return unused
+
+    def _complain(self, error: Exception) -> None:
+        """Say why there is no server, unless it simply is not there; once a minute."""
+        if not isinstance(error, TierUnusable) and time.monotonic() - self._complained > COMPLAINT_SECONDS:
+            self._complained = time.monotonic()
+            log.warning("cannot attach to the cache server at %s: %s", self._path, error)
+
     # -- leases ------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _question(self) -> Iterator[Attachment | None]:
+        """Ask the server that there is for leases. Until they are noted, no other server is attached."""
+        with self._lock:
+            self._asking += 1
+            at = self.attachment
+        try:
+            yield at
+        finally:
+            with self._lock:
+                self._asking -= 1
 
     def _hold(self, at: Attachment | None, leases: Sequence[int]) -> None:
         """Note what was asked for over an attachment, which may have been lost since."""
@@ -263,27 +320,33 @@ class RemoteStore(ChunkStore):
 
     def _ready(self, pin: Pin) -> int:
         """Return how many parts of a pinned chunk are there, or `LOST`."""
-        return LOST if pin.lease not in self._held else self.slab.ready(pin.slot, pin.tag)
+        slab = self.slab
+        return LOST if slab is None or pin.lease not in self._held else slab.ready(pin.slot, pin.tag)
+
+
+def _batches(keys: list[ChunkKey]) -> list[list[ChunkKey]]:
+    return [keys[at : at + KEYS_AT_ONCE] for at in range(0, len(keys), KEYS_AT_ONCE)]
 
 
 class _RemoteChanges(Changes):
-    """The change log of a server. A reader has to begin again when another server answers."""
+    """The change log of a server. Numbers begin with that of the attachment, so that each has numbers of its own."""
 
     def __init__(self, store: RemoteStore) -> None:
         self._store = store
-        self._told: Attachment | None = None
 
     def since(self, number: int) -> tuple[list[Change], bool]:
-        """See `Changes.since`."""
+        """See `Changes.since`. A reader has to begin again when another server answers."""
         at = self._store.attachment
         if at is None:
             return [], True
-        found: tuple[list[Change], bool] = self._store.ask(m.Since(number), ([], True))
-        return found if at is self._told else ([], False)
+        base = at.serial * NUMBERS
+        if not base <= number < base + NUMBERS:
+            return [], False
+        found, complete = self._store.ask(m.Since(number - base), ([], True))
+        return [change._replace(number=base + change.number) for change in found], complete
 
     def present(self) -> tuple[int, dict[str, list[Chunk]]]:
         """See `Changes.present`."""
         at = self._store.attachment
-        found: tuple[int, dict[str, list[Chunk]]] = self._store.ask_slowly(m.Present(), (0, {}))
-        self._told = at
-        return found
+        number, present = self._store.ask_slowly(m.Present(), (0, {}))
+        return (at.serial * NUMBERS if at is not None else 0) + number, present

@@ -4,12 +4,14 @@ Each client has a connection and a thread, so that a slow one holds up nobody el
 too long, or sends what it must not send loses its lease (`lease.py`), and nobody else notices.
 """
 
+import array
 import logging
 import os
 import socket
 import stat
 import struct
 import threading
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -23,6 +25,8 @@ from lmc.service import messages as m
 from lmc.service.arenas import Arenas, Sizes
 from lmc.service.channel import ANSWER, ERROR, BrokenProtocol, Channel, decoded
 from lmc.service.lease import Lease
+from lmc.service.lifelines import Lifelines
+from lmc.storage.memory_files import locked
 from lmc.storage.record import PARTS_LIMIT
 from lmc.storage.tier import Tier
 from lmc.storage.tier_guard import TierGuard
@@ -30,11 +34,13 @@ from lmc.storage.tier_guard import TierGuard
 log = logging.getLogger(__name__)
 
 SILENT_SECONDS = 10.0  # after which a client counts as hung; it asks for something every second
+PAUSE_SECONDS = 0.1  # after a connection that could not be accepted
+SO_PEERGROUPS, GROUPS_BYTES = 59, 1024  # of the process at the other end; Python has no name for the option
 ITEMS = (1, 2, 4)  # bytes of one number of the KV
 
 _question: msgspec.msgpack.Decoder[m.Request] = msgspec.msgpack.Decoder(m.Question)
 _hello: msgspec.msgpack.Decoder[m.Hello] = msgspec.msgpack.Decoder(m.Hello)
-_opening: msgspec.msgpack.Decoder[m.Attach | m.Status] = msgspec.msgpack.Decoder(m.Opening)
+_opening: msgspec.msgpack.Decoder[m.Attach | m.Status | m.Retire] = msgspec.msgpack.Decoder(m.Opening)
 _encode = msgspec.msgpack.Encoder().encode
 
 complain = TierGuard().complain  # at most once a minute about the same
@@ -44,20 +50,33 @@ class CacheServer:
     """A store for the engines of a host."""
 
     def __init__(
-        self, settings: Settings, path: Path, *, group: int | None = None, tiers: Sequence[Tier] | None = None
+        self,
+        settings: Settings,
+        path: Path,
+        *,
+        group: int | None = None,
+        memory: Path | None = None,
+        tiers: Sequence[Tier] | None = None,
     ) -> None:
         """Listen at `path`, for processes of this user, of root, and of a `group`.
 
-        Raises `TierUnusable` if another server listens there, and as `Arenas`.
+        What is in `memory`, a directory on tmpfs, outlives the server. Raises `TierUnusable` if another server listens
+        there or has this memory, and as `Arenas`.
         """
         self.path, self._group = path, group
         self._listener = _listener(path, group)
+        self._owned: int | None = None
         try:
-            self.arenas = Arenas(settings, tiers)
+            self._owned = _owned(memory) if memory else None
+            self.lifelines = Lifelines((memory or path.with_suffix(".d")) / "clients", group)
+            self.arenas = Arenas(settings, self.lifelines, tiers=tiers, memory=memory, group=group)
         except BaseException:
             self._listener.close()
+            path.unlink(missing_ok=True)
+            if self._owned is not None:
+                os.close(self._owned)
             raise
-        self._sessions: dict[Session, threading.Thread] = {}
+        self._sessions: set[Session] = set()
         self._lock, self._closed = threading.Lock(), False
 
     def serve(self) -> None:
@@ -65,18 +84,26 @@ class CacheServer:
         while True:
             try:
                 connection, _ = self._listener.accept()
-            except OSError:
+                self._admit(connection)
+            except (OSError, RuntimeError) as error:  # There are too many open files, or threads.
                 if self._closed:
                     return
-                raise
+                complain("connections", f"a client cannot be served now: {error}")
+                time.sleep(PAUSE_SECONDS)
+
+    def _admit(self, connection: socket.socket) -> None:
+        session = Session(self, Channel(connection))
+        try:
             if not self._may_attach(connection):
                 connection.close()
-                continue
-            session = Session(self, Channel(connection))
+                return
             with self._lock:
-                thread = threading.Thread(target=session.run, name="lmc-client", daemon=True)
-                self._sessions[session] = thread
-            thread.start()
+                self._sessions.add(session)
+            threading.Thread(target=session.run, name="lmc-client", daemon=True).start()
+        except BaseException:
+            self.ended(session)
+            connection.close()
+            raise
 
     def stop(self) -> None:
         """Let `serve` return."""
@@ -88,12 +115,14 @@ class CacheServer:
         """End all connections, write down what is in memory only, and close the tiers."""
         self.stop()
         self._listener.close()
+        self.path.unlink(missing_ok=True)  # first, because another server may listen there from now on
         with self._lock:
             sessions = list(self._sessions)
         for session in sessions:
             session.hang_up()
         self.arenas.close()
-        self.path.unlink(missing_ok=True)
+        if self._owned is not None:
+            os.close(self._owned)
 
     @property
     def clients(self) -> int:
@@ -113,13 +142,13 @@ class CacheServer:
     def ended(self, session: "Session") -> None:
         """Forget a client."""
         with self._lock:
-            del self._sessions[session]
+            self._sessions.discard(session)
 
     def _may_attach(self, connection: socket.socket) -> bool:
         """Return whether the process at the other end is of our user, of root, or of the group."""
         size = struct.calcsize("3i")
         process, user, group = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
-        allowed = user in (0, os.getuid()) or group == self._group
+        allowed = user in (0, os.getuid()) or (self._group is not None and self._group in (group, *_groups(connection)))
         if not allowed:
             log.warning("process %d of user %d may not attach (start the server with --group for it)", process, user)
         return allowed
@@ -138,6 +167,11 @@ class Session:
             self._channel.set_timeout(SILENT_SECONDS)
             self._greet()
             opening = decoded(_opening, self._received())
+            if isinstance(opening, m.Retire):
+                log.info("another server takes over")
+                self._channel.send(ANSWER + _encode(None))
+                self._server.stop()
+                return
             if isinstance(opening, m.Status):
                 self._channel.send(ANSWER + _encode(self._server.status()))
                 return
@@ -178,17 +212,18 @@ class Session:
     def _attach(self, asked: m.Attach) -> Lease:
         """Open the arena that the client wants, and send it the descriptors."""
         sizes = Sizes(asked.shares, asked.part_bytes, asked.item_bytes)
-        if not (0 < sizes.shares.parts <= PARTS_LIMIT and sizes.part_bytes > 0 and sizes.item_bytes in ITEMS):
-            raise BrokenProtocol(f"impossible sizes: {sizes}")
+        stages, ranks = sizes.shares.stages, sizes.shares.ranks
+        whole = 0 < len(stages) <= PARTS_LIMIT and min(*stages, ranks, sizes.part_bytes) > 0
+        if not (whole and sizes.shares.parts <= PARTS_LIMIT and sizes.item_bytes in ITEMS):
+            raise BrokenProtocol("impossible sizes of chunks")
         try:
             arena = self._server.arenas.open(sizes)
         except LmcError as error:
             self._channel.send(ERROR + str(error).encode())
             raise
-        self._lease = Lease(arena.store, arena.protected)
-        answer = m.Attached(arena.store.slots, arena.store.shared_places)
-        self._channel.send(ANSWER + _encode(answer), (arena.store.slab.file, self._lease.lifeline))
-        self._lease.sent_lifeline()
+        self._lease = Lease(arena.store, arena.protected, self._server.lifelines.new())
+        answer = m.Attached(arena.store.slots, arena.store.shared_places, str(self._lease.lifeline))
+        self._channel.send(ANSWER + _encode(answer), (arena.store.slab.file,))
         return self._lease
 
     def _answer(self, question: m.Request, lease: Lease) -> None:
@@ -209,13 +244,31 @@ class Session:
         return frame
 
 
+def _groups(connection: socket.socket) -> Sequence[int]:
+    """Return the supplementary groups of the process at the other end; none if there are too many to be told."""
+    with suppress(OSError):
+        return array.array("I", connection.getsockopt(socket.SOL_SOCKET, SO_PEERGROUPS, GROUPS_BYTES))
+    return ()
+
+
+def _owned(memory: Path) -> int:
+    """Take a directory for memory; raise `TierUnusable` if it cannot be used, or another server has it."""
+    try:
+        memory.mkdir(mode=0o711, parents=True, exist_ok=True)
+        return locked(memory / "lock", alone=True)
+    except BlockingIOError:
+        raise TierUnusable(f"another cache server has the memory in {memory} (--takeover takes it over)") from None
+    except OSError as error:
+        raise TierUnusable(f"cannot keep memory in {memory}: {error.strerror}") from error
+
+
 def _listener(path: Path, group: int | None) -> socket.socket:
     """Listen at a path; take the place of a server that has died, and raise `TierUnusable` if one lives."""
     try:
         if path.exists() and stat.S_ISSOCK(path.stat().st_mode):
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe, suppress(ConnectionRefusedError):
                 probe.connect(str(path))
-                raise TierUnusable(f"a cache server listens at {path} already")
+                raise TierUnusable(f"a cache server listens at {path} already (--takeover ends it)")
             path.unlink()
         with ExitStack() as opened:
             listener = opened.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))

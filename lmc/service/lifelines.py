@@ -1,0 +1,52 @@
+"""Lifelines: files that show a cache server which processes of its clients still live.
+
+Each client has one. The client and all its processes that map the slab lock it, together, and the system unlocks it
+when the last of them has ended, however it ends. A server that comes later finds those of its predecessor's clients.
+"""
+
+import fcntl
+import itertools
+import os
+from contextlib import suppress
+from pathlib import Path
+
+from lmc.storage.memory_files import locked
+
+
+class Lifelines:
+    """The lifelines in a directory."""
+
+    def __init__(self, folder: Path, group: int | None = None) -> None:
+        """Those of clients that have ended are removed. Processes of a `group` may lock new ones, too."""
+        self._folder, self._group, self._numbers = folder, group, itertools.count()
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if group is not None:
+            os.chown(folder, -1, group)
+            folder.chmod(0o750)
+        self.older = [path for path in folder.iterdir() if not _removed(path)]
+
+    def new(self) -> Path:
+        """Make one for a client."""
+        path = self._folder / f"{os.getpid()}-{next(self._numbers)}"
+        path.touch(mode=0o600)
+        if self._group is not None:
+            os.chown(path, -1, self._group)
+            path.chmod(0o640)
+        return path
+
+
+def wait_until_gone(path: Path) -> None:
+    """Return when no process has locked a lifeline any more, and remove it."""
+    with suppress(FileNotFoundError), path.open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        path.unlink(missing_ok=True)
+
+
+def _removed(path: Path) -> bool:
+    """Remove a lifeline that nobody has locked; return whether that was so."""
+    try:
+        os.close(locked(path, alone=True))
+    except BlockingIOError:
+        return False
+    path.unlink()
+    return True

@@ -1,0 +1,30 @@
+"""Files in memory, or about it, that several processes use: locks that end with them, and pages that are given back."""
+
+import ctypes
+import fcntl
+import os
+from pathlib import Path
+
+KEEP_SIZE, PUNCH_HOLE = 1, 2  # of fallocate(2)
+
+
+def locked(path: Path | str, *, alone: bool = False) -> int:
+    """Open a file and lock it, with others or `alone`; return the descriptor, whose end is the end of the lock.
+
+    Raises `BlockingIOError` if others have locked it.
+    """
+    file = os.open(path, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(file, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+    except BaseException:
+        os.close(file)
+        raise
+    return file
+
+
+def punch(file: int, start: int, size: int) -> None:
+    """Give the pages of a file in memory back to the system."""
+    fallocate = ctypes.CDLL(None, use_errno=True).fallocate
+    fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+    if fallocate(file, PUNCH_HOLE | KEEP_SIZE, start, size):
+        raise OSError(ctypes.get_errno(), "cannot give memory back")
