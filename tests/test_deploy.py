@@ -1,5 +1,7 @@
 """The examples of a deployment say what the settings understand. They are linted, and not built or applied here."""
 
+import configparser
+import inspect
 import json
 import re
 import subprocess
@@ -13,6 +15,7 @@ import yaml
 
 from lmc.config import Settings
 from lmc.redis_url import parse_redis_url
+from lmc.service.command import serve
 
 FOLDER = Path(__file__).parent.parent / "examples" / "deploy"
 KUBERNETES = "1.31"
@@ -82,3 +85,17 @@ def test_the_image_starts_the_connector_with_settings_that_are_understood() -> N
     assert json.loads(words[-1])["kv_connector"] == "LMCConnector"
     known = {"ARG", "FROM", "COPY", "RUN", "ENV", "VOLUME", "ENTRYPOINT"}
     assert {line.split()[0] for line in text.splitlines() if line.strip() and not line.startswith("#")} == known
+
+
+def test_the_unit_for_systemd_starts_a_cache_server_that_there_is() -> None:
+    unit = configparser.ConfigParser()
+    unit.optionxform = str  # type: ignore[assignment]
+    unit.read(FOLDER / "lmc.service")
+    service = unit["Service"]
+    settings = Settings.load(environ=dict(one.split("=") for one in service["Environment"].split()))
+    assert settings.local_disk == Path("/var") / "cache" / service["CacheDirectory"]
+    program, command, *options = service["ExecStart"].split()
+    assert (Path(program).name, command) == ("lmc", "serve")
+    known = inspect.signature(serve).parameters
+    assert {option.removeprefix("--") for option in options[::2]} == {"socket", "memory"} <= known.keys()
+    assert Path(options[1]).parent == Path("/run") / service["RuntimeDirectory"]

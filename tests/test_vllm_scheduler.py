@@ -512,6 +512,26 @@ def test_a_load_that_stays_late_is_given_up_and_computed(make):
     lab.finish(request)
 
 
+def test_a_load_of_a_cache_server_that_was_killed_is_given_up_and_computed(make, monkeypatch):
+    """Its slots said for ever that some parts had arrived, and the request waited as long."""
+    tier = gated()
+    fill(tier.inner, PLAIN[:16])
+    lab = make(tier)
+    request = lab.arrive("one", PLAIN[:16])
+    tier.read_gates[0].set()
+    assert lab.wait(lambda: lab.admit(request)) == 16
+    lab.step()
+    assert "one" in lab.workers.loading
+    with monkeypatch.context() as patch:
+        patch.setattr(lab.store, "state", lambda pin: PinState.LOST)
+        lab.step()
+    assert "one" not in lab.workers.loading
+    assert request.num_computed_tokens == 0
+    assert lab.scheduler.claim(request, 0) == 0
+    lab.compute(request, 16)
+    lab.finish(request)
+
+
 @pytest.mark.parametrize(("deadlines", "loaded"), [(10, True), (2, False)])
 def test_a_load_of_which_something_comes_is_not_late_for_some_deadlines(make, monkeypatch, deadlines, loaded):
     """Its time counted from the start: what took longer than `load_deadline` was thrown away, each time anew."""
