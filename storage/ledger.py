@@ -119,11 +119,15 @@ class Ledger:
         self.commit(slot, key, standing)
         self.release([slot])
 
-    def make_safe(self) -> list[Slot]:
-        """Let the slots be used that were unsafe, and return them."""
-        safe, self._unsafe = sorted(self._unsafe), set()
-        self._unused += reversed(safe)
-        return safe
+    @property
+    def unsafe(self) -> list[Slot]:
+        """The slots that are not used because they are unsafe."""
+        return sorted(self._unsafe)
+
+    def make_safe(self) -> None:
+        """Let the slots be used that were unsafe."""
+        self._unused += reversed(self.unsafe)
+        self._unsafe = set()
 
     def abort(self, slot: Slot) -> None:
         """Give back a reserved slot that was not written."""

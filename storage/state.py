@@ -159,10 +159,10 @@ class StoreState:
             for slot, meta in found:
                 self.host.adopt(slot, meta)
 
-    def make_safe(self) -> list[Slot]:
-        """Let slots of the host be used that were unsafe, and return them."""
+    def make_safe(self) -> None:
+        """Let slots of the host be used that were unsafe."""
         with self._changed:
-            return self.host.ledger.make_safe()
+            self.host.ledger.make_safe()
 
     def lay_aside(self, slot: Slot) -> None:
         """Let a reserved slot of the host be unused."""

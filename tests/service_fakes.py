@@ -4,6 +4,7 @@ import threading
 import time
 from contextlib import contextmanager
 
+import storage_fakes
 from storage_fakes import PART_BYTES, PARTS
 
 from lmc.config import Settings
@@ -32,6 +33,13 @@ def serving(folder, slots, tiers=(), **settings):
 
 def attached(server, sizes=SIZES, deadline=10.0):
     return RemoteStore(server.path, sizes, deadline=deadline)
+
+
+def put(store, key):
+    """Store a chunk, and return when other clients can find it."""
+    done = storage_fakes.put(store, key)
+    store.held()  # The server answers after it has done what it was told before.
+    return done
 
 
 def eventually(condition, seconds=60.0):

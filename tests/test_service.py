@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
-from service_fakes import SIZES, attached, eventually, serving
+from service_fakes import SIZES, attached, eventually, put, serving
 from storage_fakes import (
     PART_BYTES,
     PARTS,
@@ -25,7 +25,6 @@ from storage_fakes import (
     key_of,
     meta_of,
     pin_bytes,
-    put,
 )
 
 from lmc.errors import ChunkLost, ConfigError, NoMemory, StorageError, TierUnusable
@@ -36,7 +35,10 @@ from lmc.service.channel import LARGEST, Channel
 from lmc.service.messages import PROTOCOL, Attach, Attached, HeldSlots, Hello, LookUp, PinKeys, Release
 from lmc.service.server import CacheServer
 from lmc.storage.contract import PinState
+from lmc.storage.level import Backing
 from lmc.storage.shares import Shares
+from lmc.storage.slab import Slab
+from lmc.storage.store import Store
 
 K0, K1, K2, K3, K4 = map(key_of, range(5))
 CLOSED = "closed|reset|pipe"
@@ -277,6 +279,21 @@ def test_geometries_share_the_budget_and_none_keeps_what_another_needs(tmp_path)
             assert get(small, key) == expected(key)
         small.close()
         large.close()
+
+
+def test_slots_that_were_unsafe_are_emptied_before_they_are_used(monkeypatch):
+    """They were emptied when the first chunk was in one of them, which was read as zeros."""
+
+    class All(Backing):
+        unsafe, room, filled = [0, 1], lambda self: True, lambda self, slot, meta: None
+
+    slab = Slab(2, PARTS, PART_BYTES, shared=True, sparse=True)
+    store, begun = Store(slab, backing=All()), []
+    monkeypatch.setattr(slab, "give_back", lambda slot: begun.append(store.begin(meta_of(K0))))
+    store.make_safe()
+    assert begun == [None, None]
+    store.abort(store.begin(meta_of(K0)))
+    store.close()
 
 
 def test_memory_that_is_given_back_is_given_back_to_the_system(tmp_path):

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 from ledger_check import check_store
-from service_fakes import attached, eventually, serving
+from service_fakes import attached, eventually, put, serving
 from service_process import ServerProcess
-from storage_fakes import PART_BYTES, PARTS, expected, get, key_of, meta_of, put
+from storage_fakes import PART_BYTES, PARTS, expected, get, key_of, meta_of
 from test_service import Child, arena_of
 
 from lmc.config import Settings

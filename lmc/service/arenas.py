@@ -12,6 +12,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -99,7 +100,7 @@ class Budget:
         return fits
 
     def give(self, sizes: Sizes, slots: int) -> None:
-        """Give the bytes of some slots back."""
+        """Give the bytes of some slots back; of a negative number, take those of slots that have chunks already."""
         with self._lock:
             self.taken[sizes] -= slots * sizes.slot_bytes
 
@@ -189,9 +190,7 @@ class Arenas:
         self._settings, self.budget = settings, Budget(int(settings.max_local_cpu_size * GIB))
         self._lifelines, self._memory, self._group = lifelines, memory, group
         kept = sum(path.stat().st_blocks * BLOCK for path in memory.glob("*.slab")) if memory else 0
-        until = (
-            time.monotonic() + MEMORY_SECONDS
-        )  # Clients of a server that has just ended have its memory for a moment.
+        until = time.monotonic() + MEMORY_SECONDS  # Clients have the memory of a server that has ended for a moment.
         while self.budget.size > (room := memory_available() + kept) and time.monotonic() < until:
             time.sleep(0.1)
         if self.budget.size > room:
@@ -245,7 +244,7 @@ class Arenas:
             file.chmod(0o660)
         own = [_ArenaTier(tier, logs, sizes) for tier, logs in self._tiers]
         tiers = coded(own, settings, sizes.item_bytes)
-        self.budget.taken[sizes] += 0  # It has a share from now on.
+        self.budget.give(sizes, 0)  # It has a share from now on.
         policy, share = WritePolicy(settings.store_policy), settings.document_share
         journal = Journal(file.with_suffix(".chunks"), slab) if file else None
         backing = _ArenaBacking(self.budget, sizes, journal, list(map(Slot, range(slots))) if found else ())
@@ -253,7 +252,7 @@ class Arenas:
         threading.Thread(target=_look_around, args=(store,), name="lmc-tiers", daemon=True).start()
         if journal is not None:
             chunks = journal.restore()
-            self.budget.taken[sizes] += len(chunks) * sizes.slot_bytes
+            self.budget.give(sizes, -len(chunks))
             store.adopt(chunks)
             log.info("%d chunks are in memory from before", len(chunks))
             threading.Thread(target=self._make_safe, args=(store,), name="lmc-older", daemon=True).start()
@@ -293,9 +292,10 @@ class Arenas:
 
 def _look_around(store: Store) -> None:
     """Let a store know which records its tiers have, and evict those that are beyond their bound."""
-    for _ in store.records():
-        pass
-    store.trim()
+    with suppress(OSError, RuntimeError):  # The server ends, and its tiers are closed.
+        for _ in store.records():
+            pass
+        store.trim()
 
 
 class _ArenaTier(Wrapped):

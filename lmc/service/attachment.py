@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import select
 import socket
 import threading
 from collections.abc import Iterator
@@ -40,10 +41,19 @@ def status(path: Path) -> ServerStatus:
         return connection.open(Status(), _status)
 
 
-def retire(path: Path) -> None:
-    """Let the server at a path end, for another one to take over; raise as `ServerConnection`."""
+def retire(path: Path, seconds: float) -> None:
+    """Let the server at a path end, for another one to take over, and wait until it has.
+
+    Raises as `ServerConnection`, or `TierUnusable` if it takes longer than this.
+    """
     with closing(ServerConnection(path, STATUS_SECONDS)) as connection:
-        connection.open(Retire(), _nothing)
+        process = os.pidfd_open(connection.server)
+        try:
+            connection.open(Retire(), _nothing)
+            if not select.select([process], [], [], seconds)[0]:
+                raise TierUnusable(f"the cache server at {path} has not ended within {seconds:g} s")
+        finally:
+            os.close(process)
 
 
 class ServerConnection:
@@ -81,6 +91,11 @@ class ServerConnection:
         except BaseException:
             self.close()
             raise
+
+    @property
+    def server(self) -> int:
+        """The number of the server's process."""
+        return self._channel.peer()[0]
 
     def ask(self, question: Request) -> Any:
         """Return the answer; raise `Gone`, or `StorageError` for what the server cannot do."""

@@ -16,7 +16,7 @@ T = TypeVar("T")
 LARGEST = 16 * MIB  # bytes of a question
 LARGEST_ANSWER = 1 << 31  # bytes; such as all keys of a large disk
 AT_ONCE = 1 << 16  # bytes that are received with one call, at most
-LENGTH = struct.Struct("<I")
+LENGTH, CREDENTIALS = struct.Struct("<I"), struct.Struct("3i")
 ANSWER, ERROR = b"\0", b"\1"  # the first byte of an answer
 
 
@@ -64,6 +64,12 @@ class Channel:
     def set_timeout(self, seconds: float | None) -> None:
         """Raise `TimeoutError` if the other side takes longer than this to send or to take the next bytes."""
         self._socket.settimeout(seconds)
+
+    def peer(self) -> tuple[int, int, int]:
+        """Return process, user and group of the other side."""
+        asked = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
+        process, user, group = CREDENTIALS.unpack(asked)
+        return process, user, group
 
     def close(self) -> None:
         """End the connection; a thread that waits for a frame gets none."""

@@ -4,8 +4,6 @@ import logging
 import os
 import signal
 import sys
-import time
-from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -21,7 +19,7 @@ from lmc.terminal import console, counted, print_json
 log = logging.getLogger(__name__)
 
 KIB = 1 << 10
-TAKEOVER_SECONDS = 60.0  # for which a server that is to end is waited for
+TAKEOVER_SECONDS = 600.0  # for which a server that is to end is waited for
 SWITCH_SECONDS = 5e-5  # for which a thread keeps the interpreter while others wait; Python's default is ten times that
 
 
@@ -46,6 +44,7 @@ def serve(
         os.environ["LMC_CONFIG_FILE"] = str(config)
     from lmc.config import Settings
     from lmc.engine.tiers import described
+    from lmc.service.attachment import retire
     from lmc.service.server import CacheServer
 
     settings = Settings.load()
@@ -54,8 +53,11 @@ def serve(
         raise InputError("say where engines attach: --socket /run/lmc.sock, or LMC_SERVER=unix:///run/lmc.sock")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     sys.setswitchinterval(SWITCH_SECONDS)
-    if takeover:
-        _end_the_other(path)
+    if takeover and path.exists():
+        try:
+            retire(path, TAKEOVER_SECONDS)
+        except TierUnusable as error:
+            log.warning("nothing to take over: %s", error)
     server = CacheServer(settings, path, group=_number_of(group), memory=memory.absolute() if memory else None)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: server.stop())
@@ -68,17 +70,6 @@ def serve(
         log.info("the cache server ends, and writes down what is in memory only")
         server.close()
     log.info("the cache server has ended, and everything is written")
-
-
-def _end_the_other(path: Path) -> None:
-    """Let the server at a path end, if there is one; raise `TierUnusable` if it does not."""
-    from lmc.service.attachment import retire
-
-    with suppress(TierUnusable):
-        retire(path)
-    until = time.monotonic() + TAKEOVER_SECONDS
-    while path.exists() and time.monotonic() < until:
-        time.sleep(0.05)
 
 
 def show_status(path: Path, *, as_json: bool) -> None:

@@ -9,7 +9,6 @@ import logging
 import os
 import socket
 import stat
-import struct
 import threading
 import time
 from collections.abc import Sequence
@@ -92,9 +91,10 @@ class CacheServer:
                 time.sleep(PAUSE_SECONDS)
 
     def _admit(self, connection: socket.socket) -> None:
-        session = Session(self, Channel(connection))
+        channel = Channel(connection)
+        session = Session(self, channel)
         try:
-            if not self._may_attach(connection):
+            if not self._may_attach(channel, connection):
                 connection.close()
                 return
             with self._lock:
@@ -144,10 +144,9 @@ class CacheServer:
         with self._lock:
             self._sessions.discard(session)
 
-    def _may_attach(self, connection: socket.socket) -> bool:
+    def _may_attach(self, channel: Channel, connection: socket.socket) -> bool:
         """Return whether the process at the other end is of our user, of root, or of the group."""
-        size = struct.calcsize("3i")
-        process, user, group = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
+        process, user, group = channel.peer()
         allowed = user in (0, os.getuid()) or (self._group is not None and self._group in (group, *_groups(connection)))
         if not allowed:
             log.warning("process %d of user %d may not attach (start the server with --group for it)", process, user)
