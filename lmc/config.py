@@ -116,7 +116,7 @@ class Settings(BaseModel):
 
     # Where, and how much of it (a GB is 2**30 bytes)
     server: Annotated[Path | None, BeforeValidator(_socket), BeforeValidator(_optional)] = Field(
-        None, description="the socket of a cache server (`lmc serve`), written as unix:///run/lmc.sock or as a path"
+        None, description="the socket of a cache server (`lmc serve`): unix:///run/lmc.sock, or an absolute path"
     )
     max_local_cpu_size: Real = Field(5.0, gt=0, description="a number of GB above 0")
     max_local_device_size: Real = Field(0.0, ge=0, description="a number of GB, or 0 for no slab on the accelerator")

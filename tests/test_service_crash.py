@@ -27,8 +27,8 @@ from lmc.service.attachment import status
 from lmc.service.server import CacheServer
 from lmc.shapes import GIB
 
-KILLS, CLIENTS, SLOTS = int(os.environ.get("SERVICE_KILLS", "24")), 6, 12
-SERVER_KILLS = max(4, KILLS // 10)
+KILLS, CLIENTS, SLOTS = int(os.environ.get("SERVICE_KILLS", "12")), 4, 12
+SERVER_KILLS = max(3, KILLS // 10)
 MEMORY = SLOTS * PARTS * PART_BYTES / GIB
 
 
