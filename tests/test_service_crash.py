@@ -154,6 +154,15 @@ def serve(tmp_path):
         server.kill()
 
 
+def noted(memory):
+    """How many chunks the journal has."""
+    (journal,) = memory.glob("*.chunks")
+    content, count = journal.read_bytes(), 0
+    while content:
+        content, count = content[4 + int.from_bytes(content[:4], "little") :], count + 1
+    return count
+
+
 def filled(store, keys):
     return [key for key in keys if put(store, key)]
 
@@ -164,7 +173,7 @@ def test_memory_outlives_a_server(serve, memory, how):
     server = serve("--memory", str(memory))
     store = attached(server)
     assert filled(store, keys) == keys
-    time.sleep(0.5)  # Checksums are computed beside the work.
+    eventually(lambda: noted(memory) == SLOTS)  # Checksums are computed beside the work.
     if how == "killed":
         server.kill()
     else:
@@ -184,7 +193,7 @@ def test_a_chunk_that_was_changed_or_is_not_whole_is_not_kept(serve, memory):
     assert filled(store, map(key_of, range(3)))
     begun = store.begin(meta_of(key_of(3)))
     (pin,) = store.pin([key_of(1)])
-    time.sleep(0.5)
+    eventually(lambda: noted(memory) == 3)
     store.part(pin, PARTS - 1)[5] ^= 1
     server.kill()
     eventually(lambda: store.attachment is None)
