@@ -20,8 +20,8 @@ import torch
 from common import closing_line, parser
 
 from lmc.keys import ChunkKey
-from lmc.service.messages import Attach
 from lmc.service.remote_store import RemoteStore
+from lmc.service.sizes import Sizes
 from lmc.shapes import GIB
 from lmc.storage.contract import ChunkStore
 from lmc.storage.record import RecordMeta
@@ -32,13 +32,13 @@ from lmc.storage.store import Store
 sys.path.append(str(Path(__file__).parent.parent / "tests"))
 from service_process import ServerProcess
 
-SMALL = Attach(Shares((16,)), 1 << 14, 2)  # of the prompt that is looked up
-LARGE = Attach(Shares((32,)), 1 << 18, 2)  # 8 MiB
+SMALL = Sizes(Shares((16,)), 1 << 14, 2)  # of the prompt that is looked up
+LARGE = Sizes(Shares((32,)), 1 << 18, 2)  # 8 MiB
 PROMPT, PINNED, PER_SECOND = 200, 40, 100
 CHUNKS, TURNS = 48, 7  # of 8 MiB each, stored and retrieved in a turn
 
 
-def meta_of(number: int, sizes: Attach) -> RecordMeta:
+def meta_of(number: int, sizes: Sizes) -> RecordMeta:
     key = ChunkKey(hashlib.sha256(b"%d %d" % (sizes.part_bytes, number)).digest())
     parts = sizes.shares.parts
     return RecordMeta(key=key, namespace=bytes(32), tokens=256, first=0, parts=parts, part_bytes=sizes.part_bytes)

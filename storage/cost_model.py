@@ -123,10 +123,8 @@ class CostModel:
         """Take over what another cost model has measured of tiers."""
         with self._mutex:
             for tier, (record, byte) in speeds.items():
-                self._opening[tier], self._reading[tier] = (
-                    Rate(record, _seconds=record, _units=1),
-                    Rate(byte, _seconds=byte, _units=1),
-                )
+                self._opening[tier] = Rate(record, _seconds=record, _units=1)
+                self._reading[tier] = Rate(byte, _seconds=byte, _units=1)
 
     def loaded(self, spent: Spent) -> None:
         """Add what a batch of loads took; the seconds are those of all its threads together."""

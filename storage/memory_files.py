@@ -1,4 +1,4 @@
-"""Files in memory, or about it, that several processes use: locks that end with them, and pages that are given back."""
+"""Files that several processes use: locks that end with their processes, and memory that is given back."""
 
 import ctypes
 import fcntl
@@ -9,9 +9,9 @@ KEEP_SIZE, PUNCH_HOLE = 1, 2  # of fallocate(2)
 
 
 def locked(path: Path | str, *, alone: bool = False) -> int:
-    """Open a file and lock it, with others or `alone`; return the descriptor, whose end is the end of the lock.
+    """Open a file and lock it, together with others or `alone`; return the descriptor.
 
-    Raises `BlockingIOError` if others have locked it.
+    The lock ends when the descriptor is closed. Raises `BlockingIOError` if others are in the way.
     """
     file = os.open(path, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:

@@ -10,12 +10,14 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 import pytest
 import torch
-from service_fakes import SIZES, attached, eventually, put, serving
+from models import SEPARATOR, random_model, random_tokens
+from service_fakes import SIZES, Child, arena_of, attached, eventually, filled, put, serving
 from storage_fakes import (
     PART_BYTES,
     PARTS,
@@ -27,13 +29,18 @@ from storage_fakes import (
     pin_bytes,
 )
 
+from lmc.blend.segments import join
+from lmc.config import Settings
+from lmc.connectors.transformers import CachedModel
 from lmc.errors import ChunkLost, ConfigError, NoMemory, StorageError, TierUnusable
 from lmc.service import remote_store
 from lmc.service import server as servers
 from lmc.service.attachment import Gone, ServerConnection
 from lmc.service.channel import LARGEST, Channel
-from lmc.service.messages import PROTOCOL, Attach, Attached, HeldSlots, Hello, LookUp, PinKeys, Release
+from lmc.service.messages import PROTOCOL, Attached, Begin, HeldSlots, Hello, LookUp, PinKeys, Release
+from lmc.service.remote_store import RemoteStore
 from lmc.service.server import CacheServer
+from lmc.service.sizes import Sizes
 from lmc.storage.contract import PinState
 from lmc.storage.level import Backing
 from lmc.storage.shares import Shares
@@ -42,7 +49,7 @@ from lmc.storage.store import Store
 
 K0, K1, K2, K3, K4 = map(key_of, range(5))
 CLOSED = "closed|reset|pipe"
-OTHER = Attach(Shares((PARTS + 1,)), PART_BYTES, 1)
+OTHER = Sizes(Shares((PARTS + 1,)), PART_BYTES, 1)
 
 
 @pytest.fixture
@@ -82,37 +89,11 @@ def connect(server):
             os.close(file)
 
 
-class Child:
-    """A client in a process of its own."""
-
-    def __init__(self, server):
-        command = [sys.executable, str(Path(__file__).parent / "service_child.py"), str(server.path)]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        assert self.process.stdout.readline() == "attached\n"
-
-    def ask(self, line):
-        self.process.stdin.write(line + "\n")
-        self.process.stdin.flush()
-        return self.process.stdout.readline().strip()
-
-    def kill(self):
-        self.process.kill()
-        self.process.wait()
-        self.process.stdin.close()
-        self.process.stdout.close()
-
-
 @pytest.fixture
 def child(server):
     child = Child(server)
     yield child
     child.kill()
-
-
-def arena_of(server, sizes=SIZES):
-    from lmc.service.arenas import Sizes
-
-    return server.arenas.open(Sizes(sizes.shares, sizes.part_bytes, sizes.item_bytes))
 
 
 # -- several clients -------------------------------------------------------------------------------------------------
@@ -254,10 +235,6 @@ def test_a_chunk_is_lost_for_a_reader_whose_lease_has_ended(server, attach):
 # -- memory ----------------------------------------------------------------------------------------------------------
 
 
-def filled(store, keys):
-    return [key for key in keys if put(store, key)]
-
-
 def test_geometries_share_the_budget_and_none_keeps_what_another_needs(tmp_path):
     """With memory for 12 small chunks, or 9 large ones."""
     with serving(tmp_path, 12) as server:
@@ -310,12 +287,10 @@ def test_memory_that_is_given_back_is_given_back_to_the_system(tmp_path):
 
 def test_a_geometry_of_which_no_chunk_fits_is_refused_and_the_reason_reaches_the_client(server):
     with pytest.raises(StorageError, match=r"hold no chunk.*raise max_local_cpu_size of the cache server"):
-        attached(server, Attach(Shares((100,)), 1 << 20, 2))
+        attached(server, Sizes(Shares((100,)), 1 << 20, 2))
 
 
 def test_more_memory_than_there_is_is_refused(tmp_path):
-    from lmc.config import Settings
-
     with pytest.raises(NoMemory, match="max_local_cpu_size = 1e\\+06 GB"):
         CacheServer(Settings(max_local_cpu_size=1e6), tmp_path / "lmc.sock")
     with serving(tmp_path, 4):
@@ -381,15 +356,11 @@ def test_a_server_that_hangs_is_left_within_the_deadline(server, attach, monkeyp
 
 
 def test_without_a_server_the_error_says_what_to_do(tmp_path):
-    from lmc.service.remote_store import RemoteStore
-
     with pytest.raises(TierUnusable, match=r"no cache server answers at .*: start it with `lmc serve --socket"):
         RemoteStore(tmp_path / "none.sock", SIZES, deadline=1.0)
 
 
 def test_a_second_server_at_the_same_socket_is_refused_and_a_dead_one_is_replaced(tmp_path, server):
-    from lmc.config import Settings
-
     with pytest.raises(TierUnusable, match=r"listens at .* already"):
         CacheServer(Settings(max_local_cpu_size=0.01), server.path)
     path = tmp_path / "dead.sock"
@@ -401,12 +372,6 @@ def test_a_second_server_at_the_same_socket_is_refused_and_a_dead_one_is_replace
 
 def test_a_document_that_one_model_has_learned_is_blended_by_another_and_right_without_the_server(tmp_path):
     """Through transformers; the server goes while the second model is there."""
-    from models import SEPARATOR, random_model, random_tokens
-
-    from lmc.blend.segments import join
-    from lmc.config import Settings
-    from lmc.connectors.transformers import CachedModel
-
     documents = [random_tokens(40, i) for i in range(3)]
     ids = join(random_tokens(9, 70), documents, random_tokens(7, 80), SEPARATOR)
     with serving(tmp_path, 0, max_local_cpu_size=0.02) as server:
@@ -545,8 +510,8 @@ def test_questions_that_make_no_sense_end_the_connection_and_nothing_stays_held(
 
 @pytest.mark.parametrize(
     "sizes",
-    [Attach(Shares(()), 1, 2), Attach(Shares((0, 3)), 1, 2), Attach(Shares((-2,), -1), 1, 2),
-     Attach(Shares((3,)), 0, 2), Attach(Shares((1,) * 5000), 1, 2), Attach(Shares((3,)), 1, 3)],
+    [Sizes(Shares(()), 1, 2), Sizes(Shares((0, 3)), 1, 2), Sizes(Shares((-2,), -1), 1, 2),
+     Sizes(Shares((3,)), 0, 2), Sizes(Shares((1,) * 5000), 1, 2), Sizes(Shares((3,)), 1, 3)],
     ids=["no stage", "an empty stage", "negative", "no bytes", "many stages", "odd items"],
 )  # fmt: skip
 def test_impossible_sizes_are_refused(server, sizes):
@@ -646,10 +611,6 @@ def test_a_server_goes_on_when_a_connection_cannot_be_accepted(server, attach, m
     ids=lambda wrong: next(iter(wrong)),
 )  # fmt: skip
 def test_impossible_metadata_end_the_connection(attach, connect, wrong):
-    from dataclasses import replace
-
-    from lmc.service.messages import Begin
-
     connection = connect()
     with pytest.raises(Exception, match=CLOSED):
         connection.ask(Begin(replace(meta_of(K0), **wrong)))
@@ -683,8 +644,6 @@ except OSError:
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can be somebody else")
 def test_members_of_the_group_may_attach(tmp_path):
     """Also those for whom it is not the primary group; and their processes can map the memory."""
-    from lmc.config import Settings
-
     group, made = 54321, CacheServer(Settings(max_local_cpu_size=0.01), tmp_path / "lmc.sock", group=54321, tiers=[])
     threading.Thread(target=made.serve, daemon=True).start()
     for folder in made.path.parents:

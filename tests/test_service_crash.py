@@ -16,10 +16,9 @@ from pathlib import Path
 
 import pytest
 from ledger_check import check_store
-from service_fakes import attached, eventually, put, serving
+from service_fakes import Child, arena_of, attached, eventually, filled, put, serving
 from service_process import ServerProcess
 from storage_fakes import PART_BYTES, PARTS, expected, get, key_of, meta_of
-from test_service import Child, arena_of
 
 from lmc.config import Settings
 from lmc.errors import TierUnusable
@@ -161,10 +160,6 @@ def noted(memory):
     while content:
         content, count = content[4 + int.from_bytes(content[:4], "little") :], count + 1
     return count
-
-
-def filled(store, keys):
-    return [key for key in keys if put(store, key)]
 
 
 @pytest.mark.parametrize("how", ["killed", "ended"])

@@ -490,10 +490,8 @@ def test_a_claim_is_made_when_the_first_part_is_there_and_the_load_goes_on_besid
     lab.finish(request)
 
 
-def test_a_load_that_stays_late_is_given_up_and_computed(make):
-    """A read that hung in a dead mount held the request for ever: only the thread that hung could say that nothing
-    comes.
-    """
+def hanging_load(make):
+    """A request whose load hangs in its tier, after something of it has come."""
     tier = gated()
     fill(tier.inner, PLAIN[:16])
     lab = make(tier)
@@ -501,35 +499,39 @@ def test_a_load_that_stays_late_is_given_up_and_computed(make):
     tier.read_gates[0].set()
     assert lab.wait(lambda: lab.admit(request)) == 16
     lab.step()
+    return lab, request
+
+
+def computed_after_all(lab, request) -> None:
+    """Its load is given up, and the engine computes it."""
+    assert request.num_computed_tokens == 0
+    assert lab.scheduler.claim(request, 0) == 0
+    lab.compute(request, 16)
+    lab.finish(request)
+
+
+def test_a_load_that_stays_late_is_given_up_and_computed(make):
+    """A read that hung in a dead mount held the request for ever: only the thread that hung could say that nothing
+    comes.
+    """
+    lab, request = hanging_load(make)
     lab.now = 2.0
     lab.step()
     assert "one" in lab.workers.loading
     lab.now = 2.1
     lab.step()  # though the tier still hangs
-    assert request.num_computed_tokens == 0
-    assert lab.scheduler.claim(request, 0) == 0
-    lab.compute(request, 16)
-    lab.finish(request)
+    computed_after_all(lab, request)
 
 
 def test_a_load_of_a_cache_server_that_was_killed_is_given_up_and_computed(make, monkeypatch):
     """Its slots said for ever that some parts had arrived, and the request waited as long."""
-    tier = gated()
-    fill(tier.inner, PLAIN[:16])
-    lab = make(tier)
-    request = lab.arrive("one", PLAIN[:16])
-    tier.read_gates[0].set()
-    assert lab.wait(lambda: lab.admit(request)) == 16
-    lab.step()
+    lab, request = hanging_load(make)
     assert "one" in lab.workers.loading
     with monkeypatch.context() as patch:
         patch.setattr(lab.store, "state", lambda pin: PinState.LOST)
         lab.step()
     assert "one" not in lab.workers.loading
-    assert request.num_computed_tokens == 0
-    assert lab.scheduler.claim(request, 0) == 0
-    lab.compute(request, 16)
-    lab.finish(request)
+    computed_after_all(lab, request)
 
 
 @pytest.mark.parametrize(("deadlines", "loaded"), [(10, True), (2, False)])

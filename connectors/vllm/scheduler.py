@@ -65,7 +65,6 @@ class Scheduler:
         self.recent: OrderedDict[str, Mapping[str, Any]] = OrderedDict()  # facts of requests that have ended
         self._jobs: list[LoadJob | BlendJob] = []
         self._introduced: SlabAddress | None = None  # the slab that workers know of
-        self._begun = False
         self._ran = setup.clock()  # when the engine last computed something
         self._adapters: dict[tuple[int, str], bytes] = {}
         self._process = os.urandom(32)
@@ -185,7 +184,7 @@ class Scheduler:
                 self._saves.save_due(state, computed, lambda request=request: tables(request))  # type: ignore[misc]
         loading = [state for state in self._states.values() if state.loading]
         late = [state.id for state in loading if self._claims.give_up_late(state)]
-        self._begun, self._introduced = True, self._slab
+        self._introduced = self._slab
         learn = self._saves.learn_next() if self._runs else None
         plan = StepPlan(
             slab=self._introduced,
@@ -252,7 +251,7 @@ class Scheduler:
     @property
     def busy(self) -> bool:
         """Whether lmc needs the engine to make steps. One lets the workers open a slab, or let go of one."""
-        news = not self._begun or self._introduced != self._slab
+        news = self._introduced != self._slab
         return news or self._saves.saving or (self._runs and bool(len(self.engine.learning)))
 
     @property

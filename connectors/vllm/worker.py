@@ -176,11 +176,11 @@ class Worker:
 
         It is mapped for the first job, because only then the scheduler's process is sure to keep it open.
         """
-        if self._slab is not None and self._slab.at != plan.slab:
+        at = plan.slab
+        if self._slab is not None and self._slab.at != at:
             self._slab = None
-        needed = plan.slab is not None and (not plan.slab.lifeline or plan.loads or plan.saves or plan.learn)
-        if self._slab is None and plan.slab is not None and needed:
-            self._slab = RankSlab(plan.slab)
+        if self._slab is None and at is not None and (not at.lifeline or plan.loads or plan.saves or plan.learn):
+            self._slab = RankSlab(at)
 
     def save(self, jobs: list[SaveJob]) -> None:
         """Copy the blocks that this step has completed, after the forward pass."""

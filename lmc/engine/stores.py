@@ -42,10 +42,10 @@ def open_store(
 
 def _attached(settings: Settings, geometry: Geometry) -> ChunkStore:
     try:
-        from lmc.service.messages import Attach
         from lmc.service.remote_store import RemoteStore
+        from lmc.service.sizes import Sizes
     except ImportError as error:
         raise ConfigError(f"a cache server needs the package {error.name}: pip install msgspec") from None
     assert settings.server is not None
-    sizes = Attach(geometry.shares, geometry.part_bytes, geometry.item_bytes)
+    sizes = Sizes(geometry.shares, geometry.part_bytes, geometry.item_bytes)
     return RemoteStore(settings.server, sizes, deadline=settings.load_deadline)

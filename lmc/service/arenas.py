@@ -7,13 +7,11 @@ the arena that is furthest above its share, so that the next chunks find room.
 
 import logging
 import os
-import re
 import threading
 import time
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from lmc.config import Settings
@@ -22,13 +20,13 @@ from lmc.errors import NoMemory, StorageError
 from lmc.keys import ChunkKey
 from lmc.service.journal import Journal
 from lmc.service.lifelines import Lifelines, wait_until_gone
-from lmc.shapes import GIB, MIB, aligned
+from lmc.service.sizes import Sizes
+from lmc.shapes import GIB, MIB
 from lmc.storage.change_log import ChangeLog
 from lmc.storage.ledger import Slot
 from lmc.storage.level import Backing
 from lmc.storage.locks import Rank, new_lock
 from lmc.storage.record import RecordMeta
-from lmc.storage.shares import Shares
 from lmc.storage.slab import Slab, memory_available
 from lmc.storage.stats import WritePolicy
 from lmc.storage.store import Store
@@ -42,47 +40,13 @@ MOST_SLOTS = 1 << 22
 BLOCK = 512  # bytes, in which the system counts what a file takes
 
 
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """What decides in which arena a chunk lies."""
-
-    shares: Shares
-    part_bytes: int
-    item_bytes: int
-
-    @property
-    def name(self) -> str:
-        """All sizes, for the name of a file."""
-        stages = ".".join(map(str, self.shares.stages))
-        return f"{stages}x{self.shares.ranks}-{self.part_bytes}-{self.item_bytes}"
-
-    @classmethod
-    def named(cls, name: str) -> "Sizes | None":
-        """Return the sizes in a name, or None if there are none."""
-        found = re.fullmatch(r"([\d.]+)x(\d+)-(\d+)-(\d+)", name)
-        if not found:
-            return None
-        stages, ranks, part_bytes, item_bytes = found.groups()
-        shares = Shares(tuple(map(int, stages.split("."))), int(ranks))
-        return cls(shares, int(part_bytes), int(item_bytes))
-
-    def hold(self, meta: RecordMeta) -> bool:
-        """Return whether a record fits into a slot."""
-        return meta.parts == self.shares.parts and meta.part_bytes <= self.part_bytes
-
-    @property
-    def slot_bytes(self) -> int:
-        """Bytes of memory that a chunk takes."""
-        return self.shares.parts * aligned(self.part_bytes)
-
-
 class Budget:
     """How many bytes of memory all arenas may take, and how many each takes."""
 
     def __init__(self, size: int) -> None:
         self.size = size
         self.taken: Counter[Sizes] = Counter()
-        self.wanting: set[Sizes] = set()  # who was refused since the last look
+        self.wanting: set[Sizes] = set()  # arenas that were refused memory
         self.refused = threading.Event()
         self._lock = new_lock(Rank.LEAF)
 
@@ -99,13 +63,13 @@ class Budget:
             self.refused.set()
         return fits
 
-    def give(self, sizes: Sizes, slots: int) -> None:
-        """Give the bytes of some slots back; of a negative number, take those of slots that have chunks already."""
+    def count(self, sizes: Sizes, slots: int) -> None:
+        """Count the bytes of so many slots more, or of fewer. An arena has a share from the first call on."""
         with self._lock:
-            self.taken[sizes] -= slots * sizes.slot_bytes
+            self.taken[sizes] += slots * sizes.slot_bytes
 
     def owing(self) -> tuple[Sizes, int] | None:
-        """Return who should give slots to another arena, and how many at once; None if nobody wants or has to."""
+        """Return the arena that should give slots to others, and how many; None if none wants any, or none has to."""
         with self._lock:
             wanted = max((sizes.slot_bytes for sizes in self.wanting if self._below_share(sizes)), default=0)
             more = min(max(MOVED_AT_ONCE, wanted), self.size) - (self.size - self.taken.total())
@@ -244,7 +208,7 @@ class Arenas:
             file.chmod(0o660)
         own = [_ArenaTier(tier, logs, sizes) for tier, logs in self._tiers]
         tiers = coded(own, settings, sizes.item_bytes)
-        self.budget.give(sizes, 0)  # It has a share from now on.
+        self.budget.count(sizes, 0)
         policy, share = WritePolicy(settings.store_policy), settings.document_share
         journal = Journal(file.with_suffix(".chunks"), slab) if file else None
         backing = _ArenaBacking(self.budget, sizes, journal, list(map(Slot, range(slots))) if found else ())
@@ -252,7 +216,7 @@ class Arenas:
         threading.Thread(target=_look_around, args=(store,), name="lmc-tiers", daemon=True).start()
         if journal is not None:
             chunks = journal.restore()
-            self.budget.give(sizes, -len(chunks))
+            self.budget.count(sizes, len(chunks))
             store.adopt(chunks)
             log.info("%d chunks are in memory from before", len(chunks))
             threading.Thread(target=self._make_safe, args=(store,), name="lmc-older", daemon=True).start()
@@ -285,7 +249,7 @@ class Arenas:
             while (owing := self.budget.owing()) and not self._closed:
                 sizes, slots = owing
                 given = self._arenas[sizes].store.shrink(slots)
-                self.budget.give(sizes, given)
+                self.budget.count(sizes, -given)
                 if not given:  # Everything there is held. The next refusal tries again.
                     break
 
@@ -307,7 +271,7 @@ class _ArenaTier(Wrapped):
 
     def headers(self) -> Iterator[RecordMeta]:
         """Return the headers of records that fit in this arena."""
-        return (meta for meta in self.inner.headers() if self._sizes.hold(meta))
+        return (meta for meta in self.inner.headers() if self._sizes.fit(meta))
 
     def report_to(self, changes: ChangeLog) -> None:
         """Report to one log more."""
@@ -327,7 +291,7 @@ class _ChangeLogs(ChangeLog):
     def appeared(self, place: str, meta: RecordMeta) -> None:
         """See `ChangeLog.appeared`."""
         for sizes, changes in self.all:
-            if sizes.hold(meta):
+            if sizes.fit(meta):
                 changes.appeared(place, meta)
 
     def left(self, place: str, key: ChunkKey) -> None:

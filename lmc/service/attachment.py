@@ -16,7 +16,8 @@ import msgspec
 from lmc import __version__
 from lmc.errors import ConfigError, StorageError, TierUnusable
 from lmc.service.channel import ANSWER, LARGEST_ANSWER, BrokenProtocol, Channel, decoded
-from lmc.service.messages import PROTOCOL, Attach, Attached, Hello, Request, Retire, ServerStatus, Status
+from lmc.service.messages import PROTOCOL, Attached, Hello, Request, Retire, ServerStatus, Status
+from lmc.service.sizes import Sizes
 from lmc.storage.memory_files import locked
 from lmc.storage.slab import Slab, SlabAddress
 
@@ -66,31 +67,18 @@ class ServerConnection:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._channel = Channel(connection, LARGEST_ANSWER)
         self._channel.set_timeout(deadline)
-        with self._closed_by_errors():
+        with self._started():
             connection.connect(str(path))
             self._channel.send(_encode(Hello(PROTOCOL, __version__)))
             refused = decoded(_hello, self._received()).refused
             if refused:
                 raise ConfigError(refused)
 
-    def open(self, opening: Attach | Status | Retire, decoder: msgspec.msgpack.Decoder[T]) -> T:
+    def open(self, opening: Sizes | Status | Retire, decoder: msgspec.msgpack.Decoder[T]) -> T:
         """Say what the connection is for, and return the answer; raise `TierUnusable`, or `StorageError` if refused."""
-        with self._closed_by_errors():
+        with self._started():
             self._channel.send(_encode(opening))
             return decoded(decoder, _answer(self._received(self.files)))
-
-    @contextmanager
-    def _closed_by_errors(self) -> Iterator[None]:
-        try:
-            yield
-        except (OSError, BrokenProtocol, Gone) as error:
-            self.close()
-            why = getattr(error, "strerror", None) or error
-            hint = f"start it with `lmc serve --socket {self._path}`, as the same user or with --group"
-            raise TierUnusable(f"no cache server answers at {self._path} ({why}): {hint}") from error
-        except BaseException:
-            self.close()
-            raise
 
     @property
     def server(self) -> int:
@@ -137,10 +125,20 @@ class ServerConnection:
             yield
         except (OSError, BrokenProtocol, Gone) as error:
             self.close()
-            raise Gone(str(error)) from error
+            raise Gone(getattr(error, "strerror", None) or str(error)) from error
         except BaseException:  # such as Ctrl-C
             self.close()
             raise
+
+    @contextmanager
+    def _started(self) -> Iterator[None]:
+        """Say what to do if a connection cannot be made."""
+        try:
+            with self._in_order():
+                yield
+        except Gone as error:
+            hint = f"start it with `lmc serve --socket {self._path}`, as the same user or with --group"
+            raise TierUnusable(f"no cache server answers at {self._path} ({error}): {hint}") from error
 
     def _received(self, files: list[int] | None = None) -> bytes:
         frame = self._channel.receive(files)
@@ -162,12 +160,11 @@ class Attachment:
     quick: ServerConnection  # for questions that are answered at once; everything that is held belongs to it
     slow: ServerConnection
     slab: Slab
-    slots: int
     shared_places: frozenset[str]
     serial: int  # which no other attachment of this process has
 
     @classmethod
-    def open(cls, path: Path, sizes: Attach, *, deadline: float, patience: float) -> "Attachment":
+    def open(cls, path: Path, sizes: Sizes, *, deadline: float, patience: float) -> "Attachment":
         """Attach to the server at a path; raise as `ServerConnection`, or `StorageError` if it refuses the sizes.
 
         Answers are awaited for `deadline` seconds, and those to slow questions for `patience`.
@@ -197,7 +194,7 @@ class Attachment:
                 raise StorageError(f"the memory of the cache server at {path} cannot be mapped: {error}") from error
             opened.pop_all()
         _close(slow.files)  # It holds nothing.
-        return cls(quick, slow, slab, attached.slots, attached.shared_places, serial)
+        return cls(quick, slow, slab, attached.shared_places, serial)
 
     def hang_up(self) -> None:
         """End the connections. What is mapped stays so, because it may still be read or written."""

@@ -17,6 +17,7 @@ LARGEST = 16 * MIB  # bytes of a question
 LARGEST_ANSWER = 1 << 31  # bytes; such as all keys of a large disk
 AT_ONCE = 1 << 16  # bytes that are received with one call, at most
 LENGTH, CREDENTIALS = struct.Struct("<I"), struct.Struct("3i")
+SO_PEERGROUPS, GROUPS_BYTES = 59, 1024  # Python has no name for the option.
 ANSWER, ERROR = b"\0", b"\1"  # the first byte of an answer
 
 
@@ -65,11 +66,14 @@ class Channel:
         """Raise `TimeoutError` if the other side takes longer than this to send or to take the next bytes."""
         self._socket.settimeout(seconds)
 
-    def peer(self) -> tuple[int, int, int]:
-        """Return process, user and group of the other side."""
+    def peer(self) -> tuple[int, int, set[int]]:
+        """Return process, user and groups of the other side; only the first group if there are too many of them."""
         asked = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
         process, user, group = CREDENTIALS.unpack(asked)
-        return process, user, group
+        with suppress(OSError):
+            others = self._socket.getsockopt(socket.SOL_SOCKET, SO_PEERGROUPS, GROUPS_BYTES)
+            return process, user, {group, *array.array("I", others)}
+        return process, user, {group}
 
     def close(self) -> None:
         """End the connection; a thread that waits for a frame gets none."""

@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 KIB = 1 << 10
 TAKEOVER_SECONDS = 600.0  # for which a server that is to end is waited for
-SWITCH_SECONDS = 5e-5  # for which a thread keeps the interpreter while others wait; Python's default is ten times that
+SWITCH_SECONDS = 5e-5  # for which a thread keeps the interpreter while others wait; Python's default is 100 times that
 
 
 def serve(
@@ -57,7 +57,7 @@ def serve(
         try:
             retire(path, TAKEOVER_SECONDS)
         except TierUnusable as error:
-            log.warning("nothing to take over: %s", error)
+            log.warning("no server is taken over: %s", error)
     server = CacheServer(settings, path, group=_number_of(group), memory=memory.absolute() if memory else None)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: server.stop())

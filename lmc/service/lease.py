@@ -21,8 +21,8 @@ LONGEST_LABEL = HEADER_LIMIT // 8  # characters, which the header of a record ma
 class Lease:
     """The pins and reservations of one client. One thread uses it.
 
-    While one of the client's processes lives it may write into slots that the client has reserved, whatever the client
-    says. So after the end of a lease these slots are given to nobody until nobody has locked its lifeline any more.
+    While one of the client's processes lives it may write into slots that the client has reserved. So these slots are
+    not used again after the end of the lease, until no process has the client's lifeline locked.
     """
 
     def __init__(self, store: Store, pinned_keys: ProtectedKeys, lifeline: Path) -> None:

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 import msgspec
 
 from lmc.keys import ChunkKey
+from lmc.service.sizes import Sizes
 from lmc.storage.change_log import Change, Chunk
 from lmc.storage.contract import Pin, Reservation
 from lmc.storage.record import RecordMeta
-from lmc.storage.shares import Shares
 from lmc.storage.stats import StoreStats
 
 if TYPE_CHECKING:  # A client needs none of what the server imports.
@@ -25,7 +25,7 @@ LISTED = 500  # records in one answer
 
 
 class Hello(msgspec.Struct, frozen=True):
-    """The first frame of both sides. Its form stays, so that each can tell what the other one speaks."""
+    """The first frame of both sides. Its form never changes, so that each side knows what the other speaks."""
 
     protocol: int
     version: str  # of lmc
@@ -55,16 +55,8 @@ class ServerStatus(msgspec.Struct, frozen=True):
 
     version: str
     memory: int  # bytes that all arenas may take
-    clients: int  # connections with a lease, of those also that wait for processes to end
+    clients: int  # connections with a lease, and leases that wait for processes to end
     arenas: list[ArenaStatus]
-
-
-class Attach(msgspec.Struct, frozen=True, tag=True):
-    """The second frame of a client: the geometry of its chunks (`lmc.engine.geometry`), which decides on its arena."""
-
-    shares: Shares
-    part_bytes: int
-    item_bytes: int
 
 
 class Attached(msgspec.Struct, frozen=True):
@@ -85,7 +77,7 @@ class Beat(msgspec.Struct, frozen=True):
 class Request(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """A question. Most are named like the method of `ChunkStore` that they ask for."""
 
-    answered: ClassVar[bool] = True  # The client does not wait for what is done without an answer.
+    answered: ClassVar[bool] = True  # false if the server sends no answer
     decoder: ClassVar[msgspec.msgpack.Decoder[Any]]  # of the answer, as a method's annotation says
 
     def __init_subclass__(cls, **given: Any) -> None:
@@ -276,7 +268,7 @@ class Present(Request, frozen=True):
         return lease.store.changes.present()
 
 
-Opening = Attach | Status | Retire
+Opening = Sizes | Status | Retire
 Question = (
     Ping | LookUp | PinKeys | Release | Begin | Commit | Abort | Forget | CopiesOf | Protect | Spread | Records
     | LastUses | KnownKeys | HeldSlots | Flush | Since | Present

@@ -20,6 +20,7 @@ from lmc.errors import ChunkLost, LmcError, StorageError, TierUnusable
 from lmc.keys import ChunkKey
 from lmc.service import messages as m
 from lmc.service.attachment import Attachment, Gone
+from lmc.service.sizes import Sizes
 from lmc.storage.change_log import Change, Changes, Chunk
 from lmc.storage.contract import ChunkStore, Pin, PinState, Reservation
 from lmc.storage.cost_model import CostModel
@@ -42,7 +43,7 @@ class RemoteStore(ChunkStore):
 
     slab: Slab | None
 
-    def __init__(self, path: Path, sizes: m.Attach, *, deadline: float) -> None:
+    def __init__(self, path: Path, sizes: Sizes, *, deadline: float) -> None:
         """Attach to the server that listens at `path`.
 
         A server that does not answer within `deadline` seconds is left. Raises `TierUnusable`, `ConfigError` or
@@ -254,7 +255,7 @@ class RemoteStore(ChunkStore):
             at.let_go()
             raise
         self._counts.begin(beat.stats)
-        self.slab, self.slots, self.shared_places = at.slab, at.slots, at.shared_places
+        self.slab, self.slots, self.shared_places = at.slab, at.slab.slots, at.shared_places
         with self._lock:
             self._last = self.attachment = at
 

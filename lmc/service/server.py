@@ -4,7 +4,6 @@ Each client has a connection and a thread, so that a slow one holds up nobody el
 too long, or sends what it must not send loses its lease (`lease.py`), and nobody else notices.
 """
 
-import array
 import logging
 import os
 import socket
@@ -21,12 +20,12 @@ from lmc import __version__
 from lmc.config import Settings
 from lmc.errors import LmcError, TierUnusable
 from lmc.service import messages as m
-from lmc.service.arenas import Arenas, Sizes
+from lmc.service.arenas import Arenas
 from lmc.service.channel import ANSWER, ERROR, BrokenProtocol, Channel, decoded
 from lmc.service.lease import Lease
 from lmc.service.lifelines import Lifelines
+from lmc.service.sizes import Sizes
 from lmc.storage.memory_files import locked
-from lmc.storage.record import PARTS_LIMIT
 from lmc.storage.tier import Tier
 from lmc.storage.tier_guard import TierGuard
 
@@ -34,12 +33,10 @@ log = logging.getLogger(__name__)
 
 SILENT_SECONDS = 10.0  # after which a client counts as hung; it asks for something every second
 PAUSE_SECONDS = 0.1  # after a connection that could not be accepted
-SO_PEERGROUPS, GROUPS_BYTES = 59, 1024  # of the process at the other end; Python has no name for the option
-ITEMS = (1, 2, 4)  # bytes of one number of the KV
 
 _question: msgspec.msgpack.Decoder[m.Request] = msgspec.msgpack.Decoder(m.Question)
 _hello: msgspec.msgpack.Decoder[m.Hello] = msgspec.msgpack.Decoder(m.Hello)
-_opening: msgspec.msgpack.Decoder[m.Attach | m.Status | m.Retire] = msgspec.msgpack.Decoder(m.Opening)
+_opening: msgspec.msgpack.Decoder[Sizes | m.Status | m.Retire] = msgspec.msgpack.Decoder(m.Opening)
 _encode = msgspec.msgpack.Encoder().encode
 
 complain = TierGuard().complain  # at most once a minute about the same
@@ -83,26 +80,25 @@ class CacheServer:
         while True:
             try:
                 connection, _ = self._listener.accept()
-                self._admit(connection)
+                self._admit(Channel(connection))
             except (OSError, RuntimeError) as error:  # There are too many open files, or threads.
                 if self._closed:
                     return
                 complain("connections", f"a client cannot be served now: {error}")
                 time.sleep(PAUSE_SECONDS)
 
-    def _admit(self, connection: socket.socket) -> None:
-        channel = Channel(connection)
+    def _admit(self, channel: Channel) -> None:
         session = Session(self, channel)
         try:
-            if not self._may_attach(channel, connection):
-                connection.close()
+            if not self._may_attach(channel):
+                channel.close()
                 return
             with self._lock:
                 self._sessions.add(session)
             threading.Thread(target=session.run, name="lmc-client", daemon=True).start()
         except BaseException:
             self.ended(session)
-            connection.close()
+            channel.close()
             raise
 
     def stop(self) -> None:
@@ -126,7 +122,7 @@ class CacheServer:
 
     @property
     def clients(self) -> int:
-        """How many connections have a lease, of those also that wait for processes to end."""
+        """How many connections have a lease, and how many leases wait for processes to end, together."""
         with self._lock:
             return sum(session.attached for session in self._sessions)
 
@@ -144,10 +140,10 @@ class CacheServer:
         with self._lock:
             self._sessions.discard(session)
 
-    def _may_attach(self, channel: Channel, connection: socket.socket) -> bool:
+    def _may_attach(self, channel: Channel) -> bool:
         """Return whether the process at the other end is of our user, of root, or of the group."""
-        process, user, group = channel.peer()
-        allowed = user in (0, os.getuid()) or (self._group is not None and self._group in (group, *_groups(connection)))
+        process, user, groups = channel.peer()
+        allowed = user in (0, os.getuid()) or self._group in groups
         if not allowed:
             log.warning("process %d of user %d may not attach (start the server with --group for it)", process, user)
         return allowed
@@ -208,12 +204,9 @@ class Session:
         if refused:
             raise BrokenProtocol(refused)
 
-    def _attach(self, asked: m.Attach) -> Lease:
-        """Open the arena that the client wants, and send it the descriptors."""
-        sizes = Sizes(asked.shares, asked.part_bytes, asked.item_bytes)
-        stages, ranks = sizes.shares.stages, sizes.shares.ranks
-        whole = 0 < len(stages) <= PARTS_LIMIT and min(*stages, ranks, sizes.part_bytes) > 0
-        if not (whole and sizes.shares.parts <= PARTS_LIMIT and sizes.item_bytes in ITEMS):
+    def _attach(self, sizes: Sizes) -> Lease:
+        """Open the arena that the client wants, and send it the descriptor of its memory."""
+        if not sizes.possible:
             raise BrokenProtocol("impossible sizes of chunks")
         try:
             arena = self._server.arenas.open(sizes)
@@ -241,13 +234,6 @@ class Session:
         if frame is None:
             raise BrokenProtocol("it ended before it had attached")
         return frame
-
-
-def _groups(connection: socket.socket) -> Sequence[int]:
-    """Return the supplementary groups of the process at the other end; none if there are too many to be told."""
-    with suppress(OSError):
-        return array.array("I", connection.getsockopt(socket.SOL_SOCKET, SO_PEERGROUPS, GROUPS_BYTES))
-    return ()
 
 
 def _owned(memory: Path) -> int:

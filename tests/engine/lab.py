@@ -33,6 +33,7 @@ from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown  # noqa: E4
 from lmc.keys import RecordKind  # noqa: E402
 
 BLOCK = 32
+SAME = 1e-5  # logprobs, float32
 SETTINGS = {
     "enable_blending": True,
     "max_local_cpu_size": 0.25,
@@ -135,6 +136,12 @@ class Prompt:
     def blend(self, **wishes: Any) -> dict[str, Any]:
         """What to ask of lmc."""
         return {"documents": self.spans, **wishes}
+
+
+# What several files ask: documents that are learned, a prompt with all of them in another order, and one without any.
+DOCUMENTS = [words(150, 1), words(300, 2), words(150, 3), words(90, 4)]
+PROMPT = Prompt([DOCUMENTS[i] for i in (2, 0, 3, 1)])
+PLAIN = words(700, 9)
 
 
 class Lab:
@@ -289,3 +296,8 @@ def distance(one: Any, other: Any) -> float:
     """The largest difference of the chosen tokens' logprobs."""
     pairs = zip(one.outputs[0].logprobs, other.outputs[0].logprobs, strict=True)
     return max(abs(next(iter(a.values())).logprob - next(iter(b.values())).logprob) for a, b in pairs)
+
+
+def agree(one: Any, other: Any) -> bool:
+    """Whether two answers have the same tokens, and logprobs that differ by no more than float32 does."""
+    return answer(one) == answer(other) and distance(one, other) <= SAME

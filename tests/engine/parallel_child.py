@@ -9,12 +9,8 @@ import sys
 import time
 from pathlib import Path
 
-from lab import Prompt, answer, distance, facts, launch, words
+from lab import DOCUMENTS, PLAIN, PROMPT, agree, facts, launch
 
-SAME = 1e-5  # logprobs, float32
-DOCUMENTS = [words(150, 1), words(300, 2), words(150, 3), words(90, 4)]
-PROMPT = Prompt([DOCUMENTS[i] for i in (2, 0, 3, 1)])
-PLAIN = words(700, 9)
 SECONDS = 60.0
 
 
@@ -48,7 +44,7 @@ class Child:
             time.sleep(0.01)
 
     def same(self, found, wanted) -> bool:
-        return answer(found) == answer(wanted) and distance(found, wanted) <= SAME
+        return agree(found, wanted)
 
 
 def exact(child: Child) -> dict[str, object]:

@@ -7,15 +7,10 @@ import time
 from pathlib import Path
 
 import pytest
-from lab import Prompt, answer, distance, engine, facts, words
+from lab import DOCUMENTS, PLAIN, PROMPT, agree, answer, engine, facts, words
 
 sys.path.append(str(Path(__file__).parent.parent))
 from service_process import ServerProcess
-
-SAME = 1e-5  # logprobs, float32
-DOCUMENTS = [words(150, 1), words(300, 2), words(150, 3), words(90, 4)]
-PROMPT = Prompt([DOCUMENTS[i] for i in (2, 0, 3, 1)])
-PLAIN = words(700, 9)
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +73,7 @@ def eventually(condition, lab):
 
 
 def right(out, wanted, tokens) -> bool:
-    return answer(out) == answer(wanted[len(tokens)]) and distance(out, wanted[len(tokens)]) <= SAME
+    return agree(out, wanted[len(tokens)])
 
 
 def test_documents_that_one_engine_has_learned_are_blended_by_the_other_from_memory(first, second, wanted):

@@ -6,16 +6,12 @@ import time
 from array import array
 
 import pytest
-from lab import Prompt, answer, distance, engine, facts, words
+from lab import DOCUMENTS, PLAIN, PROMPT, agree, answer, engine, facts
 from stepping import SECONDS, Clock, Gate, Steps, only_on_disk, poison, threads_are_done, worker
 from tier_wrappers import Delayed
 
 from lmc.storage import loader
 
-SAME = 1e-5  # logprobs, float32
-DOCUMENTS = [words(150, 1), words(300, 2), words(150, 3), words(90, 4)]
-PROMPT = Prompt([DOCUMENTS[i] for i in (2, 0, 3, 1)])
-PLAIN = words(700, 9)
 EXACT = {"ratio": 1.0}
 SMALL = {"max_num_batched_tokens": 128, "long_prefill_token_threshold": 64, "max_num_seqs": 8}
 
@@ -50,8 +46,7 @@ def steps(lab):
 
 
 def right(lab, out, tokens) -> bool:
-    wanted = lab.wanted[len(tokens)]
-    return answer(out) == answer(wanted) and distance(out, wanted) <= SAME
+    return agree(out, lab.wanted[len(tokens)])
 
 
 def store_plain(lab) -> None:

@@ -3,12 +3,9 @@ chunks.
 """
 
 import pytest
-from lab import BLOCK, Prompt, answer, distance, engine, facts, words
+from lab import BLOCK, DOCUMENTS, PROMPT, Prompt, agree, answer, engine, facts, words
 from stepping import Steps, poison
 
-SAME = 1e-5  # logprobs, float32
-DOCUMENTS = [words(150, 1), words(300, 2), words(150, 3), words(90, 4)]
-PROMPT = Prompt([DOCUMENTS[i] for i in (2, 0, 3, 1)])
 OTHER = Prompt(DOCUMENTS, system=70, seed=2000)
 APPROXIMATE = [
     {"strategy": "none"},
@@ -36,7 +33,7 @@ def lab(shared):
 
 
 def same(found, wanted) -> bool:
-    return answer(found) == answer(wanted) and distance(found, wanted) <= SAME
+    return agree(found, wanted)
 
 
 def relearn(lab) -> None:

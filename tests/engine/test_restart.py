@@ -8,14 +8,9 @@ from pathlib import Path
 
 import pytest
 import transformers
-from lab import FAMILIES, SIZES, Lab, Prompt, answer, distance, engine, facts, words
+from lab import DOCUMENTS, FAMILIES, PLAIN, PROMPT, SIZES, Lab, agree, answer, engine, facts
 from stepping import only_on_disk, poison
 from tier_wrappers import Faulty
-
-SAME = 1e-5  # logprobs, float32
-DOCUMENTS = [words(150, 1), words(300, 2), words(150, 3), words(90, 4)]
-PROMPT = Prompt([DOCUMENTS[i] for i in (2, 0, 3, 1)])
-PLAIN = words(700, 9)
 
 
 @contextmanager
@@ -56,8 +51,7 @@ def lab(restarted):
 
 
 def right(lab, out, tokens) -> bool:
-    wanted = lab.wanted[len(tokens)]
-    return answer(out) == answer(wanted) and distance(out, wanted) <= SAME
+    return agree(out, lab.wanted[len(tokens)])
 
 
 def test_pages_of_before_are_loaded_and_only_the_tail_is_computed(lab):

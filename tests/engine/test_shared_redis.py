@@ -6,16 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from lab import Prompt, answer, distance, engine, facts, words
+from lab import DOCUMENTS, PLAIN, PROMPT, agree, engine, facts
 from stepping import poison
 
 sys.path.append(str(Path(__file__).parent.parent))
 from redis_servers import RedisServer, wait_until
-
-SAME = 1e-5  # logprobs, float32
-DOCUMENTS = [words(150, 1), words(300, 2), words(150, 3), words(90, 4)]
-PROMPT = Prompt([DOCUMENTS[i] for i in (2, 0, 3, 1)])
-PLAIN = words(700, 9)
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +45,7 @@ def lab(second):
 
 
 def right(out, wanted, tokens) -> bool:
-    return answer(out) == answer(wanted[len(tokens)]) and distance(out, wanted[len(tokens)]) <= SAME
+    return agree(out, wanted[len(tokens)])
 
 
 def test_pages_of_the_other_engine_are_loaded(lab, wanted):
