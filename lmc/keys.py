@@ -17,6 +17,8 @@ from lmc.errors import InputError
 
 ChunkKey = NewType("ChunkKey", bytes)  # 32 bytes, sha256
 FORMAT = 1  # of chunks and records; chunks of another format are never found
+TENANT_DIGITS = 16
+LONGEST_MODEL = 100  # letters of a model's name
 LONGEST_NAME = 500  # letters of the name that people give a document
 
 
@@ -51,6 +53,11 @@ class Namespace:
             value = str(getattr(self, name)).encode()
             h.update(b"%s=%d:%s;" % (name.encode(), len(value), value))
         return h.digest()
+
+
+def tenant_of(cache_salt: str) -> str:
+    """Return the name of a tenant, which does not tell the salt; empty without one."""
+    return hashlib.sha256(b"tenant" + cache_salt.encode()).hexdigest()[:TENANT_DIGITS] if cache_salt else ""
 
 
 def exact_keys(namespace: bytes, tokens: Sequence[int], chunk_size: int) -> list[ChunkKey]:

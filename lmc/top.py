@@ -4,6 +4,7 @@ The endpoint is a vLLM server's, or one that `lmc.metrics.serve_metrics` has ope
 subtracts the one before, and prints the difference as a table.
 """
 
+import os
 import signal
 import time
 from collections import defaultdict
@@ -14,6 +15,7 @@ from functools import partial
 from http.client import HTTPException
 from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
+from urllib.request import Request
 
 from prometheus_client.parser import text_string_to_metric_families
 from rich import box
@@ -22,6 +24,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from lmc.admin_address import TOKEN
 from lmc.errors import InputError
 from lmc.http_client import opener, with_scheme
 from lmc.metrics import NAMES, Labels, key
@@ -119,11 +122,15 @@ def fetch(url: str) -> Sample:
     if not url.startswith(("http://", "https://")):
         raise InputError(f"{url} is no address of metrics: give one like {URL}")
     try:
-        with opener().open(url, timeout=TIMEOUT) as answer:
+        token = os.environ.get(TOKEN, "")
+        headers = {"authorization": f"Bearer {token}"} if token else {}
+        with opener().open(Request(url, headers=headers), timeout=TIMEOUT) as answer:
             text = answer.read().decode()
     except HTTPError as error:
         error.close()
         said = f"{url} answers {error.code} {error.reason}"
+        if error.code in (401, 403):
+            raise InputError(f"{said}: {TOKEN} has to hold the token of the server") from None
         raise InputError(f"{said}: give the address of the metrics, as {URL}") from None
     except (OSError, HTTPException, ValueError) as error:
         failed = f"no metrics at {url} ({error.reason if isinstance(error, URLError) else error})"

@@ -5,8 +5,7 @@ the last number that it has seen. If the log does not reach back so far, the rea
 the list of the chunks that are present.
 """
 
-from collections import Counter, deque
-from collections.abc import Iterator
+from collections import deque
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from lmc.keys import ChunkKey, RecordKind
@@ -24,11 +23,28 @@ class Chunk(NamedTuple):
     kind: RecordKind | None  # None for records of lmc 0.1.0, which did not say
     tokens: int
     namespace: bytes  # digest
+    model: str  # its name
+    tenant: str  # digest of the cache salt; empty without one
+    bytes: int  # in memory
 
     @classmethod
     def of(cls, meta: RecordMeta) -> "Chunk":
         """Return the chunk of a record."""
-        return cls(meta.key, meta.kind, meta.tokens, meta.namespace)
+        return cls(
+            meta.key, meta.kind, meta.tokens, meta.namespace, meta.model, meta.tenant, meta.parts * meta.stored_part
+        )
+
+
+class Amount(NamedTuple):
+    """How much there is in a place."""
+
+    chunks: int = 0
+    tokens: int = 0
+    bytes: int = 0
+
+    def plus(self, other: "Amount") -> "Amount":
+        """Return the sum."""
+        return Amount(self.chunks + other.chunks, self.tokens + other.tokens, self.bytes + other.bytes)
 
 
 class Change(NamedTuple):
@@ -64,7 +80,7 @@ class ChangeLog(Changes):
         self._changes: deque[Change] = deque(maxlen=kept)
         self._number = 0
         self._present: dict[str, dict[ChunkKey, Chunk]] = {}  # by place
-        self._tokens: Counter[str] = Counter()  # by place
+        self._held: dict[tuple[str, str, str], Amount] = {}  # by place, model and tenant
 
     def appeared(self, place: str, meta: RecordMeta) -> None:
         """Note that a chunk can be found in a place from now on."""
@@ -89,11 +105,19 @@ class ChangeLog(Changes):
             self._work_out()
             return self._number, {place: list(chunks.values()) for place, chunks in self._present.items()}
 
-    def counts(self) -> Iterator[tuple[str, int, int]]:
-        """Return for each place how many chunks and how many tokens are there."""
+    def held(self) -> dict[tuple[str, str, str], Amount]:
+        """Return how much each place has of each model and tenant."""
         with self._lock:
             self._work_out()
-            return iter([(place, len(chunks), self._tokens[place]) for place, chunks in self._present.items()])
+            return dict(self._held)
+
+    def counts(self) -> dict[str, Amount]:
+        """Return how much each place has."""
+        held = self.held()
+        counts = dict.fromkeys(self._present, Amount())
+        for (place, _, _), amount in held.items():
+            counts[place] = counts[place].plus(amount)
+        return counts
 
     def _note(self, place: str, key: ChunkKey, meta: RecordMeta | None) -> None:
         self._noted.append((place, key, meta))
@@ -108,11 +132,15 @@ class ChangeLog(Changes):
             there = self._present.setdefault(place, {})
             if meta is not None and key not in there:
                 chunk = there[key] = Chunk.of(meta)
-                self._tokens[place] += chunk.tokens
             elif meta is None and key in there:
                 chunk = there.pop(key)
-                self._tokens[place] -= chunk.tokens
             else:
                 continue
+            owner = place, chunk.model, chunk.tenant
+            sign = 1 if meta is not None else -1
+            change = Amount(sign, sign * chunk.tokens, sign * chunk.bytes)
+            self._held[owner] = self._held.get(owner, Amount()).plus(change)
+            if not self._held[owner].chunks:
+                del self._held[owner]
             self._number += 1
             self._changes.append(Change(self._number, chunk, place, meta is not None))

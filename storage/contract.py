@@ -5,7 +5,7 @@ are in slots of a slab that both processes have mapped, and the handle names the
 driver for a store in the same process, and `lmc.service.remote_store.RemoteStore` the one for a cache server.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from typing import NamedTuple, Protocol
@@ -109,12 +109,6 @@ class ChunkStore(Protocol):
 
     def copies(self, keys: Sequence[ChunkKey]) -> list[str]:
         """Return the places that have all of these chunks, without the tiers that other processes share."""
-
-    def protect(self, keys: Collection[ChunkKey], *, pinned: bool) -> None:
-        """Pin chunks of documents, so that they are not evicted, or let them be evicted again."""
-
-    def spread(self, keys: Sequence[ChunkKey]) -> list[ChunkKey]:
-        """Write chunks to the tiers that do not have them, and return those that are nowhere."""
 
     def records(self) -> Iterator[tuple[str, RecordMeta]]:
         """Return the chunks that are there when an engine starts, with their places."""

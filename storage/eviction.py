@@ -5,6 +5,7 @@ entry that somebody has pinned counts as a document, and is not evicted while pi
 In memory over a disk, pinned entries are evicted if nothing else is left.
 """
 
+import heapq
 import itertools
 from collections import Counter, OrderedDict
 from collections.abc import Hashable, Iterator
@@ -53,6 +54,11 @@ class EvictionOrder(Generic[T]):
         """Return the entries by the time of their last use, whatever protects them."""
         aged = itertools.chain.from_iterable(queue.items() for queue in self._queues.values())
         return iter([entry for entry, _ in sorted(aged, key=lambda item: item[1])])
+
+    def evictable(self) -> Iterator[T]:
+        """Yield the entries that are not pinned by the time of their last use, without copying them."""
+        queues = [queue.items() for standing, queue in self._queues.items() if standing is not Standing.PINNED]
+        return (entry for entry, _ in heapq.merge(*queues, key=lambda item: item[1]))
 
     def count(self, standing: Standing, change: float) -> None:
         """Note that entries of this standing take so much more or less. Entries that are in use count too."""

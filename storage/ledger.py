@@ -90,13 +90,17 @@ class Ledger:
             return None
         else:
             self._queue.remove(slot)
-        if self._keys[slot] is not None:
-            self.evictions += 1
-            self.document_evictions += self._standing[slot] is not Standing.OTHER
-            self.drop(slot)
-        self._holders[slot] = 1
-        self._writing.add(slot)
+        self._evict(slot)
         return slot
+
+    def evictable(self) -> Iterator[Slot]:
+        """Yield the slots that may be evicted, those that were used longest ago first."""
+        return self._queue.evictable()
+
+    def take(self, slot: Slot) -> None:
+        """Evict the chunk in a slot that may be evicted, and reserve the slot."""
+        self._queue.remove(slot)
+        self._evict(slot)
 
     def lay_aside(self, slot: Slot) -> None:
         """Let a reserved slot be unused."""
@@ -166,6 +170,14 @@ class Ledger:
         self._slots_of[key].remove(slot)
         if not self._slots_of[key]:
             del self._slots_of[key]
+
+    def _evict(self, slot: Slot) -> None:
+        if self._keys[slot] is not None:
+            self.evictions += 1
+            self.document_evictions += self._standing[slot] is not Standing.OTHER
+            self.drop(slot)
+        self._holders[slot] = 1
+        self._writing.add(slot)
 
     def _stand(self, slot: Slot, standing: Standing) -> None:
         self._queue.move(slot, self._standing[slot], standing, 1)

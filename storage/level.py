@@ -3,8 +3,9 @@
 The store's lock guards all of this. Threads do the work outside of the lock, and report each step to the state.
 """
 
-from collections.abc import Collection, Container
+from collections.abc import Callable, Collection, Container
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import NamedTuple, Protocol
 
 from lmc.keys import ChunkKey
@@ -15,6 +16,8 @@ from lmc.storage.ledger import Ledger, Slot
 from lmc.storage.record import RecordMeta
 from lmc.storage.slab import Slab
 from lmc.storage.tier import Tier
+
+LOOKED_AT = 1 << 14  # chunks, when those of one owner are to be evicted
 
 
 class Level:
@@ -45,12 +48,27 @@ class Level:
         """Reserve a slot, and add the chunk that was in it, if any, to `evicted`; None if every slot is held."""
         slot = self.ledger.reserve(used=used)
         if slot is not None:
-            self.slab.lose(slot)  # Another process may still read a slot that was released too early.
-            if (meta := self.metas.pop(slot, None)) is not None:
-                evicted.append(Held(meta, self, slot))
-                if self.ledger.find(meta.key) is None:
-                    self.changes.left(self.name, meta.key)
+            self._emptied(slot, evicted)
         return slot
+
+    def evict(self, wanted: Callable[[RecordMeta], bool], evicted: "list[Held]") -> Slot | None:
+        """Reserve the slot of the chunk that was used longest ago among those that are wanted and not pinned.
+
+        Only those that were used longest ago are looked at; None if none of these is wanted.
+        """
+        for slot in islice(self.ledger.evictable(), LOOKED_AT):
+            if slot in self.metas and wanted(self.metas[slot]):
+                self.ledger.take(slot)
+                self._emptied(slot, evicted)
+                return slot
+        return None
+
+    def _emptied(self, slot: Slot, evicted: "list[Held]") -> None:
+        self.slab.lose(slot)  # Another process may still read a slot that was released too early.
+        if (meta := self.metas.pop(slot, None)) is not None:
+            evicted.append(Held(meta, self, slot))
+            if self.ledger.find(meta.key) is None:
+                self.changes.left(self.name, meta.key)
 
     def commit(self, slot: Slot, meta: RecordMeta) -> None:
         """Note that a reserved slot has been filled."""

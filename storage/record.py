@@ -30,7 +30,8 @@ PARTS_LIMIT = 4096
 PART_LIMIT = 1 << 40  # bytes
 NO_CODEC = "none"
 BEGINNING = b'{"__metadata__":'
-OPTIONAL = ("sizes", "kind", "label")  # metadata that is left out if it is empty
+OPTIONAL = ("sizes", "kind", "label", "model", "tenant")  # metadata that is left out if it is empty
+PLAIN = ("tokens", "first", "parts", "part_bytes", "codec", "label", "model", "tenant")  # written as they are
 _thread = threading.local()
 
 
@@ -47,6 +48,8 @@ class RecordMeta:
     codec: str = NO_CODEC
     kind: RecordKind | None = None  # None in records of lmc 0.1.0, which did not say
     label: str = ""  # whatever the writer wants to find with the record again
+    model: str = ""  # its name, for people
+    tenant: str = ""  # digest of the cache salt; empty without one
     sizes: tuple[int, ...] = ()  # stored bytes of each part, if they differ
     checksums: tuple[int, ...] = ()  # xxh3-64 of each stored part
 
@@ -149,6 +152,8 @@ def decode_header(blob: bytes) -> RecordMeta:
             codec=str(text["codec"]),
             kind=RecordKind(text["kind"]) if "kind" in text else None,
             label=str(text.get("label", "")),
+            model=str(text.get("model", "")),
+            tenant=str(text.get("tenant", "")),
             sizes=tuple(int(size) for size in text["sizes"].split(",")) if "sizes" in text else (),
             checksums=tuple(int(c, 16) for c in text["checksums"].split(",")),
         )
@@ -177,7 +182,7 @@ def _metadata(meta: RecordMeta) -> dict[str, str]:
     said = {"format": f"lmc-{FORMAT}", "key": meta.key.hex(), "namespace": meta.namespace.hex()}
     said["checksums"] = ",".join(f"{c:016x}" for c in meta.checksums)
     said |= {"sizes": ",".join(map(str, meta.sizes)), "kind": meta.kind.value if meta.kind else ""}
-    said |= {name: str(getattr(meta, name)) for name in ("tokens", "first", "parts", "part_bytes", "codec", "label")}
+    said |= {name: str(getattr(meta, name)) for name in PLAIN}
     said = {name: value for name, value in said.items() if value or name not in OPTIONAL}
     # A flipped bit in any of these values gives another digest when the header is encoded again.
     said["digest"] = f"{checksum(json.dumps(said).encode()):016x}"

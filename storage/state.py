@@ -8,7 +8,7 @@ returns the work that has to be done after it, outside of the lock.
 import itertools
 import threading
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from lmc.errors import ChunkLost
 from lmc.keys import ChunkKey
@@ -147,11 +147,14 @@ class StoreState:
             self._writing.discard(reservation.meta.key)
             self.by_name[reservation.level].ledger.abort(reservation.slot)
 
-    def retire(self) -> tuple[Slot | None, Todo]:
-        """Reserve the slot of the host that is evicted next, so that its memory can be given back."""
+    def retire(self, wanted: Callable[[RecordMeta], bool] | None = None) -> tuple[Slot | None, Todo]:
+        """Reserve the slot of the host that is evicted next, or the one of the oldest chunk that is `wanted`."""
         todo = Todo()
         with self._changed:
-            return None if self._closed else self.host.reserve(todo.evicted, used=True), todo
+            if self._closed:
+                return None, todo
+            host = self.host
+            return host.evict(wanted, todo.evicted) if wanted else host.reserve(todo.evicted, used=True), todo
 
     def adopt(self, found: Iterable[tuple[Slot, RecordMeta]]) -> None:
         """Let chunks be found that were in slots of the host before this process began."""
@@ -164,10 +167,10 @@ class StoreState:
         with self._changed:
             self.host.ledger.make_safe()
 
-    def lay_aside(self, slot: Slot) -> None:
-        """Let a reserved slot of the host be unused."""
+    def retired(self, slot: Slot, *, unused: bool) -> None:
+        """Let a slot that was retired be used again, or be `unused` because its memory was given back."""
         with self._changed:
-            self.host.ledger.lay_aside(slot)
+            (self.host.ledger.lay_aside if unused else self.host.ledger.abort)(slot)
 
     def drop(self, key: ChunkKey) -> None:
         """Forget a chunk in memory, and one that is being loaded."""

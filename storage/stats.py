@@ -1,7 +1,7 @@
 """The write policies of a store, and its counts."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from typing import Literal
 
@@ -35,6 +35,7 @@ class StoreStats:
     present: dict[str, tuple[int, int]] = field(default_factory=dict)  # chunks and tokens that are in each place
 
 
+NOTHING = StoreStats(hits={}, misses=0, bytes={}, writes={}, dropped_writes=0, no_room=0, evictions={}, queued=0)
 GAUGES = ("queued", "usable", "present")
 
 
@@ -42,10 +43,7 @@ class RunningCounts:
     """Counts that only grow, although those of a server begin again when another one takes its place."""
 
     def __init__(self) -> None:
-        self.total = StoreStats(
-            hits={}, misses=0, bytes={}, writes={}, dropped_writes=0, no_room=0, evictions={}, queued=0
-        )
-        self._last = self.total
+        self.total = self._last = NOTHING
 
     def begin(self, stats: StoreStats) -> None:
         """Take the counts of a server as those from which the next ones are counted."""
@@ -55,6 +53,20 @@ class RunningCounts:
         """Add what has been counted since the last call."""
         new = _joined(stats, self._last, lambda now, before: now - before)
         self.total, self._last = _joined(new, self.total, lambda one, other: one + other), stats
+
+
+def summed(found: Iterable[StoreStats]) -> StoreStats:
+    """Return the counts of several stores together, which share their tiers. What is present is left out."""
+    total = NOTHING
+    for stats in found:
+        joined = _joined(stats, total, lambda one, other: one + other)
+        of_tiers = {  # All stores have the same count of these.
+            name: getattr(joined, name) | {tier: getattr(stats, name).get(tier, 0) for tier in stats.usable}
+            for name in ("evictions", "document_evictions")
+        }
+        usable = {tier: total.usable.get(tier, True) and works for tier, works in stats.usable.items()}
+        total = replace(joined, **of_tiers, usable=usable, queued=stats.queued + total.queued, present={})
+    return total
 
 
 def _joined(one: StoreStats, other: StoreStats, join: Callable[[float, float], float]) -> StoreStats:

@@ -5,7 +5,7 @@ and `writer.py` move bytes outside of the lock. Chunks in memory are looked up w
 parts and bytes, and not what a part means.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -42,12 +42,13 @@ class Store(ChunkStore):
         load_threads: int = 2,
         document_share: float = 0.0,
         backing: Backing | None = None,
+        changes: ChangeLog | None = None,
     ) -> None:
         """Documents have a share of the slots, from 0 to 1; see `eviction.py`. Tiers have theirs already.
 
         If there is only a host, a `backing` says each time whether one more of its slots may be used.
         """
-        self.changes, pinned = ChangeLog(), set[ChunkKey]()
+        self.changes, pinned = changes or ChangeLog(), set[ChunkKey]()
         slabs = {"device": device, "host": host}
         own = any(not tier.shared for tier in tiers)
         assert backing is None or device is None
@@ -198,8 +199,19 @@ class Store(ChunkStore):
                 return done
             self._writer.do(todo)
             self.slab.give_back(slot)
-            self._state.lay_aside(slot)
+            self._state.retired(slot, unused=True)
         return slots
+
+    def evict(self, wanted: Callable[[RecordMeta], bool]) -> bool:
+        """Evict the chunk of memory that was used longest ago among those that are wanted; false if there is none."""
+        slot, todo = self._state.retire(wanted)
+        if slot is None:
+            return False
+        try:
+            self._writer.do(todo)
+        finally:
+            self._state.retired(slot, unused=False)
+        return True
 
     def adopt(self, found: Iterable[tuple[Slot, RecordMeta]]) -> None:
         """Let chunks be found that are in slots of the slab from before this process."""
@@ -243,7 +255,7 @@ class Store(ChunkStore):
             failed=dict(self._guard.failed),
             corrupt=dict(self._guard.corrupt),
             usable={tier.name: tier.usable for tier in self._tiers},
-            present={place: (chunks, tokens) for place, chunks, tokens in self.changes.counts()},
+            present={place: (held.chunks, held.tokens) for place, held in self.changes.counts().items()},
         )
 
     def records(self) -> Iterator[tuple[str, RecordMeta]]:

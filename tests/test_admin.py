@@ -13,6 +13,7 @@ from test_vllm_scheduler import counted, pretend
 from vllm_fakes import DOC_A, DOC_B, Adapter, Lab, hashes_of, learn, prompt
 
 from lmc.connectors.vllm.admin import Administration, serve, serve_if_wanted
+from lmc.engine.names import Names
 from lmc.errors import ConfigError, InputError
 from lmc.http_client import HttpClient, Refused
 from lmc.keys import RecordKind
@@ -125,7 +126,7 @@ def test_a_document_of_another_model_is_named_after_a_restart(make):
 
     again = make(tier)
     assert why(explained(again, prompt(DOC_A))) == [""]
-    again.engine._namespace = replace(again.engine._namespace, model="another model")
+    again.engine.names = Names(replace(again.engine.names._namespace, model="another model"), (), "")
     said = why(explained(again, prompt(DOC_A)))[0]
     assert said.startswith("it was learned by another model, or with other settings")
 
@@ -269,12 +270,12 @@ def test_a_document_that_was_removed_is_named_until_it_is_learned_again(make):
     lab = make()
     learn(lab, DOC_A)
     found = administration(lab)
-    (document,) = found.documents()["documents"]
-    found.remove(document["id"])
-    assert found.documents()["total"] == found.stat()["documents"] == 0
+    (document,) = found.desk.listed()["documents"]
+    found.desk.remove(document["id"])
+    assert found.desk.listed()["total"] == found.stat()["documents"] == 0
     assert why(explained(lab, prompt(DOC_A))) == ["it was removed (lmc documents remove)"]
     learn(lab, [*DOC_A])
-    assert found.documents()["total"] == 1
+    assert found.desk.listed()["total"] == 1
 
 
 def test_documents_have_names_and_are_pinned_and_limited_in_time_by_them(make):
@@ -312,11 +313,11 @@ def test_too_many_pins_are_refused(make):
     lab = make(slots=8)
     learn(lab, DOC_A, DOC_B)
     found = administration(lab)
-    first, second = (one["id"] for one in found.documents()["documents"])
-    found.change(first, {"pinned": True})
+    first, second = (one["id"] for one in found.desk.listed()["documents"])
+    found.desk.change(first, {"pinned": True})
     with pytest.raises(InputError, match="there is no room to pin them"):
-        found.change(second, {"pinned": True})
-    assert [one["pinned"] for one in found.documents()["documents"]] == [True, False]
+        found.desk.change(second, {"pinned": True})
+    assert [one["pinned"] for one in found.desk.listed()["documents"]] == [True, False]
 
 
 def test_texts_are_queued_to_be_learned(make):
@@ -363,19 +364,19 @@ def test_a_document_is_chosen_by_its_id_before_a_name_and_never_by_nothing(make)
     lab = make()
     learn(lab, DOC_A)
     found = administration(lab)
-    (first,) = (one["id"] for one in found.documents()["documents"])
+    (first,) = (one["id"] for one in found.desk.listed()["documents"])
     lab.serve("named as another's id", DOC_B, {"learn": True, "name": first[:6] + " "})
     for one in lab.engine.known.list():
         one.name = first if list(one.tokens) == DOC_B else ""
-    assert [one["id"] for one in found.document(first)["documents"]] == [first]
+    assert [one["id"] for one in found.desk.show(first)["documents"]] == [first]
     for nothing in ("", " "):
         with pytest.raises(InputError, match="0 known documents"):
-            found.remove(nothing)
-    assert found.documents()["total"] == 2
+            found.desk.remove(nothing)
+    assert found.desk.listed()["total"] == 2
     for one in lab.engine.known.list():
         one.name = first[:6] if list(one.tokens) == DOC_B else ""
     with pytest.raises(InputError, match="2 known documents have the name"):
-        found.remove(first[:6])
+        found.desk.remove(first[:6])
 
 
 def test_a_name_that_several_tenants_have_does_not_choose(make):
@@ -383,9 +384,9 @@ def test_a_name_that_several_tenants_have_does_not_choose(make):
     lab.serve("one", DOC_A, {"learn": True, "name": "a.txt"})
     lab.serve("two", DOC_A, {"learn": True, "name": "a.txt"}, cache_salt="tenant")
     found = administration(lab)
-    with pytest.raises(InputError, match="documents of several tenants have the name"):
-        found.remove("a.txt")
-    assert len({one["tenant"] for one in found.documents()["documents"]}) == 2
+    with pytest.raises(InputError, match="documents of several tenants or models have the name"):
+        found.desk.remove("a.txt")
+    assert len({one["tenant"] for one in found.desk.listed()["documents"]}) == 2
 
 
 def test_no_request_renames_a_document(make):
@@ -393,9 +394,9 @@ def test_no_request_renames_a_document(make):
     lab.serve("one", DOC_A, {"learn": True, "name": "a.txt"})
     lab.serve("two", DOC_A, {"learn": True, "name": "b.txt"})
     found = administration(lab)
-    assert [one["name"] for one in found.documents()["documents"]] == ["a.txt"]
-    found.change("a.txt", {"name": "c.txt"})
-    assert [one["name"] for one in found.documents()["documents"]] == ["c.txt"]
+    assert [one["name"] for one in found.desk.listed()["documents"]] == ["a.txt"]
+    found.desk.change("a.txt", {"name": "c.txt"})
+    assert [one["name"] for one in found.desk.listed()["documents"]] == ["c.txt"]
 
 
 def test_why_nothing_is_blended_is_said_as_it_is(make):

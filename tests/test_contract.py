@@ -125,7 +125,7 @@ def test_handles_are_plain_data(store):
 def test_a_reservation_keeps_everything_that_is_known_of_its_record():
     meta = RecordMeta(
         key=K0, namespace=b"n" * 32, tokens=3, first=4, parts=2, part_bytes=5, codec="x", kind=RecordKind.PAGES,
-        label="l", sizes=(1, 2), checksums=(3, 4),
+        label="l", model="m", tenant="t", sizes=(1, 2), checksums=(3, 4),
     )  # fmt: skip
     again = pickled(Reservation(meta, 1, "host", 2))
     for field in fields(meta):
@@ -280,7 +280,7 @@ def test_the_contract_is_all_that_engines_need():
     """A method that is added to it is a method that a service has to serve."""
     assert set(METHODS) == {
         "lookup", "pin", "state", "arrived", "part", "release", "begin", "view", "commit", "abort", "forget", "stats",
-        "copies", "protect", "spread", "pinned", "records", "last_uses", "known_keys", "held", "trim", "flush", "close",
+        "copies", "pinned", "records", "last_uses", "known_keys", "held", "trim", "flush", "close",
     }  # fmt: skip
 
 

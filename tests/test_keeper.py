@@ -182,6 +182,7 @@ def test_a_pinned_document_that_is_nowhere_is_computed_again(tmp_path):
             engine.keeper.pin([document])
             for key in document.keys:
                 engine.store.forget(key)
+        del engine.names._salts[engine.namespace(RecordKind.DOCUMENT, "somebody whom it never met")]
         engine.keeper.restore()
         assert [list(one.tokens) for one in engine.learning] == [A, B]
         engine.begin_anew()

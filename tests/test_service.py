@@ -12,6 +12,7 @@ import time
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -35,14 +36,16 @@ from lmc.connectors.transformers import CachedModel
 from lmc.errors import ChunkLost, ConfigError, NoMemory, StorageError, TierUnusable
 from lmc.service import remote_store
 from lmc.service import server as servers
-from lmc.service.attachment import Gone, ServerConnection
+from lmc.service.attachment import Gone, ServerConnection, retire, status
 from lmc.service.channel import LARGEST, Channel
+from lmc.service.lifelines import Lifelines
 from lmc.service.messages import PROTOCOL, Attached, Begin, HeldSlots, Hello, LookUp, PinKeys, Release
 from lmc.service.remote_store import RemoteStore
 from lmc.service.server import CacheServer
 from lmc.service.sizes import Sizes
 from lmc.storage.contract import PinState
 from lmc.storage.level import Backing
+from lmc.storage.memory_files import locked
 from lmc.storage.shares import Shares
 from lmc.storage.slab import Slab
 from lmc.storage.store import Store
@@ -129,17 +132,6 @@ def test_a_chunk_that_one_client_has_pinned_is_not_evicted_by_another(attach):
     for key in map(key_of, range(30, 40)):
         put(other, key)
     assert one.lookup([K0]) == [None]
-
-
-def test_documents_stay_pinned_while_one_client_wants_it(server, attach):
-    one, other = attach(), attach()
-    put(one, K0)
-    for store in (one, other):
-        store.protect([K0], pinned=True)
-    one.protect([K0], pinned=False)
-    assert arena_of(server).protected._wanted == {K0: 1}
-    other.close()
-    eventually(lambda: not arena_of(server).protected._wanted)
 
 
 def test_a_reader_of_the_change_log_begins_again_when_another_server_answers(tmp_path):
@@ -232,6 +224,25 @@ def test_a_chunk_is_lost_for_a_reader_whose_lease_has_ended(server, attach):
     store.release([pin])
 
 
+def test_no_lifeline_has_the_name_of_one_that_is_locked(tmp_path):
+    """Every server in a container is process 1, also the one after it, while clients of the first one live."""
+    older = Lifelines(tmp_path).new()
+    file = locked(older)
+    after = Lifelines(tmp_path)
+    assert after.older == [older]
+    assert after.new() != older
+    os.close(file)
+
+
+def test_a_client_that_does_not_see_its_lifeline_is_not_attached(server, tmp_path, monkeypatch):
+    """Its container has another directory at the same path. In a file there, the server would see no lock."""
+    monkeypatch.setattr(server.lifelines, "new", lambda: tmp_path / "unseen")
+    with pytest.raises(StorageError, match="No such file or directory"):
+        attached(server)
+    assert not (tmp_path / "unseen").exists()
+    eventually(lambda: server.clients == 0)
+
+
 # -- memory ----------------------------------------------------------------------------------------------------------
 
 
@@ -295,6 +306,14 @@ def test_more_memory_than_there_is_is_refused(tmp_path):
         CacheServer(Settings(max_local_cpu_size=1e6), tmp_path / "lmc.sock")
     with serving(tmp_path, 4):
         pass  # Nothing of the first one is in the way.
+
+
+def test_more_memory_than_a_tmpfs_has_is_refused(tmp_path, monkeypatch):
+    """A client that wrote into a slot for which the tmpfs has no page would be killed by the system."""
+    small = SimpleNamespace(f_bavail=1, f_frsize=4096)
+    monkeypatch.setattr(os, "statvfs", lambda path: small)
+    with pytest.raises(NoMemory, match=r"0\.00 GiB of memory are available in .*/memory; lower it"):
+        CacheServer(Settings(max_local_cpu_size=0.01), tmp_path / "lmc.sock", memory=tmp_path / "memory", tiers=[])
 
 
 def test_chunks_of_all_geometries_go_to_the_same_disk(tmp_path):
@@ -368,6 +387,14 @@ def test_a_second_server_at_the_same_socket_is_refused_and_a_dead_one_is_replace
         dead.bind(str(path))
     CacheServer(Settings(max_local_cpu_size=0.01), path).close()
     assert not path.exists()
+
+
+def test_a_server_in_another_container_is_not_taken_over(server, monkeypatch):
+    """The system says 0 for a process that has no number here."""
+    monkeypatch.setattr(Channel, "peer", lambda self: (0, os.getuid(), set()))
+    with pytest.raises(TierUnusable, match="it runs in another container"):
+        retire(server.path, 1.0)
+    assert status(server.path).clients == 0
 
 
 def test_a_document_that_one_model_has_learned_is_blended_by_another_and_right_without_the_server(tmp_path):
@@ -572,17 +599,6 @@ def test_counts_only_grow_when_another_server_answers(tmp_path):
         get(store, K1)
         eventually(lambda: store.stats().misses == 2)
         assert store.stats().hits == before.hits == {"host": 1}
-        store.close()
-
-
-def test_pins_of_documents_hold_again_when_another_server_answers(tmp_path):
-    with serving(tmp_path, 4) as server:
-        store = attached(server)
-        store.protect([K0], pinned=True)
-    eventually(lambda: store.attachment is None)
-    with serving(tmp_path, 4) as server:
-        eventually(lambda: store.attachment is not None)
-        assert arena_of(server).protected._wanted == {K0: 1}
         store.close()
 
 

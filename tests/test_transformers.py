@@ -58,8 +58,8 @@ def cached(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[CachedMod
             with CachedModel(random_model(), settings(server=server.path), SEPARATOR) as model:
                 yield model
                 assert model.engine.store.held() == 0
-            ((_, store),) = server.arenas.all()
-            check_store(store)
+            (arena,) = server.arenas.all()
+            check_store(arena.store)
         return
     with CachedModel(random_model(), settings(), SEPARATOR) as model:
         yield model

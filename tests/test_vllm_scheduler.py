@@ -1487,7 +1487,7 @@ def test_a_record_with_a_strange_label_does_not_keep_the_engine_from_starting(ma
     tier = DictTier()
     lab = Lab([tier])
     key, namespace = page_key(lab, b"x" * 32), lab.engine.namespace(RecordKind.PAGES)
-    meta = lab.engine._meta(RecordKind.PAGES, key, namespace, 8, 0, 2 * PAGE, "no hash at all")
+    meta = lab.engine._meta(RecordKind.PAGES, key, namespace, "", 8, 0, 2 * PAGE, "no hash at all")
     lab.store.commit(lab.store.begin(meta))
     lab.scheduler.close()
     assert key in tier.records
@@ -1506,7 +1506,7 @@ def test_a_slot_that_is_filled_anew_is_lost_to_whoever_still_reads_it(make):
     lab.store.release([pin])
     assert lab.workers.slab.ready(pin.slot, pin.tag) == LAYERS
     chain = lab.engine.block_chain([b"a" * 32, b"b" * 32], BLOCK)
-    writing = lab.engine.begin_exact(chain, 0, CHUNK, lab.engine.namespace(RecordKind.PAGES))
+    writing = lab.engine.begin_exact(chain, 0, CHUNK)
     assert lab.workers.slab.ready(pin.slot, pin.tag) == -1
     lab.store.abort(writing)
 

@@ -84,9 +84,11 @@ class CachedModel(AbstractContextManager["CachedModel"]):
             rope=rope_name(model.config.rope_parameters),
             chunk_size=settings.chunk_size,
         )
-        geometry = Geometry.of(shape, settings.chunk_size)
+        geometry, called = Geometry.of(shape, settings.chunk_size), str(checkpoint or model.config.name_or_path)
         prefix = self._checked(learn_prefix, "learn_prefix") if learn_prefix else ()
-        self.engine = CacheEngine(settings, geometry, namespace, device=self.layers.device, prefix=prefix)
+        self.engine = CacheEngine(
+            settings, geometry, namespace, device=self.layers.device, prefix=prefix, model=called, tokenizer=called
+        )
 
     @classmethod
     def load(cls, name: str | Path, settings: Settings, *, cache_salt: str = "") -> tuple["CachedModel", Any]:
@@ -299,12 +301,11 @@ class CachedModel(AbstractContextManager["CachedModel"]):
     def _store_exact(self, tokens: Sequence[int], kv: Sequence[KV]) -> int:
         """Store the KV of a prompt's beginning for prompts that start with it; return how many chunks are new."""
         chain = self.engine.token_chain(tokens, self._salt)
-        namespace = self.engine.namespace(RecordKind.PREFIX, self._salt)
         # More chunks than there are slots would evict the first ones again.
         bounds = chunk_bounds(len(tokens), self.engine.chunk_size)[: self.engine.store.slots]
         least = 1 if self.settings.save_unfull_chunk else self.engine.chunk_size
         sizes = [stop - start for start, stop in bounds if stop - start >= least]
-        slots = (self.engine.begin_exact(chain, number, size, namespace) for number, size in enumerate(sizes))
+        slots = (self.engine.begin_exact(chain, number, size, self._salt) for number, size in enumerate(sizes))
         return self._fill(slots, kv)
 
     def _fill(self, slots: Iterable[Reservation | None], kv: Sequence[KV]) -> int:

@@ -169,7 +169,12 @@ class LMCConnector(vllm_api.KVConnectorBase_V1):
         tokenizer = self._tokenizer() if not refused else None
         prefix = learn_prefix(tokenizer, settings) if tokenizer else ()
         hashing = cache.prefix_caching_hash_algo
-        engine = open_engine(settings, workers, cache.block_size, model, hashing, prefix=prefix)
+        named = self._config.model_config
+        names: dict[str, Any] = {
+            "name": str(named.served_model_name or named.model),
+            "tokenizer": str(named.tokenizer or ""),
+        }
+        engine = open_engine(settings, workers, cache.block_size, model, hashing, prefix=prefix, **names)
         log.info("%s", self._summary(engine, blends=not refused))
         setup = Setup(
             settings=self.settings,

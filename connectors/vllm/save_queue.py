@@ -14,7 +14,6 @@ from lmc.connectors.vllm.pending import PendingTransfers
 from lmc.connectors.vllm.request_state import RequestState, Role
 from lmc.connectors.vllm.start import Setup
 from lmc.engine import Unlearned
-from lmc.keys import RecordKind
 
 log = logging.getLogger(__name__)
 
@@ -114,7 +113,7 @@ class SaveQueue:
         first, count = chunk * self._chunk // self._block_size, tokens // self._block_size
         details = self._events.details(state.request, first, count) if self._events else None
         label = details.label() if details else ""
-        slot = self._engine.begin_exact(chain, chunk, tokens, self._engine.namespace(RecordKind.PAGES), label)
+        slot = self._engine.begin_exact(chain, chunk, tokens, state.request.cache_salt or "", label)
         if slot is None:
             return
         blocks = tuple(table()[first : first + count])

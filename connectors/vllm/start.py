@@ -66,11 +66,14 @@ def open_engine(
     *,
     tiers: Sequence[Tier] | None = None,
     prefix: Sequence[int] = (),
+    name: str = "",
+    tokenizer: str = "",
 ) -> CacheEngine:
     """Make the slab and open the tiers, by default those of the settings.
 
     `model` is the model's identity, and `hashing` the algorithm of the engine's block hashes. A chunk has a part for
-    each layer and rank. Documents are learned behind the tokens of `prefix`.
+    each layer and rank. Documents are learned behind the tokens of `prefix`. `name` is the model's, for people,
+    and `tokenizer` where theirs lies.
     Raises `ConfigError`, `NoMemory` or `TierUnusable`.
     """
     check_chunk_size(settings, block_size)
@@ -96,4 +99,6 @@ def open_engine(
         tensor_parallel=ranks,
         layout=f"{layout}|block {block_size}|{hashing}",
     )
-    return CacheEngine(settings, geometry, namespace, shared=True, tiers=tiers, prefix=prefix)
+    return CacheEngine(
+        settings, geometry, namespace, shared=True, tiers=tiers, prefix=prefix, model=name, tokenizer=tokenizer
+    )

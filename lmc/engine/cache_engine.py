@@ -10,12 +10,10 @@ begin_…      slots for new chunks, which the connector fills and commits
 """
 
 import logging
-import os
 from collections import Counter
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
 import torch
 
@@ -24,24 +22,24 @@ from lmc.blend.segments import Span
 from lmc.config import Settings
 from lmc.engine.geometry import Geometry
 from lmc.engine.index import BlockChain, CacheIndex, ExactChain, TokenChain, find_run
-from lmc.engine.keeper import FILE, Keeper
+from lmc.engine.keeper import FILE, DocumentKeeper, Keeper
 from lmc.engine.known_documents import KnownDocument, KnownDocuments, pack_tokens, unpack_tokens
 from lmc.engine.learn_queue import LearnQueue, Unlearned
+from lmc.engine.names import Names
 from lmc.engine.pieces import Piece
 from lmc.engine.planner import DocumentLookup, Lookup, Plan, Wish, choose_plan
-from lmc.engine.stores import open_store
+from lmc.engine.stores import keeper_in_server, open_store
 from lmc.errors import ChunkLost
-from lmc.keys import ChunkKey, Namespace, RecordKind, chunk_bounds, document_keys
+from lmc.keys import ChunkKey, Namespace, RecordKind, chunk_bounds, document_keys, tenant_of
 from lmc.shapes import GIB, KVShape
 from lmc.storage.contract import Pin, PinState, Reservation
 from lmc.storage.cost_model import LoadPolicy
 from lmc.storage.record import RecordMeta
 from lmc.storage.stats import StoreStats
+from lmc.storage.store import Store
 from lmc.storage.tier import Tier
 
 log = logging.getLogger(__name__)
-
-SALTS = 4096  # cache salts (tenants) whose namespaces are remembered
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,16 +63,21 @@ class CacheEngine:
         shared: bool = False,
         tiers: Sequence[Tier] | None = None,
         prefix: Sequence[int] = (),
+        model: str = "",
+        tokenizer: str = "",
     ) -> None:
         """Open the store: in this process, in memory that others can map if `shared`, or that of a cache server.
 
         `namespace` has the fields that all namespaces of the model have in common; kind and salt are set here.
-        Documents are learned behind the tokens of `prefix`. Raises `StorageError` or `ConfigError`.
+        Documents are learned behind the tokens of `prefix`. `model` is a name for people, and `tokenizer` where theirs
+        lies. Raises `StorageError` or `ConfigError`.
         """
         self.prefix = tuple(prefix)
-        self.settings, self.geometry, self._namespace = settings, geometry, namespace
+        self.settings, self.geometry, self.names = settings, geometry, Names(namespace, prefix, model)
         self.chunk_size = geometry.chunk_size
-        self.store = open_store(settings, geometry, device=device, shared=shared, tiers=tiers)
+        self.store = open_store(
+            settings, geometry, device=device, shared=shared, tiers=tiers, model=self.names.model, tokenizer=tokenizer
+        )
         if settings.server is not None:  # It has the tiers.
             settings = self.settings = settings.model_copy(update={"local_disk": None, "remote_url": None})
         self.index = CacheIndex()
@@ -82,31 +85,19 @@ class CacheEngine:
         self.recalled: dict[ChunkKey, str] = {}  # What connectors noted with records.
         self.background = Background()
         self.known = KnownDocuments(self.background)
-        self.salts: set[str] = {""}  # of the tenants whose documents were looked up
         self._recall()
-        noted = settings.local_disk / FILE if settings.local_disk else None
-        self.keeper = Keeper(
-            self.store,
-            self.known,
-            noted,
-            keys_of=lambda namespace, tokens: self.document_keys(tokens, namespace),
-            learn=self._learn_again,
-            unqueue=lambda one: self.learning.discard(Unlearned.of(one)),
-            size=self._part_of_room,
-        )
-        self.keeper.load()
+        self.keeper = self._open_keeper()
         self.store.trim()  # now that it is known what is pinned
 
     # -- names -------------------------------------------------------------------------------------------------------
 
     def namespace(self, kind: RecordKind, salt: str = "") -> bytes:
         """Return the digest from which the keys of a tenant's chunks start."""
-        return _digest(self._namespace, kind, salt, self.prefix if kind is RecordKind.DOCUMENT else ())
+        return self.names.of(kind, salt)
 
-    def salt_of(self, document: KnownDocument) -> str | None:
+    def salt_of(self, document: KnownDocument | Unlearned) -> str | None:
         """Return the salt of a document's tenant; None if this process has not met the tenant."""
-        salts = (salt for salt in list(self.salts) if self.namespace(RecordKind.DOCUMENT, salt) == document.namespace)
-        return next(salts, None)
+        return self.names.salt_of(document.namespace)
 
     def token_chain(self, tokens: Sequence[int], salt: str = "", ends: Iterable[int] = ()) -> TokenChain:
         """Return a prompt as exact token chunks. Partly full chunks are also looked for at the lengths `ends`."""
@@ -124,8 +115,6 @@ class CacheEngine:
         The text at the `start` of a prompt may be a document that has no separator before it, and is never learned.
         """
         namespace = self.namespace(RecordKind.DOCUMENT, salt)
-        if len(self.salts) < SALTS:
-            self.salts.add(salt)
         found = [self._document(prompt, span, namespace) for span in spans]
         if start:
             behind = Span(self._text_start(prompt), start.stop)
@@ -177,16 +166,17 @@ class CacheEngine:
     ) -> list[KnownDocument]:
         """Note that documents of a prompt are stored, or that it has `used` them, and return what is known of them."""
         namespace, noted = self.namespace(RecordKind.DOCUMENT, salt), []
+        model, tenant = self.names.model, tenant_of(salt)
         for document in documents:
             tokens = prompt[document.span.start : document.span.stop]
             if tokens:
                 keys = [piece.key for piece in document.pieces]
-                noted.append(self.known.note(namespace, tokens, keys, used=used))
+                noted.append(self.known.note(namespace, tokens, keys, used=used, model=model, tenant=tenant))
         return noted
 
     def begin_anew(self) -> None:
         """Use other keys from now on, which no later process finds: new weights may have come into the same model."""
-        self._namespace = replace(self._namespace, model=self._namespace.model + os.urandom(16).hex())
+        self.names.begin_anew()
         self.index = CacheIndex()
         self.known.clear()
         self.keeper.begin_anew()
@@ -247,7 +237,7 @@ class CacheEngine:
                     torch.cuda.current_stream().synchronize()  # Copies out of slots end before the pins do.
 
     def begin_exact(
-        self, chain: ExactChain, chunk: int, tokens: int, namespace: bytes, details: str = ""
+        self, chain: ExactChain, chunk: int, tokens: int, salt: str = "", details: str = ""
     ) -> Reservation | None:
         """Return a slot for `tokens` tokens behind `chunk` full chunks, or None if they are stored or there is no room.
 
@@ -260,7 +250,8 @@ class CacheEngine:
         if not any(self.store.lookup(known, shared=False)):
             size = self.geometry.part_bytes * tokens // self.chunk_size  # Older bytes of the slot are not written.
             label = " ".join(filter(None, (naming.label, details)))
-            meta = self._meta(chain.kind, naming.key, namespace, tokens, chunk * self.chunk_size, size, label)
+            at = chunk * self.chunk_size
+            meta = self._meta(chain.kind, naming.key, chain.namespace, tenant_of(salt), tokens, at, size, label)
             reservation = self.store.begin(meta)
         if reservation is not None or chain.kind is RecordKind.PREFIX:
             chain.remember(chunk, tokens)
@@ -278,16 +269,17 @@ class CacheEngine:
         if all(places) or len(keys) > self.store.slots:
             return None
         slots: list[Reservation | None] = []
+        tenant = self.names.tenant_of(namespace)
         for key, place, (start, stop) in zip(keys, places, chunk_bounds(len(tokens), self.chunk_size), strict=True):
             size = (stop - start) * self.geometry.token_bytes
             label = f"{pack_tokens(tokens)} {name}".rstrip() if stop == len(tokens) else ""
-            meta = self._meta(RecordKind.DOCUMENT, key, namespace, stop - start, start, size, label)
+            meta = self._meta(RecordKind.DOCUMENT, key, namespace, tenant, stop - start, start, size, label)
             slots.append(None if place else self.store.begin(meta))
             if place is None and slots[-1] is None:
                 for begun in filter(None, slots):
                     self.store.abort(begun)
                 return None
-        known = self.known.note(namespace, tokens, keys)
+        known = self.known.note(namespace, tokens, keys, model=self.names.model, tenant=tenant)
         known.name = known.name or name
         return slots
 
@@ -335,17 +327,17 @@ class CacheEngine:
         return piece.stored * self.geometry.token_bytes * self.geometry.parts
 
     def _meta(
-        self, kind: RecordKind, key: ChunkKey, namespace: bytes, tokens: int, at: int, size: int, label: str = ""
+        self, kind: RecordKind, key: ChunkKey, namespace: bytes, tenant: str, tokens: int, at: int, size: int, note: str
     ) -> RecordMeta:
-        parts = self.geometry.parts
         return RecordMeta(
-            key=key, namespace=namespace, tokens=tokens, first=at, parts=parts, part_bytes=size, kind=kind, label=label
-        )
+            key=key, namespace=namespace, tokens=tokens, first=at, parts=self.geometry.parts, part_bytes=size,
+            kind=kind, label=note, model=self.names.model, tenant=tenant,
+        )  # fmt: skip
 
-    def _learn_again(self, document: KnownDocument) -> None:
+    def _learn_again(self, document: Unlearned) -> None:
         """Queue a document, if it is one of this model, and of a tenant who has asked for something."""
         if self.salt_of(document) is not None:
-            self.learning.add(Unlearned.of(document))
+            self.learning.add(document)
 
     def _part_of_room(self, document: KnownDocument) -> float:
         """Return which part of the room for pinned documents one takes: of the disk, or of memory without a disk."""
@@ -354,6 +346,24 @@ class CacheEngine:
             need = float(self.geometry.document_bytes(len(document.tokens)))
             room = self.settings.document_share * self.settings.max_local_disk_size * GIB
         return need / room if room else float("inf")
+
+    def _open_keeper(self) -> DocumentKeeper:
+        def unqueue(document: KnownDocument) -> None:
+            self.learning.discard(Unlearned.of(document))
+
+        if not isinstance(self.store, Store):
+            return keeper_in_server(self.store, learn=self._learn_again, unqueue=unqueue)
+        keeper = Keeper(
+            self.store,
+            self.known,
+            self.settings.local_disk / FILE if self.settings.local_disk else None,
+            keys_of=lambda namespace, tokens, _: self.document_keys(tokens, namespace),
+            learn=lambda one: self._learn_again(Unlearned.of(one)),
+            unqueue=unqueue,
+            size=self._part_of_room,
+        )
+        keeper.load()
+        return keeper
 
     def _recall(self) -> None:
         """Fill the index from the headers of records that earlier processes wrote to the disk."""
@@ -364,7 +374,8 @@ class CacheEngine:
                 packed, _, name = meta.label.partition(" ")
                 with suppress(ValueError, IndexError):
                     tokens = unpack_tokens(packed).tolist()
-                    document = self.known.note(meta.namespace, tokens, self.document_keys(tokens, meta.namespace))
+                    keys = self.document_keys(tokens, meta.namespace)
+                    document = self.known.note(meta.namespace, tokens, keys, model=meta.model, tenant=meta.tenant)
                     document.name, document.used = name, uses.get(meta.key, document.used)
             # Another model's pages have the same block hashes, but its token chunks have other keys.
             if meta.kind is RecordKind.PREFIX or meta.namespace == pages:
@@ -381,10 +392,3 @@ class CacheEngine:
                     count,
                     place,
                 )
-
-
-@lru_cache(SALTS)
-def _digest(namespace: Namespace, kind: RecordKind, salt: str, prefix: tuple[int, ...]) -> bytes:
-    layout = namespace.layout if kind is RecordKind.PAGES else ""
-    name = f"{kind.value} behind {prefix}" if prefix else kind.value
-    return replace(namespace, kind=name, cache_salt=salt, layout=layout).digest()

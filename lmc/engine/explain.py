@@ -100,7 +100,7 @@ def _why_gone(engine: CacheEngine, same: Sequence[KnownDocument], namespace: byt
     if own:
         gone = "it was learned, and has been evicted: the tiers are too small for all documents"
         return "it was removed (lmc documents remove)" if own[0].removed else gone
-    tenants = {engine.namespace(RecordKind.DOCUMENT, one) for one in list(engine.salts)}
+    tenants = {engine.namespace(RecordKind.DOCUMENT, one) for one in engine.names.salts}
     if any(known.namespace in tenants for known in same):
         return "it was learned under another cache_salt, or without one, and tenants share nothing"
     return "it was learned by another model, or with other settings (dtype, chunk_size, blend_learn_prefix)"

@@ -82,14 +82,14 @@ class TokenChain:
     def __init__(
         self, index: CacheIndex, namespace: bytes, tokens: Sequence[int], chunk_size: int, ends: Iterable[int] = ()
     ) -> None:
-        self._index, self._namespace, self._tokens, self._size = index, namespace, tokens, chunk_size
+        self._index, self.namespace, self._tokens, self._size = index, namespace, tokens, chunk_size
         self._ends = {*ends, len(tokens)}
 
     @cached_property
     def whole(self) -> Sequence[ChunkKey]:
         """The keys of the full chunks: a sha256 chain over the tokens."""
         full = len(self._tokens) // self._size * self._size
-        return exact_keys(self._namespace, self._tokens[:full], self._size)
+        return exact_keys(self.namespace, self._tokens[:full], self._size)
 
     def partial(self, chunk: int) -> list[tuple[ChunkKey, int]]:
         """Return which ends may serve the tokens behind `chunk` full chunks, and their lengths, longest first."""
@@ -111,7 +111,7 @@ class TokenChain:
             self._index.remember_end(self._parent(chunk), tokens)
 
     def _parent(self, chunk: int) -> ChunkKey:
-        return self.whole[chunk - 1] if chunk else exact_root(self._namespace)
+        return self.whole[chunk - 1] if chunk else exact_root(self.namespace)
 
 
 class BlockChain:
@@ -122,7 +122,7 @@ class BlockChain:
     def __init__(
         self, index: CacheIndex, namespace: bytes, hashes: Sequence[bytes], chunk_size: int, block_size: int
     ) -> None:
-        self._index, self._namespace, self._hashes = index, namespace, hashes
+        self._index, self.namespace, self._hashes = index, namespace, hashes
         self._size, self._blocks = block_size, chunk_size // block_size
 
     @cached_property
@@ -157,7 +157,7 @@ class BlockChain:
 
     def key(self, last: bytes) -> ChunkKey:
         """Return the key of the chunk whose last block has this hash."""
-        return ChunkKey(hashlib.sha256(b"pages" + self._namespace + last).digest())
+        return ChunkKey(hashlib.sha256(b"pages" + self.namespace + last).digest())
 
     def _of(self, chunk: int, tokens: int) -> Sequence[bytes]:
         first = chunk * self._blocks

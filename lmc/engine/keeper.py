@@ -14,12 +14,12 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from lmc.engine.known_documents import KnownDocument, KnownDocuments, pack_tokens, unpack_tokens
 from lmc.errors import InputError
 from lmc.keys import ChunkKey
-from lmc.storage.contract import ChunkStore
+from lmc.storage.store import Store
 
 log = logging.getLogger(__name__)
 
@@ -29,30 +29,83 @@ RESTORE_SECONDS = 60.0  # between two looks for pinned documents that a tier has
 AT_ONCE = 8  # chunks that a tier is asked for together; nothing is removed meanwhile
 
 
-class Keeper:
-    """The pins and time limits of one engine's documents. Any thread may call any method."""
+class DocumentKeeper(Protocol):
+    """Pins and time limits of documents, kept in this process or by a cache server. Any thread may call any method."""
+
+    moving: threading.RLock  # Nothing is removed or written again while somebody has it.
+
+    @property
+    def pinned_chunks(self) -> int:
+        """How many chunks are pinned."""
+
+    def pin(self, documents: Sequence[KnownDocument]) -> None:
+        """Let documents not be evicted; raise `InputError` if there is no room for that."""
+
+    def unpin(self, documents: Sequence[KnownDocument]) -> None:
+        """Let documents be evicted again."""
+
+    def expire(self, documents: Sequence[KnownDocument], seconds: float | None) -> None:
+        """Remove documents `seconds` from now, pinned or not; never, if it is None."""
+
+    def remove(self, documents: Sequence[KnownDocument]) -> None:
+        """Remove documents from memory and all tiers, and from the queue of those that are to be learned."""
+
+    def refresh(self, documents: Sequence[KnownDocument]) -> None:
+        """Let documents say what is kept of them now."""
+
+    def begin_anew(self) -> None:
+        """Forget all pins and time limits of this process: its documents have keys that no later process finds."""
+
+    def close(self) -> None:
+        """End what runs."""
+
+
+class PinnedShare:
+    """How much of the room for pinned documents is taken. Several keepers may share it."""
+
+    def __init__(self) -> None:
+        self._taken, self._mutex = 0.0, threading.Lock()
+
+    def take(self, part: float) -> float:
+        """Take a part of the room, from 0 to 1, if that much is left; return what is, or would be, taken."""
+        with self._mutex:
+            wanted = self._taken + part
+            if wanted <= 1:
+                self._taken = wanted
+            return wanted
+
+    def give(self, part: float) -> None:
+        """Give a part of the room back."""
+        with self._mutex:
+            self._taken -= part
+
+
+class Keeper(DocumentKeeper):
+    """The pins and time limits of the documents of a store in this process."""
 
     def __init__(
         self,
-        store: ChunkStore,
+        store: Store,
         known: KnownDocuments,
         path: Path | None,
         *,
-        keys_of: Callable[[bytes, Sequence[int]], Sequence[ChunkKey]],
+        keys_of: Callable[[bytes, Sequence[int], Sequence[ChunkKey]], Sequence[ChunkKey]],
         learn: Callable[[KnownDocument], object],
         unqueue: Callable[[KnownDocument], object],
         size: Callable[[KnownDocument], float],
+        share: PinnedShare | None = None,
     ) -> None:
         """Without a `path` nothing is noted, and pins and time limits end with the process.
 
-        `keys_of` returns the keys of a document by its namespace and tokens, `learn` queues one to be computed again
-        and `unqueue` takes it out of that queue, and `size` says which part of the room for pinned documents one takes.
+        `keys_of` returns the keys of a document by its namespace and tokens, and by the keys that were noted with it.
+        `learn` queues one to be computed again, `unqueue` takes it out of that queue, and `size` says which part of the
+        room for pinned documents one takes.
         """
+        self._share = share or PinnedShare()
         self._store, self._known, self._path = store, known, path
         self._keys_of, self._learn, self._unqueue, self._size = keys_of, learn, unqueue, size
         self._kept: dict[str, KnownDocument] = {}  # those that are pinned or have a time limit, by id
         self._pins: Counter[ChunkKey] = Counter()  # documents that begin alike share chunks
-        self._pinned = 0.0  # the part of the room that is taken
         self._foreign: list[str] = []  # lines about documents of other settings, which may come back
         self._mutex = threading.Lock()  # for what is above; held for moments only
         # So that nothing that is removed is written again, or pinned meanwhile. It is taken before the others.
@@ -90,7 +143,7 @@ class Keeper:
         with self.moving:
             with self._mutex:
                 new = [document for document in documents if not document.pinned and not document.removed]
-                share = self._pinned + sum(map(self._size, new))
+                share = self._share.take(sum(map(self._size, new)))
                 if new and share > 1:
                     raise InputError(
                         f"there is no room to pin them: pinned documents would take {share:.0%} of what may be pinned, "
@@ -116,19 +169,18 @@ class Keeper:
                 document.expires = time.time() + seconds if seconds is not None else 0.0
         self._note(documents)
 
-    def remove(self, documents: Iterable[KnownDocument]) -> None:
+    def remove(self, documents: Sequence[KnownDocument]) -> None:
         """Remove documents from memory and all tiers, and from the queue of those that are to be learned."""
         with self.moving:
-            gone = list(documents)
-            self._unpin(gone)
-            for document in gone:
+            self._unpin(documents)
+            for document in documents:
                 self._unqueue(document)
                 for key in document.keys:
                     if key not in self._pins:
                         self._store.forget(key)
                 document.removed, document.expires = True, 0.0
             with self._mutex:
-                noted = [self._kept.pop(document.id, None) for document in gone]
+                noted = [self._kept.pop(document.id, None) for document in documents]
         if any(noted):
             self._rewrite()  # Nothing of them is left in the file.
 
@@ -152,12 +204,16 @@ class Keeper:
                 for document in {owners[key].id: owners[key] for key in self._store.spread(wanted)}.values():
                     self._learn(document)
 
+    def refresh(self, documents: Sequence[KnownDocument]) -> None:
+        """Do nothing: documents of this process are changed here only."""
+
     def begin_anew(self) -> None:
         """Forget all pins and time limits of this process: its documents have keys that no later process finds."""
         with self.moving, self._mutex:
+            self._share.give(sum(self._size(document) for document in self._kept.values() if document.pinned))
             self._kept.clear()
             self._pins.clear()
-            self._pinned, self._path = 0.0, None
+            self._path = None
 
     def close(self) -> None:
         """End the thread."""
@@ -174,7 +230,6 @@ class Keeper:
     def _pin(self, document: KnownDocument) -> None:
         document.pinned = True
         self._pins.update(document.keys)
-        self._pinned += self._size(document)
 
     def _unpin(self, documents: Iterable[KnownDocument]) -> None:
         with self._mutex:
@@ -182,7 +237,7 @@ class Keeper:
             for document in pinned:
                 document.pinned = False
                 self._pins.subtract(document.keys)
-                self._pinned -= self._size(document)
+                self._share.give(self._size(document))
             free = [key for document in pinned for key in document.keys if not self._pins[key]]
             for key in free:
                 self._pins.pop(key, None)
@@ -196,15 +251,18 @@ class Keeper:
             return True
         try:
             tokens, namespace = unpack_tokens(noted["tokens"]).tolist(), bytes.fromhex(noted["namespace"])
-            keys, expires = self._keys_of(namespace, tokens), float(expires or 0.0)
+            there = bytes.fromhex(noted.get("keys", ""))
+            keys = self._keys_of(namespace, tokens, [ChunkKey(there[i : i + 32]) for i in range(0, len(there), 32)])
+            expires = float(expires or 0.0)
             if keys[-1].hex() != noted["id"]:  # chunk_size has changed, and with it the chunks.
                 self._foreign.append(json.dumps(noted) + "\n")
                 return True
         except (ValueError, TypeError, KeyError, IndexError):  # lmc did not write this line.
             return True
-        document = self._known.note(namespace, tokens, keys)
+        model, tenant = str(noted.get("model", "")), str(noted.get("tenant", ""))
+        document = self._known.note(namespace, tokens, keys, model=model, tenant=tenant)
         document.name, document.expires = document.name or str(noted.get("name", "")), expires
-        fits = not pinned or self._pinned + self._size(document) <= 1
+        fits = not pinned or self._share.take(self._size(document)) <= 1
         if pinned and fits:
             self._pin(document)
             self._store.protect(document.keys, pinned=True)
@@ -278,7 +336,8 @@ def _line(document: KnownDocument, *, whole: bool = False) -> str:
     noted = {"id": document.id, "pinned": document.pinned, "expires": document.expires}
     if whole:
         noted |= {"name": document.name, "namespace": document.namespace.hex()}
-        noted |= {"tokens": pack_tokens(document.tokens)}
+        noted |= {"tokens": pack_tokens(document.tokens), "model": document.model, "tenant": document.tenant}
+        noted |= {"keys": b"".join(document.keys).hex()}
     return json.dumps(noted) + "\n"
 
 

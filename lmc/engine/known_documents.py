@@ -10,7 +10,7 @@ import time
 import zlib
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from heapq import nlargest
 
@@ -37,6 +37,8 @@ class KnownDocument:
     used: float = field(default_factory=time.time)  # when it was learned or used last, in seconds since 1970
     name: str = ""  # for people; several documents may have the same
     begins: str = ""  # its first letters, after somebody has asked for them
+    model: str = ""  # its name, for people
+    tenant: str = ""  # digest of the cache salt
     pinned: bool = False  # Only the keeper sets `pinned` and `expires`.
     expires: float = 0.0  # when it is removed, in seconds since 1970; 0 for never
 
@@ -59,18 +61,27 @@ class KnownDocuments:
         self._background = background or Background()
         self._documents: OrderedDict[str, KnownDocument] = OrderedDict()  # used longest ago first
         self._forgettable: OrderedDict[str, None] = OrderedDict()  # ids in the same order, without those that are kept
+        self._by_tenant: dict[str, dict[str, KnownDocument]] = {}
         self._tokens = 0
         self._mutex = threading.Lock()
 
     def note(
-        self, namespace: bytes, tokens: Sequence[int], keys: Sequence[ChunkKey], *, used: bool = False
+        self,
+        namespace: bytes,
+        tokens: Sequence[int],
+        keys: Sequence[ChunkKey],
+        *,
+        used: bool = False,
+        model: str = "",
+        tenant: str = "",
     ) -> KnownDocument:
         """Note that a document was learned, or that a prompt has `used` it, and return it."""
         with self._mutex:
             name = keys[-1].hex()
             document = self._documents.get(name)
             if document is None:
-                document = self._documents[name] = KnownDocument(namespace, array("I", tokens), tuple(keys))
+                document = KnownDocument(namespace, array("I", tokens), tuple(keys), model=model, tenant=tenant)
+                self._documents[name] = self._by_tenant.setdefault(tenant, {})[name] = document
                 self._tokens += len(tokens)
             document.uses, document.used, document.removed = document.uses + used, time.time(), False
             self._documents.move_to_end(name)
@@ -79,14 +90,30 @@ class KnownDocuments:
             while self._tokens > REMEMBERED and len(self._forgettable) > 1:
                 oldest, _ = self._forgettable.popitem(last=False)
                 if not self._documents[oldest].kept:
-                    self._tokens -= len(self._documents.pop(oldest).tokens)
+                    gone = self._documents.pop(oldest)
+                    self._tokens -= len(gone.tokens)
+                    self._by_tenant[gone.tenant].pop(oldest)
+                    if not self._by_tenant[gone.tenant]:
+                        del self._by_tenant[gone.tenant]
             return document
+
+    def use(self, keys: Iterable[ChunkKey]) -> None:
+        """Note that somebody uses the documents that end with one of these chunks."""
+        with self._mutex:
+            for key in keys:
+                document = self._documents.get(key.hex())
+                if document is not None:
+                    document.uses, document.used = document.uses + 1, time.time()
+                    self._documents.move_to_end(document.id)
+                    if document.id in self._forgettable:
+                        self._forgettable.move_to_end(document.id)
 
     def clear(self) -> None:
         """Forget all documents."""
         with self._mutex:
             self._documents.clear()
             self._forgettable.clear()
+            self._by_tenant.clear()
             self._tokens = 0
 
     def get(self, name: str) -> KnownDocument | None:
@@ -94,10 +121,16 @@ class KnownDocuments:
         with self._mutex:
             return self._documents.get(name)
 
-    def list(self) -> "list[KnownDocument]":
-        """Return all documents; the one that was used last comes first."""
+    def list(self, tenant: str | None = None) -> "list[KnownDocument]":
+        """Return all documents, or those of a tenant; the one that was used last comes first.
+
+        The documents of a tenant take no longer if there are more of others.
+        """
         with self._mutex:
-            return list(reversed(self._documents.values()))
+            if tenant is None:
+                return list(reversed(self._documents.values()))
+            found = list(self._by_tenant.get(tenant, {}).values())
+        return sorted(found, key=lambda one: one.used, reverse=True)
 
     def nearest(self, tokens: Sequence[int], namespace: bytes) -> KnownDocument | None:
         """Return the document of a namespace that has more than half of its distinct tokens in common with `tokens`.

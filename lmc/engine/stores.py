@@ -1,11 +1,14 @@
 """Opens the chunk store that the settings name: one in this process, or that of a cache server."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from lmc.config import Settings
 from lmc.engine.geometry import Geometry
+from lmc.engine.keeper import DocumentKeeper
+from lmc.engine.known_documents import KnownDocument
+from lmc.engine.learn_queue import Unlearned
 from lmc.engine.tiers import open_tiers
 from lmc.errors import ConfigError
 from lmc.shapes import GIB
@@ -23,14 +26,17 @@ def open_store(
     device: torch.device | str = "cpu",
     shared: bool = False,
     tiers: Sequence[Tier] | None = None,
+    model: str = "",
+    tokenizer: str = "",
 ) -> ChunkStore:
     """Return a store for the chunks of a geometry.
 
     Without a server, slabs are made on `device` and in memory that other processes can map if `shared`, over `tiers`
-    or those of the settings. Raises `StorageError` or `ConfigError`.
+    or those of the settings. A server is told the `model`'s name and the place of its `tokenizer`. Raises
+    `StorageError` or `ConfigError`.
     """
     if settings.server is not None:
-        return _attached(settings, geometry)
+        return _attached(settings, geometry, model, tokenizer)
     budget, size = settings.max_local_cpu_size * GIB, geometry.part_bytes
     slab = Slab.of_size(budget, geometry.shares, size, shared=shared)
     on_device = 0 if shared else settings.max_local_device_size * GIB
@@ -40,7 +46,18 @@ def open_store(
     return Store(slab, tiers, device=device_slab, policy=policy, document_share=share)
 
 
-def _attached(settings: Settings, geometry: Geometry) -> ChunkStore:
+def keeper_in_server(
+    store: ChunkStore, *, learn: Callable[[Unlearned], object], unqueue: Callable[[KnownDocument], object]
+) -> DocumentKeeper:
+    """Return what asks a store's cache server for pins and time limits; arguments as for `RemoteKeeper`."""
+    from lmc.service.remote_keeper import RemoteKeeper
+    from lmc.service.remote_store import RemoteStore
+
+    assert isinstance(store, RemoteStore)
+    return RemoteKeeper(store, learn=learn, unqueue=unqueue)
+
+
+def _attached(settings: Settings, geometry: Geometry, model: str, tokenizer: str) -> ChunkStore:
     try:
         from lmc.service.remote_store import RemoteStore
         from lmc.service.sizes import Sizes
@@ -48,4 +65,4 @@ def _attached(settings: Settings, geometry: Geometry) -> ChunkStore:
         raise ConfigError(f"a cache server needs the package {error.name}: pip install msgspec") from None
     assert settings.server is not None
     sizes = Sizes(geometry.shares, geometry.part_bytes, geometry.item_bytes)
-    return RemoteStore(settings.server, sizes, deadline=settings.load_deadline)
+    return RemoteStore(settings.server, sizes, deadline=settings.load_deadline, model=model, tokenizer=tokenizer)

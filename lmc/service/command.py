@@ -4,17 +4,23 @@ import logging
 import os
 import signal
 import sys
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
 from rich.text import Text
 
+from lmc.admin_address import ADDRESS, TOKEN
 from lmc.errors import ConfigError, InputError, TierUnusable
 from lmc.shapes import GIB
 from lmc.storage.places import fastest_first, place_of
 from lmc.terminal import console, counted, print_json
+
+if TYPE_CHECKING:
+    from lmc.service.server import CacheServer
 
 log = logging.getLogger(__name__)
 
@@ -34,11 +40,22 @@ def serve(
         typer.Option(help="a directory on tmpfs, such as /dev/shm/lmc, for memory that outlives the server"),
     ] = None,
     takeover: Annotated[bool, typer.Option("--takeover", help="end the server that runs there, and go on")] = False,
+    http: Annotated[
+        str,
+        typer.Option(envvar=ADDRESS, help="where it is administered: 127.0.0.1:9180, or unix:///run/lmc/admin.sock"),
+    ] = "",
+    tenants: Annotated[
+        Path | None,
+        typer.Option(help="a YAML file of cache salts and the token of each, with which a tenant sees what is its own"),
+    ] = None,
+    certificate: Annotated[Path | None, typer.Option(help="a PEM file with the certificate chain, for HTTPS")] = None,
+    key: Annotated[Path | None, typer.Option(help="a PEM file with the key of the certificate")] = None,
 ) -> None:
     """Run a cache server: memory, disk and Redis for all engines of this host, which attach with LMC_SERVER.
 
     Memory and tiers are those of the settings (max_local_cpu_size, local_disk, remote_url, ...). The server ends with
-    SIGTERM or Ctrl-C, after it has written down what is in memory only. Engines go on without it.
+    SIGTERM or Ctrl-C, after it has written down what is in memory only. Engines go on without it. With --http it shows
+    what it has and does to browsers, Prometheus and `lmc documents`; LMC_ADMIN_TOKEN is the token that it wants.
     """
     if config is not None:
         os.environ["LMC_CONFIG_FILE"] = str(config)
@@ -64,11 +81,10 @@ def serve(
     log.info(
         "the cache server listens at %s: %g GB of memory, %s", path, settings.max_local_cpu_size, described(settings)
     )
-    try:
+    with ExitStack() as opened:
+        opened.callback(_close, server)
+        opened.callback(_administered(server, http, tenants, certificate, key))
         server.serve()
-    finally:
-        log.info("the cache server ends, and writes down what is in memory only")
-        server.close()
     log.info("the cache server has ended, and everything is written")
 
 
@@ -99,6 +115,50 @@ def show_status(path: Path, *, as_json: bool) -> None:
     used = sum(arena.memory for arena in found.arenas)
     said = f"lmc {found.version}: {used / GIB:.3f} of {found.memory / GIB:.3f} GiB in use"
     console().print(table, Text(f"{said}, {counted(found.clients, 'connection')}"))
+
+
+def _close(server: "CacheServer") -> None:
+    log.info("the cache server ends, and writes down what is in memory only")
+    server.close()
+
+
+def _administered(
+    server: "CacheServer", address: str, tenants: Path | None, certificate: Path | None, key: Path | None
+) -> Callable[[], None]:
+    """Answer over HTTP if that is wanted, and return the function that ends it; raise `ConfigError`."""
+    token = os.environ.get(TOKEN, "")
+    if not address:
+        if tenants or certificate or key:
+            raise ConfigError("--tenants, --certificate and --key need --http")
+        return lambda: None
+    if (certificate is None) != (key is None):
+        raise ConfigError("--certificate and --key belong together")
+    if tenants is not None and not token:
+        raise ConfigError(f"with --tenants the server needs a token of its own: set {TOKEN}")
+    try:
+        from lmc.http_server import Certificate
+        from lmc.http_server import serve as serve_http
+        from lmc.service.http_api import application
+        from lmc.service.overview import Overview
+    except ImportError as error:
+        raise ConfigError(f"--http needs the package {error.name}: pip install fastapi uvicorn") from None
+    app = application(Overview(server), token, _tenants_in(tenants) if tenants else {})
+    files = Certificate(certificate, key) if certificate and key else None
+    return serve_http(app, address, token, setting="--http", certificate=files)
+
+
+def _tenants_in(file: Path) -> dict[str, str]:
+    """Return the cache salts in a file, by token; raise `ConfigError` if it has something else."""
+    import yaml
+
+    try:
+        found = yaml.safe_load(file.read_text())
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ConfigError(f"--tenants {file} cannot be read: {getattr(error, 'strerror', 'it is no YAML')}") from None
+    texts = isinstance(found, dict) and all(isinstance(one, str) and one for pair in found.items() for one in pair)
+    if not texts or len(set(found.values())) < len(found):
+        raise ConfigError(f"--tenants {file} must have a line `cache_salt: token` for each tenant, and no token twice")
+    return {token: salt for salt, token in found.items()}
 
 
 def _number_of(group: str | None) -> int | None:

@@ -1,16 +1,17 @@
 """What one client of a cache server holds, and what becomes of it when the client is gone."""
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from lmc.keys import ChunkKey
-from lmc.service.arenas import ProtectedKeys
+from lmc.engine.known_documents import KnownDocument
+from lmc.errors import InputError
+from lmc.keys import LONGEST_MODEL, TENANT_DIGITS, ChunkKey
+from lmc.service.arena import Arena
 from lmc.service.channel import BrokenProtocol
 from lmc.service.lifelines import wait_until_gone
 from lmc.storage.contract import Pin, Reservation
 from lmc.storage.record import HEADER_LIMIT, NO_CODEC, RecordMeta
-from lmc.storage.store import Store
 
 log = logging.getLogger(__name__)
 
@@ -25,12 +26,18 @@ class Lease:
     not used again after the end of the lease, until no process has the client's lifeline locked.
     """
 
-    def __init__(self, store: Store, pinned_keys: ProtectedKeys, lifeline: Path) -> None:
-        self.store, self._pinned_keys, self.lifeline = store, pinned_keys, lifeline
+    def __init__(self, arena: Arena, lifeline: Path, introduced: Callable[[str, str], object]) -> None:
+        self.arena, self.store, self.lifeline = arena, arena.store, lifeline
+        self.model: str | None = None  # None until the client has introduced itself
+        self._introduced = introduced
         self.listed: Iterator[tuple[str, RecordMeta]] = iter(())  # what `Records` has still to tell
         self._pins: dict[int, Pin] = {}
         self._reservations: dict[int, Reservation] = {}
-        self._protected: set[ChunkKey] = set()
+
+    def introduce(self, model: str, tokenizer: str) -> None:
+        """Note what the client's model is called, and where its tokenizer lies."""
+        self.model = model
+        self._introduced(model, tokenizer)
 
     def pin(self, keys: Sequence[ChunkKey], places: Sequence[str | None] | None) -> list[Pin | None]:
         """See `ChunkStore.pin`; raise `BrokenProtocol` if there is not a place for each key."""
@@ -38,6 +45,7 @@ class Lease:
             raise BrokenProtocol("keys and places that do not belong together")
         pins = self.store.pin(keys, places)
         self._pins.update({pin.lease: pin for pin in pins if pin is not None})
+        self.arena.known.use(pin.key for pin in pins if pin is not None)
         return pins
 
     def release(self, leases: Sequence[int]) -> None:
@@ -52,29 +60,40 @@ class Lease:
         fits = meta.parts == slab.parts and 0 < meta.part_bytes <= slab.part_bytes
         plain = not meta.sizes and not meta.checksums and meta.codec == NO_CODEC
         named = len(meta.key) == len(meta.namespace) == DIGEST and len(meta.label) <= LONGEST_LABEL
+        named &= len(meta.model) <= LONGEST_MODEL and len(meta.tenant) <= TENANT_DIGITS
         if not (fits and plain and named and meta.tokens > 0 and meta.first >= 0):
             raise BrokenProtocol("metadata of an impossible chunk")
-        reservation = self.store.begin(meta)
+        reservation = self.store.begin(meta) if self.arena.make_room(meta) else None
         if reservation is not None:
             self._reservations[reservation.lease] = reservation
         return reservation
 
     def commit(self, lease: int) -> None:
         """See `ChunkStore.commit`; raise `BrokenProtocol` for a reservation that the client does not have."""
-        self.store.commit(self._reserved(lease))
+        reservation = self._reserved(lease)
+        self.store.commit(reservation)
+        self.arena.committed(reservation.meta)
 
     def abort(self, lease: int) -> None:
         """See `ChunkStore.abort`; raise `BrokenProtocol` for a reservation that the client does not have."""
         self.store.abort(self._reserved(lease))
 
-    def protect(self, keys: Sequence[ChunkKey], *, pinned: bool) -> None:
-        """Pin chunks of documents for as long as the client is there, or until it does not want that any more."""
-        if pinned:
-            self._pinned_keys.add(set(keys) - self._protected)
-            self._protected.update(keys)
-        else:
-            self._pinned_keys.remove(self._protected & set(keys))
-            self._protected.difference_update(keys)
+    def keep(self, documents: Sequence[KnownDocument], how: str, seconds: float | None) -> str:
+        """Pin documents, or do with them what else a keeper does; return why it cannot be done."""
+        keeper = self.arena.keeper
+        try:
+            if how == "expire":
+                keeper.expire(documents, seconds)
+            else:
+                {"pin": keeper.pin, "unpin": keeper.unpin, "remove": keeper.remove}[how](documents)
+        except InputError as error:
+            return str(error)
+        return ""
+
+    @property
+    def held(self) -> tuple[int, int]:
+        """How many chunks the client has pinned, and how many slots it has reserved."""
+        return len(self._pins), len(self._reservations)
 
     def _reserved(self, lease: int) -> Reservation:
         try:
@@ -85,7 +104,6 @@ class Lease:
     def end(self) -> None:
         """Give everything back; wait until nobody can write into reserved slots any more, if there are some."""
         self.store.release(list(self._pins.values()), wait=False)
-        self._pinned_keys.remove(self._protected)
         if self._reservations:
             log.info("%d unfilled slots of a client wait until its processes have ended", len(self._reservations))
             wait_until_gone(self.lifeline)

@@ -4,12 +4,16 @@ Messages are msgpack in frames (`channel.py`). A frame that is none of these mes
 chunks are never sent: they lie in slots of a slab that both sides have mapped.
 """
 
+from array import array
 from itertools import chain, islice
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import msgspec
 
-from lmc.keys import ChunkKey
+from lmc.engine.known_documents import KnownDocument, KnownDocuments
+from lmc.engine.learn_queue import Unlearned
+from lmc.keys import LONGEST_MODEL, LONGEST_NAME, TENANT_DIGITS, ChunkKey
+from lmc.service.channel import BrokenProtocol
 from lmc.service.sizes import Sizes
 from lmc.storage.change_log import Change, Chunk
 from lmc.storage.contract import Pin, Reservation
@@ -19,8 +23,9 @@ from lmc.storage.stats import StoreStats
 if TYPE_CHECKING:  # A client needs none of what the server imports.
     from lmc.service.lease import Lease
 
+Digest = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 Keys = Annotated[list[ChunkKey], msgspec.Meta(max_length=1 << 16)]  # so that nobody waits long behind one question
-PROTOCOL = 1  # changes whenever a message does
+PROTOCOL = 2  # changes whenever a message does
 LISTED = 500  # records in one answer
 
 
@@ -72,6 +77,8 @@ class Beat(msgspec.Struct, frozen=True):
 
     stats: StoreStats
     speeds: dict[str, tuple[float, float]]  # of tiers: seconds for each record and for each byte
+    pinned: int  # chunks of pinned documents
+    wanted: list[Unlearned]  # documents that the client should learn, if it can
 
 
 class Request(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -94,8 +101,9 @@ class Ping(Request, frozen=True):
 
     def asked(self, lease: "Lease") -> Beat:
         """Return what changes all the time."""
-        store = lease.store
-        return Beat(store.stats(), store.cost.speeds())
+        store, arena = lease.store, lease.arena
+        wanted = arena.take_wanted(lease.model) if lease.model is not None else []
+        return Beat(store.stats(), store.cost.speeds(), arena.keeper.pinned_chunks, wanted)
 
 
 class LookUp(Request, frozen=True):
@@ -185,25 +193,58 @@ class CopiesOf(Request, frozen=True):
         return lease.store.copies(self.keys)
 
 
-class Protect(Request, frozen=True):
-    """`protect`."""
+class Introduce(Request, frozen=True):
+    """What the client's model is called, and where its tokenizer lies, for people who ask about the server."""
 
-    keys: Keys
-    pinned: bool
+    answered: ClassVar[bool] = False
+    model: Annotated[str, msgspec.Meta(max_length=LONGEST_MODEL)]
+    tokenizer: Annotated[str, msgspec.Meta(max_length=4096)]
 
     def asked(self, lease: "Lease") -> None:
-        """Pin chunks of documents, or do not pin them any more."""
-        lease.protect(self.keys, pinned=self.pinned)
+        """Note it."""
+        lease.introduce(self.model, self.tokenizer)
 
 
-class Spread(Request, frozen=True):
-    """`spread`."""
+class Described(msgspec.Struct, frozen=True):
+    """A document that a client knows."""
 
-    keys: Keys
+    namespace: Digest
+    tokens: Annotated[bytes, msgspec.Meta(min_length=4)]  # uint32, little-endian
+    keys: Annotated[list[ChunkKey], msgspec.Meta(min_length=1, max_length=1 << 16)]
+    name: Annotated[str, msgspec.Meta(max_length=LONGEST_NAME)]
+    model: Annotated[str, msgspec.Meta(max_length=LONGEST_MODEL)]
+    tenant: Annotated[str, msgspec.Meta(max_length=TENANT_DIGITS)]
 
-    def asked(self, lease: "Lease") -> list[ChunkKey]:
-        """Return the keys that are nowhere."""
-        return lease.store.spread(self.keys)
+    def noted(self, known: KnownDocuments) -> KnownDocument:
+        """Note it among others; raise `BrokenProtocol` for tokens that are none."""
+        if len(self.tokens) % 4:
+            raise BrokenProtocol("tokens that are no uint32")
+        document = known.note(self.namespace, array("I", self.tokens), self.keys, model=self.model, tenant=self.tenant)
+        document.name = document.name or self.name
+        return document
+
+
+class Keep(Request, frozen=True):
+    """What a `DocumentKeeper` does with documents; `seconds` are those of `expire`."""
+
+    documents: list[Described]
+    how: Literal["pin", "unpin", "expire", "remove"]
+    seconds: Annotated[float, msgspec.Meta(gt=0)] | None = None
+
+    def asked(self, lease: "Lease") -> str:
+        """Do it, and return why it cannot be done."""
+        return lease.keep([one.noted(lease.arena.known) for one in self.documents], self.how, self.seconds)
+
+
+class Kept(Request, frozen=True):
+    """`DocumentKeeper.refresh`."""
+
+    ids: Annotated[list[str], msgspec.Meta(max_length=1 << 16)]
+
+    def asked(self, lease: "Lease") -> list[tuple[bool, float]]:
+        """Return which documents are pinned, and when they are removed."""
+        found = map(lease.arena.known.get, self.ids)
+        return [(one.pinned, one.expires) if one is not None else (False, 0.0) for one in found]
 
 
 class Records(Request, frozen=True):
@@ -270,6 +311,6 @@ class Present(Request, frozen=True):
 
 Opening = Sizes | Status | Retire
 Question = (
-    Ping | LookUp | PinKeys | Release | Begin | Commit | Abort | Forget | CopiesOf | Protect | Spread | Records
-    | LastUses | KnownKeys | HeldSlots | Flush | Since | Present
+    Ping | LookUp | PinKeys | Release | Begin | Commit | Abort | Forget | CopiesOf | Introduce | Keep | Kept
+    | Records | LastUses | KnownKeys | HeldSlots | Flush | Since | Present
 )  # fmt: skip

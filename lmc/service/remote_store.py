@@ -9,13 +9,14 @@ and when nothing of the old one is held any more.
 import logging
 import threading
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from lmc.engine.learn_queue import Unlearned
 from lmc.errors import ChunkLost, LmcError, StorageError, TierUnusable
 from lmc.keys import ChunkKey
 from lmc.service import messages as m
@@ -33,7 +34,6 @@ log = logging.getLogger(__name__)
 BEAT_SECONDS = 1.0
 COMPLAINT_SECONDS = 60.0
 PATIENCE = 300.0  # seconds for questions such as the list of all records
-KEYS_AT_ONCE = 10_000
 NUMBERS = 1 << 40  # of changes, for each attachment
 FIRST_PAUSE, LONGEST_PAUSE = 2e-5, 1e-3  # seconds between two looks at a label
 
@@ -43,18 +43,21 @@ class RemoteStore(ChunkStore):
 
     slab: Slab | None
 
-    def __init__(self, path: Path, sizes: Sizes, *, deadline: float) -> None:
+    def __init__(self, path: Path, sizes: Sizes, *, deadline: float, model: str = "", tokenizer: str = "") -> None:
         """Attach to the server that listens at `path`.
 
-        A server that does not answer within `deadline` seconds is left. Raises `TierUnusable`, `ConfigError` or
+        A server that does not answer within `deadline` seconds is left. `model` and the place of its `tokenizer` are
+        for people who ask the server. Raises `TierUnusable`, `ConfigError` or
         `StorageError`.
         """
         self._path, self._sizes, self._deadline = path, sizes, deadline
+        self._model, self._tokenizer = model, tokenizer
         self._lock = threading.Lock()
         self._held: set[int] = set()  # leases
         self._lost: set[int] = set()  # leases of a server that has gone, and whose pins and reservations are still used
         self._asking = 0  # questions under way, whose answers may be leases
-        self._protected: set[ChunkKey] = set()
+        self.pinned_chunks = 0
+        self.wanted: Callable[[Unlearned], object] = lambda _: None  # gets documents that the server wants learned
         self._counts = RunningCounts()
         self._ended = threading.Event()
         self.cost, self.changes = CostModel(), _RemoteChanges(self)
@@ -143,17 +146,6 @@ class RemoteStore(ChunkStore):
     def copies(self, keys: Sequence[ChunkKey]) -> list[str]:
         """See `ChunkStore.copies`."""
         found: list[str] = self.ask_slowly(m.CopiesOf(list(keys)), [])
-        return found
-
-    def protect(self, keys: Collection[ChunkKey], *, pinned: bool) -> None:
-        """See `ChunkStore.protect`. It holds while this process is attached, and again when it is attached again."""
-        (self._protected.update if pinned else self._protected.difference_update)(keys)
-        for some in _batches(list(keys)):
-            self.ask_slowly(m.Protect(some, pinned), None)
-
-    def spread(self, keys: Sequence[ChunkKey]) -> list[ChunkKey]:
-        """See `ChunkStore.spread`."""
-        found: list[ChunkKey] = self.ask_slowly(m.Spread(list(keys)), [])
         return found
 
     # -- what is there -----------------------------------------------------------------------------------------------
@@ -248,13 +240,13 @@ class RemoteStore(ChunkStore):
         """Use a server from now on; raise `Gone` if it has gone already."""
         try:
             beat = at.quick.ask(m.Ping())
-            for keys in _batches(list(self._protected)):
-                at.slow.ask(m.Protect(keys, pinned=True))
+            at.quick.tell(m.Introduce(self._model, self._tokenizer))
         except BaseException:
             at.hang_up()
             at.let_go()
             raise
         self._counts.begin(beat.stats)
+        self.pinned_chunks = beat.pinned
         self.slab, self.slots, self.shared_places = at.slab, at.slab.slots, at.shared_places
         with self._lock:
             self._last = self.attachment = at
@@ -267,6 +259,9 @@ class RemoteStore(ChunkStore):
                 with self._without(at):
                     beat = at.quick.ask(m.Ping())
                     self._counts.update(beat.stats)
+                    self.pinned_chunks = beat.pinned
+                    for document in beat.wanted:
+                        self.wanted(document)
                     self.cost.take_speeds(beat.speeds)
                     at.slow.ask_if_idle(m.Ping())
             elif self._unused():
@@ -323,10 +318,6 @@ class RemoteStore(ChunkStore):
         """Return how many parts of a pinned chunk are there, or `LOST`."""
         slab = self.slab
         return LOST if slab is None or pin.lease not in self._held else slab.ready(pin.slot, pin.tag)
-
-
-def _batches(keys: list[ChunkKey]) -> list[list[ChunkKey]]:
-    return [keys[at : at + KEYS_AT_ONCE] for at in range(0, len(keys), KEYS_AT_ONCE)]
 
 
 class _RemoteChanges(Changes):

@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -32,6 +33,7 @@ from lmc.storage.tier_guard import TierGuard
 log = logging.getLogger(__name__)
 
 SILENT_SECONDS = 10.0  # after which a client counts as hung; it asks for something every second
+MOST_MODELS = 1000  # whose tokenizers are remembered
 PAUSE_SECONDS = 0.1  # after a connection that could not be accepted
 
 _question: msgspec.msgpack.Decoder[m.Request] = msgspec.msgpack.Decoder(m.Question)
@@ -73,6 +75,7 @@ class CacheServer:
                 os.close(self._owned)
             raise
         self._sessions: set[Session] = set()
+        self._tokenizers: dict[str, str] = {}  # by model
         self._lock, self._closed = threading.Lock(), False
 
     def serve(self) -> None:
@@ -90,7 +93,7 @@ class CacheServer:
     def _admit(self, channel: Channel) -> None:
         session = Session(self, channel)
         try:
-            if not self._may_attach(channel):
+            if not self._may_attach(session):
                 channel.close()
                 return
             with self._lock:
@@ -126,12 +129,38 @@ class CacheServer:
         with self._lock:
             return sum(session.attached for session in self._sessions)
 
+    @property
+    def ends(self) -> bool:
+        """Whether no client can attach any more."""
+        return self._closed
+
+    def attached(self) -> list[dict[str, Any]]:
+        """Return who has a lease, and what each holds."""
+        with self._lock:
+            sessions = list(self._sessions)
+        return [found for session in sessions if (found := session.described())]
+
+    def tokenizers(self) -> dict[str, str]:
+        """Return where the tokenizers of models lie, as clients have said."""
+        return dict(self._tokenizers)
+
+    def introduced(self, model: str, tokenizer: str) -> None:
+        """Note where a model's tokenizer lies."""
+        if len(self._tokenizers) < MOST_MODELS:
+            self._tokenizers[model] = tokenizer
+
     def status(self) -> m.ServerStatus:
         """Return how the server is."""
         budget = self.arenas.budget
         arenas = [
-            m.ArenaStatus(sizes.shares.parts, sizes.part_bytes, budget.taken[sizes], store.held(), store.stats())
-            for sizes, store in self.arenas.all()
+            m.ArenaStatus(
+                one.sizes.shares.parts,
+                one.sizes.part_bytes,
+                budget.taken[one.sizes],
+                one.store.held(),
+                one.store.stats(),
+            )
+            for one in self.arenas.all()
         ]
         return m.ServerStatus(__version__, budget.size, self.clients, arenas)
 
@@ -140,9 +169,9 @@ class CacheServer:
         with self._lock:
             self._sessions.discard(session)
 
-    def _may_attach(self, channel: Channel) -> bool:
+    def _may_attach(self, session: "Session") -> bool:
         """Return whether the process at the other end is of our user, of root, or of the group."""
-        process, user, groups = channel.peer()
+        process, user, groups = session.peer
         allowed = user in (0, os.getuid()) or self._group in groups
         if not allowed:
             log.warning("process %d of user %d may not attach (start the server with --group for it)", process, user)
@@ -155,6 +184,7 @@ class Session:
     def __init__(self, server: CacheServer, channel: Channel) -> None:
         self._server, self._channel = server, channel
         self._lease: Lease | None = None
+        self.peer, self._since = channel.peer(), time.time()
 
     def run(self) -> None:
         """Answer until the connection ends."""
@@ -190,6 +220,23 @@ class Session:
         """Whether the client has a lease."""
         return self._lease is not None
 
+    def described(self) -> dict[str, Any]:
+        """Return who the client is, and what it holds; nothing before it has introduced itself.
+
+        The second connection of a client, for slow questions, does not introduce itself.
+        """
+        if self._lease is None or self._lease.model is None:
+            return {}
+        pinned, reserved = self._lease.held
+        return {
+            "process": self.peer[0],
+            "user": self.peer[1],
+            "model": self._lease.model,
+            "attached": self._since,
+            "pinned": pinned,
+            "reserved": reserved,
+        }
+
     def hang_up(self) -> None:
         """End the connection from another thread."""
         self._channel.close()
@@ -213,7 +260,7 @@ class Session:
         except LmcError as error:
             self._channel.send(ERROR + str(error).encode())
             raise
-        self._lease = Lease(arena.store, arena.protected, self._server.lifelines.new())
+        self._lease = Lease(arena, self._server.lifelines.new(), self._server.introduced)
         answer = m.Attached(arena.store.slots, arena.store.shared_places, str(self._lease.lifeline))
         self._channel.send(ANSWER + _encode(answer), (arena.store.slab.file,))
         return self._lease

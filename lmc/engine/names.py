@@ -1,0 +1,65 @@
+"""The names under which an engine's chunks are stored: a namespace for each kind of records and each tenant."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from lmc.keys import LONGEST_MODEL, Namespace, RecordKind, tenant_of
+
+SALTS = 4096  # cache salts (tenants) whose namespaces are remembered
+UNKNOWN = "unknown"  # tenant, of documents that a process before this one has pinned
+
+
+class Names:
+    """The namespaces of one model. Any thread may call any method."""
+
+    def __init__(self, namespace: Namespace, prefix: Sequence[int], model: str) -> None:
+        """`namespace` has the fields that all namespaces of the model have in common.
+
+        Documents are learned behind the tokens of `prefix`. `model` is what people call the model, or its directory.
+        """
+        self._namespace, self._prefix = namespace, tuple(prefix)
+        self.model = (Path(model).name if model.startswith(("/", ".")) else model)[:LONGEST_MODEL]
+        self._digests: dict[tuple[RecordKind, str], bytes] = {}
+        self._salts: dict[bytes, str] = {}  # by namespace of documents
+        self.of(RecordKind.DOCUMENT, "")
+
+    @property
+    def salts(self) -> list[str]:
+        """The salts of tenants who have asked for something."""
+        return list(self._salts.values())
+
+    def of(self, kind: RecordKind, salt: str) -> bytes:
+        """Return the digest from which the keys of a tenant's chunks start."""
+        digest = self._digests.get((kind, salt))
+        if digest is None:
+            digest = self._digest(kind, salt)
+            if len(self._digests) < len(RecordKind) * SALTS:
+                self._digests[kind, salt] = digest
+                if kind is RecordKind.DOCUMENT:
+                    self._salts[digest] = salt
+        return digest
+
+    def salt_of(self, namespace: bytes) -> str | None:
+        """Return the salt of the tenant whose documents have this namespace; None if it has not asked for anything."""
+        return self._salts.get(namespace)
+
+    def tenant_of(self, namespace: bytes) -> str:
+        """Return the tenant whose documents have this namespace."""
+        salt = self.salt_of(namespace)
+        return UNKNOWN if salt is None else tenant_of(salt)
+
+    def begin_anew(self) -> None:
+        """Use other names from now on, which no later process finds."""
+        salts = self.salts
+        self._namespace = replace(self._namespace, model=self._namespace.model + os.urandom(16).hex())
+        self._digests, self._salts = {}, {}
+        for salt in salts:
+            self.of(RecordKind.DOCUMENT, salt)
+
+    def _digest(self, kind: RecordKind, salt: str) -> bytes:
+        layout = self._namespace.layout if kind is RecordKind.PAGES else ""
+        behind = kind is RecordKind.DOCUMENT and self._prefix
+        name = f"{kind.value} behind {self._prefix}" if behind else kind.value
+        return replace(self._namespace, kind=name, cache_salt=salt, layout=layout).digest()

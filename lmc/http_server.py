@@ -1,0 +1,210 @@
+"""HTTP in a thread: where it listens, who may ask, and how large a question may be.
+
+Both the administration endpoint of an engine and that of a cache server use it. It needs uvicorn.
+"""
+
+import errno
+import hmac
+import json
+import logging
+import os
+import socket
+import stat
+import threading
+import time
+from collections.abc import Awaitable, Callable, Collection, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from lmc.admin_address import LOCAL, TOKEN, UNIX, host_and_port, socket_path
+from lmc.errors import ConfigError
+from lmc.shapes import MIB
+
+log = logging.getLogger(__name__)
+
+STARTED = 10.0  # seconds within which a server is up
+LARGEST = 16 * MIB  # bytes of a question
+AT_ONCE = 64  # connections
+VISITOR = "lmc.visitor"  # in the scope of a request
+
+Message = Mapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+Application = Callable[[Any, Receive, Send], Awaitable[None]]
+
+
+class Visitor(NamedTuple):
+    """Who asks."""
+
+    tenant: str | None = None  # None for somebody who may see and do everything
+
+
+class Certificate(NamedTuple):
+    """The files of TLS."""
+
+    chain: Path
+    key: Path
+
+
+def serve(
+    application: Application,
+    address: str,
+    token: str,
+    *,
+    setting: str,
+    number: int = 0,
+    certificate: Certificate | None = None,
+) -> Callable[[], None]:
+    """Answer at an address from a thread, and return the function that ends it.
+
+    The address is `host:port`, where server `number` n has the port + n, or `unix:///path`, where n is added to the
+    path if it is not 0. `setting` is what gave the address. Raises `ConfigError` if the address cannot be had, or can
+    be reached from elsewhere without a token.
+    """
+    try:
+        import uvicorn
+    except ImportError as error:
+        raise ConfigError(f"{setting} needs {error.name}: pip install starlette uvicorn") from error
+    try:
+        if address.startswith(UNIX):
+            listening = _unix_socket(socket_path(address, number, setting))
+        else:
+            host, port = host_and_port(address, token, setting)
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            listening = socket.create_server((host, port + number), family=family)
+    except OSError as error:
+        taken = "; is another engine using it?" if error.errno == errno.EADDRINUSE else ""
+        raise ConfigError(f"{setting} = {address} cannot be had: {error.strerror or error}{taken}") from None
+    tls = {"ssl_certfile": certificate.chain, "ssl_keyfile": certificate.key} if certificate else {}
+    config = uvicorn.Config(
+        application, log_level="warning", access_log=False, lifespan="off", limit_concurrency=AT_ONCE, **tls
+    )
+    try:
+        config.load()
+    except OSError as error:
+        listening.close()
+        raise ConfigError(f"the certificate {certificate} cannot be used: {error}") from None
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, args=([listening],), name="lmc-admin", daemon=True)
+    thread.start()
+    listening_at = listening.getsockname()
+    until = time.monotonic() + STARTED
+    while not server.started and thread.is_alive() and time.monotonic() < until:
+        time.sleep(0.01)
+    scheme = "https" if certificate else "http"
+    where = (
+        f"unix://{listening_at}" if isinstance(listening_at, str) else "{}://{}:{}".format(scheme, *listening_at[:2])
+    )
+    log.info("lmc: administration at %s", where)
+
+    def stop() -> None:
+        server.should_exit = server.force_exit = True
+        thread.join(STARTED)
+        if listening.family is socket.AF_UNIX:
+            with suppress(FileNotFoundError):
+                os.unlink(listening_at)
+
+    return stop
+
+
+def _unix_socket(path: str) -> socket.socket:
+    """Listen at a path that only this user may open. A socket at which nobody listens any more is replaced."""
+    with suppress(FileNotFoundError), socket.socket(socket.AF_UNIX) as asking:
+        if stat.S_ISSOCK(os.stat(path).st_mode) and asking.connect_ex(path) == errno.ECONNREFUSED:
+            os.unlink(path)
+    listening, before = socket.socket(socket.AF_UNIX), os.umask(0o177)
+    try:
+        listening.bind(path)
+    except OSError:
+        listening.close()
+        raise
+    finally:
+        os.umask(before)
+    listening.listen()
+    return listening
+
+
+class Guard:
+    """Lets those through who have a token, and questions that are not too large, as an ASGI application."""
+
+    def __init__(
+        self,
+        application: Application,
+        token: str,
+        tenants: Mapping[str, str] | None = None,
+        unguarded: Collection[str] = (),
+    ) -> None:
+        """`tenants` are those whose own token lets them see what is theirs: tenant by token.
+
+        Paths that are `unguarded` need no token.
+        """
+        self._application, self._token, self._tenants, self._open = application, token, tenants or {}, unguarded
+
+    async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
+        """Answer a question, or refuse it."""
+        if scope["type"] != "http":
+            return
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        code, refused = self._refusal(scope, headers)
+        if code:
+            await _refuse(send, code, refused)
+            return
+        received = 0
+
+        async def receive_bounded() -> Message:
+            nonlocal received
+            message = await receive()
+            received += len(message.get("body", b""))
+            if received > LARGEST:
+                raise _TooLarge
+            return message
+
+        async def send_if_bounded(message: Message) -> None:
+            if received <= LARGEST:  # Otherwise this is what the application makes of the error above.
+                await send(message)
+
+        with suppress(_TooLarge):
+            await self._application(scope, receive_bounded, send_if_bounded)
+        if received > LARGEST:
+            await _refuse(send, 413, TOO_LARGE)
+
+    def _refusal(self, scope: Any, headers: Mapping[str, str]) -> tuple[int, str]:
+        visitor = self._visitor(headers.get("authorization", "").removeprefix("Bearer "))
+        if visitor is None and scope["path"] not in self._open:
+            return 401, f"{TOKEN} is wanted as a bearer token"
+        host = headers.get("host", "").rpartition("@")[2]
+        name = host.partition("]")[0].removeprefix("[") if host.startswith("[") else host.partition(":")[0]
+        if not self._token and name not in LOCAL:  # A web page may have led a browser here.
+            return 403, f"this is not {name}; {TOKEN} is not set"
+        length = headers.get("content-length", "0")
+        if length.isdecimal() and int(length) > LARGEST:
+            return 413, TOO_LARGE
+        kind = headers.get("content-type", "").partition(";")[0].strip()
+        if scope["method"] in ("POST", "PATCH", "PUT") and kind != "application/json":
+            return 400, "content-type: application/json is wanted"  # A web page cannot send it without being asked.
+        scope[VISITOR] = visitor or Visitor("")
+        return 0, ""
+
+    def _visitor(self, given: str) -> Visitor | None:
+        if not self._token or hmac.compare_digest(given.encode(), self._token.encode()):
+            return Visitor()
+        found = None
+        for token, tenant in self._tenants.items():
+            if hmac.compare_digest(given.encode(), token.encode()):
+                found = Visitor(tenant)
+        return found
+
+
+TOO_LARGE = f"a question may have {LARGEST // MIB} MiB at most"
+
+
+class _TooLarge(Exception):
+    """A question is larger than it may be."""
+
+
+async def _refuse(send: Send, code: int, why: str) -> None:
+    body = json.dumps({"error": why}).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": code, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

@@ -1,0 +1,255 @@
+"""An arena: the chunks of one geometry in a cache server, of all models that have it, and their documents."""
+
+import threading
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from lmc.engine.keeper import Keeper, PinnedShare
+from lmc.engine.known_documents import KnownDocument, KnownDocuments, unpack_tokens
+from lmc.engine.learn_queue import Unlearned
+from lmc.keys import ChunkKey, RecordKind, document_keys
+from lmc.service.budget import Budget
+from lmc.service.journal import Journal
+from lmc.service.quotas import Quota, Quotas
+from lmc.service.sizes import Sizes
+from lmc.storage.change_log import ChangeLog
+from lmc.storage.ledger import Slot
+from lmc.storage.level import Backing
+from lmc.storage.record import RecordMeta
+from lmc.storage.slab import Slab
+from lmc.storage.stats import WritePolicy
+from lmc.storage.store import Store
+from lmc.storage.tier import Tier, Wrapped
+
+WANTED_AT_ONCE = 4  # documents that a client gets to learn
+
+
+class Arena:
+    """A store, and the documents that are in it."""
+
+    def __init__(
+        self,
+        slab: Slab,
+        tiers: Sequence[Tier],
+        *,
+        sizes: Sizes,
+        backing: "ArenaBacking",
+        everything: ChangeLog,
+        policy: WritePolicy,
+        document_share: float,
+        share: PinnedShare,
+        room: int,
+        noted: Path | None,
+        quotas: Quotas,
+    ) -> None:
+        """Changes are passed on to the log of `everything`.
+
+        Pinned documents may take `room` bytes in all arenas that have this `share`, and are `noted` in a file.
+        """
+        changes = _ArenaChanges(everything)
+        self.sizes, self._backing, self._quotas = sizes, backing, quotas
+        self.store = Store(slab, tiers, policy=policy, document_share=document_share, backing=backing, changes=changes)
+        self.known = KnownDocuments()
+        self._chunk_sizes: dict[bytes, int] = {}  # tokens, by namespace
+        self._wanted: defaultdict[str, dict[str, KnownDocument]] = defaultdict(dict)  # by model and id
+        self._mutex = threading.Lock()
+        self.keeper = Keeper(
+            self.store,
+            self.known,
+            noted,
+            keys_of=lambda _, __, keys: keys,
+            learn=self._want,
+            unqueue=self._want_no_more,
+            size=lambda document: len(document.keys) * sizes.slot_bytes / room if room else float("inf"),
+            share=share,
+        )
+
+    def start(self) -> None:
+        """Let what was in memory and on tiers before be found, and pinned."""
+        chunks = self._backing.restored()
+        self.store.adopt(chunks)
+        for _, meta in chunks:
+            self.note(meta)
+        self.keeper.load()
+        threading.Thread(target=self._look_around, name="lmc-tiers", daemon=True).start()
+
+    def note(self, meta: RecordMeta) -> None:
+        """Note a document by the last one of its chunks, whose label has all of its tokens."""
+        if meta.kind is not RecordKind.DOCUMENT or not meta.label:
+            return
+        packed, _, name = meta.label.partition(" ")
+        with suppress(ValueError, IndexError):
+            tokens = unpack_tokens(packed)
+            keys = self._keys(meta, tokens)
+            document = self.known.note(meta.namespace, tokens, keys, model=meta.model, tenant=meta.tenant)
+            document.name = document.name or name
+
+    def make_room(self, meta: RecordMeta) -> bool:
+        """Evict what a chunk's owner has used longest ago, if a quota asks for that; false if there is nothing."""
+        size = meta.parts * meta.stored_part
+        return all(self._evict(quota) for quota in self._quotas.exceeded(meta.model, meta.tenant, size))
+
+    def committed(self, meta: RecordMeta) -> None:
+        """Note a chunk that has just been stored, and evict what exceeds its owner's quotas with it."""
+        self.note(meta)
+        self._evict_beyond(meta.model, meta.tenant)
+
+    def evict_beyond_quotas(self) -> None:
+        """Evict what exceeds the quotas of this arena's owners."""
+        for _, model, tenant in self.store.changes.held():
+            self._evict_beyond(model, tenant)
+
+    def clear(self, model: str | None, tenant: str | None) -> int:
+        """Remove all chunks of an owner from memory and tiers, with their pins, and return how many there were."""
+        _, present = self.store.changes.present()
+        keys = {
+            chunk.key
+            for chunks in present.values()
+            for chunk in chunks
+            if model in (None, chunk.model) and tenant in (None, chunk.tenant)
+        }
+        self.keeper.remove([one for one in self.known.list() if keys.intersection(one.keys)])
+        for key in keys:
+            self.store.forget(key, wait=False)
+        return len(keys)
+
+    def _evict_beyond(self, model: str, tenant: str) -> None:
+        for quota in self._quotas.exceeded(model, tenant, 0):
+            if not self._evict(quota):
+                break
+
+    def _evict(self, quota: Quota) -> bool:
+        return self.store.evict(lambda meta: quota.covers(meta.model, meta.tenant))
+
+    def take_wanted(self, model: str) -> list[Unlearned]:
+        """Return documents of a model that should be computed again, each to one client."""
+        with self._mutex:
+            wanted = self._wanted[model]
+            return [Unlearned.of(wanted.pop(name)) for name in list(wanted)[:WANTED_AT_ONCE]]
+
+    def close(self) -> None:
+        """Write down what is in memory only."""
+        self.keeper.close()
+        self.store.close()
+        self._backing.close()
+
+    def _want(self, document: KnownDocument) -> None:
+        with self._mutex:
+            self._wanted[document.model][document.id] = document
+
+    def _want_no_more(self, document: KnownDocument) -> None:
+        with self._mutex:
+            self._wanted[document.model].pop(document.id, None)
+
+    def _keys(self, meta: RecordMeta, tokens: Sequence[int]) -> Sequence[ChunkKey]:
+        """Return the keys of a document; raise `ValueError` if its last chunk is not the record's.
+
+        The record does not say how many tokens a full chunk has, so its position is divided until the key is right.
+        """
+        likely = self._chunk_sizes.get(meta.namespace, 0)
+        whole = [
+            meta.first // n for n in range(1, meta.first + 1) if meta.first % n == 0 and meta.first // n >= meta.tokens
+        ]
+        for size in filter(None, (likely, *whole, meta.tokens if not meta.first else 0)):
+            keys = document_keys(meta.namespace, tokens, size)
+            if keys[-1] == meta.key:
+                if meta.first:
+                    self._chunk_sizes[meta.namespace] = size
+                return keys
+        raise ValueError("another document's label")
+
+    def _look_around(self) -> None:
+        """Let the store know which records its tiers have, and evict those that are beyond their bound."""
+        with suppress(OSError, RuntimeError):  # The server ends, and its tiers are closed.
+            uses = self.store.last_uses()
+            for _, meta in self.store.records():
+                self.note(meta)
+                document = self.known.get(meta.key.hex())
+                if document is not None:
+                    document.used = uses.get(meta.key, document.used)
+            self.store.trim()
+
+
+class ArenaBacking(Backing):
+    """The memory of an arena: a part of the budget, and a journal if it outlives the server."""
+
+    def __init__(self, budget: Budget, sizes: Sizes, journal: Journal | None, unsafe: Collection[Slot]) -> None:
+        self._budget, self._sizes, self._journal, self.unsafe = budget, sizes, journal, unsafe
+
+    def restored(self) -> list[tuple[Slot, RecordMeta]]:
+        """Return the chunks that are in memory from before this server."""
+        chunks = self._journal.restore() if self._journal is not None else []
+        self._budget.count(self._sizes, len(chunks))
+        return chunks
+
+    def room(self) -> bool:
+        """See `Backing.room`."""
+        return self._budget.take(self._sizes)
+
+    def filled(self, slot: Slot, meta: RecordMeta) -> None:
+        """See `Backing.filled`."""
+        if self._journal is not None:
+            self._journal.filled(slot, meta)
+
+    def close(self) -> None:
+        """Write down what is in memory."""
+        if self._journal is not None:
+            self._journal.close()
+
+
+class _ArenaChanges(ChangeLog):
+    """The changes of one arena, which the server's log gets as well."""
+
+    def __init__(self, everything: ChangeLog) -> None:
+        super().__init__()
+        self._everything = everything
+
+    def appeared(self, place: str, meta: RecordMeta) -> None:
+        """See `ChangeLog.appeared`."""
+        super().appeared(place, meta)
+        self._everything.appeared(place, meta)
+
+    def left(self, place: str, key: ChunkKey) -> None:
+        """See `ChangeLog.left`."""
+        super().left(place, key)
+        self._everything.left(place, key)
+
+
+class ArenaTier(Wrapped):
+    """A tier that all arenas share, as one of them sees it."""
+
+    def __init__(self, inner: Tier, logs: "ChangeLogs", sizes: Sizes) -> None:
+        super().__init__(inner)
+        self._logs, self._sizes = logs, sizes
+
+    def headers(self) -> Iterator[RecordMeta]:
+        """Return the headers of records that fit in this arena."""
+        return (meta for meta in self.inner.headers() if self._sizes.fit(meta))
+
+    def report_to(self, changes: ChangeLog) -> None:
+        """Report to one log more."""
+        self._logs.all.append((self._sizes, changes))
+
+    def close(self) -> None:
+        """Do nothing: other arenas may still use the tier."""
+
+
+class ChangeLogs(ChangeLog):
+    """Passes changes on to the logs of the arenas that a chunk fits into."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.all: list[tuple[Sizes, ChangeLog]] = []
+
+    def appeared(self, place: str, meta: RecordMeta) -> None:
+        """See `ChangeLog.appeared`."""
+        for sizes, changes in self.all:
+            if sizes.fit(meta):
+                changes.appeared(place, meta)
+
+    def left(self, place: str, key: ChunkKey) -> None:
+        """See `ChangeLog.left`."""
+        for _, changes in self.all:
+            changes.left(place, key)

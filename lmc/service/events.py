@@ -1,0 +1,57 @@
+"""The change log of a cache server as events, for subscribers that may miss some, and can tell when they have."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from lmc.storage.change_log import Change, ChangeLog, Chunk
+
+AT_ONCE = 500  # changes in an event
+
+
+class Event(NamedTuple):
+    """Something that happened, or all that is there if a subscriber has missed what happened."""
+
+    id: str  # A subscriber names the last one that it has seen.
+    kind: str  # "changes", or "listing": what was known before is to be forgotten
+    data: Mapping[str, Any]
+
+
+class Events:
+    """Turns the change log into events."""
+
+    def __init__(self, changes: ChangeLog, server: str) -> None:
+        """`server` tells this server from those before it, whose numbers mean nothing here."""
+        self._changes, self._server = changes, server
+
+    def after(self, last: str) -> list[Event]:
+        """Return the events after the one with the id `last`; everything that is there if it is unknown or too old."""
+        server, _, number = last.rpartition("-")
+        if server == self._server and number.isdecimal():
+            changes, complete = self._changes.since(int(number))
+            if complete:
+                some = [changes[at : at + AT_ONCE] for at in range(0, len(changes), AT_ONCE)]
+                return [
+                    Event(self._id(part[-1].number), "changes", {"changes": [_described(one) for one in part]})
+                    for part in some
+                ]
+        newest, present = self._changes.present()
+        places = {place: [_chunk(chunk) for chunk in chunks] for place, chunks in present.items()}
+        return [Event(self._id(newest), "listing", {"places": places})]
+
+    def _id(self, number: int) -> str:
+        return f"{self._server}-{number}"
+
+
+def _described(change: Change) -> dict[str, Any]:
+    return {"number": change.number, "place": change.place, "appeared": change.appeared, **_chunk(change.chunk)}
+
+
+def _chunk(chunk: Chunk) -> dict[str, Any]:
+    return {
+        "key": chunk.key.hex(),
+        "kind": chunk.kind.value if chunk.kind else None,
+        "tokens": chunk.tokens,
+        "bytes": chunk.bytes,
+        "model": chunk.model,
+        "tenant": chunk.tenant,
+    }

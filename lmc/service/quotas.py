@@ -1,0 +1,77 @@
+"""Quotas: how much memory of a cache server models and tenants may take."""
+
+import json
+import logging
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from lmc.storage.change_log import Amount, ChangeLog
+
+log = logging.getLogger(__name__)
+
+FILE = "quotas.json"  # in the directory of memory or of the disk tier
+
+
+class Quota(msgspec.Struct, frozen=True):
+    """A bound for the chunks of a model, of a tenant, or of a tenant's chunks of one model, together."""
+
+    bytes: int
+    model: str | None = None  # None for all models
+    tenant: str | None = None  # digest of the cache salt; None for all tenants
+
+    def covers(self, model: str, tenant: str) -> bool:
+        """Return whether chunks of this owner count."""
+        return self.model in (None, model) and self.tenant in (None, tenant)
+
+
+class Quotas:
+    """All quotas of a server. Any thread may call any method."""
+
+    def __init__(self, changes: ChangeLog, directory: Path | None) -> None:
+        """Quotas are kept in a file, if there is a directory, and hold for the next server as well."""
+        self._changes, self._file = changes, directory / FILE if directory else None
+        self._mutex = threading.Lock()
+        self._quotas: tuple[Quota, ...] = ()
+        if self._file is not None:
+            with suppress(FileNotFoundError):
+                try:
+                    self._quotas = tuple(msgspec.json.decode(self._file.read_bytes(), type=list[Quota]))
+                except (OSError, msgspec.MsgspecError) as error:
+                    if isinstance(error, FileNotFoundError):
+                        raise
+                    log.warning("cannot read %s (%s): there are no quotas", self._file, error)
+
+    def all(self) -> list[tuple[Quota, int]]:
+        """Return each quota, and how many bytes of it are taken."""
+        return [(quota, self._taken(quota)) for quota in self._quotas]
+
+    def set(self, model: str | None, tenant: str | None, size: int | None) -> None:
+        """Bound what a model or a tenant, or both together, may take; None for a bound that is no more."""
+        with self._mutex:
+            others = [one for one in self._quotas if (one.model, one.tenant) != (model, tenant)]
+            self._quotas = (*others, *([Quota(size, model, tenant)] if size is not None else []))
+            if self._file is not None:
+                aside = self._file.with_suffix(".tmp")
+                try:
+                    aside.write_text(json.dumps(msgspec.to_builtins(self._quotas)))
+                    aside.replace(self._file)
+                except OSError as error:
+                    log.warning("cannot write %s (%s): quotas end with this server", self._file, error.strerror)
+
+    def exceeded(self, model: str, tenant: str, size: int) -> Iterator[Quota]:
+        """Yield a quota as long as so many bytes more of an owner would exceed it. The caller makes room meanwhile."""
+        for quota in self._quotas:
+            while quota.covers(model, tenant) and self._taken(quota) + size > quota.bytes:
+                yield quota
+
+    def _taken(self, quota: Quota) -> int:
+        held = self._changes.held().items()
+        total = Amount()
+        for (place, model, tenant), amount in held:
+            if place == "host" and quota.covers(model, tenant):
+                total = total.plus(amount)
+        return total.bytes

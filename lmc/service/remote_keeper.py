@@ -1,0 +1,83 @@
+"""Pins and time limits of documents, as an engine asks a cache server for them. The server keeps them."""
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+from lmc.engine.keeper import DocumentKeeper
+from lmc.engine.known_documents import KnownDocument
+from lmc.engine.learn_queue import Unlearned
+from lmc.errors import InputError
+from lmc.service import messages as m
+from lmc.service.remote_store import RemoteStore
+
+AT_ONCE = 64  # documents in one question
+
+
+class RemoteKeeper(DocumentKeeper):
+    """Asks the server for what a `DocumentKeeper` does."""
+
+    def __init__(
+        self, store: RemoteStore, *, learn: Callable[[Unlearned], object], unqueue: Callable[[KnownDocument], object]
+    ) -> None:
+        """`learn` queues a document that the server wants to be computed; `unqueue` takes one out of that queue."""
+        self._store, self._unqueue = store, unqueue
+        self.moving = threading.RLock()
+        store.wanted = learn
+
+    @property
+    def pinned_chunks(self) -> int:
+        """How many chunks are pinned, by anybody."""
+        return self._store.pinned_chunks
+
+    def pin(self, documents: Sequence[KnownDocument]) -> None:
+        """Let documents not be evicted; raise `InputError` if there is no room for that, or no server."""
+        self._keep(documents, "pin")
+        for document in documents:
+            document.pinned = True
+
+    def unpin(self, documents: Sequence[KnownDocument]) -> None:
+        """Let documents be evicted again; raise `InputError` if there is no server."""
+        self._keep(documents, "unpin")
+        for document in documents:
+            document.pinned = False
+
+    def expire(self, documents: Sequence[KnownDocument], seconds: float | None) -> None:
+        """Remove documents `seconds` from now; raise `InputError` if there is no server."""
+        self._keep(documents, "expire", seconds)
+        self.refresh(documents)
+
+    def remove(self, documents: Sequence[KnownDocument]) -> None:
+        """Remove documents everywhere; raise `InputError` if there is no server."""
+        for document in documents:
+            self._unqueue(document)
+        self._keep(documents, "remove")
+        for document in documents:
+            document.removed, document.pinned, document.expires = True, False, 0.0
+
+    def refresh(self, documents: Sequence[KnownDocument]) -> None:
+        """Let documents say what the server keeps of them now."""
+        found = self._store.ask_slowly(m.Kept([document.id for document in documents]), [])
+        for document, (pinned, expires) in zip(documents, found, strict=False):
+            document.pinned, document.expires = pinned, expires
+
+    def begin_anew(self) -> None:
+        """Do nothing: other engines may use the documents that this one had, and people can remove them."""
+
+    def close(self) -> None:
+        """Do nothing: the server goes on."""
+
+    def _keep(
+        self,
+        documents: Sequence[KnownDocument],
+        how: Literal["pin", "unpin", "expire", "remove"],
+        seconds: float | None = None,
+    ) -> None:
+        for first in range(0, len(documents), AT_ONCE):
+            some = [
+                m.Described(one.namespace, one.tokens.tobytes(), list(one.keys), one.name, one.model, one.tenant)
+                for one in documents[first : first + AT_ONCE]
+            ]
+            away = "the cache server is away: try again when it is back"
+            if refused := self._store.ask_slowly(m.Keep(some, how, seconds), away):
+                raise InputError(refused)

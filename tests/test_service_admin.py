@@ -1,0 +1,501 @@
+"""Administration of a cache server over real HTTP: documents, tenants, quotas, events. Engines and stores are real."""
+
+import json
+import socket
+import ssl
+import subprocess
+import threading
+from contextlib import ExitStack, closing, contextmanager
+from http.client import HTTPConnection
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
+
+import pytest
+import test_cli
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client.parser import text_string_to_metric_families
+from service_fakes import eventually, serving
+from storage_fakes import key_of, meta_of
+from test_admin import free_port
+from test_keeper import RECORD, A, B, C, D, engine_of, known, learn, places
+
+from lmc import http_server
+from lmc.errors import ConfigError, InputError
+from lmc.keys import RecordKind, tenant_of
+from lmc.service.events import Events
+from lmc.service.http_api import application
+from lmc.service.overview import Overview
+from lmc.service.quotas import Quotas
+from lmc.shapes import GIB
+from lmc.storage.change_log import ChangeLog
+from lmc.storage.contract import ChunkStore
+
+TOKEN = "s3cret"
+SLOT = 2 * 4096  # bytes
+
+
+class Service:
+    """A server that is administered, and engines that are attached to it."""
+
+    def __init__(self, server, port, opened):
+        self.server, self.url, self._opened = server, f"http://127.0.0.1:{port}", opened
+
+    def engine(self, **settings):
+        return self._opened.enter_context(closing(engine_of(server=self.server.path, **settings)))
+
+    def ask(self, path, body=None, method=None, token=TOKEN):
+        with urlopen(self._request(path, body, method, token), timeout=30) as answer:
+            return json.loads(answer.read())
+
+    def refusal(self, path, body=None, method=None, token=TOKEN):
+        with pytest.raises(HTTPError) as raised:
+            self.ask(path, body, method, token)
+        with raised.value as error:
+            return error.code, json.loads(error.read())["error"]
+
+    def documents(self, token=TOKEN):
+        return self.ask("/v1/documents", token=token)["documents"]
+
+    def _request(self, path, body, method, token):
+        headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {token}"} if token else {})
+        return Request(self.url + path, body if body is None else json.dumps(body).encode(), headers, method=method)
+
+
+@contextmanager
+def administered(folder, slots=16, tenants=(), token=TOKEN, **settings):
+    size = {"max_local_cpu_size": slots * SLOT / GIB}
+    with serving(folder, 0, None, **size, **settings) as server, ExitStack() as opened:
+        port = free_port()
+        app = application(Overview(server), token, dict(tenants))
+        opened.callback(http_server.serve(app, f"127.0.0.1:{port}", token, setting="--http"))
+        yield Service(server, port, opened)
+
+
+@pytest.fixture
+def service(tmp_path):
+    with administered(tmp_path, tenants={"token of t": "t", "token of u": "u"}) as found:
+        yield found
+
+
+def lmc(*words, token=TOKEN):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LMC_ADMIN_TOKEN", token)
+        return test_cli.lmc(*words)
+
+
+def stored(store: ChunkStore) -> int:
+    return len(store.known_keys())
+
+
+# -- documents ---------------------------------------------------------------------------------------------------------
+
+
+def test_documents_of_all_engines_are_listed_and_those_of_a_name_shown(service):
+    one, other = service.engine(), service.engine()
+    learn(one, A, name="a.txt")
+    learn(other, B, "t")
+    found = {document["name"]: document for document in service.documents()}
+    assert found["a.txt"] | {"id": "", "used": 0} == {
+        "id": "", "name": "a.txt", "tokens": 20, "begins": " ".join(map(str, A)), "places": ["host"], "uses": 0,
+        "used": 0, "pinned": False, "expires": 0.0, "model": "", "tenant": "",
+    }  # fmt: skip
+    assert found[""]["tenant"] == tenant_of("t")
+    (shown,) = service.ask("/v1/documents/a.txt")["documents"]
+    assert shown["text"] == " ".join(map(str, A))
+    code, out, _ = lmc("documents", "list", "--url", service.url)
+    assert (code, "a.txt" in out, "2 of 2 documents" in out) == (0, True, True)
+
+
+def test_a_use_by_an_engine_counts(service):
+    engine = service.engine()
+    document = learn(engine, A)
+    engine.store.release(engine.store.pin(document.keys))
+    assert [one["uses"] for one in service.documents()] == [1]
+
+
+def test_a_document_that_is_pinned_stays_when_its_engine_has_ended_and_the_server_is_another(tmp_path):
+    with administered(tmp_path, local_disk=tmp_path / "disk") as service:
+        engine = service.engine()
+        engine.keeper.pin([learn(engine, A, name="a.txt")])
+        assert known(engine, A).pinned
+        assert [one["pinned"] for one in service.documents()] == [True]
+        engine.keeper.expire([known(engine, A)], 3600)
+        assert known(engine, A).expires == service.documents()[0]["expires"] > 0
+    with administered(tmp_path, local_disk=tmp_path / "disk", max_local_disk_size=6 * RECORD / GIB) as service:
+        engine = service.engine()
+        for start in range(1000, 2000, 50):
+            learn(engine, list(range(start, start + 20)))
+        found = service.ask("/v1/documents/a.txt")["documents"][0]
+        assert (found["pinned"], "disk" in found["places"], found["expires"] > 0) == (True, True, True)
+        service.ask("/v1/documents/a.txt", {"pinned": False, "ttl": None}, "PATCH")
+        engine.keeper.refresh([known(engine, A)])
+        assert (known(engine, A).pinned, known(engine, A).expires) == (False, 0.0)
+
+
+def test_pins_of_all_engines_share_one_room(service):
+    one, other = service.engine(), service.engine()
+    one.keeper.pin([learn(one, tokens) for tokens in (A, B)])
+    other.keeper.pin([learn(other, C), learn(other, D)])  # 8 of 16 slots: the share of documents
+    with pytest.raises(InputError, match="there is no room to pin them"):
+        other.keeper.pin([learn(other, [7] * 20)])
+    eventually(lambda: one.keeper.pinned_chunks == other.keeper.pinned_chunks == 8)
+    one.keeper.unpin([known(one, A)])
+    other.keeper.pin([known(other, [7] * 20)])
+
+
+def test_a_removed_document_is_nowhere(tmp_path):
+    with administered(tmp_path, local_disk=tmp_path / "disk") as service:
+        engine = service.engine()
+        document = learn(engine, A)
+        assert places(engine, A) == ["host"] * 2
+        assert service.ask(f"/v1/documents/{document.id}", method="DELETE") == {"removed": [document.id]}
+        assert (places(engine, A), service.documents()) == ([None] * 2, [])
+        learn(engine, A)
+        engine.keeper.remove([document])
+        assert (places(engine, A), service.documents(), document.removed) == ([None] * 2, [], True)
+
+
+def test_a_pinned_document_that_was_lost_is_learned_again_by_an_engine_of_its_model_and_tenant(service):
+    engine, stranger = service.engine(), service.engine()
+    pinned = [learn(engine, A), learn(engine, B, "t")]
+    engine.keeper.pin(pinned)
+    for document in pinned:
+        for key in document.keys:
+            engine.store.forget(key)
+    engine.close()
+    (arena,) = service.server.arenas.all()
+    later = service.engine()
+    later.namespace
+    arena.keeper.restore()
+    eventually(lambda: len(later.learning) + len(stranger.learning) > 0)
+    waiting = [*later.learning, *stranger.learning]
+    assert [list(one.tokens) for one in waiting] == [A]  # Nobody has asked for anything of the other tenant.
+
+
+def test_a_document_that_one_engine_learns_is_not_begun_by_another_one(service):
+    one, other = service.engine(), service.engine()
+    namespace = one.namespace(RecordKind.DOCUMENT)
+    slots = one.begin_document(namespace, A)
+    assert (len(slots), other.begin_document(namespace, A)) == (2, None)
+    for slot in slots:
+        one.store.abort(slot)
+    one.store.held()  # The server has done that.
+    assert len(other.begin_document(namespace, A)) == 2
+
+
+def test_without_the_server_nothing_can_be_pinned(tmp_path):
+    with administered(tmp_path) as service:
+        engine = engine_of(server=service.server.path)
+        document = learn(engine, A)
+    with pytest.raises(InputError, match="the cache server is away"):
+        engine.keeper.pin([document])
+    assert not document.pinned
+    engine.close()
+
+
+def test_documents_that_were_stored_before_the_server_began_are_known(tmp_path):
+    long = [9] * 100  # tokens, so that its chunks of 16 are found by trying
+    for run in range(2):
+        with administered(tmp_path, local_disk=tmp_path / "disk") as service:
+            engine = service.engine()
+            if run == 0:
+                for tokens in (A, A[:5], long):
+                    learn(engine, tokens)
+            eventually(lambda found=service: len(found.documents()) == 3)
+            eventually(lambda found=service: all("disk" in one["places"] for one in found.documents()))
+            assert sorted(one["tokens"] for one in service.documents()) == [5, 20, 100]
+
+
+# -- who may see what --------------------------------------------------------------------------------------------------
+
+
+def test_a_tenant_sees_and_changes_what_is_its_own_and_nothing_else(service):
+    engine = service.engine()
+    theirs, mine = learn(engine, A, "u", "a.txt"), learn(engine, B, "t", "b.txt")
+    token = "token of t"
+    assert [one["name"] for one in service.documents(token)] == ["b.txt"]
+    assert [one["tenant"] for one in service.ask("/v1/stat", token=token)["owners"]] == [tenant_of("t")]
+    assert set(service.ask("/v1/stat", token=token)) == {"owners"}
+    nothing = service.refusal(f"/v1/documents/{'0' * 64}", token=token)[1].replace("0" * 64, "X")
+    for name in (theirs.id, theirs.id[:10]):
+        assert service.refusal(f"/v1/documents/{name}", token=token) == (400, nothing.replace("X", name))
+    for method, body in (("DELETE", None), ("PATCH", {"name": "mine"})):
+        assert service.refusal(f"/v1/documents/{theirs.id}", body, method, token)[0] == 400
+    assert service.refusal(f"/v1/documents/{mine.id}", {"pinned": True}, "PATCH", token)[0] == 403
+    assert service.ask("/v1/documents/b.txt", {"name": "c.txt"}, "PATCH", token)["documents"][0]["name"] == "c.txt"
+    assert service.ask("/v1/documents/c.txt", method="DELETE", token=token) == {"removed": [mine.id]}
+    for path in ("/metrics", "/v1/events", "/v1/clients", "/v1/quota"):
+        assert service.refusal(path, token=token)[0] == 403
+    for path, body in (("/v1/clear", {"everything": True}), ("/v1/drain", {})):
+        assert service.refusal(path, body, token=token)[0] == 403
+    assert [one["name"] for one in service.documents()] == ["a.txt"]
+
+
+@pytest.mark.parametrize("token", ["", "wrong", "sécret"])
+def test_without_a_token_nothing_is_told(service, token):
+    learn(service.engine(), A)
+    for path in ("/v1/documents", "/v1/stat", "/metrics", "/v1/events", "/openapi.json", "/nothing"):
+        assert service.refusal(path, token=token.encode().decode("latin-1"))[0] == 401
+    assert service.ask("/health", token="") == {"status": "ok"}
+    assert service.ask("/ready", token="") == {"status": "ready"}
+    with urlopen(service.url + "/") as page:
+        assert b"lmc cache server" in page.read()
+
+
+def test_a_server_without_a_token_answers_to_this_host_only(tmp_path):
+    with administered(tmp_path, token="") as service:
+        assert service.ask("/v1/documents", token="") == {"documents": [], "total": 0}
+        connection = HTTPConnection("127.0.0.1", int(service.url.rpartition(":")[2]))
+        with closing(connection):
+            connection.request("GET", "/v1/documents", headers={"host": "rebound.example"})
+            assert connection.getresponse().status == 403
+    app = application(Overview(service.server), "", {})
+    with pytest.raises(
+        ConfigError, match=r"--http = 0\.0\.0\.0:1 can be reached from other hosts: set LMC_ADMIN_TOKEN"
+    ):
+        http_server.serve(app, "0.0.0.0:1", "", setting="--http")
+
+
+def test_questions_that_are_too_large_or_wrong_are_refused_and_the_next_is_answered(service, monkeypatch):
+    monkeypatch.setattr(http_server, "LARGEST", 10_000)
+    learn(service.engine(), A)
+    assert service.refusal("/v1/clear", {"model": "x" * 20_000})[0] == 413
+    port = int(service.url.rpartition(":")[2])
+    with socket.create_connection(("127.0.0.1", port), 30) as sent:  # Nobody knows how long it will be.
+        head = "POST /v1/clear HTTP/1.1", "host: localhost", "content-type: application/json"
+        head += f"authorization: Bearer {TOKEN}", "transfer-encoding: chunked"
+        part = b"2710\r\n" + b"[" * 10_000 + b"\r\n"
+        sent.sendall("\r\n".join([*head, "", ""]).encode() + 2 * part + b"0\r\n\r\n")
+        assert b"413" in sent.recv(1000)
+    wrong = [
+        ("/v1/clear", {}), ("/v1/clear", {"everything": True, "model": "m"}), ("/v1/clear", {"modell": "m"}),
+        ("/v1/clear", []), ("/v1/quota", {"max_gb": 1}), ("/v1/quota", {"model": "m", "max_gb": -1}),
+        ("/v1/documents/aa", {"pinned": "perhaps"}), ("/v1/documents/aa", {"ttl": 0}),
+    ]  # fmt: skip
+    methods = {"/v1/clear": "POST", "/v1/quota": "PUT"}
+    for path, body in wrong:
+        assert service.refusal(path, body, methods.get(path, "PATCH"))[0] == 400
+    for path in ("/v1/documents/..%2f..%2fetc%2fpasswd", "/v1/documents/%00", "/v1/documents/%20"):
+        assert service.refusal(path)[0] == 400
+    for path in ("/../etc/passwd", "/v1/documents/../../stat", "//etc/passwd"):
+        assert service.refusal(path)[0] in (400, 404)
+    assert service.refusal("/v1/documents?limit=0")[0] == 400
+    assert service.refusal("/v1/clear", json.loads("[" * 500 + "]" * 500))[0] == 400
+    assert len(service.documents()) == 1
+
+
+def test_tls(tmp_path):
+    pair = tmp_path / "chain.pem", tmp_path / "key.pem"
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost",
+         "-addext", "subjectAltName=DNS:localhost", "-out", pair[0], "-keyout", pair[1]],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    with administered(tmp_path) as service:
+        port, app = free_port(), application(Overview(service.server), TOKEN, {})
+        files = http_server.Certificate(*pair)
+        stop = http_server.serve(app, f"127.0.0.1:{port}", TOKEN, setting="--http", certificate=files)
+        try:
+            trusted = ssl.create_default_context(cafile=str(pair[0]))
+            with urlopen(f"https://localhost:{port}/health", context=trusted, timeout=30) as answer:
+                assert json.loads(answer.read()) == {"status": "ok"}
+        finally:
+            stop()
+        missing = http_server.Certificate(tmp_path / "no.pem", tmp_path / "no.key")
+        with pytest.raises(ConfigError, match="the certificate"):
+            http_server.serve(app, f"127.0.0.1:{port}", TOKEN, setting="--http", certificate=missing)
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_in_use_is_told_by_model_tenant_and_place(service):
+    engine = service.engine()
+    learn(engine, A)
+    learn(engine, B, "t")
+    found = service.ask("/v1/stat")
+    amount = {"chunks": 2, "tokens": 20, "bytes": 2 * SLOT}
+    assert found["owners"] == [
+        {"model": "", "tenant": tenant, "places": {"host": amount}} for tenant in ("", tenant_of("t"))
+    ]
+    assert (found["used_bytes"], found["memory_bytes"], found["documents"]) == (4 * SLOT, 16 * SLOT, 2)
+    assert found["totals"]["chunks|host"] == 4
+    (client,) = service.ask("/v1/clients")["clients"]
+    assert client.keys() == {"process", "user", "model", "attached", "pinned", "reserved"}
+
+
+def test_prometheus_and_lmc_top_read_the_numbers_of_all_arenas(service):
+    one, other = service.engine(), service.engine(chunk_size=32)
+    learn(one, A)
+    learn(other, B)
+    one.store.release(one.store.pin(known(one, A).keys))
+    with urlopen(Request(service.url + "/metrics", headers={"authorization": f"Bearer {TOKEN}"})) as answer:
+        families = {family.name: family for family in text_string_to_metric_families(answer.read().decode())}
+    values = {tuple(one.labels.values()): one.value for one in families["lmc_chunks"].samples}
+    assert values == {("host",): 3}
+    assert families["lmc_server_used_bytes"].samples[0].value == 2 * SLOT + SLOT
+    hits = [sample.value for sample in families["lmc_hits"].samples if sample.labels["place"] == "host"]
+    assert hits == [2]
+    code, out, _ = lmc("top", service.url, "--once")
+    assert (code, "hit rate" in out) == (0, True)
+    code, _, err = lmc("top", service.url, "--once", token="")
+    assert (code, "LMC_ADMIN_TOKEN" in err) == (2, True)
+
+
+def test_a_tenant_beyond_its_quota_evicts_its_own_oldest_chunks(service):
+    engine = service.engine()
+    learn(engine, A, "u")
+    service.ask("/v1/quota", {"cache_salt": "t", "max_gb": 4 * SLOT / GIB}, "PUT")
+    for tokens in (B, C):
+        learn(engine, tokens, "t")
+    assert places(engine, B, "t") == ["host"] * 2
+    learn(engine, D, "t")
+    assert [places(engine, tokens, "t") for tokens in (B, C, D)] == [[None] * 2, ["host"] * 2, ["host"] * 2]
+    assert places(engine, A, "u") == ["host"] * 2
+    (quota,) = service.ask("/v1/quota")["quotas"]
+    assert quota == {"model": None, "tenant": tenant_of("t"), "max_bytes": 4 * SLOT, "used_bytes": 4 * SLOT}
+    service.ask("/v1/quota", {"cache_salt": "t", "max_gb": 2 * SLOT / GIB}, "PUT")
+    assert [places(engine, tokens, "t") for tokens in (C, D)] == [[None] * 2, ["host"] * 2]
+    service.ask("/v1/quota", {"cache_salt": "t", "max_gb": None}, "PUT")
+    learn(engine, C, "t")
+    assert service.ask("/v1/quota") == {"quotas": []}
+    assert stored(engine.store) == 6
+
+
+def test_a_chunk_that_is_larger_than_its_quota_or_finds_only_held_ones_is_not_stored(service):
+    engine = service.engine()
+    service.ask("/v1/quota", {"tenant": "", "max_gb": 2 * SLOT / GIB}, "PUT")
+    first = learn(engine, A)
+    pins = engine.store.pin(first.keys)
+    assert engine.begin_document(first.namespace, B) is None
+    engine.store.release(pins)
+    service.ask("/v1/quota", {"tenant": "", "max_gb": 0}, "PUT")
+    assert engine.begin_document(first.namespace, B) is None
+    assert stored(engine.store) == 0
+
+
+def test_quotas_hold_for_the_next_server(tmp_path):
+    Quotas(ChangeLog(), tmp_path).set("m", None, 5)
+    assert [(one.model, one.tenant, one.bytes) for one, _ in Quotas(ChangeLog(), tmp_path).all()] == [("m", None, 5)]
+    (tmp_path / "quotas.json").write_text("[{]")
+    assert Quotas(ChangeLog(), tmp_path).all() == []
+
+
+def test_all_of_a_tenant_is_removed_with_its_pins(tmp_path):
+    with administered(tmp_path, local_disk=tmp_path / "disk") as service:
+        engine = service.engine()
+        learn(engine, A)
+        engine.keeper.pin([learn(engine, B, "t")])
+        assert service.ask("/v1/clear", {"cache_salt": "t"}) == {"removed": 2}
+        eventually(lambda: places(engine, B, "t") == [None] * 2)
+        assert places(engine, A) == ["host"] * 2
+        assert [one["tokens"] for one in service.documents()] == [20]
+        assert service.ask("/v1/clear", {"everything": True}) == {"removed": 2}
+        eventually(lambda: stored(engine.store) == 0)
+
+
+def test_a_drained_server_writes_everything_down_and_is_not_ready(tmp_path):
+    with administered(tmp_path, local_disk=tmp_path / "disk", store_policy="write_back") as service:
+        learn(service.engine(), A)
+        assert service.ask("/v1/drain", {}, "POST")["status"].startswith("the server writes down")
+        eventually(lambda: service.server.ends)
+    with administered(tmp_path, local_disk=tmp_path / "disk") as service:
+        assert places(service.engine(), A) == ["disk"] * 2
+
+
+def test_every_question_is_described(service):
+    paths = service.ask("/openapi.json")["paths"]
+    assert set(paths) == {
+        "/health", "/ready", "/metrics", "/v1/events", "/v1/documents", "/v1/documents/{name}", "/v1/stat",
+        "/v1/clients", "/v1/clear", "/v1/quota", "/v1/drain",
+    }  # fmt: skip
+    assert all(asked["summary"] for methods in paths.values() for asked in methods.values())
+
+
+# -- events ------------------------------------------------------------------------------------------------------------
+
+
+class Subscriber:
+    """Keeps up with events, and knows what is where."""
+
+    def __init__(self):
+        self.last, self.there = "", {}
+
+    def take(self, events):
+        for event in events:
+            self.last = event.id
+            if event.kind == "listing":
+                self.there = {place: {one["key"] for one in found} for place, found in event.data["places"].items()}
+            for change in event.data.get("changes", ()):
+                keys = self.there.setdefault(change["place"], set())
+                (keys.add if change["appeared"] else keys.remove)(change["key"])
+
+
+schedules = st.lists(
+    st.one_of(
+        st.tuples(st.booleans(), st.sampled_from(["host", "disk"]), st.integers(0, 5)), st.sampled_from(["a", "b"])
+    ),
+    max_size=60,
+)
+
+
+@given(schedules)
+def test_a_subscriber_that_comes_late_or_seldom_knows_what_is_there(schedule):
+    log = ChangeLog(kept=4)
+    events, subscribers = Events(log, "server"), {"a": Subscriber(), "b": Subscriber()}
+    for step in [*schedule, "a", "b"]:
+        if isinstance(step, str):
+            subscribers[step].take(events.after(subscribers[step].last))
+            continue
+        appeared, place, number = step
+        if appeared:
+            log.appeared(place, meta_of(key_of(number)))
+        else:
+            log.left(place, key_of(number))
+    there = {place: {one.key.hex() for one in found} for place, found in log.present()[1].items()}
+    for one in subscribers.values():
+        assert {place: keys for place, keys in one.there.items() if keys} == {
+            place: keys for place, keys in there.items() if keys
+        }
+
+
+def test_events_of_another_server_are_not_taken_for_ours():
+    log = ChangeLog()
+    log.appeared("host", meta_of(key_of(1)))
+    ours = Events(log, "ours")
+    (listing,) = ours.after("theirs-1")
+    assert (listing.kind, ours.after(listing.id)) == ("listing", [])
+
+
+def read_events(service, last, count):
+    """Return so many events after `last`."""
+    headers = {"authorization": f"Bearer {TOKEN}", "last-event-id": last}
+    found, event = [], {}
+    with urlopen(Request(service.url + "/v1/events", headers=headers), timeout=30) as stream:
+        for line in stream:
+            name, _, text = line.decode().rstrip("\n").partition(": ")
+            if name:
+                event[name] = text
+            elif event:
+                found.append(event)
+                event = {}
+            if len(found) == count:
+                return found
+    return found
+
+
+def test_events_arrive_over_http_and_go_on_where_a_subscriber_was(service):
+    engine = service.engine()
+    learn(engine, A)
+    (listing,) = read_events(service, "", 1)
+    assert (listing["event"], len(json.loads(listing["data"])["places"]["host"])) == ("listing", 2)
+    learn(engine, B)
+    (changes,) = read_events(service, listing["id"], 1)
+    changed = json.loads(changes["data"])["changes"]
+    assert [(one["place"], one["appeared"], one["kind"]) for one in changed] == [("host", True, "document")] * 2
+    waiting = threading.Thread(target=read_events, args=(service, changes["id"], 1))
+    waiting.start()
+    learn(engine, C)
+    waiting.join(30)
+    assert not waiting.is_alive()
