@@ -8,12 +8,12 @@ from pathlib import Path
 KEEP_SIZE, PUNCH_HOLE = 1, 2  # of fallocate(2)
 
 
-def locked(path: Path | str, *, alone: bool = False) -> int:
-    """Open a file and lock it, together with others or `alone`; return the descriptor.
+def locked(path: Path | str, *, alone: bool = False, new: bool = True) -> int:
+    """Open a file, which may be `new`, and lock it, together with others or `alone`; return the descriptor.
 
     The lock ends when the descriptor is closed. Raises `BlockingIOError` if others are in the way.
     """
-    file = os.open(path, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | (os.O_CREAT if new else 0), 0o600)
     try:
         fcntl.flock(file, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
     except BaseException:

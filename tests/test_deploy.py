@@ -13,6 +13,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from lmc.cli import stat
 from lmc.config import Settings
 from lmc.redis_url import parse_redis_url
 from lmc.service.command import serve
@@ -20,11 +21,42 @@ from lmc.service.command import serve
 FOLDER = Path(__file__).parent.parent / "examples" / "deploy"
 KUBERNETES = "1.31"
 DOCUMENTS: list[dict[str, Any]] = list(yaml.safe_load_all((FOLDER / "kubernetes.yaml").read_text()))
+SERVED: list[dict[str, Any]] = list(yaml.safe_load_all((FOLDER / "lmc-serve.yaml").read_text()))
+COMPOSE: dict[str, Any] = yaml.safe_load((FOLDER / "compose.yaml").read_text())
+STOP_SECONDS = 60  # at least, for a server that writes down what is in memory only
 
 
-def named(kind: str, name: str) -> dict[str, Any]:
-    (found,) = [one for one in DOCUMENTS if one["kind"] == kind and one["metadata"]["name"] == name]
+def named(kind: str, name: str, documents: list[dict[str, Any]] = DOCUMENTS) -> dict[str, Any]:
+    (found,) = [one for one in documents if one["kind"] == kind and one["metadata"]["name"] == name]
     return found
+
+
+def pod(kind: str, name: str) -> dict[str, Any]:
+    """Return a pod of the example with a cache server."""
+    found: dict[str, Any] = named(kind, name, SERVED)["spec"]["template"]["spec"]
+    return found
+
+
+def mounts(one: dict[str, Any]) -> dict[str, str]:
+    """Return the directories of the node that a pod's container has, by their paths there."""
+    (inside,) = one["containers"]
+    volumes = {volume["name"]: volume.get("hostPath", {}).get("path") for volume in one["volumes"]}
+    found = {mount["mountPath"]: volumes[mount["name"]] for mount in inside["volumeMounts"]}
+    return {path: there for path, there in found.items() if there}
+
+
+def served(command: list[str]) -> dict[str, str]:
+    """Return the options of a command that starts a cache server."""
+    assert command[:2] == ["lmc", "serve"]
+    options = dict(zip(command[2::2], command[3::2], strict=True))
+    assert {option.removeprefix("--") for option in options} <= inspect.signature(serve).parameters.keys()
+    return options
+
+
+def is_checked(command: list[str], socket: str) -> bool:
+    """Return whether a command asks the server at a socket how it is."""
+    known = "server" in inspect.signature(stat).parameters
+    return known and command == ["lmc", "stat", "--server", socket]
 
 
 def container(name: str) -> dict[str, Any]:
@@ -38,7 +70,7 @@ def test_the_linter_of_dockerfiles_has_nothing_to_say() -> None:
     assert (done.returncode, done.stdout) == (0, "")
 
 
-@pytest.mark.parametrize("one", DOCUMENTS, ids=lambda one: f"{one['kind']} {one['metadata']['name']}")
+@pytest.mark.parametrize("one", DOCUMENTS + SERVED, ids=lambda one: f"{one['kind']} {one['metadata']['name']}")
 def test_the_objects_are_what_kubernetes_says_they_are(one: dict[str, Any]) -> None:
     kubernetes_validate.validate(one, KUBERNETES, strict=True)
 
@@ -99,3 +131,51 @@ def test_the_unit_for_systemd_starts_a_cache_server_that_there_is() -> None:
     known = inspect.signature(serve).parameters
     assert {option.removeprefix("--") for option in options[::2]} == {"socket", "memory"} <= known.keys()
     assert Path(options[1]).parent == Path("/run") / service["RuntimeDirectory"]
+
+
+def test_engines_of_a_node_find_its_server_and_their_lifelines_at_the_same_paths() -> None:
+    server, engine = pod("DaemonSet", "lmc-serve"), pod("Deployment", "vllm")
+    (inside,), (vllm,) = server["containers"], engine["containers"]
+    options = served(inside["command"])
+    given = {one["name"]: one["value"] for one in vllm["env"]}
+    given |= {"VLLM_SERVICE_HOST": "10.0.0.7", "VLLM_PORT": "tcp://10.0.0.7:80"}  # what Kubernetes adds
+    settings = Settings.load(environ=given)
+    assert settings.enable_blending
+    assert str(settings.server) == options["--socket"]
+    for path in (str(Path(options["--socket"]).parent), options["--memory"]):
+        assert mounts(server)[path] == mounts(engine)[path]
+    assert mounts(server)[options["--memory"]].startswith("/dev/shm/"), "memory is on tmpfs"
+    own = Settings.load(environ={one["name"]: one["value"] for one in inside["env"]})
+    assert str(own.local_disk) in mounts(server)
+    for limits in (inside["resources"]["limits"], vllm["resources"]["limits"]):
+        assert float(limits["memory"].removesuffix("Gi")) > own.max_local_cpu_size
+    assert is_checked(inside["readinessProbe"]["exec"]["command"], options["--socket"])
+    assert server["terminationGracePeriodSeconds"] >= STOP_SECONDS
+    assert f"lmc stat --server {options['--socket']}" in engine["initContainers"][0]["command"][-1]
+
+
+def test_no_service_has_a_name_from_which_kubernetes_makes_variables_of_ours() -> None:
+    names = [one["metadata"]["name"] for one in SERVED if one["kind"] == "Service"]
+    assert names
+    assert not [name for name in names if name.startswith("lmc")]
+
+
+def test_containers_of_a_host_find_the_server_and_their_lifelines_at_the_same_paths() -> None:
+    services = dict(COMPOSE["services"])
+    server = services.pop("lmc")
+    options, own = served(server["entrypoint"]), Settings.load(environ=server["environment"])
+    assert len(services) == 2
+    for engine in (*services.values(), server):
+        assert f"run:{Path(options['--socket']).parent}" in engine["volumes"]
+        assert engine["ipc"] == "host", "so that they have one /dev/shm"
+        assert {volume.split(":")[0] for volume in engine["volumes"]} <= COMPOSE["volumes"].keys()
+    for engine in services.values():
+        settings = Settings.load(environ=engine["environment"])
+        assert str(settings.server) == options["--socket"]
+        assert engine["depends_on"] == {"lmc": {"condition": "service_healthy"}}
+    assert options["--memory"].startswith("/dev/shm/")
+    assert f"disk:{own.local_disk}" in server["volumes"]
+    cmd, *check = server["healthcheck"]["test"]
+    assert cmd == "CMD"
+    assert is_checked(check, options["--socket"])
+    assert 60 * int(server["stop_grace_period"].removesuffix("m")) >= STOP_SECONDS

@@ -48,6 +48,8 @@ def retire(path: Path, seconds: float) -> None:
     Raises as `ServerConnection`, or `TierUnusable` if it takes longer than this.
     """
     with closing(ServerConnection(path, STATUS_SECONDS)) as connection:
+        if not connection.server:
+            raise TierUnusable("it runs in another container, where its process cannot be waited for")
         process = os.pidfd_open(connection.server)
         try:
             connection.open(Retire(), _nothing)
@@ -179,7 +181,8 @@ class Attachment:
             slow.set_timeout(patience)
             serial = next(_serials)
             try:
-                quick.files.append(locked(attached.lifeline))
+                # A file that is not there is not made: the server would not see it in a directory of another container.
+                quick.files.append(locked(attached.lifeline, new=False))
                 at = SlabAddress(
                     path=f"/proc/{os.getpid()}/fd/{quick.files[0]}",
                     slots=attached.slots,

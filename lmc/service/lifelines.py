@@ -5,8 +5,8 @@ when the last of them has ended, however it ends. A server that comes later find
 """
 
 import fcntl
-import itertools
 import os
+import secrets
 from contextlib import suppress
 from pathlib import Path
 
@@ -18,7 +18,7 @@ class Lifelines:
 
     def __init__(self, folder: Path, group: int | None = None) -> None:
         """Those of clients that have ended are removed. Processes of a `group` may lock new ones, too."""
-        self._folder, self._group, self._numbers = folder, group, itertools.count()
+        self._folder, self._group = folder, group
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if group is not None:
             os.chown(folder, -1, group)
@@ -26,8 +26,8 @@ class Lifelines:
         self.older = [path for path in folder.iterdir() if not _removed(path)]
 
     def new(self) -> Path:
-        """Make one for a client."""
-        path = self._folder / f"{os.getpid()}-{next(self._numbers)}"
+        """Make one for a client, with a name that no other one has had: in a container, every server is process 1."""
+        path = self._folder / secrets.token_hex(16)
         path.touch(mode=0o600)
         if self._group is not None:
             os.chown(path, -1, self._group)

@@ -1,7 +1,8 @@
 """An engine that is attached to a cache server, in a process of its own: it answers what standard input asks.
 
-Each line is a list of JSON: tokens, and what is asked of lmc. The answer is a line of JSON. The engine's own prefix
-cache is empty for each.
+Its arguments are a model, and settings as JSON. Each line is a list of JSON: tokens, what is asked of lmc, how many
+tokens are wanted, and whether the engine saves everything before it answers. The answer is a line of JSON. The engine's
+own prefix cache is empty for each.
 """
 
 import json
@@ -14,13 +15,15 @@ from lab import answer, engine, facts
 
 
 def main() -> None:
-    model, server = sys.argv[1:]
-    with engine(Path(model), {"server": server}) as lab:
+    model, settings = sys.argv[1:]
+    with engine(Path(model), json.loads(settings)) as lab:
         print("ready", flush=True)  # noqa: T201
         for line in sys.stdin:
-            tokens, asked = json.loads(line)
-            out = lab.ask(tokens, asked)
+            tokens, asked, count, saves = json.loads(line)
             lab.forget_prefixes()
+            out = lab.ask(tokens, asked, count)
+            if saves:
+                lab.settle()
             print(json.dumps({"answer": answer(out), "facts": facts(out)}), flush=True)  # noqa: T201
 
 

@@ -1,13 +1,12 @@
 """Two engines over one cache server: what one has stored the other uses, from the same memory; and the server goes."""
 
-import json
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
 from lab import DOCUMENTS, PLAIN, PROMPT, agree, answer, engine, facts, words
+from other_engine import OtherEngine
 
 sys.path.append(str(Path(__file__).parent.parent))
 from service_process import ServerProcess
@@ -27,29 +26,6 @@ def wanted(models):
         return {len(tokens): lab.vanilla(tokens) for tokens in (PROMPT.tokens, PLAIN)}
 
 
-class Other:
-    """The second engine, in a process of its own."""
-
-    def __init__(self, model, server):
-        command = [sys.executable, str(Path(__file__).parent / "service_engine_child.py"), str(model), server.address]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        while self.process.stdout.readline().strip() != "ready":
-            assert self.process.poll() is None
-
-    def ask(self, tokens, lmc=None):
-        self.process.stdin.write(json.dumps([tokens, lmc]) + "\n")
-        self.process.stdin.flush()
-        while not (line := self.process.stdout.readline()).startswith("{"):
-            assert line, "the other engine has ended"
-        return json.loads(line)
-
-    def close(self):
-        self.process.kill()
-        self.process.wait()
-        self.process.stdin.close()
-        self.process.stdout.close()
-
-
 @pytest.fixture(scope="module")
 def first(wanted, models, server):
     with engine(models("llama"), {"server": server.address}) as lab:
@@ -58,7 +34,7 @@ def first(wanted, models, server):
 
 @pytest.fixture(scope="module")
 def second(first, models, server):
-    other = Other(models("llama"), server)
+    other = OtherEngine(models("llama"), server)
     yield other
     other.close()
 
@@ -97,7 +73,7 @@ def test_pages_that_one_engine_has_computed_are_loaded_by_the_other(first, secon
 
 
 def test_an_engine_that_is_killed_leaves_nothing_held(first, models, server):
-    third = Other(models("llama"), server)
+    third = OtherEngine(models("llama"), server)
     third.ask(words(300, 55))
     third.process.kill()
     eventually(lambda: first.store.held() == 0, first)

@@ -1,0 +1,65 @@
+"""Prefill and decode apart: one vLLM server computes a prompt, and another one answers it from the same `lmc serve`.
+
+    python examples/prefill_decode.py "PROMPT" --prefill http://localhost:8000 --decode http://localhost:8001
+
+Needs `pip install openai`, and the three servers of docs/service.md, section "Prefill and decode apart".
+"""
+
+import argparse
+import os
+import sys
+import time
+from pathlib import Path
+
+from openai import OpenAI, OpenAIError
+
+
+def read_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Let one vLLM server compute a prompt, and another one answer it.")
+    text = parser.add_mutually_exclusive_group(required=True)
+    text.add_argument("prompt", nargs="?", help="the text of the prompt")
+    text.add_argument("--file", type=Path, help="a file with the prompt, instead of the text")
+    parser.add_argument("--prefill", metavar="URL", default="http://localhost:8000", help="where prompts are computed")
+    parser.add_argument("--decode", metavar="URL", default="http://localhost:8001", help="where answers are generated")
+    parser.add_argument("--model", help="the model's name; by default the first one of the second server")
+    parser.add_argument("--max-tokens", type=int, default=64, help="of the answer")
+    return parser.parse_args()
+
+
+def client(url: str) -> OpenAI:
+    return OpenAI(base_url=f"{url}/v1", api_key=os.environ.get("OPENAI_API_KEY", "none"))
+
+
+def main() -> None:
+    given = read_arguments()
+    prompt = given.file.read_text() if given.file else given.prompt
+    with client(given.prefill) as prefill, client(given.decode) as decode:
+        model = given.model or decode.models.list().data[0].id
+
+        # 1. One token has to be generated, so that the whole prompt is computed. Its KV is stored when this returns, or
+        # a step of the engine later.
+        prefill.completions.create(model=model, prompt=prompt, max_tokens=1, temperature=0)
+
+        # 2. The second server finds the KV in the memory that both share. What is not there yet, it computes itself.
+        started, first, usage = time.perf_counter(), 0.0, None
+        for part in decode.completions.create(
+            model=model,
+            prompt=prompt,
+            max_tokens=given.max_tokens,
+            temperature=0,
+            stream=True,
+            stream_options={"include_usage": True},
+        ):
+            first = first or time.perf_counter() - started
+            usage = part.usage or usage
+            print("".join(choice.text for choice in part.choices), end="", flush=True)
+    print(f"\n{first * 1e3:.0f} ms to the first token of the second server")
+    if usage and usage.prompt_tokens_details:  # vllm serve --enable-prompt-tokens-details
+        print(f"{usage.prompt_tokens_details.cached_tokens} of {usage.prompt_tokens} tokens came from the cache")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except OpenAIError as error:
+        sys.exit(f"a server does not answer as it should: {error} Are both running, and are their addresses right?")
