@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 STARTED = 10.0  # seconds within which a server is up
 LARGEST = 16 * MIB  # bytes of a question
-AT_ONCE = 64  # connections
+AT_ONCE = 256  # connections
 VISITOR = "lmc.visitor"  # in the scope of a request
 
 Message = Mapping[str, Any]

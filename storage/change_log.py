@@ -30,9 +30,7 @@ class Chunk(NamedTuple):
     @classmethod
     def of(cls, meta: RecordMeta) -> "Chunk":
         """Return the chunk of a record."""
-        return cls(
-            meta.key, meta.kind, meta.tokens, meta.namespace, meta.model, meta.tenant, meta.parts * meta.stored_part
-        )
+        return cls(meta.key, meta.kind, meta.tokens, meta.namespace, meta.model, meta.tenant, meta.memory)
 
 
 class Amount(NamedTuple):

@@ -17,7 +17,7 @@ from lmc.storage.record import RecordMeta
 from lmc.storage.slab import Slab
 from lmc.storage.tier import Tier
 
-LOOKED_AT = 1 << 14  # chunks, when those of one owner are to be evicted
+LOOKED_AT, TAKEN_AT_ONCE = 1 << 14, 64  # chunks, when those of one owner are to be evicted
 
 
 class Level:
@@ -51,17 +51,22 @@ class Level:
             self._emptied(slot, evicted)
         return slot
 
-    def evict(self, wanted: Callable[[RecordMeta], bool], evicted: "list[Held]") -> Slot | None:
-        """Reserve the slot of the chunk that was used longest ago among those that are wanted and not pinned.
+    def evict(self, wanted: Callable[[RecordMeta], bool], size: int, evicted: "list[Held]") -> list[Slot]:
+        """Reserve slots of chunks that are wanted and not pinned, which have `size` bytes together if there are enough.
 
-        Only those that were used longest ago are looked at; None if none of these is wanted.
+        Those that were used longest ago go first. Only so many chunks are looked at that nobody waits for long.
         """
+        found: list[Slot] = []
         for slot in islice(self.ledger.evictable(), LOOKED_AT):
+            if size <= 0 or len(found) == TAKEN_AT_ONCE:
+                break
             if slot in self.metas and wanted(self.metas[slot]):
-                self.ledger.take(slot)
-                self._emptied(slot, evicted)
-                return slot
-        return None
+                size -= self.metas[slot].memory
+                found.append(slot)
+        for slot in found:
+            self.ledger.take(slot)
+            self._emptied(slot, evicted)
+        return found
 
     def _emptied(self, slot: Slot, evicted: "list[Held]") -> None:
         self.slab.lose(slot)  # Another process may still read a slot that was released too early.

@@ -63,6 +63,11 @@ class RecordMeta:
         """Bytes of each part in the record."""
         return self.sizes or (self.stored_part,) * self.parts
 
+    @property
+    def memory(self) -> int:
+        """Bytes of all parts in memory."""
+        return self.parts * self.stored_part
+
     def offset(self, part: int) -> int:
         """Return where part `part` begins, from the first part on; `offset(parts)` is the size of all parts."""
         return sum(self.sizes[:part]) if self.sizes else part * self.stored_part

@@ -147,14 +147,14 @@ class StoreState:
             self._writing.discard(reservation.meta.key)
             self.by_name[reservation.level].ledger.abort(reservation.slot)
 
-    def retire(self, wanted: Callable[[RecordMeta], bool] | None = None) -> tuple[Slot | None, Todo]:
-        """Reserve the slot of the host that is evicted next, or the one of the oldest chunk that is `wanted`."""
+    def retire(self, wanted: Callable[[RecordMeta], bool] | None = None, size: int = 1) -> tuple[list[Slot], Todo]:
+        """Reserve the slot of the host that is evicted next, or those of `wanted` chunks; see `Level.evict`."""
         todo = Todo()
         with self._changed:
-            if self._closed:
-                return None, todo
-            host = self.host
-            return host.evict(wanted, todo.evicted) if wanted else host.reserve(todo.evicted, used=True), todo
+            if wanted and not self._closed:
+                return self.host.evict(wanted, size, todo.evicted), todo
+            slot = None if self._closed else self.host.reserve(todo.evicted, used=True)
+            return [slot] if slot is not None else [], todo
 
     def adopt(self, found: Iterable[tuple[Slot, RecordMeta]]) -> None:
         """Let chunks be found that were in slots of the host before this process began."""
@@ -167,10 +167,11 @@ class StoreState:
         with self._changed:
             self.host.ledger.make_safe()
 
-    def retired(self, slot: Slot, *, unused: bool) -> None:
-        """Let a slot that was retired be used again, or be `unused` because its memory was given back."""
+    def retired(self, slots: Iterable[Slot], *, unused: bool) -> None:
+        """Let slots that were retired be used again, or be `unused` because their memory was given back."""
         with self._changed:
-            (self.host.ledger.lay_aside if unused else self.host.ledger.abort)(slot)
+            for slot in slots:
+                (self.host.ledger.lay_aside if unused else self.host.ledger.abort)(slot)
 
     def drop(self, key: ChunkKey) -> None:
         """Forget a chunk in memory, and one that is being loaded."""

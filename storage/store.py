@@ -194,24 +194,23 @@ class Store(ChunkStore):
     def shrink(self, slots: int) -> int:
         """Give the memory of up to so many slots back to the system; return how many of them could be evicted."""
         for done in range(slots):
-            slot, todo = self._state.retire()
-            if slot is None:
+            retired, todo = self._state.retire()
+            if not retired:
                 return done
             self._writer.do(todo)
-            self.slab.give_back(slot)
-            self._state.retired(slot, unused=True)
+            self.slab.give_back(retired[0])
+            self._state.retired(retired, unused=True)
         return slots
 
-    def evict(self, wanted: Callable[[RecordMeta], bool]) -> bool:
-        """Evict the chunk of memory that was used longest ago among those that are wanted; false if there is none."""
-        slot, todo = self._state.retire(wanted)
-        if slot is None:
-            return False
+    def evict(self, wanted: Callable[[RecordMeta], bool], size: int) -> int:
+        """Evict chunks of memory that are wanted, those that were used longest ago, and return how many bytes."""
+        slots, todo = self._state.retire(wanted, size)
+        freed = sum(held.meta.memory for held in todo.evicted)
         try:
             self._writer.do(todo)
         finally:
-            self._state.retired(slot, unused=False)
-        return True
+            self._state.retired(slots, unused=False)
+        return freed
 
     def adopt(self, found: Iterable[tuple[Slot, RecordMeta]]) -> None:
         """Let chunks be found that are in slots of the slab from before this process."""

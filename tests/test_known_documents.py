@@ -52,3 +52,11 @@ def test_tokens_survive_the_label_of_a_record() -> None:
     for text in ("no such thing", "é", "0000"):
         with pytest.raises(ValueError):  # noqa: PT011 - of base64, zlib or array
             unpack_tokens(text)
+
+
+def test_a_record_that_does_not_say_whose_it_is_gets_an_owner_when_somebody_knows() -> None:
+    known = KnownDocuments()
+    note(known, [1, 2, 3])
+    known.note(NAMESPACE, [1, 2, 3], document_keys(NAMESPACE, [1, 2, 3], 4), model="m", tenant="t")
+    assert [(one.model, one.tenant) for one in known.list()] == [("m", "t")]
+    assert ([one.tenant for one in known.list("t")], known.list("")) == (["t"], [])

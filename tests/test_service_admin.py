@@ -6,6 +6,7 @@ import ssl
 import subprocess
 import threading
 from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
 from http.client import HTTPConnection
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
@@ -15,12 +16,13 @@ import test_cli
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
-from service_fakes import eventually, serving
+from service_fakes import arena_of, eventually, serving
 from storage_fakes import key_of, meta_of
 from test_admin import free_port
 from test_keeper import RECORD, A, B, C, D, engine_of, known, learn, places
 
 from lmc import http_server
+from lmc.engine.document_desk import DocumentDesk
 from lmc.errors import ConfigError, InputError
 from lmc.keys import RecordKind, tenant_of
 from lmc.service.events import Events
@@ -207,6 +209,56 @@ def test_documents_that_were_stored_before_the_server_began_are_known(tmp_path):
             assert sorted(one["tokens"] for one in service.documents()) == [5, 20, 100]
 
 
+def test_a_document_that_two_arenas_could_have_is_listed_once_and_removed_from_memory_too(tmp_path):
+    """The chunks of both have two parts, so the arena of larger chunks takes the record of smaller ones for its own."""
+    with administered(tmp_path, local_disk=tmp_path / "disk") as service:
+        learn(service.engine(), A)
+    with administered(tmp_path, local_disk=tmp_path / "disk") as service:
+        service.engine(chunk_size=64)
+        eventually(lambda: len(service.documents()) == 1)
+        engine = service.engine()
+        learn(engine, B)
+        eventually(lambda: all(len(arena.known.list()) > 0 for arena in service.server.arenas.all()))
+        engine.store.release(engine.store.pin(known(engine, A).keys))
+        eventually(lambda: engine.store.held() == 0)
+        name = known(engine, A).id
+        assert [one["id"] for one in service.documents()].count(name) == 1
+        engine.keeper.pin([known(engine, A)])
+        assert service.ask(f"/v1/documents/{name}")["documents"][0]["pinned"]
+        assert service.ask(f"/v1/documents/{name[:20]}", method="DELETE") == {"removed": [name]}
+        assert places(engine, A) == [None] * 2
+
+
+def test_a_document_that_is_given_twice_takes_its_room_once(service):
+    engine = service.engine()
+    document = learn(engine, A)
+    engine.keeper.pin([document, document])
+    engine.keeper.unpin([document, document])
+    keeper = arena_of(service.server, engine.store._sizes).keeper
+    assert (keeper._share._taken, dict(keeper._pins)) == (0, {})
+
+
+def test_an_odd_label_is_no_document_and_a_long_one_is_not_stored(service):
+    engine = service.engine()
+    document = learn(engine, A)
+    arena = arena_of(service.server, engine.store._sizes)
+    (meta,) = (held.meta for held in arena.store._state.resident().values() if held.meta.label)
+    for odd in ({"first": 1 << 60}, {"tokens": 3}, {"label": "AAAA"}, {"label": "x" * 1000}):
+        arena.note(replace(meta, key=key_of(7), **odd))
+    assert [one.id for one in arena.known.list()] == [document.id]
+    long = replace(meta, key=key_of(8), label="x" * 600_000, checksums=())
+    assert engine.store.begin(long) is None
+    assert engine.store.attachment is not None
+
+
+def test_a_name_that_is_too_long_is_refused_before_the_server_is_asked(service):
+    engine = service.engine()
+    learn(engine, A, name="a.txt")
+    desk = DocumentDesk(lambda: [engine], lambda *_: None, engine.background)
+    with pytest.raises(InputError, match="a text of up to 500 letters"):
+        desk.change("a.txt", {"name": "x" * 501})
+
+
 # -- who may see what --------------------------------------------------------------------------------------------------
 
 
@@ -222,7 +274,8 @@ def test_a_tenant_sees_and_changes_what_is_its_own_and_nothing_else(service):
         assert service.refusal(f"/v1/documents/{name}", token=token) == (400, nothing.replace("X", name))
     for method, body in (("DELETE", None), ("PATCH", {"name": "mine"})):
         assert service.refusal(f"/v1/documents/{theirs.id}", body, method, token)[0] == 400
-    assert service.refusal(f"/v1/documents/{mine.id}", {"pinned": True}, "PATCH", token)[0] == 403
+    for pinned in (True, False):
+        assert service.refusal(f"/v1/documents/{mine.id}", {"pinned": pinned}, "PATCH", token)[0] == 403
     assert service.ask("/v1/documents/b.txt", {"name": "c.txt"}, "PATCH", token)["documents"][0]["name"] == "c.txt"
     assert service.ask("/v1/documents/c.txt", method="DELETE", token=token) == {"removed": [mine.id]}
     for path in ("/metrics", "/v1/events", "/v1/clients", "/v1/quota"):
@@ -375,9 +428,35 @@ def test_a_chunk_that_is_larger_than_its_quota_or_finds_only_held_ones_is_not_st
     assert stored(engine.store) == 0
 
 
+def test_a_quota_that_one_model_has_filled_gives_room_to_another_one(service):
+    one, other = service.engine(), service.engine(chunk_size=64)
+    service.ask("/v1/quota", {"tenant": "", "max_gb": 4 * SLOT / GIB}, "PUT")
+    for tokens in (A, B):
+        learn(one, tokens)
+    learn(other, C)
+    assert places(other, C) == ["host"]
+    (quota,) = service.ask("/v1/quota")["quotas"]
+    assert quota["used_bytes"] <= 4 * SLOT
+
+
+def test_what_is_cleared_is_not_learned_again(service):
+    engine = service.engine()
+    document = learn(engine, A, "t")
+    engine.keeper.pin([document])
+    for key in document.keys:
+        engine.store.forget(key)
+    service.ask("/v1/clear", {"cache_salt": "t"})
+    arena = arena_of(service.server, engine.store._sizes)
+    arena.keeper.restore()
+    assert (arena.take_wanted(""), service.documents()) == ([], [])
+
+
 def test_quotas_hold_for_the_next_server(tmp_path):
     Quotas(ChangeLog(), tmp_path).set("m", None, 5)
     assert [(one.model, one.tenant, one.bytes) for one, _ in Quotas(ChangeLog(), tmp_path).all()] == [("m", None, 5)]
+    with pytest.raises(InputError, match="Unicode"):
+        Quotas(ChangeLog(), tmp_path).set("\ud800", None, 5)
+    assert len(Quotas(ChangeLog(), tmp_path).all()) == 1
     (tmp_path / "quotas.json").write_text("[{]")
     assert Quotas(ChangeLog(), tmp_path).all() == []
 
@@ -426,7 +505,9 @@ class Subscriber:
         for event in events:
             self.last = event.id
             if event.kind == "listing":
-                self.there = {place: {one["key"] for one in found} for place, found in event.data["places"].items()}
+                self.there = {}
+            for chunk in event.data.get("chunks", ()):
+                self.there.setdefault(chunk["place"], set()).add(chunk["key"])
             for change in event.data.get("changes", ()):
                 keys = self.there.setdefault(change["place"], set())
                 (keys.add if change["appeared"] else keys.remove)(change["key"])
@@ -489,7 +570,7 @@ def test_events_arrive_over_http_and_go_on_where_a_subscriber_was(service):
     engine = service.engine()
     learn(engine, A)
     (listing,) = read_events(service, "", 1)
-    assert (listing["event"], len(json.loads(listing["data"])["places"]["host"])) == ("listing", 2)
+    assert (listing["event"], len(json.loads(listing["data"])["chunks"])) == ("listing", 2)
     learn(engine, B)
     (changes,) = read_events(service, listing["id"], 1)
     changed = json.loads(changes["data"])["changes"]

@@ -28,7 +28,7 @@ ALLOWED = {
     "blend": {"lmc.blend"},
     "connectors": {"lmc.connectors", "lmc.blend", "lmc.engine", "lmc.metrics", "lmc.storage"},
 }
-CODE_LINES = 14_600  # of the package without the demo
+CODE_LINES = 14_670  # of the package without the demo
 NO_CODE = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER,
 }  # fmt: skip
@@ -191,7 +191,7 @@ def test_public_names_are_frozen() -> None:
     assert {name for name in vars(CacheEngine) if not name.startswith("_")} == {
         "namespace", "token_chain", "block_chain", "documents", "document_span", "document_keys",
         "learn_later", "unlearned", "note", "look", "lookup",
-        "plan", "layers", "stats", "begin_exact", "begin_document", "fits", "capacity", "salt_of", "begin_anew",
+        "plan", "layers", "stats", "begin_exact", "begin_document", "fits", "capacity", "salt_of", "begin_anew", "owns",
         "forget_all", "close",
     }  # fmt: skip
 

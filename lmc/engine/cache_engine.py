@@ -283,6 +283,10 @@ class CacheEngine:
         known.name = known.name or name
         return slots
 
+    def owns(self, document: KnownDocument) -> bool:
+        """Whether a document belongs here, as all do that an engine knows."""
+        return True
+
     def fits(self, tokens: int) -> bool:
         """Return whether all chunks of a document can be in memory at once, which their use requires."""
         pinned = 0 if self.settings.local_disk else self.keeper.pinned_chunks  # With a disk they need not be in memory.

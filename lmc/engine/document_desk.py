@@ -1,13 +1,14 @@
 """What people ask about documents while an engine or a cache server runs: lists, pins, time limits, names, removal."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from lmc.background import Background
 from lmc.engine.explain import SHOWN
 from lmc.engine.keeper import DocumentKeeper
 from lmc.engine.known_documents import KnownDocument, KnownDocuments
 from lmc.errors import InputError
+from lmc.keys import LONGEST_NAME
 from lmc.storage.contract import ChunkStore
 
 ID_DIGITS = 12  # of an id that people are shown
@@ -31,6 +32,9 @@ class Shelf(Protocol):
     def store(self) -> ChunkStore:
         """Their chunks."""
 
+    def owns(self, document: KnownDocument) -> bool:
+        """Whether a document belongs here. Another shelf may know it as well."""
+
 
 class DocumentDesk:
     """Answers questions about the documents on some shelves. Any thread may call any method.
@@ -39,17 +43,19 @@ class DocumentDesk:
     """
 
     def __init__(
-        self, shelves: Callable[[], Sequence[Shelf]], text: Callable[[list[int], str], str], background: Background
+        self,
+        shelves: Callable[[], Sequence[Shelf]],
+        text: Callable[[list[int], str], str | None],
+        background: Background,
     ) -> None:
-        """`text` turns tokens of a model, which it gets the name of, into what people can read."""
+        """`text` turns tokens of a model, which it gets the name of, into what people can read, if it can."""
         self._shelves, self._text, self._background = shelves, text, background
 
     def listed(self, limit: int = LISTED, tenant: str | None = None) -> Facts:
         """Return the known documents, the one that was used last first."""
         known = self._known(tenant)
-        for shelf, some in _by_shelf(known[:limit]):
-            shelf.keeper.refresh(some)
-        listed = [self._described(shelf, one) for shelf, one in self._background.gently(known[:limit])]
+        _refresh(known[:limit])
+        listed = [self._described(one) for one in self._background.gently(known[:limit])]
         return {"documents": listed, "total": len(known)}
 
     def count(self) -> int:
@@ -59,9 +65,8 @@ class DocumentDesk:
     def show(self, name: str, tenant: str | None = None) -> Facts:
         """Return the documents of a name, or the one whose id begins with it; raise `InputError` if there is none."""
         found = self._find(name, tenant)
-        for shelf, some in _by_shelf(found):
-            shelf.keeper.refresh(some)
-        return {"documents": [self._described(shelf, one) | {"text": self._whole(one)} for shelf, one in found]}
+        _refresh(found)
+        return {"documents": [self._described(one) | {"text": self._text_of(one.known)[0]} for one in found]}
 
     def change(self, name: str, wanted: Facts, tenant: str | None = None) -> Facts:
         """Pin documents (`pinned`: true or false), limit their time (`ttl`: seconds, or null), or `name` them.
@@ -70,61 +75,75 @@ class DocumentDesk:
         """
         pinned, ttl, title = wanted.get("pinned"), wanted.get("ttl"), wanted.get("name", "")
         number = isinstance(ttl, int | float) and not isinstance(ttl, bool) and 0 < ttl < LONGEST
-        right = isinstance(pinned, bool | None) and (ttl is None or number) and isinstance(title, str)
+        text = isinstance(title, str) and len(title) <= LONGEST_NAME
+        right = isinstance(pinned, bool | None) and (ttl is None or number) and text
         if not right or not wanted.keys() <= {"pinned", "ttl", "name"}:
-            raise InputError("give pinned (true or false), ttl (seconds, more than 0, or null), or name (a text)")
+            letters = f"a text of up to {LONGEST_NAME} letters"
+            raise InputError(f"give pinned (true or false), ttl (seconds, more than 0, or null), or name ({letters})")
         found = self._find(name, tenant)
-        for _, one in found if title else ():
-            one.name = title
-        for shelf, some in _by_shelf(found):
+        for one in found if title else ():
+            one.known.name = title
+        for shelf, some in _by_shelf([(one.shelves[0], one.known) for one in found]):
             if pinned is not None:
                 (shelf.keeper.pin if pinned else shelf.keeper.unpin)(some)
             if "ttl" in wanted:
                 shelf.keeper.expire(some, ttl)
-        return {"documents": [self._described(shelf, one) for shelf, one in found]}
+        return {"documents": [self._described(one) for one in found]}
 
     def remove(self, name: str, tenant: str | None = None) -> Facts:
         """Remove documents from all tiers; raise `InputError` as `show`."""
         found = self._find(name, tenant)
-        for shelf, some in _by_shelf(found):
+        everywhere = [(shelf, shelf.known.get(one.known.id)) for one in found for shelf in one.shelves]
+        for shelf, some in _by_shelf([(shelf, known) for shelf, known in everywhere if known is not None]):
             shelf.keeper.remove(some)
-        return {"removed": [one.id for _, one in found]}
+        return {"removed": [one.known.id for one in found]}
 
-    def _known(self, tenant: str | None) -> list[tuple[Shelf, KnownDocument]]:
+    def _known(self, tenant: str | None) -> list["_Found"]:
         shelves = self._shelves()
-        found = [(shelf, one) for shelf in shelves for one in shelf.known.list(tenant) if not one.removed]
-        return found if len(shelves) < 2 else sorted(found, key=lambda one: one[1].used, reverse=True)
+        if len(shelves) == 1:
+            return [_Found(known, shelves) for known in shelves[0].known.list(tenant) if not known.removed]
+        by_id: dict[str, list[tuple[Shelf, KnownDocument]]] = {}
+        for shelf in shelves:
+            for known in shelf.known.list(tenant):
+                if not known.removed:
+                    by_id.setdefault(known.id, []).append((shelf, known))
+        found = [_found(some) for some in by_id.values()]
+        return sorted(found, key=lambda one: one.known.used, reverse=True)
 
-    def _find(self, name: str, tenant: str | None) -> list[tuple[Shelf, KnownDocument]]:
-        for shelf in self._shelves():
-            exact = shelf.known.get(name.lower())
-            if exact is not None and not exact.removed and tenant in (None, exact.tenant):
-                return [(shelf, exact)]
+    def _find(self, name: str, tenant: str | None) -> list["_Found"]:
+        there = [(shelf, known) for shelf in self._shelves() if (known := shelf.known.get(name.lower()))]
+        exact = [(shelf, one) for shelf, one in there if not one.removed and tenant in (None, one.tenant)]
+        if exact:
+            return [_found(exact)]
         named, begun = [], []
-        for shelf, one in self._background.gently(self._known(tenant) if name.strip() else []):
-            if one.name == name:
-                named.append((shelf, one))
-            elif one.id.startswith(name.lower()):
-                begun.append((shelf, one))
+        for one in self._background.gently(self._known(tenant) if name.strip() else []):
+            if one.known.name == name:
+                named.append(one)
+            elif one.known.id.startswith(name.lower()):
+                begun.append(one)
         if len(begun) > 1 or bool(named) == bool(begun):
             hint = "give more digits of an id" if begun else "lmc documents list shows those that there are"
             count = len(named) + len(begun)
             raise InputError(f"{count} known documents have the name {name!r}, or an id that begins with it: {hint}")
-        if len({one.namespace for _, one in named}) > 1:
-            ids = ", ".join(one.id[:ID_DIGITS] for _, one in named)
+        if len({one.known.namespace for one in named}) > 1:
+            ids = ", ".join(one.known.id[:ID_DIGITS] for one in named)
             raise InputError(f"documents of several tenants or models have the name {name!r}: say which ({ids})")
         return named or begun
 
-    def _described(self, shelf: Shelf, known: KnownDocument) -> dict[str, Any]:
-        if not known.begins:
-            text = self._text(known.tokens[:BEGINNING].tolist(), known.model)
-            known.begins = " ".join(text.split())[:SHOWN]
+    def _described(self, found: "_Found") -> dict[str, Any]:
+        known = found.known
+        begins = known.begins
+        if not begins:
+            text, readable = self._text_of(known, BEGINNING)
+            begins = " ".join(text.split())[:SHOWN]
+            known.begins = begins if readable else ""
+        places = (place for shelf in found.shelves for place in shelf.store.copies(known.keys))
         return {
             "id": known.id,
             "name": known.name,
             "tokens": len(known.tokens),
-            "begins": known.begins,
-            "places": shelf.store.copies(known.keys),
+            "begins": begins,
+            "places": list(dict.fromkeys(places)),
             "uses": known.uses,
             "used": known.used,
             "pinned": known.pinned,
@@ -133,8 +152,28 @@ class DocumentDesk:
             "tenant": known.tenant,
         }
 
-    def _whole(self, known: KnownDocument) -> str:
-        return self._text(known.tokens.tolist(), known.model)
+    def _text_of(self, known: KnownDocument, tokens: int | None = None) -> tuple[str, bool]:
+        """Return the text of a document's first tokens, and whether it is one; otherwise the tokens' numbers."""
+        some = known.tokens[:tokens].tolist()
+        text = self._text(some, known.model)
+        return (" ".join(map(str, some)), False) if text is None else (text, True)
+
+
+class _Found(NamedTuple):
+    """A document, and the shelves that know it; that to which it belongs comes first."""
+
+    known: KnownDocument
+    shelves: Sequence[Shelf]
+
+
+def _found(some: list[tuple[Shelf, KnownDocument]]) -> _Found:
+    owned = sorted(some, key=lambda one: not one[0].owns(one[1]))
+    return _Found(owned[0][1], [shelf for shelf, _ in owned])
+
+
+def _refresh(found: Sequence[_Found]) -> None:
+    for shelf, some in _by_shelf([(one.shelves[0], one.known) for one in found]):
+        shelf.keeper.refresh(some)
 
 
 def _by_shelf(found: list[tuple[Shelf, KnownDocument]]) -> list[tuple[Shelf, list[KnownDocument]]]:

@@ -83,6 +83,10 @@ class KnownDocuments:
                 document = KnownDocument(namespace, array("I", tokens), tuple(keys), model=model, tenant=tenant)
                 self._documents[name] = self._by_tenant.setdefault(tenant, {})[name] = document
                 self._tokens += len(tokens)
+            elif (model or tenant) and not (document.model or document.tenant):  # Records of before do not say.
+                self._by_tenant[""].pop(name)
+                document.model, document.tenant = model, tenant
+                self._by_tenant.setdefault(tenant, {})[name] = document
             document.uses, document.used, document.removed = document.uses + used, time.time(), False
             self._documents.move_to_end(name)
             self._forgettable[name] = None
@@ -169,6 +173,10 @@ def pack_tokens(tokens: Sequence[int]) -> str:
 def unpack_tokens(text: str) -> "array[int]":
     """Return the tokens that `pack_tokens` has written; raise `ValueError` for any other text."""
     try:
-        return array("I", zlib.decompress(base64.b64decode(text, validate=True)))
+        unpacking = zlib.decompressobj()
+        tokens = array("I", unpacking.decompress(base64.b64decode(text, validate=True), REMEMBERED))
+        if not unpacking.eof:
+            raise ValueError("more tokens than a document can have, or half of them")
+        return tokens
     except zlib.error as error:
         raise ValueError("no packed tokens") from error

@@ -2,8 +2,10 @@
 
 import threading
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
+from itertools import chain
 from pathlib import Path
 
 from lmc.engine.keeper import Keeper, PinnedShare
@@ -23,6 +25,7 @@ from lmc.storage.stats import WritePolicy
 from lmc.storage.store import Store
 from lmc.storage.tier import Tier, Wrapped
 
+NAMESPACES = 1 << 14  # that are remembered
 WANTED_AT_ONCE = 4  # documents that a client gets to learn
 
 
@@ -43,15 +46,20 @@ class Arena:
         room: int,
         noted: Path | None,
         quotas: Quotas,
+        neighbours: "Callable[[], Sequence[Arena]]",
     ) -> None:
         """Changes are passed on to the log of `everything`.
 
         Pinned documents may take `room` bytes in all arenas that have this `share`, and are `noted` in a file.
+        `neighbours` are all arenas, which share the quotas.
         """
         changes = _ArenaChanges(everything)
         self.sizes, self._backing, self._quotas = sizes, backing, quotas
         self.store = Store(slab, tiers, policy=policy, document_share=document_share, backing=backing, changes=changes)
         self.known = KnownDocuments()
+        self._namespaces: set[bytes] = set()  # of documents that clients of this arena have
+        self._neighbours = neighbours
+        self._freed = 0
         self._chunk_sizes: dict[bytes, int] = {}  # tokens, by namespace
         self._wanted: defaultdict[str, dict[str, KnownDocument]] = defaultdict(dict)  # by model and id
         self._mutex = threading.Lock()
@@ -87,22 +95,33 @@ class Arena:
             document.name = document.name or name
 
     def make_room(self, meta: RecordMeta) -> bool:
-        """Evict what a chunk's owner has used longest ago, if a quota asks for that; false if there is nothing."""
-        size = meta.parts * meta.stored_part
-        return all(self._evict(quota) for quota in self._quotas.exceeded(meta.model, meta.tenant, size))
+        """Evict what a chunk's owner has used longest ago, if a quota asks for that; false if that is not enough."""
+        self._evict_beyond(meta.model, meta.tenant, meta.memory)
+        return not self._quotas.excess(meta.model, meta.tenant, meta.memory)
 
     def committed(self, meta: RecordMeta) -> None:
-        """Note a chunk that has just been stored, and evict what exceeds its owner's quotas with it."""
+        """Note a chunk that a client has just stored, and evict what exceeds its owner's quotas with it."""
+        self.used(meta.namespace)
         self.note(meta)
-        self._evict_beyond(meta.model, meta.tenant)
+        self._evict_beyond(meta.model, meta.tenant, 0)
+
+    def used(self, namespace: bytes) -> None:
+        """Note that clients of this arena use a namespace."""
+        if len(self._namespaces) < NAMESPACES:
+            self._namespaces.add(namespace)
+
+    def owns(self, document: KnownDocument) -> bool:
+        """Whether a document belongs here, and not to another arena whose chunks have as many parts."""
+        return document.kept or document.namespace in self._namespaces
 
     def evict_beyond_quotas(self) -> None:
         """Evict what exceeds the quotas of this arena's owners."""
         for _, model, tenant in self.store.changes.held():
-            self._evict_beyond(model, tenant)
+            while self._evict_beyond(model, tenant, 0):
+                pass
 
-    def clear(self, model: str | None, tenant: str | None) -> int:
-        """Remove all chunks of an owner from memory and tiers, with their pins, and return how many there were."""
+    def clear(self, model: str | None, tenant: str | None) -> set[ChunkKey]:
+        """Remove all chunks of an owner from memory and tiers, with their pins, and return their keys."""
         _, present = self.store.changes.present()
         keys = {
             chunk.key
@@ -110,18 +129,22 @@ class Arena:
             for chunk in chunks
             if model in (None, chunk.model) and tenant in (None, chunk.tenant)
         }
-        self.keeper.remove([one for one in self.known.list() if keys.intersection(one.keys)])
-        for key in keys:
-            self.store.forget(key, wait=False)
-        return len(keys)
+        its = [one for one in self.known.list() if model in (None, one.model) and tenant in (None, one.tenant)]
+        self.keeper.remove(its)  # also those that wait to be computed again
+        for wait in (False, True):  # A chunk may have been loaded while it was removed.
+            for key in keys:
+                self.store.forget(key, wait=wait)
+        return keys
 
-    def _evict_beyond(self, model: str, tenant: str) -> None:
-        for quota in self._quotas.exceeded(model, tenant, 0):
-            if not self._evict(quota):
-                break
-
-    def _evict(self, quota: Quota) -> bool:
-        return self.store.evict(lambda meta: quota.covers(meta.model, meta.tenant))
+    def _evict_beyond(self, model: str, tenant: str, size: int) -> int:
+        """Evict chunks of an owner that has so many bytes more than its quotas, and return how many bytes they had."""
+        freed = 0
+        for quota, over in self._quotas.excess(model, tenant, size):
+            left = over
+            for arena in (self, *(other for other in self._neighbours() if other is not self)):
+                left -= arena.store.evict(partial(_covered, quota), left) if left > 0 else 0
+            freed += over - left
+        return freed
 
     def take_wanted(self, model: str) -> list[Unlearned]:
         """Return documents of a model that should be computed again, each to one client."""
@@ -148,14 +171,13 @@ class Arena:
 
         The record does not say how many tokens a full chunk has, so its position is divided until the key is right.
         """
-        likely = self._chunk_sizes.get(meta.namespace, 0)
-        whole = [
-            meta.first // n for n in range(1, meta.first + 1) if meta.first % n == 0 and meta.first // n >= meta.tokens
-        ]
-        for size in filter(None, (likely, *whole, meta.tokens if not meta.first else 0)):
-            keys = document_keys(meta.namespace, tokens, size)
+        first = meta.first
+        if len(tokens) != first + meta.tokens:
+            raise ValueError("another document's label")
+        for size in chain([self._chunk_sizes.get(meta.namespace, 0)], _divisors(first, meta.tokens)):
+            keys = document_keys(meta.namespace, tokens, size) if size else [None]
             if keys[-1] == meta.key:
-                if meta.first:
+                if first:
                     self._chunk_sizes[meta.namespace] = size
                 return keys
         raise ValueError("another document's label")
@@ -170,6 +192,19 @@ class Arena:
                 if document is not None:
                     document.used = uses.get(meta.key, document.used)
             self.store.trim()
+
+
+def _covered(quota: Quota, meta: RecordMeta) -> bool:
+    return quota.covers(meta.model, meta.tenant)
+
+
+def _divisors(first: int, least: int) -> Iterator[int]:
+    """Yield how many tokens a full chunk may have, if the last one begins at `first` and has `least` tokens."""
+    if not first:
+        yield least
+    for n in range(1, first // least + 1):
+        if first % n == 0:
+            yield first // n
 
 
 class ArenaBacking(Backing):

@@ -79,13 +79,12 @@ class Arenas:
         """Return the arena of a geometry; raise `NoMemory` if the budget does not hold one chunk of it."""
         with self._lock:
             if sizes not in self._arenas:
-                self._arenas[sizes] = self._made(sizes)
+                self._arenas = {**self._arenas, sizes: self._made(sizes)}
             return self._arenas[sizes]
 
     def all(self) -> list[Arena]:
         """Return the arenas that are open."""
-        with self._lock:
-            return list(self._arenas.values())
+        return list(self._arenas.values())  # Without the lock: it is held while memory from before is read.
 
     def close(self) -> None:
         """Write down what is in memory only, and close the tiers."""
@@ -127,6 +126,7 @@ class Arenas:
             room=self._room_for_pins(),
             noted=self._notes(sizes),
             quotas=self.quotas,
+            neighbours=self.all,
         )
         arena.start()
         if journal is not None:

@@ -142,7 +142,10 @@ def _administered(
         from lmc.service.overview import Overview
     except ImportError as error:
         raise ConfigError(f"--http needs the package {error.name}: pip install fastapi uvicorn") from None
-    app = application(Overview(server), token, _tenants_in(tenants) if tenants else {})
+    salts = _tenants_in(tenants) if tenants else {}
+    if token in salts:
+        raise ConfigError(f"--tenants {tenants}: a tenant has the token of the server")
+    app = application(Overview(server), token, salts)
     files = Certificate(certificate, key) if certificate and key else None
     return serve_http(app, address, token, setting="--http", certificate=files)
 

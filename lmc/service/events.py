@@ -12,7 +12,7 @@ class Event(NamedTuple):
     """Something that happened, or all that is there if a subscriber has missed what happened."""
 
     id: str  # A subscriber names the last one that it has seen.
-    kind: str  # "changes", or "listing": what was known before is to be forgotten
+    kind: str  # "changes"; or "listing", with which what was known before is to be forgotten, and "listing_goes_on"
     data: Mapping[str, Any]
 
 
@@ -35,8 +35,11 @@ class Events:
                     for part in some
                 ]
         newest, present = self._changes.present()
-        places = {place: [_chunk(chunk) for chunk in chunks] for place, chunks in present.items()}
-        return [Event(self._id(newest), "listing", {"places": places})]
+        there = [{"place": place, **_chunk(chunk)} for place, chunks in present.items() for chunk in chunks]
+        parts = [there[at : at + AT_ONCE] for at in range(0, len(there), AT_ONCE)] or [[]]
+        kinds = ["listing", *["listing_goes_on"] * (len(parts) - 1)]
+        ids = [*[""] * (len(parts) - 1), self._id(newest)]  # Whoever has a part of it only begins again.
+        return [Event(*event) for event in zip(ids, kinds, ({"chunks": part} for part in parts), strict=True)]
 
     def _id(self, number: int) -> str:
         return f"{self._server}-{number}"

@@ -110,11 +110,11 @@ def _add_probes(app: FastAPI, of: Overview, registry: CollectorRegistry) -> None
         return PAGE.read_text(encoding="utf-8")
 
     @app.get("/health", summary="The process answers")
-    def health() -> dict[str, str]:
+    async def health() -> dict[str, str]:
         return {"status": "ok"}
 
     @app.get("/ready", summary="Clients can attach; 503 if not")
-    def ready() -> Response:
+    async def ready() -> Response:
         why = of.why_not_ready()
         return JSONResponse({"status": why or "ready"}, 503 if why else 200)
 
@@ -131,10 +131,10 @@ def _add_probes(app: FastAPI, of: Overview, registry: CollectorRegistry) -> None
 async def _stream(of: Overview, last: str) -> AsyncIterator[str]:
     silent = 0.0
     while not of.ended:
-        found = await run_in_threadpool(of.events.after, last)
-        for event in found:
+        for event in await run_in_threadpool(of.events.after, last):
             last, silent = event.id, 0.0
             yield f"id: {event.id}\nevent: {event.kind}\ndata: {json.dumps(event.data)}\n\n"
+            await asyncio.sleep(0)
         if silent >= SILENT_SECONDS:
             silent = 0.0
             yield ": nothing new\n\n"
@@ -153,7 +153,7 @@ def _add_documents(app: FastAPI, of: Overview) -> None:
 
     @app.patch("/v1/documents/{name:path}", summary="Pin documents, limit their time, or name them")
     def change(seen: Seen, name: str, wanted: DocumentChange) -> dict[str, Any]:
-        if wanted.pinned and seen.tenant is not None:
+        if wanted.pinned is not None and seen.tenant is not None:
             raise HTTPException(403, "a pin takes room from everybody, and needs the token of the server")
         return dict(of.desk.change(name, wanted.model_dump(exclude_unset=True), seen.tenant))
 

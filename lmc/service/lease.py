@@ -1,5 +1,6 @@
 """What one client of a cache server holds, and what becomes of it when the client is gone."""
 
+import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -16,7 +17,7 @@ from lmc.storage.record import HEADER_LIMIT, NO_CODEC, RecordMeta
 log = logging.getLogger(__name__)
 
 DIGEST = 32  # bytes of a key and of a namespace
-LONGEST_LABEL = HEADER_LIMIT // 8  # characters, which the header of a record may need several bytes for
+LONGEST_LABEL = HEADER_LIMIT // 2  # characters of a header
 
 
 class Lease:
@@ -59,11 +60,16 @@ class Lease:
         slab = self.store.slab
         fits = meta.parts == slab.parts and 0 < meta.part_bytes <= slab.part_bytes
         plain = not meta.sizes and not meta.checksums and meta.codec == NO_CODEC
-        named = len(meta.key) == len(meta.namespace) == DIGEST and len(meta.label) <= LONGEST_LABEL
+        named = len(meta.key) == len(meta.namespace) == DIGEST
         named &= len(meta.model) <= LONGEST_MODEL and len(meta.tenant) <= TENANT_DIGITS
         if not (fits and plain and named and meta.tokens > 0 and meta.first >= 0):
             raise BrokenProtocol("metadata of an impossible chunk")
-        reservation = self.store.begin(meta) if self.arena.make_room(meta) else None
+        if len(json.dumps(meta.label)) > LONGEST_LABEL:
+            return None  # It would not fit into the header of a record.
+        reservation = self.store.begin(meta)
+        if reservation is not None and not self.arena.make_room(meta):
+            self.store.abort(reservation)
+            return None
         if reservation is not None:
             self._reservations[reservation.lease] = reservation
         return reservation
@@ -80,7 +86,9 @@ class Lease:
 
     def keep(self, documents: Sequence[KnownDocument], how: str, seconds: float | None) -> str:
         """Pin documents, or do with them what else a keeper does; return why it cannot be done."""
-        keeper = self.arena.keeper
+        keeper, documents = self.arena.keeper, list({one.id: one for one in documents}.values())
+        for one in documents:
+            self.arena.used(one.namespace)
         try:
             if how == "expire":
                 keeper.expire(documents, seconds)

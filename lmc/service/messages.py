@@ -24,6 +24,7 @@ if TYPE_CHECKING:  # A client needs none of what the server imports.
     from lmc.service.lease import Lease
 
 Digest = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+WholeKey = Annotated[ChunkKey, msgspec.Meta(min_length=32, max_length=32)]
 Keys = Annotated[list[ChunkKey], msgspec.Meta(max_length=1 << 16)]  # so that nobody waits long behind one question
 PROTOCOL = 2  # changes whenever a message does
 LISTED = 500  # records in one answer
@@ -210,7 +211,7 @@ class Described(msgspec.Struct, frozen=True):
 
     namespace: Digest
     tokens: Annotated[bytes, msgspec.Meta(min_length=4)]  # uint32, little-endian
-    keys: Annotated[list[ChunkKey], msgspec.Meta(min_length=1, max_length=1 << 16)]
+    keys: Annotated[list[WholeKey], msgspec.Meta(min_length=1, max_length=1 << 16)]
     name: Annotated[str, msgspec.Meta(max_length=LONGEST_NAME)]
     model: Annotated[str, msgspec.Meta(max_length=LONGEST_MODEL)]
     tenant: Annotated[str, msgspec.Meta(max_length=TENANT_DIGITS)]
@@ -229,7 +230,7 @@ class Keep(Request, frozen=True):
 
     documents: list[Described]
     how: Literal["pin", "unpin", "expire", "remove"]
-    seconds: Annotated[float, msgspec.Meta(gt=0)] | None = None
+    seconds: Annotated[float, msgspec.Meta(gt=0, lt=1 << 33)] | None = None
 
     def asked(self, lease: "Lease") -> str:
         """Do it, and return why it cannot be done."""

@@ -83,7 +83,7 @@ class Overview:
 
     def clear(self, model: str | None, tenant: str | None) -> int:
         """Remove all chunks of a model, a tenant or both, or of everybody, and return how many there were."""
-        return sum(arena.clear(model, tenant) for arena in self._arenas.all())
+        return len(set().union(*(arena.clear(model, tenant) for arena in self._arenas.all())))
 
     def quotas(self) -> list[dict[str, Any]]:
         """Return all quotas."""

@@ -1,14 +1,13 @@
 """Quotas: how much memory of a cache server models and tenants may take."""
 
-import json
 import logging
 import threading
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 
+from lmc.errors import InputError
 from lmc.storage.change_log import Amount, ChangeLog
 
 log = logging.getLogger(__name__)
@@ -50,23 +49,32 @@ class Quotas:
         return [(quota, self._taken(quota)) for quota in self._quotas]
 
     def set(self, model: str | None, tenant: str | None, size: int | None) -> None:
-        """Bound what a model or a tenant, or both together, may take; None for a bound that is no more."""
+        """Bound what a model or a tenant, or both together, may take; None for a bound that is no more.
+
+        Raises `InputError` for a name that is no text.
+        """
         with self._mutex:
             others = [one for one in self._quotas if (one.model, one.tenant) != (model, tenant)]
-            self._quotas = (*others, *([Quota(size, model, tenant)] if size is not None else []))
+            quotas = (*others, *([Quota(size, model, tenant)] if size is not None else []))
+            try:
+                written = msgspec.json.encode(quotas)
+            except UnicodeEncodeError:
+                raise InputError("names of models and tenants have to be Unicode text") from None
+            self._quotas = quotas
             if self._file is not None:
                 aside = self._file.with_suffix(".tmp")
                 try:
-                    aside.write_text(json.dumps(msgspec.to_builtins(self._quotas)))
+                    aside.write_bytes(written)
                     aside.replace(self._file)
                 except OSError as error:
                     log.warning("cannot write %s (%s): quotas end with this server", self._file, error.strerror)
 
-    def exceeded(self, model: str, tenant: str, size: int) -> Iterator[Quota]:
-        """Yield a quota as long as so many bytes more of an owner would exceed it. The caller makes room meanwhile."""
-        for quota in self._quotas:
-            while quota.covers(model, tenant) and self._taken(quota) + size > quota.bytes:
-                yield quota
+    def excess(self, model: str, tenant: str, size: int) -> list[tuple[Quota, int]]:
+        """Return the quotas that so many bytes more of an owner exceed, and by how much."""
+        covering = [
+            (quota, self._taken(quota) + size - quota.bytes) for quota in self._quotas if quota.covers(model, tenant)
+        ]
+        return [(quota, over) for quota, over in covering if over > 0]
 
     def _taken(self, quota: Quota) -> int:
         held = self._changes.held().items()

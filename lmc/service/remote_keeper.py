@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Literal
 
 from lmc.engine.keeper import DocumentKeeper
@@ -10,8 +11,9 @@ from lmc.engine.learn_queue import Unlearned
 from lmc.errors import InputError
 from lmc.service import messages as m
 from lmc.service.remote_store import RemoteStore
+from lmc.shapes import MIB
 
-AT_ONCE = 64  # documents in one question
+AT_ONCE = 2 * MIB  # of tokens in one question
 
 
 class RemoteKeeper(DocumentKeeper):
@@ -73,11 +75,14 @@ class RemoteKeeper(DocumentKeeper):
         how: Literal["pin", "unpin", "expire", "remove"],
         seconds: float | None = None,
     ) -> None:
-        for first in range(0, len(documents), AT_ONCE):
-            some = [
-                m.Described(one.namespace, one.tokens.tobytes(), list(one.keys), one.name, one.model, one.tenant)
-                for one in documents[first : first + AT_ONCE]
-            ]
+        described = [
+            m.Described(one.namespace, one.tokens.tobytes(), list(one.keys), one.name, one.model, one.tenant)
+            for one in documents
+        ]
+        while described:
+            sizes = accumulate(len(one.tokens) for one in described)
+            count = max(1, sum(size <= AT_ONCE for size in sizes))
+            some, described = described[:count], described[count:]
             away = "the cache server is away: try again when it is back"
             if refused := self._store.ask_slowly(m.Keep(some, how, seconds), away):
                 raise InputError(refused)
