@@ -84,7 +84,8 @@ def serve(
         config.load()
     except OSError as error:
         listening.close()
-        raise ConfigError(f"the certificate {certificate} cannot be used: {error}") from None
+        files = f"{certificate.chain} and {certificate.key}" if certificate else ""
+        raise ConfigError(f"the certificate and the key {files} cannot be used: {error.strerror or error}") from None
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, args=([listening],), name="lmc-admin", daemon=True)
     thread.start()

@@ -8,6 +8,7 @@ import threading
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from http.client import HTTPConnection
+from pathlib import Path
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
@@ -21,6 +22,7 @@ from storage_fakes import key_of, meta_of
 from test_admin import free_port
 from test_keeper import RECORD, A, B, C, D, engine_of, known, learn, places
 
+import lmc.demo as lmc_demo
 from lmc import http_server
 from lmc.engine.document_desk import DocumentDesk
 from lmc.errors import ConfigError, InputError
@@ -34,6 +36,7 @@ from lmc.storage.change_log import ChangeLog
 from lmc.storage.contract import ChunkStore
 
 TOKEN = "s3cret"
+SMALL_MODEL = Path(lmc_demo.__file__).parent / "small_model" / "model"
 SLOT = 2 * 4096  # bytes
 
 
@@ -66,8 +69,8 @@ class Service:
 
 @contextmanager
 def administered(folder, slots=16, tenants=(), token=TOKEN, **settings):
-    size = {"max_local_cpu_size": slots * SLOT / GIB}
-    with serving(folder, 0, None, **size, **settings) as server, ExitStack() as opened:
+    settings = {"max_local_cpu_size": slots * SLOT / GIB, **settings}
+    with serving(folder, 0, None, **settings) as server, ExitStack() as opened:
         port = free_port()
         app = application(Overview(server), token, dict(tenants))
         opened.callback(http_server.serve(app, f"127.0.0.1:{port}", token, setting="--http"))
@@ -358,6 +361,42 @@ def test_tls(tmp_path):
         missing = http_server.Certificate(tmp_path / "no.pem", tmp_path / "no.key")
         with pytest.raises(ConfigError, match="the certificate"):
             http_server.serve(app, f"127.0.0.1:{port}", TOKEN, setting="--http", certificate=missing)
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["--http", "0.0.0.0:9180"], "can be reached from other hosts: set LMC_ADMIN_TOKEN"),
+        (["--http", "here"], "must be an address"),
+        (["--tenants", "t.yaml"], "need --http"),
+        (["--http", "127.0.0.1:0", "--key", "k.pem"], "belong together"),
+        (["--http", "127.0.0.1:0", "--tenants", "t.yaml"], "needs a token of its own"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused_before_anything_is_opened(tmp_path, words, why):
+    code, _, err = lmc("serve", "--socket", tmp_path / "lmc.sock", *words, token="")
+    assert (code, why in err, list(tmp_path.iterdir())) == (2, True, [])
+
+
+@pytest.mark.parametrize("text", ["[a]", "t: 3", "t: ''", "t: same\nu: same", f"t: {TOKEN}", "a: [", "\xff"])
+def test_a_file_of_tenants_that_is_wrong_is_refused(tmp_path, text):
+    file = tmp_path / "tenants.yaml"
+    file.write_bytes(text.encode("latin-1"))
+    words = "--socket", tmp_path / "lmc.sock", "--http", "127.0.0.1:0", "--tenants", file
+    code, _, err = lmc("serve", *words)
+    assert (code, "--tenants" in err) == (2, True)
+
+
+def test_documents_are_learned_through_the_server_and_read_with_the_model_s_tokenizer(tmp_path, monkeypatch):
+    (tmp_path / "harbour.txt").write_text("the harbour opens at six .")
+    with administered(tmp_path, max_local_cpu_size=0.02) as service:
+        monkeypatch.setenv("LMC_SERVER", str(service.server.path))
+        words = tmp_path / "harbour.txt", "--model", SMALL_MODEL, "--manifest", tmp_path / "manifest", "--pin"
+        code, out, err = lmc("learn", *words)
+        assert (code, "1 document learned" in out) == (0, True), err
+        (found,) = service.documents()
+        assert (found["name"], found["pinned"], found["model"]) == ("harbour.txt", True, "model")
+        assert found["begins"] == "the harbour opens at six ."
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------

@@ -66,10 +66,10 @@ def learn(
 
     documents = read_documents(source, id_field, text_field)
     retention = Retention(pinned=pin, ttl=seconds_of(ttl) if ttl is not None else None)
-    own = {"local_disk": local_disk} if local_disk else {}
+    own = {"local_disk": local_disk, "server": None} if local_disk else {}  # The option says where.
     settings = Settings.load({"enable_blending": True, **own})
     _check_target(url, model, settings, chat)
-    target = (vllm_client(url).url,) if url else (str(model), str(settings.local_disk))
+    target = (vllm_client(url).url,) if url else (str(model), str(settings.server or settings.local_disk))
     with ExitStack() as closing:
         path = manifest or manifest_path(*target, salt, settings.blend_special_str)
         kept = closing.enter_context(Manifest(path, again=again and not dry_run))
@@ -91,8 +91,9 @@ def _check_target(url: str | None, model: str | None, settings: "Settings", chat
     if (url is None) == (model is None):
         who = "either --url of a vLLM server with lmc, or --model and --local-disk, and not both"
         raise InputError(f"say who computes the documents: {who}")
-    if model and not (settings.local_disk or settings.remote_url):
-        raise InputError("--model needs a place to learn into: --local-disk DIRECTORY, or local_disk of the settings")
+    if model and not (settings.server or settings.local_disk or settings.remote_url):
+        places = "--local-disk DIRECTORY, local_disk of the settings, or a cache server (LMC_SERVER)"
+        raise InputError(f"--model needs a place to learn into: {places}")
     if model and chat:
         raise InputError("--chat is for a server, which applies its chat template: give --url")
 

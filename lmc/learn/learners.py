@@ -193,7 +193,7 @@ class ModelLearner:
     def retain(self, document: Document, ids: Sequence[str], retention: Retention) -> None:
         """See `Learner`."""
         engine = self._cached.engine
-        if engine.settings.local_disk is None:
+        if engine.settings.local_disk is None and engine.settings.server is None:
             raise InputError(
                 "pins and time limits without a server need a disk tier, where they are noted: --local-disk"
             )

@@ -13,7 +13,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from lmc.admin_address import ADDRESS, TOKEN
+from lmc.admin_address import ADDRESS, TOKEN, UNIX, host_and_port
 from lmc.errors import ConfigError, InputError, TierUnusable
 from lmc.shapes import GIB
 from lmc.storage.places import fastest_first, place_of
@@ -64,7 +64,7 @@ def serve(
     from lmc.service.attachment import retire
     from lmc.service.server import CacheServer
 
-    settings = Settings.load()
+    settings, visitors = Settings.load(), _checked(http, tenants, certificate, key)
     path = socket.absolute() if socket is not None else settings.server
     if path is None:
         raise InputError("say where engines attach: --socket /run/lmc.sock, or LMC_SERVER=unix:///run/lmc.sock")
@@ -83,7 +83,8 @@ def serve(
     )
     with ExitStack() as opened:
         opened.callback(_close, server)
-        opened.callback(_administered(server, http, tenants, certificate, key))
+        if http:
+            opened.callback(_administered(server, http, visitors, certificate, key))
         server.serve()
     log.info("the cache server has ended, and everything is written")
 
@@ -122,19 +123,27 @@ def _close(server: "CacheServer") -> None:
     server.close()
 
 
-def _administered(
-    server: "CacheServer", address: str, tenants: Path | None, certificate: Path | None, key: Path | None
-) -> Callable[[], None]:
-    """Answer over HTTP if that is wanted, and return the function that ends it; raise `ConfigError`."""
+def _checked(address: str, tenants: Path | None, certificate: Path | None, key: Path | None) -> dict[str, str]:
+    """Return the cache salts of tenants, by token; raise `ConfigError` for options that do not go together."""
     token = os.environ.get(TOKEN, "")
-    if not address:
-        if tenants or certificate or key:
-            raise ConfigError("--tenants, --certificate and --key need --http")
-        return lambda: None
+    if not address and (tenants or certificate or key):
+        raise ConfigError("--tenants, --certificate and --key need --http")
     if (certificate is None) != (key is None):
         raise ConfigError("--certificate and --key belong together")
     if tenants is not None and not token:
         raise ConfigError(f"with --tenants the server needs a token of its own: set {TOKEN}")
+    if address and not address.startswith(UNIX):
+        host_and_port(address, token, "--http")
+    salts = _tenants_in(tenants) if tenants else {}
+    if token in salts:
+        raise ConfigError(f"--tenants {tenants}: a tenant has the token of the server")
+    return salts
+
+
+def _administered(
+    server: "CacheServer", address: str, tenants: dict[str, str], certificate: Path | None, key: Path | None
+) -> Callable[[], None]:
+    """Answer over HTTP, and return the function that ends it; raise `ConfigError`."""
     try:
         from lmc.http_server import Certificate
         from lmc.http_server import serve as serve_http
@@ -142,12 +151,11 @@ def _administered(
         from lmc.service.overview import Overview
     except ImportError as error:
         raise ConfigError(f"--http needs the package {error.name}: pip install fastapi uvicorn") from None
-    salts = _tenants_in(tenants) if tenants else {}
-    if token in salts:
-        raise ConfigError(f"--tenants {tenants}: a tenant has the token of the server")
-    app = application(Overview(server), token, salts)
+    token = os.environ.get(TOKEN, "")
     files = Certificate(certificate, key) if certificate and key else None
-    return serve_http(app, address, token, setting="--http", certificate=files)
+    return serve_http(
+        application(Overview(server), token, tenants), address, token, setting="--http", certificate=files
+    )
 
 
 def _tenants_in(file: Path) -> dict[str, str]:
