@@ -623,7 +623,7 @@ def test_a_server_goes_on_when_a_connection_cannot_be_accepted(server, attach, m
 @pytest.mark.parametrize(
     "wrong",
     [{"parts": PARTS + 1}, {"part_bytes": 0}, {"part_bytes": PART_BYTES + 1}, {"key": b"k"}, {"tokens": 0},
-     {"first": -1}, {"codec": "lz4"}, {"sizes": (1,)}, {"checksums": (1,)}, {"label": "x" * (1 << 21)}],
+     {"first": -1}, {"codec": "lz4"}, {"sizes": (1,)}, {"checksums": (1,)}],
     ids=lambda wrong: next(iter(wrong)),
 )  # fmt: skip
 def test_impossible_metadata_end_the_connection(attach, connect, wrong):

@@ -302,7 +302,9 @@ def bare(tmp_path=None, **parallel) -> LMCConnector:
     connector = LMCConnector.__new__(LMCConnector)
     connector.settings, connector._scheduler = Settings(local_disk=tmp_path), None
     connector._config = SimpleNamespace(
-        model_config=SimpleNamespace(is_prefix_caching_supported=True, model="a model"),
+        model_config=SimpleNamespace(
+            is_prefix_caching_supported=True, model="a model", served_model_name=None, tokenizer=None
+        ),
         cache_config=SimpleNamespace(block_size=16, prefix_caching_hash_algo="sha256"),
         parallel_config=SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1, **parallel),
     )
