@@ -186,6 +186,7 @@ class RemoteStore(ChunkStore):
     def close(self) -> None:
         """End the connection. The server keeps everything, and writes it down."""
         self._ended.set()
+        self.held()  # The server answers when it has stored what it was told to.
         with self._lock:
             at, self.attachment = self.attachment, None
         if at is not None:
