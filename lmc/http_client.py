@@ -28,6 +28,12 @@ def with_scheme(address: str) -> str:
     return f"{UNIX}{address}" if address.startswith("/") else f"http://{address}"
 
 
+def bearer(variable: str) -> dict[str, str]:
+    """Return the header with the key that a variable of the environment holds, if it does."""
+    key = os.environ.get(variable)
+    return {"authorization": f"Bearer {key}"} if key else {}
+
+
 def opener(path: str = "") -> OpenerDirector:
     """Return what opens URLs of servers on this host or near it, where a proxy does not lead.
 
@@ -86,9 +92,7 @@ class HttpClient:
 
     def ask(self, path: str, body: Any = None, method: str | None = None) -> Any:
         """Return the answer; raise `Unreachable`, or `Refused` with what the server says about the question."""
-        headers = {"content-type": "application/json"}
-        if key := os.environ.get(self._key_variable):
-            headers["authorization"] = f"Bearer {key}"
+        headers = {"content-type": "application/json", **bearer(self._key_variable)}
         data = None if body is None else json.dumps(body).encode()
         try:
             with self._opener.open(

@@ -17,7 +17,7 @@ from lmc.errors import InputError
 
 ChunkKey = NewType("ChunkKey", bytes)  # 32 bytes, sha256
 FORMAT = 1  # of chunks and records; chunks of another format are never found
-TENANT_DIGITS = 16
+TENANT_DIGITS = 16  # of a tenant's name
 LONGEST_MODEL = 100  # letters of a model's name
 LONGEST_NAME = 500  # letters of the name that people give a document
 

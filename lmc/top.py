@@ -4,7 +4,6 @@ The endpoint is a vLLM server's, or one that `lmc.metrics.serve_metrics` has ope
 subtracts the one before, and prints the difference as a table.
 """
 
-import os
 import signal
 import time
 from collections import defaultdict
@@ -26,7 +25,7 @@ from rich.text import Text
 
 from lmc.admin_address import TOKEN
 from lmc.errors import InputError
-from lmc.http_client import opener, with_scheme
+from lmc.http_client import bearer, opener, with_scheme
 from lmc.metrics import NAMES, Labels, key
 from lmc.shapes import GIB, MIB
 from lmc.storage.places import fastest_first
@@ -122,9 +121,7 @@ def fetch(url: str) -> Sample:
     if not url.startswith(("http://", "https://")):
         raise InputError(f"{url} is no address of metrics: give one like {URL}")
     try:
-        token = os.environ.get(TOKEN, "")
-        headers = {"authorization": f"Bearer {token}"} if token else {}
-        with opener().open(Request(url, headers=headers), timeout=TIMEOUT) as answer:
+        with opener().open(Request(url, headers=bearer(TOKEN)), timeout=TIMEOUT) as answer:
             text = answer.read().decode()
     except HTTPError as error:
         error.close()

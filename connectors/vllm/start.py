@@ -72,8 +72,8 @@ def open_engine(
     """Make the slab and open the tiers, by default those of the settings.
 
     `model` is the model's identity, and `hashing` the algorithm of the engine's block hashes. A chunk has a part for
-    each layer and rank. Documents are learned behind the tokens of `prefix`. `name` is the model's, for people,
-    and `tokenizer` where theirs lies.
+    each layer and rank. Documents are learned behind the tokens of `prefix`. `name` is what people call the
+    model, and `tokenizer` the place of its tokenizer.
     Raises `ConfigError`, `NoMemory` or `TierUnusable`.
     """
     check_chunk_size(settings, block_size)

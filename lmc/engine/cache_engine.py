@@ -23,7 +23,7 @@ from lmc.config import Settings
 from lmc.engine.geometry import Geometry
 from lmc.engine.index import BlockChain, CacheIndex, ExactChain, TokenChain, find_run
 from lmc.engine.keeper import FILE, DocumentKeeper, Keeper
-from lmc.engine.known_documents import KnownDocument, KnownDocuments, pack_tokens, unpack_tokens
+from lmc.engine.known_documents import KnownDocument, KnownDocuments, document_label, parted_label
 from lmc.engine.learn_queue import LearnQueue, Unlearned
 from lmc.engine.names import Names
 from lmc.engine.pieces import Piece
@@ -69,8 +69,8 @@ class CacheEngine:
         """Open the store: in this process, in memory that others can map if `shared`, or that of a cache server.
 
         `namespace` has the fields that all namespaces of the model have in common; kind and salt are set here.
-        Documents are learned behind the tokens of `prefix`. `model` is a name for people, and `tokenizer` where theirs
-        lies. Raises `StorageError` or `ConfigError`.
+        Documents are learned behind the tokens of `prefix`. `model` is its name for people, and `tokenizer` the place
+        of its tokenizer. Raises `StorageError` or `ConfigError`.
         """
         self.prefix = tuple(prefix)
         self.settings, self.geometry, self.names = settings, geometry, Names(namespace, prefix, model)
@@ -272,7 +272,7 @@ class CacheEngine:
         tenant = self.names.tenant_of(namespace)
         for key, place, (start, stop) in zip(keys, places, chunk_bounds(len(tokens), self.chunk_size), strict=True):
             size = (stop - start) * self.geometry.token_bytes
-            label = f"{pack_tokens(tokens)} {name}".rstrip() if stop == len(tokens) else ""
+            label = document_label(tokens, name) if stop == len(tokens) else ""
             meta = self._meta(RecordKind.DOCUMENT, key, namespace, tenant, stop - start, start, size, label)
             slots.append(None if place else self.store.begin(meta))
             if place is None and slots[-1] is None:
@@ -375,9 +375,8 @@ class CacheEngine:
         for place, meta in self.store.records():
             old[place] += meta.kind is None
             if meta.kind is RecordKind.DOCUMENT and meta.label:
-                packed, _, name = meta.label.partition(" ")
                 with suppress(ValueError, IndexError):
-                    tokens = unpack_tokens(packed).tolist()
+                    tokens, name = parted_label(meta.label)
                     keys = self.document_keys(tokens, meta.namespace)
                     document = self.known.note(meta.namespace, tokens, keys, model=meta.model, tenant=meta.tenant)
                     document.name, document.used = name, uses.get(meta.key, document.used)

@@ -96,7 +96,7 @@ def user_cache() -> Path:
 
 
 def replace_text(file: Path, text: str) -> None:
-    """Write a whole file of the user's cache so that other processes see the old one or the new one."""
+    """Write a whole file so that other processes see the old one or the new one."""
     file.parent.mkdir(parents=True, exist_ok=True)
     aside = file.with_suffix(f".{os.getpid()}")
     aside.write_text(text)

@@ -165,6 +165,17 @@ def _common_share(first: set[int], second: set[int]) -> float:
     return len(first & second) / len(first | second)
 
 
+def document_label(tokens: Sequence[int], name: str) -> str:
+    """Return the label of a document's last record, by which later processes know the document."""
+    return f"{pack_tokens(tokens)} {name}".rstrip()
+
+
+def parted_label(label: str) -> "tuple[array[int], str]":
+    """Return the tokens and the name in a document's label; raise `ValueError` for any other label."""
+    packed, _, name = label.partition(" ")
+    return unpack_tokens(packed), name
+
+
 def pack_tokens(tokens: Sequence[int]) -> str:
     """Return tokens as a text for the label of a record."""
     return base64.b64encode(zlib.compress(array("I", tokens).tobytes(), 1)).decode()  # b85 is a hundred times slower

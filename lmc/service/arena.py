@@ -9,12 +9,12 @@ from itertools import chain
 from pathlib import Path
 
 from lmc.engine.keeper import Keeper, PinnedShare
-from lmc.engine.known_documents import KnownDocument, KnownDocuments, unpack_tokens
+from lmc.engine.known_documents import KnownDocument, KnownDocuments, parted_label
 from lmc.engine.learn_queue import Unlearned
 from lmc.keys import ChunkKey, RecordKind, document_keys
 from lmc.service.budget import Budget
 from lmc.service.journal import Journal
-from lmc.service.quotas import Quota, Quotas
+from lmc.service.quotas import Owners, Quota, Quotas
 from lmc.service.sizes import Sizes
 from lmc.storage.change_log import ChangeLog
 from lmc.storage.ledger import Slot
@@ -59,7 +59,6 @@ class Arena:
         self.known = KnownDocuments()
         self._namespaces: set[bytes] = set()  # of documents that clients of this arena have
         self._neighbours = neighbours
-        self._freed = 0
         self._chunk_sizes: dict[bytes, int] = {}  # tokens, by namespace
         self._wanted: defaultdict[str, dict[str, KnownDocument]] = defaultdict(dict)  # by model and id
         self._mutex = threading.Lock()
@@ -87,9 +86,8 @@ class Arena:
         """Note a document by the last one of its chunks, whose label has all of its tokens."""
         if meta.kind is not RecordKind.DOCUMENT or not meta.label:
             return
-        packed, _, name = meta.label.partition(" ")
         with suppress(ValueError, IndexError):
-            tokens = unpack_tokens(packed)
+            tokens, name = parted_label(meta.label)
             keys = self._keys(meta, tokens)
             document = self.known.note(meta.namespace, tokens, keys, model=meta.model, tenant=meta.tenant)
             document.name = document.name or name
@@ -120,17 +118,13 @@ class Arena:
             while self._evict_beyond(model, tenant, 0):
                 pass
 
-    def clear(self, model: str | None, tenant: str | None) -> set[ChunkKey]:
-        """Remove all chunks of an owner from memory and tiers, with their pins, and return their keys."""
+    def clear(self, owners: Owners) -> set[ChunkKey]:
+        """Remove all chunks of some owners from memory and tiers, with their pins, and return their keys."""
         _, present = self.store.changes.present()
-        keys = {
-            chunk.key
-            for chunks in present.values()
-            for chunk in chunks
-            if model in (None, chunk.model) and tenant in (None, chunk.tenant)
-        }
-        its = [one for one in self.known.list() if model in (None, one.model) and tenant in (None, one.tenant)]
-        self.keeper.remove(its)  # also those that wait to be computed again
+        chunks = chain.from_iterable(present.values())
+        keys = {chunk.key for chunk in chunks if owners.cover(chunk.model, chunk.tenant)}
+        documents = [one for one in self.known.list() if owners.cover(one.model, one.tenant)]
+        self.keeper.remove(documents)  # also those that wait to be computed again
         for wait in (False, True):  # A chunk may have been loaded while it was removed.
             for key in keys:
                 self.store.forget(key, wait=wait)
@@ -195,7 +189,7 @@ class Arena:
 
 
 def _covered(quota: Quota, meta: RecordMeta) -> bool:
-    return quota.covers(meta.model, meta.tenant)
+    return quota.cover(meta.model, meta.tenant)
 
 
 def _divisors(first: int, least: int) -> Iterator[int]:

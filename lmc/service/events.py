@@ -1,11 +1,12 @@
 """The change log of a cache server as events, for subscribers that may miss some, and can tell when they have."""
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from lmc.storage.change_log import Change, ChangeLog, Chunk
 
 AT_ONCE = 500  # changes in an event
+T = TypeVar("T")
 
 
 class Event(NamedTuple):
@@ -29,20 +30,23 @@ class Events:
         if server == self._server and number.isdecimal():
             changes, complete = self._changes.since(int(number))
             if complete:
-                some = [changes[at : at + AT_ONCE] for at in range(0, len(changes), AT_ONCE)]
                 return [
                     Event(self._id(part[-1].number), "changes", {"changes": [_described(one) for one in part]})
-                    for part in some
+                    for part in _parts(changes)
                 ]
         newest, present = self._changes.present()
         there = [{"place": place, **_chunk(chunk)} for place, chunks in present.items() for chunk in chunks]
-        parts = [there[at : at + AT_ONCE] for at in range(0, len(there), AT_ONCE)] or [[]]
+        parts = _parts(there) or [[]]
         kinds = ["listing", *["listing_goes_on"] * (len(parts) - 1)]
         ids = [*[""] * (len(parts) - 1), self._id(newest)]  # Whoever has a part of it only begins again.
         return [Event(*event) for event in zip(ids, kinds, ({"chunks": part} for part in parts), strict=True)]
 
     def _id(self, number: int) -> str:
         return f"{self._server}-{number}"
+
+
+def _parts(items: list[T]) -> list[list[T]]:
+    return [items[at : at + AT_ONCE] for at in range(0, len(items), AT_ONCE)]
 
 
 def _described(change: Change) -> dict[str, Any]:

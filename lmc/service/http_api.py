@@ -69,9 +69,7 @@ def application(of: Overview, token: str, tenants: Mapping[str, str]) -> Guard:
     app = FastAPI(title="lmc cache server", version=__version__, docs_url=None, redoc_url=None)
     app.add_exception_handler(InputError, lambda _, error: JSONResponse({"error": str(error)}, 400))
     app.add_exception_handler(RequestValidationError, _wrong)
-    app.add_exception_handler(
-        AnyHTTPException, lambda _, error: JSONResponse({"error": error.detail}, error.status_code)
-    )
+    app.add_exception_handler(AnyHTTPException, _refused)
     registry = CollectorRegistry()
     registry.register(ServerCollector(of))
     _add_probes(app, of, registry)

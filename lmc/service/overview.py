@@ -15,6 +15,7 @@ from lmc.background import Background
 from lmc.engine.document_desk import DocumentDesk
 from lmc.metrics import StoreCollector, flat
 from lmc.service.events import Events
+from lmc.service.quotas import Owners
 from lmc.service.server import CacheServer
 from lmc.service.texts import Texts
 from lmc.storage.stats import StoreStats, summed
@@ -45,6 +46,11 @@ class Overview:
         present = {place: (amount.chunks, amount.tokens) for place, amount in counts.items()}
         return replace(summed([arena.store.stats() for arena in self._arenas.all()]), present=present)
 
+    def memory(self) -> dict[str, int]:
+        """Return how many bytes of memory there are, and how many are in use."""
+        budget = self._arenas.budget
+        return {"memory_bytes": budget.size, "used_bytes": budget.taken.total()}
+
     def stat(self) -> dict[str, Any]:
         """Return what is in use."""
         budget = self._arenas.budget
@@ -60,8 +66,7 @@ class Overview:
         return {
             "version": __version__,
             "started": self._started,
-            "memory_bytes": budget.size,
-            "used_bytes": budget.taken.total(),
+            **self.memory(),
             "arenas": arenas,
             "owners": self.owners(None),
             "totals": flat(self.store_stats()),
@@ -83,7 +88,7 @@ class Overview:
 
     def clear(self, model: str | None, tenant: str | None) -> int:
         """Remove all chunks of a model, a tenant or both, or of everybody, and return how many there were."""
-        return len(set().union(*(arena.clear(model, tenant) for arena in self._arenas.all())))
+        return len(set().union(*(arena.clear(Owners(model, tenant)) for arena in self._arenas.all())))
 
     def quotas(self) -> list[dict[str, Any]]:
         """Return all quotas."""
@@ -116,14 +121,15 @@ class ServerCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         """Return all metrics as they are now."""
         yield from self._stores.collect()
-        stat = self._of.stat()
+        memory = self._of.memory()
         for name, what in (("memory_bytes", "that all arenas may take"), ("used_bytes", "that they take")):
-            yield GaugeMetricFamily(f"lmc_server_{name}", f"lmc: bytes of memory {what}", value=stat[name])
-        yield GaugeMetricFamily("lmc_server_clients", "lmc: connections with a lease", value=stat["clients"])
+            yield GaugeMetricFamily(f"lmc_server_{name}", f"lmc: bytes of memory {what}", value=memory[name])
+        clients = len(self._of.clients())
+        yield GaugeMetricFamily("lmc_server_clients", "lmc: connections with a lease", value=clients)
         what, labels = "lmc: bytes that a model has in a place", ("model", "place")
         family = GaugeMetricFamily("lmc_model_bytes", what, labels=labels)
         sums: Counter[tuple[str, str]] = Counter()
-        for owner in stat["owners"]:
+        for owner in self._of.owners(None):
             sums.update({(owner["model"], place): amount["bytes"] for place, amount in owner["places"].items()})
         for of, size in sums.items():
             family.add_metric(of, size)

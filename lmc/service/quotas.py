@@ -2,11 +2,11 @@
 
 import logging
 import threading
-from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 
+from lmc.engine.identity import replace_text
 from lmc.errors import InputError
 from lmc.storage.change_log import Amount, ChangeLog
 
@@ -15,16 +15,21 @@ log = logging.getLogger(__name__)
 FILE = "quotas.json"  # in the directory of memory or of the disk tier
 
 
-class Quota(msgspec.Struct, frozen=True):
-    """A bound for the chunks of a model, of a tenant, or of a tenant's chunks of one model, together."""
+class Owners(msgspec.Struct, frozen=True):
+    """Those who own chunks: a model, a tenant, or a tenant's chunks of one model."""
 
-    bytes: int
     model: str | None = None  # None for all models
     tenant: str | None = None  # digest of the cache salt; None for all tenants
 
-    def covers(self, model: str, tenant: str) -> bool:
-        """Return whether chunks of this owner count."""
+    def cover(self, model: str, tenant: str) -> bool:
+        """Return whether the owner of a chunk or of a document is one of them."""
         return self.model in (None, model) and self.tenant in (None, tenant)
+
+
+class Quota(Owners, frozen=True, kw_only=True):
+    """A bound for all chunks of some owners together."""
+
+    bytes: int
 
 
 class Quotas:
@@ -36,13 +41,12 @@ class Quotas:
         self._mutex = threading.Lock()
         self._quotas: tuple[Quota, ...] = ()
         if self._file is not None:
-            with suppress(FileNotFoundError):
-                try:
-                    self._quotas = tuple(msgspec.json.decode(self._file.read_bytes(), type=list[Quota]))
-                except (OSError, msgspec.MsgspecError) as error:
-                    if isinstance(error, FileNotFoundError):
-                        raise
-                    log.warning("cannot read %s (%s): there are no quotas", self._file, error)
+            try:
+                self._quotas = tuple(msgspec.json.decode(self._file.read_bytes(), type=list[Quota]))
+            except FileNotFoundError:
+                pass
+            except (OSError, msgspec.MsgspecError) as error:
+                log.warning("cannot read %s (%s): there are no quotas", self._file, error)
 
     def all(self) -> list[tuple[Quota, int]]:
         """Return each quota, and how many bytes of it are taken."""
@@ -55,24 +59,22 @@ class Quotas:
         """
         with self._mutex:
             others = [one for one in self._quotas if (one.model, one.tenant) != (model, tenant)]
-            quotas = (*others, *([Quota(size, model, tenant)] if size is not None else []))
+            quotas = (*others, *([Quota(bytes=size, model=model, tenant=tenant)] if size is not None else []))
             try:
                 written = msgspec.json.encode(quotas)
             except UnicodeEncodeError:
                 raise InputError("names of models and tenants have to be Unicode text") from None
             self._quotas = quotas
             if self._file is not None:
-                aside = self._file.with_suffix(".tmp")
                 try:
-                    aside.write_bytes(written)
-                    aside.replace(self._file)
+                    replace_text(self._file, written.decode())
                 except OSError as error:
                     log.warning("cannot write %s (%s): quotas end with this server", self._file, error.strerror)
 
     def excess(self, model: str, tenant: str, size: int) -> list[tuple[Quota, int]]:
         """Return the quotas that so many bytes more of an owner exceed, and by how much."""
         covering = [
-            (quota, self._taken(quota) + size - quota.bytes) for quota in self._quotas if quota.covers(model, tenant)
+            (quota, self._taken(quota) + size - quota.bytes) for quota in self._quotas if quota.cover(model, tenant)
         ]
         return [(quota, over) for quota, over in covering if over > 0]
 
@@ -80,6 +82,6 @@ class Quotas:
         held = self._changes.held().items()
         total = Amount()
         for (place, model, tenant), amount in held:
-            if place == "host" and quota.covers(model, tenant):
+            if place == "host" and quota.cover(model, tenant):
                 total = total.plus(amount)
         return total.bytes

@@ -47,8 +47,7 @@ class RemoteStore(ChunkStore):
         """Attach to the server that listens at `path`.
 
         A server that does not answer within `deadline` seconds is left. `model` and the place of its `tokenizer` are
-        for people who ask the server. Raises `TierUnusable`, `ConfigError` or
-        `StorageError`.
+        for people who ask the server. Raises `TierUnusable`, `ConfigError` or `StorageError`.
         """
         self._path, self._sizes, self._deadline = path, sizes, deadline
         self._model, self._tokenizer = model, tokenizer

@@ -1,22 +1,10 @@
 """Two engines over one cache server: what one has stored the other uses, from the same memory; and the server goes."""
 
-import sys
 import time
-from pathlib import Path
 
 import pytest
 from lab import DOCUMENTS, PLAIN, PROMPT, agree, answer, engine, facts, words
 from other_engine import OtherEngine
-
-sys.path.append(str(Path(__file__).parent.parent))
-from service_process import ServerProcess
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    server = ServerProcess(tmp_path_factory.mktemp("server"), max_local_cpu_size=0.25)
-    yield server
-    server.kill()
 
 
 @pytest.fixture(scope="module")

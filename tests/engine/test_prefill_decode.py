@@ -44,13 +44,6 @@ def alone(models):
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    server = ServerProcess(tmp_path_factory.mktemp("server"), max_local_cpu_size=0.25)
-    yield server
-    server.kill()
-
-
-@pytest.fixture(scope="module")
 def prefiller(alone, models, server):
     other = OtherEngine(models("llama"), server)
     yield other
