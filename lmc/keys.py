@@ -60,6 +60,14 @@ def tenant_of(cache_salt: str) -> str:
     return hashlib.sha256(b"tenant" + cache_salt.encode()).hexdigest()[:TENANT_DIGITS] if cache_salt else ""
 
 
+def tokens_digest(tokens: Sequence[int]) -> str:
+    """Return the SHA-256 of token ids as unsigned integers of 32 bits, little-endian, in hexadecimal digits.
+
+    It names a document in every model and for every tenant. Raises `InputError` for a token that is no uint32.
+    """
+    return hashlib.sha256(check_tokens(tokens).tobytes()).hexdigest()
+
+
 def exact_keys(namespace: bytes, tokens: Sequence[int], chunk_size: int) -> list[ChunkKey]:
     """Return the keys of all full chunks of a prompt, and of a partly full one at its end.
 

@@ -11,6 +11,7 @@ import os
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +20,7 @@ from lmc.admin_address import ADDRESS, TOKEN
 from lmc.background import Background
 from lmc.blend.segments import Span, document_tokens
 from lmc.connectors.vllm.claims import Claims
+from lmc.connectors.vllm.document_events import ADDRESS as DOCUMENT_EVENTS
 from lmc.connectors.vllm.isolation import cached_blocks
 from lmc.connectors.vllm.request_state import Role
 from lmc.connectors.vllm.roles import Roles
@@ -28,6 +30,8 @@ from lmc.engine.document_desk import LISTED, DocumentDesk, Facts
 from lmc.engine.explain import explain
 from lmc.errors import ConfigError, InputError
 from lmc.metrics import flat
+
+BOOT = Path("/proc/sys/kernel/random/boot_id")  # tells hosts apart
 
 log = logging.getLogger(__name__)
 
@@ -61,6 +65,21 @@ class Administration:
                 else:
                     queued += len(self._engine.learn_later(tokens, [document.span], salt))
         return {"queued": queued, "known": known}
+
+    def routing(self) -> Facts:
+        """Return what a router has to know, so that it cuts prompts as this engine does."""
+        settings, markers = self._engine.settings, self._setup.markers if self._setup.blends else None
+        return {
+            "special_string": settings.blend_special_str,
+            "separators": markers.separators if markers else (),
+            "special": sorted(markers.special) if markers else (),
+            "answer": markers.answer if markers else (),
+            "ratio": settings.blend_recompute_ratios[-1],
+            "capacity": self._engine.capacity(),
+            # Engines of one cache server have the same documents.
+            "cache": f"{BOOT.read_text().strip()}:{settings.server}" if settings.server else "",
+            "document_events": os.environ.get(DOCUMENT_EVENTS, ""),
+        }
 
     def request(self, name: str) -> Facts:
         """Return the facts of one of the last requests, by the id of its response; raise `InputError` otherwise."""
@@ -166,6 +185,7 @@ def application(of: Administration, token: str) -> Any:
     routes: list[tuple[str, str, Callable[[Request, Any], Facts]]] = [
         ("GET", "/health", lambda _, __: {"status": "ok"}),
         ("GET", "/v1/stat", lambda _, __: of.stat()),
+        ("GET", "/v1/routing", lambda _, __: of.routing()),
         ("POST", "/v1/explain", lambda _, body: of.explain(body)),
         ("GET", "/v1/documents", lambda request, _: desk.listed(_limit(request))),
         ("GET", "/v1/documents/{name:path}", lambda request, _: desk.show(request.path_params["name"])),

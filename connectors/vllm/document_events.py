@@ -6,16 +6,17 @@ one of them leaves.
 """
 
 import hashlib
-from array import array
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from lmc.background import Background
 from lmc.connectors.vllm.kv_events import media_steps
 from lmc.engine.known_documents import KnownDocument
-from lmc.keys import ChunkKey, RecordKind
+from lmc.keys import ChunkKey, RecordKind, tokens_digest
 from lmc.storage.change_log import Changes
+
+ADDRESS = "LMC_DOCUMENT_EVENTS"  # the variable of the environment that says where they are published
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,12 +29,7 @@ class DocumentMoved:
     document: str  # its id, which `lmc documents` shows: it depends on the model and the tenant, too
     tokens: int
     salt: str | None  # SHA-256 of the tenant's cache_salt, empty without one; None if this process has not met it
-
-
-def tokens_digest(tokens: Sequence[int]) -> str:
-    """Return the SHA-256 of token ids as unsigned integers of 32 bits, little-endian, in hexadecimal digits."""
-    found = array("I", tokens)
-    return hashlib.sha256(found.tobytes()).hexdigest()
+    tenant: str  # the tenant's name, as `lmc.keys.tenant_of` makes it of the cache_salt; empty without one
 
 
 class DocumentEvents:
@@ -93,6 +89,7 @@ class DocumentEvents:
             document=document.id,
             tokens=len(document.tokens),
             salt=hashlib.sha256(salt.encode()).hexdigest() if salt else salt,
+            tenant=document.tenant,
         )
 
     def _withdrawn(self, document: KnownDocument, medium: str) -> DocumentMoved:
@@ -104,4 +101,5 @@ class DocumentEvents:
             document=before.document,
             tokens=before.tokens,
             salt=before.salt,
+            tenant=before.tenant,
         )

@@ -13,12 +13,12 @@ from typing import Any
 import zmq
 
 from lmc.connectors.vllm import vllm_api
-from lmc.connectors.vllm.document_events import DocumentEvents, DocumentMoved
+from lmc.connectors.vllm.document_events import ADDRESS, DocumentEvents, DocumentMoved
 from lmc.engine import CacheEngine
 from lmc.errors import ConfigError
 from lmc.storage.tier_guard import logged
 
-ADDRESS, TOPIC = "LMC_DOCUMENT_EVENTS", "lmc.documents"
+TOPIC = "lmc.documents"
 LOOK_SECONDS = 0.2  # between two looks for changes
 
 
@@ -64,7 +64,8 @@ class DocumentPublisher:
 def _message(moved: DocumentMoved) -> dict[str, Any]:
     """Return an event as a map with its type, which is how vLLM's KV events are encoded."""
     kind = {"type": "DocumentStored", "tokens": moved.tokens} if moved.stored else {"type": "DocumentRemoved"}
-    return kind | {"digest": moved.digest, "document": moved.document, "medium": moved.medium, "salt": moved.salt}
+    names = {"document": moved.document, "medium": moved.medium, "salt": moved.salt, "tenant": moved.tenant}
+    return kind | {"digest": moved.digest, **names}
 
 
 def publisher_if_wanted(engine: CacheEngine, number: int) -> DocumentPublisher | None:

@@ -8,7 +8,7 @@ from lmc.engine.explain import SHOWN
 from lmc.engine.keeper import DocumentKeeper
 from lmc.engine.known_documents import KnownDocument, KnownDocuments
 from lmc.errors import InputError
-from lmc.keys import LONGEST_NAME
+from lmc.keys import LONGEST_NAME, tokens_digest
 from lmc.storage.contract import ChunkStore
 
 ID_DIGITS = 12  # of an id that people are shown
@@ -150,6 +150,7 @@ class DocumentDesk:
             "expires": known.expires,
             "model": known.model,
             "tenant": known.tenant,
+            "digest": tokens_digest(known.tokens),
         }
 
     def _text_of(self, known: KnownDocument, tokens: int | None = None) -> tuple[str, bool]:

@@ -12,9 +12,9 @@ from lab import BLOCK, engine, words
 from vllm.config import KVEventsConfig
 from vllm.distributed.kv_events import BlockRemoved, BlockStored
 
-from lmc.connectors.vllm.document_events import tokens_digest
 from lmc.connectors.vllm.document_publisher import DocumentPublisher
 from lmc.errors import ConfigError
+from lmc.keys import tokens_digest
 
 
 @contextmanager

@@ -1,16 +1,14 @@
 """Prefill and decode apart: one engine computes prompts, and another one answers them, over one cache server."""
 
-import os
 import re
-import socket
 import subprocess
 import sys
 import time
-from contextlib import suppress
 from pathlib import Path
 
 import httpx
 import pytest
+from http_engine import MODEL, ROOT, HttpEngine
 from lab import BLOCK, DOCUMENTS, PLAIN, PROMPT, SIZES, Prompt, agree, engine, facts, words
 from other_engine import OtherEngine
 
@@ -19,7 +17,6 @@ from service_process import ServerProcess
 
 from lmc.service.attachment import status
 
-ROOT = Path(__file__).parents[2]
 TOKENS = 16  # of an answer
 DECODER = {"blend_learn": False, "save_decode_cache": False}
 LATE, TURN = words(700, 8), words(300, 7)  # prompts without documents
@@ -27,10 +24,6 @@ NEW = Prompt([words(120, 21), words(200, 22), words(160, 23)], seed=2000)
 (COMMANDS,) = re.findall(
     r"^## Prefill and decode apart\n.*?^```bash\n(.*?)^```", (ROOT / "docs/service.md").read_text(), re.S | re.M
 )
-MODEL = ROOT / "lmc/demo/small_model/model"
-SMALL = f"--dtype float32 --enforce-eager --block-size {BLOCK}"
-APART = ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_LOGGING_LEVEL")  # which other tests have set in this process
-START_SECONDS = 180
 
 
 @pytest.fixture(scope="module")
@@ -130,38 +123,6 @@ def test_the_decoder_stores_no_answer_and_learns_no_document(prefiller, decoder,
 
 
 # -- the commands of docs/service.md ----------------------------------------------------------------------------------
-
-
-class HttpEngine:
-    """A vLLM server, as a command of docs/service.md starts it."""
-
-    def __init__(self, folder: Path, command: str) -> None:
-        with socket.socket() as free:
-            free.bind(("", 0))
-            port = free.getsockname()[1]
-        self.url, self._log = f"http://localhost:{port}", folder / f"{port}.log"
-        program = f"exec {sys.executable} -m vllm.entrypoints.openai.api_server --model {MODEL} {SMALL}"
-        command = re.sub(r"--port \d+", f"--port {port}", command.replace("vllm serve MODEL", program))
-        environment = {key: value for key, value in os.environ.items() if key not in APART}
-        with self._log.open("w") as log:
-            self._process = subprocess.Popen(
-                ["bash", "-ec", command], cwd=ROOT, env=environment, stdout=log, stderr=log
-            )
-
-    def wait(self) -> None:
-        """Wait until it answers."""
-        deadline = time.monotonic() + START_SECONDS
-        while True:
-            assert self._process.poll() is None, self._log.read_text()
-            assert time.monotonic() < deadline, self._log.read_text()
-            with suppress(httpx.TransportError):
-                if httpx.get(f"{self.url}/health").is_success:
-                    return
-            time.sleep(0.2)
-
-    def close(self) -> None:
-        self._process.terminate()
-        self._process.wait(60)
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,55 @@
+"""A vLLM server in a process of its own, with the small model that the project ships."""
+
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import httpx
+from lab import BLOCK
+
+ROOT = Path(__file__).parents[2]
+MODEL = ROOT / "lmc/demo/small_model/model"
+SMALL = f"--dtype float32 --enforce-eager --block-size {BLOCK}"
+APART = ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_LOGGING_LEVEL")  # which other tests have set in this process
+START_SECONDS = 180
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("", 0))
+        return free.getsockname()[1]
+
+
+class HttpEngine:
+    """A vLLM server, as a command of docs/service.md starts it."""
+
+    def __init__(self, folder: Path, command: str) -> None:
+        port = free_port()
+        self.url, self._log = f"http://localhost:{port}", folder / f"{port}.log"
+        program = f"exec {sys.executable} -m vllm.entrypoints.openai.api_server --model {MODEL} {SMALL}"
+        command = re.sub(r"--port \d+", f"--port {port}", command.replace("vllm serve MODEL", program))
+        environment = {key: value for key, value in os.environ.items() if key not in APART}
+        with self._log.open("w") as log:
+            self._process = subprocess.Popen(
+                ["bash", "-ec", command], cwd=ROOT, env=environment, stdout=log, stderr=log
+            )
+
+    def wait(self) -> None:
+        """Wait until it answers."""
+        deadline = time.monotonic() + START_SECONDS
+        while True:
+            assert self._process.poll() is None, self._log.read_text()
+            assert time.monotonic() < deadline, self._log.read_text()
+            with suppress(httpx.TransportError):
+                if httpx.get(f"{self.url}/health").is_success:
+                    return
+            time.sleep(0.2)
+
+    def close(self) -> None:
+        self._process.terminate()
+        self._process.wait(60)
