@@ -26,6 +26,7 @@ from lmc.demo.command import demo
 from lmc.errors import ConfigError, InputError, LmcError
 from lmc.learn.command import learn
 from lmc.learn.size import size
+from lmc.router.command import router
 from lmc.service.command import serve
 from lmc.terminal import AsJson, console, print_json, time_text
 
@@ -224,6 +225,7 @@ app.command(name="calibrate")(calibrate)
 app.command(name="learn")(learn)
 app.command(name="size")(size)
 app.command(name="serve")(serve)
+app.command(name="router")(router)
 app.command(name="explain")(explain)
 app.add_typer(documents, name="documents")
 

@@ -151,7 +151,7 @@ def read_environment(environ: Mapping[str, str], names: Collection[str], prefix:
     written = {
         key: value
         for key, value in environ.items()
-        if key.startswith(prefix) and (key in spellings or not (_is_no_setting(key) or _is_of_a_service(key, value)))
+        if key.startswith(prefix) and (key in spellings or not (_is_no_setting(key) or is_of_a_service(key, value)))
     }
     found.read(written, spellings, "environment {}".format)
     return found
@@ -188,7 +188,8 @@ def _is_no_setting(key: str) -> bool:
     return any(fnmatchcase(key, pattern) for pattern in NO_SETTINGS)
 
 
-def _is_of_a_service(key: str, value: str) -> bool:
+def is_of_a_service(key: str, value: str) -> bool:
+    """Return whether Kubernetes has set a variable, for a service whose name is like the beginning of a setting's."""
     return any(re.fullmatch(name, key) and re.fullmatch(shape, value) for name, shape in OF_SERVICES.items())
 
 

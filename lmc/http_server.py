@@ -149,7 +149,7 @@ class Guard:
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         code, refused = self._refusal(scope, headers)
         if code:
-            await _refuse(send, code, refused)
+            await refuse(send, code, refused)
             return
         received = 0
 
@@ -168,7 +168,7 @@ class Guard:
         with suppress(_TooLarge):
             await self._application(scope, receive_bounded, send_if_bounded)
         if received > LARGEST:
-            await _refuse(send, 413, TOO_LARGE)
+            await refuse(send, 413, TOO_LARGE)
 
     def _refusal(self, scope: Any, headers: Mapping[str, str]) -> tuple[int, str]:
         visitor = self._visitor(headers.get("authorization", "").removeprefix("Bearer "))
@@ -204,7 +204,8 @@ class _TooLarge(Exception):
     """A question is larger than it may be."""
 
 
-async def _refuse(send: Send, code: int, why: str) -> None:
+async def refuse(send: Send, code: int, why: str) -> None:
+    """Answer with an error."""
     body = json.dumps({"error": why}).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": code, "headers": headers})

@@ -27,11 +27,13 @@ from lmc.admin_address import TOKEN
 from lmc.errors import InputError
 from lmc.http_client import bearer, opener, with_scheme
 from lmc.metrics import NAMES, Labels, key
+from lmc.router.router_metrics import OF_ROUTERS
 from lmc.shapes import GIB, MIB
 from lmc.storage.places import fastest_first
 
 URL = "http://127.0.0.1:8000/metrics"
 TIMEOUT = 5.0  # seconds
+KNOWN = NAMES | {name.name: name for name in OF_ROUTERS if not name.buckets}
 LOWEST = {"tier_usable", "layers"}  # Of several engines these gauges show the lowest value, not the sum.
 
 Series = tuple[str, tuple[tuple[str, str], ...]]  # a metric, and all its labels
@@ -54,7 +56,7 @@ class Sample:
         """
         found: Numbers = {}
         for (name, labels), value in self.series.items():
-            known = NAMES[name]
+            known = KNOWN[name]
             own = (name, tuple(dict(labels).get(label, "") for label in known.labels))
             if name in LOWEST:
                 found[own] = min(value, found.get(own, value))
@@ -150,7 +152,7 @@ def read(text: str) -> dict[Series, float]:
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
             prefix, name = sample.name[:4], sample.name[4:].removesuffix("_total")
-            if prefix in ("lmc_", "lmc:") and name in NAMES:
+            if prefix in ("lmc_", "lmc:") and name in KNOWN:
                 found[name, tuple(sorted(sample.labels.items()))] = sample.value
     return found
 
@@ -166,12 +168,22 @@ WORK = {
     "no room": "no_room", "requests": "requests", "blends": "blends", "loads": "loads",
     "loads skipped": "loads_skipped", "loads failed": "failed_loads", "refused": "refused",
 }  # fmt: skip
+ROUTED_LINES = {
+    "requests": "router_requests", "requests (now)": "router_engine_requests", "usable (now)": "router_engine_usable",
+    "tokens of prompts": "router_prompt_tokens", "tokens expected reused": "router_expected_tokens",
+    "tokens reported reused": "router_reported_tokens", "retries": "router_retries",
+    "answers broken off": "router_broken_answers", "clients that left": "router_clients_left",
+    "refused": "router_refused", "index (now)": "router_index_entries",
+}  # fmt: skip
+ROUTED = set(ROUTED_LINES.values())
 STORED = {"chunks stored": "stored_chunks", "tokens stored": "stored_tokens"}
 
 
 def table(url: str, numbers: Numbers, seconds: float | None = None) -> Table:
     """Return the table of numbers that were counted in `seconds`, as rates; without `seconds`, of totals."""
     title = "lmc: totals since the start" if seconds is None else f"lmc: per second, over the last {seconds:.1f} s"
+    if any(name in ROUTED for name, _ in numbers):
+        return router_table(url, numbers, seconds, title)
     shown = Table("", "all", title=title, caption=Text(url), box=box.SIMPLE_HEAD)
     places = fastest_first({labels[0] for _, labels in numbers if labels})
     for place in places:
@@ -183,6 +195,26 @@ def table(url: str, numbers: Numbers, seconds: float | None = None) -> Table:
         rates[key(name, labels[1:])][labels[0] if labels else ""] = n / unit
     for name, over_all, by_place in _lines(rates):
         shown.add_row(*map(Text, (name, over_all, *(by_place.get(place, "") for place in places))))
+    return shown
+
+
+def router_table(url: str, numbers: Numbers, seconds: float | None, title: str) -> Table:
+    """Return the table of a router's numbers: a column for each engine."""
+    engines = sorted({labels[0] for (name, labels) in numbers if KNOWN[name].labels[:1] == ("engine",)})
+    shown = Table("", "all", title=title, caption=Text(url), box=box.SIMPLE_HEAD)
+    for engine in engines:
+        shown.add_column(Text(engine), justify="right")
+    by_name: Rates = defaultdict(lambda: defaultdict(float))
+    for (name, labels), n in numbers.items():
+        of = labels[0] if KNOWN[name].labels[:1] == ("engine",) else ""
+        by_name[name][of] += n / (1.0 if seconds is None or KNOWN[name].gauge else seconds)
+    for line, name in ROUTED_LINES.items():
+        found = by_name[name]
+        if name == "router_engine_usable":
+            cells = ["", *(("yes" if found[one] else "NO") if one in found else "" for one in engines)]
+        else:
+            cells = [number(sum(found.values())), *(number(found[one]) if one in found else "" for one in engines)]
+        shown.add_row(line, *cells)
     return shown
 
 

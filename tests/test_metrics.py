@@ -38,6 +38,7 @@ from lmc.metrics import (
     register,
     serve_metrics,
 )
+from lmc.router.router_metrics import OF_ROUTERS
 from lmc.shapes import GIB
 from lmc.storage.slab import Slab
 from lmc.storage.stats import StoreStats
@@ -478,7 +479,8 @@ def asked(expression: str) -> set[str]:
 
 
 def test_the_board_asks_for_all_metrics_and_for_no_others():
-    known = {f"{name.name}{'_bucket' if name.buckets else '' if name.gauge else '_total'}" for name in NAMES.values()}
+    names = (*NAMES.values(), *OF_ROUTERS)
+    known = {f"{name.name}{'_bucket' if name.buckets else '' if name.gauge else '_total'}" for name in names}
     assert set().union(*map(asked, EXPRESSIONS)) == known
 
 

@@ -1,0 +1,244 @@
+"""The router as an ASGI application: requests for engines go to the proxy, and questions about the router are answered.
+
+GET /health, /ready, /metrics and /v1/models are for everybody. Everything else here is administration.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.requests import Request as Asked
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from lmc.errors import InputError
+from lmc.http_server import Guard, refuse
+from lmc.router.client import Receive, Refusal, Send
+from lmc.router.document_tokens import DocumentTokens
+from lmc.router.engines import Engine, Engines, address
+from lmc.router.follow import Follower, follow_blocks
+from lmc.router.policies.documents import Documents
+from lmc.router.policies.precise import Precise
+from lmc.router.policy import Policy
+from lmc.router.proxy import Proxy
+from lmc.router.questions import read
+from lmc.router.router_metrics import INDEXED, LAG, RouterMetrics
+from lmc.router.settings import RouterSettings
+from lmc.router.watch import Discovery, Follow, Watch
+
+log = logging.getLogger(__name__)
+
+OPEN = ("/health", "/ready", "/metrics", "/v1/models")
+NO_TOKEN = "administration of a router that other hosts can reach needs a token: start it with LMC_ADMIN_TOKEN"
+Answering = Callable[[Asked], Awaitable[Response]]
+
+
+class Router:
+    """Everything that a router has, as an ASGI application."""
+
+    def __init__(
+        self, settings: RouterSettings, policy: Policy, engines: Engines, discovery: Discovery | None = None
+    ) -> None:
+        self.settings, self.policy, self.engines, self.metrics = settings, policy, engines, RouterMetrics()
+        used = policy.answered if isinstance(policy, Documents) else None
+        self.proxy = Proxy(settings, policy, engines, self.metrics, used=used)
+        self._discovery, self._ready = discovery, False
+        self._tasks: list[asyncio.Task[None]] = []
+        self._public, private = self._applications()
+        self._private = Guard(private, settings.admin_token)
+
+    async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
+        """Answer a question."""
+        if scope["type"] == "lifespan":
+            await self._live(receive, send)
+        elif scope["type"] != "http":
+            return
+        elif self.proxy.takes(scope["method"], scope["path"]):
+            await self.proxy(scope, receive, send)
+        elif scope["path"] in OPEN and scope["method"] in ("GET", "HEAD"):
+            await self._public(scope, receive, send)
+        elif self.settings.open_admin or self.settings.admin_token:
+            await self._private(scope, receive, send)
+        else:
+            await refuse(send, 403, NO_TOKEN)
+
+    async def _live(self, receive: Receive, send: Send) -> None:
+        await receive()
+        await self.open()
+        await send({"type": "lifespan.startup.complete"})
+        await receive()
+        await self.close()
+        await send({"type": "lifespan.shutdown.complete"})
+
+    async def open(self) -> None:
+        """Connect to the engines, and begin to look after them."""
+        session = await self.proxy.open()
+        follow: Follow | None = None
+        if isinstance(self.policy, Documents):
+            follow = Follower(self.policy, session, self.settings.admin_token, self._lagged).follow
+            cutter = self.policy.cutter
+            asked = DocumentTokens(self.proxy.tokenize, cutter.markers, cutter.special_string)
+            cutter.find = asked.find
+            self._tasks.append(asyncio.create_task(asked.run()))
+        elif isinstance(self.policy, Precise):
+            follow = partial(follow_blocks, self.policy)
+        watch = Watch(self.settings, self.engines, self.policy, session, self._discovery, follow)
+        await watch.look()
+        self._ready = True
+        self._tasks.append(asyncio.create_task(watch.run()))
+
+    async def close(self) -> None:
+        """End what `open` has begun."""
+        self._ready = False
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.proxy.close()
+
+    def _lagged(self, engine: str, seconds: float) -> None:
+        self.metrics.set(LAG, seconds, engine)
+
+    def _applications(self) -> tuple[Starlette, Starlette]:
+        public = {
+            "/health": self._health, "/ready": self._is_ready, "/metrics": self._metrics, "/v1/models": self._models,
+        }  # fmt: skip
+        private = [
+            ("GET", "/engines", self._listed),
+            ("POST", "/engines", self._added),
+            ("DELETE", "/engines", self._removed),
+            ("POST", "/engines/drain", self._drained),
+            ("POST", "/lmc/explain", self._explained),
+            ("POST", "/lmc/learn", self._learned),
+        ]
+        return (
+            Starlette(routes=[Route(path, answer, methods=["GET"]) for path, answer in public.items()]),
+            Starlette(
+                routes=[Route(path, _answering(answer), methods=[method]) for method, path, answer in private],
+                exception_handlers={404: _nothing_here, 405: _nothing_here},
+            ),
+        )
+
+    async def _health(self, _: Asked) -> Response:
+        return JSONResponse({"status": "ok"})
+
+    async def _is_ready(self, _: Asked) -> Response:
+        usable = len(self.engines.candidates(""))
+        return JSONResponse({"engines": usable}, 200 if self._ready and usable else 503)
+
+    async def _metrics(self, _: Asked) -> Response:
+        if isinstance(self.policy, Documents):
+            self.metrics.set(INDEXED, len(self.policy.index))
+        return Response(self.metrics.text(self.engines, time.monotonic()), media_type="text/plain; version=0.0.4")
+
+    async def _models(self, _: Asked) -> Response:
+        models = [{"id": name, "object": "model", "created": 0, "owned_by": "lmc"} for name in self.engines.models()]
+        return JSONResponse({"object": "list", "data": models})
+
+    async def _listed(self, _: Asked) -> Response:
+        return JSONResponse({"engines": [_described(one) for one in self.engines]})
+
+    async def _added(self, asked: Asked) -> Response:
+        body = await _body(asked, {"url", "models", "cache"})
+        models = body.get("models") or ()
+        if not isinstance(models, list | tuple) or set(map(type, models)) - {str}:
+            raise InputError("models must be a list of names")
+        engine = self.engines.add(address(str(body.get("url", "")), models, str(body.get("cache") or "")))
+        log.info("lmc router: engine %s was added", engine.url)
+        return JSONResponse({"engines": [_described(engine)]}, 201)
+
+    async def _removed(self, asked: Asked) -> Response:
+        url = str((await _body(asked, {"url"})).get("url", ""))
+        self.engines.remove(url)
+        self.policy.forget(url)
+        log.info("lmc router: engine %s was removed", url)
+        return JSONResponse({"removed": url})
+
+    async def _drained(self, asked: Asked) -> Response:
+        body = await _body(asked, {"url", "drain"})
+        engine, draining = self.engines[str(body.get("url", ""))], body.get("drain", True)
+        if not isinstance(draining, bool):
+            raise InputError("drain must be true or false")
+        engine.draining = draining
+        return JSONResponse({"engines": [_described(engine)]})
+
+    async def _explained(self, asked: Asked) -> Response:
+        """Say where a request would go, and what each engine would have to do for it."""
+        settings, headers = self.settings, dict(asked.headers)
+        request = read(await asked.body(), headers, settings.session_key, settings.special_string).request
+        candidates = self.engines.candidates(request.model)
+        if not candidates:
+            raise InputError(f"no engine can take a request for the model {request.model!r} now")
+        choice = self.policy.choose(request, candidates)
+        found = [{"engine": one.name, "requests": one.load, "backlog_tokens": round(one.backlog)} for one in candidates]
+        if isinstance(self.policy, Documents):
+            offers = {offer.candidate.name: offer for offer in self.policy.offers(request, candidates)}
+            for one in found:
+                offer = offers[str(one["engine"])]
+                one["expected_tokens"], one["documents"] = round(offer.reused), offer.documents
+                one["cost_tokens"], one["seconds"] = round(offer.cost), round(offer.seconds, 4)
+        return JSONResponse({"engine": choice.engine, "why": choice.why, "engines": found})
+
+    async def _learned(self, asked: Asked) -> Response:
+        """Let engines learn texts, each the one that the policy chooses for it."""
+        body = await _body(asked, {"texts", "model", "cache_salt"})
+        texts, salt = body.get("texts"), body.get("cache_salt") or ""
+        if not isinstance(texts, list) or set(map(type, texts)) - {str} or not isinstance(salt, str):
+            raise InputError('give {"texts": ["…", …]}, and model and cache_salt if they matter')
+        model = body.get("model") or next(iter(self.engines.models()), "")
+        separator, placed = self.settings.special_string, []
+        for text in texts:
+            learn = {
+                "model": model, "max_tokens": 1, "prompt": separator.join(("", text.strip(), "")),
+                "kv_transfer_params": {"lmc": {"learn": True}}, **({"cache_salt": salt} if salt else {}),
+            }  # fmt: skip
+            engine, answer = await self.proxy.ask("/v1/completions", msgspec.json.encode(learn))
+            facts = (answer.get("kv_transfer_params") or {}).get("lmc") or {}
+            placed.append({"engine": engine, "learned": bool(facts.get("learned")), "note": facts.get("note", "")})
+        return JSONResponse({"placed": placed})
+
+
+async def _nothing_here(asked: Asked, error: Exception) -> Response:
+    return JSONResponse({"error": f"the router has no {asked.method} {asked.url.path}"}, 404)
+
+
+def _answering(answer: Answering) -> Answering:
+    async def answered(asked: Asked) -> Response:
+        try:
+            return await answer(asked)
+        except InputError as error:
+            return JSONResponse({"error": str(error)}, 400)
+        except Refusal as refusal:
+            return JSONResponse({"error": refusal.why}, refusal.status)
+
+    return answered
+
+
+def _described(engine: Engine) -> dict[str, Any]:
+    return {
+        "url": engine.url,
+        "models": sorted(engine.models),
+        "cache": engine.candidate.cache,
+        "healthy": engine.healthy,
+        "draining": engine.draining,
+        "breaker": engine.breaker.state(time.monotonic()),
+        "requests": engine.candidate.load,
+        "backlog_tokens": round(engine.candidate.backlog),
+        "tokens_a_second": round(engine.rate) or None,
+        "sent": engine.requests,
+    }
+
+
+async def _body(asked: Asked, fields: set[str]) -> dict[str, Any]:
+    """Return what was sent as JSON; raise `InputError` for anything else."""
+    try:
+        found = msgspec.json.decode(await asked.body())
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InputError(f"the body is no JSON: {error}") from None
+    if not isinstance(found, dict) or found.keys() - fields:
+        raise InputError(f"the body must be a JSON object of {', '.join(sorted(fields))}")
+    return found

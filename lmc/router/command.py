@@ -1,0 +1,292 @@
+"""`lmc router`: sends each request to the engine that has its documents."""
+
+import difflib
+import logging
+import os
+import signal
+import socket
+from collections.abc import Set
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from lmc.admin_address import LOCAL, TOKEN
+from lmc.config_sources import is_of_a_service
+from lmc.errors import ConfigError, InputError
+from lmc.router.engines import EngineAddress, Engines, address
+from lmc.router.settings import RouterSettings
+
+log = logging.getLogger(__name__)
+
+# The names that other routers have for a policy of ours.
+OTHER_NAMES = {
+    "roundrobin": "round_robin", "prefixaware": "prefix_hash_trie", "prefix-aware": "prefix_hash_trie",
+    "least-loaded": "least_loaded", "power-of-two": "power_of_two", "cache-aware": "cache_aware",
+}  # fmt: skip
+ENV = "LMC_ROUTER_"
+ENDING = 60  # seconds for which answers that have begun are waited for
+
+
+def _variable(name: str) -> str:
+    return ENV + name.upper()
+
+
+def _read_file(context: typer.Context, file: Path | None) -> Path | None:
+    """Take the values of a YAML file for options that neither the command line nor the environment has.
+
+    Raises `ConfigError` if the file or the environment names an option that there is not.
+    """
+    import yaml
+
+    known = {str(parameter.name) for parameter in context.command.params}
+    _check_environment(known)
+    if file is None:
+        return None
+    try:
+        found = yaml.safe_load(file.read_text()) or {}
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ConfigError(f"--config {file} cannot be read: {getattr(error, 'strerror', None) or 'no YAML'}") from None
+    values = {str(name).replace("-", "_"): value for name, value in found.items()} if isinstance(found, dict) else None
+    if values is None or (unknown := values.keys() - known):
+        wrong = f"unknown: {', '.join(sorted(unknown))}" if values is not None else "it holds no mapping"
+        raise ConfigError(f"--config {file}: {wrong}; `lmc router --help` shows the options, which are its names")
+    for name, value in values.items():
+        values[name] = ",".join(map(str, value)) if isinstance(value, list) else value
+    context.default_map = values
+    return file
+
+
+Config = Annotated[
+    Path | None,
+    typer.Option(callback=_read_file, is_eager=True, envvar=_variable("config_file"), help="a YAML file of options"),
+]
+Backends = Annotated[
+    str, typer.Option(envvar=_variable("static_backends"), help="URLs of engines, with commas between them")
+]
+Models = Annotated[
+    str, typer.Option(envvar=_variable("static_models"), help="the model of each of them; by default they are asked")
+]
+Caches = Annotated[
+    str,
+    typer.Option(envvar=_variable("static_caches"), help="the cache of each: engines of one lmc serve have one name"),
+]
+Admins = Annotated[
+    str, typer.Option(envvar=_variable("static_admins"), help="the LMC_ADMIN of each, which says what documents it has")
+]
+KVEventAddresses = Annotated[
+    str,
+    typer.Option(
+        envvar=_variable("static_kv_events"),
+        help="for precise: tcp://HOST:PORT of each engine's KV events, or tcp://…+tcp://… with where they are replayed",
+    ),
+]
+Where = Annotated[
+    str,
+    typer.Option(
+        envvar=_variable("discovery"),
+        help="file:PATH, dns:HOST:PORT or kubernetes:NAMESPACE/LABEL=VALUE:PORT, where engines come and go",
+    ),
+]
+PolicyName = Annotated[
+    str, typer.Option("--policy", "--routing-logic", envvar=_variable("policy"), help="how engines are chosen")
+]
+Host = Annotated[str, typer.Option(envvar=_variable("host"), help="where to listen")]
+Port = Annotated[int, typer.Option(envvar=_variable("port"), min=0, max=65535)]
+SessionKey = Annotated[str, typer.Option(envvar=_variable("session_key"), help="the header that names a session")]
+SpecialString = Annotated[
+    str, typer.Option(envvar=_variable("special_string"), help="blend_special_str of the engines")
+]
+CacheTokens = Annotated[
+    float | None, typer.Option(envvar=_variable("cache_tokens"), min=1, help="tokens that an engine's cache holds")
+]
+Ratio = Annotated[
+    float | None, typer.Option(envvar=_variable("ratio"), min=0, max=1, help="blend_recompute_ratios of the engines")
+]
+Threshold = Annotated[
+    float | None, typer.Option(envvar=_variable("cache_threshold"), min=0, max=1, help="of cache_aware")
+]
+Absolute = Annotated[int | None, typer.Option(envvar=_variable("balance_abs_threshold"), min=0, help="of cache_aware")]
+Relative = Annotated[
+    float | None, typer.Option(envvar=_variable("balance_rel_threshold"), min=0, help="of cache_aware")
+]
+Interval = Annotated[
+    float | None, typer.Option(envvar=_variable("eviction_interval_secs"), min=0, help="of cache_aware")
+]
+TreeSize = Annotated[
+    int | None, typer.Option(envvar=_variable("max_tree_size"), min=1, help="of cache_aware, in letters")
+]
+Options = Annotated[
+    list[str] | None, typer.Option(help="another option of the policy, as name=value; may be given several times")
+]
+ExactTokens = Annotated[
+    bool,
+    typer.Option(
+        "--exact-tokens",
+        envvar=_variable("exact_tokens"),
+        help="ask an engine for the tokens of each prompt first, which takes some milliseconds",
+    ),
+]
+ApiKey = Annotated[str, typer.Option(envvar=_variable("api_key"), help="for the engines, instead of what clients send")]
+MostRequests = Annotated[
+    int, typer.Option(envvar=_variable("max_requests"), min=1, help="at once; others are answered 429")
+]
+MostMib = Annotated[int, typer.Option(envvar=_variable("max_body_mib"), min=1, help="of a request")]
+HealthSeconds = Annotated[
+    float, typer.Option(envvar=_variable("health_seconds"), min=0.1, help="between two looks at an engine")
+]
+AnswerSeconds = Annotated[
+    float, typer.Option(envvar=_variable("answer_seconds"), min=1, help="an engine may be silent before it has failed")
+]
+
+
+def _check_environment(known: Set[str]) -> None:
+    """Raise `ConfigError` for variables of no option. Those of a Kubernetes service `lmc-router` are dropped."""
+    variables = {_variable(name) for name in known - {"config"}} | {_variable("config_file")}
+    for name, value in list(os.environ.items()):
+        if name.startswith(ENV) and is_of_a_service(name, value):
+            del os.environ[name]
+        elif name.startswith(ENV) and name not in variables:
+            near = difflib.get_close_matches(name, variables, 1)
+            raise ConfigError(f"unknown variable {name}" + (f": did you mean {near[0]}?" if near else ""))
+
+
+def router(
+    context: typer.Context,
+    config: Config = None,
+    static_backends: Backends = "",
+    static_models: Models = "",
+    static_caches: Caches = "",
+    static_admins: Admins = "",
+    static_kv_events: KVEventAddresses = "",
+    discovery: Where = "",
+    policy: PolicyName = "documents",
+    host: Host = "127.0.0.1",
+    port: Port = 8000,
+    session_key: SessionKey = "x-session-id",
+    special_string: SpecialString = " # # ",
+    cache_tokens: CacheTokens = None,
+    ratio: Ratio = None,
+    cache_threshold: Threshold = None,
+    balance_abs_threshold: Absolute = None,
+    balance_rel_threshold: Relative = None,
+    eviction_interval_secs: Interval = None,
+    max_tree_size: TreeSize = None,
+    option: Options = None,
+    exact_tokens: ExactTokens = False,
+    api_key: ApiKey = "",
+    max_requests: MostRequests = 1000,
+    max_body_mib: MostMib = 32,
+    health_seconds: HealthSeconds = 5.0,
+    answer_seconds: AnswerSeconds = 600.0,
+) -> None:
+    """Send each request to the engine that has its documents.
+
+    The engines are vLLM servers. Clients use the router as they would use one of them. Every option can be written as a
+    variable LMC_ROUTER_OPTION, or in a YAML file. LMC_ADMIN_TOKEN is the token for /engines and /lmc/….
+    """
+    given = {
+        "cache_tokens": cache_tokens, "ratio": ratio, "cache_threshold": cache_threshold,
+        "balance_abs_threshold": balance_abs_threshold, "balance_rel_threshold": balance_rel_threshold,
+        "eviction_interval_secs": eviction_interval_secs, "max_tree_size": max_tree_size,
+    }  # fmt: skip
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    settings = RouterSettings(
+        session_key=session_key, special_string=special_string, api_key=api_key,
+        exact_tokens=exact_tokens or policy == "precise",
+        admin_token=os.environ.get(TOKEN, ""), open_admin=host in LOCAL, max_requests=max_requests,
+        max_body=max_body_mib << 20, health_seconds=health_seconds, answer_seconds=answer_seconds,
+    )  # fmt: skip
+    options = {name: value for name, value in given.items() if value is not None} | _written(option or [])
+    engines = _engines(static_backends, static_models, static_caches, static_admins, static_kv_events)
+    _run(settings, OTHER_NAMES.get(policy, policy), options, engines, discovery, (host, port))
+
+
+def _written(options: list[str]) -> dict[str, Any]:
+    """Return the values of options `name=value`; raise `ConfigError` for anything else."""
+    import yaml
+
+    found = {}
+    for option in options:
+        name, equals, value = option.partition("=")
+        if not equals:
+            raise ConfigError(f"--option {option} must be a name and a value, such as --option seed=1")
+        found[name.strip().replace("-", "_")] = yaml.safe_load(value)
+    return found
+
+
+def _engines(backends: str, models: str, caches: str, admins: str, kv_events: str) -> list[EngineAddress]:
+    """Return the engines that the command line names; raise `ConfigError` if the lists do not fit together."""
+    urls, columns = _items(backends), []
+    listed = {
+        "--static-models": models,
+        "--static-caches": caches,
+        "--static-admins": admins,
+        "--static-kv-events": kv_events,
+    }
+    for flag, text in listed.items():
+        items = _items(text)
+        if items and len(items) != len(urls):
+            raise ConfigError(
+                f"{flag} has {len(items)} items, and --static-backends has {len(urls)}: give one for each"
+            )
+        columns.append(items or [""] * len(urls))
+    try:
+        return [
+            address(url, [model] if model else [], *others) for url, model, *others in zip(urls, *columns, strict=True)
+        ]
+    except InputError as error:
+        raise ConfigError(f"--static-backends: {error}") from None
+
+
+def _items(text: str) -> list[str]:
+    return [item.strip() for item in text.split(",") if item.strip()]
+
+
+def _run(
+    settings: RouterSettings,
+    policy: str,
+    options: dict[str, Any],
+    addresses: list[EngineAddress],
+    where: str,
+    listen: tuple[str, int],
+) -> None:
+    """Run a router until it is told to end."""
+    try:
+        import uvicorn
+
+        from lmc.router.application import Router
+        from lmc.router.discovery import discovery
+        from lmc.router.policies import make
+    except ImportError as error:
+        raise ConfigError(f"lmc router needs {error.name}: pip install 'lmc[router]'") from None
+    if not addresses and not where:
+        raise ConfigError("say where the engines are: --static-backends http://a:8000,http://b:8000, or --discovery")
+    if policy == "documents":
+        options = {"special_string": settings.special_string, **options}
+    engines = Engines()
+    for one in addresses:
+        engines.add(one)
+    application = Router(settings, make(policy, **options), engines, discovery(where) if where else None)
+    try:
+        listening = socket.create_server(listen, family=socket.AF_INET6 if ":" in listen[0] else socket.AF_INET)
+    except OSError as error:
+        wrong = f"--host {listen[0]} --port {listen[1]}: nothing can listen there ({error.strerror})"
+        raise ConfigError(f"{wrong}; is the port in use?") from None
+    config = uvicorn.Config(
+        application,
+        log_level="critical",
+        access_log=False,
+        lifespan="on",
+        timeout_graceful_shutdown=ENDING,
+        server_header=False,
+        date_header=False,
+    )
+    log.info(
+        "lmc router: listening at %s:%s, policy %s, %d engines", *listening.getsockname()[:2], policy, len(engines)
+    )
+    server = uvicorn.Server(config)
+    for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn listens to them later, and raises again what has ended it.
+        signal.signal(number, lambda *_: setattr(server, "should_exit", True))
+    server.run([listening])
+    log.info("lmc router: ended")

@@ -1,0 +1,81 @@
+"""The tokens of documents, of which a router has the texts only: an engine is asked once for each document.
+
+It is asked while no request waits for the answer. Until it has answered, a document is known by its text alone.
+"""
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+import xxhash
+
+from lmc.blend.markers import Markers
+from lmc.blend.segments import split
+from lmc.errors import InputError
+from lmc.keys import tokens_digest
+
+log = logging.getLogger(__name__)
+
+REMEMBERED = 100_000  # documents
+WAITING = 1000  # documents; others are asked for when they come again
+AT_ONCE = 2  # questions
+PAUSE = 1.0  # seconds after a question without an answer
+
+# Of a model, and of what an engine of it is asked under /tokenize. Raises `InputError`.
+Tokenize = Callable[[str, Mapping[str, Any]], Awaitable[Sequence[int]]]
+
+
+class DocumentTokens:
+    """Digests and numbers of tokens of documents. Used in one thread, that of the event loop."""
+
+    def __init__(self, tokenize: Tokenize, markers: dict[str, Markers], special_string: str) -> None:
+        """`markers` are those of models, as they become known."""
+        self._tokenize, self._markers, self._special_string = tokenize, markers, special_string
+        self._known: OrderedDict[bytes, tuple[str, int] | None] = OrderedDict()  # None: no document to the engines
+        self._waiting: OrderedDict[bytes, tuple[str, str]] = OrderedDict()
+        self._wake = asyncio.Event()
+
+    def find(self, model: str, text: str) -> tuple[str, int] | None:
+        """Return the digest and the number of tokens of a text, with white space, between two separators, if known."""
+        if model not in self._markers:
+            return None
+        key = xxhash.xxh3_128_digest(
+            text.encode("utf-8", "surrogatepass"), seed=xxhash.xxh3_64_intdigest(model.encode())
+        )
+        if key in self._known:
+            self._known.move_to_end(key)
+            return self._known[key]
+        if len(self._waiting) < WAITING:
+            self._waiting[key] = model, text
+            self._wake.set()
+        return None
+
+    async def run(self) -> None:
+        """Ask for the tokens of documents until cancelled."""
+        await asyncio.gather(*(self._run() for _ in range(AT_ONCE)))
+
+    async def _run(self) -> None:
+        while True:
+            while not self._waiting:
+                self._wake.clear()
+                await self._wake.wait()
+            key, (model, text) = self._waiting.popitem(last=False)
+            try:
+                self._known[key] = await self._look_up(model, text)
+            except InputError as error:
+                log.debug("lmc router: the tokens of a document are not known: %s", error)
+                await asyncio.sleep(PAUSE)
+            if len(self._known) > REMEMBERED:
+                self._known.popitem(last=False)
+
+    async def _look_up(self, model: str, text: str) -> tuple[str, int] | None:
+        bare = self._special_string.strip()  # The text has all white space that is between two of them in the prompt.
+        prompt = self._special_string.replace(bare, f"{bare}{text}{bare}")
+        tokens = await self._tokenize(model, {"model": model, "prompt": prompt, "add_special_tokens": False})
+        documents = split(tokens, self._markers[model]).documents
+        if len(documents) != 1:
+            return None
+        found = tokens[documents[0].start : documents[0].stop]
+        return tokens_digest(found), len(found)

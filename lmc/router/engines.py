@@ -1,0 +1,177 @@
+"""The engines behind a router: what they are doing, and which of them may get a request."""
+
+import time
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field
+from statistics import median
+from typing import NamedTuple
+from urllib.parse import urlsplit
+
+from lmc.errors import InputError
+from lmc.http_client import with_scheme
+from lmc.router.policy import Candidate
+
+FAILURES = 3  # in a row, after which an engine gets no requests for a while
+FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0  # seconds of that while, which doubles each time
+USUAL_RATE = 10_000.0  # tokens computed in a second, for engines of which none has been measured
+MEASURED_TOKENS = 256  # An engine takes some time for any request, so that few tokens tell nothing.
+ALIKE = 1.5  # Engines whose rates differ by less are taken for equal: a measured rate varies as much.
+RATE_MEMORY = 0.1  # of a measured rate, what the last request counts
+
+
+class EngineAddress(NamedTuple):
+    """Where an engine is, and what is said of it."""
+
+    url: str
+    models: frozenset[str] = frozenset()  # that it serves; if empty, it is asked
+    cache: str = ""  # a name that engines of one cache server have in common
+    admin: str = ""  # its administration endpoint, LMC_ADMIN
+    kv_events: str = ""  # where it publishes vLLM's KV events, and behind a + where they can be asked for again
+
+
+def address(
+    url: str, models: Collection[str] = (), cache: str = "", admin: str = "", kv_events: str = ""
+) -> EngineAddress:
+    """Return an engine's address; raise `InputError` if `url` or `admin` is no URL of a server."""
+    asked = _checked(with_scheme(admin.strip())) if admin.strip() else ""
+    return EngineAddress(_checked(url).removesuffix("/v1"), frozenset(models), cache, asked, kv_events.strip())
+
+
+def _checked(url: str) -> str:
+    parts = urlsplit(url.strip())
+    try:
+        right = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0 and not parts.query
+    except ValueError:  # a port that is no number
+        right = False
+    if not right or parts.username:
+        raise InputError(f"{url!r} is no engine: give a URL such as http://host:8000")
+    return url.strip().rstrip("/")
+
+
+@dataclass(slots=True)
+class EngineBreaker:
+    """Keeps requests away from an engine that has failed several times in a row, and then lets one try."""
+
+    failures: int = 0  # in a row
+    pause: float = FIRST_PAUSE
+    until: float = 0.0  # when it may be tried again
+    trying: bool = False  # whether a request is trying it
+
+    def state(self, now: float) -> str:
+        """Return `closed` (requests go through), `open` (none does), or `half-open` (one may try)."""
+        if self.failures < FAILURES:
+            return "closed"
+        return "half-open" if now >= self.until and not self.trying else "open"
+
+    def sent(self) -> None:
+        """Note that a request goes there."""
+        self.trying = self.failures >= FAILURES
+
+    def succeeded(self) -> None:
+        """Note that it has answered."""
+        self.failures, self.pause, self.trying = 0, FIRST_PAUSE, False
+
+    def failed(self, now: float) -> None:
+        """Note that it has not answered."""
+        self.failures += 1
+        self.trying = False
+        if self.failures >= FAILURES:
+            self.until = now + self.pause
+            self.pause = min(2 * self.pause, LONGEST_PAUSE)
+
+
+@dataclass(slots=True)
+class Engine:
+    """One vLLM server."""
+
+    address: EngineAddress
+    candidate: Candidate
+    models: frozenset[str]
+    breaker: EngineBreaker = field(default_factory=EngineBreaker)
+    healthy: bool = True  # as the last look at it has found
+    gone: bool = False  # whether it has refused connections since it was healthy
+    draining: bool = False
+    rate: float = 0.0  # measured; 0 if it has not been
+    requests: int = 0  # that it has been sent
+
+    @property
+    def url(self) -> str:
+        """Its name, and where it is."""
+        return self.address.url
+
+    def serves(self, model: str) -> bool:
+        """Whether it has a model, or may have it; an empty one is any model."""
+        return not model or not self.models or model in self.models
+
+    def measured(self, tokens: float, seconds: float) -> None:
+        """Take note of how long it took to compute tokens, while nothing else waited there."""
+        if tokens >= MEASURED_TOKENS and seconds > 0:
+            rate = tokens / seconds
+            self.rate += (rate - self.rate) * (RATE_MEMORY if self.rate else 1.0)
+
+
+class Engines:
+    """All engines that a router knows. Used in one thread."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._engines: dict[str, Engine] = {}
+        self._clock = clock
+
+    def __iter__(self) -> Iterator[Engine]:
+        return iter(list(self._engines.values()))
+
+    def __len__(self) -> int:
+        return len(self._engines)
+
+    def __getitem__(self, url: str) -> Engine:
+        if url not in self._engines:
+            raise InputError(f"no engine {url}: there are {', '.join(self._engines) or 'none'}")
+        return self._engines[url]
+
+    def add(self, new: EngineAddress) -> Engine:
+        """Add an engine. One that is there already takes requests again if it was being drained."""
+        known = self._engines.get(new.url)
+        if known is None:
+            candidate = Candidate(new.url, cache=new.cache)
+            known = self._engines[new.url] = Engine(new, candidate, new.models)
+        known.draining = False
+        return known
+
+    def remove(self, url: str) -> None:
+        """Remove an engine. What it is answering goes on."""
+        self[url]
+        del self._engines[url]
+
+    def models(self) -> list[str]:
+        """Return the models of all engines that can be used."""
+        return sorted({model for one in self for model in one.models if one.healthy and not one.draining})
+
+    def knows(self, model: str) -> bool:
+        """Return whether any engine has a model, or may have it."""
+        return any(one.serves(model) for one in self._engines.values())
+
+    def candidates(self, model: str, without: Collection[str] = ()) -> list[Candidate]:
+        """Return the engines that may get a request for a model; an empty one is any model.
+
+        If looks have found none of them up, they may all get it: it is more likely that looking was at fault.
+        """
+        now = self._clock()
+        usual = median([one.rate for one in self._engines.values() if one.rate] or [USUAL_RATE])
+        found = [
+            one
+            for one in self._engines.values()
+            if one.serves(model) and not one.draining and one.url not in without and one.breaker.state(now) != "open"
+        ]
+        for one in found:
+            alike = not one.rate or usual / ALIKE < one.rate < usual * ALIKE
+            one.candidate.rate = usual if alike else one.rate
+        return [one.candidate for one in found if one.healthy] or [one.candidate for one in found]
+
+    def sent(self, url: str, cost: float) -> Engine:
+        """Note that an engine is sent a request whose prompt costs it so many tokens."""
+        one = self._engines[url]
+        one.breaker.sent()
+        one.requests += 1
+        one.candidate.load += 1
+        one.candidate.backlog += cost
+        return one

@@ -1,0 +1,135 @@
+"""Follows engines: how they cut prompts, how much their caches hold, and which documents are where.
+
+An engine's administration endpoint says the first two, and lists its documents. From then on its document events say
+what changes.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+from urllib.parse import urlsplit
+
+import aiohttp
+import msgspec
+
+from lmc.blend.markers import Markers
+from lmc.errors import InputError
+from lmc.router.document_index import Told
+from lmc.router.engines import Engine
+from lmc.router.event_stream import Batch, EventStream, Lost
+from lmc.router.kv_events import BlockEvents
+from lmc.router.kv_index import CacheSource
+from lmc.router.policies.documents import Documents
+from lmc.router.policies.precise import Precise
+
+log = logging.getLogger(__name__)
+
+TOPIC = "lmc.documents"
+MEDIA = {"host": "CPU", "disk": "STORAGE", "redis": "STORAGE"}  # by the names that listings have for places
+AGAIN_SECONDS = 5.0
+STORED, REMOVED = "DocumentStored", "DocumentRemoved"
+ASKING = aiohttp.ClientTimeout(total=30.0)
+
+
+class Follower:
+    """Tells the `documents` policy what engines say."""
+
+    def __init__(
+        self, policy: Documents, session: aiohttp.ClientSession, token: str, lag: Callable[[str, float], None]
+    ) -> None:
+        """`token` is that of the engines' administration; `lag` is told the age of each batch of events in seconds."""
+        self._policy, self._session, self._lag = policy, session, lag
+        self._headers = {"authorization": f"Bearer {token}"} if token else {}
+
+    async def follow(self, engine: Engine) -> None:
+        """Follow an engine until cancelled."""
+        while engine.address.admin:
+            try:
+                await self._follow(engine)
+            except (aiohttp.ClientError, OSError, TimeoutError, ValueError, TypeError, KeyError) as error:
+                where = engine.address.admin
+                log.warning(
+                    "lmc router: %s does not say what %s has: %s", where, engine.url, error or type(error).__name__
+                )
+            self._policy.index.untold(engine.candidate.cache)
+            await asyncio.sleep(AGAIN_SECONDS)
+
+    async def _follow(self, engine: Engine) -> None:
+        facts = await self._ask(engine, "/v1/routing")
+        candidate, index = engine.candidate, self._policy.index
+        candidate.cache = engine.address.cache or facts["cache"] or engine.url
+        index.resize(candidate.cache, max(facts["capacity"].values()))
+        for model in engine.models if facts["separators"] else ():
+            self._policy.cutter.markers[model] = Markers(
+                separators=tuple(map(tuple, facts["separators"])),
+                special=frozenset(facts["special"]),
+                answer=tuple(facts["answer"]),
+            )
+        if facts["special_string"] != self._policy.cutter.special_string:
+            log.warning("lmc router: %s has the special string %r", engine.url, facts["special_string"])
+        stream = _stream(facts["document_events"], engine.address.admin)
+        if stream is None:
+            log.info("lmc router: %s publishes no document events (LMC_DOCUMENT_EVENTS)", engine.url)
+            await asyncio.Event().wait()
+            return
+        log.info("lmc router: follows the documents of %s", engine.url)
+        async for event in stream.batches():
+            if isinstance(event, Lost):
+                index.untold(candidate.cache)
+                index.listed(candidate.cache, await self._listing(engine))
+            else:
+                self._take(engine, event)
+
+    async def _listing(self, engine: Engine) -> list[tuple[Told, str]]:
+        found = await self._ask(engine, f"/v1/documents?limit={1 << 30}")
+        return [
+            (Told(one["tenant"], one["digest"]), MEDIA[place])
+            for one in found["documents"]
+            for place in one["places"]
+            if place in MEDIA
+        ]
+
+    def _take(self, engine: Engine, batch: Batch) -> None:
+        sent, events = decoded(batch.payload)
+        self._lag(engine.url, max(0.0, time.time() - sent))
+        for event in events:
+            kind = event.get("type")
+            if kind in (STORED, REMOVED):
+                told = Told(str(event["tenant"]), str(event["digest"]))
+                self._policy.index.moved(engine.candidate.cache, told, str(event["medium"]), stored=kind == STORED)
+
+    async def _ask(self, engine: Engine, path: str) -> Any:
+        url = engine.address.admin + path
+        async with self._session.get(url, headers=self._headers, timeout=ASKING) as answer:
+            if answer.status != 200:
+                raise InputError(f"{url} answers {answer.status} {answer.reason}")
+            return msgspec.json.decode(await answer.read())
+
+
+async def follow_blocks(policy: Precise, engine: Engine) -> None:
+    """Tell the policy `precise` what an engine says in its KV events, until cancelled."""
+    address, _, replay = engine.address.kv_events.partition("+")
+    if address:
+        stream = EventStream(address, replay, from_start=True)
+        await BlockEvents(policy.index, CacheSource(engine.url)).follow(stream)
+
+
+def decoded(payload: bytes) -> tuple[float, Iterable[dict[str, Any]]]:
+    """Return when a batch was sent, in seconds since 1970, and its events; raise `ValueError` if it is no batch."""
+    try:
+        found = msgspec.msgpack.decode(payload)
+        return float(found[0]), [event for event in found[1] if isinstance(event, dict)]
+    except (msgspec.DecodeError, TypeError, IndexError, KeyError) as error:
+        raise ValueError(f"events that cannot be read: {error}") from None
+
+
+def _stream(addresses: str, admin: str) -> EventStream | None:
+    """Return the stream of an engine that listens at `tcp://*:5558`, or at two such addresses; None without one."""
+    host = urlsplit(admin).hostname or "127.0.0.1"
+    listening, _, replay = addresses.replace(" ", "").partition(",")
+    if not listening:
+        return None
+    named = [one.replace("*", host).replace("0.0.0.0", host) for one in (listening, replay)]
+    return EventStream(named[0], named[1], TOPIC)

@@ -1,0 +1,151 @@
+"""The `documents` policy: the engine with the least expected time to first token, by the documents that it has.
+
+No other router that we know routes by documents. The time that an engine is expected to need is
+
+    (backlog + prompt − beginning that it has − Σ documents that it has · (1 − ratio) · weight of their place) / rate
+
+`ratio` is the share of a reused document that an engine computes again. To this comes a surcharge for engines that have
+more than their share of the requests, so that a few popular documents do not fill one engine. A bound on the load, as
+consistent hashing with bounded loads has it, was measured and lost a tenth to a fifth of the reuse (docs/log.md).
+
+Documents that no engine has go to the one that the heaviest of them hashes to, so that the corpus spreads by itself and
+several routers agree.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import xxhash
+
+from lmc.router.cut import Cut, Cutter
+from lmc.router.document_index import DocumentIndex
+from lmc.router.policies.options import check, check_count
+from lmc.router.policy import Candidate, PromptRequest, RoutingChoice
+
+CACHE_TOKENS = 1_000_000.0  # that fit into an engine's cache, if nobody says how many
+RATIO = 0.15  # lmc's default
+SURCHARGE = 0.3  # of the prompt, for each mean load by which an engine's load is above the mean
+DISPLACEMENT = 0.6  # of the new documents for which others have to leave a cache
+STAY = 1.5  # how much cheaper another engine has to be before a conversation moves
+CONVERSATIONS = 100_000  # that are remembered
+
+
+class Documents:
+    """Chooses by documents. What it knows of the engines is in `index`."""
+
+    def __init__(
+        self,
+        *,
+        special_string: str = " # # ",
+        cache_tokens: float = CACHE_TOKENS,
+        ratio: float = RATIO,
+        surcharge: float = SURCHARGE,
+        displacement: float = DISPLACEMENT,
+        stay: float = STAY,
+        conversations: int = CONVERSATIONS,
+        cutter: Cutter | None = None,
+    ) -> None:
+        """`cache_tokens` fit into an engine's cache, `conversations` are remembered."""
+        self.cutter = cutter or Cutter(special_string)
+        self.index = DocumentIndex(cache_tokens)
+        check(cache_tokens > 0, "cache_tokens", cache_tokens, "above 0")
+        check(0 <= ratio <= 1, "ratio", ratio, "from 0 to 1")
+        check(surcharge >= 0, "surcharge", surcharge, "0 or more")
+        check(displacement >= 0, "displacement", displacement, "0 or more")
+        self._displacement = displacement
+        check(stay >= 1, "stay", stay, "1 or more")
+        check_count("conversations", conversations)
+        self._ratio, self._surcharge, self._stay, self._conversations = ratio, surcharge, stay, conversations
+        self._engine_of: OrderedDict[tuple[str, str], str] = OrderedDict()  # by scope and session
+        self._cache_of: dict[str, str] = {}  # by engine
+        self._last: tuple[PromptRequest, Cut] | None = None  # A request is chosen for, and then sent.
+
+    def choose(self, request: PromptRequest, candidates: Sequence[Candidate]) -> RoutingChoice:
+        """Return the engine with the least expected time to first token, and what it is expected to reuse."""
+        cut, best = self._cut(request), None
+        offers = self.offers(request, candidates)
+        least = min(offer.seconds for offer in offers)
+        home = self._home(request, cut, offers)
+        if home is not None and home.seconds <= self._stay * least:
+            best, why = home, "conversation"
+        if best is None:
+            best = min(offers, key=lambda offer: (offer.seconds, _distance(cut, offer.candidate)))
+            why = "documents" if best.documents else "beginning" if best.reused else "least time"
+        return RoutingChoice(best.candidate.name, why, best.reused, best.cost)
+
+    def sent(self, request: PromptRequest, engine: str) -> None:
+        """Note that an engine will have the documents of a request."""
+        self.index.note(self._cache_of.get(engine, engine), self._cut(request))
+        if request.session:
+            self._engine_of[request.scope, request.session] = engine
+            self._engine_of.move_to_end((request.scope, request.session))
+            if len(self._engine_of) > self._conversations:
+                self._engine_of.popitem(last=False)
+
+    def forget(self, engine: str) -> None:
+        """Drop what is known of an engine's cache, unless other engines use it as well."""
+        cache = self._cache_of.pop(engine, engine)
+        if cache not in self._cache_of.values():
+            self.index.forget(cache)
+        for conversation in [one for one, where in self._engine_of.items() if where == engine]:
+            del self._engine_of[conversation]
+
+    def answered(self, request: PromptRequest, engine: str, prompt_tokens: int) -> None:
+        """Take note of how many tokens a prompt has turned out to have."""
+        if request.tokens is None:
+            self.cutter.counted(len(request.text), prompt_tokens)
+
+    def offers(self, request: PromptRequest, candidates: Sequence[Candidate]) -> list["EngineOffer"]:
+        """Return what sending a request to each of the engines would mean."""
+        cut, mean = self._cut(request), (sum(one.load for one in candidates) + 1) / len(candidates)
+        return [self._offer(cut, one, mean) for one in candidates]
+
+    def _offer(self, cut: Cut, candidate: Candidate, mean_load: float) -> "EngineOffer":
+        self._cache_of[candidate.name] = candidate.cache
+        beginning = reused = min(self.index.prefix(candidate.cache, cut), cut.tokens - 1)
+        saved, documents, new = reused, 0, 0.0
+        for document in cut.documents:
+            behind = min(document.tokens, document.stop - beginning)  # tokens that are not in the beginning
+            if behind > 0 and (weight := self.index.weight(candidate.cache, document, cut.tenant)):
+                reused += behind
+                saved += behind * (1 - self._ratio) * weight
+                documents += 1
+            elif behind > 0:
+                new += document.tokens
+        cost = max(cut.tokens - saved, 1.0)
+        displaced = min(new, max(0.0, new - self.index.room(candidate.cache)))
+        excess = max(0.0, candidate.load / mean_load - 1)
+        work = candidate.backlog + cost + self._surcharge * excess * cut.tokens + self._displacement * displaced
+        return EngineOffer(candidate, work / candidate.rate, cost, min(reused, cut.tokens), beginning, documents)
+
+    def _home(self, request: PromptRequest, cut: Cut, offers: Sequence["EngineOffer"]) -> "EngineOffer | None":
+        """Return the engine where a conversation is: that of its session, or the one that has most of the prompt."""
+        engine = self._engine_of.get((request.scope, request.session)) if request.session else None
+        longest = max(offers, key=lambda offer: offer.beginning)
+        if engine is None:
+            return longest if longest.beginning > cut.tokens / 2 else None
+        return next((offer for offer in offers if offer.candidate.name == engine), None)
+
+    def _cut(self, request: PromptRequest) -> Cut:
+        if self._last is None or self._last[0] is not request:
+            self._last = request, self.cutter.cut(request)
+        return self._last[1]
+
+
+class EngineOffer(NamedTuple):
+    """What sending a request to an engine would mean."""
+
+    candidate: Candidate
+    seconds: float  # until the first token, with the surcharge
+    cost: float  # tokens that it would compute
+    reused: float  # tokens
+    beginning: float  # tokens of those at the start of the prompt
+    documents: int  # that it has
+
+
+def _distance(cut: Cut, candidate: Candidate) -> int:
+    """Return how far an engine is from the heaviest document: rendezvous hashing (Thaler and Ravishankar, 1996)."""
+    heaviest = max(cut.documents, key=lambda one: (one.tokens, one.key), default=None)
+    key = heaviest.key if heaviest else cut.blocks[0].to_bytes(8, "little") if cut.blocks else b""
+    return -xxhash.xxh3_64_intdigest(candidate.cache.encode() + b"\0" + key)

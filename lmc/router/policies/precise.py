@@ -1,0 +1,95 @@
+"""The policy `precise`: the engine that has the longest prefix, as the engines' KV events say."""
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+
+from lmc.router.kv_index import BlockIndex, Run, token_chain
+from lmc.router.policies.least_loaded import least_loaded
+from lmc.router.policies.options import check, check_count
+from lmc.router.policy import Candidate, PromptRequest, RoutingChoice
+from lmc.router.prefix_hashes import leading
+
+
+class Precise:
+    """The engine with the longest run of blocks, each by the weight of its tier; the least loaded one of equal ones.
+
+    Source: the precise prefix cache scorer of llm-d (its KV cache indexer): vLLM's events over ZMQ, blocks on GPUs
+    count 1.0 and in CPU memory 0.8. What a request will leave behind is counted for 2 seconds, until events can have
+    said it.
+
+    Different here: llm-d adds this score to those of its other scorers, and this policy has it alone. Blocks are found
+    by their tokens, so that engines need neither equal hash seeds nor equal block sizes. `lmc.router.kv_events` feeds
+    the index.
+    """
+
+    def __init__(
+        self,
+        *,
+        tokenize: Callable[[str], Sequence[int]] | None = None,
+        index: BlockIndex | None = None,
+        expected_secs: float = 2.0,
+        max_expected: int = 1 << 18,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`tokenize` returns the tokens that the engines make of a text, for requests whose tokens are not known.
+
+        For `expected_secs`, an engine is believed to have what it was sent, of `max_expected` blocks at most.
+        """
+        check(expected_secs >= 0, "expected_secs", expected_secs, "0 or more")
+        check_count("max_expected", max_expected)
+        self.index = BlockIndex() if index is None else index
+        self._tokenize, self._seconds, self._max_expected, self._clock = tokenize, expected_secs, max_expected, clock
+        self._expected: OrderedDict[tuple[str, int], float] = OrderedDict()  # until when, in the order of time
+        self._last: tuple[PromptRequest, Callable[[int], list[int]]] | None = None  # `sent` comes right behind `choose`
+
+    def choose(self, request: PromptRequest, candidates: Sequence[Candidate]) -> RoutingChoice:
+        """Return the engine with the best run."""
+        chain, now = self._chain(request), self._clock()
+        runs = {candidate.name: self._run(candidate.name, chain, now) for candidate in candidates}
+        best = max(run.score for run in runs.values())
+        name = least_loaded(candidate for candidate in candidates if runs[candidate.name].score == best).name
+        return RoutingChoice(name, "longest run" if best else "no match", runs[name].tokens)
+
+    def sent(self, request: PromptRequest, engine: str) -> None:
+        """Expect an engine to have the prompt's blocks soon."""
+        chain, now = self._chain(request), self._clock()
+        for size in self.index.block_sizes(engine):
+            for block in reversed(chain(size)):
+                self._expected.pop((engine, block), None)
+                self._expected[engine, block] = now + self._seconds
+        while self._expected and (
+            next(iter(self._expected.values())) <= now or len(self._expected) > self._max_expected
+        ):
+            self._expected.popitem(last=False)
+        self._last = None
+
+    def forget(self, engine: str) -> None:
+        """Drop what an engine has and is expected to have."""
+        self.index.forget(engine)
+        for expected in [expected for expected in self._expected if expected[0] == engine]:
+            del self._expected[expected]
+
+    def _run(self, engine: str, chain: Callable[[int], Sequence[int]], now: float) -> Run:
+        """Return what an engine has, or is expected to have, of a prompt."""
+        runs = [self.index.longest(engine, chain)]
+        for size in self.index.block_sizes(engine):
+            blocks = leading(chain(size), lambda block: self._expected.get((engine, block), 0.0) > now)
+            runs.append(Run(float(blocks * size), blocks * size))
+        return max(runs)
+
+    def _chain(self, request: PromptRequest) -> Callable[[int], list[int]]:
+        """Return the prompt's hashes for a size of blocks; the tokens are made once for `choose` and `sent`."""
+        if self._last is None or self._last[0] != request:
+            tokens, chains = request.tokens, dict[int, list[int]]()
+            if tokens is None:
+                tokens = self._tokenize(request.text) if self._tokenize else ()
+            adapter = request.model if self.index.is_adapter(request.model) else ""
+
+            def chain(size: int) -> list[int]:
+                if size not in chains:
+                    chains[size] = token_chain(tokens, size, request.salt, adapter)
+                return chains[size]
+
+            self._last = request, chain
+        return self._last[1]

@@ -1,0 +1,72 @@
+"""The policy `simhash`: similar prompts have similar fingerprints, and a fingerprint has an engine."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from lmc.router.policies.options import check, check_count
+from lmc.router.policy import Candidate, PromptRequest, RoutingChoice
+from lmc.router.prefix_hashes import encoded
+from lmc.router.ring import Ring
+
+WINDOW = 16  # bytes: about three words of English
+SAMPLED = 8  # of so many windows, one counts: which one depends on its bytes, and not on where it stands
+FACTOR = 0x100000001B3  # of the polynomial over a window's bytes; the prime of FNV-1a
+MIX = 0x9E3779B97F4A7C15  # spreads a polynomial's value over 64 bits; 2^64 divided by the golden ratio
+
+
+def _window_hashes(data: Any) -> Any:
+    """Return the hash of each run of `WINDOW` bytes of an array, of the whole if it is shorter."""
+    import numpy as np
+
+    count = max(1, len(data) - WINDOW + 1)
+    hashes = np.zeros(count, np.uint64)
+    for place in range(min(WINDOW, len(data))):  # Arithmetic of arrays wraps around at 64 bits.
+        hashes = hashes * np.uint64(FACTOR) + data[place : place + count]
+    for shift in (32, 29):
+        hashes = (hashes ^ (hashes >> np.uint64(shift))) * np.uint64(MIX)
+    return hashes ^ (hashes >> np.uint64(32))
+
+
+def fingerprint(text: str, bits: int) -> int:
+    """Return the SimHash of a text: each bit is what most hashes of the text's windows have at that place.
+
+    Which windows count does not depend on their places, so that a text put before another one moves nothing.
+    """
+    import numpy as np
+
+    hashes = _window_hashes(np.frombuffer(encoded(text), np.uint8))
+    sampled = hashes[hashes % np.uint64(SAMPLED) == 0]
+    counted = sampled if len(sampled) else hashes
+    places = np.arange(64 - bits, 64, dtype=np.uint64)
+    ones = [int(np.count_nonzero(counted >> place & np.uint64(1))) for place in places]
+    return sum(1 << place for place, count in enumerate(ones) if 2 * count > len(counted))
+
+
+class SimHash:
+    """The engine to which the prompt's SimHash belongs on a consistent ring.
+
+    Source: the second policy of the RFC of vLLM's production-stack on prefix-aware routing, after Charikar's SimHash.
+    The RFC gives no parameters and measures fewer hits than with its HashTrie. The parameters are ours: windows of 16
+    bytes, of which one in eight counts, and fingerprints of 8 bits. The fewer bits, the more often do similar prompts
+    have the same fingerprint; more bits spread the load better. The scope is part of the key. As published, there is no
+    control of loads.
+    """
+
+    def __init__(self, *, bits: int = 8, replicas: int = 256) -> None:
+        """`bits` is the length of a fingerprint, `replicas` how many points each engine has on the ring."""
+        check(isinstance(bits, int) and 1 <= bits <= 32, "bits", bits, "a whole number from 1 to 32")
+        check_count("replicas", replicas)
+        self._bits, self._ring = bits, Ring(replicas)
+
+    def choose(self, request: PromptRequest, candidates: Sequence[Candidate]) -> RoutingChoice:
+        """Return the engine of the prompt's fingerprint."""
+        names = {candidate.name for candidate in candidates}
+        key = f"{request.scope}\0{fingerprint(request.text, self._bits)}"
+        return RoutingChoice(next(self._ring.walk(key, names)), "similar prompts")
+
+    def sent(self, request: PromptRequest, engine: str) -> None:
+        """Nothing depends on what was sent."""
+
+    def forget(self, engine: str) -> None:
+        """Take an engine off the ring. It comes back to its place when it is a candidate again."""
+        self._ring.remove(engine)

@@ -1,0 +1,342 @@
+"""Sends requests on to engines, and their answers back, byte for byte, as an ASGI application.
+
+A request whose engine fails before the first byte of the answer goes to another one. An answer that breaks off later
+breaks off for the client, too. If the client goes away, the engine is told at once.
+"""
+
+import asyncio
+import logging
+import re
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import aiohttp
+import msgspec
+from multidict import CIMultiDict
+from yarl import URL
+
+from lmc.errors import InputError
+from lmc.router import router_metrics as numbers
+from lmc.router.client import Client, Receive, Refusal, Send
+from lmc.router.engines import Engine, Engines
+from lmc.router.policy import Policy, PromptRequest, RoutingChoice
+from lmc.router.questions import Received, read
+from lmc.router.router_metrics import RouterMetrics
+from lmc.router.settings import RouterSettings
+
+log = logging.getLogger(__name__)
+
+PATHS = re.compile(r"/(v1/[a-z_]+(/[a-z_]+)*|tokenize|detokenize|score|rerank|pooling|classify|embeddings?)")
+RETRIED = (502, 503, 504)  # answers of an engine that is not up; another one is asked
+RETRY_AFTER = "1"  # seconds
+NOT_SENT_ON = frozenset({
+    "connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer", "transfer-encoding",
+    "upgrade", "host", "content-length", "expect",
+})  # fmt: skip
+NOT_SENT_BACK = {name.encode() for name in NOT_SENT_ON - {"content-length"}}
+REQUEST_ID = re.compile(r"[\w.:-]{1,128}")
+ENGINE, EXPECTED, REQUEST = b"x-lmc-engine", b"x-lmc-expected-tokens", "x-request-id"
+TOKENIZING = aiohttp.ClientTimeout(total=5.0)
+TAIL = 4096  # bytes of the end of an answer, where it says what was reused
+# A quotation mark inside of a generated text has a backslash before it.
+PROMPT_TOKENS = re.compile(rb'(?<!\\)"prompt_tokens":\s*(\d{1,9})')
+REUSED_TOKENS = re.compile(rb'(?<!\\)"cached_tokens":\s*(\d{1,9})')
+
+Used = Callable[
+    [PromptRequest, str, int], None
+]  # a request, the engine that has answered it, and the tokens of its prompt
+
+
+class EngineFailed(Exception):
+    """An engine has not begun to answer."""
+
+    def __init__(self, why: str, *, refused: bool = False) -> None:
+        super().__init__(why)
+        self.refused = refused  # Nobody listens there: it has ended, and its memory with it.
+
+
+class Opened(NamedTuple):
+    """An answer that has begun."""
+
+    answer: aiohttp.ClientResponse
+    first: bytes
+
+
+@dataclass(slots=True)
+class Visit:
+    """One request at one engine."""
+
+    engine: Engine
+    choice: RoutingChoice
+    cost: float  # tokens that the engine is expected to compute
+    began: float
+    alone: bool  # whether nothing else waited there
+    waiting: bool = True  # whether the cost is in the engine's backlog
+
+    def begun(self) -> None:
+        """Note that the answer has begun, or never will: the prompt is computed."""
+        if self.waiting:
+            self.waiting = False
+            self.engine.candidate.backlog = max(0.0, self.engine.candidate.backlog - self.cost)
+
+    def ended(self) -> None:
+        """Note that the engine has nothing to do with the request any more."""
+        self.begun()
+        self.engine.candidate.load -= 1
+
+
+class Proxy:
+    """Answers clients. Runs in one thread, that of the event loop."""
+
+    def __init__(
+        self,
+        settings: RouterSettings,
+        policy: Policy,
+        engines: Engines,
+        metrics: RouterMetrics,
+        used: Used | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`used` is told what engines say about prompts that they have answered."""
+        self._used = used
+        self._settings, self._policy, self._engines = settings, policy, engines
+        self._metrics, self._clock = metrics, clock
+        self.session: aiohttp.ClientSession | None = None  # the connections to engines, while they are open
+        self.answering = 0  # requests
+
+    async def open(self) -> aiohttp.ClientSession:
+        """Prepare connections to engines."""
+        timeout = aiohttp.ClientTimeout(
+            total=None, sock_connect=self._settings.connect_seconds, sock_read=self._settings.answer_seconds
+        )
+        self.session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=30),
+            timeout=timeout,
+            auto_decompress=False,
+            cookie_jar=aiohttp.DummyCookieJar(),
+            skip_auto_headers=("accept", "accept-encoding", "user-agent", "content-type"),
+        )
+        return self.session
+
+    async def close(self) -> None:
+        """Close all connections to engines."""
+        if self.session is not None:
+            await self.session.close()
+
+    def takes(self, method: str, path: str) -> bool:
+        """Return whether a request is one for engines."""
+        return method == "POST" and PATHS.fullmatch(path) is not None
+
+    async def __call__(self, scope: Mapping[str, Any], receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        arrived, self.answering = self._clock(), self.answering + 1
+        client = Client(scope, receive, send)
+        try:
+            if self.answering > self._settings.max_requests:
+                self._metrics.count(numbers.REFUSED)
+                raise Refusal(
+                    429, f"the router answers {self._settings.max_requests} requests at once: try again later"
+                )
+            await self._answer(client, arrived)
+        except InputError as error:
+            await client.refuse(Refusal(400, str(error)))
+        except Refusal as refusal:
+            await client.refuse(refusal)
+        finally:
+            self.answering -= 1
+            self._metrics.count(numbers.ANSWERS, str(client.status))
+
+    async def _answer(self, client: Client, arrived: float) -> None:
+        body = await client.body(self._settings.max_body)
+        question = read(body, client.headers, self._settings.session_key, self._settings.special_string)
+        if self._settings.exact_tokens and question.tokenize is not None:
+            question = await self._with_tokens(question, question.tokenize)
+        work = asyncio.create_task(self._work(question, body, client, arrived))
+        leaving = asyncio.create_task(client.leaves())
+        try:
+            await asyncio.wait((work, leaving), return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                self._metrics.count(numbers.LEFT)
+        finally:
+            work.cancel()  # This closes the connection to the engine, which then computes no more.
+            leaving.cancel()
+            await asyncio.gather(work, leaving, return_exceptions=True)
+        if not work.cancelled():
+            work.result()
+
+    async def _with_tokens(self, question: Received, asked: Mapping[str, Any]) -> Received:
+        """Return a question with the tokens of its prompt, or as it was if no engine says them."""
+        try:
+            tokens = await self.tokenize(question.request.model, asked)
+        except InputError as error:
+            log.debug("lmc router: a prompt is cut by its text: %s", error)
+            return question
+        return question._replace(request=replace(question.request, tokens=tokens), tokens=len(tokens))
+
+    async def _work(self, question: Received, body: bytes, client: Client, arrived: float) -> None:
+        """Send a request to engines until one answers, and its answer to the client."""
+        failed: set[str] = set()
+        headers = self._sent_on(client)
+        while True:
+            with self._visit(question, failed) as visit:
+                if not failed:
+                    self._metrics.observe(numbers.OVERHEAD, self._clock() - arrived)
+                try:
+                    opened = await self._open(visit.engine, client.target, body, headers)
+                except EngineFailed as error:
+                    failed.add(visit.engine.url)
+                    self._note_failure(visit.engine, error)
+                    if len(failed) >= self._settings.attempts:
+                        raise Refusal(502, f"no engine has answered: {error}") from None
+                    self._metrics.count(numbers.RETRIES, visit.engine.url)
+                    continue
+                async with opened.answer:
+                    await self._send_back(question, visit, opened, client, arrived)
+                return
+
+    async def ask(self, target: str, body: bytes) -> tuple[str, Mapping[str, Any]]:
+        """Ask an engine a question of the router's own, and return which one it was and its answer; raise `Refusal`."""
+        headers = CIMultiDict({"content-type": "application/json", **self._login()})
+        question = read(body, {}, self._settings.session_key, self._settings.special_string)
+        with self._visit(question, set()) as visit:
+            try:
+                opened = await self._open(visit.engine, target, body, headers)
+                async with opened.answer:
+                    found = opened.first + await opened.answer.content.read()
+                    answer = msgspec.json.decode(found)
+            except (EngineFailed, aiohttp.ClientError, OSError, TimeoutError, msgspec.DecodeError) as error:
+                raise Refusal(502, f"{visit.engine.url} has not answered: {error}") from None
+            if opened.answer.status != 200 or not isinstance(answer, dict):
+                raise Refusal(502, f"{visit.engine.url} answers {opened.answer.status}: {found[:200]!r}")
+            return visit.engine.url, answer
+
+    async def tokenize(self, model: str, asked: Mapping[str, Any]) -> list[int]:
+        """Return the tokens of what is asked under /tokenize, by the engine of a model that has least to do.
+
+        Raises `InputError` if it does not answer.
+        """
+        candidates = self._engines.candidates(model)
+        if not candidates or self.session is None:
+            raise InputError(f"no engine of the model {model!r} can be asked now")
+        url = URL(min(candidates, key=lambda one: one.load).name + "/tokenize", encoded=True)
+        try:
+            async with self.session.post(url, json=asked, headers=self._login(), timeout=TOKENIZING) as answer:
+                found = msgspec.json.decode(await answer.read())
+                return list(found["tokens"])
+        except (aiohttp.ClientError, OSError, TimeoutError, msgspec.DecodeError, TypeError, KeyError) as error:
+            raise InputError(f"{url} does not answer with tokens: {error}") from None
+
+    @contextmanager
+    def _visit(self, question: Received, failed: set[str]) -> Iterator[Visit]:
+        """Choose an engine, and keep account of what it has to do."""
+        request = question.request
+        candidates = self._engines.candidates(request.model, failed)
+        if not candidates:
+            raise self._nobody(request.model, failed)
+        began = self._clock()
+        choice = self._policy.choose(request, candidates)
+        self._policy.sent(request, choice.engine)
+        self._metrics.observe(numbers.DECISION, self._clock() - began)
+        cost = choice.cost or max(question.tokens - choice.expected_tokens, 1.0)
+        engine = self._engines.sent(choice.engine, cost)
+        visit = Visit(engine, choice, cost, began, alone=engine.candidate.load == 1)
+        self._metrics.count(numbers.REQUESTS, engine.url, choice.why)
+        self._metrics.count(numbers.EXPECTED, engine.url, n=choice.expected_tokens)
+        if not question.stream:  # The first byte of its answer comes with the last one.
+            asyncio.get_running_loop().call_later(cost / engine.candidate.rate, visit.begun)
+        try:
+            yield visit
+        finally:
+            engine.breaker.trying = False
+            visit.ended()
+
+    def _nobody(self, model: str, failed: set[str]) -> Refusal:
+        if failed:
+            return Refusal(502, "no engine has answered, and there is no other one")
+        if not self._engines.knows(model):
+            models = ", ".join(self._engines.models()) or "none"
+            return Refusal(404, f"no engine has the model {model!r}; there are: {models}")
+        return Refusal(503, "no engine of this model can take requests now: try again later")
+
+    async def _open(self, engine: Engine, target: str, body: bytes, headers: CIMultiDict[str]) -> Opened:
+        """Send a request, and wait for the first bytes of the answer; raise `EngineFailed` if none come."""
+        assert self.session is not None
+        url = URL(engine.url + target, encoded=True)
+        try:
+            answer = await self.session.post(url, data=body, headers=headers, allow_redirects=False)
+        except aiohttp.ClientConnectorError as error:
+            raise EngineFailed(f"{engine.url}: {error.strerror or error}", refused=True) from None
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            raise EngineFailed(f"{engine.url}: {error or type(error).__name__}") from None
+        try:
+            if answer.status in RETRIED:
+                raise EngineFailed(f"{engine.url}: {answer.status} {answer.reason}")
+            return Opened(answer, await answer.content.readany())
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            answer.close()
+            raise EngineFailed(f"{engine.url}: {error or type(error).__name__}") from None
+        except BaseException:
+            answer.close()
+            raise
+
+    async def _send_back(
+        self, question: Received, visit: Visit, opened: Opened, client: Client, arrived: float
+    ) -> None:
+        """Send an answer to the client as it comes."""
+        answer, now = opened.answer, self._clock()
+        visit.engine.breaker.succeeded()
+        self._metrics.observe(numbers.FIRST_BYTE, now - arrived)
+        if visit.alone and client.streams(answer):
+            visit.engine.measured(visit.cost, now - visit.began)
+        visit.begun()
+        await client.begin(answer.status, self._sent_back(visit, answer, client))
+        part, tail = opened.first, b""
+        try:
+            while part:
+                await client.write(part)
+                tail = (tail + part)[-TAIL:]
+                part = await answer.content.readany()
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            self._metrics.count(numbers.BROKEN, visit.engine.url)
+            self._note_failure(visit.engine, EngineFailed(f"{visit.engine.url}: {error or type(error).__name__}"))
+            return  # without an end, by which the client sees that something is missing
+        await client.end()
+        self._note_usage(question.request, visit, tail)
+
+    def _note_failure(self, engine: Engine, error: EngineFailed) -> None:
+        engine.breaker.failed(self._clock())
+        engine.gone |= error.refused
+        log.warning("lmc router: an engine has failed: %s", error)
+
+    def _note_usage(self, request: PromptRequest, visit: Visit, tail: bytes) -> None:
+        prompt, reused = PROMPT_TOKENS.search(tail), REUSED_TOKENS.search(tail)
+        if prompt:
+            self._metrics.count(numbers.PROMPTS, visit.engine.url, n=int(prompt[1]))
+        if reused:
+            self._metrics.count(numbers.REPORTED, visit.engine.url, n=int(reused[1]))
+        if prompt and self._used:
+            self._used(request, visit.engine.url, int(prompt[1]))
+
+    def _sent_on(self, client: Client) -> CIMultiDict[str]:
+        """Return the headers for an engine."""
+        headers = CIMultiDict((name, value) for name, value in client.header_list if name not in NOT_SENT_ON)
+        headers.update(self._login())
+        if not REQUEST_ID.fullmatch(headers.get(REQUEST, "")):
+            headers[REQUEST] = uuid.uuid4().hex
+        client.request_id = headers[REQUEST]
+        return headers
+
+    def _login(self) -> dict[str, str]:
+        return {"authorization": f"Bearer {self._settings.api_key}"} if self._settings.api_key else {}
+
+    def _sent_back(self, visit: Visit, answer: aiohttp.ClientResponse, client: Client) -> list[tuple[bytes, bytes]]:
+        """Return the headers for the client."""
+        headers = [(name.lower(), value) for name, value in answer.raw_headers if name.lower() not in NOT_SENT_BACK]
+        if REQUEST not in answer.headers:
+            headers.append((REQUEST.encode(), client.request_id.encode()))
+        expected = str(round(visit.choice.expected_tokens)).encode()
+        return [*headers, (ENGINE, visit.engine.url.encode()), (EXPECTED, expected)]

@@ -1,0 +1,130 @@
+"""Reads what clients ask: model, text of the prompt, tenant and session, from bodies of OpenAI's API."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import msgspec
+
+from lmc.errors import InputError
+from lmc.router.cut import LETTERS_A_TOKEN, ROLE
+from lmc.router.policy import PromptRequest
+
+Body = Mapping[str, Any]
+# What vLLM's /tokenize takes of a request.
+OF_TEXTS = ("model", "prompt", "add_special_tokens")
+OF_CHATS = (
+    "model", "messages", "tools", "add_generation_prompt", "continue_final_message", "add_special_tokens",
+    "chat_template", "chat_template_kwargs",
+)  # fmt: skip
+ANSWER = "assistant"  # the role of what a model has said
+
+
+class Received(NamedTuple):
+    """What a client asks."""
+
+    request: PromptRequest
+    stream: bool
+    tokens: float  # of the prompt, roughly
+    tokenize: Body | None  # what to ask an engine under /tokenize for the tokens; None if it does not help
+
+
+def read(body: bytes, headers: Mapping[str, str], session_key: str, special_string: str) -> Received:
+    """Return what a body asks; raise `InputError` if it is no JSON object, or no request.
+
+    The session is the value of the header `session_key`, or the field `user`.
+    """
+    try:
+        asked = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise InputError(f"the body is no JSON: {error}") from None
+    except RecursionError:
+        raise InputError("the body is nested too deeply") from None
+    if not isinstance(asked, dict):
+        raise InputError("the body must be a JSON object")
+    model, salt = asked.get("model", ""), asked.get("cache_salt") or ""
+    if not isinstance(model, str) or not isinstance(salt, str):
+        raise InputError("model and cache_salt must be texts")
+    session = headers.get(session_key.lower(), "") or asked.get("user") or ""
+    tokens = _tokens(asked)
+    request = PromptRequest(
+        text="" if tokens is not None else prompt_text(asked, special_string),
+        model=model,
+        salt=salt,
+        session=session if isinstance(session, str) else "",
+        tokens=tokens,
+        documents=tuple(_named_documents(asked)),
+    )
+    size = len(request.text) / LETTERS_A_TOKEN if tokens is None else len(tokens)
+    return Received(request, asked.get("stream") is True, size, None if tokens is not None else _tokenize(asked))
+
+
+def prompt_text(asked: Body, special_string: str) -> str:
+    """Return all text of a prompt in its order.
+
+    The `documents` of a chat come first, between separators, as the chat template of `lmc template` has them. What the
+    model has said is never cut.
+    """
+    parts = list(_messages(asked, special_string.strip()))
+    documents = list(_chat_documents(asked))
+    if documents:
+        parts.insert(0, special_string.join(("", *documents, "")))
+    return "".join(parts)
+
+
+def _messages(asked: Body, bare: str) -> Iterator[str]:
+    instructions, said = asked.get("instructions"), asked.get("messages", asked.get("input", asked.get("prompt")))
+    if isinstance(instructions, str):
+        yield f"{ROLE}system{ROLE}{instructions}"
+    if isinstance(said, str):
+        yield said
+    elif isinstance(said, list):
+        for message in said:
+            if isinstance(message, str):  # one of several prompts
+                yield message + ROLE
+            elif isinstance(message, dict):
+                role, text = str(message.get("role", "")), "".join(_contents(message.get("content")))
+                if role == ANSWER:
+                    text = text.replace(bare, ROLE)
+                yield f"{ROLE}{role}{ROLE}{text}"
+
+
+def _contents(content: Any) -> Iterator[str]:
+    if isinstance(content, str):
+        yield content
+    elif isinstance(content, list):
+        for part in content:
+            if isinstance(part, dict) and isinstance(text := part.get("text"), str):
+                yield text
+            elif isinstance(part, dict):  # An image or a sound is the same only if all of it is.
+                yield ROLE + msgspec.json.encode(part).decode()
+
+
+def _chat_documents(asked: Body) -> Iterator[str]:
+    documents = asked.get("documents")
+    for one in documents if isinstance(documents, list) else ():
+        if isinstance(one, dict) and isinstance(text := one.get("text"), str):
+            yield text.strip()
+
+
+def _named_documents(asked: Body) -> Iterator[str]:
+    """Yield the texts that `kv_transfer_params.lmc.documents` names."""
+    found: Any = asked
+    for name in ("kv_transfer_params", "lmc", "documents"):
+        found = found.get(name) if isinstance(found, dict) else None
+    for one in found if isinstance(found, list) else ():
+        if isinstance(one, str) and one.strip():
+            yield one
+
+
+def _tokenize(asked: Body) -> Body | None:
+    fields = OF_CHATS if isinstance(asked.get("messages"), list) else OF_TEXTS
+    if fields is OF_TEXTS and not isinstance(asked.get("prompt"), str):
+        return None
+    return {name: asked[name] for name in fields if name in asked}
+
+
+def _tokens(asked: Body) -> list[int] | None:
+    given = asked.get("prompt_token_ids", asked.get("prompt"))
+    if isinstance(given, list) and given and all(type(one) is int and 0 <= one < 1 << 32 for one in given):
+        return given
+    return None

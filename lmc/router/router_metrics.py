@@ -1,0 +1,76 @@
+"""The numbers of a router, for Prometheus."""
+
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from lmc.metrics import Name
+from lmc.router.engines import Engines
+
+DECISIONS = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05)
+OVERHEADS = (0.0005, 0.001, 0.002, 0.004, 0.006, 0.01, 0.025, 0.05, 0.1)
+FIRST_BYTES = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+BREAKER = {"closed": 0, "half-open": 1, "open": 2}
+
+ENGINE = ("engine",)
+REQUESTS = Name("router_requests", "requests sent to engines, by the reason of the choice", ("engine", "why"))
+ANSWERS = Name("router_answers", "answers to clients, by status", ("status",))
+EXPECTED = Name("router_expected_tokens", "tokens that engines were expected to reuse", ENGINE)
+REPORTED = Name("router_reported_tokens", "tokens that engines said they had reused", ENGINE)
+PROMPTS = Name("router_prompt_tokens", "tokens of prompts, as engines counted them", ENGINE)
+RETRIES = Name("router_retries", "requests that went on to another engine after this one had failed", ENGINE)
+BROKEN = Name("router_broken_answers", "answers that broke off after they had begun", ENGINE)
+LEFT = Name("router_clients_left", "requests whose client went away before the end")
+REFUSED = Name("router_refused", "requests that were told to come back later")
+DECISION = Name("router_decision_seconds", "time to choose an engine", buckets=DECISIONS)
+OVERHEAD = Name("router_overhead_seconds", "time from arrival until a request is sent to an engine", buckets=OVERHEADS)
+FIRST_BYTE = Name("router_first_byte_seconds", "time from arrival to the first byte of an answer", buckets=FIRST_BYTES)
+LOAD = Name("router_engine_requests", "requests that an engine is answering", ENGINE, gauge=True)
+USABLE = Name("router_engine_usable", "1, or 0 if an engine gets no requests", ENGINE, gauge=True)
+BREAKERS = Name("router_engine_breaker", "0 closed, 1 half-open, 2 open", ENGINE, gauge=True)
+INDEXED = Name("router_index_entries", "documents and beginnings of prompts in the index", gauge=True)
+LAG = Name("router_event_lag_seconds", "age of an engine's last batch of events when it came", ENGINE, gauge=True)
+OF_ROUTERS = (
+    REQUESTS, ANSWERS, EXPECTED, REPORTED, PROMPTS, RETRIES, BROKEN, LEFT, REFUSED, DECISION, OVERHEAD, FIRST_BYTE,
+    LOAD, USABLE, BREAKERS, INDEXED, LAG,
+)  # fmt: skip
+
+
+class RouterMetrics:
+    """Counts what a router does. Its names begin with `lmc_router_`."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self._made = {name: self._make(name) for name in OF_ROUTERS}
+
+    def count(self, name: Name, *labels: str, n: float = 1) -> None:
+        """Add to a counter."""
+        self._of(name, labels).inc(n)
+
+    def observe(self, name: Name, seconds: float) -> None:
+        """Add a time to a histogram."""
+        self._made[name].observe(seconds)
+
+    def set(self, name: Name, value: float, *labels: str) -> None:
+        """Set a gauge."""
+        self._of(name, labels).set(value)
+
+    def text(self, engines: Engines, now: float) -> bytes:
+        """Return all numbers as Prometheus reads them."""
+        for name in (LOAD, USABLE, BREAKERS):
+            self._made[name].clear()
+        for one in engines:
+            state = one.breaker.state(now)
+            self.set(LOAD, one.candidate.load, one.url)
+            self.set(USABLE, one.healthy and not one.draining and state != "open", one.url)
+            self.set(BREAKERS, BREAKER[state], one.url)
+        return generate_latest(self.registry)
+
+    def _of(self, name: Name, labels: tuple[str, ...]) -> Any:
+        return self._made[name].labels(*labels) if name.labels else self._made[name]
+
+    def _make(self, name: Name) -> Any:
+        title = f"lmc_{name.name}"
+        if name.buckets:
+            return Histogram(title, name.what, name.labels, buckets=name.buckets, registry=self.registry)
+        return (Gauge if name.gauge else Counter)(title, name.what, name.labels, registry=self.registry)

@@ -1,0 +1,23 @@
+"""The settings of a router: one frozen value."""
+
+from dataclasses import dataclass, field
+
+from lmc.shapes import MIB
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterSettings:
+    """What the command line, the environment and a YAML file have said."""
+
+    session_key: str = "x-session-id"
+    special_string: str = " # # "
+    api_key: str = field(default="", repr=False)  # for the engines, instead of the clients' own
+    admin_token: str = field(default="", repr=False)
+    open_admin: bool = True  # whether administration needs no token: only hosts that are this one can ask
+    max_requests: int = 1000  # that are being answered; others are told to come back later
+    max_body: int = 32 * MIB  # bytes
+    exact_tokens: bool = False  # whether an engine is asked for the tokens of each prompt before another is chosen
+    attempts: int = 3  # engines that a request is sent to, one after the other, before the first byte of an answer
+    connect_seconds: float = 5.0
+    answer_seconds: float = 600.0  # without a byte from an engine
+    health_seconds: float = 5.0  # between two looks at an engine

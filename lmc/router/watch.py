@@ -1,0 +1,130 @@
+"""Looks after the engines: whether they are up, which models they serve, and which ones there are now."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Collection, Coroutine
+from typing import Any
+
+import aiohttp
+
+from lmc.errors import InputError
+from lmc.router.engines import Engine, EngineAddress, Engines
+from lmc.router.policy import Policy
+from lmc.router.settings import RouterSettings
+
+log = logging.getLogger(__name__)
+
+LOOK = aiohttp.ClientTimeout(total=5.0)
+Follow = Callable[[Engine], Coroutine[Any, Any, None]]
+Discovery = Callable[[aiohttp.ClientSession], Awaitable[Collection[EngineAddress]]]
+
+
+class Watch:
+    """Looks at all engines again and again."""
+
+    def __init__(
+        self,
+        settings: RouterSettings,
+        engines: Engines,
+        policy: Policy,
+        session: aiohttp.ClientSession,
+        discovery: Discovery | None = None,
+        follow: Follow | None = None,
+    ) -> None:
+        """With a `discovery`, the engines are those that it finds; otherwise they are not changed here.
+
+        What `follow` does runs for each engine that says what it has, while it is up.
+        """
+        self._follow, self._following = follow, dict[str, asyncio.Task[None]]()
+        self._settings, self._engines, self._policy = settings, engines, policy
+        self._session, self._discovery = session, discovery
+        self._found: set[str] = set()  # engines that discovery has found
+
+    async def run(self) -> None:
+        """Look until cancelled."""
+        try:
+            while True:
+                await self.look()
+                await asyncio.sleep(self._settings.health_seconds)
+        finally:
+            for task in self._following.values():
+                task.cancel()
+            await asyncio.gather(*self._following.values(), return_exceptions=True)
+
+    async def look(self) -> None:
+        """Look once: find engines, and ask each of them."""
+        if self._discovery is not None:
+            await self._discover(self._discovery)
+        await asyncio.gather(*map(self._look_at, self._engines))
+        for url in self._following.keys() - {one.url for one in self._engines}:
+            self._following.pop(url).cancel()
+
+    async def _discover(self, discovery: Discovery) -> None:
+        try:
+            found = {one.url: one for one in await discovery(self._session)}
+        except (InputError, OSError, ValueError, aiohttp.ClientError, TimeoutError) as error:
+            log.warning("lmc router: the engines cannot be looked up, and stay as they are: %s", error)
+            return
+        for url in self._found - found.keys():
+            if any(one.url == url for one in self._engines):
+                self._engines.remove(url)
+                self._policy.forget(url)
+                log.info("lmc router: engine %s has gone", url)
+        for url in found.keys() - self._found:
+            self._engines.add(found[url])
+            log.info("lmc router: engine %s has come", url)
+        self._found = set(found)
+
+    async def _look_at(self, engine: Engine) -> None:
+        try:
+            up = await self._asked(engine, "/health") is not None
+        except aiohttp.ClientConnectorError:
+            up, engine.gone = False, True
+        except (aiohttp.ClientError, OSError, TimeoutError, ValueError):
+            up = False
+        if up != engine.healthy:
+            log.log(*_said(engine.url, up))
+        if up and engine.gone:  # It was started anew, and its memory is empty.
+            engine.gone = False
+            engine.models = engine.address.models
+            self._policy.forget(engine.url)
+            self._unfollow(engine)
+        engine.healthy = up
+        if up and not engine.models:
+            await self._ask_models(engine)
+        told = engine.address.admin or engine.address.kv_events
+        if up and engine.models and self._follow and told and engine.url not in self._following:
+            following = self._following[engine.url] = asyncio.create_task(self._follow(engine))
+            following.add_done_callback(_report)
+
+    def _unfollow(self, engine: Engine) -> None:
+        if engine.url in self._following:
+            self._following.pop(engine.url).cancel()
+
+    async def _ask_models(self, engine: Engine) -> None:
+        try:
+            found = await self._asked(engine, "/v1/models", json=True)
+            engine.models = frozenset(str(one["id"]) for one in found["data"])
+        except (aiohttp.ClientError, OSError, TimeoutError, ValueError, TypeError, KeyError) as error:
+            log.warning("lmc router: %s does not say which models it has: %s", engine.url, error)
+
+    async def _asked(self, engine: Engine, path: str, *, json: bool = False) -> Any:
+        """Return an answer, or `True` for one whose content is not wanted; None if it is not 200."""
+        key = self._settings.api_key
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        async with self._session.get(engine.url + path, headers=headers, timeout=LOOK) as answer:
+            if answer.status != 200:
+                return None
+            return await answer.json() if json else True
+
+
+def _report(done: asyncio.Task[None]) -> None:
+    """Log the error that has ended a task, which nobody waits for."""
+    if not done.cancelled() and (error := done.exception()):
+        log.error("lmc router: an engine is not followed any more", exc_info=error)
+
+
+def _said(url: str, up: bool) -> tuple[int, str, str]:
+    if up:
+        return logging.INFO, "lmc router: engine %s is up", url
+    return logging.WARNING, "lmc router: engine %s does not answer, and gets no requests until it does", url

@@ -1,0 +1,99 @@
+"""An engine that computes nothing: it speaks enough of OpenAI's API for the router, and echoes what it was sent.
+
+What it does wrong can be said in a request, in the field `echo`:
+`status` (answer with it), `break_after` (parts, then the connection is cut), `delay` (seconds before the first part),
+`parts`, `pause` (seconds between them), `die` (end the process), `usage` (fields of `usage`).
+"""
+
+import asyncio
+import json
+import os
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import uvicorn
+
+PARTS = 3
+
+
+class EchoEngine:
+    """One engine, as an ASGI application."""
+
+    def __init__(self, models: tuple[str, ...] = ("echo",)) -> None:
+        self.models, self.healthy = models, True
+        self.seen: list[dict[str, Any]] = []  # requests
+        self.aborted, self.refusing = 0, 0  # requests whose client has left; the status of all answers, if it is set
+
+    async def __call__(self, scope: Mapping[str, Any], receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            return
+        body = b""
+        more = True
+        while more:
+            message = await receive()
+            body, more = body + message.get("body", b""), message.get("more_body", False)
+        path = scope["path"]
+        if path == "/health":
+            await respond(send, 200 if self.healthy else 503, b"")
+        elif path == "/v1/models":
+            await respond(send, 200, json.dumps({"data": [{"id": name} for name in self.models]}).encode())
+        else:
+            await self._answer(scope, body, receive, send)
+
+    async def _answer(self, scope: Mapping[str, Any], body: bytes, receive: Any, send: Any) -> None:
+        asked = json.loads(body)
+        headers = {name.decode(): value.decode() for name, value in scope["headers"]}
+        self.seen.append({"path": scope["path"], "query": scope["query_string"], "headers": headers, "body": body})
+        wish = asked.get("echo", {})
+        if scope["path"] == "/tokenize":
+            await respond(send, 200, json.dumps({"tokens": [*map(ord, asked["prompt"])]}).encode())
+            return
+        if wish.get("die"):
+            os._exit(1)
+        if status := self.refusing or wish.get("status"):
+            await respond(send, status, b'{"error": {"message": "as asked"}}')
+            return
+        leaving = asyncio.create_task(receive())
+        try:
+            if await self._sleeps(wish.get("delay", 0), leaving):
+                return
+            usage = wish.get("usage", {"prompt_tokens": len(body) // 4})
+            if asked.get("stream"):
+                await self._stream(wish, usage, send, leaving)
+            else:
+                found = {"object": "text_completion", "echo": body.decode(), "usage": usage}
+                await respond(send, 200, json.dumps(found).encode())
+        finally:
+            leaving.cancel()
+
+    async def _stream(self, wish: Mapping[str, Any], usage: object, send: Any, leaving: "asyncio.Task[Any]") -> None:
+        headers = [(b"content-type", b"text/event-stream; charset=utf-8")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        for number in range(wish.get("parts", PARTS)):
+            if number == wish.get("break_after"):
+                return
+            part = f"data: {json.dumps({'number': number})}\n\n".encode()
+            await send({"type": "http.response.body", "body": part, "more_body": True})
+            if await self._sleeps(wish.get("pause", 0), leaving):
+                return
+        end = f"data: {json.dumps({'usage': usage})}\n\ndata: [DONE]\n\n".encode()
+        await send({"type": "http.response.body", "body": end})
+
+    async def _sleeps(self, seconds: float, leaving: "asyncio.Task[Any]") -> bool:
+        """Wait, and return whether the client has left before."""
+        if seconds:
+            await asyncio.wait((leaving,), timeout=seconds)
+        if leaving.done():
+            self.aborted += 1
+        return leaving.done()
+
+
+async def respond(send: Any, status: int, body: bytes) -> None:
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+if __name__ == "__main__":
+    uvicorn.run(EchoEngine(), port=int(sys.argv[1]), log_level="critical", lifespan="off")

@@ -1,0 +1,117 @@
+"""A router and engines for tests: each is a server of its own, in a thread of this process."""
+
+import asyncio
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from http.client import HTTPConnection, HTTPResponse
+from typing import Any
+
+import uvicorn
+from echo_engine import EchoEngine
+
+from lmc.router.application import Router
+from lmc.router.engines import Engines, address
+from lmc.router.policies import make
+from lmc.router.settings import RouterSettings
+
+SECONDS = 30.0  # for which anything is waited for
+
+
+@dataclass(slots=True)
+class Served:
+    """A server in a thread."""
+
+    application: Any
+    port: int
+    server: uvicorn.Server
+    loop: asyncio.AbstractEventLoop
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def call(self, work: Any) -> Any:
+        """Run a coroutine in the server's thread."""
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(SECONDS)
+
+
+@contextmanager
+def served(application: Any, *, lifespan: bool = False, port: int = 0) -> Iterator[Served]:
+    """Serve an ASGI application. When the block ends, its connections are cut."""
+    config = uvicorn.Config(
+        application, log_level="critical", access_log=False, lifespan="on" if lifespan else "off", loop="asyncio",
+        timeout_graceful_shutdown=1, server_header=False, date_header=False,
+    )  # fmt: skip
+    listening, server, loops = socket.create_server(("127.0.0.1", port)), uvicorn.Server(config), []
+    ready = threading.Event()
+
+    async def run() -> None:
+        loops.append(asyncio.get_running_loop())
+        serving = asyncio.create_task(server.serve([listening]))
+        while not server.started and not serving.done():
+            await asyncio.sleep(0.005)
+        ready.set()
+        await serving
+
+    thread = threading.Thread(target=lambda: asyncio.run(run()), daemon=True)
+    thread.start()
+    assert ready.wait(SECONDS)
+    assert server.started
+    try:
+        yield Served(application, listening.getsockname()[1], server, loops[0])
+    finally:
+        server.should_exit, server.force_exit = True, not lifespan
+        thread.join(SECONDS)
+        listening.close()
+
+
+@dataclass(slots=True)
+class House:
+    """A router before engines."""
+
+    router: Served
+    engines: list[Served]
+    connections: list[HTTPConnection] = field(default_factory=list)
+
+    @property
+    def echoes(self) -> list[EchoEngine]:
+        return [one.application for one in self.engines]
+
+    def send(self, path: str, body: Any = None, headers: Any = None, method: str | None = None) -> HTTPResponse:
+        """Send a request to the router, and return its answer, of which nothing has been read."""
+        connection = HTTPConnection("127.0.0.1", self.router.port, timeout=SECONDS)
+        self.connections.append(connection)
+        data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
+        given = {"content-type": "application/json", **(headers or {})}
+        connection.request(method or ("GET" if body is None else "POST"), path, data, given)
+        return connection.getresponse()
+
+    def ask(self, path: str, body: Any = None, headers: Any = None, method: str | None = None) -> tuple[int, Any]:
+        """Send a request, and return the status and the JSON of the answer."""
+        answer = self.send(path, body, headers, method)
+        return answer.status, json.loads(answer.read() or b"null")
+
+    def numbers(self, name: str) -> float:
+        """Return the sum of a metric over its labels."""
+        text = self.send("/metrics").read().decode()
+        lines = [line for line in text.splitlines() if line.startswith((f"lmc_router_{name} ", f"lmc_router_{name}{{"))]
+        return sum(float(line.rpartition(" ")[2]) for line in lines)
+
+
+@contextmanager
+def house(count: int = 2, policy: str = "documents", options: Any = None, **settings: Any) -> Iterator[House]:
+    """A router and echo engines."""
+    with ExitStack() as opened:
+        engines = [opened.enter_context(served(EchoEngine())) for _ in range(count)]
+        known = Engines()
+        for one in engines:
+            known.add(address(one.url))
+        application = Router(RouterSettings(**settings), make(policy, **(options or {})), known)
+        router = opened.enter_context(served(application, lifespan=True))
+        built = House(router, engines)
+        opened.callback(lambda: [one.close() for one in built.connections])
+        yield built

@@ -1,0 +1,216 @@
+"""The command `lmc router`, and how it finds engines."""
+
+import asyncio
+import json
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from http.client import HTTPConnection
+
+import pytest
+from echo_engine import EchoEngine, respond
+from router_house import SECONDS, served
+from service_fakes import eventually
+from typer.testing import CliRunner
+
+from lmc.cli import app
+from lmc.errors import InputError
+from lmc.router.discovery import discovery, in_file, in_kubernetes
+from lmc.router.engines import address
+
+
+@contextmanager
+def running(*options: str, **variables: str):
+    """The command in a process; its port, and what it has logged."""
+    import os
+
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("LMC_")} | variables
+    command = [sys.executable, "-m", "lmc", "router", "--port", "0", *options]
+    process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+    try:
+        line = process.stderr.readline()
+        while "listening at" not in line:
+            assert line, "it has ended"
+            line = process.stderr.readline()
+        yield int(line.split("listening at 127.0.0.1:")[1].split(",")[0]), process
+    finally:
+        process.terminate()
+        process.wait(SECONDS)
+        process.stderr.close()
+
+
+def get(port: int, path: str, body: object = None) -> tuple[int, object]:
+    connection = HTTPConnection("127.0.0.1", port, timeout=SECONDS)
+    try:
+        connection.request("POST" if body else "GET", path, json.dumps(body) if body else None)
+        answer = connection.getresponse()
+        return answer.status, json.loads(answer.read() or b"null")
+    except OSError:
+        return 0, None
+    finally:
+        connection.close()
+
+
+def refused(*arguments: str, **variables: str) -> str:
+    result = CliRunner().invoke(app, ["router", *arguments], env=variables)
+    assert result.exit_code == 2, result.output
+    return result.output
+
+
+def test_the_command_routes_and_ends(tmp_path):
+    with served(EchoEngine()) as one, served(EchoEngine()) as other:
+        file = tmp_path / "router.yaml"
+        file.write_text(f"static-backends:\n  - {one.url}\n  - {other.url}/v1/\npolicy: round_robin\n")
+        began = time.monotonic()
+        with running("--config", str(file), LMC_ROUTER_HEALTH_SECONDS="0.2") as (port, process):
+            eventually(lambda: get(port, "/ready") == (200, {"engines": 2}))
+            assert time.monotonic() - began < SECONDS
+            assert {get(port, "/v1/completions", {"model": "echo", "prompt": "x"})[0] for _ in range(4)} == {200}
+            assert [len(one.application.seen), len(other.application.seen)] == [2, 2]
+            process.terminate()
+            assert process.wait(SECONDS) == 0
+
+
+def test_the_command_line_comes_before_the_environment_and_the_file(tmp_path):
+    file = tmp_path / "router.yaml"
+    file.write_text("policy: random\nstatic-backends: http://127.0.0.1:1\n")
+    with running("--config", str(file), LMC_ROUTER_POLICY="least_loaded") as (_, process):
+        pass
+    assert process.returncode == 0
+    assert "no policy" in refused("--config", str(file), LMC_ROUTER_POLICY="nonsense")
+    assert "nonsense" in refused("--config", str(file), "--policy", "nonsense", LMC_ROUTER_POLICY="random")
+
+
+def test_names_of_other_routers_are_understood():
+    for name in ("roundrobin", "prefixaware", "cache_aware", "session", "power_of_two"):
+        with running("--static-backends", "http://127.0.0.1:1", "--routing-logic", name):
+            pass
+
+
+WRONG = {
+    "no engines": ((), "say where the engines are"),
+    "no URL": (("--static-backends", "a:8000"), "'a:8000' is no engine"),
+    "models do not fit": (("--static-backends", "http://a", "--static-models", "m,n"), "--static-models has 2 items"),
+    "caches do not fit": (("--static-backends", "http://a,http://b", "--static-caches", "m"), "--static-caches has 1"),
+    "unknown policy": (("--static-backends", "http://a", "--policy", "best"), "best"),
+    "an option of another policy": (("--static-backends", "http://a", "--cache-threshold", "0.5"), "cache_threshold"),
+    "no option": (("--static-backends", "http://a", "--option", "seed"), "must be a name and a value"),
+    "no discovery": (("--discovery", "consul:x"), "give file:"),
+    "no file": (("--config", "/nowhere.yaml"), "cannot be read"),
+    "a port out of range": (("--static-backends", "http://a", "--port", "70000"), "65535"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_cannot_work_is_an_error_that_says_what_would_be_right(name):
+    arguments, words = WRONG[name]
+    assert words in " ".join(refused(*arguments).split())
+
+
+def test_unknown_options_of_a_file_are_named(tmp_path):
+    file = tmp_path / "router.yaml"
+    file.write_text("polcy: documents\n")
+    assert "unknown: polcy" in refused("--config", str(file))
+    file.write_text("[1, 2]")
+    assert "it holds no mapping" in refused("--config", str(file))
+
+
+def test_a_misspelt_variable_is_an_error_and_those_of_a_kubernetes_service_are_none():
+    assert "did you mean LMC_ROUTER_POLICY" in refused(LMC_ROUTER_POLCY="random")
+    with served(EchoEngine()) as engine:
+        of_service = {
+            "LMC_ROUTER_PORT": "tcp://10.0.0.1:80", "LMC_ROUTER_SERVICE_HOST": "10.0.0.1",
+            "LMC_ROUTER_PORT_80_TCP_ADDR": "10.0.0.1", "LMC_ROUTER_STATIC_BACKENDS": engine.url,
+        }  # fmt: skip
+        with running(**of_service) as (port, _):
+            eventually(lambda: get(port, "/ready")[0] == 200)
+
+
+def test_a_port_that_is_taken_is_an_error():
+    with served(EchoEngine()) as engine:
+        assert "is the port in use" in refused("--static-backends", "http://a", "--port", str(engine.port))
+
+
+def test_a_key_is_not_shown():
+    with running("--static-backends", "http://127.0.0.1:1", "--api-key", "very-secret") as (port, process):
+        eventually(lambda: get(port, "/health")[0] == 200)
+        assert "very-secret" not in str(get(port, "/engines"))
+        process.terminate()
+        assert "very-secret" not in process.stderr.read()
+
+
+# -- discovery --------------------------------------------------------------------------------------------------------
+
+
+def test_engines_of_a_file_come_and_go(tmp_path):
+    file = tmp_path / "engines.yaml"
+    with served(EchoEngine()) as one, served(EchoEngine(("second",))) as other:
+        file.write_text(f"- {one.url}\n")
+        with running("--discovery", f"file:{file}", "--health-seconds", "0.1") as (port, _):
+            urls = lambda: {found["url"] for found in (get(port, "/engines")[1] or {}).get("engines", ())}  # noqa: E731
+            eventually(lambda: urls() == {one.url})
+            file.write_text(f"- {one.url}\n- url: {other.url}\n  models: [second]\n  cache: shared\n")
+            eventually(lambda: urls() == {one.url, other.url})
+            file.write_text("- {broken")
+            eventually(lambda: get(port, "/v1/completions", {"model": "second", "prompt": "x"})[0] == 200)
+            file.write_text(f"- {other.url}\n")
+            eventually(lambda: urls() == {other.url})
+
+
+@pytest.mark.parametrize("text", ["- 3", "- {url: 3}", "- {address: http://a}", "- a:b", "- ftp://a", "{"])
+def test_a_file_that_names_no_engines_is_an_error(tmp_path, text):
+    file = tmp_path / "engines.yaml"
+    file.write_text(text)
+    with pytest.raises(InputError):
+        in_file(file)
+
+
+def test_addresses_of_a_name_are_engines():
+    found = asyncio.run(discovery("dns:localhost:8000")(None))
+    assert "http://127.0.0.1:8000" in {one.url for one in found}
+
+
+class Api:
+    """What the API of a Kubernetes cluster answers."""
+
+    def __init__(self) -> None:
+        self.asked = []
+
+    async def __call__(self, scope, receive, send):
+        headers = {name.decode(): value.decode() for name, value in scope["headers"]}
+        self.asked.append((scope["path"], scope["query_string"].decode(), headers.get("authorization")))
+        ready = {"conditions": [{"type": "Ready", "status": "True"}], "podIP": "10.0.0.1"}
+        pods = [
+            {"metadata": {"labels": {"lmc/cache": "c"}}, "spec": {"nodeName": "n1"}, "status": ready},
+            {"metadata": {}, "spec": {}, "status": {**ready, "podIP": "10.0.0.2"}},
+            {"metadata": {}, "spec": {}, "status": {**ready, "conditions": [{"type": "Ready", "status": "False"}]}},
+            {"metadata": {"deletionTimestamp": "now"}, "spec": {}, "status": ready},
+            {"metadata": {}, "spec": {}, "status": {"conditions": []}},
+        ]
+        await respond(send, 200, json.dumps({"items": pods}).encode())
+
+
+def test_ready_pods_with_a_label_are_engines(tmp_path, monkeypatch):
+    import aiohttp
+
+    (tmp_path / "token").write_text("of the pod\n")
+    with served(Api()) as api:
+        monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "127.0.0.1")
+        monkeypatch.setenv("KUBERNETES_SERVICE_PORT", str(api.port))
+
+        async def find():
+            async with aiohttp.ClientSession() as session:
+                return await in_kubernetes(session, "default", "app=vllm", 8000, tmp_path, scheme="http")
+
+        found = asyncio.run(find())
+    assert found == [address("http://10.0.0.1:8000", cache="c@n1"), address("http://10.0.0.2:8000")]
+    assert api.application.asked == [
+        ("/api/v1/namespaces/default/pods", "labelSelector=app%3Dvllm", "Bearer of the pod")
+    ]
+
+
+def test_kubernetes_is_asked_from_a_pod_only(monkeypatch):
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    with pytest.raises(InputError, match="runs in a pod"):
+        asyncio.run(in_kubernetes(None, "default", "app=vllm", 8000))

@@ -1,0 +1,317 @@
+"""The `documents` policy: prompts are cut as engines cut them, and go to the engine that has least to do for them."""
+
+import hashlib
+from array import array
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lmc.blend.markers import Markers
+from lmc.keys import tenant_of
+from lmc.router.cut import BLOCK_LETTERS, ROLE, Cutter
+from lmc.router.document_index import LEARNING_SECONDS, DocumentIndex, Told
+from lmc.router.policies.documents import STAY, Documents
+from lmc.router.policy import Candidate, PromptRequest
+from lmc.router.questions import prompt_text, read
+
+SEPARATOR = " # # "
+TEXTS = {name: f"{name} " * 100 for name in ("one", "two", "three", "four", "a longer one")}
+
+
+def prompt(*names: str, question: str = "why?") -> PromptRequest:
+    return PromptRequest(text=SEPARATOR.join(["system", *(TEXTS[name] for name in names), question]))
+
+
+def engines(count: int = 2, **fields) -> list[Candidate]:
+    return [Candidate(f"http://{number}", **fields) for number in range(count)]
+
+
+# -- cutting ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_prompt_is_cut_at_the_special_string_and_white_space_around_a_document_does_not_count():
+    first, second = (
+        Cutter().cut(PromptRequest(text=text)).documents for text in ("s # # a b # # c # # q", "t# #\na b # #c# #")
+    )
+    assert [one.key for one in first] == [one.key for one in second]
+    assert len({one.key for one in first}) == 2
+
+
+@pytest.mark.parametrize("text", ["no separator", "one # # only", " # #  # # ", ""])
+def test_a_prompt_without_documents_has_none(text):
+    assert Cutter().cut(PromptRequest(text=text)).documents == ()
+
+
+def test_a_text_that_reaches_into_another_message_is_no_document():
+    chat = [{"role": "user", "content": "a # # b # # c"}, {"role": "user", "content": "d # # e # # f"}]
+    text = prompt_text({"messages": chat}, SEPARATOR)
+    found = Cutter().cut(PromptRequest(text=text)).documents
+    assert [one.key for one in found] == [
+        one.key for one in Cutter().cut(PromptRequest(text="x # # b # # e # # y")).documents
+    ]
+
+
+def test_what_the_model_has_said_is_no_document():
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b # # c # # d"}]
+    assert Cutter().cut(PromptRequest(text=prompt_text({"messages": chat}, SEPARATOR))).documents == ()
+
+
+def test_documents_of_a_chat_request_are_documents():
+    asked = {
+        "messages": [{"role": "user", "content": "why?"}],
+        "documents": [{"text": "a"}, {"text": " b "}, 3, {"x": 1}],
+    }
+    text = prompt_text(asked, SEPARATOR)
+    assert text.startswith(" # # a # # b # # " + ROLE)
+    assert len(Cutter().cut(PromptRequest(text=text)).documents) == 2
+
+
+def test_documents_that_a_request_names_are_found_in_its_text():
+    body = (
+        b'{"prompt": "read alpha and beta", "kv_transfer_params": {"lmc": {"documents": ["alpha", "beta", "gamma"]}}}'
+    )
+    request = read(body, {}, "x-session-id", SEPARATOR).request
+    assert [round(4 * one.stop) for one in Cutter().cut(request).documents] == [10, 19]
+
+
+def test_tokens_are_cut_as_an_engine_cuts_them_and_have_its_digest():
+    tokens = [1, 9, 9, 5, 6, 7, 9, 9, 5, 9, 9, 4]
+    cutter = Cutter(markers={"m": Markers(separators=((9, 9),))})
+    cut = cutter.cut(PromptRequest(text="", model="m", tokens=tokens))
+    assert [(one.tokens, one.stop) for one in cut.documents] == [(3, 6), (1, 9)]
+    assert cut.documents[0].digest == hashlib.sha256(array("I", [5, 6, 7]).tobytes()).hexdigest()
+    assert cut.tokens == len(tokens)
+    assert cutter.cut(PromptRequest(text="", model="other", tokens=tokens)).documents == ()
+
+
+def test_a_document_whose_tokens_are_known_has_their_number_and_digest():
+    cutter = Cutter(find=lambda model, text: ("d", 7) if (model, text) == ("m", " a b ") else None)
+    one, other = cutter.cut(PromptRequest(text="s # # a b # # c d # # q", model="m")).documents
+    assert (one.tokens, one.digest) == (7, "d")
+    assert (other.tokens, other.digest) == (3 / 4, "")
+
+
+def test_blocks_are_equal_as_far_as_prompts_are():
+    same = "x" * (3 * BLOCK_LETTERS)
+    one, other = (Cutter().cut(PromptRequest(text=text)).blocks for text in (same + "a" * 600, same + "b" * 600))
+    assert one[:3] == other[:3]
+    assert one[3] != other[3]
+    assert Cutter().cut(PromptRequest(text=same, salt="t")).blocks[0] != one[0]
+
+
+def test_the_letters_of_a_token_are_learned_from_answers():
+    cutter = Cutter()
+    for _ in range(200):
+        cutter.counted(2000, 1000)
+    assert cutter.letters_a_token == pytest.approx(2, rel=0.01)
+    cutter.counted(0, 10)
+    assert cutter.letters_a_token == pytest.approx(2, rel=0.01)
+
+
+@given(st.binary(max_size=200) | st.text(max_size=200).map(str.encode))
+def test_any_body_is_read_or_refused(body):
+    from lmc.errors import InputError
+
+    try:
+        request = read(body, {}, "x-session-id", SEPARATOR).request
+    except InputError:
+        return
+    Cutter().cut(request)
+
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=8) | st.just(SEPARATOR.join("abc")),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["role", "content", "text", "x"]), inner, max_size=3)
+    ),
+    max_leaves=8,
+)
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from(
+            ["messages", "prompt", "input", "instructions", "documents", "prompt_token_ids", "kv_transfer_params"]
+        ),
+        values,
+    )
+)
+def test_no_request_of_strange_values_breaks_the_cutter(asked):
+    import json
+
+    from lmc.errors import InputError
+
+    try:
+        request = read(json.dumps(asked).encode(), {}, "x-session-id", SEPARATOR).request
+    except InputError:
+        return
+    cut = Cutter().cut(request)
+    assert all(one.tokens > 0 for one in cut.documents)
+
+
+# -- the index --------------------------------------------------------------------------------------------------------
+
+
+def test_what_an_engine_was_sent_is_taken_to_be_there_until_others_take_its_room():
+    index, cutter = DocumentIndex(250), Cutter()
+    cut = cutter.cut(prompt("one", "two"))  # 100 tokens each
+    index.note("a", cut)
+    assert [index.weight("a", one) for one in cut.documents] == [1, 1]
+    assert [index.weight("b", one) for one in cut.documents] == [0, 0]
+    index.note("a", cutter.cut(prompt("three")))
+    assert [index.weight("a", one) for one in cut.documents] == [0, 1]
+    index.resize("a", 110)
+    assert [index.weight("a", one) for one in cut.documents] == [0, 0]
+    index.forget("a")
+    assert len(index) == 0
+
+
+def test_events_say_where_documents_are():
+    now = [0.0]
+    index = DocumentIndex(1000, clock=lambda: now[0])
+    digests = {TEXTS["one"].strip(): ("d1", 100), TEXTS["two"].strip(): ("d2", 100)}
+    cutter = Cutter(find=lambda _, text: digests.get(text.strip()))
+    one, two = cutter.cut(prompt("one", "two")).documents
+    index.moved("a", Told("", "d1"), "CPU", stored=True)
+    assert index.weight("a", one) == 0, "without a listing, nobody knows what else is there"
+    index.listed("a", [(Told("", "d1"), "STORAGE")])
+    assert (index.weight("a", one), index.weight("a", two)) == (0.7, 0)
+    assert index.weight("a", one, tenant_of("other")) == 0
+    index.moved("a", Told("", "d1"), "CPU", stored=True)
+    index.moved("a", Told("", "d2"), "CPU", stored=True)
+    assert (index.weight("a", one), index.weight("a", two)) == (1, 1)
+    index.moved("a", Told("", "d2"), "CPU", stored=False)
+    assert index.weight("a", two) == 0
+
+
+def test_a_document_that_was_sent_is_taken_to_be_there_until_it_should_have_been_learned():
+    now = [100.0]
+    index = DocumentIndex(1000, clock=lambda: now[0])
+    cutter = Cutter(find=lambda _, text: ("d", 100) if text.strip() == TEXTS["two"].strip() else None)
+    cut = cutter.cut(prompt("two", "three"))
+    known, unknown = cut.documents
+    index.listed("a", [])
+    index.note("a", cut)
+    assert (index.weight("a", known), index.weight("a", unknown)) == (1, 1)
+    now[0] += LEARNING_SECONDS
+    index.note("a", cut)
+    assert (index.weight("a", known), index.weight("a", unknown)) == (0, 1), "it was not, for whatever reason"
+    index.moved("a", Told("", "d"), "CPU", stored=True)
+    assert index.weight("a", known) == 1
+    index.moved("a", Told("", "d"), "CPU", stored=False)
+    assert index.weight("a", known) == 0
+    now[0] += 1
+    index.note("a", cut)
+    assert index.weight("a", known) == 1, "it is learned again"
+    index.moved("a", Told("", "d"), "CPU", stored=True)
+    now[0] += 1
+    index.moved("a", Told("", "d"), "CPU", stored=False)
+    assert index.weight("a", known) == 0, "it was, and has left again"
+    index.untold("a")
+    assert index.told("a") == {}
+    assert index.weight("a", known) == 1, "it was sent there"
+
+
+@given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 9), st.integers(1, 60)), max_size=60))
+def test_the_index_keeps_no_more_than_fits(schedule):
+    index, cutter = DocumentIndex(100), Cutter()
+    for cache, name, words in schedule:
+        text = SEPARATOR.join(["s", f"{name} " * words, "q"])
+        index.note(cache, cutter.cut(PromptRequest(text=text)))
+        for one in index._caches.values():
+            assert one._sent._used <= 100
+            assert one._sent._used == pytest.approx(sum(tokens for tokens, _ in one._sent._things.values()))
+
+
+# -- choices ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_request_goes_where_most_of_its_documents_are():
+    policy, (a, b) = Documents(), engines()
+    policy.choose(prompt("one"), [a, b])
+    policy.sent(prompt("one", "two"), a.name)
+    policy.sent(prompt("three"), b.name)
+    choice = policy.choose(prompt("three", "two", "one"), [b, a])
+    assert (choice.engine, choice.why) == (a.name, "documents")
+    assert choice.expected_tokens == pytest.approx(sum(len(TEXTS[name].strip()) / 4 for name in ("one", "two")))
+
+
+def test_a_queue_that_costs_more_than_computing_sends_a_document_to_a_second_engine():
+    policy, (a, b) = Documents(), engines()
+    policy.sent(prompt("one", "two"), a.name)
+    request = prompt("one", "two")
+    assert policy.choose(request, [a, b]).engine == a.name
+    a.backlog = 10_000.0
+    choice = policy.choose(request, [a, b])
+    assert (choice.engine, choice.expected_tokens) == (b.name, 0)
+    policy.sent(request, b.name)
+    assert policy.choose(request, [a, b]).expected_tokens > 0, "now both have it"
+
+
+def test_engines_of_one_cache_server_have_the_same_documents():
+    policy, (a, b) = Documents(), engines(cache="shared")
+    policy.choose(prompt("one"), [a, b])
+    policy.sent(prompt("one", "two"), a.name)
+    a.backlog = 10.0
+    choice = policy.choose(prompt("one", "two"), [a, b])
+    assert (choice.engine, choice.why) == (b.name, "documents")
+    policy.forget(a.name)
+    assert len(policy.index), "the other one still has it"
+    policy.forget(b.name)
+    assert not len(policy.index)
+
+
+def test_new_documents_spread_and_every_router_sends_them_to_the_same_engine():
+    many = engines(8)
+    names = [f"document {number} {'x' * 400}" for number in range(400)]
+    requests = [PromptRequest(text=SEPARATOR.join(["s", name, "q"])) for name in names]
+    chosen = [Documents().choose(one, many).engine for one in requests]
+    assert [Documents().choose(one, many[::-1]).engine for one in requests] == chosen
+    counts = [chosen.count(one.name) for one in many]
+    assert min(counts) > 25
+    assert max(counts) < 80
+    fewer = [Documents().choose(one, many[1:]).engine for one in requests]
+    moved = [before for before, after in zip(chosen, fewer, strict=True) if before != after]
+    assert set(moved) == {many[0].name}, "only those of the engine that has gone"
+
+
+def test_new_documents_go_where_there_is_room_for_them():
+    (a, b), mixed = engines(), prompt("one", "four", "a longer one")
+    chosen = []
+    for tokens, displacement in ((500.0, 0.6), (500.0, 0.0), (10_000.0, 0.6)):
+        policy = Documents(cache_tokens=tokens, displacement=displacement)
+        policy.sent(prompt("two", "one", "three"), a.name)
+        assert policy.offers(mixed, [a, b])[0].documents == 1
+        chosen.append(policy.choose(mixed, [a, b]).engine)
+    assert chosen == [b.name, a.name, a.name]
+
+
+def test_an_engine_with_more_than_its_share_of_requests_is_spared():
+    policy, (a, b) = Documents(), engines()
+    policy.sent(prompt("one"), a.name)
+    long = PromptRequest(text=SEPARATOR.join(["s", TEXTS["one"], "x" * 4000]))
+    assert policy.choose(long, [a, b]).engine == a.name
+    a.load = 100
+    assert policy.choose(long, [a, b]).engine == b.name
+
+
+def test_a_conversation_stays_unless_another_engine_is_much_cheaper():
+    policy, (a, b) = Documents(surcharge=0), engines()
+    request = PromptRequest(text="hello " * 100, session="s")
+    policy.sent(request, b.name)
+    a.backlog, b.backlog = 0.0, (STAY - 1) * len(request.text) / 4 - 1
+    other = PromptRequest(text="hello " * 100 + "more", session="s")
+    fresh = PromptRequest(text="other " * 100 + "more", session="s")
+    assert policy.choose(fresh, [a, b])[:2] == (b.name, "conversation")
+    assert policy.choose(other, [a, b]).engine == b.name
+    b.backlog += 10_000
+    assert policy.choose(fresh, [a, b]).engine == a.name
+    assert policy.choose(PromptRequest(text="other " * 100, session="t"), [a, b]).why == "least time"
+
+
+def test_a_faster_engine_gets_more():
+    policy, (a, b) = Documents(), engines()
+    a.backlog, a.rate, b.backlog, b.rate = 1000.0, 4.0, 500.0, 1.0
+    assert policy.choose(prompt("one"), [a, b]).engine == a.name

@@ -1,0 +1,321 @@
+"""Events of engines, as the router follows them: what is lost is asked for again, or the listing is read again."""
+
+import asyncio
+import itertools
+import json
+import time
+from collections.abc import Callable
+from contextlib import closing, contextmanager
+
+import msgspec
+import pytest
+import zmq
+from echo_engine import respond
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from router_house import SECONDS, served
+
+from lmc.blend.markers import Markers
+from lmc.errors import ConfigError, InputError
+from lmc.keys import tokens_digest
+from lmc.router.document_index import DocumentIndex, Told
+from lmc.router.document_tokens import DocumentTokens
+from lmc.router.engines import Engine, address
+from lmc.router.event_stream import Batch, EventStream, Lost
+from lmc.router.follow import TOPIC, Follower, decoded
+from lmc.router.policies.documents import Documents
+from lmc.router.policy import Candidate, PromptRequest
+
+
+class Publisher:
+    """Publishes numbered batches as vLLM does, and can lose some of them on the way."""
+
+    def __init__(self, kept: int = 1000) -> None:
+        self._context = zmq.Context()
+        self._sending, self._answering = self._context.socket(zmq.PUB), self._context.socket(zmq.ROUTER)
+        self.port = self._sending.bind_to_random_port("tcp://127.0.0.1")
+        self.replay_port = self._answering.bind_to_random_port("tcp://127.0.0.1")
+        self.number, self._kept, self._batches = 0, kept, []
+
+    def publish(self, events: list[object], *, lost: bool = False) -> None:
+        payload = msgspec.msgpack.encode([time.time(), events, 0])
+        self._batches = [*self._batches, (self.number, payload)][-self._kept :] if self._kept else []
+        if not lost:
+            self._sending.send_multipart([TOPIC.encode(), self.number.to_bytes(8, "big"), payload])
+        self.number += 1
+        self.answer()
+
+    def answer(self) -> None:
+        """Answer those who ask for batches again."""
+        while self._answering.poll(0):
+            client, _, start = self._answering.recv_multipart()
+            for number, payload in self._batches:
+                if number >= int.from_bytes(start, "big"):
+                    self._answering.send_multipart([client, b"", TOPIC.encode(), number.to_bytes(8, "big"), payload])
+            self._answering.send_multipart([client, b"", b"", (-1).to_bytes(8, "big", signed=True), b""])
+
+    def close(self) -> None:
+        self._context.destroy(0)
+
+
+@contextmanager
+def publisher(kept: int = 1000):
+    with closing(Publisher(kept)) as made:
+        yield made
+
+
+async def until(condition: Callable[[], object], publisher: Publisher) -> None:
+    """Wait for a condition, while the publisher answers."""
+    until = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < until
+        publisher.answer()
+        await asyncio.sleep(0.005)
+
+
+def heard(schedule: list[bool], *, kept: int, replays: bool = True) -> list[list[object] | None]:
+    """Return the events that a subscriber gets, and None for `Lost`; `schedule` says which batches are lost."""
+
+    async def listen() -> list[list[object] | None]:
+        found: list[list[object] | None] = []
+        with publisher(kept) as sender:
+            replay = f"tcp://127.0.0.1:{sender.replay_port}" if replays else ""
+            stream = EventStream(f"tcp://127.0.0.1:{sender.port}", replay, TOPIC)
+
+            following = asyncio.create_task(_take_all(stream.batches(), found))
+            hellos = itertools.count()
+            while len(found) < 2:  # A subscriber joins somewhere.
+                hello = [{"n": f"hello {next(hellos)}"}]
+                sender.publish(hello)
+                await asyncio.sleep(0.01)
+            await until(lambda: found[-1:] == [hello], sender)
+            assert found[0] is None
+            found.clear()
+            for number, lost in enumerate(schedule):
+                sender.publish([{"n": number}], lost=lost)
+            sender.publish([{"n": "last"}])
+            await until(lambda: found[-1:] == [[{"n": "last"}]], sender)
+            following.cancel()
+            await asyncio.gather(following, return_exceptions=True)
+        return found
+
+    return asyncio.run(listen())
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.lists(st.booleans(), max_size=8))
+def test_lost_batches_are_asked_for_again(schedule):
+    found = heard(schedule, kept=1000)
+    assert found == [[{"n": number}] for number in range(len(schedule))] + [[{"n": "last"}]]
+
+
+def test_batches_that_cannot_be_had_again_are_reported():
+    assert heard([False, True, True, True, False], kept=3) == [
+        [{"n": 0}],
+        None,
+        [{"n": 3}],
+        [{"n": 4}],
+        [{"n": "last"}],
+    ]
+    assert heard([True], kept=1000, replays=False) == [None, [{"n": "last"}]]
+
+
+def test_batches_that_are_lost_at_the_end_are_missed_when_it_has_been_quiet():
+    async def listen():
+        with publisher() as sender:
+            addresses = f"tcp://127.0.0.1:{sender.port}", f"tcp://127.0.0.1:{sender.replay_port}"
+            stream = EventStream(*addresses, TOPIC, quiet_seconds=0.05).batches()
+            assert isinstance(await anext(stream), Lost)
+            coming = asyncio.create_task(anext(stream))
+            while not coming.done():
+                sender.publish([])
+                await asyncio.sleep(0.01)
+            found = []
+            taking = asyncio.create_task(_take_all(stream, found))
+            sender.publish([{"n": 1}], lost=True)
+            sender.publish([{"n": 2}], lost=True)
+            await until(lambda: found[-2:] == [[{"n": 1}], [{"n": 2}]], sender)
+            taking.cancel()
+            await asyncio.gather(taking, return_exceptions=True)
+
+    asyncio.run(listen())
+
+
+async def _take_all(stream, found) -> None:
+    async for event in stream:
+        events = None if isinstance(event, Lost) else list(decoded(event.payload)[1])
+        found.append(events)
+
+
+def test_all_batches_that_there_are_come_first_if_that_is_wanted():
+    async def listen(kept):
+        with publisher(kept) as sender:
+            for number in range(4):
+                sender.publish([{"n": number}])
+            addresses = f"tcp://127.0.0.1:{sender.port}", f"tcp://127.0.0.1:{sender.replay_port}"
+            found = []
+            taking = asyncio.create_task(_take_all(EventStream(*addresses, TOPIC, from_start=True).batches(), found))
+            await until(lambda: found[-1:] == [[{"n": 3}]], sender)
+            taking.cancel()
+            await asyncio.gather(taking, return_exceptions=True)
+            return found
+
+    assert asyncio.run(listen(10)) == [[{"n": number}] for number in range(4)]
+    assert asyncio.run(listen(2)) == [None, [{"n": 2}], [{"n": 3}]]
+
+
+def test_an_address_that_is_none_is_an_error():
+    async def listen():
+        await anext(EventStream("nowhere").batches())
+
+    with pytest.raises(ConfigError, match="is no address of ZeroMQ"):
+        asyncio.run(listen())
+
+
+def test_a_publisher_that_was_started_anew_is_noticed():
+    async def listen():
+        with publisher() as sender:
+            stream = EventStream(f"tcp://127.0.0.1:{sender.port}", "", TOPIC).batches()
+            assert isinstance(await anext(stream), Lost)
+            coming = asyncio.create_task(anext(stream))
+            while not coming.done():
+                sender.publish([])
+                await asyncio.sleep(0.01)
+            sender.number = 0
+            sender.publish([{"n": "new"}])
+            kinds = []
+            while not (kinds and isinstance(kinds[-1], Lost)):
+                kinds.append(await asyncio.wait_for(anext(stream), SECONDS))
+            assert isinstance(await asyncio.wait_for(anext(stream), SECONDS), Batch)
+            await stream.aclose()
+
+    asyncio.run(listen())
+
+
+@pytest.mark.parametrize(
+    "payload", [b"", b"\xff", b"\x01", msgspec.msgpack.encode([]), msgspec.msgpack.encode(["x", []])]
+)
+def test_events_that_are_none_are_an_error_that_says_so(payload):
+    with pytest.raises(ValueError, match=r"cannot be read|could not convert"):
+        decoded(payload)
+
+
+# -- following an engine ----------------------------------------------------------------------------------------------
+
+
+class AdminEndpoint:
+    """What an engine's administration endpoint answers."""
+
+    def __init__(self, events: str) -> None:
+        self.events, self.documents, self.asked = events, [], []
+
+    async def __call__(self, scope, receive, send):
+        self.asked.append(scope["path"])
+        routing = {
+            "special_string": " # # ", "separators": [[9, 9]], "special": [1], "answer": [], "ratio": 0.15, "cache": "",
+            "capacity": {"host": 5000.0, "disk": 9000.0}, "document_events": self.events,
+        }  # fmt: skip
+        found = routing if scope["path"] == "/v1/routing" else {"documents": self.documents}
+        await respond(send, 200, json.dumps(found).encode())
+
+
+def listed(digest: str, *places: str) -> dict[str, object]:
+    return {"tenant": "", "digest": digest, "places": places}
+
+
+def event(kind: str, digest: str, medium: str = "CPU") -> dict[str, object]:
+    return {"type": f"Document{kind}", "digest": digest, "document": "id", "medium": medium, "salt": "", "tenant": ""}
+
+
+@pytest.mark.parametrize("replays", [True, False])
+def test_the_index_follows_the_listing_and_the_events_of_an_engine(replays):
+    policy, lags = Documents(), []
+
+    async def follow(admin, sender):
+        import aiohttp
+
+        one = address("http://127.0.0.1:1", ["m"], admin=admin.url)
+        engine = Engine(one, Candidate(one.url), one.models)
+        async with aiohttp.ClientSession() as session:
+            following = asyncio.create_task(
+                Follower(policy, session, "", lambda _, lag: lags.append(lag)).follow(engine)
+            )
+            told = lambda: policy.index.told(one.url)  # noqa: E731
+            await until(lambda: told() == {Told("", "d1"): {"CPU", "STORAGE"}}, sender)
+            while Told("", "d2") not in told():  # The subscriber joins somewhere.
+                sender.publish([event("Stored", "d2")])
+                await asyncio.sleep(0.01)
+            sender.publish([event("Removed", "d1"), {"type": "Unknown"}, 3])
+            await until(lambda: told().get(Told("", "d1")) == {"STORAGE"}, sender)
+            admin.application.documents = [listed("d3", "host"), listed("d4", "disk")]
+            sender.publish([event("Stored", "d4", "STORAGE")], lost=True)
+            sender.publish([event("Stored", "d3")])
+            await until(lambda: {Told("", "d3"), Told("", "d4")} <= told().keys(), sender)
+            assert (Told("", "d2") in told()) == replays, "a listing takes the place of what was known"
+            following.cancel()
+            await asyncio.gather(following, return_exceptions=True)
+
+    with publisher() as sender:
+        replay = f",tcp://0.0.0.0:{sender.replay_port}" if replays else ""
+        with served(AdminEndpoint(f"tcp://*:{sender.port}{replay}")) as admin:
+            admin.application.documents = [listed("d1", "host", "disk", "elsewhere")]
+            asyncio.run(follow(admin, sender))
+    assert policy.cutter.markers["m"] == Markers(separators=((9, 9),), special=frozenset({1}))
+    assert all(lag >= 0 for lag in lags)
+
+
+# -- tokens of documents ----------------------------------------------------------------------------------------------
+
+
+def test_an_engine_is_asked_once_for_the_tokens_of_a_document():
+    asked = []
+
+    async def tokenize(model, asking):
+        asked.append((model, asking["prompt"]))
+        return [9, 9, *map(ord, asking["prompt"].removeprefix(" # #").removesuffix("# # ")), 9, 9]
+
+    async def run():
+        known = DocumentTokens(tokenize, {"m": Markers(separators=((9, 9),))}, " # # ")
+        running = asyncio.create_task(known.run())
+        assert known.find("m", " ab ") is None
+        assert known.find("other", " ab ") is None
+        while known.find("m", " ab ") is None:
+            await asyncio.sleep(0)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        return known.find("m", " ab ")
+
+    assert asyncio.run(run()) == (tokens_digest(list(map(ord, " ab "))), 4)
+    assert asked == [("m", " # # ab # # ")]
+
+
+def test_a_document_is_known_by_its_text_while_no_engine_answers(monkeypatch):
+    monkeypatch.setattr("lmc.router.document_tokens.PAUSE", 0.0)
+    asked = []
+
+    async def tokenize(model, asking):
+        asked.append(asking)
+        raise InputError("nobody is there")
+
+    async def run():
+        policy = Documents()
+        policy.cutter.markers["m"] = Markers(separators=((9, 9),))
+        known = DocumentTokens(tokenize, policy.cutter.markers, " # # ")
+        policy.cutter.find = known.find
+        running = asyncio.create_task(known.run())
+        request = PromptRequest(text="s # # text # # q", model="m")
+        for _ in range(3):
+            await asyncio.sleep(0.01)
+            (document,) = policy.cutter.cut(request).documents
+            assert document.digest == ""
+        policy.index.note("a", policy.cutter.cut(request))
+        assert policy.index.weight("a", document) == 1
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+    asyncio.run(run())
+    assert asked
+
+
+def test_an_index_that_is_told_nothing_is_empty():
+    assert DocumentIndex(10).told("x") == {}
