@@ -6,6 +6,7 @@ import re
 import statistics
 import sys
 import threading
+from collections.abc import Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -92,20 +93,30 @@ def routed(engines):
         serving.__exit__(None, None, None)
 
 
-def prompts(count: int, seed: int) -> list[str]:
+def prompts(count: int, seed: int, parts: Sequence[int] = (0, 1, 0)) -> list[str]:
     """Questions over documents, of which those of one part of the corpus are found together."""
     chosen, half = random.Random(seed), len(TEXTS) // 2
-    parts = TEXTS[:half], TEXTS[half:]
+    of_part = TEXTS[:half], TEXTS[half:]
     return [
-        " # # ".join(["name one owner .", *chosen.sample(parts[number % 3 % 2], IN_PROMPT), f"question {number}"])
+        " # # ".join(
+            ["name one owner .", *chosen.sample(of_part[parts[number % len(parts)]], IN_PROMPT), f"question {number}"]
+        )
         for number in range(count)
     ]
 
 
-def ask_all(house: House, engines: list[Engine], salt: str, count: int = PROMPTS) -> tuple[float, list[float]]:
+def ask_parts(house: House, engines: list[Engine], salt: str) -> None:
+    """Ask about each part of the corpus while the other engine is being drained."""
+    for part, other in enumerate(engines):
+        assert house.ask("/engines/drain", {"url": other.url})[0] == 200
+        ask_all(house, engines, salt, prompts(6, 2, (part,)))
+        assert house.ask("/engines/drain", {"url": other.url, "drain": False})[0] == 200
+
+
+def ask_all(house: House, engines: list[Engine], salt: str, asked: list[str]) -> tuple[float, list[float]]:
     """Return how many tokens of documents were reused, and by how much each answer was not what was expected."""
     before, errors = sum(one.reused() for one in engines), []
-    for prompt in prompts(count, 1):
+    for prompt in asked:
         body = {"model": "small", "prompt": prompt, "max_tokens": 1, "temperature": 0, "cache_salt": salt}
         answer = house.send("/v1/completions", body)
         usage = json.loads(answer.read())["usage"]
@@ -115,8 +126,13 @@ def ask_all(house: House, engines: list[Engine], salt: str, count: int = PROMPTS
 
 
 def test_documents_are_reused_more_often_than_with_round_robin(engines, routed):
-    by_turns, _ = ask_all(routed("round_robin"), engines, "by turns")
-    by_documents, errors = ask_all(routed("documents"), engines, "by documents")
+    """Each engine has met one half of the documents, and has no room for all of them."""
+    found = {}
+    for policy in ("round_robin", "documents"):
+        house = routed(policy)
+        ask_parts(house, engines, policy)
+        found[policy], errors = ask_all(house, engines, policy, prompts(PROMPTS, 1))
+    by_turns, by_documents = found["round_robin"], found["documents"]
     assert by_documents > 1.2 * by_turns
     late = errors[len(errors) // 2 :]  # The first requests teach how many letters a token has.
     assert abs(statistics.mean(late)) < 0.1
@@ -165,7 +181,7 @@ def test_the_index_is_what_the_engines_have(engines, routed, monkeypatch, loses)
         house = routed("documents")
         index = house.router.application.policy.index
         for number in range(6):
-            ask_all(house, engines, f"{loses} {number}", 2)
+            ask_all(house, engines, f"{loses} {number}", prompts(2, 1))
         for one in engines:
             eventually(lambda one=one: index.told(one.url) == one.documents())
     assert len(lost) == (2 if loses else 0)
