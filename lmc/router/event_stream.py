@@ -59,10 +59,12 @@ class EventStream:
             context = opened.enter_context(Context())
             socket = opened.enter_context(_connected(context, SUB, self._address))
             socket.subscribe(self._topic)
-            kept = await self._asked_again(context, 0) if self._from_start else None
-            if not kept or kept[0][0] != 0:
+            kept = await self._asked_again(context, 0)
+            if kept is not None:  # What is published before the first batch comes can then be asked for, too.
+                self._wanted, self._last = (kept[-1][0] + 1, kept[-1][1]) if kept else (0, b"")
+            if not self._from_start or not kept or kept[0][0] != 0:
                 yield Lost()
-            for number, payload in kept or ():
+            for number, payload in (kept or ()) if self._from_start else ():
                 yield self._taken(number, payload)
             while True:
                 frames = await socket.recv_multipart() if await socket.poll(self._quiet) else None
@@ -75,6 +77,8 @@ class EventStream:
         if frames and number is None:
             log.warning("lmc router: %s sends something that is no batch of events", self._address)
         elif number is not None and self._wanted in (None, number):
+            if self._wanted is None:  # Others may have been published before this connection was made.
+                yield Lost()
             yield self._taken(number, payload)
         elif self._wanted is not None and (number != self._wanted - 1 or payload != self._last):
             async for event in self._caught_up(context, number, payload):
@@ -86,9 +90,11 @@ class EventStream:
         The last one before them is asked for, too: if it is another one now, the publisher has been started anew.
         """
         assert self._wanted is not None
-        again = await self._asked_again(context, self._wanted - 1)
+        again = await self._asked_again(context, max(self._wanted - 1, 0))
         if again and again[0] == (self._wanted - 1, self._last):
             del again[0]
+        elif not self._wanted and not (again and again[0][0]):
+            pass  # Nothing had been published when this began.
         elif number is None and again is None:
             return  # Nobody can be asked.
         else:
