@@ -93,11 +93,14 @@ class House:
     def ask(self, path: str, body: Any = None, headers: Any = None, method: str | None = None) -> tuple[int, Any]:
         """Send a request, and return the status and the JSON of the answer."""
         answer = self.send(path, body, headers, method)
-        return answer.status, json.loads(answer.read() or b"null")
+        found = answer.status, json.loads(answer.read() or b"null")
+        self.connections.pop().close()
+        return found
 
     def numbers(self, name: str) -> float:
         """Return the sum of a metric over its labels."""
         text = self.send("/metrics").read().decode()
+        self.connections.pop().close()
         lines = [line for line in text.splitlines() if line.startswith((f"lmc_router_{name} ", f"lmc_router_{name}{{"))]
         return sum(float(line.rpartition(" ")[2]) for line in lines)
 

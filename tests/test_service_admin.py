@@ -26,7 +26,7 @@ import lmc.demo as lmc_demo
 from lmc import http_server
 from lmc.engine.document_desk import DocumentDesk
 from lmc.errors import ConfigError, InputError
-from lmc.keys import RecordKind, tenant_of
+from lmc.keys import RecordKind, tenant_of, tokens_digest
 from lmc.service.events import Events
 from lmc.service.http_api import application
 from lmc.service.overview import Overview
@@ -103,7 +103,7 @@ def test_documents_of_all_engines_are_listed_and_those_of_a_name_shown(service):
     found = {document["name"]: document for document in service.documents()}
     assert found["a.txt"] | {"id": "", "used": 0} == {
         "id": "", "name": "a.txt", "tokens": 20, "begins": " ".join(map(str, A)), "places": ["host"], "uses": 0,
-        "used": 0, "pinned": False, "expires": 0.0, "model": "", "tenant": "",
+        "used": 0, "pinned": False, "expires": 0.0, "model": "", "tenant": "", "digest": tokens_digest(A),
     }  # fmt: skip
     assert found[""]["tenant"] == tenant_of("t")
     (shown,) = service.ask("/v1/documents/a.txt")["documents"]

@@ -127,7 +127,7 @@ class Router:
         return JSONResponse({"status": "ok"})
 
     async def _is_ready(self, _: Asked) -> Response:
-        usable = len(self.engines.candidates(""))
+        usable = sum(one.usable(time.monotonic()) for one in self.engines)
         return JSONResponse({"engines": usable}, 200 if self._ready and usable else 503)
 
     async def _metrics(self, _: Asked) -> Response:

@@ -12,7 +12,6 @@ from typing import Annotated, Any
 import typer
 
 from lmc.admin_address import LOCAL, TOKEN
-from lmc.config_sources import is_of_a_service
 from lmc.errors import ConfigError, InputError
 from lmc.router.engines import EngineAddress, Engines, address
 from lmc.router.settings import RouterSettings
@@ -142,6 +141,8 @@ AnswerSeconds = Annotated[
 
 def _check_environment(known: Set[str]) -> None:
     """Raise `ConfigError` for variables of no option. Those of a Kubernetes service `lmc-router` are dropped."""
+    from lmc.config_sources import is_of_a_service
+
     variables = {_variable(name) for name in known - {"config"}} | {_variable("config_file")}
     for name, value in list(os.environ.items()):
         if name.startswith(ENV) and is_of_a_service(name, value):

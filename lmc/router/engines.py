@@ -103,6 +103,10 @@ class Engine:
         """Whether it has a model, or may have it; an empty one is any model."""
         return not model or not self.models or model in self.models
 
+    def usable(self, now: float) -> bool:
+        """Whether it is up, as far as is known, and may get requests."""
+        return self.healthy and not self.draining and self.breaker.state(now) != "open"
+
     def measured(self, tokens: float, seconds: float) -> None:
         """Take note of how long it took to compute tokens, while nothing else waited there."""
         if tokens >= MEASURED_TOKENS and seconds > 0:

@@ -62,7 +62,7 @@ class RouterMetrics:
         for one in engines:
             state = one.breaker.state(now)
             self.set(LOAD, one.candidate.load, one.url)
-            self.set(USABLE, one.healthy and not one.draining and state != "open", one.url)
+            self.set(USABLE, one.usable(now), one.url)
             self.set(BREAKERS, BREAKER[state], one.url)
         return generate_latest(self.registry)
 
