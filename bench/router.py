@@ -7,7 +7,7 @@ documents. `pooled` is what one memory of all engines together would reuse, whic
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import mean, quantiles
 
 from common import closing_line, parser
@@ -73,10 +73,12 @@ def traces(requests: int) -> dict[str, tuple[list[Arrival], Fleet]]:
     }
 
 
-def compared(requests: int, policies: Sequence[str]) -> dict[str, dict[str, Outcome]]:
+def compared(
+    traced: Mapping[str, tuple[list[Arrival], Fleet]], policies: Sequence[str]
+) -> dict[str, dict[str, Outcome]]:
     """Run all policies over all traces, and print a line for each."""
     found: dict[str, dict[str, Outcome]] = {}
-    for trace, (arrivals, fleet) in traces(requests).items():
+    for trace, (arrivals, fleet) in traced.items():
         print(f"\n{trace}: {len(arrivals)} requests, {fleet.engines} engines")
         print(
             f"{'policy':18} {'documents reused':>16} {'tokens reused':>14} {'mean TTFT ms':>13} {'max/mean load':>14}"
@@ -100,7 +102,8 @@ def main() -> None:
     asked.add_argument("--requests", type=int, default=16_000, help="of each trace")
     options = asked.parse_args()
     policies = [name for name in POLICIES if name not in LEFT_OUT]
-    found = compared(options.requests, policies)
+    traced = traces(options.requests)
+    found = compared(traced, policies)
     topical, single, talk = (found[name] for name in ("documents by topic", "independent documents", "chat"))
 
     def of_prefixes(outcomes: dict[str, Outcome]) -> tuple[float, float]:
@@ -117,7 +120,7 @@ def main() -> None:
         }
     line["chat_reused_vs_cache_aware"] = round(mean(talk["documents"].reused) / mean(talk["cache_aware"].reused), 3)
     line["chat_ttft_vs_cache_aware"] = round(mean(talk["documents"].ttft) / mean(talk["cache_aware"].ttft), 3)
-    arrivals, fleet = traces(options.requests)["documents by topic"]
+    arrivals, fleet = traced["documents by topic"]
     line |= recovery(arrivals, fleet) | decision_times(arrivals, Fleet(engines=64))
     also = {
         trace: {

@@ -20,14 +20,14 @@ from lmc.errors import ConfigError
 from lmc.router.kv_index import BlockIndex, CacheSource
 from lmc.router.policies import POLICIES, make
 from lmc.router.policies.approx_lru import ApproximateLru, LruIndex
-from lmc.router.policies.block_hash import BlockHash, byte_blocks, match_percent
+from lmc.router.policies.block_hash import BlockHash, match_percent
 from lmc.router.policies.cache_aware import LOG_OF_2025_06, PYTHON_ARGUMENTS, CacheAware, decide
 from lmc.router.policies.chwbl import BoundedLoads, within_bound
 from lmc.router.policies.precise import Precise
 from lmc.router.policies.prefix_hash_trie import PrefixHashTrie
 from lmc.router.policies.simhash import fingerprint
 from lmc.router.policy import Candidate, Policy, PromptRequest
-from lmc.router.prefix_hashes import chained, leading
+from lmc.router.prefix_hashes import byte_blocks, chained, leading
 from lmc.router.ring import Ring
 
 VECTORS = json.loads((Path(__file__).parent / "data/router.json").read_text())

@@ -17,8 +17,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from lmc.errors import InputError
-from lmc.http_server import Guard, refuse
-from lmc.router.client import Receive, Refusal, Send
+from lmc.http_server import Guard, Receive, Send, refuse
+from lmc.router.client import Refusal
 from lmc.router.document_tokens import DocumentTokens
 from lmc.router.engines import Engine, Engines, address
 from lmc.router.follow import Follower, follow_blocks
@@ -26,7 +26,7 @@ from lmc.router.policies.documents import Documents
 from lmc.router.policies.precise import Precise
 from lmc.router.policy import Policy
 from lmc.router.proxy import Proxy
-from lmc.router.questions import read
+from lmc.router.questions import json_object, read
 from lmc.router.router_metrics import INDEXED, LAG, RouterMetrics
 from lmc.router.settings import RouterSettings
 from lmc.router.watch import Discovery, Follow, Watch
@@ -234,11 +234,8 @@ def _described(engine: Engine) -> dict[str, Any]:
 
 
 async def _body(asked: Asked, fields: set[str]) -> dict[str, Any]:
-    """Return what was sent as JSON; raise `InputError` for anything else."""
-    try:
-        found = msgspec.json.decode(await asked.body())
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise InputError(f"the body is no JSON: {error}") from None
-    if not isinstance(found, dict) or found.keys() - fields:
-        raise InputError(f"the body must be a JSON object of {', '.join(sorted(fields))}")
+    """Return what was sent, which may have these fields; raise `InputError` for anything else."""
+    found = json_object(await asked.body())
+    if found.keys() - fields:
+        raise InputError(f"the body may have {', '.join(sorted(fields))} and nothing else")
     return found

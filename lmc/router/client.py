@@ -1,14 +1,10 @@
 """A client of the router: what it has sent, whether it is still there, and what it is answered. ASGI is spoken here."""
 
 import json
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-import aiohttp
-
-Message = Mapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
+from lmc.http_server import Receive, Send
 
 LATER = (429, 503)  # answers that ask a client to come back
 RETRY_AFTER = b"1"  # seconds
@@ -56,10 +52,6 @@ class Client:
         """Wait until the client goes away."""
         while (await self._receive())["type"] != "http.disconnect":
             pass
-
-    def streams(self, answer: aiohttp.ClientResponse) -> bool:
-        """Return whether an answer comes in parts, as its tokens are made."""
-        return answer.content_type == "text/event-stream"
 
     async def begin(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         """Begin the answer."""

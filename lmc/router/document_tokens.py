@@ -15,6 +15,7 @@ from lmc.blend.markers import Markers
 from lmc.blend.segments import split
 from lmc.errors import InputError
 from lmc.keys import tokens_digest
+from lmc.router.prefix_hashes import encoded
 
 log = logging.getLogger(__name__)
 
@@ -41,9 +42,7 @@ class DocumentTokens:
         """Return the digest and the number of tokens of a text, with white space, between two separators, if known."""
         if model not in self._markers:
             return None
-        key = xxhash.xxh3_128_digest(
-            text.encode("utf-8", "surrogatepass"), seed=xxhash.xxh3_64_intdigest(model.encode())
-        )
+        key = xxhash.xxh3_128_digest(encoded(text), seed=xxhash.xxh3_64_intdigest(model.encode()))
         if key in self._known:
             self._known.move_to_end(key)
             return self._known[key]

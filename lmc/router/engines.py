@@ -127,6 +127,9 @@ class Engines:
     def __len__(self) -> int:
         return len(self._engines)
 
+    def __contains__(self, url: str) -> bool:
+        return url in self._engines
+
     def __getitem__(self, url: str) -> Engine:
         if url not in self._engines:
             raise InputError(f"no engine {url}: there are {', '.join(self._engines) or 'none'}")
@@ -157,7 +160,8 @@ class Engines:
     def candidates(self, model: str, without: Collection[str] = ()) -> list[Candidate]:
         """Return the engines that may get a request for a model; an empty one is any model.
 
-        If looks have found none of them up, they may all get it: it is more likely that looking was at fault.
+        If none of them has passed its last health check, all of them may get it, because it is more likely that the
+        checks were at fault.
         """
         now = self._clock()
         usual = median([one.rate for one in self._engines.values() if one.rate] or [USUAL_RATE])

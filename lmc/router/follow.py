@@ -23,11 +23,11 @@ from lmc.router.kv_events import BlockEvents
 from lmc.router.kv_index import CacheSource
 from lmc.router.policies.documents import Documents
 from lmc.router.policies.precise import Precise
+from lmc.storage.places import place_of
 
 log = logging.getLogger(__name__)
 
 TOPIC = "lmc.documents"
-MEDIA = {"host": "CPU", "disk": "STORAGE", "redis": "STORAGE"}  # by the names that listings have for places
 AGAIN_SECONDS = 5.0
 STORED, REMOVED = "DocumentStored", "DocumentRemoved"
 ASKING = aiohttp.ClientTimeout(total=30.0)
@@ -48,7 +48,7 @@ class Follower:
         while engine.address.admin:
             try:
                 await self._follow(engine)
-            except (aiohttp.ClientError, OSError, TimeoutError, ValueError, TypeError, KeyError) as error:
+            except (aiohttp.ClientError, OSError, ValueError, TypeError, KeyError) as error:
                 where = engine.address.admin
                 log.warning(
                     "lmc router: %s does not say what %s has: %s", where, engine.url, error or type(error).__name__
@@ -68,7 +68,8 @@ class Follower:
                 answer=tuple(facts["answer"]),
             )
         if facts["special_string"] != self._policy.cutter.special_string:
-            log.warning("lmc router: %s has the special string %r", engine.url, facts["special_string"])
+            ours, theirs = self._policy.cutter.special_string, facts["special_string"]
+            log.warning("lmc router: --special-string is %r, and %s has %r: set both alike", ours, engine.url, theirs)
         stream = _stream(facts["document_events"], engine.address.admin)
         if stream is None:
             log.info("lmc router: %s publishes no document events (LMC_DOCUMENT_EVENTS)", engine.url)
@@ -85,10 +86,10 @@ class Follower:
     async def _listing(self, engine: Engine) -> list[tuple[Told, str]]:
         found = await self._ask(engine, f"/v1/documents?limit={1 << 30}")
         return [
-            (Told(one["tenant"], one["digest"]), MEDIA[place])
+            (Told(one["tenant"], one["digest"]), medium)
             for one in found["documents"]
             for place in one["places"]
-            if place in MEDIA
+            if (medium := place_of(place).medium)
         ]
 
     def _take(self, engine: Engine, batch: Batch) -> None:

@@ -33,6 +33,11 @@ def character_blocks(text: str, size: int) -> list[bytes]:
     return [encoded(text[start : start + size]) for start in range(0, len(text), size)]
 
 
+def byte_blocks(data: bytes, size: int) -> list[bytes]:
+    """Cut bytes into whole blocks; what is left at the end is in none."""
+    return [data[start : start + size] for start in range(0, len(data) - size + 1, size)]
+
+
 def leading(hashes: Sequence[int], holds: Callable[[int], bool]) -> int:
     """Return how many hashes at the beginning are held, by O(log n) questions.
 

@@ -10,7 +10,7 @@ import re
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -20,8 +20,9 @@ from multidict import CIMultiDict
 from yarl import URL
 
 from lmc.errors import InputError
+from lmc.http_server import Receive, Send
 from lmc.router import router_metrics as numbers
-from lmc.router.client import Client, Receive, Refusal, Send
+from lmc.router.client import Client, Refusal
 from lmc.router.engines import Engine, Engines
 from lmc.router.policy import Policy, PromptRequest, RoutingChoice
 from lmc.router.questions import Received, read
@@ -32,12 +33,12 @@ log = logging.getLogger(__name__)
 
 PATHS = re.compile(r"/(v1/[a-z_]+(/[a-z_]+)*|tokenize|detokenize|score|rerank|pooling|classify|embeddings?)")
 RETRIED = (502, 503, 504)  # answers of an engine that is not up; another one is asked
-RETRY_AFTER = "1"  # seconds
 NOT_SENT_ON = frozenset({
     "connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer", "transfer-encoding",
     "upgrade", "host", "content-length", "expect",
 })  # fmt: skip
 NOT_SENT_BACK = {name.encode() for name in NOT_SENT_ON - {"content-length"}}
+STREAM = "text/event-stream"  # the type of an answer that comes in parts, as its tokens are made
 REQUEST_ID = re.compile(r"[\w.:-]{1,128}")
 ENGINE, EXPECTED, REQUEST = b"x-lmc-engine", b"x-lmc-expected-tokens", "x-request-id"
 TOKENIZING = aiohttp.ClientTimeout(total=5.0)
@@ -46,17 +47,17 @@ TAIL = 4096  # bytes of the end of an answer, where it says what was reused
 PROMPT_TOKENS = re.compile(rb'(?<!\\)"prompt_tokens":\s*(\d{1,9})')
 REUSED_TOKENS = re.compile(rb'(?<!\\)"cached_tokens":\s*(\d{1,9})')
 
-Used = Callable[
-    [PromptRequest, str, int], None
-]  # a request, the engine that has answered it, and the tokens of its prompt
+Used = Callable[[PromptRequest, int], None]  # a request that was answered, and the tokens of its prompt
 
 
 class EngineFailed(Exception):
-    """An engine has not begun to answer."""
+    """An engine has not answered, or not to the end."""
 
-    def __init__(self, why: str, *, refused: bool = False) -> None:
-        super().__init__(why)
-        self.refused = refused  # Nobody listens there: it has ended, and its memory with it.
+    def __init__(self, engine: Engine, why: object) -> None:
+        # Nobody listens there: it has ended, and its memory with it.
+        self.refused = isinstance(why, aiohttp.ClientConnectorError)
+        said = getattr(why, "strerror", None) or str(why) or type(why).__name__
+        super().__init__(f"{engine.url}: {said}")
 
 
 class Opened(NamedTuple):
@@ -138,9 +139,8 @@ class Proxy:
         try:
             if self.answering > self._settings.max_requests:
                 self._metrics.count(numbers.REFUSED)
-                raise Refusal(
-                    429, f"the router answers {self._settings.max_requests} requests at once: try again later"
-                )
+                most = self._settings.max_requests
+                raise Refusal(429, f"the router answers {most} requests at once: try again later")
             await self._answer(client, arrived)
         except InputError as error:
             await client.refuse(Refusal(400, str(error)))
@@ -200,7 +200,7 @@ class Proxy:
 
     async def ask(self, target: str, body: bytes) -> tuple[str, Mapping[str, Any]]:
         """Ask an engine a question of the router's own, and return which one it was and its answer; raise `Refusal`."""
-        headers = CIMultiDict({"content-type": "application/json", **self._login()})
+        headers = CIMultiDict({"content-type": "application/json", **self._settings.login})
         question = read(body, {}, self._settings.session_key, self._settings.special_string)
         with self._visit(question, set()) as visit:
             try:
@@ -208,7 +208,7 @@ class Proxy:
                 async with opened.answer:
                     found = opened.first + await opened.answer.content.read()
                     answer = msgspec.json.decode(found)
-            except (EngineFailed, aiohttp.ClientError, OSError, TimeoutError, msgspec.DecodeError) as error:
+            except (EngineFailed, aiohttp.ClientError, OSError, msgspec.DecodeError) as error:
                 raise Refusal(502, f"{visit.engine.url} has not answered: {error}") from None
             if opened.answer.status != 200 or not isinstance(answer, dict):
                 raise Refusal(502, f"{visit.engine.url} answers {opened.answer.status}: {found[:200]!r}")
@@ -224,10 +224,10 @@ class Proxy:
             raise InputError(f"no engine of the model {model!r} can be asked now")
         url = URL(min(candidates, key=lambda one: one.load).name + "/tokenize", encoded=True)
         try:
-            async with self.session.post(url, json=asked, headers=self._login(), timeout=TOKENIZING) as answer:
+            async with self.session.post(url, json=asked, headers=self._settings.login, timeout=TOKENIZING) as answer:
                 found = msgspec.json.decode(await answer.read())
                 return list(found["tokens"])
-        except (aiohttp.ClientError, OSError, TimeoutError, msgspec.DecodeError, TypeError, KeyError) as error:
+        except (aiohttp.ClientError, OSError, msgspec.DecodeError, TypeError, KeyError) as error:
             raise InputError(f"{url} does not answer with tokens: {error}") from None
 
     @contextmanager
@@ -266,22 +266,17 @@ class Proxy:
         """Send a request, and wait for the first bytes of the answer; raise `EngineFailed` if none come."""
         assert self.session is not None
         url = URL(engine.url + target, encoded=True)
-        try:
-            answer = await self.session.post(url, data=body, headers=headers, allow_redirects=False)
-        except aiohttp.ClientConnectorError as error:
-            raise EngineFailed(f"{engine.url}: {error.strerror or error}", refused=True) from None
-        except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            raise EngineFailed(f"{engine.url}: {error or type(error).__name__}") from None
-        try:
-            if answer.status in RETRIED:
-                raise EngineFailed(f"{engine.url}: {answer.status} {answer.reason}")
-            return Opened(answer, await answer.content.readany())
-        except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            answer.close()
-            raise EngineFailed(f"{engine.url}: {error or type(error).__name__}") from None
-        except BaseException:
-            answer.close()
-            raise
+        with ExitStack() as unless_it_begins:
+            try:
+                answer = await self.session.post(url, data=body, headers=headers, allow_redirects=False)
+                unless_it_begins.callback(answer.close)
+                if answer.status in RETRIED:
+                    raise EngineFailed(engine, f"{answer.status} {answer.reason}")
+                first = await answer.content.readany()
+            except (aiohttp.ClientError, OSError) as error:
+                raise EngineFailed(engine, error) from None
+            unless_it_begins.pop_all()
+        return Opened(answer, first)
 
     async def _send_back(
         self, question: Received, visit: Visit, opened: Opened, client: Client, arrived: float
@@ -290,7 +285,7 @@ class Proxy:
         answer, now = opened.answer, self._clock()
         visit.engine.breaker.succeeded()
         self._metrics.observe(numbers.FIRST_BYTE, now - arrived)
-        if visit.alone and client.streams(answer):
+        if visit.alone and answer.content_type == STREAM:
             visit.engine.measured(visit.cost, now - visit.began)
         visit.begun()
         await client.begin(answer.status, self._sent_back(visit, answer, client))
@@ -300,9 +295,9 @@ class Proxy:
                 await client.write(part)
                 tail = (tail + part)[-TAIL:]
                 part = await answer.content.readany()
-        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+        except (aiohttp.ClientError, OSError) as error:
             self._metrics.count(numbers.BROKEN, visit.engine.url)
-            self._note_failure(visit.engine, EngineFailed(f"{visit.engine.url}: {error or type(error).__name__}"))
+            self._note_failure(visit.engine, EngineFailed(visit.engine, error))
             return  # without an end, by which the client sees that something is missing
         await client.end()
         self._note_usage(question.request, visit, tail)
@@ -319,19 +314,16 @@ class Proxy:
         if reused:
             self._metrics.count(numbers.REPORTED, visit.engine.url, n=int(reused[1]))
         if prompt and self._used:
-            self._used(request, visit.engine.url, int(prompt[1]))
+            self._used(request, int(prompt[1]))
 
     def _sent_on(self, client: Client) -> CIMultiDict[str]:
         """Return the headers for an engine."""
         headers = CIMultiDict((name, value) for name, value in client.header_list if name not in NOT_SENT_ON)
-        headers.update(self._login())
+        headers.update(self._settings.login)
         if not REQUEST_ID.fullmatch(headers.get(REQUEST, "")):
             headers[REQUEST] = uuid.uuid4().hex
         client.request_id = headers[REQUEST]
         return headers
-
-    def _login(self) -> dict[str, str]:
-        return {"authorization": f"Bearer {self._settings.api_key}"} if self._settings.api_key else {}
 
     def _sent_back(self, visit: Visit, answer: aiohttp.ClientResponse, client: Client) -> list[tuple[bytes, bytes]]:
         """Return the headers for the client."""

@@ -6,8 +6,9 @@ from typing import Any, NamedTuple
 import msgspec
 
 from lmc.errors import InputError
-from lmc.router.cut import LETTERS_A_TOKEN, ROLE
+from lmc.router.cut import ROLE
 from lmc.router.policy import PromptRequest
+from lmc.router.prefix_hashes import CHARACTERS_PER_TOKEN
 
 Body = Mapping[str, Any]
 # What vLLM's /tokenize takes of a request.
@@ -28,19 +29,25 @@ class Received(NamedTuple):
     tokenize: Body | None  # what to ask an engine under /tokenize for the tokens; None if it does not help
 
 
+def json_object(body: bytes) -> dict[str, Any]:
+    """Return a JSON object; raise `InputError` for anything else."""
+    try:
+        found = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise InputError(f"the body is no JSON: {error}") from None
+    except RecursionError:
+        raise InputError("the body is nested too deeply") from None
+    if not isinstance(found, dict):
+        raise InputError("the body must be a JSON object")
+    return found
+
+
 def read(body: bytes, headers: Mapping[str, str], session_key: str, special_string: str) -> Received:
     """Return what a body asks; raise `InputError` if it is no JSON object, or no request.
 
     The session is the value of the header `session_key`, or the field `user`.
     """
-    try:
-        asked = msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise InputError(f"the body is no JSON: {error}") from None
-    except RecursionError:
-        raise InputError("the body is nested too deeply") from None
-    if not isinstance(asked, dict):
-        raise InputError("the body must be a JSON object")
+    asked = json_object(body)
     model, salt = asked.get("model", ""), asked.get("cache_salt") or ""
     if not isinstance(model, str) or not isinstance(salt, str):
         raise InputError("model and cache_salt must be texts")
@@ -54,7 +61,7 @@ def read(body: bytes, headers: Mapping[str, str], session_key: str, special_stri
         tokens=tokens,
         documents=tuple(_named_documents(asked)),
     )
-    size = len(request.text) / LETTERS_A_TOKEN if tokens is None else len(tokens)
+    size = len(request.text) / CHARACTERS_PER_TOKEN if tokens is None else len(tokens)
     return Received(request, asked.get("stream") is True, size, None if tokens is not None else _tokenize(asked))
 
 

@@ -21,3 +21,8 @@ class RouterSettings:
     connect_seconds: float = 5.0
     answer_seconds: float = 600.0  # without a byte from an engine
     health_seconds: float = 5.0  # between two looks at an engine
+
+    @property
+    def login(self) -> dict[str, str]:
+        """The header that engines are asked with, if they have a key of their own."""
+        return {"authorization": f"Bearer {self.api_key}"} if self.api_key else {}

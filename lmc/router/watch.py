@@ -57,16 +57,16 @@ class Watch:
             await self._discover(self._discovery)
         await asyncio.gather(*map(self._look_at, self._engines))
         for url in self._following.keys() - {one.url for one in self._engines}:
-            self._following.pop(url).cancel()
+            self._unfollow(url)
 
     async def _discover(self, discovery: Discovery) -> None:
         try:
             found = {one.url: one for one in await discovery(self._session)}
-        except (InputError, OSError, ValueError, aiohttp.ClientError, TimeoutError) as error:
+        except (InputError, OSError, ValueError, aiohttp.ClientError) as error:
             log.warning("lmc router: the engines cannot be looked up, and stay as they are: %s", error)
             return
         for url in self._found - found.keys():
-            if any(one.url == url for one in self._engines):
+            if url in self._engines:
                 self._engines.remove(url)
                 self._policy.forget(url)
                 log.info("lmc router: engine %s has gone", url)
@@ -80,7 +80,7 @@ class Watch:
             up = await self._asked(engine, "/health") is not None
         except aiohttp.ClientConnectorError:
             up, engine.gone = False, True
-        except (aiohttp.ClientError, OSError, TimeoutError, ValueError):
+        except (aiohttp.ClientError, OSError, ValueError):
             up = False
         if up != engine.healthy:
             log.log(*_said(engine.url, up))
@@ -88,7 +88,7 @@ class Watch:
             engine.gone = False
             engine.models = engine.address.models
             self._policy.forget(engine.url)
-            self._unfollow(engine)
+            self._unfollow(engine.url)
         engine.healthy = up
         if up and not engine.models:
             await self._ask_models(engine)
@@ -97,22 +97,20 @@ class Watch:
             following = self._following[engine.url] = asyncio.create_task(self._follow(engine))
             following.add_done_callback(_report)
 
-    def _unfollow(self, engine: Engine) -> None:
-        if engine.url in self._following:
-            self._following.pop(engine.url).cancel()
+    def _unfollow(self, url: str) -> None:
+        if url in self._following:
+            self._following.pop(url).cancel()
 
     async def _ask_models(self, engine: Engine) -> None:
         try:
             found = await self._asked(engine, "/v1/models", json=True)
             engine.models = frozenset(str(one["id"]) for one in found["data"])
-        except (aiohttp.ClientError, OSError, TimeoutError, ValueError, TypeError, KeyError) as error:
+        except (aiohttp.ClientError, OSError, ValueError, TypeError, KeyError) as error:
             log.warning("lmc router: %s does not say which models it has: %s", engine.url, error)
 
     async def _asked(self, engine: Engine, path: str, *, json: bool = False) -> Any:
         """Return an answer, or `True` for one whose content is not wanted; None if it is not 200."""
-        key = self._settings.api_key
-        headers = {"authorization": f"Bearer {key}"} if key else {}
-        async with self._session.get(engine.url + path, headers=headers, timeout=LOOK) as answer:
+        async with self._session.get(engine.url + path, headers=self._settings.login, timeout=LOOK) as answer:
             if answer.status != 200:
                 return None
             return await answer.json() if json else True

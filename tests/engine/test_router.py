@@ -23,9 +23,9 @@ from lmc.router.application import Router
 from lmc.router.document_index import Told
 from lmc.router.engines import Engines, address
 from lmc.router.event_stream import EventStream
-from lmc.router.follow import MEDIA
 from lmc.router.policies import make
 from lmc.router.settings import RouterSettings
+from lmc.storage.places import place_of
 
 TEXTS = [path.read_text().strip() for path in sorted((MODEL.parent / "documents").glob("*.txt"))]
 IN_PROMPT, PROMPTS = 4, 60
@@ -56,7 +56,9 @@ class Engine(HttpEngine):
     def documents(self) -> dict[Told, set[str]]:
         """Return where its documents are, as it says itself."""
         listed = httpx.get(f"http://{self.admin}/v1/documents?limit=1000").json()["documents"]
-        found = {Told(one["tenant"], one["digest"]): {MEDIA[place] for place in one["places"]} for one in listed}
+        found = {
+            Told(one["tenant"], one["digest"]): {place_of(place).medium for place in one["places"]} for one in listed
+        }
         return {told: media for told, media in found.items() if media}
 
 

@@ -7,12 +7,7 @@ from collections.abc import Callable, Sequence
 from lmc.router.policies.least_loaded import least_loaded
 from lmc.router.policies.options import check, check_count
 from lmc.router.policy import Candidate, PromptRequest, RoutingChoice
-from lmc.router.prefix_hashes import CHARACTERS_PER_TOKEN, PrefixTable, chained, encoded
-
-
-def byte_blocks(data: bytes, size: int) -> list[bytes]:
-    """Cut bytes into whole blocks; what is left at the end is in none."""
-    return [data[start : start + size] for start in range(0, len(data) - size + 1, size)]
+from lmc.router.prefix_hashes import CHARACTERS_PER_TOKEN, PrefixTable, byte_blocks, chained, encoded
 
 
 def match_percent(matched: int, blocks: int) -> int:

@@ -44,35 +44,32 @@ class Documents:
         displacement: float = DISPLACEMENT,
         stay: float = STAY,
         conversations: int = CONVERSATIONS,
-        cutter: Cutter | None = None,
     ) -> None:
         """`cache_tokens` fit into an engine's cache, `conversations` are remembered."""
-        self.cutter = cutter or Cutter(special_string)
-        self.index = DocumentIndex(cache_tokens)
         check(cache_tokens > 0, "cache_tokens", cache_tokens, "above 0")
         check(0 <= ratio <= 1, "ratio", ratio, "from 0 to 1")
         check(surcharge >= 0, "surcharge", surcharge, "0 or more")
         check(displacement >= 0, "displacement", displacement, "0 or more")
-        self._displacement = displacement
         check(stay >= 1, "stay", stay, "1 or more")
         check_count("conversations", conversations)
-        self._ratio, self._surcharge, self._stay, self._conversations = ratio, surcharge, stay, conversations
+        self.cutter, self.index = Cutter(special_string), DocumentIndex(cache_tokens)
+        self._ratio, self._surcharge, self._displacement = ratio, surcharge, displacement
+        self._stay, self._conversations = stay, conversations
         self._engine_of: OrderedDict[tuple[str, str], str] = OrderedDict()  # by scope and session
         self._cache_of: dict[str, str] = {}  # by engine
         self._last: tuple[PromptRequest, Cut] | None = None  # A request is chosen for, and then sent.
 
     def choose(self, request: PromptRequest, candidates: Sequence[Candidate]) -> RoutingChoice:
         """Return the engine with the least expected time to first token, and what it is expected to reuse."""
-        cut, best = self._cut(request), None
-        offers = self.offers(request, candidates)
-        least = min(offer.seconds for offer in offers)
-        home = self._home(request, cut, offers)
+        cut, offers = self._cut(request), self.offers(request, candidates)
+        least, home = min(offer.seconds for offer in offers), self._home(request, cut, offers)
         if home is not None and home.seconds <= self._stay * least:
-            best, why = home, "conversation"
-        if best is None:
-            best = min(offers, key=lambda offer: (offer.seconds, _distance(cut, offer.candidate)))
-            why = "documents" if best.documents else "beginning" if best.reused else "least time"
-        return RoutingChoice(best.candidate.name, why, best.reused, best.cost)
+            chosen, why = home, "conversation"
+        else:
+            equal = [offer for offer in offers if offer.seconds == least]
+            chosen = min(equal, key=lambda offer: _distance(cut, offer.candidate))
+            why = "documents" if chosen.documents else "beginning" if chosen.reused else "least time"
+        return RoutingChoice(chosen.candidate.name, why, chosen.reused, chosen.cost)
 
     def sent(self, request: PromptRequest, engine: str) -> None:
         """Note that an engine will have the documents of a request."""
@@ -91,7 +88,7 @@ class Documents:
         for conversation in [one for one, where in self._engine_of.items() if where == engine]:
             del self._engine_of[conversation]
 
-    def answered(self, request: PromptRequest, engine: str, prompt_tokens: int) -> None:
+    def answered(self, request: PromptRequest, prompt_tokens: int) -> None:
         """Take note of how many tokens a prompt has turned out to have."""
         if request.tokens is None:
             self.cutter.counted(len(request.text), prompt_tokens)
