@@ -283,11 +283,11 @@ def _run(
         server_header=False,
         date_header=False,
     )
-    log.info(
-        "lmc router: listening at %s:%s, policy %s, %d engines", *listening.getsockname()[:2], policy, len(engines)
-    )
     server = uvicorn.Server(config)
     for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn listens to them later, and raises again what has ended it.
         signal.signal(number, lambda *_: setattr(server, "should_exit", True))
+    log.info(
+        "lmc router: listening at %s:%s, policy %s, %d engines", *listening.getsockname()[:2], policy, len(engines)
+    )
     server.run([listening])
     log.info("lmc router: ended")
