@@ -8,9 +8,10 @@ It starts `vllm serve MODEL` with lmc (the CPU build, one thread), learns passag
 conversations of three turns, each turn with six passages of its own. What is measured:
 
     reused      of the tokens of all documents in all prompts, the share that came from the store (first requests too)
-    documents   how many documents the store holds in the end: no more than were learned, so none from a conversation
-    right       share of answers to questions of the demo that begin with an accepted one, through chat, and through
-                completions with the same prompt as tokens
+    not found   documents in prompts that the store did not have, as the engine counts them
+    strange     documents that the engine knows in the end and that were not given to it: texts of conversations
+    right       share of answers to questions of the demo that begin with an accepted one: through chat, through
+                completions with the same prompt as tokens, and through chat without reuse (`blend: false`)
 """
 
 import json
@@ -21,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from urllib.error import URLError
@@ -36,8 +38,9 @@ from lmc.config import Settings
 from lmc.demo import REAL, SHIPPED
 from lmc.demo.questions import TOP, Collection, Question, Retriever, read_collection
 from lmc.demo.run import begins
+from lmc.http_client import HttpClient, admin_client
 from lmc.inspect import places, survey
-from lmc.keys import RecordKind, chunk_bounds
+from lmc.keys import RecordKind, chunk_bounds, tokens_digest
 from lmc.rag import SEPARATOR, messages
 
 SEED, TURNS, START_SECONDS = 5, 3, 300
@@ -55,6 +58,7 @@ class Server:
             free.bind(("", 0))
             port = free.getsockname()[1]
         self.url, self._log = f"http://localhost:{port}", folder / "server.log"
+        self.admin = admin_client(f"unix://{folder}/admin.sock")
         given = {"enable_blending": True, "max_local_cpu_size": 2, "local_disk": str(folder / "disk"), **settings}
         connector = {
             "kv_connector": "LMCConnector",
@@ -72,7 +76,8 @@ class Server:
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *words],
-                stdout=log, stderr=log, env={**os.environ, **threads, "HF_HUB_OFFLINE": "1"},
+                stdout=log, stderr=log,
+                env={**os.environ, **threads, "HF_HUB_OFFLINE": "1", "LMC_ADMIN": self.admin.url},
             )  # fmt: skip
         self._wait()
 
@@ -98,28 +103,44 @@ class Server:
 class Chat:
     """Asks a server, and compares what it reused with the documents' tokens."""
 
-    def __init__(self, client: OpenAI, tokenizer: Any, texts: dict[str, str]) -> None:
-        self.client = client
+    def __init__(self, client: OpenAI, admin: HttpClient, tokenizer: Any, texts: dict[str, str]) -> None:
+        self.client, self._admin = client, admin
         self._tokenizer, self._markers, self.texts = tokenizer, Markers.of(tokenizer, SEPARATOR), texts
-        self.sizes = {name: self._sizes_of(text) for name, text in texts.items()}  # tokens of each document
-        self.reused = self.wanted = self.requests = 0
+        tokens = {name: self._tokens_of(text) for name, text in texts.items()}
+        self.sizes = {name: len(found) for name, found in tokens.items()}
+        self.digests = {tokens_digest(found) for found in tokens.values()}
+        self.reused = self.wanted = self.requests = self.unknown = 0
         self.least = 1.0  # the lowest share of one request
 
-    def ask(self, chat: list[dict[str, str]], names: list[str], *, stream: bool, lead: str = "", count: int = 8) -> str:
+    def ask(
+        self,
+        chat: list[dict[str, str]],
+        names: list[str],
+        *,
+        stream: bool = False,
+        lead: str = "",
+        count: int = 8,
+        blend: bool = True,
+    ) -> str:
         """Return the answer, which begins with `lead`, to a chat in which the documents `names` stand."""
-        wanted = sum(sum(self.sizes[name]) for name in names)
+        wanted = sum(self.sizes[name] for name in names)
         asked: dict[str, Any] = {"model": "bench", "messages": chat, "temperature": 0, "max_tokens": count}
         if lead:
             asked["messages"] = [*chat, {"role": "assistant", "content": lead}]
             asked["extra_body"] = {"continue_final_message": True, "add_generation_prompt": False}
+        if not blend:
+            asked.setdefault("extra_body", {})["kv_transfer_params"] = {"lmc": {"blend": False}}
         if stream:
             chunks = self.client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
             parts = list(chunks)
             said = "".join(part.choices[0].delta.content or "" for part in parts if part.choices)
-            usage = next(part.usage for part in reversed(parts) if part.usage)
+            usage, name = next(part.usage for part in reversed(parts) if part.usage), parts[0].id
         else:
             answer = self.client.chat.completions.create(**asked)
-            said, usage = answer.choices[0].message.content or "", answer.usage
+            said, usage, name = answer.choices[0].message.content or "", answer.usage, answer.id
+        if not blend:
+            return said
+        self.unknown += int(self._admin.ask(f"/v1/requests/{name}").get("unknown_documents", 0))
         # The beginning of a prompt is reused too, so no more than the documents is counted.
         cached = min(wanted, usage.prompt_tokens_details.cached_tokens or 0)
         self.reused, self.wanted, self.requests = self.reused + cached, self.wanted + wanted, self.requests + 1
@@ -132,9 +153,15 @@ class Chat:
         found: list[int] = self._tokenizer.encode(text + lead, add_special_tokens=False)
         return found
 
-    def _sizes_of(self, text: str) -> list[int]:
-        """Return how many tokens each document of a text has in a prompt."""
-        return [len(one) for one in document_tokens(self._tokenizer.encode, self._markers, SEPARATOR, text)]
+    def _tokens_of(self, text: str) -> Sequence[int]:
+        """Return the tokens that a document has in a prompt."""
+        (found,) = document_tokens(self._tokenizer.encode, self._markers, SEPARATOR, text)
+        return found
+
+    def strange(self) -> int:
+        """Return how many documents the engine knows that were not given to it."""
+        listed = self._admin.ask(f"/v1/documents?limit={1 << 20}")["documents"]
+        return sum(one["digest"] not in self.digests for one in listed)
 
     def documents_of(self, chat: list[dict[str, str]]) -> int:
         """Return how many documents a chat has."""
@@ -159,8 +186,8 @@ def talk(chat: Chat, names: list[str], system: str, questions: list[Question], r
 
 
 def quality(chat: Chat, collection: Collection, asked: list[tuple[Question, list[str]]]) -> dict[str, float]:
-    """Return how many answers to questions over documents are right through chat, and through completions."""
-    right = {"chat": 0, "completions": 0}
+    """Return which shares of the answers to questions over documents are right, by the way in which they are asked."""
+    right = {"chat": 0, "completions": 0, "without reuse": 0}
     for question, found in asked:
         names = list(found)
         random.Random(f"{SEED} {question.question}").shuffle(names)
@@ -169,8 +196,11 @@ def quality(chat: Chat, collection: Collection, asked: list[tuple[Question, list
         count, lead = collection.answer_tokens, question.lead
         prompt = chat.prompt_of(chatted, lead)
         completion = chat.client.completions.create(model="bench", prompt=prompt, temperature=0, max_tokens=count)
-        said = chat.ask(chatted, names, stream=False, lead=lead, count=count)
-        answers = {"chat": said, "completions": completion.choices[0].text}
+        answers = {
+            "chat": chat.ask(chatted, names, lead=lead, count=count),
+            "completions": completion.choices[0].text,
+            "without reuse": chat.ask(chatted, names, lead=lead, count=count, blend=False),
+        }
         for way, answer in answers.items():
             right[way] += begins(answer, question.answer, *question.accepted)
         print(f"{question.question} {answers}", flush=True)
@@ -200,7 +230,7 @@ def measure(model: str, documents: int, requests: int, questions: int) -> dict[s
     texts = dict(draw.sample(sorted(collection.documents.items()), min(documents, len(collection.documents))))
     retriever = Retriever(collection.documents)
     wanted = [question for question in collection.questions if question.answer is not None]
-    shown = [question for question in wanted if question.shown or small][:questions]
+    shown = sorted(wanted, key=lambda question: not question.shown)[:questions]  # the demo's first
     asked = [(question, retriever.top(question.question, TOP)) for question in shown]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -214,7 +244,7 @@ def measure(model: str, documents: int, requests: int, questions: int) -> dict[s
             print(learned, flush=True)
             tokenizer = AutoTokenizer.from_pretrained(path)
             tokenizer.chat_template = template or tokenizer.chat_template
-            chat = Chat(client, tokenizer, known)
+            chat = Chat(client, server.admin, tokenizer, known)
             talk(chat, sorted(texts), collection.system, collection.questions, requests)
             found = {
                 "documents": len(known),
@@ -223,11 +253,13 @@ def measure(model: str, documents: int, requests: int, questions: int) -> dict[s
                 "requests": chat.requests,
                 "reused": round(chat.reused / chat.wanted, 4),
                 "least reused": round(chat.least, 4),
+                "documents not found": chat.unknown,
+                "strange documents": chat.strange(),
             }
             if asked:
-                found["right"] = quality(chat, collection, asked)
+                found["questions"], found["right"] = len(asked), quality(chat, collection, asked)
             size = Settings().chunk_size
-            chunks = sum(len(chunk_bounds(tokens, size)) for sizes in chat.sizes.values() for tokens in sizes)
+            chunks = sum(len(chunk_bounds(tokens, size)) for tokens in chat.sizes.values())
         found["model"] = SMALL if small else Path(model).name
         return {**found, "chunks of documents": chunks, "chunks stored": stored_documents(folder / "disk")}
 

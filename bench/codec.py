@@ -15,10 +15,9 @@ from collections.abc import Callable, Iterator
 
 import torch
 from common import closing_line, parser
-from transformers import DynamicCache
 
 from lmc.config import Settings
-from lmc.connectors.transformers.hf import forward, load, rows_of
+from lmc.connectors.transformers.hf import load, prefilled, rows_of
 from lmc.demo import SHIPPED
 from lmc.demo.questions import Prompts, read_collection
 from lmc.demo.random_model import machine, random_llama, random_tokens
@@ -32,8 +31,7 @@ Part = torch.Tensor  # [K, T, H, D] of one layer
 
 
 def parts_of(model: object, tokens: list[int]) -> list[Part]:
-    cache = forward(model, tokens, DynamicCache()).past_key_values
-    return [torch.stack(rows).clone() for rows in rows_of(cache)]
+    return [torch.stack(rows).clone() for rows in rows_of(prefilled(model, tokens))]
 
 
 def shipped(tokens: int) -> list[Part]:

@@ -47,7 +47,7 @@ def store(engine: CacheEngine, document: list[int]) -> None:
         assert slot is not None
         for raw in engine.store.view(slot):
             SHAPE.part(raw, slot.meta.tokens).normal_()
-        engine.store.commit(slot)
+        engine.store.commit([slot])
 
 
 def pieces_of(engine: CacheEngine, documents: list[list[int]]) -> list[Piece]:

@@ -23,7 +23,7 @@ from lmc.keys import ChunkKey
 from lmc.service.remote_store import RemoteStore
 from lmc.service.sizes import Sizes
 from lmc.shapes import GIB
-from lmc.storage.contract import ChunkStore
+from lmc.storage.contract import ChunkStore, Reservation
 from lmc.storage.record import RecordMeta
 from lmc.storage.shares import Shares
 from lmc.storage.slab import Slab
@@ -36,6 +36,7 @@ SMALL = Sizes(Shares((16,)), 1 << 14, 2)  # of the prompt that is looked up
 LARGE = Sizes(Shares((32,)), 1 << 18, 2)  # 8 MiB
 PROMPT, PINNED, PER_SECOND = 200, 40, 100
 CHUNKS, TURNS = 48, 7  # of 8 MiB each, stored and retrieved in a turn
+STEP = 32  # chunks of 256 tokens, of a step of 8,192: vLLM's default on large GPUs
 
 
 def meta_of(number: int, sizes: Sizes) -> RecordMeta:
@@ -44,11 +45,19 @@ def meta_of(number: int, sizes: Sizes) -> RecordMeta:
     return RecordMeta(key=key, namespace=bytes(32), tokens=256, first=0, parts=parts, part_bytes=sizes.part_bytes)
 
 
-def put(store: ChunkStore, meta: RecordMeta, content: torch.Tensor) -> None:
-    slot = store.begin(meta)
-    assert slot is not None
-    store.view(slot).copy_(content)
-    store.commit(slot)
+def put(store: ChunkStore, metas: Sequence[RecordMeta], content: torch.Tensor) -> None:
+    """Store `content`, one after the other, as an engine does: the chunks of a step are reserved together, and those of
+    the step before are found from then on.
+    """
+    filled: list[Reservation] = []
+    for first in range(0, len(metas), STEP):
+        slots = [slot for slot in store.begin(metas[first : first + STEP]) if slot is not None]
+        assert len(slots) == len(metas[first : first + STEP])
+        store.commit(filled)
+        for slot, one in zip(slots, content[first:], strict=False):
+            store.view(slot).copy_(one)
+        filled = slots
+    store.commit(filled)
 
 
 def client(path: str | None, seconds: float, results: "multiprocessing.Queue[tuple[list[float], list[float]]]") -> None:
@@ -76,9 +85,8 @@ def client(path: str | None, seconds: float, results: "multiprocessing.Queue[tup
 
 
 def fill(store: ChunkStore) -> None:
-    content = torch.zeros(SMALL.shares.parts, SMALL.part_bytes, dtype=torch.uint8)
-    for i in range(PROMPT):
-        put(store, meta_of(i, SMALL), content)
+    content = torch.zeros(PROMPT, SMALL.shares.parts, SMALL.part_bytes, dtype=torch.uint8)
+    put(store, [meta_of(i, SMALL) for i in range(PROMPT)], content)
 
 
 def asked(path: str | None, clients: int, seconds: float) -> dict[str, float]:
@@ -100,28 +108,27 @@ def asked(path: str | None, clients: int, seconds: float) -> dict[str, float]:
 
 def moved(store: ChunkStore, metas: Sequence[RecordMeta], content: torch.Tensor) -> tuple[float, float]:
     """Store chunks and read them; return the seconds of each."""
-    into = torch.empty_like(content)
+    into = torch.empty_like(content[0])
     started = time.perf_counter()
-    for meta in metas:
-        put(store, meta, content)
+    put(store, metas, content)
     middle = time.perf_counter()
     keys = [meta.key for meta in metas]
     with store.pinned(keys) as pins:
         for pin in pins:
             assert pin is not None
-            for part in range(len(content)):
+            for part in range(len(into)):
                 into[part].copy_(store.part(pin, part))
     return middle - started, time.perf_counter() - middle
 
 
 def copied(slab: torch.Tensor, content: torch.Tensor) -> tuple[float, float]:
-    into = torch.empty_like(content)
+    into = torch.empty_like(content[0])
     started = time.perf_counter()
-    for chunk in slab:
-        chunk.copy_(content)
+    for chunk, one in zip(slab, content, strict=True):
+        chunk.copy_(one)
     middle = time.perf_counter()
     for chunk in slab:
-        for part in range(len(content)):
+        for part in range(len(into)):
             into[part].copy_(chunk[part])
     return middle - started, time.perf_counter() - middle
 
@@ -129,7 +136,7 @@ def copied(slab: torch.Tensor, content: torch.Tensor) -> tuple[float, float]:
 def bandwidths(path: Path) -> dict[str, float]:
     """Return how fast chunks are stored and retrieved, as shares of memcpy, by the server and by a store here."""
     parts, size = LARGE.shares.parts, LARGE.part_bytes
-    content = torch.randint(0, 255, (parts, size), dtype=torch.uint8)
+    content = torch.randint(0, 255, (CHUNKS, parts, size), dtype=torch.uint8)  # more than caches of the CPU hold
     slab = torch.zeros(CHUNKS, parts, size, dtype=torch.uint8)
     stores: dict[str, ChunkStore] = {
         "served": RemoteStore(path, LARGE, deadline=30.0),

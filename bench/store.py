@@ -73,10 +73,10 @@ def content(key: ChunkKey) -> torch.Tensor:
 
 
 def put(store: Store, meta: RecordMeta) -> None:
-    slot = store.begin(meta)
+    (slot,) = store.begin([meta])
     if slot is not None:
         store.view(slot).view(torch.int64).copy_(content(meta.key))
-        store.commit(slot)
+        store.commit([slot])
 
 
 def retrieve(store: Store, keys: Sequence[ChunkKey], into: torch.Tensor, check: bool) -> Iterator[tuple[str, bool]]:

@@ -188,10 +188,10 @@ class Host(Arena):
         store, metas = self.store, [self.meta(turn, chunk) for chunk in self.chunks]
         started = time.perf_counter()
         for meta, given in zip(metas, self.given, strict=True):
-            writing = store.begin(meta)
+            (writing,) = store.begin([meta])
             assert writing is not None
             store.view(writing).copy_(given)
-            store.commit(writing)
+            store.commit([writing])
         half = time.perf_counter()
         for first in range(0, self.count, TOGETHER):
             pins = [pin for pin in store.pin([meta.key for meta in metas[first : first + TOGETHER]]) if pin]

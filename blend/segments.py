@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 from lmc.blend.markers import Markers, Tokens, Variants
 
+PASSES = 4  # Taking a special string out of a text may leave another one, as in "# # #".
+
 
 @dataclass(frozen=True, slots=True)
 class Span:
@@ -76,11 +78,29 @@ def join(system: Tokens, documents: Sequence[Tokens], question: Tokens, separato
 def document_tokens(encode: Callable[[str], Tokens], markers: Markers, special_string: str, text: str) -> list[Tokens]:
     """Return the tokens that a text has in a prompt, between two separators, without white space around it.
 
-    A text that has the special string inside becomes several documents, as in a prompt. One with a special token of the
-    model is none at all.
+    Separators inside of it are written as by `without_separators`. There are no tokens if the text has a special token
+    of the model, and so is no document.
     """
-    tokens = encode(special_string.join(("", text.strip(), "")))
+    tokens = encode(special_string.join(("", without_separators(text, special_string).strip(), "")))
     return [tokens[span.start : span.stop] for span in split(tokens, markers).documents]
+
+
+def without_separators(text: str, separator: str) -> str:
+    """Return a document in which separators are written so that they do not cut it: `##` instead of `# #`."""
+    bare, apart = bare_and_apart(separator)
+    for _ in range(PASSES):
+        text = text.replace(bare, apart)
+    return text
+
+
+def bare_and_apart(separator: str) -> tuple[str, str]:
+    """Return a separator without the white space around it, and what is written instead of it inside of documents.
+
+    That is the same without the white space in it, or, if it has none, with a blank behind its first letter.
+    """
+    bare = separator.strip()
+    joined = "".join(bare.split())
+    return bare, joined if joined != bare else f"{bare[0]} {bare[1:]}" if bare[1:] else ""
 
 
 def _find(tokens: Tokens, variants: Variants) -> list[Span]:

@@ -15,7 +15,8 @@ from lmc.errors import InputError
 from lmc.terminal import AsJson, console, counted, print_json, seconds_of, time_text
 
 URL = "http://127.0.0.1:9180"
-DIGITS, TENANT_DIGITS = 12, 6  # of an id, and of the namespace of a model and a tenant, that are shown
+DIGITS, TENANT_DIGITS = 12, 6  # of an id, and of a tenant's digest, that are shown
+MODEL = 2  # the column of a list that is left out if there is one model only
 
 Address = Annotated[str, typer.Option("--url", envvar="LMC_ADMIN", help="the engine's LMC_ADMIN")]
 Name = Annotated[str, typer.Argument(help="its name, or the first digits of its id")]
@@ -39,7 +40,7 @@ def explain(
     computed. The engine has to run with LMC_ADMIN=127.0.0.1:9180.
     """
     body = _body(prompt)
-    found = _ask(url, "/v1/explain", body if server is None else _tokenized(server, body))
+    found = _ask(url, "/v1/explain", "documents", body if server is None else _tokenized(server, body))
     if as_json:
         print_json(found)
         return
@@ -54,8 +55,10 @@ def explain(
         out.print(Text(f"note: {found['why']}"))
     for number, one in enumerate(found["documents"], 1):
         size, places = one["stop"] - one["start"], ", ".join(sorted(set(one["places"])))
-        held = f"stored ({places}), not reused" if places else "not stored"
-        what = f"reused from {places}" if one["reused"] else held
+        held, chunks = len(one["places"]), one["chunks"]
+        part = "" if held in (0, chunks) else f", {held} of {chunks} chunks"
+        kept = f"stored ({places}{part}), not reused" if places else "not stored"
+        what = f"reused from {places}{part}" if one["reused"] else kept
         out.print(Text(f"\ndocument {number}, {size} tokens from {one['start']} on: {what}"))
         out.print(Text(f"  {one['text']!r}"))
         if one["why"]:
@@ -74,31 +77,33 @@ def list_documents(
 
     Documents without a name are shown by their first words. Those with the same digits of the tenant are of one tenant.
     """
-    found = _ask(url, f"/v1/documents?limit={limit}")
+    found = _ask(url, f"/v1/documents?limit={limit}", "documents")
     if as_json:
         print_json(found)
         return
-    table = Table("id", "name", "tenant", "tokens", "places", "uses", "last used", "stays")
-    for column in table.columns[:2]:
-        column.no_wrap, column.overflow = column is table.columns[0], "fold"
-    for one in found["documents"]:
-        table.add_row(
-            one["id"][:DIGITS],
-            Text(one["name"] or one["begins"]),
-            one["tenant"][:TENANT_DIGITS],
-            str(one["tokens"]),
-            _places(one),
-            str(one["uses"]),
-            time_text(one["used"]),
-            _stays(one),
-        )
-    console().print(table, Text(f"{len(found['documents'])} of {counted(found['total'], 'document')}"))
+    heads = ["id", "name", "model", "tenant", "tokens", "places", "uses", "last used", "stays"]
+    rows = [_row(one) for one in found["documents"]]
+    if len({row[MODEL] for row in rows}) < 2:
+        heads.pop(MODEL)
+        for row in rows:
+            row.pop(MODEL)
+    if sys.stdout.isatty():
+        table = Table(*heads)
+        for column in table.columns[:2]:
+            column.no_wrap, column.overflow = column is table.columns[0], "fold"
+        for row in rows:
+            table.add_row(*map(Text, row))
+        console().print(table)
+    else:  # A table of 10,000 rows takes seconds.
+        for row in (heads, *rows):
+            typer.echo("\t".join(row))
+    console().print(Text(f"{len(rows)} of {counted(found['total'], 'document')}"))
 
 
 @documents.command()
 def show(name: Name, url: Address = URL, as_json: AsJson = False) -> None:
     """Show a document with its text, or all documents of a name."""
-    found = _ask(url, _path(name))
+    found = _ask(url, _path(name), "documents")
     if as_json:
         print_json(found)
         return
@@ -130,16 +135,30 @@ def unpin(names: Names, url: Address = URL) -> None:
 def remove(names: Names, url: Address = URL) -> None:
     """Remove documents from memory and all tiers. They are learned again when a prompt has them."""
     for name in names:
-        for found in _ask(url, _path(name), method="DELETE")["removed"]:
+        for found in _ask(url, _path(name), "removed", method="DELETE")["removed"]:
             again = "It is learned again when a prompt has it, or by lmc learn --again"
             console().print(Text(f"{found} is removed. {again}"))
 
 
+def _row(document: dict[str, Any]) -> list[str]:
+    return [
+        document["id"][:DIGITS],
+        " ".join((document["name"] or document["begins"]).split()),
+        document["model"],
+        document["tenant"][:TENANT_DIGITS],
+        str(document["tokens"]),
+        _places(document),
+        str(document["uses"]),
+        time_text(document["used"]),
+        _stays(document),
+    ]
+
+
 def _change(url: str, names: Sequence[str], wanted: dict[str, Any]) -> None:
     for path in [_path(name) for name in names]:
-        _ask(url, path)  # Nothing is changed if one of the names is wrong.
+        _ask(url, path, "documents")  # Nothing is changed if one of the names is wrong.
     for name in names:
-        for one in _ask(url, _path(name), wanted, "PATCH")["documents"]:
+        for one in _ask(url, _path(name), "documents", wanted, "PATCH")["documents"]:
             said = _stays(one) or "may be evicted, and has no time limit"
             console().print(Text(f"{one['id'][:DIGITS]} {one['name'] or one['begins']}: {said} ({_places(one)})"))
 
@@ -154,10 +173,17 @@ def _stays(document: dict[str, Any]) -> str:
     return ", ".join(filter(None, ("pinned" if document["pinned"] else "", until)))
 
 
-def _ask(url: str, path: str, body: Any = None, method: str | None = None) -> Any:
+def _ask(url: str, path: str, wanted: str, body: Any = None, method: str | None = None) -> Any:
+    """Return the answer of an administration endpoint, which has the field that is `wanted`."""
     from lmc.http_client import admin_client
 
-    return admin_client(url).ask(path, body, method)
+    return _with_field(wanted, url, admin_client(url).ask(path, body, method), "an administration endpoint of lmc")
+
+
+def _with_field(wanted: str, url: str, answer: Any, who: str) -> Any:
+    if not isinstance(answer, dict) or wanted not in answer:
+        raise InputError(f"{url} does not answer like {who}: there is no {wanted!r} in its answer")
+    return answer
 
 
 def _path(name: str) -> str:
@@ -171,14 +197,14 @@ def _tokenized(server: str, body: dict[str, Any]) -> dict[str, Any]:
     from lmc.http_client import vllm_client
 
     client = vllm_client(server)
-    model = body.get("model") or client.ask("/v1/models")["data"][0]["id"]
+    model = body.get("model") or client.model()
     names = "messages", "prompt", "chat_template", "chat_template_kwargs", "tools"
     asked: dict[str, Any] = {name: body[name] for name in names if name in body}
     if "messages" in asked:
         asked["add_generation_prompt"] = True
     if "documents" in body:  # which a request for tokens does not have of its own
         asked["chat_template_kwargs"] = {**asked.get("chat_template_kwargs", {}), "documents": body["documents"]}
-    done = client.ask("/tokenize", {"model": model, **asked})
+    done = _with_field("tokens", server, client.ask("/tokenize", {"model": model, **asked}), "a vLLM server")
     return body | {"prompt_token_ids": done["tokens"]}
 
 
@@ -198,5 +224,6 @@ def _body(source: str) -> dict[str, Any]:
         return {"messages": body} if body and isinstance(body[0], dict) else {"prompt_token_ids": body}
     if not isinstance(body, dict):
         raise InputError(f"{source} must hold a request with messages or a prompt, or a text")
-    given = (body.get("kv_transfer_params") or {}).get("lmc")
-    return body | ({"lmc": given} if given else {})
+    if not isinstance(body.get("kv_transfer_params") or {}, dict):
+        raise InputError(f'{source}: kv_transfer_params must be an object, such as {{"lmc": {{…}}}}')
+    return body

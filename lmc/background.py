@@ -7,7 +7,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 RUNNING_SECONDS = 1.0  # after a step, within which the next one is expected
-WORK_SECONDS, REST_SECONDS = 0.0002, 0.004
+WORK_SECONDS, REST_SECONDS = 0.0002, 0.01
 
 
 class Background:
@@ -21,7 +21,7 @@ class Background:
         self._stepped = time.perf_counter()
 
     def gently(self, items: Iterable[T]) -> Iterator[T]:
-        """Yield items; while the engine runs, rest for four milliseconds after each fifth of one of work on them.
+        """Yield items; while the engine runs, rest for ten milliseconds after each fifth of one of work on them.
 
         A thread that computes in Python keeps the interpreter for five milliseconds before another one gets it
         (`sys.getswitchinterval`). A step of an engine asks for it after each operation of torch, and would wait each

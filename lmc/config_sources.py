@@ -15,7 +15,7 @@ from typing import NamedTuple
 import yaml
 
 from lmc.errors import ConfigError
-from lmc.lmcache_compat import ALIASES, LOSSY, NESTED, feature_of, ignored, with_login
+from lmc.lmcache_compat import ALIASES, LOSSY, NESTED, feature_of, ignored, login_names, with_login
 from lmc.redis_url import parse_redis_url
 
 CONFIG_FILES = ("LMC_CONFIG_FILE", "LMCACHE_CONFIG_FILE")
@@ -26,7 +26,7 @@ VARIABLES = (
 )  # fmt: skip
 # All variables that begin like a setting's and belong to other parts of lmc, or to LMCache alone.
 NO_SETTINGS = (
-    *CONFIG_FILES, *VARIABLES, "LMC_LOG_*", "LMC_ADMIN*", "LMC_ROUTER_*",
+    *CONFIG_FILES, *VARIABLES, "LMC_ROUTER_*",  # whose names lmc router checks
     "LMC_CHECK_LOCKS", "LMCACHE_USE_EXPERIMENTAL", "LMCACHE_TRACK_USAGE", "LMCACHE_LOG_LEVEL",
 )  # fmt: skip
 SECRET = frozenset({"remote_url"})  # settings that may hold a password
@@ -66,6 +66,8 @@ class Source:
             bare = _bare(key)
             if name == "remote_serde" and value in LOSSY:
                 name, bare = None, f"remote_serde: {value}"
+            if bare == "local_device" and str(value).startswith("file://") and "local_disk" in spellings.values():
+                name = "local_disk"  # LMCache's first versions
             if name is None and bare == NESTED:
                 nested.append(entry)
             elif name is None and (feature_of(bare) or ignored(bare)):
@@ -96,11 +98,13 @@ class Source:
             return
         origin = f"{given.origin}, in {NESTED}"
         more = {_bare(str(key)): value for key, value in (nested or {}).items()}
-        for name, value in more.items():
-            (self.own if name in names else self.foreign).setdefault(name, Given(value, origin))
         if "remote_url" in self.own:
             url, where = self.own["remote_url"]
             self.own["remote_url"] = Given(with_login(str(url), more), where)
+            for name in login_names(url).values():
+                more.pop(name, None)
+        for name, value in more.items():
+            (self.own if name in names else self.foreign).setdefault(name, Given(value, origin))
 
 
 def shown(name: str, value: object) -> str:
@@ -199,12 +203,8 @@ def _bare(key: str) -> str:
 
 def _unknown(key: str, spellings: Mapping[str, str], origin: str) -> str:
     """Return the error for a key that names no setting. It leaves out the value, which may be a password."""
-    names = list(spellings.values())
-    near = difflib.get_close_matches(_bare(key), names, n=1)
-    if near:
-        spelt = next(known for known, name in spellings.items() if name == near[0])
-    else:
-        spelt = next(iter(difflib.get_close_matches(key, VARIABLES, n=1, cutoff=0.8)), "")
-    if spelt:
+    variable = next(iter(difflib.get_close_matches(key, VARIABLES, n=1, cutoff=0.85)), "")
+    near = difflib.get_close_matches(_bare(key), list(spellings.values()), n=1)
+    if spelt := variable or next((known for known, name in spellings.items() if name in near), ""):
         return f"unknown setting {key} ({origin}): did you mean {spelt}?"
     return f"unknown setting {key} ({origin}): `lmc config` lists all that there are"

@@ -90,6 +90,14 @@ class HttpClient:
         path = self.url.removeprefix(UNIX) if self.url.startswith(UNIX) else ""
         self._opener, self._base = opener(path), "http://localhost" if path else self.url
 
+    def model(self) -> str:
+        """Return the name of the first model that a vLLM server has; raise `Unreachable` if it names none."""
+        answer = self.ask("/v1/models")
+        models = answer.get("data") if isinstance(answer, dict) else None
+        if not isinstance(models, list) or not models or not isinstance(models[0], dict):
+            raise Unreachable(f"{self.url} names no model, as a vLLM server does: {self._hint}")
+        return str(models[0].get("id", ""))
+
     def ask(self, path: str, body: Any = None, method: str | None = None) -> Any:
         """Return the answer; raise `Unreachable`, or `Refused` with what the server says about the question."""
         headers = {"content-type": "application/json", **bearer(self._key_variable)}

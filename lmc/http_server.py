@@ -3,6 +3,7 @@
 Both the administration endpoint of an engine and that of a cache server use it. It needs uvicorn.
 """
 
+import asyncio
 import errno
 import hmac
 import json
@@ -19,13 +20,15 @@ from typing import Any, NamedTuple
 
 from lmc.admin_address import LOCAL, TOKEN, UNIX, host_and_port, socket_path
 from lmc.errors import ConfigError
-from lmc.shapes import MIB
+from lmc.shapes import KIB, MIB
 
 log = logging.getLogger(__name__)
 
 STARTED = 10.0  # seconds within which a server is up
 LARGEST = 16 * MIB  # bytes of a question
 AT_ONCE = 256  # connections
+SILENT_SECONDS = 10.0  # for which a new connection may ask nothing
+BODY_SECONDS = 30.0  # for which the rest of a question may not come
 VISITOR = "lmc.visitor"  # in the scope of a request
 
 Message = Mapping[str, Any]
@@ -78,7 +81,13 @@ def serve(
         raise ConfigError(f"{setting} = {address} cannot be had: {error.strerror or error}{taken}") from None
     tls = {"ssl_certfile": certificate.chain, "ssl_keyfile": certificate.key} if certificate else {}
     config = uvicorn.Config(
-        application, log_level="warning", access_log=False, lifespan="off", limit_concurrency=AT_ONCE, **tls
+        application,
+        http=_impatient(),
+        log_level="warning",
+        access_log=False,
+        lifespan="off",
+        limit_concurrency=AT_ONCE,
+        **tls,
     )
     try:
         config.load()
@@ -109,6 +118,28 @@ def serve(
     return stop
 
 
+def _impatient() -> Any:
+    """Return uvicorn's protocol, which also closes connections over which nothing is asked.
+
+    It closes those that have been idle since their last answer, but not those over which nobody has asked anything yet.
+    """
+    from uvicorn.protocols.http.auto import AutoHTTPProtocol
+
+    class Impatient(AutoHTTPProtocol):  # type: ignore[misc]
+        """A connection that is closed if no whole head of a question comes in time."""
+
+        def connection_made(self, transport: Any) -> None:
+            """Begin to wait for the first question."""
+            super().connection_made(transport)
+            self.loop.call_later(SILENT_SECONDS, self._close_if_silent)
+
+        def _close_if_silent(self) -> None:
+            if self.cycle is None:
+                self.transport.close()
+
+    return Impatient
+
+
 def _unix_socket(path: str) -> socket.socket:
     """Listen at a path that only this user may open. A socket at which nobody listens any more is replaced."""
     with suppress(FileNotFoundError), socket.socket(socket.AF_UNIX) as asking:
@@ -135,12 +166,14 @@ class Guard:
         token: str,
         tenants: Mapping[str, str] | None = None,
         unguarded: Collection[str] = (),
+        largest: int = LARGEST,
     ) -> None:
         """`tenants` are those whose own token lets them see what is theirs: tenant by token.
 
-        Paths that are `unguarded` need no token.
+        Paths that are `unguarded` need no token. A question may have `largest` bytes.
         """
         self._application, self._token, self._tenants, self._open = application, token, tenants or {}, unguarded
+        self._largest = largest
 
     async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
         """Answer a question, or refuse it."""
@@ -151,24 +184,28 @@ class Guard:
         if code:
             await refuse(send, code, refused)
             return
-        received = 0
+        received, whole = 0, False
 
         async def receive_bounded() -> Message:
-            nonlocal received
-            message = await receive()
+            nonlocal received, whole
+            if not whole:
+                message = await asyncio.wait_for(receive(), BODY_SECONDS)
+            else:  # What comes now is that the visitor has gone.
+                message = await receive()
+            whole = whole or not message.get("more_body", False)
             received += len(message.get("body", b""))
-            if received > LARGEST:
+            if received > self._largest:
                 raise _TooLarge
             return message
 
         async def send_if_bounded(message: Message) -> None:
-            if received <= LARGEST:  # Otherwise this is what the application makes of the error above.
+            if received <= self._largest:  # Otherwise this is what the application makes of the error above.
                 await send(message)
 
         with suppress(_TooLarge):
             await self._application(scope, receive_bounded, send_if_bounded)
-        if received > LARGEST:
-            await refuse(send, 413, TOO_LARGE)
+        if received > self._largest:
+            await refuse(send, 413, self._too_large)
 
     def _refusal(self, scope: Any, headers: Mapping[str, str]) -> tuple[int, str]:
         visitor = self._visitor(headers.get("authorization", "").removeprefix("Bearer "))
@@ -179,13 +216,17 @@ class Guard:
         if not self._token and name not in LOCAL:  # A web page may have led a browser here.
             return 403, f"this is not {name}; {TOKEN} is not set"
         length = headers.get("content-length", "0")
-        if length.isdecimal() and int(length) > LARGEST:
-            return 413, TOO_LARGE
+        if length.isdecimal() and int(length) > self._largest:
+            return 413, self._too_large
         kind = headers.get("content-type", "").partition(";")[0].strip()
         if scope["method"] in ("POST", "PATCH", "PUT") and kind != "application/json":
             return 400, "content-type: application/json is wanted"  # A web page cannot send it without being asked.
         scope[VISITOR] = visitor or Visitor("")
         return 0, ""
+
+    @property
+    def _too_large(self) -> str:
+        return f"a question may have {self._largest // KIB} KiB at most"
 
     def _visitor(self, given: str) -> Visitor | None:
         if not self._token or hmac.compare_digest(given.encode(), self._token.encode()):
@@ -195,9 +236,6 @@ class Guard:
             if hmac.compare_digest(given.encode(), token.encode()):
                 found = Visitor(tenant)
         return found
-
-
-TOO_LARGE = f"a question may have {LARGEST // MIB} MiB at most"
 
 
 class _TooLarge(Exception):

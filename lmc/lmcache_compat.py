@@ -67,7 +67,8 @@ FEATURES = (
         "disaggregated prefill (PD)",
         "enable_pd|pd_.*|enable_xpyd|nixl_role",
         ("enable_pd", "enable_xpyd", "nixl_role"),
-        f"{_NO_TRANSPORT}; vLLM has connectors for it",
+        "on one host, two engines on one `lmc serve` do that without settings (examples/prefill_decode.py); between "
+        "hosts, vLLM has connectors for it",
     ),
     Feature(
         "NIXL",
@@ -85,9 +86,14 @@ FEATURES = (
         "a controller",
         "enable_controller|controller_.*|(lmcache_)?(instance_id|worker_.*)|distributed_url|lookup_url",
         ("enable_controller",),
-        f"each engine has its own store, and {_SHARED}",
+        f"LMC_ADMIN and `lmc serve --http` answer what each store has, `lmc router` finds engines by it, and {_SHARED}",
     ),
-    Feature("a server for several engines", "mp_.*", ("mp_host",), "each engine has its own store in its own process"),
+    Feature(
+        "a server for several engines",
+        "mp_.*",
+        ("mp_host",),
+        "start `lmc serve` on the host, and set server to its socket (unix:///run/lmc.sock)",
+    ),
     Feature(
         "plug-ins",
         "(remote_)?storage_plugins?.*|external_backends?|(runtime_)?plugin_.*",
@@ -113,10 +119,16 @@ def feature_of(name: str) -> Feature | None:
     return next((feature for feature in FEATURES if re.fullmatch(feature.settings, name)), None)
 
 
+def login_names(url: object) -> dict[str, str]:
+    """Return the names of settings in `extra_config` that have user, password and database of a remote URL."""
+    prefix = "valkey_" if str(url).strip().lower().startswith("valkey") else ""
+    return {name: prefix + name for name in ("username", "password", "database")}
+
+
 def with_login(url: str, more: Mapping[str, object]) -> str:
-    """Return the URL of a Valkey with the login and the database that LMCache has in `extra_config`."""
+    """Return the URL of a Redis or Valkey with the login and the database that LMCache has in `extra_config`."""
     scheme, mark, rest = url.partition("://")
-    user, password, database = (more.get(f"valkey_{name}") for name in ("username", "password", "database"))
+    user, password, database = (more.get(name) for name in login_names(url).values())
     if not mark or "@" in rest:
         return url
     login = f"{quote(str(user or ''), safe='')}:{quote(str(password or ''), safe='')}@" if user or password else ""
@@ -128,6 +140,9 @@ def other_store(url: object) -> str:
     scheme = re.match(r"\s*([a-z][\w+.-]*)://", str(url), re.IGNORECASE)
     if not scheme or re.match(r"rediss?\b|unix\b|valkeys?\b|resp\b", scheme[1].lower()):
         return ""
-    near = ". A directory that all hosts have mounted is not a tier either" if scheme[1].lower() == "fs" else ""
+    near = {
+        "fs": ". A directory that all hosts have mounted is not a tier either",
+        "lm": ". For the engines of one host, `lmc serve` is one store (server: unix:///run/lmc.sock)",
+    }.get(scheme[1].lower(), "")
     there = "Redis (remote_url: redis://…), disk (local_disk) and memory are"
     return f"{scheme[1]}:// is not there yet; {there}{near}. Remove it, or name one of these"

@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+from lmc.blend.segments import without_separators
+
 SEPARATOR = " # # "  # the default of `blend_special_str`
 
 
@@ -11,11 +13,11 @@ def messages(
     """Return the messages of a chat that asks a question over documents.
 
     The documents stand between separators in the user's message, behind `intro` and before the question. White space
-    around each of them is removed, because with it a document would have other tokens. `separator` has to be the
-    server's `blend_special_str`.
+    around each of them is removed, because with it a document would have other tokens, and a separator inside of one is
+    written as in `without_separators`. `separator` has to be the server's `blend_special_str`.
     """
     if isinstance(documents, str):
         raise TypeError("documents is a list of texts, not one text")
-    parts = [part.strip() for part in (intro, *documents, question)]
+    parts = [intro.strip(), *(without_separators(one, separator).strip() for one in documents), question.strip()]
     chat = [{"role": "user", "content": separator.join(parts)}]
     return [{"role": "system", "content": system}, *chat] if system else chat

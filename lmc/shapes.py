@@ -13,7 +13,7 @@ if TYPE_CHECKING:  # The command line reads the units here and starts faster wit
 
 KV = 2  # K: a key and a value
 ALIGN = 4096  # direct I/O wants addresses, offsets and sizes in multiples of this
-MIB, GIB = 1 << 20, 1 << 30
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
 
 def aligned(size: int) -> int:

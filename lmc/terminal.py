@@ -17,9 +17,10 @@ UNCUT = 1 << 16  # columns
 LONGEST = 100 * 365 * 86400  # seconds of a time limit
 
 
-def console() -> Console:
-    """Return standard output: as wide as the terminal, or wide enough for every line if it is a file or a pipe."""
-    return Console(width=None if sys.stdout.isatty() else UNCUT)
+def console(*, error: bool = False) -> Console:
+    """Return standard output, or standard error: as wide as the terminal, or as each line if it is a file or a pipe."""
+    stream = sys.stderr if error else sys.stdout
+    return Console(width=None if stream.isatty() else UNCUT, stderr=error)
 
 
 def seconds_of(text: str) -> float:

@@ -115,7 +115,11 @@ def _ended_by_ctrl_c() -> Iterator[Callable[[], bool]]:
 def complete(address: str) -> str:
     """Return the URL of an endpoint that may be given as `host:port`, or without a path."""
     url = with_scheme(address)
-    return url if urlsplit(url).path.strip("/") else f"{url.rstrip('/')}/metrics"
+    try:
+        path = urlsplit(url).path
+    except ValueError:
+        raise InputError(f"{address} is no address of metrics: give one like {URL}") from None
+    return url if path.strip("/") else f"{url.rstrip('/')}/metrics"
 
 
 def fetch(url: str) -> Sample:

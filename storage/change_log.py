@@ -5,7 +5,7 @@ the last number that it has seen. If the log does not reach back so far, the rea
 the list of the chunks that are present.
 """
 
-from collections import deque
+from collections import Counter, deque
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from lmc.keys import ChunkKey, RecordKind
@@ -13,7 +13,7 @@ from lmc.storage.locks import Rank, new_lock
 from lmc.storage.record import RecordMeta
 
 KEPT = 1 << 16  # changes, about 10 MB
-BATCH = 1024  # changes
+BATCH = 128  # changes that are worked out together, so that nobody waits long for them
 
 
 class Chunk(NamedTuple):
@@ -78,7 +78,8 @@ class ChangeLog(Changes):
         self._changes: deque[Change] = deque(maxlen=kept)
         self._number = 0
         self._present: dict[str, dict[ChunkKey, Chunk]] = {}  # by place
-        self._held: dict[tuple[str, str, str], Amount] = {}  # by place, model and tenant
+        self._bytes: Counter[tuple[str, str | None, str | None]] = Counter()  # by place, and model or tenant or both
+        self._held: dict[tuple[str, str, str], list[int]] = {}  # chunks, tokens, bytes, by place, model and tenant
 
     def appeared(self, place: str, meta: RecordMeta) -> None:
         """Note that a chunk can be found in a place from now on."""
@@ -107,7 +108,13 @@ class ChangeLog(Changes):
         """Return how much each place has of each model and tenant."""
         with self._lock:
             self._work_out()
-            return dict(self._held)
+            return {owner: Amount(*held) for owner, held in self._held.items()}
+
+    def taken(self, place: str, model: str | None = None, tenant: str | None = None) -> int:
+        """Return how many bytes a place has of a model, of a tenant, or of a tenant's chunks of one model."""
+        with self._lock:
+            self._work_out()
+            return self._bytes[place, model, tenant]
 
     def counts(self) -> dict[str, Amount]:
         """Return how much each place has."""
@@ -134,11 +141,21 @@ class ChangeLog(Changes):
                 chunk = there.pop(key)
             else:
                 continue
-            owner = place, chunk.model, chunk.tenant
-            sign = 1 if meta is not None else -1
-            change = Amount(sign, sign * chunk.tokens, sign * chunk.bytes)
-            self._held[owner] = self._held.get(owner, Amount()).plus(change)
-            if not self._held[owner].chunks:
+            owner, sign = (place, chunk.model, chunk.tenant), 1 if meta is not None else -1
+            held = self._held.get(owner)
+            if held is None:
+                held = self._held[owner] = [0, 0, 0]
+            held[0] += sign
+            held[1] += sign * chunk.tokens
+            held[2] += sign * chunk.bytes
+            if not held[0]:
                 del self._held[owner]
+            for whose in _covering(chunk.model, chunk.tenant):
+                self._bytes[place, *whose] += sign * chunk.bytes
             self._number += 1
             self._changes.append(Change(self._number, chunk, place, meta is not None))
+
+
+def _covering(model: str, tenant: str) -> tuple[tuple[str | None, str | None], ...]:
+    """Return all pairs of a model and a tenant, or None for any, to which a chunk belongs."""
+    return (model, tenant), (model, None), (None, tenant)

@@ -92,14 +92,18 @@ class ChunkStore(Protocol):
     def release(self, pins: Sequence[Pin], *, wait: bool = True) -> None:
         """Release pins. Loads that nobody else needs are cancelled, and with `wait` have ended afterwards."""
 
-    def begin(self, meta: RecordMeta) -> Reservation | None:
-        """Reserve a slot; None if the chunk is in memory, is being written or loaded, or if every slot is held."""
+    def begin(self, metas: Sequence[RecordMeta]) -> list[Reservation | None]:
+        """Reserve a slot for each chunk; None if it is in memory, is being written or loaded, or if all slots are held.
+
+        Those of several chunks are best asked for together, because a store in another process answers each question
+        with a message.
+        """
 
     def view(self, reservation: Reservation) -> torch.Tensor:
         """Return the slot to fill, uint8 `[parts, stride]`."""
 
-    def commit(self, reservation: Reservation) -> None:
-        """Let the chunk be found from now on."""
+    def commit(self, reservations: Sequence[Reservation]) -> None:
+        """Let the chunks be found from now on."""
 
     def abort(self, reservation: Reservation) -> None:
         """Return the slot as if nothing had been begun."""

@@ -4,6 +4,9 @@ This is bookkeeping only: it has no bytes, no tensors and no lock (the store's s
 may still hold a chunk, which is found until the slot is taken), *being written* (it was reserved), or *held* (somebody
 reads it). Taking a free slot evicts the chunk in it. The order in which slots are taken and returned is that of vLLM's
 block pool in release 0.32.0, as long as no documents are there, which have their share of the slots (`eviction.py`).
+
+Where memory is taken slot by slot, a free slot may also be *unused* (it has no memory yet), *preparing* (memory for it
+is being taken), or *ready* (it has memory, and no chunk was in it since).
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -11,6 +14,7 @@ from typing import NewType
 
 from lmc.keys import ChunkKey
 from lmc.storage.eviction import EvictionOrder, Standing
+from lmc.storage.fairness import FairShares, Owner
 
 Slot = NewType("Slot", int)
 
@@ -24,12 +28,13 @@ class Ledger:
         document_share: float = 0.0,
         *,
         pins_yield: bool = False,
-        room: Callable[[], bool] | None = None,
+        room: Callable[[Slot], bool] | None = None,
         unsafe: Collection[Slot] = (),
+        fair: FairShares | None = None,
     ) -> None:
-        """With `room`, all slots are unused at first, and each call of `room` says whether one more may be used.
+        """With `room`, all slots are unused at first, and a call of `room` takes memory for one, and says if it could.
 
-        Slots that are `unsafe` are not used until `make_safe` is called.
+        Slots that are `unsafe` are not used until `make_safe` is called. With `fair`, owners of chunks have shares.
         """
         assert slots > 0
         self.slots, self.evictions, self.document_evictions = slots, 0, 0
@@ -38,9 +43,12 @@ class Ledger:
         self._writing: set[Slot] = set()
         # A key may be in several slots: two requests that computed the same chunk each keep their own.
         self._slots_of: dict[ChunkKey, list[Slot]] = {}
-        self._standing = [Standing.OTHER] * slots
-        self._queue: EvictionOrder[Slot] = EvictionOrder(slots * document_share, pins_yield=pins_yield)  # free ones
+        self._standing, self._owners = [Standing.OTHER] * slots, list[Owner | None]([None]) * slots
+        # of the free ones
+        self._queue: EvictionOrder[Slot] = EvictionOrder(slots * document_share, pins_yield=pins_yield, fair=fair)
         self._room, self._unsafe = room, set(unsafe)
+        self._preparing: set[Slot] = set()
+        self._ready: list[Slot] = []
         self._unused = [slot for slot in map(Slot, reversed(range(slots))) if slot not in self._unsafe]  # last one next
         while room is None and self._unused:
             self._queue.add(self._unused.pop())
@@ -48,7 +56,12 @@ class Ledger:
     @property
     def free(self) -> int:
         """How many slots are free, used or unused."""
-        return len(self._queue) + len(self._unused) + len(self._unsafe)
+        return sum(map(len, (self._queue, self._ready, self._preparing, self._unused, self._unsafe)))
+
+    @property
+    def ready(self) -> int:
+        """How many slots are ready."""
+        return len(self._ready)
 
     def find(self, key: ChunkKey) -> Slot | None:
         """Return a slot that holds `key`, whether it is free or held."""
@@ -78,13 +91,15 @@ class Ledger:
         self._holders[slot] += 1
 
     def reserve(self, *, used: bool = False) -> Slot | None:
-        """Take an unused slot, if there is room, or the one that is evicted next, to write to it.
+        """Take a ready slot, or an unused one if there is room, or the one that is evicted next, to write to it.
 
         Returns None if no slot is free, or only pinned ones are. With `used` no unused slot is taken.
         """
         slot = self._queue.first()
         full = slot is None or self._keys[slot] is not None
-        if full and self._unused and not used and self._room and self._room():
+        if full and self._ready:
+            slot = self._ready.pop()
+        elif full and self._unused and not used and self._room and self._room(self._unused[-1]):
             slot = self._unused.pop()
         elif slot is None:
             return None
@@ -93,9 +108,26 @@ class Ledger:
         self._evict(slot)
         return slot
 
-    def evictable(self) -> Iterator[Slot]:
-        """Yield the slots that may be evicted, those that were used longest ago first."""
-        return self._queue.evictable()
+    def evictable(self, owners: Collection[Owner]) -> Iterator[Slot]:
+        """Yield the slots of some owners that may be evicted, those that were used longest ago first."""
+        return self._queue.evictable(owners)
+
+    def by_last_use(self) -> list[Slot]:
+        """Return the free slots that have a chunk, those that were used longest ago first."""
+        return [slot for slot in self._queue if self._keys[slot] is not None]
+
+    def prepare(self) -> Slot | None:
+        """Let an unused slot be preparing, and return it; None if there is none."""
+        if not self._unused:
+            return None
+        slot = self._unused.pop()
+        self._preparing.add(slot)
+        return slot
+
+    def prepared(self, slot: Slot, *, ready: bool) -> None:
+        """Let a slot that is preparing be `ready`, or unused again."""
+        self._preparing.remove(slot)
+        (self._ready if ready else self._unused).append(slot)
 
     def take(self, slot: Slot) -> None:
         """Evict the chunk in a slot that may be evicted, and reserve the slot."""
@@ -108,19 +140,22 @@ class Ledger:
         self._holders[slot] = 0
         self._unused.append(slot)
 
-    def commit(self, slot: Slot, key: ChunkKey, standing: Standing = Standing.OTHER) -> None:
+    def commit(
+        self, slot: Slot, key: ChunkKey, standing: Standing = Standing.OTHER, owner: Owner | None = None
+    ) -> None:
         """Let `key` be found in a reserved slot from now on. The slot stays held until it is released."""
         self._writing.remove(slot)
-        self._keys[slot] = key
+        self._keys[slot], self._owners[slot] = key, owner
+        self._queue.own(owner, 1)
         self._stand(slot, standing)
         self._slots_of.setdefault(key, []).append(slot)
 
-    def adopt(self, slot: Slot, key: ChunkKey, standing: Standing) -> None:
+    def adopt(self, slot: Slot, key: ChunkKey, standing: Standing, owner: Owner | None = None) -> None:
         """Let a key be found in an unsafe slot that has had it since before this ledger, and is free now."""
         self._unsafe.remove(slot)
         self._holders[slot] = 1
         self._writing.add(slot)
-        self.commit(slot, key, standing)
+        self.commit(slot, key, standing, owner)
         self.release([slot])
 
     @property
@@ -149,7 +184,7 @@ class Ledger:
             self._holders[slot] -= 1
             if self._holders[slot] == 0:
                 self._writing.discard(slot)
-                self._queue.add(slot, self._standing[slot], first=self._keys[slot] is None)
+                self._queue.add(slot, self._standing[slot], owner=self._owners[slot], first=self._keys[slot] is None)
 
     def protect(self, key: ChunkKey, standing: Standing) -> None:
         """Change what protects a chunk in all slots that hold it."""
@@ -160,10 +195,11 @@ class Ledger:
 
     def drop(self, slot: Slot) -> None:
         """Forget the key in `slot`; whoever holds the slot keeps it until it is released."""
-        key = self._keys[slot]
+        key, owner = self._keys[slot], self._owners[slot]
         assert key is not None
-        self._keys[slot] = None
-        if slot in self._queue and self._standing[slot] is not Standing.OTHER:
+        self._keys[slot] = self._owners[slot] = None
+        self._queue.own(owner, -1)
+        if slot in self._queue and (owner is not None or self._standing[slot] is not Standing.OTHER):
             self._queue.remove(slot)
             self._queue.add(slot, first=True)
         self._stand(slot, Standing.OTHER)

@@ -3,7 +3,7 @@
 The store's lock guards all of this. Threads do the work outside of the lock, and report each step to the state.
 """
 
-from collections.abc import Callable, Collection, Container
+from collections.abc import Collection, Container
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple, Protocol
@@ -12,12 +12,13 @@ from lmc.keys import ChunkKey
 from lmc.storage.change_log import ChangeLog
 from lmc.storage.contract import PinState
 from lmc.storage.eviction import Standing
+from lmc.storage.fairness import FairShares, Owner
 from lmc.storage.ledger import Ledger, Slot
 from lmc.storage.record import RecordMeta
 from lmc.storage.slab import Slab
 from lmc.storage.tier import Tier
 
-LOOKED_AT, TAKEN_AT_ONCE = 1 << 14, 64  # chunks, when those of one owner are to be evicted
+TAKEN_AT_ONCE = 64  # chunks of one owner that are to be evicted
 
 
 class Level:
@@ -33,15 +34,17 @@ class Level:
         *,
         pins_yield: bool = False,
         backing: "Backing | None" = None,
+        fair: FairShares | None = None,
     ) -> None:
         """`pinned` are the chunks that are not to be evicted; the store adds some and removes some.
 
         With `pins_yield` they are on a tier as well, and are evicted if nothing else is left. With a `backing`, slots
-        are used as it allows.
+        are used as it allows. With `fair`, the owners of chunks have shares.
         """
         self.name, self.slab, self.changes, self._pinned, self._backing = name, slab, changes, pinned, backing
         room, unsafe = (backing.room, backing.unsafe) if backing else (None, ())
-        self.ledger = Ledger(slab.slots, document_share, pins_yield=pins_yield, room=room, unsafe=unsafe)
+        self.fair = fair
+        self.ledger = Ledger(slab.slots, document_share, pins_yield=pins_yield, room=room, unsafe=unsafe, fair=fair)
         self.metas: dict[Slot, RecordMeta] = {}
 
     def reserve(self, evicted: "list[Held]", *, used: bool = False) -> Slot | None:
@@ -51,18 +54,17 @@ class Level:
             self._emptied(slot, evicted)
         return slot
 
-    def evict(self, wanted: Callable[[RecordMeta], bool], size: int, evicted: "list[Held]") -> list[Slot]:
-        """Reserve slots of chunks that are wanted and not pinned, which have `size` bytes together if there are enough.
+    def evict(self, owners: Collection[Owner], size: int, evicted: "list[Held]") -> list[Slot]:
+        """Reserve slots of chunks of some owners that are not pinned, with `size` bytes together if there are enough.
 
-        Those that were used longest ago go first. Only so many chunks are looked at that nobody waits for long.
+        Those that were used longest ago go first, and only so many of them that nobody waits for long.
         """
         found: list[Slot] = []
-        for slot in islice(self.ledger.evictable(), LOOKED_AT):
-            if size <= 0 or len(found) == TAKEN_AT_ONCE:
+        for slot in islice(self.ledger.evictable(owners), TAKEN_AT_ONCE):
+            if size <= 0:
                 break
-            if slot in self.metas and wanted(self.metas[slot]):
-                size -= self.metas[slot].memory
-                found.append(slot)
+            size -= self.metas[slot].memory
+            found.append(slot)
         for slot in found:
             self.ledger.take(slot)
             self._emptied(slot, evicted)
@@ -77,7 +79,8 @@ class Level:
 
     def commit(self, slot: Slot, meta: RecordMeta) -> None:
         """Note that a reserved slot has been filled."""
-        self.ledger.commit(slot, meta.key, Standing.of(meta.kind, pinned=meta.key in self._pinned))
+        owner = meta.owner if self.fair is not None else None
+        self.ledger.commit(slot, meta.key, Standing.of(meta.kind, pinned=meta.key in self._pinned), owner)
         self.metas[slot] = meta
         self.slab.label(slot, meta.key, meta.parts)
         self.changes.appeared(self.name, meta)
@@ -86,7 +89,8 @@ class Level:
 
     def adopt(self, slot: Slot, meta: RecordMeta) -> None:
         """Note that a slot has been filled before this process began."""
-        self.ledger.adopt(slot, meta.key, Standing.of(meta.kind, pinned=False))
+        owner = meta.owner if self.fair is not None else None
+        self.ledger.adopt(slot, meta.key, Standing.of(meta.kind, pinned=False), owner)
         self.metas[slot] = meta
         self.changes.appeared(self.name, meta)
 
@@ -104,8 +108,8 @@ class Backing(Protocol):
 
     unsafe: Collection[Slot]  # Others may still write into these slots.
 
-    def room(self) -> bool:
-        """Return whether one more slot may be used."""
+    def room(self, slot: Slot) -> bool:
+        """Take memory for a slot that is used for the first time; return whether there was some."""
 
     def filled(self, slot: Slot, meta: RecordMeta) -> None:
         """Note that a slot has been filled. This is called with the store's lock held, and returns at once."""
@@ -140,6 +144,7 @@ class Outgoing:
     slot: Slot | None
     tiers: list[Tier]
     left: int  # tiers that are not done with it
+    ticket: int  # in the queue
 
 
 @dataclass(slots=True)
@@ -148,5 +153,5 @@ class Todo:
 
     evicted: list[Held] = field(default_factory=list)  # with write_back saved before their slots are written
     loads: list[Load] = field(default_factory=list)
-    copies: list[tuple[Held, Level]] = field(default_factory=list)  # to another level
+    copies: list[tuple[Held, Level, int]] = field(default_factory=list)  # to another level, each with its ticket
     outgoing: list[Outgoing] = field(default_factory=list)

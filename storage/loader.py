@@ -3,12 +3,18 @@
 There is one load for each chunk, however many requests want it. The records of a batch are read in step: the first
 parts of all of them before the second parts of any, so that a request can begin with layer 0. Every step is reported to
 the store's state, which decides what becomes of it.
+
+In a cache server several clients load at once. None of them has more than some of the threads, and their batches take
+turns, so that one that loads much delays another one that loads little by a batch at most.
 """
 
 import resource
+import threading
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import zip_longest
+from typing import NamedTuple
 
 from lmc.errors import CorruptRecord
 from lmc.storage.contract import PinState
@@ -19,24 +25,42 @@ from lmc.storage.tier import RecordReader, Tier
 from lmc.storage.tier_guard import T, TierGuard, logged
 
 OPEN_FILES_SHARE = 4  # A batch opens at most a fourth of the files that a process may have open.
+MOST_IN_TURN = 128  # records of one client, when several load
 READ_AHEAD_BYTES = 1 << 20  # Smaller parts are read several at a time, because a request costs more than its bytes.
+
+
+class Job(NamedTuple):
+    """A part of a batch, for one thread."""
+
+    loads: Sequence[Load]
+    timing: LoadTiming
 
 
 class Loader:
     """A pool of threads that load."""
 
-    def __init__(self, state: StoreState, guard: TierGuard, threads: int) -> None:
+    def __init__(self, state: StoreState, guard: TierGuard, threads: int, clients: int = 1) -> None:
+        """There are `threads` for each of so many clients that load at once."""
         self.cost = CostModel()
         self._state, self._guard, self._slab = state, guard, state.host.slab
-        self._threads = max(1, threads)
-        self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="lmc-load")
+        self._threads, self._all = max(1, threads), max(1, threads) * clients
+        self._pool = ThreadPoolExecutor(self._all, thread_name_prefix="lmc-load")
+        self._mutex = threading.Lock()
+        self._waiting: OrderedDict[object, deque[Job]] = OrderedDict()  # by client, whose turn it is first
+        self._busy: Counter[object] = Counter()  # threads, by client
 
-    def run(self, loads: Sequence[Load]) -> None:
-        """Divide a batch of loads among the threads."""
-        threads = min(self._threads, len(loads))
-        timing = LoadTiming(self.cost, threads)
-        for share in range(threads):
-            self._pool.submit(self._work, loads[share :: self._threads], timing)
+    def run(self, loads: Sequence[Load], client: object = None) -> None:
+        """Divide a batch of loads of a client among its threads."""
+        if not loads:
+            return
+        shares = [loads[share :: self._threads] for share in range(min(self._threads, len(loads)))]
+        most = len(loads) if self._all == self._threads else MOST_IN_TURN
+        parts = [share[first : first + most] for share in shares for first in range(0, len(share), most)]
+        timing = LoadTiming(self.cost, len(parts))
+        with self._mutex:
+            self._waiting.setdefault(client, deque()).extend(Job(part, timing) for part in parts)
+        for _ in shares:
+            self._pool.submit(self._take_turns)
 
     def close(self) -> None:
         """Wait for the loads under way, and stop the threads."""
@@ -44,8 +68,30 @@ class Loader:
 
     # -- in the threads ----------------------------------------------------------------------------------------------
 
+    def _take_turns(self) -> None:
+        """Work on the jobs whose turn it is, until those that are left belong to clients with enough threads."""
+        while (turn := self._next()) is not None:
+            client, job = turn
+            try:
+                self._work(job.loads, job.timing)
+            finally:
+                with self._mutex:
+                    self._busy[client] -= 1
+
+    def _next(self) -> "tuple[object, Job] | None":
+        with self._mutex:
+            for client, jobs in self._waiting.items():
+                if self._busy[client] < self._threads:
+                    job = jobs.popleft()
+                    self._waiting.pop(client)
+                    if jobs:
+                        self._waiting[client] = jobs
+                    self._busy[client] += 1
+                    return client, job
+        return None
+
     def _work(self, loads: Sequence[Load], timing: LoadTiming) -> None:
-        spent, at_once = timing.begin(), max(1, _open_files() // OPEN_FILES_SHARE // self._threads)
+        spent, at_once = timing.begin(), max(1, _open_files() // OPEN_FILES_SHARE // self._all)
         try:
             for first in range(0, len(loads), at_once):
                 together = loads[first : first + at_once]

@@ -22,8 +22,35 @@ def locked(path: Path | str, *, alone: bool = False, new: bool = True) -> int:
     return file
 
 
+def wait_until_unlocked(path: str) -> bool:
+    """Return true when nobody has locked a file alone any more, and false if it cannot be opened."""
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH)
+    finally:
+        os.close(file)
+    return True
+
+
+def seal_size(file: int) -> None:
+    """Let nobody change the size of a file without a name.
+
+    Whoever gets its descriptor could cut it otherwise, and a process that touches a page behind its end is killed.
+    """
+    fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+
+
+def whole_pages(file: int, size: int) -> int:
+    """Return a size that is a multiple of the pages of a file, which are huge ones in a hugetlbfs."""
+    page = os.fstatvfs(file).f_bsize
+    return -(-size // page) * page
+
+
 def punch(file: int, start: int, size: int) -> None:
-    """Give the pages of a file in memory back to the system."""
+    """Give the pages of a file in memory back to the system; of huge ones those that are in these bytes as a whole."""
     fallocate = ctypes.CDLL(None, use_errno=True).fallocate
     fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
     if fallocate(file, PUNCH_HOLE | KEEP_SIZE, start, size):

@@ -64,6 +64,11 @@ class RecordMeta:
         return self.sizes or (self.stored_part,) * self.parts
 
     @property
+    def owner(self) -> tuple[str, str]:
+        """The name of the model, and the digest of the tenant's cache salt."""
+        return self.model, self.tenant
+
+    @property
     def memory(self) -> int:
         """Bytes of all parts in memory."""
         return self.parts * self.stored_part

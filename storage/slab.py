@@ -7,11 +7,9 @@ the slot holds and how many of its parts have arrived.
 """
 
 import ctypes
-import errno
 import logging
 import mmap
 import os
-import re
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -24,18 +22,24 @@ import torch
 from lmc.errors import NoMemory, StorageError
 from lmc.keys import ChunkKey
 from lmc.shapes import GIB, MIB, aligned
+from lmc.storage.host_memory import (
+    THREADS,
+    UNLIMITED,
+    in_huge_pages,
+    new_memory,
+    new_memory_file,
+    populate,
+    room_on,
+)
 from lmc.storage.ledger import Slot
-from lmc.storage.memory_files import locked, punch
+from lmc.storage.memory_files import locked, punch, seal_size, whole_pages
 from lmc.storage.shares import Share, Shares
 
 log = logging.getLogger(__name__)
 
-CONTAINER = Path("/sys/fs/cgroup")
-MADV_POPULATE_WRITE = 23  # Linux 5.14; Python has no name for it yet.
-POPULATED_AT_ONCE, LOCKED_AT_ONCE = 256 * MIB, GIB
-THREADS = min(8, os.cpu_count() or 1)  # that take or page-lock memory
+LOCKED_AT_ONCE = GIB
+LABEL_BYTES = 16  # of a slot
 LOST = -1  # stands in a label instead of a number of parts: the rest of the chunk will not arrive
-UNLIMITED = 1 << 62  # bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +53,7 @@ class SlabAddress:
     sparse: bool = False  # see `Slab`
     serial: int = 0  # tells slabs apart whose descriptors have had the same number, one after the other
     lifeline: str = ""  # a file that each process which maps the slab locks, so that its owner sees them end
+    owner: str = ""  # a file that its owner has locked alone for as long as it lives
 
 
 def tag_of(key: ChunkKey) -> int:
@@ -90,18 +95,20 @@ class Slab:
         self.device = torch.device(device)
         self.bytes = slots * self.parts * self.stride
         self.labels: memoryview | None = None  # int64, two for each slot: the chunk's tag, and the parts that are there
+        self._mapped: mmap.mmap | None = None
         self._sparse, self._at_address, self._kept_in = sparse, at, file
-        room = UNLIMITED if at or sparse else _room(self.device)
+        room = UNLIMITED if at or sparse else room_on(self.device)
         if self.bytes > room:
             lower = "max_local_cpu_size" if self.device.type == "cpu" else "max_local_device_size"
             there = f"does not fit on {device}: {room / GIB:.2f} GiB are available"
             raise NoMemory(f"a slab of {self.bytes / GIB:.2f} GiB {there}; lower {lower}")
         if self.device.type == "cpu":
-            memory = self._shared_memory(at, share) if shared or at else _new_memory(self.bytes)
+            memory = self._shared_memory(at, share) if shared or at else new_memory(self.bytes)
             self._view = memoryview(memory)
             flat = torch.frombuffer(memory, dtype=torch.uint8, count=self.bytes)
             if shared or at:
-                self.labels = self._view[self.bytes :].cast("q")
+                self._mapped = memory
+                self.labels = self._view[self.bytes : self.bytes + self.slots * LABEL_BYTES].cast("q")
             # The workers that attach to a shared slab copy to and from the GPU. Its owner does not, and page-locking
             # would make it create a CUDA context for nothing.
             if torch.cuda.is_available() and not (shared or sparse):
@@ -231,6 +238,19 @@ class Slab:
             self.slot(slot).copy_(source.slot(there), non_blocking=True)
         stream.synchronize()
 
+    def take(self, slot: Slot) -> bool:
+        """Take the memory of a slot of a sparse slab now; return whether the system had it.
+
+        A process that writes to a page for which a tmpfs has no memory would be killed. And the first touch of a page
+        costs ten times what a copy does (1.7 against 16 GB/s), which would be a step of an engine otherwise.
+        """
+        assert self._mapped is not None
+        for share in self._shares.all:
+            start, size = self._stretch(share)[0], share.count * self.stride
+            if not populate(self._mapped, start + slot * size, start + (slot + 1) * size):
+                return False
+        return True
+
     def give_back(self, slot: Slot) -> None:
         """Give the memory of a slot of a sparse slab back to the system; it reads as zeros from then on."""
         for share in self._shares.all:
@@ -259,23 +279,27 @@ class Slab:
         return start, start + share.count * self.slots * self.stride
 
     def _shared_memory(self, at: SlabAddress | None, share: Share | None) -> mmap.mmap:
-        size = self.bytes + self.slots * 16  # A label takes two int64.
+        size = self.bytes + self.slots * LABEL_BYTES
         if at is None:
             # A file without a name needs no room in a container's small /dev/shm, and a killed process leaves none.
             if self._kept_in is None:
-                self.file = os.memfd_create("lmc-slab", os.MFD_CLOEXEC)
+                self.file = new_memory_file(size)
             else:
                 self.file = os.open(self._kept_in, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             weakref.finalize(self, os.close, self.file)
-            memory = _new_memory(size, self.file)
-            if not self._sparse:
-                _populate(memory, 0, size)
+            memory = new_memory(size, self.file)
+            if self._kept_in is None:
+                seal_size(self.file)
+            if not populate(memory, self.bytes if self._sparse else 0, size):
+                raise NoMemory(
+                    f"a slab of {size / GIB:.2f} GiB: the system has no such memory; lower max_local_cpu_size"
+                )
             return memory
         try:
-            if at.lifeline:
-                weakref.finalize(self, os.close, locked(at.lifeline))
+            if at.lifeline:  # One that is not there is not made: the server would not look at it.
+                weakref.finalize(self, os.close, locked(at.lifeline, new=False))
             with open(at.path, "r+b", buffering=0) as file:
-                memory = mmap.mmap(file.fileno(), size)
+                memory = in_huge_pages(mmap.mmap(file.fileno(), whole_pages(file.fileno(), size)))
         except (OSError, ValueError) as error:  # `ValueError`: a file of another size, which is not this slab
             wanted = "workers must run on the scheduler's host, in the same PID namespace and as the same user"
             raise StorageError(f"cannot open the slab at {at.path} ({error}): {wanted}") from error
@@ -283,39 +307,8 @@ class Slab:
             return memory
         # The owner has taken the pages. Mapping them into this process goes on beside the first steps.
         stretch = self._stretch(share) if share else (0, size)
-        threading.Thread(target=_populate, args=(memory, *stretch), name="lmc-map", daemon=True).start()
+        threading.Thread(target=populate, args=(memory, *stretch), name="lmc-map", daemon=True).start()
         return memory
-
-
-def _new_memory(size: int, file: int | None = None) -> mmap.mmap:
-    """Map `size` bytes of zeros: anonymous pages, which are taken when they are first touched, or those of a file."""
-    try:
-        if file is None:
-            return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        os.ftruncate(file, size)
-        return mmap.mmap(file, size)
-    except (OSError, OverflowError) as error:  # a limit on address space, or no overcommit
-        raise NoMemory(f"a slab of {size / GIB:.2f} GiB: the system has no such memory ({error})") from error
-
-
-def _populate(memory: mmap.mmap, start: int, stop: int) -> None:
-    """Take and map the pages of some bytes now.
-
-    The first touch of a page costs ten times what a copy does (1.7 against 16 GB/s), and would delay a step.
-    """
-    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-    madvise = ctypes.CDLL(None, use_errno=True).madvise
-    madvise.argtypes = (ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int)
-
-    def take(at: int) -> int:
-        failed = madvise(address + at, min(POPULATED_AT_ONCE, stop - at), MADV_POPULATE_WRITE)
-        return ctypes.get_errno() if failed else 0
-
-    with ThreadPoolExecutor(THREADS) as pool:
-        errors = set(pool.map(take, range(start, stop, POPULATED_AT_ONCE)))
-    # Any other error means a kernel before 5.14, which takes pages when they are first touched.
-    if errors & {errno.ENOMEM, errno.EFAULT}:
-        raise NoMemory(f"a slab of {stop / GIB:.2f} GiB: the system has no such memory; lower max_local_cpu_size")
 
 
 def _page_lock(memory: torch.Tensor, whole: int) -> list[int]:
@@ -352,34 +345,3 @@ def _clear_cuda_error() -> None:
     paths = {line.split()[-1] for line in maps.read_text().splitlines() if "libcudart" in line} if maps.exists() else ()
     for path in paths:
         ctypes.CDLL(path).cudaGetLastError()
-
-
-def memory_available() -> int:
-    """Return how many bytes of memory this process can have."""
-    return _room(torch.device("cpu"))
-
-
-def _room(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    if device.type != "cpu":
-        return UNLIMITED  # There is no portable way to ask; the allocation itself may fail.
-    facts = Path("/proc/meminfo")
-    found = re.search(r"^MemAvailable: +(\d+) kB$", facts.read_text(), re.MULTILINE) if facts.exists() else None
-    if found:
-        return min(int(found[1]) * 1024, _container_limit())
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def _container_limit() -> int:
-    """Return what a container (cgroup v2) has left, which /proc/meminfo does not know.
-
-    Page cache that nobody uses counts as free.
-    """
-    try:
-        limit = (CONTAINER / "memory.max").read_text().strip()
-        used = int((CONTAINER / "memory.current").read_text())
-        idle = re.search(r"^inactive_file (\d+)$", (CONTAINER / "memory.stat").read_text(), re.MULTILINE)
-    except (OSError, ValueError):
-        return UNLIMITED
-    return UNLIMITED if limit == "max" else int(limit) - used + (int(idle[1]) if idle else 0)

@@ -8,7 +8,8 @@ returns the work that has to be done after it, outside of the lock.
 import itertools
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 
 from lmc.errors import ChunkLost
 from lmc.keys import ChunkKey
@@ -43,6 +44,17 @@ class StoreState:
         self._no_room = self._misses = 0
         self._hits: Counter[str] = Counter()  # by place
 
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Hold the lock: what is done in the block is one step."""
+        with self._changed:
+            yield
+
+    @property
+    def closed(self) -> bool:
+        """Whether no slot is reserved any more."""
+        return self._closed
+
     # -- pins --------------------------------------------------------------------------------------------------------
 
     def pin(self, keys: Sequence[ChunkKey], places: Sequence[str | None]) -> tuple[list[Pin | None], Todo]:
@@ -69,12 +81,13 @@ class StoreState:
         load = self._held[pin.lease]
         return self.host.slab.parts if load is None else load.ready
 
-    def wait_for_part(self, pin: Pin, part: int) -> None:
-        """Return when a part has arrived; raise `ChunkLost` if it never will."""
+    def wait_for_part(self, pin: Pin, part: int, patience: float | None = None) -> None:
+        """Return when a part has arrived; raise `ChunkLost` if it never will, or `TimeoutError` without patience."""
         load = self._held[pin.lease]
         if load is not None and load.ready <= part:
             with self._changed:
-                self._changed.wait_for(lambda: load.ready > part or load.state is PinState.LOST)
+                if not self._changed.wait_for(lambda: load.ready > part or load.state is PinState.LOST, patience):
+                    raise TimeoutError
             if load.ready <= part:
                 raise ChunkLost([pin.key])
 
@@ -147,32 +160,6 @@ class StoreState:
             self._writing.discard(reservation.meta.key)
             self.by_name[reservation.level].ledger.abort(reservation.slot)
 
-    def retire(self, wanted: Callable[[RecordMeta], bool] | None = None, size: int = 1) -> tuple[list[Slot], Todo]:
-        """Reserve the slot of the host that is evicted next, or those of `wanted` chunks; see `Level.evict`."""
-        todo = Todo()
-        with self._changed:
-            if wanted and not self._closed:
-                return self.host.evict(wanted, size, todo.evicted), todo
-            slot = None if self._closed else self.host.reserve(todo.evicted, used=True)
-            return [slot] if slot is not None else [], todo
-
-    def adopt(self, found: Iterable[tuple[Slot, RecordMeta]]) -> None:
-        """Let chunks be found that were in slots of the host before this process began."""
-        with self._changed:
-            for slot, meta in found:
-                self.host.adopt(slot, meta)
-
-    def make_safe(self) -> None:
-        """Let slots of the host be used that were unsafe."""
-        with self._changed:
-            self.host.ledger.make_safe()
-
-    def retired(self, slots: Iterable[Slot], *, unused: bool) -> None:
-        """Let slots that were retired be used again, or be `unused` because their memory was given back."""
-        with self._changed:
-            for slot in slots:
-                (self.host.ledger.lay_aside if unused else self.host.ledger.abort)(slot)
-
     def drop(self, key: ChunkKey) -> None:
         """Forget a chunk in memory, and one that is being loaded."""
         with self._changed:
@@ -221,10 +208,10 @@ class StoreState:
             self._send(meta, None, todo)
         return todo.outgoing
 
-    def copied(self, held: Held) -> None:
+    def copied(self, held: Held, ticket: int) -> None:
         """Note that a copy to another level has ended, well or not."""
         with self._changed:
-            self._arrived(held.level, held.slot)
+            self._arrived(held.level, held.slot, ticket)
 
     def written(self, tier: Tier, meta: RecordMeta, outcome: Written | None, outgoing: Outgoing | None) -> None:
         """Note that a tier is done with a record: its `outcome`, or None if the tier failed.
@@ -236,7 +223,7 @@ class StoreState:
             if outgoing is not None:
                 outgoing.left -= 1
                 if outgoing.left == 0:
-                    self._arrived(self.host, outgoing.slot)
+                    self._arrived(self.host, outgoing.slot, outgoing.ticket)
 
     def not_written(self, why: str, key: ChunkKey, *tiers: Tier) -> None:
         """Note that a chunk will not be written after all, to these tiers or to any."""
@@ -244,9 +231,11 @@ class StoreState:
             self.queues.drop(why, key, *tiers)
 
     def wait_until_flushed(self) -> None:
-        """Return when no chunk is waiting to be copied or written."""
+        """Return when everything is written that is waiting now, and, in a device's case, what is copied now."""
         with self._changed:
-            self._changed.wait_for(lambda: not self.queues.length)
+            for _ in self.levels:  # What is copied from one level to the next is written after that.
+                last = self.queues.last_ticket
+                self._changed.wait_for(lambda last=last: self.queues.oldest_ticket > last)  # type: ignore[misc]
 
     # -- the end, and looking at it ----------------------------------------------------------------------------------
 
@@ -381,8 +370,7 @@ class StoreState:
 
     def _copy(self, held: Held, target: Level, todo: Todo) -> None:
         held.level.ledger.hold(held.slot)
-        self.queues.length += 1
-        todo.copies.append((held, target))
+        todo.copies.append((held, target, self.queues.begin()))
 
     def _send(self, meta: RecordMeta, slot: Slot | None, todo: Todo) -> None:
         """Let a record wait for the tiers that take one now, and hold its slot meanwhile."""
@@ -390,10 +378,10 @@ class StoreState:
         if takers:
             if slot is not None:
                 self.host.ledger.hold(slot)
-            todo.outgoing.append(Outgoing(meta, slot, takers, len(takers)))
+            todo.outgoing.append(Outgoing(meta, slot, takers, len(takers), self.queues.begin()))
 
-    def _arrived(self, level: Level, slot: Slot | None) -> None:
+    def _arrived(self, level: Level, slot: Slot | None, ticket: int) -> None:
         if slot is not None:
             level.ledger.release([slot])
-        self.queues.length -= 1
+        self.queues.end(ticket)
         self._changed.notify_all()

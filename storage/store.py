@@ -5,9 +5,13 @@ and `writer.py` move bytes outside of the lock. Chunks in memory are looked up w
 parts and bytes, and not what a part means.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -16,7 +20,7 @@ from lmc.keys import ChunkKey
 from lmc.storage.change_log import ChangeLog
 from lmc.storage.contract import ChunkStore, Pin, PinState, Reservation
 from lmc.storage.eviction import Standing
-from lmc.storage.ledger import Slot
+from lmc.storage.fairness import FairShares, Owner
 from lmc.storage.level import Backing, Level
 from lmc.storage.loader import Loader
 from lmc.storage.places import MEMORY
@@ -24,9 +28,13 @@ from lmc.storage.record import RecordMeta
 from lmc.storage.slab import Slab
 from lmc.storage.state import StoreState
 from lmc.storage.stats import StoreStats, WritePolicy
+from lmc.storage.supply import SlotSupply
 from lmc.storage.tier import Tier
 from lmc.storage.tier_guard import TierGuard
 from lmc.storage.writer import Writer
+
+SPREAD_SECONDS = 30.0  # that a chunk may take to be read and written again
+LOADING_CLIENTS = 2  # of a cache server, for which there are threads at the same time
 
 
 class Store(ChunkStore):
@@ -43,23 +51,27 @@ class Store(ChunkStore):
         document_share: float = 0.0,
         backing: Backing | None = None,
         changes: ChangeLog | None = None,
+        fair: FairShares | None = None,
     ) -> None:
         """Documents have a share of the slots, from 0 to 1; see `eviction.py`. Tiers have theirs already.
 
-        If there is only a host, a `backing` says each time whether one more of its slots may be used.
+        If there is only a host, a `backing` says each time whether one more of its slots may be used, and `fair` gives
+        the owners of chunks their shares of it.
         """
         self.changes, pinned = changes or ChangeLog(), set[ChunkKey]()
         slabs = {"device": device, "host": host}
         own = any(not tier.shared for tier in tiers)
-        assert backing is None or device is None
+        assert (backing is None and fair is None) or device is None
+        served: dict[str, Any] = {"backing": backing, "fair": fair}
         self._levels = [
-            Level(name, slab, self.changes, document_share, pinned, pins_yield=own or name == "device", backing=backing)
+            Level(name, slab, self.changes, document_share, pinned, pins_yield=own or name == "device", **served)
             for name, slab in slabs.items()
             if slab is not None
         ]
         self._tiers, self._guard = list(tiers), TierGuard()
         self._state = StoreState(self._levels, self._tiers, policy, pinned)
-        self._loader = Loader(self._state, self._guard, load_threads)
+        self.supply = SlotSupply(self._state)
+        self._loader = Loader(self._state, self._guard, load_threads, LOADING_CLIENTS if backing else 1)
         self._writer = Writer(self._state, self._tiers, policy, self._guard)
         self.cost, self.slab, self.slots = self._loader.cost, host, host.slots
         self.shared_places = frozenset(tier.name for tier in tiers if tier.shared)
@@ -80,12 +92,14 @@ class Store(ChunkStore):
                 found[i] = tier.name if present else None
         return found
 
-    def pin(self, keys: Sequence[ChunkKey], places: Sequence[str | None] | None = None) -> list[Pin | None]:
-        """Hold chunks; those on tiers begin to load."""
+    def pin(
+        self, keys: Sequence[ChunkKey], places: Sequence[str | None] | None = None, client: object = None
+    ) -> list[Pin | None]:
+        """Hold chunks; those on tiers begin to load. Loads of several clients take turns."""
         pins, todo = self._state.pin(keys, self.lookup(keys) if places is None else places)
         try:
             self._writer.do(todo)
-            self._loader.run(todo.loads)
+            self._loader.run(todo.loads, client)
         except BaseException:
             # There was no memory, or no thread. Whoever joined a load that no thread runs would wait for ever.
             self.release([pin for pin in pins if pin is not None], wait=False)
@@ -117,23 +131,31 @@ class Store(ChunkStore):
 
     # -- storing -----------------------------------------------------------------------------------------------------
 
-    def begin(self, meta: RecordMeta) -> Reservation | None:
-        """Reserve a slot for a new chunk."""
-        slab = self._levels[0].slab
-        assert meta.parts == slab.parts
-        assert meta.part_bytes <= slab.part_bytes
-        reservation, todo = self._state.begin(meta)
-        self._writer.do(todo)
-        return reservation
+    def begin(self, metas: Sequence[RecordMeta]) -> list[Reservation | None]:
+        """Reserve slots for new chunks."""
+        slab, found = self._levels[0].slab, list[Reservation | None]()
+        try:
+            for meta in metas:
+                assert meta.parts == slab.parts
+                assert meta.part_bytes <= slab.part_bytes
+                reservation, todo = self._state.begin(meta)
+                found.append(reservation)
+                self._writer.do(todo)
+        except BaseException:
+            for begun in filter(None, found):
+                self.abort(begun)
+            raise
+        return found
 
     def view(self, reservation: Reservation) -> torch.Tensor:
         """Return the slot to fill: uint8 `[L, stride]`."""
         return self._state.by_name[reservation.level].slab.slot(reservation.slot)
 
-    def commit(self, reservation: Reservation) -> None:
-        """Let the chunk be found from now on, and send it to the next place."""
-        self._state.by_name[reservation.level].slab.seal(reservation.slot, reservation.meta.part_bytes)
-        self._writer.do(self._state.commit(reservation))
+    def commit(self, reservations: Sequence[Reservation]) -> None:
+        """Let the chunks be found from now on, and send them to the next place."""
+        for reservation in reservations:
+            self._state.by_name[reservation.level].slab.seal(reservation.slot, reservation.meta.part_bytes)
+            self._writer.do(self._state.commit(reservation))
 
     def abort(self, reservation: Reservation) -> None:
         """Give the slot back."""
@@ -169,10 +191,11 @@ class Store(ChunkStore):
         for tier in self._tiers:
             self._guard(tier, "write", tier.trim)
 
-    def spread(self, keys: Sequence[ChunkKey]) -> list[ChunkKey]:
+    def spread(self, keys: Sequence[ChunkKey], patience: float = SPREAD_SECONDS) -> list[ChunkKey]:
         """Write chunks to the tiers that do not have them, and return those that are nowhere.
 
-        A tier that fails is left out, and then nothing is said to be nowhere. Returns when everything is written.
+        A tier that fails is left out, and then nothing is said to be nowhere. Returns when everything is written, or
+        raises `TimeoutError` if one chunk takes longer than `patience` seconds.
         """
         lacking: dict[ChunkKey, list[Tier]] = {key: [] for key in keys}
         answered = True
@@ -185,42 +208,58 @@ class Store(ChunkStore):
         nowhere = [key for key, place in places.items() if place is None and answered]
         for key, tiers in lacking.items():
             if tiers and places[key] is not None:
-                with self.pinned([key]) as (pin,), suppress(ChunkLost):
-                    if pin is not None:
-                        self.part(pin, self._levels[0].slab.parts - 1)
-                        self._writer.write_again(pin, tiers)
+                (pin,) = self.pin([key])
+                if pin is not None:
+                    self._write_again(pin, tiers, patience)
         return nowhere
+
+    def _write_again(self, pin: Pin, tiers: Sequence[Tier], patience: float) -> None:
+        """Write a pinned chunk to tiers, and release the pin; raise `TimeoutError` if that takes too long."""
+        writes: list[Future[None]] = []
+        try:
+            with suppress(ChunkLost):
+                self._state.wait_for_part(pin, self._levels[0].slab.parts - 1, patience)
+                writes = self._writer.write_again(pin, tiers)
+            if wait(writes, patience).not_done:
+                raise TimeoutError
+        finally:
+            # A tier that hangs still reads the slot, which nobody else may get until it has done so.
+            ended = threading.Thread(target=self._release_after, args=(pin, writes), name="lmc-late", daemon=True)
+            (ended.start if writes and not all(one.done() for one in writes) else ended.run)()
+
+    def _release_after(self, pin: Pin, writes: "Sequence[Future[None]]") -> None:
+        wait(writes)
+        self.release([pin], wait=False)
 
     def shrink(self, slots: int) -> int:
         """Give the memory of up to so many slots back to the system; return how many of them could be evicted."""
         for done in range(slots):
-            retired, todo = self._state.retire()
-            if not retired:
+            retired, todo = self.supply.retire()
+            if retired is None:
                 return done
             self._writer.do(todo)
-            self.slab.give_back(retired[0])
-            self._state.retired(retired, unused=True)
+            self.slab.give_back(retired)
+            self.supply.retired([retired], unused=True)
         return slots
 
-    def evict(self, wanted: Callable[[RecordMeta], bool], size: int) -> int:
-        """Evict chunks of memory that are wanted, those that were used longest ago, and return how many bytes."""
-        slots, todo = self._state.retire(wanted, size)
+    def evict(self, covers: Callable[[Owner], bool], size: int) -> int:
+        """Evict chunks of memory of some owners, those that were used longest ago, and return how many bytes.
+
+        A call evicts some of them only, so that nobody waits for long; 0 means that there are no more.
+        """
+        slots, todo = self.supply.evict(covers, size)
         freed = sum(held.meta.memory for held in todo.evicted)
         try:
             self._writer.do(todo)
         finally:
-            self._state.retired(slots, unused=False)
+            self.supply.retired(slots, unused=False)
         return freed
-
-    def adopt(self, found: Iterable[tuple[Slot, RecordMeta]]) -> None:
-        """Let chunks be found that are in slots of the slab from before this process."""
-        self._state.adopt(found)
 
     def make_safe(self) -> None:
         """Let slots be used that were unsafe, without what is in them."""
         for slot in self._state.host.ledger.unsafe:  # Nobody changes them meanwhile.
             self.slab.give_back(slot)
-        self._state.make_safe()
+        self.supply.make_safe()
 
     def flush(self) -> None:
         """Wait until everything that was queued has been written."""
@@ -264,8 +303,9 @@ class Store(ChunkStore):
         """
         for tier in self._tiers:
             for meta in tier.headers():
-                self.changes.appeared(tier.name, meta)
-                yield tier.name, meta
+                # It may have been evicted since its header was read, and would be listed for ever.
+                if tier.if_present(meta.key, partial(self.changes.appeared, tier.name, meta)):
+                    yield tier.name, meta
 
     def in_memory(self) -> Iterator[tuple[str, RecordMeta]]:
         """Yield every chunk in memory, with its place."""

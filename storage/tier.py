@@ -5,7 +5,7 @@ raise `OSError` or `CorruptRecord`; the store, and only the store, turns these i
 `tests/tier_contract.py` is the contract as tests: every tier runs them.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol
@@ -105,6 +105,9 @@ class Tier(Protocol):
 
         A shared tier has too many, and yields none.
         """
+
+    def if_present(self, key: ChunkKey, then: Callable[[], object]) -> bool:
+        """Call `then` while a record is sure to stay, if it is there; return whether it is. A shared tier says no."""
 
     def protect(self, keys: Collection[ChunkKey], standing: Standing) -> None:
         """Let records be evicted as entries of this standing, also those that are written later.

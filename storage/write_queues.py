@@ -23,11 +23,32 @@ class WriteQueues:
         self._limit = max(1, slots // 2)
         self._share = max(1, self._limit // max(1, len(tiers)))
         self._waiting: Counter[str] = Counter()  # by tier, with the chunks that are being written
-        self.length = self.dropped = 0
+        self._tickets: dict[int, None] = {}  # of what waits, the oldest first
+        self.last_ticket = self.dropped = 0
         self.missed: defaultdict[str, set[ChunkKey]] = defaultdict(set)  # by tier, the chunks that it did not get
         self.complaints: list[tuple[str, str]] = []  # what to log, and about what
         self.writes: Counter[str] = Counter()  # records, by tier
         self.bytes: Counter[tuple[str, Verb]] = Counter()
+
+    @property
+    def length(self) -> int:
+        """How many chunks wait."""
+        return len(self._tickets)
+
+    @property
+    def oldest_ticket(self) -> int:
+        """The ticket of what has waited longest; if nothing waits, one that nothing has had yet."""
+        return next(iter(self._tickets), self.last_ticket + 1)
+
+    def begin(self) -> int:
+        """Let something wait, and return its ticket, which is higher than all before."""
+        self.last_ticket += 1
+        self._tickets[self.last_ticket] = None
+        return self.last_ticket
+
+    def end(self, ticket: int) -> None:
+        """Let something wait no more."""
+        del self._tickets[ticket]
 
     @property
     def room(self) -> int:
@@ -41,7 +62,7 @@ class WriteQueues:
         return self.room > 0
 
     def enter(self, key: ChunkKey) -> list[Tier]:
-        """Let a chunk wait for the tiers that take one now, and return them."""
+        """Count a chunk for the tiers that take one now, and return them."""
         takers: list[Tier] = []
         if not self._tiers or not self.has_room(key):
             return takers
@@ -51,7 +72,6 @@ class WriteQueues:
             else:
                 self.drop(f"tier {tier.name} is {'behind' if tier.usable else 'not usable'}", key, tier)
         self._waiting.update([tier.name for tier in takers])
-        self.length += bool(takers)
         return takers
 
     def done(self, tier: Tier, meta: RecordMeta, outcome: Written | None, *, queued: bool) -> None:

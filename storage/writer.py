@@ -40,8 +40,8 @@ class Writer:
         """Save what was evicted, and start everything else."""
         for evicted in todo.evicted if self._policy is WritePolicy.WRITE_BACK else ():
             self._save(evicted)
-        for held, target in todo.copies:
-            self._copies.submit(self._carry, held, target)
+        for held, target, ticket in todo.copies:
+            self._copies.submit(self._carry, held, target, ticket)
         for outgoing in todo.outgoing:
             assert outgoing.slot is not None
             self._send(outgoing, self._bytes_of(Held(outgoing.meta, self._state.host, outgoing.slot)))
@@ -52,12 +52,12 @@ class Writer:
         tiers = [tier for tier in self._tiers if shared or not tier.shared]
         return [self._submit(tier, key, logged, self._guard, tier, "write", tier.delete, key) for tier in tiers]
 
-    def write_again(self, pin: Pin, tiers: Sequence[Tier]) -> None:
-        """Write a pinned chunk to tiers that do not have it any more, and return when that is done."""
+    def write_again(self, pin: Pin, tiers: Sequence[Tier]) -> "list[Future[None]]":
+        """Write a pinned chunk to tiers that do not have it any more. It has to stay pinned until that is done."""
         held = self._state.held_by(pin)
-        if held is not None:
-            for write in [self._submit(tier, pin.key, self._write_last, tier, held) for tier in tiers]:
-                write.result()
+        if held is None:
+            return []
+        return [self._submit(tier, pin.key, self._write_last, tier, held) for tier in tiers]
 
     def close(self) -> None:
         """Write what is in memory only, and stop the threads. The state must be closed before.
@@ -111,11 +111,11 @@ class Writer:
         for tier in outgoing.tiers:
             self._submit(tier, outgoing.meta.key, self._write, tier, outgoing.meta, parts, outgoing)
 
-    def _carry(self, held: Held, target: Level) -> None:
+    def _carry(self, held: Held, target: Level, ticket: int) -> None:
         try:
             logged(self._copy, held, target, held)
         finally:
-            self._state.copied(held)
+            self._state.copied(held, ticket)
 
     def _copy(self, held: Held, target: Level, source: Held | None) -> None:
         """Copy a chunk to another level, if it is not there and there is room. An evicted chunk has no `source`."""

@@ -17,7 +17,7 @@ def check_store(store: Store) -> None:
 
 def check_ledger(ledger: Ledger) -> None:
     """Each slot is exactly once in {free, held, being written}; links, keys and counts agree."""
-    queue = [*free_queue(ledger), *ledger._unused]
+    queue = [*free_queue(ledger), *ledger._ready, *ledger._preparing, *ledger._unused, *ledger._unsafe]
     free = set(queue)
     assert len(queue) == len(free) == ledger.free, "free queue and its count disagree"
     for slot in map(Slot, range(ledger.slots)):

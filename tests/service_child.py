@@ -45,7 +45,7 @@ def main() -> None:
                 (pin,) = store.pin([key_of(int(number))])
                 say("pinned" if pin else "missing")
             case ["begin", number]:
-                reservation = store.begin(meta_of(key_of(int(number))))
+                (reservation,) = store.begin([meta_of(key_of(int(number)))])
                 say(reservation.slot if reservation else "refused")
             case ["spawn", slot]:
                 at = store.slab.address

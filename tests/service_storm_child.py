@@ -34,7 +34,7 @@ def read(store: RemoteStore, key: ChunkKey, pin: Pin, dice: random.Random) -> st
 
 def write(store: RemoteStore, key: ChunkKey, dice: random.Random) -> str:
     """Store a chunk slowly, or give up in the middle."""
-    reservation = store.begin(meta_of(key))
+    (reservation,) = store.begin([meta_of(key)])
     if reservation is None:
         return "refused"
     for part in range(PARTS):
@@ -43,7 +43,7 @@ def write(store: RemoteStore, key: ChunkKey, dice: random.Random) -> str:
     if dice.random() < 0.1:
         store.abort(reservation)
         return "aborted"
-    store.commit(reservation)
+    store.commit([reservation])
     return "stored"
 
 

@@ -65,7 +65,7 @@ def raw_record(meta: RecordMeta) -> bytes:
 @contextmanager
 def writing(store: Store, meta: RecordMeta) -> Iterator[torch.Tensor | None]:
     """A slot to fill, or None if there is nothing to do; kept when the block ends, given back if it raises."""
-    reservation = store.begin(meta)
+    (reservation,) = store.begin([meta])
     if reservation is None:
         yield None
         return
@@ -74,7 +74,7 @@ def writing(store: Store, meta: RecordMeta) -> Iterator[torch.Tensor | None]:
     except BaseException:
         store.abort(reservation)
         raise
-    store.commit(reservation)
+    store.commit([reservation])
 
 
 _waited: dict[Path, int] = {}
@@ -201,6 +201,13 @@ class DictTier:
         for record in records:
             with suppress(CorruptRecord):
                 yield decode_header(record[: header_size(record[:8])])
+
+    def if_present(self, key: ChunkKey, then: Callable[[], object]) -> bool:
+        with self._mutex:
+            there = not self.shared and key in self.records
+            if there:
+                then()
+            return there
 
     def protect(self, keys: Collection[ChunkKey], standing: Standing) -> None:
         pass

@@ -1,8 +1,12 @@
 """The administration endpoint, over real HTTP, and the commands that ask it. The engine is a fake, the store is not."""
 
 import json
+import re
 import socket
+import threading
+import time
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
@@ -105,6 +109,38 @@ def test_why_a_document_is_not_known(make):
     assert why(explained(lab, prompt(DOC_A)))[0].startswith("it was learned, and has been evicted")
 
 
+def test_a_document_of_which_a_chunk_is_gone_is_said_to_be_stored_in_part(make, tmp_path):
+    lab = make()
+    learn(lab, DOC_A)
+    chunks = len(lab.engine.known.list()[0].keys)
+    lab.store.forget(lab.engine.known.list()[0].keys[-1])
+    (one,) = explained(lab, prompt(DOC_A))["documents"]
+    assert (len(one["places"]), one["chunks"], one["reused"]) == (chunks - 1, chunks, True)
+    assert one["why"].startswith("it was learned, and has been evicted")
+    port = free_port()
+    stop = serve(administration(lab), f"127.0.0.1:{port}", "")
+    (tmp_path / "prompt.txt").write_text(Words().decode(prompt(DOC_A)))
+    out = lmc("explain", tmp_path / "prompt.txt", "--url", f"127.0.0.1:{port}")[1]
+    stop()
+    assert f"reused from host, {chunks - 1} of {chunks} chunks" in out
+
+
+def test_a_document_whose_time_was_over_and_one_of_a_tier_that_is_away_are_said_to_be_that(make, monkeypatch):
+    lab = make()
+    learn(lab, DOC_A, DOC_B)
+    one, other = lab.engine.known.list()
+    lab.engine.keeper.expire([one], 1e-9)
+    time.sleep(0.001)
+    lab.engine.keeper.remove_expired()
+    assert why(explained(lab, prompt(one.tokens.tolist()))) == ["it was removed (its time limit was over)"]
+    for key in other.keys:
+        lab.store.forget(key)
+    stats = lab.engine.stats()
+    monkeypatch.setattr(lab.engine, "stats", lambda: replace(stats, usable={"disk": True, "redis": False}))
+    said = why(explained(lab, prompt(other.tokens.tolist())))
+    assert said == ["it was learned, and may be in redis, which does not answer now"]
+
+
 def test_a_document_that_waits_to_be_learned_is_said_to_wait(make):
     lab = make()
     lab.serve("one", prompt(DOC_A))
@@ -155,6 +191,9 @@ def test_a_failed_self_test_is_named(make):
     learn(lab, DOC_A)
     found = explained(lab, prompt(DOC_A), setup={"blends": False, "refused": "the self-test failed for this model"})
     assert found["why"] == "the self-test failed for this model"
+    setup = {"blends": False, "refused": "the self-test failed", "tokenizer": None}
+    with pytest.raises(InputError, match=re.escape("no tokenizer (the self-test failed): give prompt_token_ids")):
+        administration(lab, **setup).explain({"prompt": "w1 w2"})
 
 
 def test_a_slow_tier_is_named(make):
@@ -202,8 +241,9 @@ def test_the_endpoint_answers_what_the_commands_ask(served, tmp_path):
     assert client.ask("/health") == {"status": "ok"}
     assert client.ask("/v1/stat")["documents"] == 2
     assert client.ask("/v1/requests/cmpl-7")["tokens_from"] == {"host": len(DOC_A) + len(DOC_B)}
-    with pytest.raises(Refused, match="no request cmpl-8"):
-        client.ask("/v1/requests/cmpl-8")
+    for name in ("cmpl-8", "cmpl-7-0-1a2b"):  # The second one is not a whole id.
+        with pytest.raises(Refused, match=f"no request {name}"):
+            client.ask(f"/v1/requests/{name}")
 
     code, out, _ = lmc("documents", "list", "--url", served.url)
     assert code == 0
@@ -232,10 +272,42 @@ def test_the_endpoint_answers_what_the_commands_ask(served, tmp_path):
     code, _, err = lmc("documents", "show", name[:8], "--url", served.url)
     assert (code, "lmc documents list shows those that there are" in err) == (2, True)
     assert "a digit or more" in lmc("documents", "show", "", "--url", served.url)[2]
-    for text, said in (("", "is empty"), ('{"messages": [', "is no JSON"), ("7", "must hold a request")):
+    wrong = '{"prompt": "w1", "kv_transfer_params": "x"}', "kv_transfer_params must be an object"
+    for text, said in (("", "is empty"), ('{"messages": [', "is no JSON"), ("7", "must hold a request"), wrong):
         (tmp_path / "prompt.txt").write_text(text)
         code, _, err = lmc("explain", tmp_path / "prompt.txt", "--url", served.url)
         assert (code, said in err) == (2, True)
+
+
+def test_a_server_that_is_no_administration_endpoint_is_said_to_be_none(tmp_path):
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"{}")
+
+        def do_POST(self):
+            self.rfile.read(int(self.headers["content-length"]))
+            self.do_GET()
+
+        def log_message(self, *_):
+            pass
+
+    (tmp_path / "prompt.txt").write_text("w1 w2")
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"127.0.0.1:{server.server_port}"
+        for words in (
+            ("documents", "list", "--url", url),
+            ("documents", "pin", "a", "--url", url),
+            ("explain", tmp_path / "prompt.txt", "--url", url),
+            ("explain", tmp_path / "prompt.txt", "--server", url),
+            ("learn", tmp_path, "--url", url),
+        ):
+            code, _, err = lmc(*words)
+            assert (code, err.count("\n"), err.startswith("error: ")) == (2, 1, True), words
+            assert "does not answer like" in err or "names no model" in err
+        server.shutdown()
 
 
 def test_the_variable_lmc_admin_is_the_address_that_commands_ask(served, tmp_path, monkeypatch):

@@ -16,6 +16,7 @@ from lmc.blend.markers import Markers
 from lmc.blend.segments import Placement, Segments, join, split
 from lmc.blend.strategies import STRATEGIES, Evidence, RecomputePolicy
 from lmc.connectors.transformers.canvas import DenseCanvas
+from lmc.connectors.transformers.hf import forward
 from lmc.connectors.transformers.layers import DecoderLayers
 from lmc.errors import UnsupportedModel
 
@@ -25,8 +26,7 @@ ALL = RecomputePolicy(strategy="all")
 def prefill(model, tokens: list[int]) -> tuple[list[torch.Tensor], torch.Tensor]:
     """KV `[K, T, H, D]` per layer and the last logits, by the model itself."""
     cache = DynamicCache()
-    with torch.inference_mode():
-        logits = model(input_ids=torch.tensor([tokens]), past_key_values=cache, use_cache=True).logits[0, -1]
+    logits = forward(model, tokens, cache).logits[0, -1]
     return [torch.stack((c.keys[0].transpose(0, 1), c.values[0].transpose(0, 1))) for c in cache.layers], logits
 
 

@@ -8,7 +8,19 @@ from functools import partial
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from storage_fakes import PART_BYTES, PARTS, RECORD_BYTES, DictTier, Shared, get, key_of, meta_of, put, raw_record
+from storage_fakes import (
+    PART_BYTES,
+    PARTS,
+    RECORD_BYTES,
+    DictTier,
+    Shared,
+    get,
+    key_of,
+    meta_of,
+    put,
+    raw_record,
+    stored,
+)
 from test_disk import path_of
 
 from lmc.errors import ChunkLost
@@ -246,7 +258,7 @@ def test_a_chunk_that_is_stored_appears_in_memory_and_then_on_disk(make, disk):
 
 def test_a_slot_that_was_given_back_is_no_change(make):
     store = make()
-    reservation = store.begin(meta_of(K0))
+    (reservation,) = store.begin([meta_of(K0)])
     assert steps(store.changes) == []
     store.abort(reservation)
     assert steps(store.changes) == []
@@ -359,3 +371,17 @@ def test_the_log_says_what_every_place_of_a_store_holds(done, device, slots, pol
         assert replayed(changes) == present(store.changes)
         store.close()
         assert keys_in(store, tier.name) == {entry.key for entry in tier.entries()}
+
+
+def test_a_record_that_is_evicted_while_headers_are_read_is_not_listed(tmp_path):
+    """It was listed for ever, because its header was noted after it had gone."""
+    tier = DiskTier(tmp_path, 1 << 20)
+    for key in (K0, K1):
+        tier.write(meta_of(key), [memoryview(stored(meta_of(key)))])
+    store = Store(Slab(4, PARTS, PART_BYTES), [tier])
+    found = store.records()
+    assert next(found)[1].key == K0
+    tier.delete(K1)
+    assert list(found) == []
+    assert [chunk.key for chunk in store.changes.present()[1]["disk"]] == [K0]
+    store.close()

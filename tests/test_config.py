@@ -173,10 +173,16 @@ class TestPrecedence:
         assert Settings.load(environ=environ).chunk_size == 256
 
     @pytest.mark.parametrize(
-        "name", ["LMC_LOG_LEVEL", "LMC_ADMIN_PORT", "LMC_KERNELS", "LMC_ROUTER_URL", "LMC_UNTESTED_VLLM"]
+        "name", ["LMC_LOG_LEVEL", "LMC_ADMIN_TOKEN", "LMC_KERNELS", "LMC_ROUTER_PORT", "LMC_UNTESTED_VLLM"]
     )
     def test_variables_of_other_parts_of_lmc_are_no_settings(self, name: str) -> None:
         assert Settings.load(environ={name: "1"}).model_dump() == Settings().model_dump()
+
+    @pytest.mark.parametrize(
+        ("name", "meant"), [("LMC_LOG_REQUEST", "LMC_LOG_REQUESTS"), ("LMC_ADMIN_TOKENS", "LMC_ADMIN_TOKEN")]
+    )
+    def test_a_misspelt_variable_of_another_part_of_lmc_is_refused(self, name: str, meant: str) -> None:
+        assert f"unknown setting {name} (environment {name}): did you mean {meant}?" in refusal(None, **{name: "1"})
 
     @pytest.mark.parametrize("key", ["USE_EXPERIMENTAL", "TRACK_USAGE"])
     def test_lmcaches_variables_about_itself_are_ignored(self, key: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -563,9 +569,10 @@ class TestLMCache:
         for name in ("chunk_size", "max_local_cpu_size", "max_local_disk_size", "enable_blending"):
             if name in written:
                 assert str(getattr(settings, name)).rstrip("0.") == str(written[name]).rstrip("0.")
-        assert (settings.local_disk is not None) == (
-            bool(written.get("local_disk")) and written["local_disk"] != "null"
-        )
+        disk = written.get("local_disk") or str(written.get("local_device", "")).partition("file://")[2]
+        assert (settings.local_disk is not None) == (bool(disk) and disk != "null")
+        login = settings.remote_url and re.search("://(.*)@", settings.remote_url)
+        assert bool(login) == any("password" in name for name in written.get("extra_config") or ())
         assert (settings.remote_url is not None) == bool(written.get("remote_url"))
         assert len(caplog.records) <= 1
 
@@ -580,6 +587,9 @@ class TestLMCache:
         one = Settings.load({"remote_url": "valkey://10.0.0.5:6379", "extra_config": more}, environ={})
         url = parse_redis_url(str(one.remote_url))
         assert (url.kind, url.username, url.password, url.db) == ("single", "lmc", "p@ss", 3)
+        two = Settings.load({"remote_url": "resp://a", "extra_config": {"username": "u", "password": "p"}}, environ={})
+        url = parse_redis_url(str(two.remote_url))
+        assert (url.username, url.password) == ("u", "p")
         nodes = parse_redis_url("valkey://10.0.0.5:6379, 10.0.0.6:6379")
         assert (nodes.kind, [node.host for node in nodes.hosts]) == ("cluster", ["10.0.0.5", "10.0.0.6"])
 

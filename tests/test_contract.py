@@ -98,7 +98,7 @@ def pinned(store, key):
 
 
 def begun(store, key):
-    return pickled(store.begin(meta_of(key)))
+    return pickled(store.begin([meta_of(key)])[0])
 
 
 def is_plain(value):
@@ -115,7 +115,7 @@ def is_plain(value):
 
 
 def test_handles_are_plain_data(store):
-    (coming,), put_one = store.pin([K0]), store.begin(meta_of(K1))
+    (coming,), (put_one,) = store.pin([K0]), store.begin([meta_of(K1)])
     assert is_plain(coming)
     assert is_plain(put_one)
     store.abort(put_one)
@@ -220,14 +220,14 @@ def test_an_unpickled_reservation_is_filled_and_committed(store):
     for part in range(PARTS):
         store.view(reservation)[part, :PART_BYTES] = as_tensor(content(K1, part))
     assert store.lookup([K1]) == [None]
-    store.commit(reservation)
+    store.commit([reservation])
     assert get(store, K1) == expected(K1)
     store.flush()
 
 
 def test_an_unpickled_reservation_is_aborted(store):
     reservation = begun(store, K1)
-    assert store.begin(meta_of(K1)) is None, "somebody writes it"
+    assert store.begin([meta_of(K1)]) == [None], "somebody writes it"
     assert store.held() == 1
     store.abort(reservation)
     assert (store.held(), store.lookup([K1])) == (0, [None])
@@ -238,7 +238,7 @@ def test_an_unpickled_reservation_of_the_device_is_committed_there(with_device):
     reservation = begun(with_device, K1)
     assert reservation.level == "device"
     with_device.view(reservation).fill_(7)
-    with_device.commit(reservation)
+    with_device.commit([reservation])
     assert with_device.lookup([K1]) == ["device"]
     with_device.flush()
 
@@ -247,7 +247,7 @@ def test_no_lease_is_given_twice(store, tier):
     tier.open_all()
     leases = []
     for key in (K1, K2, K1):
-        reservation = store.begin(meta_of(key))
+        (reservation,) = store.begin([meta_of(key)])
         if reservation is not None:
             leases.append(reservation.lease)
             store.abort(reservation)

@@ -62,9 +62,9 @@ def document(key):
 
 
 def put_document(store, key):
-    reservation = store.begin(document(key))
+    (reservation,) = store.begin([document(key)])
     if reservation is not None:
-        store.commit(reservation)
+        store.commit([reservation])
     return reservation is not None
 
 

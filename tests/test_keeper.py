@@ -41,7 +41,7 @@ def learn(engine, tokens, salt="", name=""):
     for reservation in engine.begin_document(namespace, tokens, name) or ():
         if reservation is not None:
             engine.store.view(reservation).fill_(tokens[0] % 250)
-            engine.store.commit(reservation)
+            engine.store.commit([reservation])
     engine.store.flush()
     return known(engine, tokens)
 
@@ -258,7 +258,7 @@ def test_a_removed_document_does_not_come_back_from_the_queue_or_from_a_worker(t
         engine.keeper.remove([document])
         assert len(engine.learning) == 0
         for reservation in slots:
-            engine.store.commit(reservation)
+            engine.store.commit([reservation])
         assert places(engine, A) == [None, None]
         learn(engine, A)
         assert all(places(engine, A))

@@ -19,10 +19,11 @@ def test_what_was_used_last_comes_first_and_uses_are_counted() -> None:
         note(known, tokens)
     note(known, [1, 2, 3], used=True)
     assert [(one.tokens.tolist(), one.uses) for one in known.list()] == [([1, 2, 3], 1), ([9], 0), ([4, 5, 6, 7, 8], 0)]
-    known.list()[0].removed = True
-    assert known.nearest([1, 2, 3], NAMESPACE) is None
+    known.list()[0].removed = "by somebody"
+    assert (known.nearest([1, 2, 3], NAMESPACE), known.count()) == (None, 2)
     note(known, [1, 2, 3])
     assert known.nearest([1, 2, 3], NAMESPACE) is not None
+    assert known.count() == 3
 
 
 def test_what_was_used_longest_ago_is_forgotten_beyond_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -128,6 +128,11 @@ def test_a_changed_document_is_learned_and_a_dry_run_learns_nothing(tmp_path: Pa
         (tmp_path / "texts" / name).write_text(f"{name} is a document of the mill and of the inn")
     words = "learn", tmp_path / "texts", "--model", MODEL, "--local-disk", tmp_path / "disk", "--json"
     assert json.loads(lmc(*words, "--dry-run")[1])["would_learn"] == 2
+    away = "learn", tmp_path / "texts", "--url", "http://127.0.0.1:9", "--dry-run"
+    code, out, _ = lmc(*away)
+    assert (code, "2 documents with" in out) == (0, True)
+    assert "whether the documents fit was not checked: no server answers" in out
+    assert lmc("learn", tmp_path / "texts", "--url", "", "--model", "")[2].startswith("error: say who computes")
     assert not (tmp_path / "disk").exists()
     assert json.loads(lmc(*words)[1])["learned"] == 2
     (tmp_path / "texts" / "b.txt").write_text("another text")
@@ -199,6 +204,10 @@ def test_there_has_to_be_room_for_pins(tmp_path: Path, monkeypatch: pytest.Monke
     assert "at most" in out
     assert "may be pinned. Raise max_local_disk_size" in out
     assert "fit: the first will be evicted. Raise max_local_disk_size" in lmc(*words)[1]
+    _, out, err = lmc(*words, "--again", "--json")
+    (note,) = json.loads(out)["notes"]
+    assert "fit: the first will be evicted" in note
+    assert note in err
 
 
 # -- lmc size ---------------------------------------------------------------------------------------------------------
@@ -246,8 +255,11 @@ def test_after_kill_nothing_is_lost_and_nothing_is_learned_twice(tmp_path: Path)
     process.wait()
     before = [json.loads(line)["id"] for line in manifest.read_text().splitlines()]
     assert 40 <= len(before) < 200
+    written = {path: path.stat().st_mtime_ns for path in (tmp_path / "disk").rglob("*.safetensors")}
+    assert len(written) >= len(before)
 
     found = json.loads(lmc(*words)[1])
+    assert all(path.stat().st_mtime_ns == at for path, at in written.items()), "nothing is written twice"
     assert found["before"] == len(before)
     assert found["learned"] == 200 - len(before)
     ids = [json.loads(line)["id"] for line in manifest.read_text().splitlines()]

@@ -43,7 +43,7 @@ from lmc.shapes import GIB
 from lmc.storage.slab import Slab
 from lmc.storage.stats import StoreStats
 from lmc.storage.store import Store
-from lmc.top import Sample, fetch, read, table, top
+from lmc.top import Sample, complete, fetch, read, table, top
 
 K0, K1, K2 = map(key_of, range(3))
 BOARD = Path(__file__).parent.parent / "docs/grafana.json"
@@ -358,6 +358,20 @@ def test_an_address_that_cannot_be_asked_is_an_error_in_one_line(url, said):
     with pytest.raises(InputError, match=said) as error:
         top(url, 1.0, True)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("address", "url"),
+    [
+        ("host:8000", "http://host:8000/metrics"),
+        ("https://host/", "https://host/metrics"),
+        ("http://host/own", "http://host/own"),
+    ],
+)
+def test_an_address_without_scheme_or_path_is_completed(address, url):
+    assert complete(address) == url
+    with pytest.raises(InputError, match=r"http://\[ is no address of metrics"):
+        complete("http://[")
 
 
 def test_an_endpoint_without_lmc_is_an_error():

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from lmc.blend.locate import find_text
 from lmc.blend.markers import Markers
-from lmc.blend.segments import Span, document_tokens, join, split
+from lmc.blend.segments import Span, document_tokens, join, split, without_separators
 from lmc.chat_template import with_documents
 from lmc.demo import SHIPPED
 from lmc.demo.pretrained import smollm2
@@ -152,12 +152,28 @@ def ahead(tokenizer, markers: Markers, text: str) -> list[list[int]]:
     return document_tokens(tokenizer.encode, markers, " # # ", text)
 
 
-def test_a_text_with_the_special_string_inside_is_several_documents(tokenizer) -> None:
+@pytest.mark.parametrize("text", ["the cat # # a dog", "# # # the cat # # # # a dog # #", "the cat# #a dog"])
+def test_a_separator_inside_of_a_document_that_is_given_apart_does_not_cut_it(tokenizer, text: str) -> None:
     markers = Markers.of(tokenizer, " # # ")
-    assert ahead(tokenizer, markers, "the cat # # a dog") == [
-        *ahead(tokenizer, markers, "the cat"),
-        *ahead(tokenizer, markers, "a dog"),
-    ]
+    (known,) = ahead(tokenizer, markers, text)
+    (chat,) = messages("", [text, "another one"], "who sat?")
+    prompt = tokenizer.encode(chat["content"])
+    assert len(documents := split(prompt, markers).documents) == 2
+    assert prompt[documents[0].start : documents[0].stop] == known
+
+
+@pytest.mark.parametrize(
+    ("separator", "text", "wanted"),
+    [
+        (" # # ", "a # # b", "a ## b"),
+        (" # # ", "# # # # # #", "######"),
+        ("<doc>", "a<doc>b", "a< doc>b"),
+        ("|", "a|b", "ab"),
+        ("\n\n===\n\n", "a\n===\nb", "a\n= ==\nb"),
+    ],
+)
+def test_separators_are_written_apart_in_documents(separator: str, text: str, wanted: str) -> None:
+    assert without_separators(text, separator) == wanted
 
 
 SIGNS = ((7, 7, 9), (7, 7))
@@ -317,3 +333,33 @@ def test_the_template_puts_the_documents_of_a_request_between_separators(chatty)
     documents = [{"title": "a", "text": texts[0]}, {"content": texts[1]}]
     found = [chatty.apply_chat_template(one, documents=documents, tokenize=False) for one in (chat, more)]
     assert [*found, chatty.apply_chat_template(chat, tokenize=False)] == wanted
+
+
+PARTS = (
+    "{% for m in messages %}{{ m.role }}{{ m.name }}:{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for part in m.content %}{{ part.text }}{% endfor %}{% endif %};{% endfor %}"
+    "{% if documents %}{{ documents[0].text }}{% endif %}"
+)
+
+
+def test_the_template_takes_contents_in_parts_and_leaves_the_rest_of_a_message(chatty) -> None:
+    """The parts were written as Python writes a list, and a template that knows documents wrote them twice."""
+    chatty.chat_template = with_documents(PARTS, " # # ")
+    documents = [{"text": "the cat # # sat"}, {"content": "a dog"}]
+    for content in ("who?", [{"type": "text", "text": "who"}, {"type": "text", "text": "?"}]):
+        chat = [{"role": "system", "content": "be brief"}, {"role": "user", "name": "al", "content": content}]
+        found = chatty.apply_chat_template(chat, documents=documents, tokenize=False)
+        assert found == "system:be brief;useral: # # the cat ## sat # # a dog # # who?;"
+
+
+@pytest.mark.parametrize(
+    ("chat", "documents", "why"),
+    [
+        ([{"role": "system", "content": "be brief"}], [{"text": "a"}], "needs a message of the user"),
+        ([{"role": "user", "content": "who?"}], [{"text": "a"}, {"title": "b"}], "has no text"),
+    ],
+)
+def test_the_template_refuses_documents_that_it_cannot_place(chatty, chat, documents, why: str) -> None:
+    chatty.chat_template = with_documents(PARTS, " # # ")
+    with pytest.raises(Exception, match=why):
+        chatty.apply_chat_template(chat, documents=documents, tokenize=False)

@@ -186,14 +186,14 @@ def test_a_chunk_that_was_changed_or_is_not_whole_is_not_kept(serve, memory):
     server = serve("--memory", str(memory))
     store = attached(server)
     assert filled(store, map(key_of, range(3)))
-    begun = store.begin(meta_of(key_of(3)))
+    (begun,) = store.begin([meta_of(key_of(3))])
     (pin,) = store.pin([key_of(1)])
     eventually(lambda: noted(memory) == 3)
     store.part(pin, PARTS - 1)[5] ^= 1
     server.kill()
     eventually(lambda: store.attachment is None)
     server.start()
-    store.commit(begun)
+    store.commit([begun])
     store.release([pin])
     eventually(lambda: store.attachment is not None)
     assert store.lookup(list(map(key_of, range(4)))) == ["host", None, "host", None]

@@ -7,6 +7,7 @@ import pytest
 import torch
 from models import SEPARATOR, random_model, random_tokens
 from torch.nn.functional import normalize
+from transformers import DynamicCache
 
 from lmc.blend.blender import Blender, BlendInput
 from lmc.blend.canvas import Canvas, positions_of, writes_and_attends
@@ -19,7 +20,7 @@ from lmc.blend.shift import Shift, shifts_of
 from lmc.blend.strategies import RecomputePolicy
 from lmc.config import Settings
 from lmc.connectors.transformers.canvas import DenseCanvas
-from lmc.connectors.transformers.hf import forward, rows_of
+from lmc.connectors.transformers.hf import forward, prefilled, rows_of
 from lmc.connectors.transformers.layers import DecoderLayers
 
 HEADS, DIM, LENGTH = 2, 8, 60
@@ -188,8 +189,9 @@ def test_a_change_that_all_tokens_have_in_common_is_found_whole(monkeypatch, rop
     model = random_model("llama", rope)
     layers, prompt = DecoderLayers(model), join(random_tokens(9, 50), DOCUMENTS, random_tokens(11, 51), SEPARATOR)
     segments = split(prompt, Markers(separators=(SEPARATOR,)))
-    done = forward(model, prompt, None)
-    wanted = rows_of(done.past_key_values)
+    cache = DynamicCache()
+    done = forward(model, prompt, cache)
+    wanted = rows_of(cache)
     pieces = [Placement(at=span.start, tokens=len(span), first=0) for span in segments.documents]
     measure = DenseCanvas(layers, prompt, (), iter(()))
     make = torch.Generator().manual_seed(3)
@@ -233,7 +235,7 @@ def test_with_every_token_repaired_or_none_there_is_nothing_to_shift(strategy):
     prompt = join(random_tokens(9, 50), DOCUMENTS, random_tokens(11, 51), SEPARATOR)
     segments = split(prompt, Markers(separators=(SEPARATOR,)))
     pieces = [Placement(at=span.start, tokens=len(span), first=0) for span in segments.documents]
-    stored = [rows_of(forward(model, prompt[p.at : p.at + p.tokens], None).past_key_values) for p in pieces]
+    stored = [rows_of(prefilled(model, prompt[p.at : p.at + p.tokens])) for p in pieces]
     found = []
     for correction in ("none", "shift"):
         reader = ((layer, [torch.stack(kv[layer]) for kv in stored]) for layer in range(model.config.num_hidden_layers))

@@ -14,6 +14,7 @@ import torch
 from lmc.errors import NoMemory, StorageError
 from lmc.keys import ChunkKey
 from lmc.shapes import GIB
+from lmc.storage import host_memory
 from lmc.storage import slab as slab_module
 from lmc.storage.ledger import Slot
 from lmc.storage.shares import Shares
@@ -119,7 +120,7 @@ def test_a_snapshot_is_a_copy_of_the_parts_side_by_side():
 
 
 def test_a_slab_that_does_not_fit_says_what_was_asked_and_what_is_there(monkeypatch):
-    monkeypatch.setattr(slab_module, "_room", lambda device: 3 * GIB)
+    monkeypatch.setattr(slab_module, "room_on", lambda device: 3 * GIB)
     with pytest.raises(
         NoMemory, match=r"5\.00 GiB does not fit on cpu: 3\.00 GiB are available; lower max_local_cpu_size"
     ):
@@ -128,7 +129,7 @@ def test_a_slab_that_does_not_fit_says_what_was_asked_and_what_is_there(monkeypa
 
 def test_a_slab_that_the_system_cannot_map_is_no_memory(monkeypatch):
     """Under a limit on address space the mapping itself fails; that was a bare OSError."""
-    monkeypatch.setattr(slab_module, "_room", lambda device: 1 << 80)
+    monkeypatch.setattr(slab_module, "room_on", lambda device: 1 << 80)
     with pytest.raises(NoMemory, match="GiB"):
         Slab(2, 2, 1 << 60)
 
@@ -148,12 +149,12 @@ def test_a_container_s_limit_counts_and_idle_page_cache_is_room(monkeypatch, tmp
     """
     (tmp_path / "memory.max").write_text("1000\n")
     (tmp_path / "memory.current").write_text("900\n")
-    monkeypatch.setattr(slab_module, "CONTAINER", tmp_path)
-    assert slab_module._container_limit() > 1 << 60, "half of the facts is none"
+    monkeypatch.setattr(host_memory, "CONTAINER", tmp_path)
+    assert host_memory._container_limit() > 1 << 60, "half of the facts is none"
     (tmp_path / "memory.stat").write_text("anon 1\ninactive_file 700\nactive_file 3\n")
-    assert slab_module._container_limit() == 800
+    assert host_memory._container_limit() == 800
     (tmp_path / "memory.max").write_text("max\n")
-    assert slab_module._container_limit() > 1 << 60
+    assert host_memory._container_limit() > 1 << 60
 
 
 # -- shared with other processes -------------------------------------------------------------------------------------
@@ -253,7 +254,7 @@ def test_a_smaller_slab_than_was_said_is_a_storage_error():
 
 
 def test_a_shared_slab_that_the_system_cannot_map_is_no_memory(monkeypatch):
-    monkeypatch.setattr(slab_module, "_room", lambda device: 1 << 80)
+    monkeypatch.setattr(slab_module, "room_on", lambda device: 1 << 80)
     with pytest.raises(NoMemory, match="GiB"):
         Slab(2, 2, 1 << 60, shared=True)
 
@@ -393,3 +394,36 @@ def test_memory_that_cannot_be_page_locked_is_used_as_it_is_and_that_is_said_onc
     (line,) = caplog.messages
     assert "cannot be page-locked (CUDA error 2)" in line
     assert "ulimit -l" in line
+
+
+@pytest.fixture
+def huge_pages():
+    """Eight huge pages, which only root can reserve."""
+    reserved = Path("/proc/sys/vm/nr_hugepages")
+    before = reserved.read_text() if reserved.exists() else ""
+    try:
+        reserved.write_text("8")
+    except OSError:
+        pytest.skip("huge pages cannot be reserved here")
+    if int(reserved.read_text()) < 8:
+        reserved.write_text(before)
+        pytest.skip("the system has no eight huge pages to spare")
+    yield
+    reserved.write_text(before)
+
+
+def test_a_shared_slab_is_in_huge_pages_where_there_are_some(huge_pages) -> None:
+    huge = 2 << 20
+    slab = Slab(6, 3, huge // 3, shared=True, sparse=True)
+    assert os.fstatvfs(slab.file).f_bsize == huge
+    assert all(slab.take(Slot(slot)) for slot in range(6))
+    other = Slab.attach(slab.address)
+    slab.slot(Slot(3)).fill_(7)
+    assert bool((other.slot(Slot(3)) == 7).all())
+    slab.give_back(Slot(2))  # Only whole pages can be given back, and its neighbours stay as they are.
+    assert bool((slab.slot(Slot(3)) == 7).all())
+    assert slab.take(Slot(2))
+    with pytest.raises(PermissionError):
+        os.ftruncate(slab.file, 0)
+    assert os.fstatvfs(Slab(9, 3, huge // 3, shared=True).file).f_bsize < huge, "nine slots are more than there are"
+    del other, slab

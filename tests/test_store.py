@@ -1053,7 +1053,7 @@ def test_closing_while_others_read_and_write_ends(make, tier):
 
 def begin(store, key):
     """A writing whose slot is filled, as another process would."""
-    writing = store.begin(meta_of(key))
+    (writing,) = store.begin([meta_of(key)])
     if writing is not None:
         for part in range(PARTS):
             store.view(writing)[part, :PART_BYTES] = as_tensor(content(key, part))
@@ -1071,7 +1071,7 @@ def test_a_chunk_is_found_when_it_is_committed_and_not_before(make):
     writing = begin(store, K0)
     assert store.lookup([K0]) == [None]
     assert store.held() == 1
-    store.commit(writing)
+    store.commit([writing])
     assert get(store, K0) == expected(K0)
     assert store.held() == 0
 
@@ -1081,7 +1081,7 @@ def test_what_is_aborted_leaves_nothing(make):
     store.abort(begin(store, K0))
     assert store.lookup([K0]) == [None]
     assert store.held() == 0
-    store.commit(begin(store, K0))
+    store.commit([begin(store, K0)])
     assert get(store, K0) == expected(K0)
 
 
@@ -1089,7 +1089,7 @@ def test_one_key_is_begun_once(make):
     store = make()
     writing = begin(store, K0)
     assert begin(store, K0) is None
-    store.commit(writing)
+    store.commit([writing])
     assert begin(store, K0) is None
 
 
@@ -1104,7 +1104,7 @@ def test_a_full_store_begins_nothing_and_counts_it(make):
 
 def test_what_was_committed_goes_down_to_the_tiers(make, tier):
     store = make(tier)
-    store.commit(begin(store, K0))
+    store.commit([begin(store, K0)])
     store.flush()
     assert list(tier.records) == [K0]
 
@@ -1114,7 +1114,7 @@ def test_after_the_end_nothing_is_begun_and_what_was_begun_can_still_be_given_ba
     first, second = begin(store, K0), begin(store, K1)
     store.close()
     assert begin(store, K2) is None
-    store.commit(first)
+    store.commit([first])
     store.abort(second)
     assert store.held() == 0
 
@@ -1200,9 +1200,9 @@ def test_a_slot_that_is_taken_for_another_chunk_loses_its_old_one_before_the_fir
     put(store, K0)
     slot = store._levels[-1].ledger.find(K0)
     assert slab.ready(slot, tag_of(K0)) == PARTS
-    writing = store.begin(meta_of(K1))
+    (writing,) = store.begin([meta_of(K1)])
     assert slab.ready(slot, tag_of(K0)) == LOST
-    store.commit(writing)
+    store.commit([writing])
     assert slab.ready(slot, tag_of(K1)) == PARTS
     assert slab.ready(slot, tag_of(K0)) == LOST
 
@@ -1265,3 +1265,30 @@ def test_a_file_that_is_missing_is_an_answer_to_reading_and_a_failure_of_writing
 
 def write_record(tier, key):
     tier.write(meta_of(key), [stored(meta_of(key))])
+
+
+def test_a_tier_that_hangs_holds_up_nobody_who_looks_after_pinned_chunks(make):
+    """Its slot is given to nobody while the tier still reads it."""
+    gate, end = threading.Event(), time.monotonic() + 60
+
+    def hanging(verb, _):
+        if verb == "write":
+            gate.wait(60)
+
+    tier = Faulty(DictTier(), hanging)
+    store = make(tier, slots=4)
+    put(store, K0)
+    gate.set()
+    store.flush()
+    tier.inner.delete(K0)
+    gate.clear()
+    started = time.monotonic()
+    with pytest.raises(TimeoutError):
+        store.spread([K0], patience=0.2)
+    assert time.monotonic() - started < 30
+    assert store.held() == 1
+    gate.set()
+    while store.held():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    assert tier.inner.contains([K0]) == [True]

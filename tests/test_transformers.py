@@ -21,7 +21,7 @@ from lmc.blend.segments import Span, join
 from lmc.blend.strategies import RecomputePolicy
 from lmc.config import Settings
 from lmc.connectors.transformers import CachedModel
-from lmc.connectors.transformers.hf import forward, identity, rows_of
+from lmc.connectors.transformers.hf import cache_argument, identity, prefilled, rows_of
 from lmc.connectors.transformers.report import How, Report
 from lmc.engine import PromptView
 from lmc.errors import ConfigError, InputError, NoMemory, UnsupportedModel
@@ -437,14 +437,15 @@ def test_a_prefilled_cache_is_a_transformers_cache(cached: CachedModel) -> None:
 
 @pytest.mark.parametrize("how", ["full", "exact", "blend"])
 def test_model_generate_continues_from_a_prefilled_cache(cached: CachedModel, how: str) -> None:
-    """The line of the README: `model.generate(prompt, past_key_values=done.cache)`."""
+    """The line of the README: `model.generate(prompt, cache=done.cache)`."""
     cached.policy = EVERYTHING
     for document in DOCUMENTS[:2]:
         cached.learn(document)
     ids = torch.tensor([prompt(0, 1)])
     own = cached.model.generate(ids, max_new_tokens=8, do_sample=False)
     done = cached.prefill(prompt(0, 1), how)  # type: ignore[arg-type]
-    assert torch.equal(cached.model.generate(ids, past_key_values=done.cache, max_new_tokens=8, do_sample=False), own)
+    given = {cache_argument(cached.model): done.cache}
+    assert torch.equal(cached.model.generate(ids, **given, max_new_tokens=8, do_sample=False), own)
 
 
 def test_a_cache_of_other_tokens_is_never_stored(cached: CachedModel) -> None:
@@ -539,7 +540,7 @@ def test_a_document_of_which_a_chunk_cannot_be_filled_holds_nothing(
         with pytest.raises(MemoryError):
             cached.learn(DOCUMENTS[5])  # 45 tokens in chunks of 16
     assert cached.engine.store.held() == 0
-    assert cached.learn(DOCUMENTS[5]) == 2
+    assert cached.learn(DOCUMENTS[5]) == 3
 
 
 def test_blending_needs_to_be_switched_on() -> None:
@@ -799,8 +800,8 @@ SINK, PRIMER = 2, random_tokens(20, 90)
 def test_a_document_is_learned_behind_the_sink_and_exact_there() -> None:
     with CachedModel(random_model(), settings(), SEPARATOR, learn_prefix=[SINK]) as cached:
         document = DOCUMENTS[0]
-        sink = forward(cached.model, [SINK], DynamicCache()).past_key_values
-        wanted = rows_of(forward(cached.model, document, sink).past_key_values)
+        sink = prefilled(cached.model, [SINK])
+        wanted = rows_of(prefilled(cached.model, document, sink))
         cached.learn(document)
         placed = cached.engine.documents([*SYSTEM, *document], [Span(len(SYSTEM), len(SYSTEM) + len(document))])
         with closing(cached.engine.layers(placed[0].pieces, cached.layers.shape)) as reader:
@@ -858,7 +859,7 @@ def test_no_way_in_lets_a_prompt_change_what_a_document_is_for_others(
         assert cached.knows(document) == (way in ("blend", "reuse", "generate", "learn_documents"))
         cached.learn(document)
         found = kv_of(cached, document)
-        wanted = rows_of(forward(cached.model, [*prefix, *document], DynamicCache()).past_key_values)
+        wanted = rows_of(prefilled(cached.model, [*prefix, *document]))
     for stored, layer in zip(found, wanted, strict=True):
         assert (stored - torch.stack(layer)[:, len(prefix) :]).abs().max() <= 1e-5
 

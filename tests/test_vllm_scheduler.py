@@ -38,6 +38,7 @@ from lmc.connectors.vllm import claims
 from lmc.connectors.vllm.messages import BlendJob, LoadJob, StepReport
 from lmc.connectors.vllm.model_identity import model_identity
 from lmc.connectors.vllm.request_state import Role
+from lmc.engine import NewChunk
 from lmc.engine.identity import adapter_stamp
 from lmc.errors import ConfigError
 from lmc.keys import RecordKind
@@ -567,13 +568,15 @@ def test_a_failed_load_is_not_tried_again(make):
     fill(faulty.inner, PLAIN[:16])
     tier = Gated(faulty, parts=LAYERS)
     lab = make(tier)
-    request = lab.arrive("one", PLAIN[:16])
+    request = lab.arrive("one", PLAIN[:16], prefill_stats=PrefillStats())
     tier.read_gates[0].set()
     assert lab.wait(lambda: lab.admit(request)) == 16
+    assert request.prefill_stats.counts == (16, 0, 16)
     failing.append(True)
     tier.open_all()
     lab.load(request)
     assert request.num_computed_tokens == 0
+    assert request.prefill_stats.counts == (16, 0, 0), "cached_tokens of the response"
     assert state_of(lab, "one").given_up
     failing.clear()
     assert lab.scheduler.claim(request, 0) == 0
@@ -1488,7 +1491,7 @@ def test_a_record_with_a_strange_label_does_not_keep_the_engine_from_starting(ma
     lab = Lab([tier])
     key, namespace = page_key(lab, b"x" * 32), lab.engine.namespace(RecordKind.PAGES)
     meta = lab.engine._meta(RecordKind.PAGES, key, namespace, "", 8, 0, 2 * PAGE, "no hash at all")
-    lab.store.commit(lab.store.begin(meta))
+    lab.store.commit(lab.store.begin([meta]))
     lab.scheduler.close()
     assert key in tier.records
     make(tier)
@@ -1506,7 +1509,7 @@ def test_a_slot_that_is_filled_anew_is_lost_to_whoever_still_reads_it(make):
     lab.store.release([pin])
     assert lab.workers.slab.ready(pin.slot, pin.tag) == LAYERS
     chain = lab.engine.block_chain([b"a" * 32, b"b" * 32], BLOCK)
-    writing = lab.engine.begin_exact(chain, 0, CHUNK)
+    (writing,) = lab.engine.begin_exact(chain, [NewChunk(0, CHUNK)])
     assert lab.workers.slab.ready(pin.slot, pin.tag) == -1
     lab.store.abort(writing)
 

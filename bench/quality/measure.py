@@ -20,7 +20,7 @@ from lmc.blend.strategies import STRATEGIES, Evidence, highest
 from lmc.config import Settings
 from lmc.connectors.transformers import CachedModel
 from lmc.connectors.transformers.continuation import divergence, greedy_answer, log_probabilities
-from lmc.connectors.transformers.hf import rows_of
+from lmc.connectors.transformers.hf import forward, rows_of
 from lmc.connectors.transformers.report import Prefilled
 from lmc.demo.run import begins, common
 from quality.cases import Case
@@ -172,9 +172,7 @@ class Lab:
         before = copy.deepcopy(full.cache)
         before.crop(start - before.get_seq_length())
         cached.model.set_attn_implementation("eager")
-        given = torch.tensor([prompt[start:]], device=cached.layers.device)
-        with torch.inference_mode():
-            attentions = cached.model(given, past_key_values=before, output_attentions=True).attentions
+        attentions = forward(cached.model, prompt[start:], before, output_attentions=True).attentions
         cached.model.set_attn_implementation("sdpa")
         scores = torch.zeros(len(prompt) - 1)
         for attention, right, reused in zip(attentions, rows_of(full.cache), rows_of(blind.cache), strict=True):

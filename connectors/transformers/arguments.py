@@ -13,6 +13,7 @@ ONE_SEQUENCE = {
     "num_return_sequences": 1,
     "return_dict_in_generate": False,
     "use_cache": True,
+    "cache": None,
     "past_key_values": None,
 }
 

@@ -32,9 +32,7 @@ def log_probabilities(
     cached: CachedModel, prompt: Sequence[int], done: Prefilled, answer: Sequence[int]
 ) -> torch.Tensor:
     """Return the predictions `[A, V]` for each of the A tokens of an answer, behind the ones before it."""
-    ids = torch.tensor([[prompt[-1], *answer[:-1]]], device=cached.layers.device)
-    with torch.inference_mode():
-        logits = cached.model(ids, past_key_values=done.cache).logits[0]
+    logits = forward(cached.model, [prompt[-1], *answer[:-1]], done.cache, logits=0).logits[0]
     _shorten(done, len(prompt) - 1)
     return torch.log_softmax(logits.float(), dim=-1)
 

@@ -1,5 +1,6 @@
 """Adapters to the transformers library: its caches, its forward call, and the loading of models."""
 
+import inspect
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,19 @@ from lmc.engine.identity import checkpoint_files, identity_of_files, identity_of
 from lmc.errors import InputError, UnsupportedModel
 from lmc.shapes import KVShape
 
+MISSING = "there is no such directory"
+
+
+def _is_missing(name: str | Path) -> bool:
+    """Return whether a name is that of a directory, and not a hub's id, and there is none."""
+    path = Path(name)
+    return not path.is_dir() and (path.is_absolute() or len(path.parts) > 2)
+
 
 def load(name: str | Path) -> tuple[Any, Any]:
     """Load model and tokenizer from a directory or a hub's id; raise `UnsupportedModel` if that is not possible."""
-    path = Path(name)
-    if not path.is_dir() and (path.is_absolute() or len(path.parts) > 2):  # not a hub's id
-        raise UnsupportedModel(f"cannot load a causal language model from {name}: there is no such directory")
+    if _is_missing(name):
+        raise UnsupportedModel(f"cannot load a causal language model from {name}: {MISSING}")
     disable_progress_bar()  # It would appear in the middle of lmc's own progress bar.
     try:
         model = AutoModelForCausalLM.from_pretrained(str(name), dtype="auto")
@@ -38,6 +46,8 @@ def kv_shape(name: str | Path, dtype: str | None = None) -> KVShape:
     wanted = getattr(torch, dtype, None) if dtype else None
     if dtype and not isinstance(wanted, torch.dtype):
         raise InputError(f"{dtype} is no dtype: give one such as bfloat16")
+    if _is_missing(name):
+        raise InputError(f"cannot read a model's configuration in {name}: {MISSING}")
     try:
         found = AutoConfig.from_pretrained(str(name))
         heads = found.num_attention_heads
@@ -53,6 +63,8 @@ def kv_shape(name: str | Path, dtype: str | None = None) -> KVShape:
 
 def tokenizer_of(name: str | Path) -> Any:
     """Return a model's tokenizer; raise `InputError` if it cannot be read."""
+    if _is_missing(name):
+        raise InputError(f"cannot read the tokenizer of {name}: {MISSING}")
     try:
         return AutoTokenizer.from_pretrained(str(name))
     except (OSError, ValueError) as error:
@@ -60,18 +72,33 @@ def tokenizer_of(name: str | Path) -> Any:
 
 
 def chat_template(name: str | Path) -> str:
-    """Return a model's chat template; raise `OSError` if it cannot be read, or `InputError` if there is none."""
-    found = AutoTokenizer.from_pretrained(str(name)).chat_template
+    """Return a model's chat template; raise `InputError` if there is none, or if it cannot be read."""
+    found = tokenizer_of(name).chat_template
     if not isinstance(found, str):
         raise InputError(f"{name} has no chat template, or several: give the one to use with --template")
     return found
 
 
-def forward(model: Any, tokens: Sequence[int], cache: DynamicCache) -> Any:
-    """Run the model on tokens that follow those in `cache`; only the last token's logits are computed."""
+def cache_argument(model: Any) -> str:
+    """Return what the model calls the cache in its arguments: `past_key_values` before transformers 5.24."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+
+
+def forward(model: Any, tokens: Sequence[int], cache: DynamicCache, logits: int = 1, **options: Any) -> Any:
+    """Run the model on tokens that follow those in `cache`, and append their KV to it.
+
+    The logits of the last `logits` tokens are computed, or of all tokens with 0. `options` are those of the model.
+    """
     ids = torch.tensor([list(tokens)], device=model.device)
     with torch.inference_mode():
-        return model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        return model(input_ids=ids, use_cache=True, logits_to_keep=logits, **{cache_argument(model): cache}, **options)
+
+
+def prefilled(model: Any, tokens: Sequence[int], cache: DynamicCache | None = None) -> DynamicCache:
+    """Return the cache with the KV of these tokens behind what it holds; without one, a new cache."""
+    cache = DynamicCache() if cache is None else cache
+    forward(model, tokens, cache)
+    return cache
 
 
 def identity(model: Any, checkpoint: str | Path | None) -> str:

@@ -3,7 +3,7 @@
     cached, tokenizer = CachedModel.load("path/or/id", settings)
     cached.learn(document_ids)
     done = cached.prefill(prompt_ids, how="blend")       # logits, a transformers cache, a report
-    model.generate(ids, past_key_values=done.cache)      # continues from there; `ids` is the prompt
+    model.generate(ids, cache=done.cache)                # continues from there; `ids` is the prompt
 
 It serves one prompt at a time and is not thread-safe, because the model is not.
 """
@@ -29,11 +29,11 @@ from lmc.blend.strategies import BLIND_REUSE, RecomputePolicy
 from lmc.config import Settings
 from lmc.connectors.transformers.arguments import check_options, checked_markers, checked_tokens
 from lmc.connectors.transformers.canvas import DenseCanvas
-from lmc.connectors.transformers.hf import cache_of, forward, identity, load, rows_of
+from lmc.connectors.transformers.hf import cache_argument, cache_of, forward, identity, load, prefilled, rows_of
 from lmc.connectors.transformers.layers import DecoderLayers
 from lmc.connectors.transformers.report import How, Prefilled, Report
 from lmc.connectors.transformers.selftest import prove_model
-from lmc.engine import CacheEngine, Geometry, Plan, PromptView, Wish
+from lmc.engine import CacheEngine, Geometry, NewChunk, Plan, PromptView, Wish
 from lmc.engine.calibration import calibration_objection
 from lmc.engine.identity import rope_name
 from lmc.errors import ChunkLost, ConfigError, InputError, UnsupportedModel
@@ -128,17 +128,12 @@ class CachedModel(AbstractContextManager["CachedModel"]):
             return 0
         started = time.perf_counter()
         behind, cache = len(self.engine.prefix), cache_of(self._prefix_kv)
-        done = rows_of(forward(self.model, document, cache).past_key_values)
+        done = rows_of(prefilled(self.model, document, cache))
         kv = [(keys[behind:], values[behind:]) for keys, values in done]
         self._note_speed(len(document), 0, started)
         self.engine.store.flush()  # A full write queue would drop chunks.
         namespace = self.engine.namespace(RecordKind.DOCUMENT, self._salt)
-        slots = iter(self.engine.begin_document(namespace, document, name) or ())
-        try:
-            return self._fill(slots, kv)
-        finally:
-            for unfilled in filter(None, slots):
-                self.engine.store.abort(unfilled)
+        return self._fill(self.engine.begin_document(namespace, document, name) or (), kv)
 
     def learn_documents(self, prompt_ids: Sequence[int]) -> int:
         """Learn what stands between the separators of a prompt; return how many chunks are new."""
@@ -215,7 +210,7 @@ class CachedModel(AbstractContextManager["CachedModel"]):
         done = self.prefill(prompt_ids, how)
         prompt = list(prompt_ids)
         ids = torch.tensor([prompt], device=self.layers.device)
-        options = {"attention_mask": torch.ones_like(ids), "past_key_values": done.cache, **options}
+        options = {"attention_mask": torch.ones_like(ids), cache_argument(self.model): done.cache, **options}
         out = self.model.generate(input_ids=ids, **options)[0].tolist()
         if how == "exact" and self.settings.save_decode_cache:
             held = min(done.cache.get_seq_length(), self.layers.positions)
@@ -305,25 +300,26 @@ class CachedModel(AbstractContextManager["CachedModel"]):
         bounds = chunk_bounds(len(tokens), self.engine.chunk_size)[: self.engine.store.slots]
         least = 1 if self.settings.save_unfull_chunk else self.engine.chunk_size
         sizes = [stop - start for start, stop in bounds if stop - start >= least]
-        slots = (self.engine.begin_exact(chain, number, size, self._salt) for number, size in enumerate(sizes))
-        return self._fill(slots, kv)
+        chunks = [NewChunk(number, size) for number, size in enumerate(sizes)]
+        return self._fill(self.engine.begin_exact(chain, chunks, self._salt), kv)
 
     def _fill(self, slots: Iterable[Reservation | None], kv: Sequence[KV]) -> int:
         """Copy the KV of chunks into their slots, and let them be found; return how many there were."""
-        store, count = self.engine.store, 0
-        for slot in filter(None, slots):
-            rows = slice(slot.meta.first, slot.meta.first + slot.meta.tokens)
-            try:
+        store, filled = self.engine.store, False
+        begun = [slot for slot in slots if slot is not None]
+        try:
+            for slot in begun:
+                rows = slice(slot.meta.first, slot.meta.first + slot.meta.tokens)
                 for raw, (keys, values) in zip(store.view(slot), kv, strict=True):
                     part = self.layers.shape.part(raw, slot.meta.tokens)
                     part[0].copy_(keys[rows])
                     part[1].copy_(values[rows])
-            except BaseException:
+            store.commit(begun)
+            filled = True
+        finally:
+            for slot in begun if not filled else ():
                 store.abort(slot)
-                raise
-            store.commit(slot)
-            count += 1
-        return count
+        return len(begun)
 
     # -- the model ---------------------------------------------------------------------------------------------------
 
@@ -331,7 +327,7 @@ class CachedModel(AbstractContextManager["CachedModel"]):
     def _prefix_kv(self) -> list[KV]:
         """The keys and values `[H, T, D]` of the tokens behind which documents are learned."""
         prefix = self.engine.prefix
-        layers = forward(self.model, prefix, DynamicCache()).past_key_values.layers if prefix else ()
+        layers = prefilled(self.model, prefix).layers if prefix else ()
         return [(layer.keys[0], layer.values[0]) for layer in layers]
 
     def _why_not(self, name: str, checkpoint: str | Path | None) -> str:

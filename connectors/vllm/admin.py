@@ -76,6 +76,7 @@ class Administration:
             "answer": markers.answer if markers else (),
             "ratio": settings.blend_recompute_ratios[-1],
             "capacity": self._engine.capacity(),
+            "chunk_size": self._engine.chunk_size,
             # Engines of one cache server have the same documents.
             "cache": f"{BOOT.read_text().strip()}:{settings.server}" if settings.server else "",
             "document_events": os.environ.get(DOCUMENT_EVENTS, ""),
@@ -84,7 +85,7 @@ class Administration:
     def request(self, name: str) -> Facts:
         """Return the facts of one of the last requests, by the id of its response; raise `InputError` otherwise."""
         for known, facts in reversed(list(self._requests.items())):
-            if known.startswith(name):  # The engine adds to the id of a response.
+            if known == name or known.startswith((f"{name}-", f"{name}_")):  # The engine adds to the id of a response.
                 return facts
         raise InputError(f"no request {name} among the last {len(self._requests)}")
 
@@ -93,11 +94,13 @@ class Administration:
         and `lmc` as in a request. Raises `InputError` for anything else.
         """
         prompt, salt = self._tokens(asked), str(asked.get("cache_salt") or "")
+        given = asked.get("kv_transfer_params")
+        options = asked.get("lmc") or (given.get("lmc") if isinstance(given, dict) else None)
         if not 0 < len(prompt) <= self._setup.longest:
             raise InputError(f"the prompt has {len(prompt)} tokens, the engine takes 1 to {self._setup.longest}")
         request = SimpleNamespace(
             request_id="explain", prompt_token_ids=prompt, num_prompt_tokens=len(prompt), num_tokens=len(prompt),
-            cache_salt=salt or None, kv_transfer_params={"lmc": asked["lmc"]} if asked.get("lmc") else None,
+            cache_salt=salt or None, kv_transfer_params={"lmc": options} if options else None,
             lora_request=asked.get("lora"), mm_features=[], prompt_embeds=None, skip_reading_prefix_cache=False,
             block_hashes=[], num_preemptions=0, all_token_ids=prompt,
         )  # fmt: skip
@@ -134,7 +137,8 @@ class Administration:
         if given is not None:
             return [int(token) for token in given]
         if self._tokenizer is None:
-            raise InputError("this engine has no tokenizer, or does not blend: give prompt_token_ids")
+            why = self._setup.refused or "it was started with skip_tokenizer_init"
+            raise InputError(f"this engine has no tokenizer ({why}): give prompt_token_ids")
         if isinstance(asked.get("messages"), list):
             try:
                 return list(

@@ -7,12 +7,14 @@ and nothing else, even where both are in one process.
 """
 
 import logging
+import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 
+from lmc.admin_address import ADDRESS
 from lmc.blend.learn_prefix import learn_prefix
 from lmc.blend.markers import Markers
 from lmc.config import Settings
@@ -166,8 +168,9 @@ class LMCConnector(vllm_api.KVConnectorBase_V1):
         refused = refused or calibration_objection(settings, model, checkpoint)
         if refused and self.settings.enable_blending:
             log.warning("blending is off: %s. Exact offload goes on.", refused)
-        tokenizer = self._tokenizer() if not refused else None
-        prefix = learn_prefix(tokenizer, settings) if tokenizer else ()
+        # `lmc explain` says why nothing is blended, also of a prompt that is given as text.
+        tokenizer = self._tokenizer() if not refused or ADDRESS in os.environ else None
+        prefix = learn_prefix(tokenizer, settings) if tokenizer and not refused else ()
         hashing = cache.prefix_caching_hash_algo
         named = self._config.model_config
         names: dict[str, Any] = {
@@ -183,7 +186,7 @@ class LMCConnector(vllm_api.KVConnectorBase_V1):
             block_size=cache.block_size,
             stages=layers_of_stages(workers),
             ranks=len(workers),
-            markers=self._markers(tokenizer) if tokenizer else None,
+            markers=self._markers(tokenizer) if tokenizer and not refused else None,
             tokenizer=tokenizer,
             blends=not refused,
             refused=refused,

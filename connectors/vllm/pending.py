@@ -1,7 +1,7 @@
 """Pending transfers: reserved slots that workers are filling. Chunks become visible when every rank has reported."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from lmc.keys import RecordKind
@@ -36,14 +36,15 @@ class PendingTransfers:
         """Count the ranks that have ended jobs. With the last one, chunks become visible, or slots are returned."""
         for job in failed & self.under_way.keys():
             self.under_way[job].failed = True
+        ended = []
         for job, ranks in done.items():
             transfer = self.under_way.get(job)
             if transfer is None:
                 continue
             transfer.ranks += ranks
             if transfer.ranks >= self._ranks:
-                del self.under_way[job]
-                self._end(transfer)
+                ended.append(self.under_way.pop(job))
+        self._end(ended)
 
     def fail_all(self) -> None:
         """Do not keep what is under way."""
@@ -53,18 +54,18 @@ class PendingTransfers:
     def drop_all(self) -> None:
         """Return all slots at the end, when no worker will report any more."""
         self.fail_all()
-        for transfer in self.under_way.values():
-            self._end(transfer)
+        self._end(list(self.under_way.values()))
         self.under_way.clear()
 
-    def _end(self, transfer: Transfer) -> None:
-        for slot in transfer.slots:
-            if transfer.failed:
+    def _end(self, transfers: Sequence[Transfer]) -> None:
+        filled = [slot for transfer in transfers for slot in transfer.slots if not transfer.failed]
+        self._store.commit(filled)
+        for slot in filled:
+            self.stored["chunks"] += 1
+            self.stored["tokens"] += slot.meta.tokens
+            # The last chunk of a document has its tokens in the label.
+            self.stored["documents"] += slot.meta.kind is RecordKind.DOCUMENT and bool(slot.meta.label)
+        for transfer in transfers:
+            for slot in transfer.slots if transfer.failed else ():
                 self._store.abort(slot)
-            else:
-                self._store.commit(slot)
-                self.stored["chunks"] += 1
-                self.stored["tokens"] += slot.meta.tokens
-                # The last chunk of a document has its tokens in the label.
-                self.stored["documents"] += slot.meta.kind is RecordKind.DOCUMENT and bool(slot.meta.label)
-        transfer.done()
+            transfer.done()

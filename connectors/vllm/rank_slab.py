@@ -1,23 +1,30 @@
 """A rank's share of the slab that the scheduler's process owns."""
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 
 import torch
 
 from lmc.connectors.vllm.messages import DocumentPart, PageCopy
 from lmc.connectors.vllm.vllm_api import get_pp_group, get_tp_group
 from lmc.storage.ledger import Slot
+from lmc.storage.memory_files import wait_until_unlocked
 from lmc.storage.slab import Slab, SlabAddress
 
 
 class RankSlab:
     """The parts of slots that belong to this rank's layers."""
 
-    def __init__(self, at: SlabAddress) -> None:
-        """Map them; raise `StorageError` if the slab cannot be opened."""
+    def __init__(self, at: SlabAddress, gone: Callable[[SlabAddress], object] = lambda _: None) -> None:
+        """Map them; raise `StorageError` if the slab cannot be opened.
+
+        `gone` is called by another thread when a cache server has ended whose slab it is.
+        """
         self.at = at
         self._share = at.shares.of(get_pp_group().rank_in_group, get_tp_group().rank_in_group)
         self._slab = Slab.attach(at, self._share)
+        if at.owner:
+            threading.Thread(target=_wait_for, args=(at, gone), name="lmc-server", daemon=True).start()
 
     def part(self, slot: int, layer: int) -> torch.Tensor:
         """Return the part of a slot for one of this rank's layers: uint8 `[n]`."""
@@ -30,3 +37,8 @@ class RankSlab:
     def ready(self, wanted: Sequence[PageCopy | DocumentPart]) -> int:
         """Return how many parts are in each slot now; `LOST`, which is less than any number, if a chunk has gone."""
         return min((self._slab.ready(Slot(one.slot), one.tag) for one in wanted), default=self._slab.parts)
+
+
+def _wait_for(at: SlabAddress, gone: Callable[[SlabAddress], object]) -> None:
+    if wait_until_unlocked(at.owner):
+        gone(at)

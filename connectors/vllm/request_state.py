@@ -51,6 +51,7 @@ class RequestState:
     progress_at: float = 0.0  # when a part that it waits for arrived last
     parts_arrived: int = 0  # parts of pinned chunks that had arrived by then
     loading: bool = False  # Workers are loading or blending.
+    local: int = 0  # tokens that the engine's own cache had when the load began
     given_up: bool = False  # A load failed or was too late, and nothing more is loaded.
     # What is saved of it
     salted: int | None = None  # the block from which on its hashes do not come from its tokens alone

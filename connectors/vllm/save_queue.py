@@ -4,16 +4,15 @@ Workers copy pages after the step that completes them. The blocks are held until
 that the engine does not give them to another request.
 """
 
-import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from lmc.connectors.vllm.kv_events import KVEvents
 from lmc.connectors.vllm.messages import LearnJob, SaveJob
 from lmc.connectors.vllm.pending import PendingTransfers
 from lmc.connectors.vllm.request_state import RequestState, Role
 from lmc.connectors.vllm.start import Setup
-from lmc.engine import Unlearned
+from lmc.engine import NewChunk, Unlearned
 
 log = logging.getLogger(__name__)
 
@@ -47,10 +46,10 @@ class SaveQueue:
         """Save the exact chunks that are full when `computed` tokens are computed."""
         if state.role is Role.LEARN:  # Its document is stored, and its pages are not saved as well.
             return
-        table = functools.cache(table)  # The engine makes a new list each time.
-        for chunk in range(state.saved, self._storable(state, computed) // self._chunk):
-            state.saved = chunk + 1
-            self._save(state, table, chunk, self._chunk)
+        full = self._storable(state, computed) // self._chunk
+        if full > state.saved:
+            chunks, state.saved = range(state.saved, full), full
+            self._save(state, table, dict.fromkeys(chunks, self._chunk))
 
     def save_tail(self, state: RequestState, blocks: Sequence[int]) -> None:
         """Save the full blocks behind a request's last full chunk, as a partly full chunk."""
@@ -61,7 +60,7 @@ class SaveQueue:
         chunk, rest = divmod(tokens, self._chunk)
         rest -= rest % self._block_size
         if rest and chunk >= state.saved:
-            self._save(state, lambda: blocks, chunk, rest)
+            self._save(state, lambda: blocks, {chunk: rest})
 
     def learns(self, document: Unlearned) -> bool:
         """Return whether a document waits to be learned, or is being learned."""
@@ -108,22 +107,28 @@ class SaveQueue:
             tokens = min(tokens, request.num_prompt_tokens)
         return tokens if state.approximate is None else min(tokens, state.approximate)
 
-    def _save(self, state: RequestState, table: Table, chunk: int, tokens: int) -> None:
+    def _save(self, state: RequestState, table: Table, chunks: Mapping[int, int]) -> None:
+        """Save exact chunks, of which `chunks` has the numbers of tokens."""
+        places = [
+            (chunk * self._chunk // self._block_size, tokens // self._block_size) for chunk, tokens in chunks.items()
+        ]
+        details = [self._events.details(state.request, *place) if self._events else None for place in places]
+        labels = [one.label() if one else "" for one in details]
+        new = [NewChunk(*chunk, label) for chunk, label in zip(chunks.items(), labels, strict=True)]
         chain = self._engine.block_chain(state.hashes, self._block_size)
-        first, count = chunk * self._chunk // self._block_size, tokens // self._block_size
-        details = self._events.details(state.request, first, count) if self._events else None
-        label = details.label() if details else ""
-        slot = self._engine.begin_exact(chain, chunk, tokens, state.request.cache_salt or "", label)
-        if slot is None:
-            return
-        blocks = tuple(table()[first : first + count])
-        if len(blocks) < count or any(self._pool.blocks[block].is_null for block in blocks):
-            self._engine.store.abort(slot)  # A sliding window has passed these blocks.
-            return
-        if self._events and details:
-            self._events.expect(slot.meta.key, details)
-        job = self._pending.begin([slot], self._hold(blocks))
-        self._saves.append(SaveJob(job=job, slot=slot.slot, blocks=blocks))
+        slots = self._engine.begin_exact(chain, new, state.request.cache_salt or "")
+        numbers = table() if any(slots) else ()
+        for slot, (first, count), known in zip(slots, places, details, strict=True):
+            if slot is None:
+                continue
+            blocks = tuple(numbers[first : first + count])
+            if len(blocks) < count or any(self._pool.blocks[block].is_null for block in blocks):
+                self._engine.store.abort(slot)  # A sliding window has passed these blocks.
+                continue
+            if self._events and known:
+                self._events.expect(slot.meta.key, known)
+            job = self._pending.begin([slot], self._hold(blocks))
+            self._saves.append(SaveJob(job=job, slot=slot.slot, blocks=blocks))
 
     def _hold(self, blocks: Sequence[int]) -> Callable[[], None]:
         """Keep the engine from reusing blocks; return the function that releases them."""

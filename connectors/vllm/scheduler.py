@@ -115,6 +115,7 @@ class Scheduler:
         assert claim is not None
         assert claim.plan.stop - claim.local == tokens, "the engine loads another number of tokens than was claimed"
         state.claim, state.loading, state.loading_since = None, True, self._setup.clock()
+        state.local = claim.local
         self._claims.wait_from_now(state)
         state.sources = sources_of(claim.plan.pieces, state.pins)
         if request.prefill_stats and not request.num_preemptions:
@@ -229,6 +230,9 @@ class Scheduler:
             state = self._states[request]
             state.given_up, state.exact_tokens = True, 0
             state.sources.clear()
+            stats = state.request.prefill_stats
+            if stats and not state.request.num_preemptions:  # For `cached_tokens`: what was lost is computed.
+                stats.set(state.request.num_prompt_tokens, state.local, 0)
             self.counts["failed_loads"] += 1
         for request, facts in report.blended.items():
             self.counts["token_layers"] += int(facts["token_layers"])  # type: ignore[call-overload]

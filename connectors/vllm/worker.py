@@ -37,10 +37,10 @@ from lmc.connectors.vllm.selftest import prove_model, run_full_batch
 from lmc.connectors.vllm.streams import Streams, divided, seconds_of
 from lmc.connectors.vllm.tensor_parallel import all_of
 from lmc.connectors.vllm.vllm_api import get_pp_group, get_tensor_model_parallel_rank, get_tp_group
-from lmc.errors import ChunkLost, NoMemory, UnsupportedModel
+from lmc.errors import ChunkLost, NoMemory, StorageError, UnsupportedModel
 from lmc.keys import chunk_bounds
 from lmc.shapes import MIB
-from lmc.storage.slab import LOST
+from lmc.storage.slab import LOST, SlabAddress
 
 log = logging.getLogger(__name__)
 
@@ -180,7 +180,17 @@ class Worker:
         if self._slab is not None and self._slab.at != at:
             self._slab = None
         if self._slab is None and at is not None and (not at.lifeline or plan.loads or plan.saves or plan.learn):
-            self._slab = RankSlab(at)
+            try:
+                self._slab = RankSlab(at, self._let_go)
+            except StorageError as error:
+                if not at.lifeline or self._ranks > 1:  # Other ranks may have mapped it, and would wait for this one.
+                    raise
+                log.warning("the memory of the cache server cannot be mapped, and nothing is loaded: %s", error)
+
+    def _let_go(self, at: SlabAddress) -> None:
+        """Unmap the slab of a cache server that has gone, also if the engine is idle: its memory would stay taken."""
+        if self._slab is not None and self._slab.at == at and not self._loading and not self._learning:
+            self._slab = None
 
     def save(self, jobs: list[SaveJob]) -> None:
         """Copy the blocks that this step has completed, after the forward pass."""
@@ -190,8 +200,9 @@ class Worker:
             for job in jobs:
                 try:
                     self._save(job)
-                except Exception:
-                    log.exception("lmc could not save a chunk")
+                except Exception as error:
+                    if not isinstance(error, ChunkLost):  # Then it has been said that there is no slab.
+                        log.exception("lmc could not save a chunk")
                     self._report.failed.add(job.job)
             event = self._streams.event()
             self._copied += [(event, job.job) for job in jobs]
@@ -338,28 +349,32 @@ class Worker:
 
     # -- inside: the slab --------------------------------------------------------------------------------------------
 
+    @property
+    def _mapped(self) -> RankSlab:
+        """The slab; raise `ChunkLost` if that of a cache server could not be mapped."""
+        if self._slab is None:
+            raise ChunkLost([])
+        return self._slab
+
     def _part(self, slot: int, layer: int) -> torch.Tensor:
-        assert self._slab is not None
-        return self._slab.part(slot, layer)
+        return self._mapped.part(slot, layer)
 
     def _has_arrived(self, request: str, wanted: Sequence[PageCopy | DocumentPart], layer: int) -> bool:
         """Return whether all parts of a layer are in all slots, with the same answer on every rank.
 
         Raises `ChunkLost` if they never will be.
         """
-        assert self._slab is not None
-        ready = self._arrived[request] if self._ranks > 1 else self._slab.ready(wanted)
+        ready = self._arrived[request] if self._ranks > 1 else self._mapped.ready(wanted)
         if ready == LOST:
             raise ChunkLost([])
-        return ready >= self._slab.needed(layer)
+        return ready >= self._mapped.needed(layer)
 
     def _check(self, wanted: Sequence[PageCopy | DocumentPart]) -> None:
         """Raise `ChunkLost` if one of the slots was given to another chunk while it was read.
 
         This is asked at the end of a job, where ranks may differ: what one of them reports is wrong for all.
         """
-        assert self._slab is not None
-        if self._slab.ready(wanted) == LOST:
+        if self._mapped.ready(wanted) == LOST:
             raise ChunkLost([])
 
     @property

@@ -2,8 +2,12 @@
 
 from lmc.engine.cache_engine import CacheEngine, PromptView
 from lmc.engine.geometry import Geometry
+from lmc.engine.index import NewChunk
 from lmc.engine.learn_queue import Unlearned
 from lmc.engine.pieces import Piece
 from lmc.engine.planner import DocumentLookup, Lookup, Plan, Wish
 
-__all__ = ["CacheEngine", "DocumentLookup", "Geometry", "Lookup", "Piece", "Plan", "PromptView", "Unlearned", "Wish"]
+__all__ = [
+    "CacheEngine", "DocumentLookup", "Geometry", "Lookup", "NewChunk", "Piece", "Plan", "PromptView",
+    "Unlearned", "Wish",
+]  # fmt: skip

@@ -21,7 +21,7 @@ from lmc.background import Background
 from lmc.blend.segments import Span
 from lmc.config import Settings
 from lmc.engine.geometry import Geometry
-from lmc.engine.index import BlockChain, CacheIndex, ExactChain, TokenChain, find_run
+from lmc.engine.index import BlockChain, CacheIndex, ExactChain, NewChunk, TokenChain, find_run
 from lmc.engine.keeper import FILE, DocumentKeeper, Keeper
 from lmc.engine.known_documents import KnownDocument, KnownDocuments, document_label, parted_label
 from lmc.engine.learn_queue import LearnQueue, Unlearned
@@ -236,26 +236,27 @@ class CacheEngine:
                 if torch.cuda.is_available():
                     torch.cuda.current_stream().synchronize()  # Copies out of slots end before the pins do.
 
-    def begin_exact(
-        self, chain: ExactChain, chunk: int, tokens: int, salt: str = "", details: str = ""
-    ) -> Reservation | None:
-        """Return a slot for `tokens` tokens behind `chunk` full chunks, or None if they are stored or there is no room.
+    def begin_exact(self, chain: ExactChain, chunks: Sequence[NewChunk], salt: str = "") -> list[Reservation | None]:
+        """Return a slot for each chunk, or None for one that is stored or for which there is no room.
 
-        A shared tier is not asked, because that would cost a round trip for each chunk; it keeps one of two equal
-        records. A connector finds `details` again in `recalled` after a restart.
+        A shared tier is not asked, because that would cost a round trip; it keeps one of two equal records.
         """
-        naming = chain.naming(chunk, tokens)
-        known = [naming.key, naming.longer] if naming.longer is not None else [naming.key]
-        reservation = None
-        if not any(self.store.lookup(known, shared=False)):
-            size = self.geometry.part_bytes * tokens // self.chunk_size  # Older bytes of the slot are not written.
-            label = " ".join(filter(None, (naming.label, details)))
-            at = chunk * self.chunk_size
-            meta = self._meta(chain.kind, naming.key, chain.namespace, tenant_of(salt), tokens, at, size, label)
-            reservation = self.store.begin(meta)
-        if reservation is not None or chain.kind is RecordKind.PREFIX:
-            chain.remember(chunk, tokens)
-        return reservation
+        namings = [chain.naming(one.chunk, one.tokens) for one in chunks]
+        keys = [key for naming in namings for key in (naming.key, naming.longer) if key is not None]
+        places = dict(zip(keys, self.store.lookup(keys, shared=False), strict=True))
+        metas = {}
+        for one, naming in zip(chunks, namings, strict=True):
+            if places[naming.key] is None and (naming.longer is None or places[naming.longer] is None):
+                size = self.geometry.part_bytes * one.tokens // self.chunk_size  # Older bytes of the slot stay unread.
+                label = " ".join(filter(None, (naming.label, one.details)))
+                kept, at = (chain.kind, naming.key, chain.namespace, tenant_of(salt)), one.chunk * self.chunk_size
+                metas[one] = self._meta(*kept, one.tokens, at, size, label)
+        begun = dict(zip(metas, self.store.begin(list(metas.values())), strict=True))
+        slots = [begun.get(one) for one in chunks]
+        for one, slot in zip(chunks, slots, strict=True):
+            if slot is not None or chain.kind is RecordKind.PREFIX:
+                chain.remember(one.chunk, one.tokens)
+        return slots
 
     def begin_document(
         self, namespace: bytes, tokens: Sequence[int], name: str = ""
@@ -268,17 +269,18 @@ class CacheEngine:
         places = self.store.lookup(keys, shared=False)
         if all(places) or len(keys) > self.store.slots:
             return None
-        slots: list[Reservation | None] = []
-        tenant = self.names.tenant_of(namespace)
+        metas, tenant = [], self.names.tenant_of(namespace)
         for key, place, (start, stop) in zip(keys, places, chunk_bounds(len(tokens), self.chunk_size), strict=True):
             size = (stop - start) * self.geometry.token_bytes
             label = document_label(tokens, name) if stop == len(tokens) else ""
-            meta = self._meta(RecordKind.DOCUMENT, key, namespace, tenant, stop - start, start, size, label)
-            slots.append(None if place else self.store.begin(meta))
-            if place is None and slots[-1] is None:
-                for begun in filter(None, slots):
-                    self.store.abort(begun)
-                return None
+            if place is None:
+                metas.append(self._meta(RecordKind.DOCUMENT, key, namespace, tenant, stop - start, start, size, label))
+        new = self.store.begin(metas)
+        if None in new:
+            for begun in filter(None, new):
+                self.store.abort(begun)
+            return None
+        slots = [None if place else new.pop(0) for place in places]
         known = self.known.note(namespace, tokens, keys, model=self.names.model, tenant=tenant)
         known.name = known.name or name
         return slots

@@ -1,6 +1,6 @@
 """What people ask about documents while an engine or a cache server runs: lists, pins, time limits, names, removal."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from lmc.background import Background
@@ -53,14 +53,19 @@ class DocumentDesk:
 
     def listed(self, limit: int = LISTED, tenant: str | None = None) -> Facts:
         """Return the known documents, the one that was used last first."""
+        total, documents = self.listing(limit, tenant)
+        return {"documents": list(documents), "total": total}
+
+    def listing(self, limit: int, tenant: str | None = None) -> tuple[int, Iterator[Facts]]:
+        """Return how many documents are known, and a description of each, up to a limit."""
         known = self._known(tenant)
         _refresh(known[:limit])
-        listed = [self._described(one) for one in self._background.gently(known[:limit])]
-        return {"documents": listed, "total": len(known)}
+        return len(known), (self._described(one) for one in self._background.gently(known[:limit]))
 
     def count(self) -> int:
         """Return how many documents are known."""
-        return len(self._known(None))
+        shelves = self._shelves()
+        return shelves[0].known.count() if len(shelves) == 1 else len(self._known(None))
 
     def show(self, name: str, tenant: str | None = None) -> Facts:
         """Return the documents of a name, or the one whose id begins with it; raise `InputError` if there is none."""
@@ -101,7 +106,8 @@ class DocumentDesk:
     def _known(self, tenant: str | None) -> list["_Found"]:
         shelves = self._shelves()
         if len(shelves) == 1:
-            return [_Found(known, shelves) for known in shelves[0].known.list(tenant) if not known.removed]
+            listed = self._background.gently(shelves[0].known.list(tenant))
+            return [_Found(known, shelves) for known in listed if not known.removed]
         by_id: dict[str, list[tuple[Shelf, KnownDocument]]] = {}
         for shelf in shelves:
             for known in shelf.known.list(tenant):

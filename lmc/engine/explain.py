@@ -20,9 +20,10 @@ class Explanation:
     start: int  # positions [start, stop) of the prompt
     stop: int
     text: str  # how it begins
-    places: tuple[str, ...]  # where its chunks are; empty if it is not stored as a whole
-    reused: bool
-    why: str  # why it is not reused; empty if it is
+    places: tuple[str, ...]  # where its stored chunks are
+    chunks: int  # how many it has, of which some may not be stored
+    reused: bool  # if only as far as it is stored
+    why: str  # why it is not reused, or not as a whole; empty if it is
     nearest: str = ""  # the id of the known document that is most like it, if it is not known itself
     differs_at: int = -1  # the first of its tokens that differs from the nearest one's
 
@@ -49,7 +50,6 @@ def explain(
         reused = bool(planned.intersection(piece.key for piece in document.pieces)) and not refused
         why, nearest, differs = "", "", -1
         if len(there) < len(places):
-            there = ()
             why = _why_known_no_more(engine, prompt, document, salt)
             near = None if why else engine.known.nearest(tokens, engine.namespace(RecordKind.DOCUMENT, salt))
             if near is not None:
@@ -63,8 +63,8 @@ def explain(
         text = decode(tokens[:SHOWN])[:SHOWN]
         found.append(
             Explanation(
-                start=document.span.start, stop=document.span.stop, text=text, places=there, reused=reused,
-                why=why, nearest=nearest, differs_at=differs,
+                start=document.span.start, stop=document.span.stop, text=text, places=there, chunks=len(places),
+                reused=reused, why=why, nearest=nearest, differs_at=differs,
             )
         )  # fmt: skip
     return found
@@ -75,8 +75,7 @@ def _why_known_no_more(engine: CacheEngine, prompt: Sequence[int], document: Doc
     waiting = engine.unlearned(prompt, document.span, salt)
     if waiting in engine.learning:
         return "it waits to be learned"
-    tokens = array("I", waiting.tokens)
-    same = [known for known in engine.known.list() if known.tokens == tokens]
+    same = engine.known.with_tokens(array("I", waiting.tokens))
     return _why_gone(engine, same, waiting.namespace) if same else ""
 
 
@@ -98,8 +97,12 @@ def _why_gone(engine: CacheEngine, same: Sequence[KnownDocument], namespace: byt
     """Return why a document is not stored under a namespace, of which the same text is or was known."""
     own = [known for known in same if known.namespace == namespace]
     if own:
-        gone = "it was learned, and has been evicted: the tiers are too small for all documents"
-        return "it was removed (lmc documents remove)" if own[0].removed else gone
+        if own[0].removed:
+            return f"it was removed ({own[0].removed})"
+        away = sorted(name for name, usable in engine.stats().usable.items() if not usable)
+        if away:
+            return f"it was learned, and may be in {', '.join(away)}, which does not answer now"
+        return "it was learned, and has been evicted: the tiers are too small for all documents"
     tenants = {engine.namespace(RecordKind.DOCUMENT, one) for one in engine.names.salts}
     if any(known.namespace in tenants for known in same):
         return "it was learned under another cache_salt, or without one, and tenants share nothing"

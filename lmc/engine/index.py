@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import takewhile
+from typing import NamedTuple
 
 from lmc.engine.pieces import Piece
 from lmc.keys import ChunkKey, RecordKind, exact_keys, exact_root, next_key
@@ -63,6 +64,14 @@ class CacheIndex:
     def ends(self, parent: ChunkKey) -> set[int]:
         """Return the lengths of the ends that are stored behind a chunk."""
         return self._ends.get(parent, set())
+
+
+class NewChunk(NamedTuple):
+    """An exact chunk of a prompt that may be stored: `tokens` tokens behind `chunk` full chunks."""
+
+    chunk: int
+    tokens: int
+    details: str = ""  # which a connector finds again in `CacheEngine.recalled` after a restart
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
-from lmc.engine.known_documents import KnownDocument, KnownDocuments, pack_tokens, unpack_tokens
+from lmc.engine.known_documents import BY_A_PERSON, KnownDocument, KnownDocuments, pack_tokens, unpack_tokens
 from lmc.errors import InputError
 from lmc.keys import ChunkKey
 from lmc.storage.store import Store
@@ -171,6 +171,9 @@ class Keeper(DocumentKeeper):
 
     def remove(self, documents: Sequence[KnownDocument]) -> None:
         """Remove documents from memory and all tiers, and from the queue of those that are to be learned."""
+        self._remove(documents, BY_A_PERSON)
+
+    def _remove(self, documents: Sequence[KnownDocument], why: str) -> None:
         with self.moving:
             self._unpin(documents)
             for document in documents:
@@ -178,7 +181,7 @@ class Keeper(DocumentKeeper):
                 for key in document.keys:
                     if key not in self._pins:
                         self._store.forget(key)
-                document.removed, document.expires = True, 0.0
+                document.removed, document.expires = why, 0.0
             with self._mutex:
                 noted = [self._kept.pop(document.id, None) for document in documents]
         if any(noted):
@@ -189,7 +192,7 @@ class Keeper(DocumentKeeper):
         now = time.time()
         over = [document for document in self._all() if 0 < document.expires <= now]
         if over:
-            self.remove(over)
+            self._remove(over, "its time limit was over")
             log.info("%d documents are removed, because their time is over", len(over))
 
     def restore(self) -> None:
@@ -201,7 +204,12 @@ class Keeper(DocumentKeeper):
                 return
             with self.moving:
                 wanted = [key for key in keys[first : first + AT_ONCE] if owners[key].pinned]
-                for document in {owners[key].id: owners[key] for key in self._store.spread(wanted)}.values():
+                try:
+                    nowhere = self._store.spread(wanted)
+                except TimeoutError:  # Nobody who removes or pins something should wait for this tier.
+                    log.warning("a tier hangs: pinned documents are not written there again until it answers")
+                    return
+                for document in {owners[key].id: owners[key] for key in nowhere}.values():
                     self._learn(document)
 
     def refresh(self, documents: Sequence[KnownDocument]) -> None:

@@ -25,6 +25,9 @@ COMPARED, LIKELY = 64, 16  # documents that are compared at once, and that are l
 REMEMBERED = 1 << 24
 
 
+BY_A_PERSON = "lmc documents remove"
+
+
 @dataclass(slots=True)
 class KnownDocument:
     """A document, under the namespace of its model and tenant."""
@@ -33,7 +36,7 @@ class KnownDocument:
     tokens: "array[int]" = field(repr=False)
     keys: tuple[ChunkKey, ...]
     uses: int = 0
-    removed: bool = False  # by a person; it may be learned again
+    removed: str = ""  # who has removed it, if somebody has; it may be learned again
     used: float = field(default_factory=time.time)  # when it was learned or used last, in seconds since 1970
     name: str = ""  # for people; several documents may have the same
     begins: str = ""  # its first letters, after somebody has asked for them
@@ -87,7 +90,7 @@ class KnownDocuments:
                 self._by_tenant[""].pop(name)
                 document.model, document.tenant = model, tenant
                 self._by_tenant.setdefault(tenant, {})[name] = document
-            document.uses, document.used, document.removed = document.uses + used, time.time(), False
+            document.uses, document.used, document.removed = document.uses + used, time.time(), ""
             self._documents.move_to_end(name)
             self._forgettable[name] = None
             self._forgettable.move_to_end(name)
@@ -136,13 +139,23 @@ class KnownDocuments:
             found = list(self._by_tenant.get(tenant, {}).values())
         return sorted(found, key=lambda one: one.used, reverse=True)
 
+    def count(self) -> int:
+        """Return how many documents are known and were not removed by a person."""
+        with self._mutex:
+            return len(self._documents) - sum(bool(one.removed) for one in self._documents.values())
+
+    def with_tokens(self, tokens: "array[int]") -> Sequence[KnownDocument]:
+        """Return the documents of all namespaces that have exactly these tokens."""
+        return [one for one in self._background.gently(self.list()) if one.tokens == tokens]
+
     def nearest(self, tokens: Sequence[int], namespace: bytes) -> KnownDocument | None:
         """Return the document of a namespace that has more than half of its distinct tokens in common with `tokens`.
 
         All documents are compared by how many of their tokens are among the wanted ones. Of those that look best, the
         one with the greatest share of common distinct tokens (Jaccard index) is returned.
         """
-        own = [one for one in self.list() if one.namespace == namespace and not one.removed]
+        listed = self._background.gently(self.list())
+        own = [one for one in listed if one.namespace == namespace and not one.removed]
         wanted = set(tokens)
         among = np.zeros(max(wanted, default=0) + 2, np.bool_)  # Greater tokens are clipped to the last one.
         among[list(wanted)] = True
@@ -155,7 +168,7 @@ class KnownDocuments:
             enough = np.flatnonzero(2 * common > len(wanted))
             likely += [(common[i] / lengths[i], some[i]) for i in enough]
         likely = nlargest(LIKELY, likely, key=lambda one: one[0])
-        shares = [(_common_share(wanted, set(one.tokens)), one) for _, one in likely]
+        shares = [(_common_share(wanted, set(one.tokens)), one) for _, one in self._background.gently(likely)]
         share, best = max(shares, key=lambda one: one[0], default=(0.0, None))
         return best if share > 0.5 else None
 

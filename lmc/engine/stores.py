@@ -65,4 +65,11 @@ def _attached(settings: Settings, geometry: Geometry, model: str, tokenizer: str
         raise ConfigError(f"a cache server needs the package {error.name}: pip install msgspec") from None
     assert settings.server is not None
     sizes = Sizes(geometry.shares, geometry.part_bytes, geometry.item_bytes)
-    return RemoteStore(settings.server, sizes, deadline=settings.load_deadline, model=model, tokenizer=tokenizer)
+    return RemoteStore(
+        settings.server,
+        sizes,
+        deadline=settings.load_deadline,
+        model=model,
+        tokenizer=tokenizer,
+        chunk_size=geometry.chunk_size,
+    )

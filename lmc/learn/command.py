@@ -57,38 +57,53 @@ def learn(
     A run that was interrupted goes on where it ended. A server must use the same special string between documents
     (blend_special_str of the settings).
     """
-    from lmc.config import Settings
-    from lmc.http_client import vllm_client
+    from lmc.http_client import Unreachable
     from lmc.learn.learners import Retention
-    from lmc.learn.manifest import Manifest, manifest_path
+    from lmc.learn.manifest import Manifest
     from lmc.learn.run import LearnRun
     from lmc.learn.sources import read_documents
 
     documents = read_documents(source, id_field, text_field)
     retention = Retention(pinned=pin, ttl=seconds_of(ttl) if ttl is not None else None)
-    own = {"local_disk": local_disk, "server": None} if local_disk else {}  # The option says where.
-    settings = Settings.load({"enable_blending": True, **own})
+    settings = _settings(local_disk)
     _check_target(url, model, settings, chat)
-    target = (vllm_client(url).url,) if url else (str(model), str(settings.server or settings.local_disk))
     with ExitStack() as closing:
-        path = manifest or manifest_path(*target, salt, settings.blend_special_str)
+        path = manifest or _manifest_path(url, model, settings, salt)
         kept = closing.enter_context(Manifest(path, again=again and not dry_run))
         run = LearnRun(documents, kept, retention, again)
-        result = run.result
-        if not dry_run:
-            learner = _learner(url, model, settings, salt, admin, chat, bool(retention), closing)
-            unknown = run.check_old(learner)
-            notes = run.note, unknown, run.too_many(learner, settings.document_share, settings.chunk_size)
-            for note in filter(None, notes if not as_json else ()):
-                console().print(Text(note))
-            result = run.learn(learner, jobs if url else 1)
-    _report(result, run.new if dry_run else None, as_json, pin, ttl)
+        try:
+            given = url, model, settings, salt, admin, chat, bool(retention), closing
+            learner = _learner(*given) if url or not dry_run else None  # A dry run loads no model.
+            notes = run.notes(learner, settings.document_share, settings.chunk_size, dry_run)
+        except Unreachable as error:
+            if not dry_run:
+                raise
+            notes = [f"whether the documents fit was not checked: {error}"]
+        for note in notes:
+            console(error=as_json).print(Text(note))
+        result = run.result if dry_run or learner is None else run.learn(learner, jobs if url else 1)
+    _report(result, notes, run.new if dry_run else None, as_json, pin, ttl)
     if result.failed:
         raise typer.Exit(NOT_ALL)
 
 
+def _settings(local_disk: Path | None) -> "Settings":
+    from lmc.config import Settings
+
+    own = {"local_disk": local_disk, "server": None} if local_disk else {}  # The option says where.
+    return Settings.load({"enable_blending": True, **own})
+
+
+def _manifest_path(url: str | None, model: str | None, settings: "Settings", salt: str) -> Path:
+    from lmc.http_client import vllm_client
+    from lmc.learn.manifest import manifest_path
+
+    target = (vllm_client(url).url,) if url else (str(model), str(settings.server or settings.local_disk))
+    return manifest_path(*target, salt, settings.blend_special_str)
+
+
 def _check_target(url: str | None, model: str | None, settings: "Settings", chat: bool) -> None:
-    if (url is None) == (model is None):
+    if bool(url) == bool(model):
         who = "either --url of a vLLM server with lmc, or --model and --local-disk, and not both"
         raise InputError(f"say who computes the documents: {who}")
     if model and not (settings.server or settings.local_disk or settings.remote_url):
@@ -124,9 +139,16 @@ def _learner(
     return own
 
 
-def _report(result: "Learned", would: "Sequence[Document] | None", as_json: bool, pin: bool, ttl: str | None) -> None:
+def _report(
+    result: "Learned",
+    notes: Sequence[str],
+    would: "Sequence[Document] | None",
+    as_json: bool,
+    pin: bool,
+    ttl: str | None,
+) -> None:
     if as_json:
-        print_json(asdict(result) | ({"would_learn": len(would)} if would is not None else {}))
+        print_json(asdict(result) | {"notes": notes} | ({"would_learn": len(would)} if would is not None else {}))
         return
     if would is not None:
         letters = sum(len(document.text) for document in would)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from lmc.administration import URL
-from lmc.blend.segments import Span, document_tokens
+from lmc.blend.segments import Span, document_tokens, without_separators
 from lmc.config import Settings
 from lmc.errors import InputError
 from lmc.http_client import Refused, Unreachable, admin_client, vllm_client
@@ -84,8 +84,7 @@ class ServerLearner:
         """
         self._client, self._evictions = vllm_client(url, TIMEOUT), 0.0
         self._separator, self._salt, self._chat = separator, salt, chat
-        models = self._client.ask("/v1/models").get("data") or [{}]
-        self.model = str(models[0].get("id", ""))
+        self.model = self._client.model()
         self._admin = admin_client(
             admin,
             "--pin and --ttl ask the engine's administration endpoint, so start the server with "
@@ -97,7 +96,7 @@ class ServerLearner:
 
     def learn(self, document: Document) -> Stored:
         """See `Learner`."""
-        text = self._separator.join(("", document.text, ""))
+        text = self._separator.join(("", without_separators(document.text, self._separator), ""))
         asked = {
             "model": self.model,
             "max_tokens": 1,

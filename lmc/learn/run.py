@@ -60,6 +60,13 @@ class LearnRun:
         said = f"{before} of {of} learned before, says {self.manifest.path}"
         return f"{said} (--again: all)" if before else ""
 
+    def notes(self, learner: Learner | None, share: float, chunk_size: int, dry_run: bool) -> list[str]:
+        """Look after documents that were learned before, if this is no `dry_run`, and return what to say beforehand."""
+        if learner is None:
+            return []
+        before = () if dry_run else (self.note, self.check_old(learner))
+        return list(filter(None, (*before, self.too_many(learner, share, chunk_size))))
+
     def check_old(self, learner: Learner) -> str:
         """Pin documents that were learned before, or limit their time, as is wanted; learn again those that are gone.
 

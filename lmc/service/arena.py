@@ -2,7 +2,7 @@
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import chain
@@ -16,17 +16,25 @@ from lmc.service.budget import Budget
 from lmc.service.journal import Journal
 from lmc.service.quotas import Owners, Quota, Quotas
 from lmc.service.sizes import Sizes
+from lmc.shapes import GIB
 from lmc.storage.change_log import ChangeLog
+from lmc.storage.fairness import FairShares, Owner
 from lmc.storage.ledger import Slot
 from lmc.storage.level import Backing
 from lmc.storage.record import RecordMeta
 from lmc.storage.slab import Slab
 from lmc.storage.stats import WritePolicy
 from lmc.storage.store import Store
+from lmc.storage.supply import SlotSupply
 from lmc.storage.tier import Tier, Wrapped
+from lmc.storage.tier_guard import TierGuard
 
+AHEAD_BYTES, AHEAD_SHARE = GIB, 8  # memory that an arena takes ahead, and the largest part of the budget for that
 NAMESPACES = 1 << 14  # that are remembered
+CHUNK_SIZES = 64  # in tokens, that are tried for a document
 WANTED_AT_ONCE = 4  # documents that a client gets to learn
+
+complain = TierGuard().complain  # at most once a minute about the same
 
 
 class Arena:
@@ -53,13 +61,16 @@ class Arena:
         Pinned documents may take `room` bytes in all arenas that have this `share`, and are `noted` in a file.
         `neighbours` are all arenas, which share the quotas.
         """
-        changes = _ArenaChanges(everything)
+        changes, self._fair = _ArenaChanges(everything), FairShares(quotas)
         self.sizes, self._backing, self._quotas = sizes, backing, quotas
-        self.store = Store(slab, tiers, policy=policy, document_share=document_share, backing=backing, changes=changes)
+        self.store = Store(
+            slab, tiers, policy=policy, document_share=document_share, backing=backing, changes=changes, fair=self._fair
+        )
         self.known = KnownDocuments()
         self._namespaces: set[bytes] = set()  # of documents that clients of this arena have
         self._neighbours = neighbours
         self._chunk_sizes: dict[bytes, int] = {}  # tokens, by namespace
+        self._sizes_of_chunks = {1 << power for power in range(4, 13)}  # tokens, that a namespace may have
         self._wanted: defaultdict[str, dict[str, KnownDocument]] = defaultdict(dict)  # by model and id
         self._mutex = threading.Lock()
         self.keeper = Keeper(
@@ -73,10 +84,21 @@ class Arena:
             share=share,
         )
 
+    @property
+    def clients(self) -> int:
+        """How many connections clients have with this arena."""
+        return self._backing.clients
+
+    def cut_into(self, chunk_size: int) -> None:
+        """Note that a client cuts documents into chunks of so many tokens."""
+        if chunk_size and len(self._sizes_of_chunks) < CHUNK_SIZES:
+            self._sizes_of_chunks.add(chunk_size)
+
     def start(self) -> None:
         """Let what was in memory and on tiers before be found, and pinned."""
         chunks = self._backing.restored()
-        self.store.adopt(chunks)
+        self.store.supply.adopt(chunks)
+        self._backing.go_ahead(self.store.supply)
         for _, meta in chunks:
             self.note(meta)
         self.keeper.load()
@@ -108,15 +130,20 @@ class Arena:
         if len(self._namespaces) < NAMESPACES:
             self._namespaces.add(namespace)
 
+    @property
+    def ready_bytes(self) -> int:
+        """Memory that was taken ahead, and that no chunk has used yet."""
+        return self.store.supply.ready * self.sizes.slot_bytes
+
     def owns(self, document: KnownDocument) -> bool:
         """Whether a document belongs here, and not to another arena whose chunks have as many parts."""
         return document.kept or document.namespace in self._namespaces
 
-    def evict_beyond_quotas(self) -> None:
-        """Evict what exceeds the quotas of this arena's owners."""
+    def quotas_changed(self) -> None:
+        """Evict what exceeds the quotas of this arena's owners, and share memory by the new weights."""
+        self._fair.change()
         for _, model, tenant in self.store.changes.held():
-            while self._evict_beyond(model, tenant, 0):
-                pass
+            self._evict_beyond(model, tenant, 0)
 
     def clear(self, owners: Owners) -> set[ChunkKey]:
         """Remove all chunks of some owners from memory and tiers, with their pins, and return their keys."""
@@ -136,7 +163,9 @@ class Arena:
         for quota, over in self._quotas.excess(model, tenant, size):
             left = over
             for arena in (self, *(other for other in self._neighbours() if other is not self)):
-                left -= arena.store.evict(partial(_covered, quota), left) if left > 0 else 0
+                covers = partial(_covers, quota)
+                while left > 0 and (evicted := arena.store.evict(covers, left)):
+                    left -= evicted
             freed += over - left
         return freed
 
@@ -149,8 +178,15 @@ class Arena:
     def close(self) -> None:
         """Write down what is in memory only."""
         self.keeper.close()
+        self._backing.stop()
         self.store.close()
-        self._backing.close()
+        self._backing.close(self.store.supply.by_last_use())
+
+    def leave(self) -> None:
+        """Note that the chunks in memory are gone, and keep nothing of them, when the arena was closed for good."""
+        for place, meta in self.store.in_memory():
+            self.store.changes.left(place, meta.key)
+        self._backing.remove()
 
     def _want(self, document: KnownDocument) -> None:
         with self._mutex:
@@ -163,15 +199,17 @@ class Arena:
     def _keys(self, meta: RecordMeta, tokens: Sequence[int]) -> Sequence[ChunkKey]:
         """Return the keys of a document; raise `ValueError` if its last chunk is not the record's.
 
-        The record does not say how many tokens a full chunk has, so its position is divided until the key is right.
+        The record does not say how many tokens a full chunk has, so the sizes that clients have are tried.
         """
         first = meta.first
         if len(tokens) != first + meta.tokens:
             raise ValueError("another document's label")
-        for size in chain([self._chunk_sizes.get(meta.namespace, 0)], _divisors(first, meta.tokens)):
-            keys = document_keys(meta.namespace, tokens, size) if size else [None]
-            if keys[-1] == meta.key:
-                if first:
+        known = self._chunk_sizes.get(meta.namespace, 0)
+        sizes = [known, *sorted(self._sizes_of_chunks, reverse=True)] if first else [meta.tokens]
+        for size in sizes:
+            fits = size and first % size == 0 and size >= meta.tokens
+            if fits and (keys := document_keys(meta.namespace, tokens, size))[-1] == meta.key:
+                if first and len(self._chunk_sizes) < NAMESPACES:
                     self._chunk_sizes[meta.namespace] = size
                 return keys
         raise ValueError("another document's label")
@@ -188,24 +226,20 @@ class Arena:
             self.store.trim()
 
 
-def _covered(quota: Quota, meta: RecordMeta) -> bool:
-    return quota.cover(meta.model, meta.tenant)
-
-
-def _divisors(first: int, least: int) -> Iterator[int]:
-    """Yield how many tokens a full chunk may have, if the last one begins at `first` and has `least` tokens."""
-    if not first:
-        yield least
-    for n in range(1, first // least + 1):
-        if first % n == 0:
-            yield first // n
+def _covers(quota: Quota, owner: Owner) -> bool:
+    return quota.cover(*owner)
 
 
 class ArenaBacking(Backing):
-    """The memory of an arena: a part of the budget, and a journal if it outlives the server."""
+    """The memory of an arena: a part of the budget, taken ahead of its use, and a journal if it outlives the server."""
 
-    def __init__(self, budget: Budget, sizes: Sizes, journal: Journal | None, unsafe: Collection[Slot]) -> None:
-        self._budget, self._sizes, self._journal, self.unsafe = budget, sizes, journal, unsafe
+    def __init__(
+        self, budget: Budget, sizes: Sizes, slab: Slab, journal: Journal | None, unsafe: Collection[Slot]
+    ) -> None:
+        self._budget, self._sizes, self._slab, self._journal, self.unsafe = budget, sizes, slab, journal, unsafe
+        goal = min(AHEAD_BYTES, budget.size // AHEAD_SHARE) // sizes.slot_bytes
+        self._ahead, self._wanted, self._stopped = goal, threading.Event(), False
+        self._thread: threading.Thread | None = None
 
     def restored(self) -> list[tuple[Slot, RecordMeta]]:
         """Return the chunks that are in memory from before this server."""
@@ -213,19 +247,61 @@ class ArenaBacking(Backing):
         self._budget.count(self._sizes, len(chunks))
         return chunks
 
-    def room(self) -> bool:
+    @property
+    def clients(self) -> int:
+        """How many connections clients have."""
+        return self._budget.users(self._sizes)
+
+    def go_ahead(self, supply: SlotSupply) -> None:
+        """Take memory for some slots before they are needed, in a thread, from the first chunk on."""
+        self._thread = threading.Thread(target=self._take_ahead, args=(supply,), name="lmc-ahead", daemon=True)
+        self._thread.start()
+
+    def room(self, slot: Slot) -> bool:
         """See `Backing.room`."""
-        return self._budget.take(self._sizes)
+        self._wanted.set()
+        return self._take(slot)
 
     def filled(self, slot: Slot, meta: RecordMeta) -> None:
         """See `Backing.filled`."""
+        self._wanted.set()
         if self._journal is not None:
             self._journal.filled(slot, meta)
 
-    def close(self) -> None:
-        """Write down what is in memory."""
+    def stop(self) -> None:
+        """Take no more memory."""
+        self._stopped = True
+        self._wanted.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def close(self, last_used: Iterable[Slot] = ()) -> None:
+        """Write down what is in memory, and in which order it was used."""
         if self._journal is not None:
-            self._journal.close()
+            self._journal.close(last_used)
+
+    def remove(self) -> None:
+        """Remove what would be kept for the next server."""
+        if self._journal is not None:
+            self._journal.remove()
+
+    def _take(self, slot: Slot, *, ahead: bool = False) -> bool:
+        if not self._budget.take(self._sizes, ahead=ahead):
+            return False
+        there = self._slab.take(slot)
+        if not there:
+            self._budget.count(self._sizes, -1)
+            complain("memory", "the system has no memory for chunks within max_local_cpu_size: lower it")
+        return there
+
+    def _take_ahead(self, supply: SlotSupply) -> None:
+        while self._wanted.wait() and not self._stopped:
+            self._wanted.clear()
+            while not self._stopped and (slot := supply.prepare(self._ahead)) is not None:
+                taken = self._take(slot, ahead=True)
+                supply.prepared(slot, ready=taken)
+                if not taken:
+                    break
 
 
 class _ArenaChanges(ChangeLog):
@@ -271,6 +347,10 @@ class ChangeLogs(ChangeLog):
     def __init__(self) -> None:
         super().__init__()
         self.all: list[tuple[Sizes, ChangeLog]] = []
+
+    def remove(self, changes: object) -> None:
+        """Pass nothing on to this log any more."""
+        self.all = [one for one in self.all if one[1] is not changes]
 
     def appeared(self, place: str, meta: RecordMeta) -> None:
         """See `ChangeLog.appeared`."""

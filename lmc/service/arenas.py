@@ -24,8 +24,9 @@ from lmc.service.quotas import Quotas
 from lmc.service.sizes import Sizes
 from lmc.shapes import GIB, MIB
 from lmc.storage.change_log import Amount, ChangeLog
+from lmc.storage.host_memory import memory_available
 from lmc.storage.ledger import Slot
-from lmc.storage.slab import Slab, memory_available
+from lmc.storage.slab import Slab
 from lmc.storage.stats import WritePolicy
 from lmc.storage.store import Store
 from lmc.storage.tier import Tier
@@ -34,6 +35,7 @@ log = logging.getLogger(__name__)
 
 MEMORY_SECONDS = 10.0  # for which a server waits for memory
 MOST_SLOTS = 1 << 22
+MOST_ARENAS = 64  # Each takes a few threads, and addresses for the whole budget.
 BLOCK = 512  # bytes, in which the system counts what a file takes
 
 
@@ -76,11 +78,36 @@ class Arenas:
         self._mover.start()
 
     def open(self, sizes: Sizes) -> Arena:
-        """Return the arena of a geometry; raise `NoMemory` if the budget does not hold one chunk of it."""
+        """Return the arena of a geometry, for one client more.
+
+        Raises `NoMemory` if the budget does not hold one chunk of it, or `StorageError` if clients have too many others
+        already.
+        """
         with self._lock:
             if sizes not in self._arenas:
+                self._close_unused(MOST_ARENAS - 1)
                 self._arenas = {**self._arenas, sizes: self._made(sizes)}
+            self.budget.use(sizes, 1)
             return self._arenas[sizes]
+
+    def left(self, arena: Arena) -> None:
+        """Note that a client has left an arena."""
+        self.budget.use(arena.sizes, -1)
+
+    def _close_unused(self, most: int) -> None:
+        """Close arenas that no client has, if there are more than `most`; raise `StorageError` if there still are."""
+        unused = [sizes for sizes in self._arenas if not self.budget.used(sizes)]
+        for sizes in unused[: max(0, len(self._arenas) - most)]:
+            arena = self._arenas[sizes]
+            self._arenas = {other: one for other, one in self._arenas.items() if other != sizes}
+            arena.close()
+            arena.leave()
+            self.budget.forget(sizes)
+            for _, logs in self._tiers:
+                logs.remove(arena.store.changes)
+            log.info("there are many geometries of chunks: one that no client has is closed, with its memory")
+        if len(self._arenas) > most:
+            raise StorageError(f"clients have {len(self._arenas)} geometries of chunks already, which is the most")
 
     def all(self) -> list[Arena]:
         """Return the arenas that are open."""
@@ -118,7 +145,7 @@ class Arenas:
             slab,
             tiers,
             sizes=sizes,
-            backing=ArenaBacking(self.budget, sizes, journal, list(map(Slot, range(slots))) if found else ()),
+            backing=ArenaBacking(self.budget, sizes, slab, journal, list(map(Slot, range(slots))) if found else ()),
             everything=self.changes,
             policy=WritePolicy(settings.store_policy),
             document_share=settings.document_share,
@@ -169,12 +196,13 @@ class Arenas:
         """Take memory from arenas that have more than their share, as long as others want it."""
         while self.budget.refused.wait() and not self._closed:
             self.budget.refused.clear()
-            while (owing := self.budget.owing()) and not self._closed:
+            held: set[Sizes] = set()
+            while (owing := self.budget.owing(held)) and not self._closed:
                 sizes, slots = owing
                 given = self._arenas[sizes].store.shrink(slots)
                 self.budget.count(sizes, -given)
-                if not given:  # Everything there is held. The next refusal tries again.
-                    break
+                if not given:
+                    held.add(sizes)
 
 
 def _room(memory: Path | None) -> int:

@@ -32,6 +32,11 @@ _nothing: msgspec.msgpack.Decoder[None] = msgspec.msgpack.Decoder(None)
 _status: msgspec.msgpack.Decoder[ServerStatus] = msgspec.msgpack.Decoder(ServerStatus)
 
 
+def lock_of(path: Path) -> Path:
+    """Return the file that the server which listens at a path has locked for as long as it lives."""
+    return path.with_name(f"{path.name}.lock")
+
+
 class Gone(Exception):
     """The connection has ended, or the server has not answered in time."""
 
@@ -66,7 +71,10 @@ class ServerConnection:
         """Raise `TierUnusable` if there is no server, or `ConfigError` if it is of another version."""
         self._lock, self._path = threading.Lock(), path
         self.files: list[int] = []  # the slab, and the lifeline that we have locked
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        except OSError as error:  # There are too many open files.
+            raise TierUnusable(f"no connection to {path} can be made: {error.strerror}") from error
         self._channel = Channel(connection, LARGEST_ANSWER)
         self._channel.set_timeout(deadline)
         with self._started():
@@ -118,7 +126,9 @@ class ServerConnection:
         with self._in_order():
             self._channel.send(_encode(question))
             frame = self._received()
-        return decoded(question.decoder, _answer(frame))
+            if frame[:1] == ANSWER:
+                return decoded(question.decoder, frame[1:])
+        return _answer(frame)
 
     @contextmanager
     def _in_order(self) -> Iterator[None]:
@@ -190,6 +200,7 @@ class Attachment:
                     part_bytes=sizes.part_bytes,
                     sparse=True,
                     lifeline=attached.lifeline,
+                    owner=str(lock_of(path)),
                     serial=serial,
                 )
                 slab = Slab.attach(at)

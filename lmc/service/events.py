@@ -1,6 +1,6 @@
 """The change log of a cache server as events, for subscribers that may miss some, and can tell when they have."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 from lmc.storage.change_log import Change, ChangeLog, Chunk
@@ -24,22 +24,22 @@ class Events:
         """`server` tells this server from those before it, whose numbers mean nothing here."""
         self._changes, self._server = changes, server
 
-    def after(self, last: str) -> list[Event]:
-        """Return the events after the one with the id `last`; everything that is there if it is unknown or too old."""
+    def after(self, last: str) -> Iterator[Event]:
+        """Yield the events after the one with the id `last`; everything that is there if it is unknown or too old."""
         server, _, number = last.rpartition("-")
         if server == self._server and number.isdecimal():
             changes, complete = self._changes.since(int(number))
             if complete:
-                return [
-                    Event(self._id(part[-1].number), "changes", {"changes": [_described(one) for one in part]})
-                    for part in _parts(changes)
-                ]
+                for part in _parts(changes):
+                    yield Event(self._id(part[-1].number), "changes", {"changes": [_described(one) for one in part]})
+                return
         newest, present = self._changes.present()
-        there = [{"place": place, **_chunk(chunk)} for place, chunks in present.items() for chunk in chunks]
-        parts = _parts(there) or [[]]
-        kinds = ["listing", *["listing_goes_on"] * (len(parts) - 1)]
-        ids = [*[""] * (len(parts) - 1), self._id(newest)]  # Whoever has a part of it only begins again.
-        return [Event(*event) for event in zip(ids, kinds, ({"chunks": part} for part in parts), strict=True)]
+        listing = _parts([(place, chunk) for place, chunks in present.items() for chunk in chunks]) or [[]]
+        for i, some in enumerate(listing):
+            kind = "listing_goes_on" if i else "listing"
+            whole = i == len(listing) - 1  # Whoever has a part of it only begins again.
+            chunks = [{"place": place, **_chunk(chunk)} for place, chunk in some]
+            yield Event(self._id(newest) if whole else "", kind, {"chunks": chunks})
 
     def _id(self, number: int) -> str:
         return f"{self._server}-{number}"

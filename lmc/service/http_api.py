@@ -2,10 +2,12 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
 
+import msgspec
 from fastapi import Depends, FastAPI, HTTPException, Query, Request
 from fastapi.concurrency import run_in_threadpool
 from fastapi.exceptions import RequestValidationError
@@ -21,13 +23,16 @@ from lmc.errors import InputError
 from lmc.http_server import VISITOR, Guard, Visitor
 from lmc.keys import LONGEST_NAME, tenant_of
 from lmc.service.overview import Overview, ServerCollector
-from lmc.shapes import GIB
+from lmc.shapes import GIB, KIB
 
 PAGE = Path(__file__).with_name("page.html")
 EVENT_SECONDS = 0.2  # between two looks for events
 SILENT_SECONDS = 15.0  # after which a subscriber gets a sign of life
 LARGEST_QUOTA = 1 << 20  # GB
 OPEN = ("/", "/health", "/ready")  # for everybody
+LARGEST = 64 * KIB  # of a question: names, numbers, and no texts
+MOST_LISTED, SENT_AT_ONCE = 100_000, 100  # documents
+MOST_SUBSCRIBERS = 16
 
 
 class DocumentChange(BaseModel):
@@ -59,9 +64,12 @@ class Clearing(Owner):
 
 
 class QuotaChange(Owner):
-    """A new bound for memory."""
+    """A new bound for memory, and a new weight. What is not given stays."""
 
     max_gb: Annotated[float, Field(ge=0, le=LARGEST_QUOTA)] | None = Field(None, description="null: no bound")
+    weight: Annotated[float, Field(ge=0.001, le=1000)] = Field(
+        1.0, description="of the fair share of a model among models, or of a tenant among the tenants of its models"
+    )
 
 
 def application(of: Overview, token: str, tenants: Mapping[str, str]) -> Guard:
@@ -75,7 +83,7 @@ def application(of: Overview, token: str, tenants: Mapping[str, str]) -> Guard:
     _add_probes(app, of, registry)
     _add_documents(app, of)
     _add_memory(app, of)
-    return Guard(app, token, {one: tenant_of(salt) for one, salt in tenants.items()}, OPEN)
+    return Guard(app, token, {one: tenant_of(salt) for one, salt in tenants.items()}, OPEN, LARGEST)
 
 
 def _visitor(request: Request) -> Visitor:
@@ -122,14 +130,26 @@ def _add_probes(app: FastAPI, of: Overview, registry: CollectorRegistry) -> None
 
     @app.get("/v1/events", summary="Changes as server-sent events", dependencies=ADMIN)
     async def events(request: Request) -> StreamingResponse:
+        if of.subscribers >= MOST_SUBSCRIBERS:
+            raise HTTPException(503, f"there are {MOST_SUBSCRIBERS} subscribers already")
         last = request.headers.get("last-event-id", "")
         return StreamingResponse(_stream(of, last), media_type="text/event-stream")
 
 
 async def _stream(of: Overview, last: str) -> AsyncIterator[str]:
+    of.subscribers += 1
+    try:
+        async for text in _events(of, last):
+            yield text
+    finally:
+        of.subscribers -= 1
+
+
+async def _events(of: Overview, last: str) -> AsyncIterator[str]:
     silent = 0.0
     while not of.ended:
-        for event in await run_in_threadpool(of.events.after, last):
+        events = of.events.after(last)
+        while (event := await run_in_threadpool(next, events, None)) is not None:
             last, silent = event.id, 0.0
             yield f"id: {event.id}\nevent: {event.kind}\ndata: {json.dumps(event.data)}\n\n"
             await asyncio.sleep(0)
@@ -142,8 +162,9 @@ async def _stream(of: Overview, last: str) -> AsyncIterator[str]:
 
 def _add_documents(app: FastAPI, of: Overview) -> None:
     @app.get("/v1/documents", summary="List documents, the one that was used last first")
-    def listed(seen: Seen, limit: Annotated[int, Query(ge=1)] = LISTED) -> dict[str, Any]:
-        return dict(of.desk.listed(limit, seen.tenant))
+    def listed(seen: Seen, limit: Annotated[int, Query(ge=1, le=MOST_LISTED)] = LISTED) -> StreamingResponse:
+        total, documents = of.desk.listing(limit, seen.tenant)
+        return StreamingResponse(_listing(total, documents), media_type="application/json")
 
     @app.get("/v1/documents/{name:path}", summary="Show documents, by name or by the first digits of an id")
     def show(seen: Seen, name: str) -> dict[str, Any]:
@@ -158,6 +179,16 @@ def _add_documents(app: FastAPI, of: Overview) -> None:
     @app.delete("/v1/documents/{name:path}", summary="Remove documents from all tiers")
     def remove(seen: Seen, name: str) -> dict[str, Any]:
         return dict(of.desk.remove(name, seen.tenant))
+
+
+def _listing(total: int, documents: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield a list as JSON in pieces: while one is encoded, no other thread runs, such as those that answer engines."""
+    documents, begun = iter(documents), False
+    yield f'{{"total": {total}, "documents": ['
+    while some := list(islice(documents, SENT_AT_ONCE)):
+        yield ("," if begun else "") + json.dumps(some)[1:-1]
+        begun = True
+    yield "]}"
 
 
 def _add_memory(app: FastAPI, of: Overview) -> None:
@@ -180,12 +211,17 @@ def _add_memory(app: FastAPI, of: Overview) -> None:
     def quotas() -> dict[str, Any]:
         return {"quotas": of.quotas()}
 
-    @app.put("/v1/quota", summary="Bound the memory of a model or a tenant", dependencies=ADMIN)
+    @app.put("/v1/quota", summary="Bound the memory of a model or a tenant, or weigh its share", dependencies=ADMIN)
     def bound(wanted: QuotaChange) -> dict[str, Any]:
         model, tenant = wanted.named()
         if model is None and tenant is None:
             raise InputError("say whose quota it is: a model, a tenant (or its cache_salt)")
-        of.bound(model, tenant, None if wanted.max_gb is None else int(wanted.max_gb * GIB))
+        given: dict[str, Any] = {"weight": wanted.weight} if "weight" in wanted.model_fields_set else {}
+        if "max_gb" in wanted.model_fields_set:
+            given["bytes"] = None if wanted.max_gb is None else int(wanted.max_gb * GIB)
+        if not given:
+            raise InputError("give max_gb (null for no bound), or weight, or both")
+        of.bound(msgspec.structs.replace(of.quota(model, tenant), **given))
         return {"quotas": of.quotas()}
 
     @app.post("/v1/drain", summary="Write down what is in memory only, and end", dependencies=ADMIN, status_code=202)

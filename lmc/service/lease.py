@@ -2,6 +2,7 @@
 
 import json
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -16,6 +17,8 @@ from lmc.storage.record import HEADER_LIMIT, NO_CODEC, RecordMeta
 
 log = logging.getLogger(__name__)
 
+LARGEST_PART = 0.75  # of the chunks of an arena, which one of several clients may hold
+CONNECTIONS = 2  # of a client
 DIGEST = 32  # bytes of a key and of a namespace
 LONGEST_LABEL = HEADER_LIMIT // 2  # characters of a header
 
@@ -31,20 +34,28 @@ class Lease:
         self.arena, self.store, self.lifeline = arena, arena.store, lifeline
         self.model: str | None = None  # None until the client has introduced itself
         self._introduced = introduced
+        self.hits: Counter[str] = Counter()  # chunks, by place
+        self.misses = self.stored = self.refused = 0  # chunks
         self.listed: Iterator[tuple[str, RecordMeta]] = iter(())  # what `Records` has still to tell
         self._pins: dict[int, Pin] = {}
         self._reservations: dict[int, Reservation] = {}
 
-    def introduce(self, model: str, tokenizer: str) -> None:
-        """Note what the client's model is called, and where its tokenizer lies."""
+    def introduce(self, model: str, tokenizer: str, chunk_size: int) -> None:
+        """Note what the client's model is called, where its tokenizer lies, and how it cuts documents."""
         self.model = model
         self._introduced(model, tokenizer)
+        self.arena.cut_into(chunk_size)
 
     def pin(self, keys: Sequence[ChunkKey], places: Sequence[str | None] | None) -> list[Pin | None]:
         """See `ChunkStore.pin`; raise `BrokenProtocol` if there is not a place for each key."""
         if places is not None and len(places) != len(keys):
             raise BrokenProtocol("keys and places that do not belong together")
-        pins = self.store.pin(keys, places)
+        if len(keys) > self._may_hold:
+            self.refused += len(keys)
+            return [None] * len(keys)
+        pins = self.store.pin(keys, places, client=self)
+        self.misses += pins.count(None)
+        self.hits.update(pin.place for pin in pins if pin is not None)
         self._pins.update({pin.lease: pin for pin in pins if pin is not None})
         self.arena.known.use(pin.key for pin in pins if pin is not None)
         return pins
@@ -64,9 +75,12 @@ class Lease:
         named &= len(meta.model) <= LONGEST_MODEL and len(meta.tenant) <= TENANT_DIGITS
         if not (fits and plain and named and meta.tokens > 0 and meta.first >= 0):
             raise BrokenProtocol("metadata of an impossible chunk")
-        if len(json.dumps(meta.label)) > LONGEST_LABEL:
+        if meta.label and len(json.dumps(meta.label)) > LONGEST_LABEL:
             return None  # It would not fit into the header of a record.
-        reservation = self.store.begin(meta)
+        if self._may_hold < 1:
+            self.refused += 1
+            return None
+        (reservation,) = self.store.begin([meta])
         if reservation is not None and not self.arena.make_room(meta):
             self.store.abort(reservation)
             return None
@@ -74,11 +88,13 @@ class Lease:
             self._reservations[reservation.lease] = reservation
         return reservation
 
-    def commit(self, lease: int) -> None:
+    def commit(self, leases: Sequence[int]) -> None:
         """See `ChunkStore.commit`; raise `BrokenProtocol` for a reservation that the client does not have."""
-        reservation = self._reserved(lease)
-        self.store.commit(reservation)
-        self.arena.committed(reservation.meta)
+        for lease in leases:
+            reservation = self._reserved(lease)
+            self.store.commit([reservation])
+            self.stored += 1
+            self.arena.committed(reservation.meta)
 
     def abort(self, lease: int) -> None:
         """See `ChunkStore.abort`; raise `BrokenProtocol` for a reservation that the client does not have."""
@@ -97,6 +113,12 @@ class Lease:
         except InputError as error:
             return str(error)
         return ""
+
+    @property
+    def _may_hold(self) -> int:
+        """How many chunks more the client may hold. It leaves some to the others, if there are any."""
+        most = self.store.slots * (LARGEST_PART if self.arena.clients > CONNECTIONS else 1.0)
+        return int(most) - len(self._pins) - len(self._reservations)
 
     @property
     def held(self) -> tuple[int, int]:

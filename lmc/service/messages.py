@@ -25,8 +25,9 @@ if TYPE_CHECKING:  # A client needs none of what the server imports.
 
 Digest = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 WholeKey = Annotated[ChunkKey, msgspec.Meta(min_length=32, max_length=32)]
-Keys = Annotated[list[ChunkKey], msgspec.Meta(max_length=1 << 16)]  # so that nobody waits long behind one question
-PROTOCOL = 2  # changes whenever a message does
+Keys = Annotated[list[WholeKey], msgspec.Meta(max_length=1 << 16)]  # so that nobody waits long behind one question
+Leases = Annotated[list[int], msgspec.Meta(max_length=1 << 16)]
+PROTOCOL = 3  # changes whenever a message does
 LISTED = 500  # records in one answer
 
 
@@ -133,7 +134,7 @@ class Release(Request, frozen=True):
     """`release`."""
 
     answered: ClassVar[bool] = False
-    leases: Annotated[list[int], msgspec.Meta(max_length=1 << 16)]
+    leases: Leases
 
     def asked(self, lease: "Lease") -> None:
         """Give pins back."""
@@ -143,22 +144,22 @@ class Release(Request, frozen=True):
 class Begin(Request, frozen=True):
     """`begin`."""
 
-    meta: RecordMeta
+    metas: Annotated[list[RecordMeta], msgspec.Meta(max_length=1 << 16)]
 
-    def asked(self, lease: "Lease") -> Reservation | None:
-        """Reserve a slot."""
-        return lease.begin(self.meta)
+    def asked(self, lease: "Lease") -> list[Reservation | None]:
+        """Reserve slots."""
+        return [lease.begin(meta) for meta in self.metas]
 
 
 class Commit(Request, frozen=True):
     """`commit`."""
 
     answered: ClassVar[bool] = False
-    lease: int
+    leases: Leases
 
     def asked(self, lease: "Lease") -> None:
-        """Let a chunk be found."""
-        lease.commit(self.lease)
+        """Let chunks be found."""
+        lease.commit(self.leases)
 
 
 class Abort(Request, frozen=True):
@@ -175,7 +176,7 @@ class Abort(Request, frozen=True):
 class Forget(Request, frozen=True):
     """`forget`."""
 
-    key: ChunkKey
+    key: WholeKey
     wait: bool
     shared: bool
 
@@ -195,15 +196,16 @@ class CopiesOf(Request, frozen=True):
 
 
 class Introduce(Request, frozen=True):
-    """What the client's model is called, and where its tokenizer lies, for people who ask about the server."""
+    """What the client's model is called, and where its tokenizer lies, for people; and how its documents are cut."""
 
     answered: ClassVar[bool] = False
     model: Annotated[str, msgspec.Meta(max_length=LONGEST_MODEL)]
     tokenizer: Annotated[str, msgspec.Meta(max_length=4096)]
+    chunk_size: Annotated[int, msgspec.Meta(ge=0, le=1 << 20)] = 0  # tokens; 0 if it does not say
 
     def asked(self, lease: "Lease") -> None:
         """Note it."""
-        lease.introduce(self.model, self.tokenizer)
+        lease.introduce(self.model, self.tokenizer, self.chunk_size)
 
 
 class Described(msgspec.Struct, frozen=True):
@@ -217,9 +219,9 @@ class Described(msgspec.Struct, frozen=True):
     tenant: Annotated[str, msgspec.Meta(max_length=TENANT_DIGITS)]
 
     def noted(self, known: KnownDocuments) -> KnownDocument:
-        """Note it among others; raise `BrokenProtocol` for tokens that are none."""
-        if len(self.tokens) % 4:
-            raise BrokenProtocol("tokens that are no uint32")
+        """Note it among others; raise `BrokenProtocol` for tokens that are none, or keys that cannot be its own."""
+        if len(self.tokens) % 4 or len(self.keys) > len(self.tokens) // 4:
+            raise BrokenProtocol("tokens that are no uint32, or fewer of them than chunks")
         document = known.note(self.namespace, array("I", self.tokens), self.keys, model=self.model, tenant=self.tenant)
         document.name = document.name or self.name
         return document
@@ -228,7 +230,7 @@ class Described(msgspec.Struct, frozen=True):
 class Keep(Request, frozen=True):
     """What a `DocumentKeeper` does with documents; `seconds` are those of `expire`."""
 
-    documents: list[Described]
+    documents: Annotated[list[Described], msgspec.Meta(max_length=1 << 14)]
     how: Literal["pin", "unpin", "expire", "remove"]
     seconds: Annotated[float, msgspec.Meta(gt=0, lt=1 << 33)] | None = None
 

@@ -15,7 +15,7 @@ from lmc.background import Background
 from lmc.engine.document_desk import DocumentDesk
 from lmc.metrics import StoreCollector, flat
 from lmc.service.events import Events
-from lmc.service.quotas import Owners
+from lmc.service.quotas import Owners, Quota
 from lmc.service.server import CacheServer
 from lmc.service.texts import Texts
 from lmc.storage.stats import StoreStats, summed
@@ -30,6 +30,7 @@ class Overview:
         self.desk = DocumentDesk(self._arenas.all, self._texts.of, Background())
         self.events = Events(self._arenas.changes, os.urandom(6).hex())
         self._started = time.time()
+        self.subscribers = 0  # of events
 
     @property
     def ended(self) -> bool:
@@ -49,7 +50,8 @@ class Overview:
     def memory(self) -> dict[str, int]:
         """Return how many bytes of memory there are, and how many are in use."""
         budget = self._arenas.budget
-        return {"memory_bytes": budget.size, "used_bytes": budget.taken.total()}
+        ready = sum(arena.ready_bytes for arena in self._arenas.all())
+        return {"memory_bytes": budget.size, "used_bytes": budget.taken.total() - ready}
 
     def stat(self) -> dict[str, Any]:
         """Return what is in use."""
@@ -93,15 +95,25 @@ class Overview:
     def quotas(self) -> list[dict[str, Any]]:
         """Return all quotas."""
         return [
-            {"model": quota.model, "tenant": quota.tenant, "max_bytes": quota.bytes, "used_bytes": taken}
+            {
+                "model": quota.model,
+                "tenant": quota.tenant,
+                "max_bytes": quota.bytes,
+                "weight": quota.weight,
+                "used_bytes": taken,
+            }
             for quota, taken in self._arenas.quotas.all()
         ]
 
-    def bound(self, model: str | None, tenant: str | None, size: int | None) -> None:
+    def quota(self, model: str | None, tenant: str | None) -> Quota:
+        """Return the quota of a model or a tenant, or of both together."""
+        return self._arenas.quotas.get(model, tenant)
+
+    def bound(self, quota: Quota) -> None:
         """Set a quota, and evict what is beyond it."""
-        self._arenas.quotas.set(model, tenant, size)
+        self._arenas.quotas.set(quota)
         for arena in self._arenas.all():
-            arena.evict_beyond_quotas()
+            arena.quotas_changed()
 
     def drain(self) -> None:
         """Let the server end."""

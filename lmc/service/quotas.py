@@ -1,4 +1,4 @@
-"""Quotas: how much memory of a cache server models and tenants may take."""
+"""Quotas: how much memory of a cache server models and tenants may take, and how much their fair shares weigh."""
 
 import logging
 import threading
@@ -8,7 +8,8 @@ import msgspec
 
 from lmc.engine.identity import replace_text
 from lmc.errors import InputError
-from lmc.storage.change_log import Amount, ChangeLog
+from lmc.storage.change_log import ChangeLog
+from lmc.storage.fairness import Weights
 
 log = logging.getLogger(__name__)
 
@@ -27,12 +28,13 @@ class Owners(msgspec.Struct, frozen=True):
 
 
 class Quota(Owners, frozen=True, kw_only=True):
-    """A bound for all chunks of some owners together."""
+    """A bound for all chunks of some owners together, and the weight of their fair share."""
 
-    bytes: int
+    bytes: int | None = None  # None for no bound
+    weight: float = 1.0
 
 
-class Quotas:
+class Quotas(Weights):
     """All quotas of a server. Any thread may call any method."""
 
     def __init__(self, changes: ChangeLog, directory: Path | None) -> None:
@@ -50,16 +52,30 @@ class Quotas:
 
     def all(self) -> list[tuple[Quota, int]]:
         """Return each quota, and how many bytes of it are taken."""
-        return [(quota, self._taken(quota)) for quota in self._quotas]
+        return [(quota, self._changes.taken("host", quota.model, quota.tenant)) for quota in self._quotas]
 
-    def set(self, model: str | None, tenant: str | None, size: int | None) -> None:
-        """Bound what a model or a tenant, or both together, may take; None for a bound that is no more.
+    def get(self, model: str | None, tenant: str | None) -> Quota:
+        """Return the quota of a model or a tenant, or of both together; one without a bound if there is none."""
+        there = (one for one in self._quotas if (one.model, one.tenant) == (model, tenant))
+        return next(there, Quota(model=model, tenant=tenant))
+
+    def of_model(self, model: str) -> float:
+        """See `Weights.of_model`."""
+        return self.get(model, None).weight
+
+    def of_tenant(self, model: str, tenant: str) -> float:
+        """See `Weights.of_tenant`."""
+        return self.get(model, tenant).weight * self.get(None, tenant).weight
+
+    def set(self, wanted: Quota) -> None:
+        """Bound what a model or a tenant, or both together, may take, and weigh their fair share.
 
         Raises `InputError` for a name that is no text.
         """
         with self._mutex:
-            others = [one for one in self._quotas if (one.model, one.tenant) != (model, tenant)]
-            quotas = (*others, *([Quota(bytes=size, model=model, tenant=tenant)] if size is not None else []))
+            others = [one for one in self._quotas if (one.model, one.tenant) != (wanted.model, wanted.tenant)]
+            plain = wanted == Quota(model=wanted.model, tenant=wanted.tenant)
+            quotas = (*others, *(() if plain else (wanted,)))
             try:
                 written = msgspec.json.encode(quotas)
             except UnicodeEncodeError:
@@ -73,15 +89,7 @@ class Quotas:
 
     def excess(self, model: str, tenant: str, size: int) -> list[tuple[Quota, int]]:
         """Return the quotas that so many bytes more of an owner exceed, and by how much."""
-        covering = [
-            (quota, self._taken(quota) + size - quota.bytes) for quota in self._quotas if quota.cover(model, tenant)
-        ]
-        return [(quota, over) for quota, over in covering if over > 0]
-
-    def _taken(self, quota: Quota) -> int:
-        held = self._changes.held().items()
-        total = Amount()
-        for (place, model, tenant), amount in held:
-            if place == "host" and quota.cover(model, tenant):
-                total = total.plus(amount)
-        return total.bytes
+        covering = [quota for quota in self._quotas if quota.bytes is not None and quota.cover(model, tenant)]
+        taken = [self._changes.taken("host", quota.model, quota.tenant) for quota in covering]
+        over = [there + size - (quota.bytes or 0) for quota, there in zip(covering, taken, strict=True)]
+        return [(quota, by) for quota, by in zip(covering, over, strict=True) if by > 0]

@@ -6,7 +6,7 @@ from itertools import accumulate
 from typing import Literal
 
 from lmc.engine.keeper import DocumentKeeper
-from lmc.engine.known_documents import KnownDocument
+from lmc.engine.known_documents import BY_A_PERSON, KnownDocument
 from lmc.engine.learn_queue import Unlearned
 from lmc.errors import InputError
 from lmc.service import messages as m
@@ -55,7 +55,7 @@ class RemoteKeeper(DocumentKeeper):
             self._unqueue(document)
         self._keep(documents, "remove")
         for document in documents:
-            document.removed, document.pinned, document.expires = True, False, 0.0
+            document.removed, document.pinned, document.expires = BY_A_PERSON, False, 0.0
 
     def refresh(self, documents: Sequence[KnownDocument]) -> None:
         """Let documents say what the server keeps of them now."""

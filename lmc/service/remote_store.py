@@ -43,14 +43,17 @@ class RemoteStore(ChunkStore):
 
     slab: Slab | None
 
-    def __init__(self, path: Path, sizes: Sizes, *, deadline: float, model: str = "", tokenizer: str = "") -> None:
+    def __init__(
+        self, path: Path, sizes: Sizes, *, deadline: float, model: str = "", tokenizer: str = "", chunk_size: int = 0
+    ) -> None:
         """Attach to the server that listens at `path`.
 
         A server that does not answer within `deadline` seconds is left. `model` and the place of its `tokenizer` are
-        for people who ask the server. Raises `TierUnusable`, `ConfigError` or `StorageError`.
+        for people who ask the server; documents are cut into chunks of `chunk_size` tokens. Raises `TierUnusable`,
+        `ConfigError` or `StorageError`.
         """
         self._path, self._sizes, self._deadline = path, sizes, deadline
-        self._model, self._tokenizer = model, tokenizer
+        self._introduction = m.Introduce(model, tokenizer, chunk_size)
         self._lock = threading.Lock()
         self._held: set[int] = set()  # leases
         self._lost: set[int] = set()  # leases of a server that has gone, and whose pins and reservations are still used
@@ -114,11 +117,13 @@ class RemoteStore(ChunkStore):
 
     # -- storing -----------------------------------------------------------------------------------------------------
 
-    def begin(self, meta: RecordMeta) -> Reservation | None:
+    def begin(self, metas: Sequence[RecordMeta]) -> list[Reservation | None]:
         """See `ChunkStore.begin`."""
+        if not metas:
+            return []
         with self._question() as at:
-            found: Reservation | None = self._asked(at, m.Begin(meta), None)
-            self._hold(at, [found.lease] if found is not None else [])
+            found: list[Reservation | None] = self._asked(at, m.Begin(list(metas)), [None] * len(metas))
+            self._hold(at, [one.lease for one in found if one is not None])
         return found
 
     def view(self, reservation: Reservation) -> torch.Tensor:
@@ -126,10 +131,10 @@ class RemoteStore(ChunkStore):
         assert self.slab is not None, "a slab stays mapped while something is held"
         return self.slab.slot(reservation.slot)
 
-    def commit(self, reservation: Reservation) -> None:
-        """See `ChunkStore.commit`. Without the server, the chunk is not kept."""
-        for lease in self._let_go([reservation.lease]):
-            self._tell(m.Commit(lease))
+    def commit(self, reservations: Sequence[Reservation]) -> None:
+        """See `ChunkStore.commit`. Without the server, the chunks are not kept."""
+        if leases := self._let_go([one.lease for one in reservations]):
+            self._tell(m.Commit(leases))
 
     def abort(self, reservation: Reservation) -> None:
         """See `ChunkStore.abort`."""
@@ -213,8 +218,13 @@ class RemoteStore(ChunkStore):
 
     def _asked(self, at: Attachment | None, question: m.Request, otherwise: Any, *, slowly: bool = False) -> Any:
         if at is not None:
-            with self._without(at):
-                return (at.slow if slowly else at.quick).ask(question)
+            try:
+                with self._without(at):
+                    return (at.slow if slowly else at.quick).ask(question)
+            except StorageError as error:
+                if slowly:
+                    raise
+                self._complain("the cache server at %s could not answer: %s", error)
         return otherwise
 
     @contextmanager
@@ -229,9 +239,8 @@ class RemoteStore(ChunkStore):
                     self.attachment, self._lost, self._held = None, self._lost | self._held, set()
             at.hang_up()
             if lost and not self._ended.is_set():
-                log.warning(
-                    "the cache server at %s is away (%s): nothing is reused until it is back", self._path, error
-                )
+                why = str(error)  # The error itself, in a record of the log, would keep the memory mapped.
+                log.warning("the cache server at %s is away (%s): nothing is reused until it is back", self._path, why)
 
     def _attach(self) -> Attachment:
         return Attachment.open(self._path, self._sizes, deadline=self._deadline, patience=PATIENCE)
@@ -240,7 +249,7 @@ class RemoteStore(ChunkStore):
         """Use a server from now on; raise `Gone` if it has gone already."""
         try:
             beat = at.quick.ask(m.Ping())
-            at.quick.tell(m.Introduce(self._model, self._tokenizer))
+            at.quick.tell(self._introduction)
         except BaseException:
             at.hang_up()
             at.let_go()
@@ -255,22 +264,28 @@ class RemoteStore(ChunkStore):
         """Notice that the server has gone, and attach again."""
         while not self._ended.wait(BEAT_SECONDS):
             at = self.attachment
-            if at is not None:
-                with self._without(at):
-                    beat = at.quick.ask(m.Ping())
-                    self._counts.update(beat.stats)
-                    self.pinned_chunks = beat.pinned
-                    for document in beat.wanted:
-                        self.wanted(document)
-                    self.cost.take_speeds(beat.speeds)
-                    at.slow.ask_if_idle(m.Ping())
-            elif self._unused():
-                try:
+            try:
+                if at is not None:
+                    with self._without(at):
+                        self._beat(at)
+                elif self._unused():
                     self._take(self._attach())
-                except (LmcError, Gone) as error:
-                    self._complain(error)
-                else:
                     log.info("the cache server at %s is back", self._path)
+            except (TierUnusable, Gone) as error:  # It is not there yet, or has gone again.
+                log.debug("no cache server at %s: %s", self._path, str(error))
+            except LmcError as error:
+                self._complain("cannot attach to the cache server at %s: %s", error)
+            except Exception as error:  # noqa: BLE001 - nothing may end this thread: nobody else attaches again
+                self._complain("the cache server at %s cannot be used now: %s", error)
+
+    def _beat(self, at: Attachment) -> None:
+        beat = at.quick.ask(m.Ping())
+        self._counts.update(beat.stats)
+        self.pinned_chunks = beat.pinned
+        for document in beat.wanted:
+            self.wanted(document)
+        self.cost.take_speeds(beat.speeds)
+        at.slow.ask_if_idle(m.Ping())
 
     def _unused(self) -> bool:
         """Return whether nothing of the last server is held; its memory is unmapped then."""
@@ -281,11 +296,11 @@ class RemoteStore(ChunkStore):
                 self._last = self.slab = None
             return unused
 
-    def _complain(self, error: Exception) -> None:
-        """Say why there is no server, unless it simply is not there; once a minute."""
-        if not isinstance(error, TierUnusable) and time.monotonic() - self._complained > COMPLAINT_SECONDS:
+    def _complain(self, text: str, error: Exception) -> None:
+        """Say what is wrong with the server; once a minute."""
+        if time.monotonic() - self._complained > COMPLAINT_SECONDS:
             self._complained = time.monotonic()
-            log.warning("cannot attach to the cache server at %s: %s", self._path, error)
+            log.warning(text, self._path, str(error))
 
     # -- leases ------------------------------------------------------------------------------------------------------
 

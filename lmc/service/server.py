@@ -10,6 +10,7 @@ import socket
 import stat
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -22,6 +23,7 @@ from lmc.config import Settings
 from lmc.errors import LmcError, TierUnusable
 from lmc.service import messages as m
 from lmc.service.arenas import Arenas
+from lmc.service.attachment import lock_of
 from lmc.service.channel import ANSWER, ERROR, BrokenProtocol, Channel, decoded
 from lmc.service.lease import Lease
 from lmc.service.lifelines import Lifelines
@@ -34,6 +36,8 @@ log = logging.getLogger(__name__)
 
 SILENT_SECONDS = 10.0  # after which a client counts as hung; it asks for something every second
 MOST_MODELS = 1000  # whose tokenizers are remembered
+MOST_SESSIONS = 1024  # with those of clients that have ended and whose processes still live
+LOCK_SECONDS = 1.0  # for which a server waits for the lock beside its socket
 PAUSE_SECONDS = 0.1  # after a connection that could not be accepted
 
 _question: msgspec.msgpack.Decoder[m.Request] = msgspec.msgpack.Decoder(m.Question)
@@ -62,20 +66,18 @@ class CacheServer:
         there or has this memory, and as `Arenas`.
         """
         self.path, self._group = path, group
-        self._listener = _listener(path, group)
-        self._owned: int | None = None
-        try:
-            self._owned = _owned(memory) if memory else None
+        with ExitStack() as opened:
+            opened.callback(os.close, _locked_socket(path, group))
+            self._listener = _listener(path, group)
+            opened.callback(path.unlink, missing_ok=True)  # Nobody else has it while the lock is held.
+            opened.callback(self._listener.close)
+            if memory:
+                opened.callback(os.close, _owned(memory))
             self.lifelines = Lifelines((memory or path.with_suffix(".d")) / "clients", group)
             self.arenas = Arenas(settings, self.lifelines, tiers=tiers, memory=memory, group=group)
-        except BaseException:
-            self._listener.close()
-            path.unlink(missing_ok=True)
-            if self._owned is not None:
-                os.close(self._owned)
-            raise
+            self._opened = opened.pop_all()
         self._sessions: set[Session] = set()
-        self._tokenizers: dict[str, str] = {}  # by model
+        self._tokenizers: OrderedDict[str, str] = OrderedDict()  # by model, the one that was named last at the end
         self._lock, self._closed = threading.Lock(), False
 
     def serve(self) -> None:
@@ -97,7 +99,13 @@ class CacheServer:
                 channel.close()
                 return
             with self._lock:
-                self._sessions.add(session)
+                full = len(self._sessions) >= MOST_SESSIONS
+                if not full:
+                    self._sessions.add(session)
+            if full:
+                complain("full", f"there are {MOST_SESSIONS} connections of clients, and no more are accepted")
+                channel.close()
+                return
             threading.Thread(target=session.run, name="lmc-client", daemon=True).start()
         except BaseException:
             self.ended(session)
@@ -113,15 +121,12 @@ class CacheServer:
     def close(self) -> None:
         """End all connections, write down what is in memory only, and close the tiers."""
         self.stop()
-        self._listener.close()
-        self.path.unlink(missing_ok=True)  # first, because another server may listen there from now on
         with self._lock:
             sessions = list(self._sessions)
         for session in sessions:
             session.hang_up()
         self.arenas.close()
-        if self._owned is not None:
-            os.close(self._owned)
+        self._opened.close()
 
     @property
     def clients(self) -> int:
@@ -142,12 +147,16 @@ class CacheServer:
 
     def tokenizers(self) -> dict[str, str]:
         """Return where the tokenizers of models lie, as clients have said."""
-        return dict(self._tokenizers)
+        with self._lock:
+            return dict(self._tokenizers)
 
     def introduced(self, model: str, tokenizer: str) -> None:
         """Note where a model's tokenizer lies."""
-        if len(self._tokenizers) < MOST_MODELS:
+        with self._lock:
             self._tokenizers[model] = tokenizer
+            self._tokenizers.move_to_end(model)
+            if len(self._tokenizers) > MOST_MODELS:
+                self._tokenizers.popitem(last=False)
 
     def status(self) -> m.ServerStatus:
         """Return how the server is."""
@@ -193,6 +202,8 @@ class Session:
             self._greet()
             opening = decoded(_opening, self._received())
             if isinstance(opening, m.Retire):
+                if self.peer[1] not in (0, os.getuid()):
+                    raise BrokenProtocol("only the server's own user may end it")
                 log.info("another server takes over")
                 self._channel.send(ANSWER + _encode(None))
                 self._server.stop()
@@ -213,6 +224,7 @@ class Session:
             self._channel.close()
             if self._lease is not None:
                 self._lease.end()
+                self._server.arenas.left(self._lease.arena)
             self._server.ended(self)
 
     @property
@@ -235,6 +247,10 @@ class Session:
             "attached": self._since,
             "pinned": pinned,
             "reserved": reserved,
+            "hits": dict(self._lease.hits),
+            "misses": self._lease.misses,
+            "stored": self._lease.stored,
+            "refused": self._lease.refused,
         }
 
     def hang_up(self) -> None:
@@ -257,7 +273,7 @@ class Session:
             raise BrokenProtocol("impossible sizes of chunks")
         try:
             arena = self._server.arenas.open(sizes)
-        except LmcError as error:
+        except (LmcError, OSError) as error:
             self._channel.send(ERROR + str(error).encode())
             raise
         self._lease = Lease(arena, self._server.lifelines.new(), self._server.introduced)
@@ -294,13 +310,32 @@ def _owned(memory: Path) -> int:
         raise TierUnusable(f"cannot keep memory in {memory}: {error.strerror}") from error
 
 
+def _locked_socket(path: Path, group: int | None) -> int:
+    """Take the name of a socket for the life of a server; raise `TierUnusable` if another server has it.
+
+    The lock tells a server that lives from one that has died and left its socket, also while the two start and end.
+    Clients wait for it, and have it for a moment when a server has ended.
+    """
+    until = time.monotonic() + LOCK_SECONDS
+    while True:
+        try:
+            file = locked(lock_of(path), alone=True)
+            if group is not None:
+                os.fchown(file, -1, group)
+                os.fchmod(file, 0o640)
+            return file
+        except BlockingIOError:
+            if time.monotonic() > until:
+                raise TierUnusable(f"a cache server listens at {path} already (--takeover ends it)") from None
+            time.sleep(0.01)
+        except OSError as error:
+            raise TierUnusable(f"cannot listen at {path}: {error.strerror or error}") from error
+
+
 def _listener(path: Path, group: int | None) -> socket.socket:
-    """Listen at a path; take the place of a server that has died, and raise `TierUnusable` if one lives."""
+    """Listen at a path, in the place of a server that has died; raise `TierUnusable` if that is not possible."""
     try:
         if path.exists() and stat.S_ISSOCK(path.stat().st_mode):
-            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe, suppress(ConnectionRefusedError):
-                probe.connect(str(path))
-                raise TierUnusable(f"a cache server listens at {path} already (--takeover ends it)")
             path.unlink()
         with ExitStack() as opened:
             listener = opened.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))

@@ -35,7 +35,7 @@ def _read(place: str) -> Any:
         from tokenizers import Tokenizer
 
         file = Path(place) / "tokenizer.json"
-        if not file.exists():
+        if not file.is_file():
             from huggingface_hub import hf_hub_download
 
             file = Path(hf_hub_download(place, "tokenizer.json", local_files_only=True))

@@ -196,8 +196,17 @@ class DiskTier:
             with contextlib.suppress(OSError, CorruptRecord), contextlib.closing(self._read(entry.key)) as reader:
                 if reader.meta.kind is RecordKind.DOCUMENT and reader.meta.key not in self._standing:
                     with self._lock:
-                        self._stand(reader.meta.key, Standing.DOCUMENT)
+                        if reader.meta.key in self._index:  # It may have been evicted since.
+                            self._stand(reader.meta.key, Standing.DOCUMENT)
                 yield reader.meta
+
+    def if_present(self, key: ChunkKey, then: Callable[[], object]) -> bool:
+        """Call `then` while a record is sure to stay, if it is there; return whether it is."""
+        with self._lock:
+            there = key in self._index
+            if there:
+                then()
+            return there
 
     def protect(self, keys: Collection[ChunkKey], standing: Standing) -> None:
         """Let records be evicted as entries of this standing."""

@@ -15,7 +15,7 @@ import re
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import TypeAlias
 
@@ -159,6 +159,10 @@ class RedisTier:
     def headers(self) -> Iterator[RecordMeta]:
         """Return none, because Redis has the records of many processes."""
         return iter(())
+
+    def if_present(self, key: ChunkKey, then: Callable[[], object]) -> bool:
+        """Say no, because Redis evicts by itself."""
+        return False
 
     def protect(self, keys: Collection[ChunkKey], standing: Standing) -> None:
         """Do nothing: Redis evicts by itself."""

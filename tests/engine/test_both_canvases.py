@@ -8,13 +8,13 @@ import pytest
 import torch
 from lab import engine, words
 from stepping import worker
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import AutoModelForCausalLM
 
 from lmc.blend.blender import Blender, BlendInput
 from lmc.blend.segments import Placement
 from lmc.blend.strategies import NEEDS_QUESTION, STRATEGIES, RecomputePolicy
 from lmc.connectors.transformers.canvas import DenseCanvas
-from lmc.connectors.transformers.hf import forward, rows_of
+from lmc.connectors.transformers.hf import prefilled, rows_of
 from lmc.connectors.transformers.layers import DecoderLayers
 from lmc.connectors.vllm.canvas import BatchRows, PagedCanvas
 from lmc.connectors.vllm.messages import BlendJob, DocumentPart
@@ -109,7 +109,7 @@ def lab(models):
 
 def computed(model, tokens) -> list[torch.Tensor]:
     """The model's own KV of some tokens, `[K, T, H, D]` for each layer."""
-    return [torch.stack(kv) for kv in rows_of(forward(model, tokens, DynamicCache()).past_key_values)]
+    return [torch.stack(kv) for kv in rows_of(prefilled(model, tokens))]
 
 
 def stored_parts(model, given: Case) -> list[list[torch.Tensor]]:

@@ -1,17 +1,29 @@
 """Two engines over one cache server: what one has stored the other uses, from the same memory; and the server goes."""
 
+import os
 import time
+from pathlib import Path
 
 import pytest
 from lab import DOCUMENTS, PLAIN, PROMPT, agree, answer, engine, facts, words
 from other_engine import OtherEngine
 
+from lmc.service.attachment import status
+
+RATIOS = 0.0, 0.15, 1.0
+
 
 @pytest.fixture(scope="module")
 def wanted(models):
-    """Answers without any cache."""
+    """Answers without any cache, and, under their ratios, those of blends by one engine with a store of its own."""
     with engine(models("llama")) as lab:
-        return {len(tokens): lab.vanilla(tokens) for tokens in (PROMPT.tokens, PLAIN)}
+        plain = {len(tokens): lab.vanilla(tokens) for tokens in (PROMPT.tokens, PLAIN)}
+        lab.learn(DOCUMENTS)
+        blends = {}
+        for ratio in RATIOS:
+            lab.forget_prefixes()
+            blends[ratio] = lab.ask(PROMPT.tokens, PROMPT.blend(ratio=ratio))
+        return plain | blends
 
 
 @pytest.fixture(scope="module")
@@ -36,17 +48,35 @@ def eventually(condition, lab):
         time.sleep(0.05)
 
 
+def maps_of(process):
+    """What a process has mapped, with the inodes of files."""
+    return Path(f"/proc/{process}/maps").read_text()
+
+
+def eventually_alone(condition):
+    """Wait until a condition holds; the engines are idle meanwhile."""
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
 def right(out, wanted, tokens) -> bool:
     return agree(out, wanted[len(tokens)])
 
 
-def test_documents_that_one_engine_has_learned_are_blended_by_the_other_from_memory(first, second, wanted):
+def test_documents_that_one_engine_has_learned_are_blended_by_the_other_from_memory(first, second, wanted, server):
     first.learn(DOCUMENTS)
     first.store.flush()
     held = len(first.store.known_keys())
-    out = second.ask(PROMPT.tokens, PROMPT.blend(ratio=1.0))
-    assert out["facts"]["tokens_from"] == {"host": sum(map(len, DOCUMENTS))}
-    assert out["answer"] == answer(wanted[len(PROMPT.tokens)])
+    before = status(server.path).arenas[0].stats.present["host"]
+    for ratio in RATIOS:
+        out = second.ask(PROMPT.tokens, PROMPT.blend(ratio=ratio))
+        assert out["facts"]["reused_tokens"] == sum(map(len, DOCUMENTS))
+        assert out["answer"] == answer(wanted[ratio]), "as from one engine alone"
+    assert answer(wanted[1.0]) == answer(wanted[len(PROMPT.tokens)])
+    found = [meta for _, meta in first.store.records()]
+    assert len({meta.key for meta in found}) == len(found) >= before[0], "there is one copy of each chunk"
     documents = {key for document in DOCUMENTS for key in first.document_keys(document)}
     assert documents <= first.store.known_keys()
     assert held == len(documents), "there is one copy of each"
@@ -69,7 +99,12 @@ def test_an_engine_that_is_killed_leaves_nothing_held(first, models, server):
 
 
 def test_answers_are_right_while_the_server_is_away_and_hits_come_back_with_it(first, second, wanted, server):
+    first.check_idle()  # In this process, the last blocks of a request are saved in the next step.
+    memory = f" {os.fstat(first.store.attachment.quick.files[0]).st_ino} "
+    assert memory in maps_of(os.getpid())
+    assert memory in maps_of(second.process.pid)
     server.kill()
+    eventually_alone(lambda: memory not in maps_of(os.getpid()) + maps_of(second.process.pid))
     first.forget_prefixes()
     started = time.monotonic()
     out = first.ask(PROMPT.tokens, PROMPT.blend(ratio=1.0))

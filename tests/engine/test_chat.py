@@ -23,4 +23,5 @@ def test_documents_of_chats_are_reused_from_the_first_request_on_and_no_conversa
     assert found["requests"] >= 20
     assert found["least reused"] > 0.99
     assert found["chunks stored"] == found["chunks of documents"]
+    assert (found["documents not found"], found["strange documents"]) == (0, 0)
     assert found["right"]["chat"] == found["right"]["completions"]

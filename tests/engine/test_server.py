@@ -76,8 +76,9 @@ class Server:
         return text.replace("/var/tmp/lmc", str(self.folder / "disk"))
 
     def execute(self, *command: str) -> str:
-        """Run a block to its end; return what it prints."""
-        process = self.run([self.here(part) for part in command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        """Run a block to its end; return what it prints, without the notes beside JSON."""
+        notes = subprocess.DEVNULL if "--json" in command else subprocess.STDOUT
+        process = self.run([self.here(part) for part in command], stdout=subprocess.PIPE, stderr=notes)
         said, _ = process.communicate(timeout=60)
         assert process.returncode == 0, said
         return said
