@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from lmc.cli import app
 from lmc.errors import InputError
 from lmc.router.discovery import discovery, in_file, in_kubernetes
-from lmc.router.engines import address
+from lmc.router.engines import EnginePorts, Engines, address
 
 
 @contextmanager
@@ -166,9 +166,33 @@ def test_a_file_that_names_no_engines_is_an_error(tmp_path, text):
         in_file(file)
 
 
+def test_what_a_file_says_of_an_engine_may_change(tmp_path):
+    file = tmp_path / "engines.yaml"
+    with served(EchoEngine()) as one:
+        file.write_text(f"- {one.url}\n")
+        with running("--discovery", f"file:{file}", "--health-seconds", "0.1", "--admin-port", "9") as (port, _):
+
+            def engines(field):
+                return [found[field] for found in (get(port, "/engines")[1] or {}).get("engines", ())]
+
+            eventually(lambda: engines("admin") == ["http://127.0.0.1:9"])
+            file.write_text(f"- url: {one.url}\n  admin: http://127.0.0.1:8\n  cache: shared\n  models: [echo, two]\n")
+            eventually(lambda: engines("admin") == ["http://127.0.0.1:8"])
+            assert (engines("cache"), engines("models")) == (["shared"], [["echo", "two"]])
+
+
 def test_addresses_of_a_name_are_engines():
     found = asyncio.run(discovery("dns:localhost:8000")(None))
     assert "http://127.0.0.1:8000" in {one.url for one in found}
+
+
+def test_engines_have_their_administration_and_their_events_at_the_same_ports():
+    engines = Engines(EnginePorts(9180, 5557, 5558))
+    given = engines.add(address("http://a:8000", admin="b:1", kv_events="tcp://c:2")).address
+    assert (given.admin, given.kv_events) == ("http://b:1", "tcp://c:2")
+    found = engines.add(address("http://[fd00::1]:8000")).address
+    assert (found.admin, found.kv_events) == ("http://[fd00::1]:9180", "tcp://[fd00::1]:5557+tcp://[fd00::1]:5558")
+    assert Engines().add(address("http://a")).address == address("http://a")
 
 
 class Api:

@@ -164,6 +164,9 @@ def test_what_an_engine_was_sent_is_taken_to_be_there_until_others_take_its_room
     assert [index.weight("a", one) for one in cut.documents] == [0, 1]
     index.resize("a", 110)
     assert [index.weight("a", one) for one in cut.documents] == [0, 0]
+    index.resize("a", 300, 128)  # tokens of a chunk
+    index.note("a", cut)
+    assert index.room("a") == 300 - 2 * 128
     index.forget("a")
     assert len(index) == 0
 
@@ -309,6 +312,19 @@ def test_a_conversation_stays_unless_another_engine_is_much_cheaper():
     b.backlog += 10_000
     assert policy.choose(fresh, [a, b]).engine == a.name
     assert policy.choose(PromptRequest(text="other " * 100, session="t"), [a, b]).why == "least time"
+
+
+def test_an_engine_that_computes_more_of_a_document_again_is_slower():
+    policy, careful, quick = Documents(), Candidate("careful", ratio=1.0), Candidate("quick", ratio=0.1)
+    policy.sent(prompt("one"), "careful")
+    policy.sent(prompt("one"), "quick")
+    assert policy.choose(prompt("two", "one"), [careful, quick]).engine == "quick"
+    seconds = {offer.candidate.name: offer.seconds for offer in policy.offers(prompt("two", "one"), [careful, quick])}
+    assert seconds["quick"] < seconds["careful"]
+    equal = Documents(ratio=0.5)
+    equal.sent(prompt("one"), "careful")
+    equal.sent(prompt("one"), "quick")
+    assert len({offer.seconds for offer in equal.offers(prompt("two", "one"), [careful, quick])}) == 1
 
 
 def test_a_faster_engine_gets_more():

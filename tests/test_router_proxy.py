@@ -227,6 +227,11 @@ def test_engines_come_and_go_while_the_router_runs(two):
         assert two.ask("/engines", {"url": third.url}, method="DELETE") == (200, {"removed": third.url})
         assert two.ask("/engines", {"url": third.url}, method="DELETE")[0] == 400
         assert two.ask("/engines", {"url": "ftp://x"})[0] == 400
+        more = {"url": third.url, "cache": "shared", "admin": "127.0.0.1:1", "kv_events": "tcp://127.0.0.1:2"}
+        found = two.ask("/engines", more)[1]["engines"][0]
+        assert {name: found[name] for name in more} == more | {"admin": "http://127.0.0.1:1"}
+        assert two.ask("/engines", {"url": third.url, "admin": 3})[0] == 400
+        assert two.ask("/engines", {"url": third.url}, method="DELETE")[0] == 200
 
 
 def test_an_engine_that_went_down_is_found_again_and_its_memory_is_taken_for_empty():

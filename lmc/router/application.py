@@ -20,7 +20,7 @@ from lmc.errors import InputError
 from lmc.http_server import Guard, Receive, Send, refuse
 from lmc.router.client import Refusal
 from lmc.router.document_tokens import DocumentTokens
-from lmc.router.engines import Engine, Engines, address
+from lmc.router.engines import Engine, EngineAddress, Engines, address
 from lmc.router.follow import Follower, follow_blocks
 from lmc.router.policies.documents import Documents
 from lmc.router.policies.precise import Precise
@@ -143,11 +143,11 @@ class Router:
         return JSONResponse({"engines": [_described(one) for one in self.engines]})
 
     async def _added(self, asked: Asked) -> Response:
-        body = await _body(asked, {"url", "models", "cache"})
-        models = body.get("models") or ()
-        if not isinstance(models, list | tuple) or set(map(type, models)) - {str}:
-            raise InputError("models must be a list of names")
-        engine = self.engines.add(address(str(body.get("url", "")), models, str(body.get("cache") or "")))
+        body = await _body(asked, set(EngineAddress._fields))
+        models = body.pop("models", None) or ()
+        if not isinstance(models, list | tuple) or set(map(type, [*models, *body.values()])) - {str}:
+            raise InputError("url, cache, admin and kv_events must be texts, and models a list of names")
+        engine = self.engines.add(address(body.pop("url", ""), models, **body))
         log.info("lmc router: engine %s was added", engine.url)
         return JSONResponse({"engines": [_described(engine)]}, 201)
 
@@ -223,6 +223,8 @@ def _described(engine: Engine) -> dict[str, Any]:
         "url": engine.url,
         "models": sorted(engine.models),
         "cache": engine.candidate.cache,
+        "admin": engine.address.admin,
+        "kv_events": engine.address.kv_events,
         "healthy": engine.healthy,
         "draining": engine.draining,
         "breaker": engine.breaker.state(time.monotonic()),

@@ -13,7 +13,7 @@ import typer
 
 from lmc.admin_address import LOCAL, TOKEN
 from lmc.errors import ConfigError, InputError
-from lmc.router.engines import EngineAddress, Engines, address
+from lmc.router.engines import EngineAddress, EnginePorts, Engines, address
 from lmc.router.settings import RouterSettings
 
 log = logging.getLogger(__name__)
@@ -79,6 +79,21 @@ KVEventAddresses = Annotated[
         envvar=_variable("static_kv_events"),
         help="for precise: tcp://HOST:PORT of each engine's KV events, or tcp://…+tcp://… with where they are replayed",
     ),
+]
+AdminPort = Annotated[
+    int,
+    typer.Option(
+        envvar=_variable("admin_port"), min=0, max=65535, help="of LMC_ADMIN at the hosts of engines; 0 for none"
+    ),
+]
+KVEventsPort = Annotated[
+    int,
+    typer.Option(
+        envvar=_variable("kv_events_port"), min=0, max=65535, help="for precise: of KV events at the hosts of engines"
+    ),
+]
+KVReplayPort = Annotated[
+    int, typer.Option(envvar=_variable("kv_replay_port"), min=0, max=65535, help="where KV events are replayed")
 ]
 Where = Annotated[
     str,
@@ -160,6 +175,9 @@ def router(
     static_caches: Caches = "",
     static_admins: Admins = "",
     static_kv_events: KVEventAddresses = "",
+    admin_port: AdminPort = 0,
+    kv_events_port: KVEventsPort = 0,
+    kv_replay_port: KVReplayPort = 0,
     discovery: Where = "",
     policy: PolicyName = "documents",
     host: Host = "127.0.0.1",
@@ -199,7 +217,9 @@ def router(
         max_body=max_body_mib << 20, health_seconds=health_seconds, answer_seconds=answer_seconds,
     )  # fmt: skip
     options = {name: value for name, value in given.items() if value is not None} | _written(option or [])
-    engines = _engines(static_backends, static_models, static_caches, static_admins, static_kv_events)
+    engines = Engines(EnginePorts(admin_port, kv_events_port, kv_replay_port))
+    for one in _addresses(static_backends, static_models, static_caches, static_admins, static_kv_events):
+        engines.add(one)
     _run(settings, OTHER_NAMES.get(policy, policy), options, engines, discovery, (host, port))
 
 
@@ -216,7 +236,7 @@ def _written(options: list[str]) -> dict[str, Any]:
     return found
 
 
-def _engines(backends: str, models: str, caches: str, admins: str, kv_events: str) -> list[EngineAddress]:
+def _addresses(backends: str, models: str, caches: str, admins: str, kv_events: str) -> list[EngineAddress]:
     """Return the engines that the command line names; raise `ConfigError` if the lists do not fit together."""
     urls, columns = _items(backends), []
     listed = {
@@ -248,7 +268,7 @@ def _run(
     settings: RouterSettings,
     policy: str,
     options: dict[str, Any],
-    addresses: list[EngineAddress],
+    engines: Engines,
     where: str,
     listen: tuple[str, int],
 ) -> None:
@@ -261,13 +281,10 @@ def _run(
         from lmc.router.policies import make
     except ImportError as error:
         raise ConfigError(f"lmc router needs {error.name}: pip install 'lmc[router]'") from None
-    if not addresses and not where:
+    if not len(engines) and not where:
         raise ConfigError("say where the engines are: --static-backends http://a:8000,http://b:8000, or --discovery")
     if policy == "documents":
         options = {"special_string": settings.special_string, **options}
-    engines = Engines()
-    for one in addresses:
-        engines.add(one)
     application = Router(settings, make(policy, **options), engines, discovery(where) if where else None)
     try:
         listening = socket.create_server(listen, family=socket.AF_INET6 if ":" in listen[0] else socket.AF_INET)

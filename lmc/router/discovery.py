@@ -17,7 +17,7 @@ from lmc.router.engines import EngineAddress, address
 from lmc.router.watch import Discovery
 
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")  # where a pod finds its token
-FIELDS = {"url", "models", "cache", "admin", "kv_events"}  # of an engine in a file
+FIELDS = set(EngineAddress._fields)  # of an engine in a file
 HINT = "give file:/path/engines.yaml, dns:host:port, or kubernetes:namespace/label=value:port"
 
 

@@ -7,6 +7,7 @@ taken to have what its engines have been sent last, as much of it as fits.
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from math import ceil
 from typing import Generic, NamedTuple, TypeVar
 
 from lmc.router.cut import Cut, CutDocument
@@ -33,9 +34,9 @@ class DocumentIndex:
         self._cache_tokens, self._clock = cache_tokens, clock
         self._caches: dict[str, _Cache] = {}
 
-    def resize(self, cache: str, tokens: float) -> None:
-        """Say how many tokens fit into a cache."""
-        self._of(cache).resize(tokens)
+    def resize(self, cache: str, tokens: float, chunk_tokens: int = 1) -> None:
+        """Say how many tokens fit into a cache, and into each of the chunks in which it keeps documents."""
+        self._of(cache).resize(tokens, chunk_tokens)
 
     def weight(self, cache: str, document: CutDocument, tenant: str = "") -> float:
         """Return what a document's place is worth: 1 in memory, less below it, 0 if the cache does not have it."""
@@ -96,6 +97,7 @@ class _Cache:
     def __init__(self, tokens: float) -> None:
         self.told: dict[Told, set[str]] | None = None  # media of documents; None without events
         self._left: dict[Told, float] = {}  # when documents left the cache, the last ones
+        self._chunk_tokens = 1
         self._sent = _Recent[bytes](tokens)
         self._blocks = _Recent[int](tokens * PREFIX_SHARE)
 
@@ -103,7 +105,8 @@ class _Cache:
     def room(self) -> float:
         return self._sent.room
 
-    def resize(self, tokens: float) -> None:
+    def resize(self, tokens: float, chunk_tokens: int) -> None:
+        self._chunk_tokens = chunk_tokens
         self._sent.resize(tokens)
         self._blocks.resize(tokens * PREFIX_SHARE)
 
@@ -126,7 +129,8 @@ class _Cache:
     def note(self, cut: Cut, now: float) -> None:
         for document in cut.documents:
             again = self._left.get(Told(cut.tenant, document.digest), 0.0) >= self._sent.came(document.key)
-            self._sent.use(document.key, document.tokens, now, again=again)
+            room = ceil(document.tokens / self._chunk_tokens) * self._chunk_tokens
+            self._sent.use(document.key, room, now, again=again)
         for block in reversed(cut.blocks):  # The end of a prompt is forgotten first.
             self._blocks.use(block, cut.block_tokens, now)
 

@@ -37,6 +37,22 @@ def address(
     return EngineAddress(_checked(url).removesuffix("/v1"), frozenset(models), cache, asked, kv_events.strip())
 
 
+class EnginePorts(NamedTuple):
+    """Ports that all engines have alike; 0 for those that they do not have."""
+
+    admin: int = 0
+    kv_events: int = 0
+    kv_replay: int = 0
+
+    def completed(self, given: EngineAddress) -> EngineAddress:
+        """Return an address with those of administration and KV events, at the host of the engine, that it lacks."""
+        host = urlsplit(given.url).hostname or ""
+        host = f"[{host}]" if ":" in host else host
+        admin = f"http://{host}:{self.admin}" if self.admin else ""
+        events = "+".join(f"tcp://{host}:{port}" for port in (self.kv_events, self.kv_replay) if port)
+        return given._replace(admin=given.admin or admin, kv_events=given.kv_events or events)
+
+
 def _checked(url: str) -> str:
     parts = urlsplit(url.strip())
     try:
@@ -117,9 +133,9 @@ class Engine:
 class Engines:
     """All engines that a router knows. Used in one thread."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, ports: EnginePorts | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self._engines: dict[str, Engine] = {}
-        self._clock = clock
+        self._ports, self._clock = ports or EnginePorts(), clock
 
     def __iter__(self) -> Iterator[Engine]:
         return iter(list(self._engines.values()))
@@ -136,11 +152,15 @@ class Engines:
         return self._engines[url]
 
     def add(self, new: EngineAddress) -> Engine:
-        """Add an engine. One that is there already takes requests again if it was being drained."""
-        known = self._engines.get(new.url)
+        """Add an engine. One that is there already takes requests again if it was being drained.
+
+        What is said of it now replaces what was said before.
+        """
+        new, known = self._ports.completed(new), self._engines.get(new.url)
         if known is None:
-            candidate = Candidate(new.url, cache=new.cache)
-            known = self._engines[new.url] = Engine(new, candidate, new.models)
+            known = self._engines[new.url] = Engine(new, Candidate(new.url, cache=new.cache), new.models)
+        elif known.address != new:
+            known.address, known.models, known.candidate.cache = new, new.models, new.cache or new.url
         known.draining = False
         return known
 

@@ -60,7 +60,8 @@ class Follower:
         facts = await self._ask(engine, "/v1/routing")
         candidate, index = engine.candidate, self._policy.index
         candidate.cache = engine.address.cache or facts["cache"] or engine.url
-        index.resize(candidate.cache, max(facts["capacity"].values()))
+        candidate.ratio = float(facts["ratio"])
+        index.resize(candidate.cache, max(facts["capacity"].values()), facts["chunk_size"])
         for model in engine.models if facts["separators"] else ():
             self._policy.cutter.markers[model] = Markers(
                 separators=tuple(map(tuple, facts["separators"])),

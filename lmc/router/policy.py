@@ -35,6 +35,7 @@ class Candidate:
     cache: str = ""  # the cache that it uses; engines of one cache server have one
     backlog: float = 0.0  # tokens that it has been sent to compute, of requests that it has not begun to answer
     rate: float = 1.0  # tokens that it computes in a second, in any unit that is the same for all candidates
+    ratio: float = 0.15  # of a reused document, the share that it computes again; lmc's default until it says another
 
     def __post_init__(self) -> None:
         self.cache = self.cache or self.name

@@ -35,10 +35,10 @@ class Watch:
 
         What `follow` does runs for each engine that says what it has, while it is up.
         """
-        self._follow, self._following = follow, dict[str, asyncio.Task[None]]()
+        self._follow, self._following = follow, dict[str, tuple[EngineAddress, asyncio.Task[None]]]()
         self._settings, self._engines, self._policy = settings, engines, policy
         self._session, self._discovery = session, discovery
-        self._found: set[str] = set()  # engines that discovery has found
+        self._found: dict[str, EngineAddress] = {}  # engines that discovery has found
 
     async def run(self) -> None:
         """Look until cancelled."""
@@ -47,9 +47,10 @@ class Watch:
                 await self.look()
                 await asyncio.sleep(self._settings.health_seconds)
         finally:
-            for task in self._following.values():
+            tasks = [task for _, task in self._following.values()]
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(*self._following.values(), return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def look(self) -> None:
         """Look once: find engines, and ask each of them."""
@@ -65,15 +66,16 @@ class Watch:
         except (InputError, OSError, ValueError, aiohttp.ClientError) as error:
             log.warning("lmc router: the engines cannot be looked up, and stay as they are: %s", error)
             return
-        for url in self._found - found.keys():
+        for url in self._found.keys() - found.keys():
             if url in self._engines:
                 self._engines.remove(url)
                 self._policy.forget(url)
                 log.info("lmc router: engine %s has gone", url)
-        for url in found.keys() - self._found:
-            self._engines.add(found[url])
-            log.info("lmc router: engine %s has come", url)
-        self._found = set(found)
+        for url, one in found.items():
+            if one != self._found.get(url):
+                self._engines.add(one)
+                log.info("lmc router: engine %s has %s", url, "changed" if url in self._found else "come")
+        self._found = found
 
     async def _look_at(self, engine: Engine) -> None:
         try:
@@ -92,14 +94,18 @@ class Watch:
         engine.healthy = up
         if up and not engine.models:
             await self._ask_models(engine)
+        followed, _ = self._following.get(engine.url, (engine.address, None))
+        if followed != engine.address:
+            self._unfollow(engine.url)
         told = engine.address.admin or engine.address.kv_events
         if up and engine.models and self._follow and told and engine.url not in self._following:
-            following = self._following[engine.url] = asyncio.create_task(self._follow(engine))
+            following = asyncio.create_task(self._follow(engine))
             following.add_done_callback(_report)
+            self._following[engine.url] = engine.address, following
 
     def _unfollow(self, url: str) -> None:
         if url in self._following:
-            self._following.pop(url).cancel()
+            self._following.pop(url)[1].cancel()
 
     async def _ask_models(self, engine: Engine) -> None:
         try:

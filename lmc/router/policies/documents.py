@@ -24,7 +24,6 @@ from lmc.router.policies.options import check, check_count
 from lmc.router.policy import Candidate, PromptRequest, RoutingChoice
 
 CACHE_TOKENS = 1_000_000.0  # that fit into an engine's cache, if nobody says how many
-RATIO = 0.15  # lmc's default
 SURCHARGE = 0.3  # of the prompt, for each mean load by which an engine's load is above the mean
 DISPLACEMENT = 0.6  # of the new documents for which others have to leave a cache
 STAY = 1.5  # how much cheaper another engine has to be before a conversation moves
@@ -39,15 +38,18 @@ class Documents:
         *,
         special_string: str = " # # ",
         cache_tokens: float = CACHE_TOKENS,
-        ratio: float = RATIO,
+        ratio: float | None = None,
         surcharge: float = SURCHARGE,
         displacement: float = DISPLACEMENT,
         stay: float = STAY,
         conversations: int = CONVERSATIONS,
     ) -> None:
-        """`cache_tokens` fit into an engine's cache, `conversations` are remembered."""
+        """`cache_tokens` fit into an engine's cache, unless it says otherwise, and `conversations` are remembered.
+
+        `ratio` takes the place of what engines say.
+        """
         check(cache_tokens > 0, "cache_tokens", cache_tokens, "above 0")
-        check(0 <= ratio <= 1, "ratio", ratio, "from 0 to 1")
+        check(ratio is None or 0 <= ratio <= 1, "ratio", ratio, "from 0 to 1")
         check(surcharge >= 0, "surcharge", surcharge, "0 or more")
         check(displacement >= 0, "displacement", displacement, "0 or more")
         check(stay >= 1, "stay", stay, "1 or more")
@@ -100,13 +102,14 @@ class Documents:
 
     def _offer(self, cut: Cut, candidate: Candidate, mean_load: float) -> "EngineOffer":
         self._cache_of[candidate.name] = candidate.cache
+        ratio = candidate.ratio if self._ratio is None else self._ratio
         beginning = reused = min(self.index.prefix(candidate.cache, cut), cut.tokens - 1)
         saved, documents, new = reused, 0, 0.0
         for document in cut.documents:
             behind = min(document.tokens, document.stop - beginning)  # tokens that are not in the beginning
             if behind > 0 and (weight := self.index.weight(candidate.cache, document, cut.tenant)):
                 reused += behind
-                saved += behind * (1 - self._ratio) * weight
+                saved += behind * (1 - ratio) * weight
                 documents += 1
             elif behind > 0:
                 new += document.tokens
