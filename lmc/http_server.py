@@ -69,16 +69,7 @@ def serve(
         import uvicorn
     except ImportError as error:
         raise ConfigError(f"{setting} needs {error.name}: pip install starlette uvicorn") from error
-    try:
-        if address.startswith(UNIX):
-            listening = _unix_socket(socket_path(address, number, setting))
-        else:
-            host, port = host_and_port(address, token, setting)
-            family = socket.AF_INET6 if ":" in host else socket.AF_INET
-            listening = socket.create_server((host, port + number), family=family)
-    except OSError as error:
-        taken = "; is another engine using it?" if error.errno == errno.EADDRINUSE else ""
-        raise ConfigError(f"{setting} = {address} cannot be had: {error.strerror or error}{taken}") from None
+    listening = _listening(address, token, setting, number)
     tls = {"ssl_certfile": certificate.chain, "ssl_keyfile": certificate.key} if certificate else {}
     config = uvicorn.Config(
         application,
@@ -116,6 +107,19 @@ def serve(
                 os.unlink(listening_at)
 
     return stop
+
+
+def _listening(address: str, token: str, setting: str, number: int) -> socket.socket:
+    """Listen at an address; arguments and errors as those of `serve`."""
+    try:
+        if address.startswith(UNIX):
+            return _unix_socket(socket_path(address, number, setting))
+        host, port = host_and_port(address, token, setting)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port + number), family=family)
+    except OSError as error:
+        taken = "; is another engine using it?" if error.errno == errno.EADDRINUSE else ""
+        raise ConfigError(f"{setting} = {address} cannot be had: {error.strerror or error}{taken}") from None
 
 
 def _impatient() -> Any:

@@ -56,7 +56,8 @@ class Ledger:
     @property
     def free(self) -> int:
         """How many slots are free, used or unused."""
-        return sum(map(len, (self._queue, self._ready, self._preparing, self._unused, self._unsafe)))
+        with_memory = len(self._queue) + len(self._ready)
+        return with_memory + len(self._preparing) + len(self._unused) + len(self._unsafe)
 
     @property
     def ready(self) -> int:

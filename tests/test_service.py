@@ -61,9 +61,11 @@ from lmc.service.messages import (
     KnownKeys,
     LastUses,
     LookUp,
+    Offered,
     Ping,
     PinKeys,
     Present,
+    Question,
     Records,
     Release,
     Since,
@@ -664,7 +666,9 @@ def test_a_client_cannot_give_back_what_another_one_holds(attach, connect, quest
 def test_one_of_several_clients_leaves_some_slots_to_the_others(tmp_path):
     with serving(tmp_path, 16) as server:
         greedy = attached(server)
-        assert len([slot for slot in greedy.begin([meta_of(key_of(i)) for i in range(16)]) if slot]) == 16
+        greedy.begin([meta_of(key_of(i)) for i in range(14)])
+        for i in (14, 15):  # Memory for the last slots may be being taken ahead.
+            eventually(lambda key=i: greedy.begin([meta_of(key_of(key))])[0])
         other = attached(server)
         for slot in list(greedy._held)[:8]:
             greedy.abort(SimpleNamespace(lease=slot))
@@ -728,6 +732,14 @@ def test_a_client_that_sends_nonsense_is_closed_and_nobody_else_notices(server, 
     eventually(lambda: server.clients == 2)
 
 
+def is_told(frame):
+    """Whether a frame is a message that has no answer."""
+    try:
+        return not msgspec.msgpack.decode(frame, type=Question).answered
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        return False
+
+
 def test_thousands_of_random_frames_do_nobody_else_harm(server, attach):
     store, dice = attach(), random.Random(5)
     put(store, K0)
@@ -735,7 +747,8 @@ def test_thousands_of_random_frames_do_nobody_else_harm(server, attach):
     questions = [
         LookUp([K0, K1], True), Release([1, 2]), PinKeys([K0, K1], ["host", None]), Begin([meta_of(K2)]), Commit([3]),
         Abort(4), Forget(K3, False, True), CopiesOf([K0]), Introduce("m", "t", 256), Keep([document], "pin"),
-        Kept(["aa"]), Records(True), LastUses(), KnownKeys(), HeldSlots(), Since(0), Present(), Ping(),
+        Kept(["aa"]), Records(True), LastUses(), KnownKeys(), HeldSlots(), Since(0), Present(),
+        Ping([Offered(bytes(32), bytes(40))], [bytes(32)]),
     ]  # fmt: skip
     right = [msgspec.msgpack.encode(question) for question in questions]
     channel, sent = greeted(server), 0
@@ -743,9 +756,10 @@ def test_thousands_of_random_frames_do_nobody_else_harm(server, attach):
         frame = bytearray(dice.choice(right))
         for _ in range(dice.randrange(4)):
             frame[dice.randrange(len(frame))] = dice.randrange(256)
+        frame = bytes(frame[: dice.randrange(1, len(frame) + 1)])
         try:
-            channel.send(bytes(frame[: dice.randrange(1, len(frame) + 1)]))
-            answered = channel.receive() is not None
+            channel.send(frame)
+            answered = is_told(frame) or channel.receive() is not None
         except (OSError, StorageError):
             answered = False
         sent += 1

@@ -172,11 +172,17 @@ def test_a_pinned_document_that_was_lost_is_learned_again_by_an_engine_of_its_mo
     engine.close()
     (arena,) = service.server.arenas.all()
     later = service.engine()
-    later.namespace
+    for one in (later, stranger):
+        one.share_learning(lambda: False)
     arena.keeper.restore()
     eventually(lambda: len(later.learning) + len(stranger.learning) > 0)
     waiting = [*later.learning, *stranger.learning]
     assert [list(one.tokens) for one in waiting] == [A]  # Nobody has asked for anything of the other tenant.
+    for one in (later, stranger):
+        one.learning.clear()
+    later.namespace(RecordKind.DOCUMENT, "t")
+    eventually(lambda: len(later.learning) > 0)
+    assert [list(one.tokens) for one in later.learning] == [B]
 
 
 def test_a_document_that_one_engine_learns_is_not_begun_by_another_one(service):

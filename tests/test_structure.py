@@ -196,7 +196,7 @@ def test_public_names_are_frozen() -> None:
     }
     assert {name for name in vars(CacheEngine) if not name.startswith("_")} == {
         "namespace", "token_chain", "block_chain", "documents", "document_span", "document_keys",
-        "learn_later", "unlearned", "note", "look", "lookup",
+        "learn_later", "share_learning", "unlearned", "note", "look", "lookup",
         "plan", "layers", "stats", "begin_exact", "begin_document", "fits", "capacity", "salt_of", "begin_anew", "owns",
         "forget_all", "close",
     }  # fmt: skip

@@ -38,7 +38,7 @@ from lmc.connectors.vllm import claims
 from lmc.connectors.vllm.messages import BlendJob, LoadJob, StepReport
 from lmc.connectors.vllm.model_identity import model_identity
 from lmc.connectors.vllm.request_state import Role
-from lmc.engine import NewChunk
+from lmc.engine import CacheEngine, NewChunk
 from lmc.engine.identity import adapter_stamp
 from lmc.errors import ConfigError
 from lmc.keys import RecordKind
@@ -1603,3 +1603,22 @@ def test_roles_follow_wishes(make):
         assert state_of(lab, name).role is role
         lab.finish(request)
     lab.engine.learning.clear()
+
+
+def test_an_engine_learns_documents_of_others_while_it_makes_steps_and_has_blocks_to_spare(make, monkeypatch):
+    given = []
+    monkeypatch.setattr(CacheEngine, "share_learning", lambda self, has_time: given.append(has_time))
+    make(blends=False)
+    make(settings={"blend_learn": False})
+    assert given == []  # These learn nothing.
+    lab = make(blocks=64)
+    (has_time,) = given
+    lab.serve("one", prompt(DOC_A))
+    assert has_time()
+    lab.now += 2.0
+    assert not has_time()  # It makes no steps.
+    lab.serve("two", prompt(DOC_A))
+    taken = lab.pool.get_new_blocks(lab.pool.get_num_free_blocks() - 8)
+    assert not has_time()
+    lab.pool.free_blocks(taken)
+    assert has_time()

@@ -89,6 +89,7 @@ class CachedModel(AbstractContextManager["CachedModel"]):
         self.engine = CacheEngine(
             settings, geometry, namespace, device=self.layers.device, prefix=prefix, model=called, tokenizer=called
         )
+        self.engine.share_learning(lambda: False)  # It computes when it is told to.
 
     @classmethod
     def load(cls, name: str | Path, settings: Settings, *, cache_salt: str = "") -> tuple["CachedModel", Any]:

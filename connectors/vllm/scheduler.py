@@ -37,6 +37,8 @@ log = logging.getLogger(__name__)
 Tables = Callable[[str], Sequence[int]]  # returns the block table of a scheduled request
 
 RECENT = 1000  # requests whose facts are kept
+SPARE = 0.5  # of an engine's blocks, that have to be free if it learns documents of other engines
+AWAKE_SECONDS = 1.0  # An engine that computed something within this time makes steps, and can learn in them.
 LEARN_SECONDS = 10.0  # for which an idle engine goes on learning; a shutdown or a pause may have to wait so long
 
 
@@ -66,6 +68,8 @@ class Scheduler:
         self._jobs: list[LoadJob | BlendJob] = []
         self._introduced: SlabAddress | None = None  # the slab that workers know of
         self._ran = setup.clock()  # when the engine last computed something
+        if setup.blends and setup.settings.blend_learn:
+            self.engine.share_learning(self._has_time)
         self._adapters: dict[tuple[int, str], bytes] = {}
         self._process = os.urandom(32)
         self._logs_requests = is_on(os.environ.get("LMC_LOG_REQUESTS", ""))
@@ -263,6 +267,11 @@ class Scheduler:
         """Where the workers find the slab; None without a cache server."""
         slab = self.engine.store.slab
         return None if slab is None else slab.address
+
+    def _has_time(self) -> bool:
+        """Return whether the engine makes steps, and has blocks to spare for documents of other engines."""
+        spare = self._pool.get_num_free_blocks() > len(self._pool.blocks) * SPARE
+        return spare and self._setup.clock() - self._ran < AWAKE_SECONDS
 
     @property
     def _runs(self) -> bool:

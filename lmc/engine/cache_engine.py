@@ -11,7 +11,7 @@ begin_…      slots for new chunks, which the connector fills and commits
 
 import logging
 from collections import Counter
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -28,7 +28,7 @@ from lmc.engine.learn_queue import LearnQueue, Unlearned
 from lmc.engine.names import Names
 from lmc.engine.pieces import Piece
 from lmc.engine.planner import DocumentLookup, Lookup, Plan, Wish, choose_plan
-from lmc.engine.stores import keeper_in_server, open_store
+from lmc.engine.stores import keeper_in_server, open_store, share_learning
 from lmc.errors import ChunkLost
 from lmc.keys import ChunkKey, Namespace, RecordKind, chunk_bounds, document_keys, tenant_of
 from lmc.shapes import GIB, KVShape
@@ -117,8 +117,8 @@ class CacheEngine:
         namespace = self.namespace(RecordKind.DOCUMENT, salt)
         found = [self._document(prompt, span, namespace) for span in spans]
         if start:
-            behind = Span(self._text_start(prompt), start.stop)
-            found.insert(0, self._document(prompt, behind, namespace, learnable=False))
+            start = Span(self._text_start(prompt), start.stop)
+            found.insert(0, self._document(prompt, start, namespace, learnable=False))
         return tuple(found)
 
     def document_span(self, prompt: Sequence[int]) -> Span:
@@ -157,6 +157,10 @@ class CacheEngine:
         """
         return tuple(filter(self.learning.add, [self.unlearned(prompt, span, salt, name) for span in documents]))
 
+    def share_learning(self, has_time: Callable[[], bool]) -> None:
+        """Let other engines of a cache server learn what waits here, and learn theirs while this one `has_time`."""
+        share_learning(self.store, self.learning, self.names.namespaces_of_documents, has_time, self._learn_again)
+
     def unlearned(self, prompt: Sequence[int], span: Span, salt: str, name: str = "") -> Unlearned:
         """Return a document of a prompt as it waits to be learned."""
         return Unlearned(self.namespace(RecordKind.DOCUMENT, salt), tuple(prompt[span.start : span.stop]), name)
@@ -168,8 +172,7 @@ class CacheEngine:
         namespace, noted = self.namespace(RecordKind.DOCUMENT, salt), []
         model, tenant = self.names.model, tenant_of(salt)
         for document in documents:
-            tokens = prompt[document.span.start : document.span.stop]
-            if tokens:
+            if tokens := prompt[document.span.start : document.span.stop]:
                 keys = [piece.key for piece in document.pieces]
                 noted.append(self.known.note(namespace, tokens, keys, used=used, model=model, tenant=tenant))
         return noted
@@ -301,9 +304,7 @@ class CacheEngine:
         return room | ({"disk": disk // token} if self.settings.local_disk is not None else {})
 
     def forget_all(self, *, wait: bool = True) -> None:
-        """Remove every chunk, even while it is read. Chunks that other processes may use stay where they are: on tiers
-        that are shared, and in a cache server.
-        """
+        """Remove every chunk, even while it is read, but none on shared tiers or in a cache server: others use them."""
         if self.settings.server is not None:
             return
         with self.keeper.moving:  # Otherwise a pinned chunk might be written again.
@@ -358,7 +359,7 @@ class CacheEngine:
             self.learning.discard(Unlearned.of(document))
 
         if not isinstance(self.store, Store):
-            return keeper_in_server(self.store, learn=self._learn_again, unqueue=unqueue)
+            return keeper_in_server(self.store, unqueue)
         keeper = Keeper(
             self.store,
             self.known,

@@ -30,6 +30,10 @@ class Names:
         """The salts of tenants who have asked for something."""
         return list(self._salts.values())
 
+    def namespaces_of_documents(self) -> list[bytes]:
+        """Return the namespaces of documents of tenants who have asked for something."""
+        return list(self._salts)
+
     def of(self, kind: RecordKind, salt: str) -> bytes:
         """Return the digest from which the keys of a tenant's chunks start."""
         digest = self._digests.get((kind, salt))

@@ -1,6 +1,6 @@
 """Opens the chunk store that the settings name: one in this process, or that of a cache server."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -8,7 +8,7 @@ from lmc.config import Settings
 from lmc.engine.geometry import Geometry
 from lmc.engine.keeper import DocumentKeeper
 from lmc.engine.known_documents import KnownDocument
-from lmc.engine.learn_queue import Unlearned
+from lmc.engine.learn_queue import LearnQueue, Unlearned
 from lmc.engine.tiers import open_tiers
 from lmc.errors import ConfigError
 from lmc.shapes import GIB
@@ -46,15 +46,33 @@ def open_store(
     return Store(slab, tiers, device=device_slab, policy=policy, document_share=share)
 
 
-def keeper_in_server(
-    store: ChunkStore, *, learn: Callable[[Unlearned], object], unqueue: Callable[[KnownDocument], object]
-) -> DocumentKeeper:
-    """Return what asks a store's cache server for pins and time limits; arguments as for `RemoteKeeper`."""
+def keeper_in_server(store: ChunkStore, unqueue: Callable[[KnownDocument], object]) -> DocumentKeeper:
+    """Return what asks a store's cache server for pins and time limits; `unqueue` as for `RemoteKeeper`."""
     from lmc.service.remote_keeper import RemoteKeeper
     from lmc.service.remote_store import RemoteStore
 
     assert isinstance(store, RemoteStore)
-    return RemoteKeeper(store, learn=learn, unqueue=unqueue)
+    return RemoteKeeper(store, unqueue=unqueue)
+
+
+def share_learning(
+    store: ChunkStore,
+    queue: LearnQueue,
+    namespaces: Callable[[], Iterable[bytes]],
+    has_time: Callable[[], bool],
+    learn: Callable[[Unlearned], object],
+) -> None:
+    """Share the documents that are to be learned with other clients of a store's cache server, if it has one.
+
+    The arguments are those of `RemoteLearning`.
+    """
+    if isinstance(store, Store):
+        return
+    from lmc.service.remote_learning import RemoteLearning
+    from lmc.service.remote_store import RemoteStore
+
+    assert isinstance(store, RemoteStore)
+    store.learning = RemoteLearning(queue, namespaces, has_time, learn)
 
 
 def _attached(settings: Settings, geometry: Geometry, model: str, tokenizer: str) -> ChunkStore:

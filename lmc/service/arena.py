@@ -1,7 +1,6 @@
 """An arena: the chunks of one geometry in a cache server, of all models that have it, and their documents."""
 
 import threading
-from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
@@ -14,6 +13,7 @@ from lmc.engine.learn_queue import Unlearned
 from lmc.keys import ChunkKey, RecordKind, document_keys
 from lmc.service.budget import Budget
 from lmc.service.journal import Journal
+from lmc.service.learning import WaitingDocuments
 from lmc.service.quotas import Owners, Quota, Quotas
 from lmc.service.sizes import Sizes
 from lmc.shapes import GIB
@@ -32,7 +32,6 @@ from lmc.storage.tier_guard import TierGuard
 AHEAD_BYTES, AHEAD_SHARE = GIB, 8  # memory that an arena takes ahead, and the largest part of the budget for that
 NAMESPACES = 1 << 14  # that are remembered
 CHUNK_SIZES = 64  # in tokens, that are tried for a document
-WANTED_AT_ONCE = 4  # documents that a client gets to learn
 
 complain = TierGuard().complain  # at most once a minute about the same
 
@@ -71,15 +70,14 @@ class Arena:
         self._neighbours = neighbours
         self._chunk_sizes: dict[bytes, int] = {}  # tokens, by namespace
         self._sizes_of_chunks = {1 << power for power in range(4, 13)}  # tokens, that a namespace may have
-        self._wanted: defaultdict[str, dict[str, KnownDocument]] = defaultdict(dict)  # by model and id
-        self._mutex = threading.Lock()
+        self.waiting = WaitingDocuments()
         self.keeper = Keeper(
             self.store,
             self.known,
             noted,
             keys_of=lambda _, __, keys: keys,
-            learn=self._want,
-            unqueue=self._want_no_more,
+            learn=lambda one: self.waiting.want(one.id, Unlearned.of(one)),
+            unqueue=lambda one: self.waiting.discard(one.id),
             size=lambda document: len(document.keys) * sizes.slot_bytes / room if room else float("inf"),
             share=share,
         )
@@ -113,6 +111,7 @@ class Arena:
             keys = self._keys(meta, tokens)
             document = self.known.note(meta.namespace, tokens, keys, model=meta.model, tenant=meta.tenant)
             document.name = document.name or name
+        self.waiting.discard(meta.key.hex())
 
     def make_room(self, meta: RecordMeta) -> bool:
         """Evict what a chunk's owner has used longest ago, if a quota asks for that; false if that is not enough."""
@@ -169,12 +168,6 @@ class Arena:
             freed += over - left
         return freed
 
-    def take_wanted(self, model: str) -> list[Unlearned]:
-        """Return documents of a model that should be computed again, each to one client."""
-        with self._mutex:
-            wanted = self._wanted[model]
-            return [Unlearned.of(wanted.pop(name)) for name in list(wanted)[:WANTED_AT_ONCE]]
-
     def close(self) -> None:
         """Write down what is in memory only."""
         self.keeper.close()
@@ -187,14 +180,6 @@ class Arena:
         for place, meta in self.store.in_memory():
             self.store.changes.left(place, meta.key)
         self._backing.remove()
-
-    def _want(self, document: KnownDocument) -> None:
-        with self._mutex:
-            self._wanted[document.model][document.id] = document
-
-    def _want_no_more(self, document: KnownDocument) -> None:
-        with self._mutex:
-            self._wanted[document.model].pop(document.id, None)
 
     def _keys(self, meta: RecordMeta, tokens: Sequence[int]) -> Sequence[ChunkKey]:
         """Return the keys of a document; raise `ValueError` if its last chunk is not the record's.

@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from lmc.engine.known_documents import KnownDocument
+from lmc.engine.learn_queue import Unlearned
 from lmc.errors import InputError
-from lmc.keys import LONGEST_MODEL, TENANT_DIGITS, ChunkKey
+from lmc.keys import LONGEST_MODEL, TENANT_DIGITS, ChunkKey, document_keys
 from lmc.service.arena import Arena
 from lmc.service.channel import BrokenProtocol
 from lmc.service.lifelines import wait_until_gone
@@ -19,6 +20,7 @@ log = logging.getLogger(__name__)
 
 LARGEST_PART = 0.75  # of the chunks of an arena, which one of several clients may hold
 CONNECTIONS = 2  # of a client
+MOST_NAMESPACES = 1 << 13  # that a client can learn
 DIGEST = 32  # bytes of a key and of a namespace
 LONGEST_LABEL = HEADER_LIMIT // 2  # characters of a header
 
@@ -34,6 +36,8 @@ class Lease:
         self.arena, self.store, self.lifeline = arena, arena.store, lifeline
         self.model: str | None = None  # None until the client has introduced itself
         self._introduced = introduced
+        self.namespaces: set[bytes] = set()  # of documents that the client can learn
+        self._chunk_size = 0  # tokens; 0 if the client has not said how it cuts documents
         self.hits: Counter[str] = Counter()  # chunks, by place
         self.misses = self.stored = self.refused = 0  # chunks
         self.listed: Iterator[tuple[str, RecordMeta]] = iter(())  # what `Records` has still to tell
@@ -42,9 +46,19 @@ class Lease:
 
     def introduce(self, model: str, tokenizer: str, chunk_size: int) -> None:
         """Note what the client's model is called, where its tokenizer lies, and how it cuts documents."""
-        self.model = model
+        self.model, self._chunk_size = model, chunk_size
         self._introduced(model, tokenizer)
         self.arena.cut_into(chunk_size)
+
+    def offer(self, documents: Sequence[tuple[bytes, Sequence[int], str]], namespaces: Sequence[bytes]) -> None:
+        """Let documents wait until somebody learns them, by namespaces, tokens and names.
+
+        The client can learn those of `namespaces` itself.
+        """
+        self.namespaces.update(namespaces[: MOST_NAMESPACES - len(self.namespaces)])
+        for namespace, tokens, name in documents if self._chunk_size else ():
+            last = document_keys(namespace, tokens, self._chunk_size)[-1]
+            self.arena.waiting.offer(last.hex(), Unlearned(namespace, tuple(tokens), name), self)
 
     def pin(self, keys: Sequence[ChunkKey], places: Sequence[str | None] | None) -> list[Pin | None]:
         """See `ChunkStore.pin`; raise `BrokenProtocol` if there is not a place for each key."""
@@ -133,6 +147,7 @@ class Lease:
 
     def end(self) -> None:
         """Give everything back; wait until nobody can write into reserved slots any more, if there are some."""
+        self.arena.waiting.left(self)
         self.store.release(list(self._pins.values()), wait=False)
         if self._reservations:
             log.info("%d unfilled slots of a client wait until its processes have ended", len(self._reservations))

@@ -29,6 +29,7 @@ Keys = Annotated[list[WholeKey], msgspec.Meta(max_length=1 << 16)]  # so that no
 Leases = Annotated[list[int], msgspec.Meta(max_length=1 << 16)]
 PROTOCOL = 3  # changes whenever a message does
 LISTED = 500  # records in one answer
+MOST_OFFERED = 64  # documents in one message
 
 
 class Hello(msgspec.Struct, frozen=True):
@@ -98,13 +99,26 @@ class Request(msgspec.Struct, frozen=True, tag=True, array_like=True):
         raise NotImplementedError
 
 
+class Offered(msgspec.Struct, frozen=True):
+    """A document that a client has to learn, and that others may learn if they have time first."""
+
+    namespace: Digest
+    tokens: Annotated[bytes, msgspec.Meta(min_length=4)]  # uint32, little-endian
+    name: Annotated[str, msgspec.Meta(max_length=LONGEST_NAME)] = ""
+
+
 class Ping(Request, frozen=True):
     """Every second. It shows the server that the client is alive."""
+
+    offered: Annotated[list[Offered], msgspec.Meta(max_length=MOST_OFFERED)] = []
+    namespaces: Annotated[list[Digest], msgspec.Meta(max_length=1 << 12)] = []  # of tenants that it knows, new ones
+    has_time: bool = False  # to learn documents that others have met
 
     def asked(self, lease: "Lease") -> Beat:
         """Return what changes all the time."""
         store, arena = lease.store, lease.arena
-        wanted = arena.take_wanted(lease.model) if lease.model is not None else []
+        lease.offer([(one.namespace, _uint32(one.tokens), one.name) for one in self.offered], self.namespaces)
+        wanted = arena.waiting.take(lease, lease.namespaces, has_time=self.has_time)
         return Beat(store.stats(), store.cost.speeds(), arena.keeper.pinned_chunks, wanted)
 
 
@@ -220,9 +234,10 @@ class Described(msgspec.Struct, frozen=True):
 
     def noted(self, known: KnownDocuments) -> KnownDocument:
         """Note it among others; raise `BrokenProtocol` for tokens that are none, or keys that cannot be its own."""
-        if len(self.tokens) % 4 or len(self.keys) > len(self.tokens) // 4:
-            raise BrokenProtocol("tokens that are no uint32, or fewer of them than chunks")
-        document = known.note(self.namespace, array("I", self.tokens), self.keys, model=self.model, tenant=self.tenant)
+        tokens = _uint32(self.tokens)
+        if len(self.keys) > len(tokens):
+            raise BrokenProtocol("fewer tokens than chunks")
+        document = known.note(self.namespace, tokens, self.keys, model=self.model, tenant=self.tenant)
         document.name = document.name or self.name
         return document
 
@@ -310,6 +325,12 @@ class Present(Request, frozen=True):
     def asked(self, lease: "Lease") -> tuple[int, dict[str, list[Chunk]]]:
         """Return chunks."""
         return lease.store.changes.present()
+
+
+def _uint32(tokens: bytes) -> "array[int]":
+    if len(tokens) % 4:
+        raise BrokenProtocol("tokens that are no uint32")
+    return array("I", tokens)
 
 
 Opening = Sizes | Status | Retire

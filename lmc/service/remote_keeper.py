@@ -7,7 +7,6 @@ from typing import Literal
 
 from lmc.engine.keeper import DocumentKeeper
 from lmc.engine.known_documents import BY_A_PERSON, KnownDocument
-from lmc.engine.learn_queue import Unlearned
 from lmc.errors import InputError
 from lmc.service import messages as m
 from lmc.service.remote_store import RemoteStore
@@ -19,13 +18,10 @@ AT_ONCE = 2 * MIB  # of tokens in one question
 class RemoteKeeper(DocumentKeeper):
     """Asks the server for what a `DocumentKeeper` does."""
 
-    def __init__(
-        self, store: RemoteStore, *, learn: Callable[[Unlearned], object], unqueue: Callable[[KnownDocument], object]
-    ) -> None:
-        """`learn` queues a document that the server wants to be computed; `unqueue` takes one out of that queue."""
+    def __init__(self, store: RemoteStore, *, unqueue: Callable[[KnownDocument], object]) -> None:
+        """`unqueue` takes a document out of the queue of those that are to be learned."""
         self._store, self._unqueue = store, unqueue
         self.moving = threading.RLock()
-        store.wanted = learn
 
     @property
     def pinned_chunks(self) -> int:

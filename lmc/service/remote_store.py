@@ -9,18 +9,18 @@ and when nothing of the old one is held any more.
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from lmc.engine.learn_queue import Unlearned
 from lmc.errors import ChunkLost, LmcError, StorageError, TierUnusable
 from lmc.keys import ChunkKey
 from lmc.service import messages as m
 from lmc.service.attachment import Attachment, Gone
+from lmc.service.remote_learning import RemoteLearning
 from lmc.service.sizes import Sizes
 from lmc.storage.change_log import Change, Changes, Chunk
 from lmc.storage.contract import ChunkStore, Pin, PinState, Reservation
@@ -59,7 +59,7 @@ class RemoteStore(ChunkStore):
         self._lost: set[int] = set()  # leases of a server that has gone, and whose pins and reservations are still used
         self._asking = 0  # questions under way, whose answers may be leases
         self.pinned_chunks = 0
-        self.wanted: Callable[[Unlearned], object] = lambda _: None  # gets documents that the server wants learned
+        self.learning: RemoteLearning | None = None  # None as long as this process learns no documents
         self._counts = RunningCounts()
         self._ended = threading.Event()
         self.cost, self.changes = CostModel(), _RemoteChanges(self)
@@ -254,6 +254,8 @@ class RemoteStore(ChunkStore):
             at.hang_up()
             at.let_go()
             raise
+        if self.learning is not None:
+            self.learning.begin()
         self._counts.begin(beat.stats)
         self.pinned_chunks = beat.pinned
         self.slab, self.slots, self.shared_places = at.slab, at.slab.slots, at.shared_places
@@ -279,11 +281,12 @@ class RemoteStore(ChunkStore):
                 self._complain("the cache server at %s cannot be used now: %s", error)
 
     def _beat(self, at: Attachment) -> None:
-        beat = at.quick.ask(m.Ping())
+        learning = self.learning
+        beat = at.quick.ask(learning.news() if learning else m.Ping())
         self._counts.update(beat.stats)
         self.pinned_chunks = beat.pinned
-        for document in beat.wanted:
-            self.wanted(document)
+        if learning:
+            learning.got(beat.wanted)
         self.cost.take_speeds(beat.speeds)
         at.slow.ask_if_idle(m.Ping())
 

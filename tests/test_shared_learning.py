@@ -1,0 +1,141 @@
+"""Tests that the clients of a cache server share the documents that they have to learn, and learn each one once."""
+
+import time
+from contextlib import contextmanager
+
+import pytest
+from models import random_model
+from service_fakes import arena_of, serving
+
+from lmc.config import Settings
+from lmc.connectors.transformers import CachedModel
+from lmc.engine.learn_queue import LearnQueue, Unlearned
+from lmc.service.learning import AT_ONCE, CLAIM_SECONDS, MOST_CLAIMS, MOST_WAITING, WaitingDocuments
+from lmc.service.remote_learning import RemoteLearning
+
+ONE, TWO = b"\1" * 32, b"\2" * 32  # namespaces
+BEAT = 1.0  # second
+
+
+class Clock:
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def document(number, namespace=ONE):
+    return Unlearned(namespace, (number, number + 1))
+
+
+def test_a_document_is_given_to_one_client_that_has_time_and_did_not_offer_it():
+    clock = Clock()
+    waiting = WaitingDocuments(clock)
+    waiting.offer("a", document(1), "met it")
+    assert waiting.take("met it", {ONE}, has_time=True) == []
+    assert waiting.take("busy", {ONE}, has_time=False) == []
+    assert waiting.take("other tenant", {TWO}, has_time=True) == []
+    assert waiting.take("idle", {ONE}, has_time=True) == [document(1)]
+    assert waiting.take("also idle", {ONE}, has_time=True) == []
+    clock.now += CLAIM_SECONDS + 1
+    assert waiting.take("also idle", {ONE}, has_time=True) == [document(1)]
+
+
+def test_a_document_waits_until_it_is_learned_or_nobody_can():
+    clock = Clock()
+    waiting = WaitingDocuments(clock)
+    waiting.offer("a", document(1), "met it")
+    waiting.discard("a")
+    assert waiting.take("idle", {ONE}, has_time=True) == []
+    waiting.offer("b", document(2), "met it")
+    for _ in range(MOST_CLAIMS):
+        assert waiting.take("idle", {ONE}, has_time=True) == [document(2)]
+        clock.now += CLAIM_SECONDS + 1
+    assert waiting.take("idle", {ONE}, has_time=True) == []
+    assert len(waiting) == 0
+
+
+def test_what_a_client_has_met_or_got_is_given_to_others_when_it_has_gone():
+    waiting = WaitingDocuments(Clock())
+    waiting.offer("a", document(1), "met it")
+    assert waiting.take("idle", {ONE}, has_time=True) == [document(1)]
+    waiting.left("idle")
+    assert waiting.take("idle again", {ONE}, has_time=True) == [document(1)]
+    waiting.left("idle again")
+    waiting.left("met it")
+    assert waiting.take("met it", {ONE}, has_time=True) == [document(1)]
+
+
+def test_a_pinned_document_that_is_nowhere_is_given_to_clients_without_time():
+    waiting = WaitingDocuments(Clock())
+    waiting.want("a", document(1))
+    assert waiting.take("busy", {ONE}, has_time=False) == [document(1)]
+
+
+def test_clients_get_some_at_a_time_and_the_oldest_are_dropped():
+    waiting = WaitingDocuments(Clock())
+    for number in range(MOST_WAITING + 3):
+        waiting.offer(str(number), document(number), "met it")
+    assert len(waiting) == MOST_WAITING
+    assert waiting.take("idle", {ONE}, has_time=True) == [document(3 + number) for number in range(AT_ONCE)]
+
+
+def test_an_engine_offers_what_has_waited_and_says_each_thing_once():
+    queue, got = LearnQueue(room=100), []
+    learning = RemoteLearning(queue, lambda: [ONE, TWO], lambda: True, got.append)
+    first = learning.news()
+    assert (first.offered, first.namespaces, first.has_time) == ([], [ONE, TWO], True)
+    queue.add(document(1))
+    second = learning.news()
+    assert (second.offered, second.namespaces, second.has_time) == ([], [], False)
+    (offered,) = learning.news().offered
+    assert (offered.namespace, offered.tokens) == (ONE, b"\1\0\0\0\2\0\0\0")
+    assert learning.news().offered == []
+    learning.got([document(5)])
+    queue.add(document(5))
+    learning.news()
+    assert learning.news().offered == []  # The server knows of it.
+    assert got == [document(5)]
+    learning.begin()
+    learning.news()
+    assert len(learning.news().offered) == 2
+
+
+@contextmanager
+def engine(server, **settings):
+    given = Settings(server=server.path, enable_blending=True, chunk_size=16, **settings)
+    with CachedModel(random_model(), given, [7, 7]) as model:
+        yield model
+
+
+def queue(model, tokens):
+    from lmc.keys import RecordKind
+
+    model.engine.learning.add(Unlearned(model.engine.namespace(RecordKind.DOCUMENT), tuple(tokens)))
+
+
+def wait_for(condition):
+    until = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_an_engine_that_has_time_learns_what_another_one_has_met(tmp_path, dies):
+    tokens = list(range(20, 60))
+    with serving(tmp_path, 0, max_local_cpu_size=0.02) as server, engine(server) as idle:
+        idle.engine.share_learning(lambda: True)
+        with engine(server) as busy:
+            arena = arena_of(server, busy.engine.store._sizes)
+            queue(busy, tokens)
+            if dies:  # before it has learned
+                wait_for(lambda: len(arena.waiting) == 1)
+                busy.engine.learning.clear()
+                busy.engine.store.close()
+            wait_for(lambda: len(idle.engine.learning) == 1)
+            assert idle.learn_pending() == 1
+            wait_for(lambda: idle.knows(tokens))
+            assert len(arena.waiting) == 0
+            assert dies or busy.knows(tokens)
