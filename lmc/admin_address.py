@@ -31,6 +31,15 @@ def socket_path(address: str, engine: int = 0, setting: str = ADDRESS) -> str:
     return path
 
 
+def url_of(address: str, token: str, engine: int = 0) -> str:
+    """Return where an endpoint is asked from this host, which listens at an address that it could have."""
+    if address.startswith(UNIX):
+        return UNIX + socket_path(address, engine)
+    host, port = host_and_port(address, token)
+    host = {"0.0.0.0": LOCAL[0], "::": LOCAL[2]}.get(host, host)
+    return f"http://[{host}]:{port + engine}" if ":" in host else f"http://{host}:{port + engine}"
+
+
 def refusal(address: str, token: str) -> str:
     """Return why an engine would not start with this address; empty if it would, or if it is a URL for commands."""
     if address.startswith("http"):

@@ -26,14 +26,14 @@ RECORD = 4096 + 2 * 4096  # bytes of a chunk on the disk: its header, and two pa
 A, B, C, D = ([n * 100 + i for i in range(20)] for n in range(4))  # documents of two chunks
 
 
-def engine_of(tmp_path=None, *, slots=8, records=12, tiers=None, chunk_size=CHUNK, **settings) -> CacheEngine:
+def engine_of(tmp_path=None, *, slots=8, records=12, tiers=None, chunk_size=CHUNK, model="", **settings) -> CacheEngine:
     size = 2 * 4096 * slots / GIB
     given = Settings(chunk_size=chunk_size, max_local_cpu_size=size, local_disk=tmp_path and tmp_path / "disk",
                      max_local_disk_size=records * RECORD / GIB, **settings)  # fmt: skip
     namespace = Namespace(
         model="m", dtype="float32", layers=2, kv_heads=1, head_dim=8, rope="r", chunk_size=chunk_size, tensor_parallel=1
     )
-    return CacheEngine(given, Geometry.of(SHAPE, chunk_size), namespace, tiers=tiers)
+    return CacheEngine(given, Geometry.of(SHAPE, chunk_size), namespace, tiers=tiers, model=model)
 
 
 def learn(engine, tokens, salt="", name=""):

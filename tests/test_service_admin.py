@@ -1,6 +1,7 @@
 """Administration of a cache server over real HTTP: documents, tenants, quotas, events. Engines and stores are real."""
 
 import json
+import os
 import socket
 import ssl
 import subprocess
@@ -21,9 +22,12 @@ from service_fakes import arena_of, eventually, serving
 from storage_fakes import key_of, meta_of
 from test_admin import free_port
 from test_keeper import RECORD, A, B, C, D, engine_of, known, learn, places
+from vllm_fakes import DOC_A, DOC_B, Lab, prompt
+from vllm_fakes import learn as learn_in
 
 import lmc.demo as lmc_demo
 from lmc import http_server
+from lmc.connectors.vllm.admin import Administration, serve_if_wanted
 from lmc.engine.document_desk import DocumentDesk
 from lmc.errors import ConfigError, InputError
 from lmc.keys import RecordKind, tenant_of, tokens_digest
@@ -456,7 +460,19 @@ def test_what_is_in_use_is_told_by_model_tenant_and_place(service):
     assert (found["used_bytes"], found["memory_bytes"], found["documents"]) == (4 * SLOT, 16 * SLOT, 2)
     assert found["totals"]["chunks|host"] == 4
     (client,) = service.ask("/v1/clients")["clients"]
-    known = {"process", "user", "model", "attached", "pinned", "reserved", "hits", "misses", "stored", "refused"}
+    known = {
+        "process",
+        "user",
+        "model",
+        "admin",
+        "attached",
+        "pinned",
+        "reserved",
+        "hits",
+        "misses",
+        "stored",
+        "refused",
+    }
     assert client.keys() == known
     assert (client["stored"], client["reserved"], client["hits"]) == (4, 0, {})
 
@@ -571,7 +587,7 @@ def test_every_question_is_described(service):
     paths = service.ask("/openapi.json")["paths"]
     assert set(paths) == {
         "/health", "/ready", "/metrics", "/v1/events", "/v1/documents", "/v1/documents/{name}", "/v1/stat",
-        "/v1/clients", "/v1/clear", "/v1/quota", "/v1/drain",
+        "/v1/clients", "/v1/clear", "/v1/quota", "/v1/drain", "/v1/explain",
     }  # fmt: skip
     assert all(asked["summary"] for methods in paths.values() for asked in methods.values())
 
@@ -664,3 +680,40 @@ def test_events_arrive_over_http_and_go_on_where_a_subscriber_was(service):
     learn(engine, C)
     waiting.join(30)
     assert not waiting.is_alive()
+
+
+# -- explanations ------------------------------------------------------------------------------------------------------
+
+
+def test_a_prompt_is_explained_by_an_engine_of_its_model(service, monkeypatch):
+    monkeypatch.setenv("LMC_ADMIN_TOKEN", TOKEN)
+    code, error = service.refusal("/v1/explain", {"prompt_token_ids": A})
+    assert (code, "start one with LMC_ADMIN=127.0.0.1:9180" in error) == (400, True)
+    silent = service.engine()
+    lab = Lab(settings={"server": service.server.path})
+    monkeypatch.setenv("LMC_ADMIN", f"127.0.0.1:{free_port()}")
+    stop = serve_if_wanted(Administration(lab.scheduler._setup, lab.scheduler.recent), 0)
+    try:
+        learn_in(lab, DOC_A)
+        eventually(lambda: any(one["admin"] for one in service.ask("/v1/clients")["clients"]))
+        found = service.ask(
+            "/v1/explain", {"prompt_token_ids": prompt(DOC_A, DOC_B), "model": "served under this name"}
+        )
+        assert [one["reused"] for one in found["documents"]] == [True, False]
+        assert found["engine"] == f"http://{os.environ['LMC_ADMIN']}"
+    finally:
+        stop()
+        lab.scheduler.close()
+    assert service.refusal("/v1/explain", {"prompt_token_ids": A})[0] == 400  # That engine has gone.
+    assert silent.store.lookup([]) == []
+
+
+def test_it_must_be_said_of_which_of_several_models_a_prompt_is(service):
+    engines = [service.engine(model=name) for name in ("one", "two")]
+    for engine in engines:
+        engine.store.administered_at("http://127.0.0.1:9")
+    eventually(lambda: sum(bool(one["admin"]) for one in service.ask("/v1/clients")["clients"]) == 2)
+    code, error = service.refusal("/v1/explain", {"prompt_token_ids": A, "model": "three"})
+    assert (code, "model must be one of one, two" in error) == (400, True)
+    code, error = service.refusal("/v1/explain", {"prompt_token_ids": A, "model": "two"})
+    assert (code, "no server answers at http://127.0.0.1:9" in error) == (400, True)

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from lmc import http_server
-from lmc.admin_address import ADDRESS, TOKEN
+from lmc.admin_address import ADDRESS, TOKEN, url_of
 from lmc.background import Background
 from lmc.blend.segments import Span, document_tokens
 from lmc.connectors.vllm.claims import Claims
@@ -28,6 +28,7 @@ from lmc.connectors.vllm.start import Setup
 from lmc.engine import PromptView
 from lmc.engine.document_desk import LISTED, DocumentDesk, Facts
 from lmc.engine.explain import explain
+from lmc.engine.stores import administered_at
 from lmc.errors import ConfigError, InputError
 from lmc.metrics import flat
 
@@ -44,6 +45,10 @@ class Administration:
         self._setup, self._engine, self._tokenizer, self._requests = setup, setup.engine, setup.tokenizer, requests
         self._claims, self.background = Claims(setup), setup.engine.background
         self.desk = DocumentDesk(lambda: [setup.engine], lambda tokens, _: self._text(tokens), self.background)
+
+    def answers_at(self, url: str) -> None:
+        """Tell a cache server, if there is one, where this is asked."""
+        administered_at(self._engine.store, url)
 
     def stat(self) -> Facts:
         """Return the store's numbers, by the keys of `lmc.metrics`."""
@@ -234,5 +239,9 @@ def _limit(request: Any) -> int:
 
 def serve_if_wanted(of: Administration, engine: int) -> Callable[[], None] | None:
     """Open the endpoint that the environment asks for, if it does, for one of several data-parallel engines."""
-    address = os.environ.get(ADDRESS, "")
-    return serve(of, address, os.environ.get(TOKEN, ""), engine) if address else None
+    address, token = os.environ.get(ADDRESS, ""), os.environ.get(TOKEN, "")
+    if not address:
+        return None
+    stop = serve(of, address, token, engine)
+    of.answers_at(url_of(address, token, engine))
+    return stop

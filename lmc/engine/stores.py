@@ -75,6 +75,16 @@ def share_learning(
     store.learning = RemoteLearning(queue, namespaces, has_time, learn)
 
 
+def administered_at(store: ChunkStore, address: str) -> None:
+    """Tell a store's cache server, if it has one, where this process is administered, and explains prompts."""
+    if isinstance(store, Store):
+        return
+    from lmc.service.remote_store import RemoteStore
+
+    assert isinstance(store, RemoteStore)
+    store.administered_at(address)
+
+
 def _attached(settings: Settings, geometry: Geometry, model: str, tokenizer: str) -> ChunkStore:
     try:
         from lmc.service.remote_store import RemoteStore

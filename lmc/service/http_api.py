@@ -200,6 +200,10 @@ def _add_memory(app: FastAPI, of: Overview) -> None:
     def clients() -> dict[str, Any]:
         return {"clients": of.clients()}
 
+    @app.post("/v1/explain", summary="What an engine would do with a prompt, and why", dependencies=ADMIN)
+    def explain(asked: dict[str, Any]) -> dict[str, Any]:
+        return of.explain(asked)
+
     @app.post("/v1/clear", summary="Remove all chunks of a model or a tenant, with their pins", dependencies=ADMIN)
     def clear(wanted: Clearing) -> dict[str, Any]:
         model, tenant = wanted.named()

@@ -35,6 +35,7 @@ class Lease:
     def __init__(self, arena: Arena, lifeline: Path, introduced: Callable[[str, str], object]) -> None:
         self.arena, self.store, self.lifeline = arena, arena.store, lifeline
         self.model: str | None = None  # None until the client has introduced itself
+        self.admin = ""  # address at which the client is administered, if it is
         self._introduced = introduced
         self.namespaces: set[bytes] = set()  # of documents that the client can learn
         self._chunk_size = 0  # tokens; 0 if the client has not said how it cuts documents
@@ -44,9 +45,9 @@ class Lease:
         self._pins: dict[int, Pin] = {}
         self._reservations: dict[int, Reservation] = {}
 
-    def introduce(self, model: str, tokenizer: str, chunk_size: int) -> None:
-        """Note what the client's model is called, where its tokenizer lies, and how it cuts documents."""
-        self.model, self._chunk_size = model, chunk_size
+    def introduce(self, model: str, tokenizer: str, chunk_size: int, admin: str) -> None:
+        """Note what the client's model is called, where its tokenizer lies, how it cuts documents, and who explains."""
+        self.model, self._chunk_size, self.admin = model, chunk_size, admin
         self._introduced(model, tokenizer)
         self.arena.cut_into(chunk_size)
 

@@ -210,16 +210,20 @@ class CopiesOf(Request, frozen=True):
 
 
 class Introduce(Request, frozen=True):
-    """What the client's model is called, and where its tokenizer lies, for people; and how its documents are cut."""
+    """What the client's model is called, and where its tokenizer lies, for people; and how its documents are cut.
+
+    `admin` is the address at which the client is administered, and explains prompts.
+    """
 
     answered: ClassVar[bool] = False
     model: Annotated[str, msgspec.Meta(max_length=LONGEST_MODEL)]
     tokenizer: Annotated[str, msgspec.Meta(max_length=4096)]
     chunk_size: Annotated[int, msgspec.Meta(ge=0, le=1 << 20)] = 0  # tokens; 0 if it does not say
+    admin: Annotated[str, msgspec.Meta(max_length=4096)] = ""
 
     def asked(self, lease: "Lease") -> None:
         """Note it."""
-        lease.introduce(self.model, self.tokenizer, self.chunk_size)
+        lease.introduce(self.model, self.tokenizer, self.chunk_size, self.admin)
 
 
 class Described(msgspec.Struct, frozen=True):

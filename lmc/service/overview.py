@@ -3,7 +3,7 @@
 import os
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -11,8 +11,11 @@ from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from lmc import __version__
+from lmc.administration import URL
 from lmc.background import Background
 from lmc.engine.document_desk import DocumentDesk
+from lmc.errors import InputError
+from lmc.http_client import admin_client
 from lmc.metrics import StoreCollector, flat
 from lmc.service.events import Events
 from lmc.service.quotas import Owners, Quota
@@ -87,6 +90,20 @@ class Overview:
     def clients(self) -> list[dict[str, Any]]:
         """Return who is attached."""
         return self._server.attached()
+
+    def explain(self, asked: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what an engine of the `model` in a question says would happen with a prompt; raise `InputError`.
+
+        A request may call the model otherwise than the engine does, so with engines of one model any name will do.
+        """
+        engines = [one for one in self.clients() if one["admin"]]
+        if not engines:
+            raise InputError(f"no engine explains prompts: start one with LMC_ADMIN={URL.removeprefix('http://')}")
+        models = {one["model"]: one["admin"] for one in engines}
+        model = asked.get("model") if len(models) > 1 else engines[0]["model"]
+        if model not in models:
+            raise InputError(f"say of which model the prompt is: model must be one of {', '.join(sorted(models))}")
+        return {**admin_client(models[model]).ask("/v1/explain", dict(asked)), "engine": models[model]}
 
     def clear(self, model: str | None, tenant: str | None) -> int:
         """Remove all chunks of a model, a tenant or both, or of everybody, and return how many there were."""

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from lmc.errors import ChunkLost, LmcError, StorageError, TierUnusable
@@ -179,6 +180,11 @@ class RemoteStore(ChunkStore):
     def stats(self) -> StoreStats:
         """Return the server's counts for all clients since this one is there, a second old at most."""
         return self._counts.total
+
+    def administered_at(self, address: str) -> None:
+        """Tell the server where this process is administered, and explains prompts."""
+        self._introduction = msgspec.structs.replace(self._introduction, admin=address)
+        self._tell(self._introduction)
 
     def trim(self) -> None:
         """Do nothing: the server does that when it opens an arena."""

@@ -244,6 +244,7 @@ class Session:
             "process": self.peer[0],
             "user": self.peer[1],
             "model": self._lease.model,
+            "admin": self._lease.admin,
             "attached": self._since,
             "pinned": pinned,
             "reserved": reserved,
