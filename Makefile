@@ -64,6 +64,7 @@ bench: $(VENV)/ready
 	$(BIN)/python bench/quality.py --keep
 	$(BIN)/python bench/learn.py --keep
 	$(BIN)/python bench/serve.py --keep
+	$(BIN)/python bench/serve_kills.py --keep
 	$(BIN)/lmc demo --small --json bench/results/demo.json
 	$(BIN)/lmc demo --json bench/results/demo_smollm2.json
 
