@@ -171,13 +171,15 @@ class Guard:
         tenants: Mapping[str, str] | None = None,
         unguarded: Collection[str] = (),
         largest: int = LARGEST,
+        larger: Mapping[str, int] | None = None,
     ) -> None:
         """`tenants` are those whose own token lets them see what is theirs: tenant by token.
 
-        Paths that are `unguarded` need no token. A question may have `largest` bytes.
+        Paths that are `unguarded` need no token. A question may have `largest` bytes, or as many as `larger` has for
+        its path.
         """
         self._application, self._token, self._tenants, self._open = application, token, tenants or {}, unguarded
-        self._largest = largest
+        self._largest, self._larger = largest, larger or {}
 
     async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
         """Answer a question, or refuse it."""
@@ -188,7 +190,7 @@ class Guard:
         if code:
             await refuse(send, code, refused)
             return
-        received, whole = 0, False
+        received, whole, largest = 0, False, self._may_have(scope)
 
         async def receive_bounded() -> Message:
             nonlocal received, whole
@@ -198,18 +200,18 @@ class Guard:
                 message = await receive()
             whole = whole or not message.get("more_body", False)
             received += len(message.get("body", b""))
-            if received > self._largest:
+            if received > largest:
                 raise _TooLarge
             return message
 
         async def send_if_bounded(message: Message) -> None:
-            if received <= self._largest:  # Otherwise this is what the application makes of the error above.
+            if received <= largest:  # Otherwise this is what the application makes of the error above.
                 await send(message)
 
         with suppress(_TooLarge):
             await self._application(scope, receive_bounded, send_if_bounded)
-        if received > self._largest:
-            await refuse(send, 413, self._too_large)
+        if received > largest:
+            await refuse(send, 413, _too_large(largest))
 
     def _refusal(self, scope: Any, headers: Mapping[str, str]) -> tuple[int, str]:
         visitor = self._visitor(headers.get("authorization", "").removeprefix("Bearer "))
@@ -219,18 +221,18 @@ class Guard:
         name = host.partition("]")[0].removeprefix("[") if host.startswith("[") else host.partition(":")[0]
         if not self._token and name not in LOCAL:  # A web page may have led a browser here.
             return 403, f"this is not {name}; {TOKEN} is not set"
-        length = headers.get("content-length", "0")
-        if length.isdecimal() and int(length) > self._largest:
-            return 413, self._too_large
+        length, largest = headers.get("content-length", "0"), self._may_have(scope)
+        if length.isdecimal() and int(length) > largest:
+            return 413, _too_large(largest)
         kind = headers.get("content-type", "").partition(";")[0].strip()
         if scope["method"] in ("POST", "PATCH", "PUT") and kind != "application/json":
             return 400, "content-type: application/json is wanted"  # A web page cannot send it without being asked.
         scope[VISITOR] = visitor or Visitor("")
         return 0, ""
 
-    @property
-    def _too_large(self) -> str:
-        return f"a question may have {self._largest // KIB} KiB at most"
+    def _may_have(self, scope: Any) -> int:
+        """Return how many bytes a question may have."""
+        return self._larger.get(scope["path"], self._largest)
 
     def _visitor(self, given: str) -> Visitor | None:
         if not self._token or hmac.compare_digest(given.encode(), self._token.encode()):
@@ -240,6 +242,10 @@ class Guard:
             if hmac.compare_digest(given.encode(), token.encode()):
                 found = Visitor(tenant)
         return found
+
+
+def _too_large(largest: int) -> str:
+    return f"a question may have {largest // KIB} KiB at most"
 
 
 class _TooLarge(Exception):

@@ -696,10 +696,10 @@ def test_a_prompt_is_explained_by_an_engine_of_its_model(service, monkeypatch):
     try:
         learn_in(lab, DOC_A)
         eventually(lambda: any(one["admin"] for one in service.ask("/v1/clients")["clients"]))
-        found = service.ask(
-            "/v1/explain", {"prompt_token_ids": prompt(DOC_A, DOC_B), "model": "served under this name"}
-        )
+        question = {"prompt_token_ids": prompt(DOC_A, DOC_B), "model": "served under this name"}
+        found = service.ask("/v1/explain", question)
         assert [one["reused"] for one in found["documents"]] == [True, False]
+        assert len(service.ask("/v1/explain", question | {"more": "a" * 100_000})["documents"]) == 2
         assert found["engine"] == f"http://{os.environ['LMC_ADMIN']}"
     finally:
         stop()

@@ -23,14 +23,14 @@ from lmc.errors import InputError
 from lmc.http_server import VISITOR, Guard, Visitor
 from lmc.keys import LONGEST_NAME, tenant_of
 from lmc.service.overview import Overview, ServerCollector
-from lmc.shapes import GIB, KIB
+from lmc.shapes import GIB, KIB, MIB
 
 PAGE = Path(__file__).with_name("page.html")
 EVENT_SECONDS = 0.2  # between two looks for events
 SILENT_SECONDS = 15.0  # after which a subscriber gets a sign of life
 LARGEST_QUOTA = 1 << 20  # GB
 OPEN = ("/", "/health", "/ready")  # for everybody
-LARGEST = 64 * KIB  # of a question: names, numbers, and no texts
+LARGEST, PROMPT = 64 * KIB, 16 * MIB  # of a question: names, numbers, and no texts; and of one with a prompt
 MOST_LISTED, SENT_AT_ONCE = 100_000, 100  # documents
 MOST_SUBSCRIBERS = 16
 
@@ -83,7 +83,8 @@ def application(of: Overview, token: str, tenants: Mapping[str, str]) -> Guard:
     _add_probes(app, of, registry)
     _add_documents(app, of)
     _add_memory(app, of)
-    return Guard(app, token, {one: tenant_of(salt) for one, salt in tenants.items()}, OPEN, LARGEST)
+    salts = {one: tenant_of(salt) for one, salt in tenants.items()}
+    return Guard(app, token, salts, OPEN, LARGEST, {"/v1/explain": PROMPT})
 
 
 def _visitor(request: Request) -> Visitor:
