@@ -1,7 +1,9 @@
 """Tests that the clients of a cache server share the documents that they have to learn, and learn each one once."""
 
+import threading
 import time
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 
 import pytest
 from models import random_model
@@ -10,6 +12,7 @@ from service_fakes import arena_of, serving
 from lmc.config import Settings
 from lmc.connectors.transformers import CachedModel
 from lmc.engine.learn_queue import LearnQueue, Unlearned
+from lmc.keys import RecordKind
 from lmc.service.learning import AT_ONCE, CLAIM_SECONDS, MOST_CLAIMS, MOST_WAITING, WaitingDocuments
 from lmc.service.remote_learning import RemoteLearning
 
@@ -110,8 +113,6 @@ def engine(server, **settings):
 
 
 def queue(model, tokens):
-    from lmc.keys import RecordKind
-
     model.engine.learning.add(Unlearned(model.engine.namespace(RecordKind.DOCUMENT), tuple(tokens)))
 
 
@@ -139,3 +140,24 @@ def test_an_engine_that_has_time_learns_what_another_one_has_met(tmp_path, dies)
             wait_for(lambda: idle.knows(tokens))
             assert len(arena.waiting) == 0
             assert dies or busy.knows(tokens)
+
+
+def test_of_engines_that_begin_a_document_at_once_one_gets_all_of_it(tmp_path):
+    with serving(tmp_path, 0, max_local_cpu_size=0.02) as server, ExitStack() as opened:
+        engines = [opened.enter_context(engine(server)).engine for _ in range(3)]
+        namespace = engines[0].namespace(RecordKind.DOCUMENT)
+        for number in range(30):
+            tokens, together = [number] * 64, threading.Barrier(len(engines))
+
+            def begin(one, tokens=tokens, together=together):
+                together.wait()
+                return one.begin_document(namespace, tokens)
+
+            with ThreadPoolExecutor(len(engines)) as pool:
+                begun = [slots for slots in pool.map(begin, engines) if slots is not None]
+            assert [len(slots) for slots in begun] == [4]
+            for slots in begun:
+                for one, slot in ((one, slot) for one in engines for slot in slots):
+                    one.store.abort(slot)
+            for one in engines:
+                one.store.held()

@@ -278,7 +278,8 @@ class CacheEngine:
             label = document_label(tokens, name) if stop == len(tokens) else ""
             if place is None:
                 metas.append(self._meta(RecordKind.DOCUMENT, key, namespace, tenant, stop - start, start, size, label))
-        new = self.store.begin(metas)
+        new = self.store.begin(metas[:1])  # Whoever has the first one gets the others, too, and not another engine.
+        new += self.store.begin(metas[1:]) if None not in new else [None]
         if None in new:
             for begun in filter(None, new):
                 self.store.abort(begun)
@@ -390,11 +391,10 @@ class CacheEngine:
                     self.index.recall(meta.kind, meta.key, meta.tokens, label)
                     if details:
                         self.recalled[meta.key] = details
-        for place, count in old.items():
-            if count:
-                log.warning(
-                    "%d records on the %s tier were written by lmc 0.1.0, which named chunks differently. They are not "
-                    "used, and are evicted when room is needed; `lmc clear` removes them now.",
-                    count,
-                    place,
-                )
+        for place, count in (+old).items():
+            log.warning(
+                "%d records on the %s tier were written by lmc 0.1.0, which named chunks differently. They are not "
+                "used, and are evicted when room is needed; `lmc clear` removes them now.",
+                count,
+                place,
+            )
