@@ -1,6 +1,7 @@
 """Prompts are cut at the special string, however the tokenizer writes it."""
 
 import copy
+import functools
 import itertools
 import random
 import string
@@ -146,6 +147,27 @@ def test_a_text_is_found_wherever_it_stands(tokenizer) -> None:
             at = found.stop
         assert find_text(prompt, texts[0], encode, tokenizer.decode) is None
         assert find_text(prompt, "two words", encode, tokenizer.decode) is None
+
+
+def test_a_text_behind_a_blank_has_the_tokens_that_it_has_between_separators(tokenizer) -> None:
+    (known,) = ahead(tokenizer, Markers.of(tokenizer, " # # "), "The cat sat on the mat.")
+    assert tokens_behind(tokenizer, " ", "The cat sat on the mat.") == known
+
+
+def test_a_text_behind_a_newline_is_another_document() -> None:
+    real = TOKENIZERS["SmolLM2"]()
+    (known,) = ahead(real, Markers.of(real, " # # "), "The cat sat on the mat.")
+    assert tokens_behind(real, "\n", "The cat sat on the mat.")[1:] == known[1:]
+    assert tokens_behind(real, "\n", "The cat sat on the mat.") != known
+
+
+def tokens_behind(tokenizer, blank: str, text: str) -> list[int]:
+    """The tokens that a text has in a prompt, where it is looked for."""
+    prompt = tokenizer.encode(f"Read this.{blank}{text} Who sat?")
+    encode = functools.partial(tokenizer.encode, add_special_tokens=False)
+    found = find_text(prompt, text, encode, tokenizer.decode)
+    assert found is not None
+    return prompt[found.start : found.stop]
 
 
 def ahead(tokenizer, markers: Markers, text: str) -> list[list[int]]:

@@ -52,6 +52,13 @@ def blocks(section: int, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", text, re.S | re.M)
 
 
+# How many of them there are. All of them are run, or read, by the tests of the page.
+THERE_ARE = {
+    "1": {"sh": 2}, "2": {"sh": 2}, "3": {"sh": 2, "python": 5}, "4": {"sh": 1, "python": 2}, "5": {"sh": 3},
+    "6": {"sh": 1}, "7": {"sh": 1, "yaml": 1, "json": 1},
+}  # fmt: skip
+
+
 @dataclass
 class Server:
     """The page's server on a port and a directory of its own."""
@@ -90,12 +97,6 @@ class Server:
                     free.bind(("", 0))
                 self.port, self.admin = one.getsockname()[1], other.getsockname()[1]
         script = self.here("\n".join(blocks(1, "sh"))).replace("--port", f"--num-gpu-blocks-override {BLOCKS} --port")
-        # The page's template, with the beginning that takes the documents of a request.
-        (template,) = re.findall(r'--chat-template "(.*?)"', script)
-        (self.folder / "plain.jinja").write_text(template)
-        words = "lmc", "template", "lmc/demo/small_model/model", "--template", str(self.folder / "plain.jinja")
-        (self.folder / "lmc.jinja").write_text(self.execute(*words))
-        script = script.replace(f'"{template}"', str(self.folder / "lmc.jinja"))
         with self.log.open("a") as log:
             self.process = self.run(["bash", "-ec", script], stdout=log, stderr=log, start_new_session=True)
         deadline = time.monotonic() + START_SECONDS
@@ -204,13 +205,26 @@ def test_the_page_asks_and_gets_what_it_says(server):
     assert '"reused_tokens":54' in second
 
 
-def test_the_page_s_documents_are_learned_ahead_and_reused_in_a_chat(server):
-    (command, size), (program,) = blocks(3, "sh"), blocks(3, "python")
+def test_no_block_of_the_page_is_left_out():
+    found: dict[str, Counter[str]] = {}
+    for section, text in re.findall(r"^## (\d+)\. (.*?)(?=^## |\Z)", PAGE, re.S | re.M):
+        if languages := re.findall(r"^```(\w+)\n.*?^```", text, re.S | re.M):
+            found[section] = Counter(languages)
+    assert found == THERE_ARE
+
+
+def test_the_page_s_documents_are_learned_ahead_and_reused_by_every_way_in(server):
+    command, size = blocks(3, "sh")
     assert "24 documents of" in server.execute("bash", "-c", size)
     assert "24 documents learned in" in server.execute("bash", "-c", command)
-    (said,) = server.execute("python", "-c", program).splitlines()
-    assert said.startswith(" Kai ")
-    assert "'reused_tokens': 1013" in said
+    programs = [*blocks(3, "python"), *blocks(4, "python")]
+    said = server.execute("python", "-c", "\n".join(programs)).splitlines()
+    assert len(said) == len(programs)
+    for line in said:
+        answer, facts = line.split("{", 1)
+        assert answer.split()[0] == "Kai"
+        assert "unknown_documents" not in facts
+        assert int(*re.findall(r"'reused_tokens': (\d+)", facts)) in (1013, 1019)  # 1019: parts encoded alone
     assert "24 of 24 documents were learned before" in server.execute("bash", "-c", command)
 
 
@@ -416,11 +430,13 @@ def test_completions_chat_and_streams_answer_the_same(server):
         assert sum(found.kv_transfer_params["lmc"]["tokens_from"].values()) > 1000
 
 
-def test_options_are_read_in_chats_too(server):
+def test_options_are_read_in_chats_and_responses_too(server):
     asked = [{"role": "user", "content": prompt(NAMES[:2], ASKED)}]
     wrong = {"kv_transfer_params": {"lmc": {"ratio": 15}}}
-    done = server.client.chat.completions.create(model="small", messages=asked, max_tokens=2, extra_body=wrong)
-    assert done.kv_transfer_params == {"lmc": {"note": "lmc.ratio must be between 0 and 1, not 15"}}
+    chat = server.client.chat.completions.create(model="small", messages=asked, max_tokens=2, extra_body=wrong)
+    done = server.client.responses.create(model="small", input=asked, max_output_tokens=2, extra_body=wrong)
+    note = {"lmc": {"note": "lmc.ratio must be between 0 and 1, not 15"}}
+    assert [chat.kv_transfer_params, done.kv_transfer_params] == [note] * 2
 
 
 def test_vllm_takes_what_a_blend_computes_for_hits(server):
