@@ -4,6 +4,7 @@ What is wrong with them is collected, and not raised, so that a user sees all of
 """
 
 import difflib
+import logging
 import os
 import re
 from collections.abc import Callable, Collection, Mapping
@@ -17,6 +18,8 @@ import yaml
 from lmc.errors import ConfigError
 from lmc.lmcache_compat import ALIASES, LOSSY, NESTED, feature_of, ignored, login_names, with_login
 from lmc.redis_url import parse_redis_url
+
+log = logging.getLogger(__name__)
 
 CONFIG_FILES = ("LMC_CONFIG_FILE", "LMCACHE_CONFIG_FILE")
 # Variables that are no settings, and that `lmc config` shows below them.
@@ -139,6 +142,14 @@ def _without_login(text: str) -> str:
 def is_on(value: object) -> bool:
     """Return whether the value of a switch turns it on."""
     return str(value).strip().lower() not in {"", "none", "null", "false", "0", "no", "off", "[]", "{}"}
+
+
+def log_level(default: int) -> int:
+    """Return the level of lmc's log that the environment names (`LMC_LOG_LEVEL=DEBUG`), else the default."""
+    name, known = os.environ.get("LMC_LOG_LEVEL", ""), logging.getLevelNamesMapping()
+    if name and name.upper() not in known:
+        log.warning("LMC_LOG_LEVEL = %s is no level of a log; there are %s", name, ", ".join(known))
+    return known.get(name.upper(), default)
 
 
 def read_overrides(written: Mapping[str, object], names: Collection[str], kind: str = "override") -> Source:

@@ -91,6 +91,29 @@ def test_the_command_says_its_version_and_runs_as_a_module() -> None:
     assert done.stdout == f"lmc {__version__}\n"
 
 
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [
+        ("lmc documents ", {"list", "show", "pin", "unpin", "remove"}),
+        ("lmc l", {"learn"}),
+        ("lmc top --j", {"--json"}),
+        ("lmc learn --t", {"--text", "--ttl"}),
+    ],
+)
+def test_a_shell_completes_commands_and_options(typed: str, offered: set[str]) -> None:
+    shell = {"_LMC_COMPLETE": "complete_bash", "COMP_WORDS": typed, "COMP_CWORD": str(typed.count(" "))}
+    result = CliRunner().invoke(app, [], prog_name="lmc", env=shell)
+    assert (result.exit_code, set(result.stdout.split())) == (0, offered)
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_the_script_of_completion_is_shown_for_a_shell(shell: str) -> None:
+    result = CliRunner().invoke(app, [], prog_name="lmc", env={"_LMC_COMPLETE": f"source_{shell}"})
+    assert result.exit_code == 0
+    assert f"_LMC_COMPLETE=complete_{shell}" in result.stdout
+    assert "--show-completion" in lmc("--help")[1]
+
+
 def test_a_template_is_printed_for_a_server(tmp_path: Path) -> None:
     (tmp_path / "own.jinja").write_text("{{ messages[0].content }}")
     code, out, _ = lmc("template", SMALL / "model", "--template", tmp_path / "own.jinja")

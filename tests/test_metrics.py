@@ -21,7 +21,9 @@ from models import SEPARATOR, random_model, random_tokens
 from prometheus_client import CollectorRegistry
 from rich.console import Console
 from storage_fakes import PART_BYTES, PARTS, DictTier, get, key_of, put
+from typer.testing import CliRunner
 
+from lmc.cli import app
 from lmc.config import Settings
 from lmc.connectors.transformers import CachedModel
 from lmc.connectors.transformers.metrics import Prefills
@@ -287,6 +289,18 @@ def test_once_shows_a_store_with_a_tier():
     assert found["hits"] == ["1", "1", "0"]
     assert found["chunks written"] == ["1", "1"]
     assert found["usable (now)"] == ["yes"]
+
+
+def test_programs_get_the_totals_as_json_from_an_address_without_a_scheme():
+    with served(registry_of(SOME)) as url:
+        result = CliRunner().invoke(app, ["top", url.removeprefix("http://").removesuffix("/metrics"), "--json"])
+    assert (result.exit_code, result.stderr) == (0, "")
+    found = {(one["name"], *one["labels"]): one["value"] for one in json.loads(result.stdout)}
+    assert found["hits", "host"] == 5
+    assert found["bytes", "disk", "read"] == 3 * GIB
+    assert found["tier_usable", "redis"] == 0
+    assert found["misses",] == 1
+    assert {name for name, *_ in found} <= set(NAMES)
 
 
 def test_rates_are_of_the_time_between_two_samples():

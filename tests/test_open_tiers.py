@@ -35,6 +35,17 @@ def test_gigabytes_have_two_to_the_power_of_thirty_bytes(tmp_path: Path) -> None
         assert tier.inner.capacity == 2**28
 
 
+@pytest.mark.parametrize(("disk", "said"), [(0.25, 1), (0.5, 0), (1.0, 0)])
+def test_a_disk_that_is_smaller_than_memory_is_warned_of_once(
+    disk: float, said: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tier,) = open_tiers(Settings(local_disk=tmp_path, max_local_disk_size=disk, max_local_cpu_size=0.5), 2)
+    tier.close()
+    warned = [record.getMessage() for record in caplog.records if "smaller than" in record.getMessage()]
+    text = f"max_local_disk_size ({disk} GB) is smaller than max_local_cpu_size (0.5 GB): a part of what is in memory "
+    assert warned == [f"{text}will not be on the disk, and is lost at a restart"] * said
+
+
 @pytest.mark.parametrize(("given", "smaller"), [({}, False), ({"remote_serde": "planes"}, True)])
 def test_records_in_redis_are_encoded_if_the_setting_says_so(
     given: dict[str, str], smaller: bool, monkeypatch: pytest.MonkeyPatch

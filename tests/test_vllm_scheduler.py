@@ -132,6 +132,21 @@ def test_only_what_the_engine_does_not_have_is_loaded(make):
     lab.finish(request)
 
 
+def test_two_adapters_and_the_model_alone_share_no_chunk(make, tmp_path):
+    """The fakes' hashes of blocks know no adapters, so that lmc's own stamp has to keep them apart."""
+    adapters = [None]
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "adapter.safetensors").write_bytes(b"the same size")
+        adapters.append(Adapter(str(tmp_path / name), name=name, lora_int_id=len(adapters)))
+    lab = make()
+    for wanted in (0, 40):
+        for adapter in adapters:
+            assert lab.serve(f"{adapter}, {wanted}", PLAIN, lora_request=adapter).loaded == wanted
+            lab.settle()
+            lab.forget_prefixes()
+
+
 def test_an_adapter_that_was_changed_in_place_finds_nothing_of_its_old_self(make, tmp_path):
     """The engine's hashes name an adapter's path; chunks on a disk may be older than what lies there."""
     weights, adapter = tmp_path / "adapter.safetensors", Adapter(str(tmp_path))

@@ -7,10 +7,10 @@ the call that passes the KV caches.
 
 import functools
 import logging
-import os
 import sys
 from typing import Any
 
+from lmc.config_sources import log_level
 from lmc.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -49,16 +49,7 @@ def join_log() -> None:
     if not ours.hasHandlers():
         for handler in theirs.handlers:
             ours.addHandler(handler)
-        ours.setLevel(_level(theirs.level))
-
-
-def _level(default: int) -> int:
-    """Return the level of lmc's log that the environment names (`LMC_LOG_LEVEL=DEBUG`), else the default."""
-    name = os.environ.get("LMC_LOG_LEVEL", "")
-    known = logging.getLevelNamesMapping()
-    if name and name.upper() not in known:
-        log.warning("LMC_LOG_LEVEL = %s is no level of a log; there are %s", name, ", ".join(known))
-    return known.get(name.upper(), default)
+        ours.setLevel(log_level(theirs.level))
 
 
 def loaded_model() -> Any | None:

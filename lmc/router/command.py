@@ -204,12 +204,14 @@ def router(
     The engines are vLLM servers. Clients use the router as they would use one of them. Every option can be written as a
     variable LMC_ROUTER_OPTION, or in a YAML file. LMC_ADMIN_TOKEN is the token for /engines and /lmc/….
     """
+    from lmc.config_sources import log_level
+
     given = {
         "cache_tokens": cache_tokens, "ratio": ratio, "cache_threshold": cache_threshold,
         "balance_abs_threshold": balance_abs_threshold, "balance_rel_threshold": balance_rel_threshold,
         "eviction_interval_secs": eviction_interval_secs, "max_tree_size": max_tree_size,
     }  # fmt: skip
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    logging.basicConfig(level=log_level(logging.INFO), format="%(asctime)s %(levelname)s %(message)s")
     settings = RouterSettings(
         session_key=session_key, special_string=special_string, api_key=api_key,
         exact_tokens=exact_tokens or policy == "precise",

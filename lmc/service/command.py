@@ -60,6 +60,7 @@ def serve(
     if config is not None:
         os.environ["LMC_CONFIG_FILE"] = str(config)
     from lmc.config import Settings
+    from lmc.config_sources import log_level
     from lmc.engine.tiers import described
     from lmc.service.attachment import retire
     from lmc.service.server import CacheServer
@@ -68,7 +69,7 @@ def serve(
     path = socket.absolute() if socket is not None else settings.server
     if path is None:
         raise InputError("say where engines attach: --socket /run/lmc.sock, or LMC_SERVER=unix:///run/lmc.sock")
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    logging.basicConfig(level=log_level(logging.INFO), format="%(asctime)s %(levelname)s %(message)s")
     sys.setswitchinterval(SWITCH_SECONDS)
     if takeover and path.exists():
         try:

@@ -1,4 +1,6 @@
-"""Chats of Mistral's tokenizers, which vLLM wraps: SentencePiece of several versions, and Tekken."""
+"""Chats of Mistral's tokenizers, SentencePiece of several versions and Tekken: as vLLM wraps them, which writes chats
+without a template, and as transformers reads them, with templates.
+"""
 
 import random
 import shutil
@@ -6,6 +8,8 @@ from pathlib import Path
 
 import mistral_common
 import pytest
+from transformers import LlamaTokenizer
+from transformers.integrations.mistral import convert_tekken_tokenizer
 from vllm.tokenizers.mistral import MistralTokenizer
 
 from lmc.blend.markers import Markers
@@ -55,3 +59,40 @@ def test_a_conversation_has_the_documents_that_were_learned_ahead_and_no_others(
             found = [prompt[one.start : one.stop] for one in split(prompt, markers).documents]
             assert found == wanted
             chat.append({"role": "assistant", "content": answer})
+
+
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'assistant' %}SEAM{{ m.content }}SEAM{{ eos_token }}"
+    "{% else %}[INST]SEAM{{ m.content }}SEAM[/INST]{% endif %}{% endfor %}"
+)
+
+
+@pytest.fixture(scope="module", params=FILES)
+def templated(request, tmp_path_factory):
+    """A tokenizer that writes chats with a template."""
+    if request.param.startswith("tekken"):
+        return convert_tekken_tokenizer(str(DATA / request.param))
+    folder = tmp_path_factory.mktemp("templated")
+    shutil.copy(DATA / request.param, folder / "tokenizer.model")
+    return LlamaTokenizer.from_pretrained(str(folder))
+
+
+@pytest.mark.parametrize("seam", ["", " ", "\n", "\n\n", "  \n\t"])
+def test_templates_with_white_space_around_contents_do_not_change_documents(templated, seam) -> None:
+    templated.chat_template = TEMPLATE.replace("SEAM", seam)
+    markers = Markers.of(templated, SEPARATOR)
+    known = {text: document_tokens(templated.encode, markers, SEPARATOR, text) for text in TEXTS}
+    assert all(len(found) == 1 for found in known.values())
+    draw = random.Random(0)
+    for _ in range(5):
+        chat, wanted = [], []
+        for turn in range(3):
+            chosen = draw.sample(TEXTS, 3)
+            # The contents begin and end with separators too, which then stand directly beside the seams.
+            intro, question = draw.choice([("", ""), ("Read this.", "who sat?"), ("", "who sat?")])
+            chat += messages("" if turn else "be brief", chosen, question, intro=intro)
+            wanted += [list(known[text][0]) for text in chosen]
+            prompt = list(templated.apply_chat_template(chat, tokenize=True, return_dict=False))
+            found = [prompt[one.start : one.stop] for one in split(prompt, markers).documents]
+            assert found == wanted
+            chat.append({"role": "assistant", "content": "It sat."})

@@ -1,0 +1,94 @@
+"""Requests with LoRA adapters: each adapter has pages of its own, as has the model without one."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from lab import BLOCK, SAME, answer, distance, engine, facts, words
+from safetensors.torch import save_file
+from vllm.config import KVEventsConfig
+from vllm.distributed.kv_events import BlockStored
+from vllm.lora.request import LoRARequest
+
+RANK, LAYERS, HIDDEN, HEADS_DIM = 8, 4, 256, 256
+PROMPT, OTHER = words(700, 9), words(128, 60)
+WHOLE = len(PROMPT) // BLOCK * BLOCK
+
+
+def adapter(name: str, number: int, folder: Path) -> LoRARequest:
+    """An adapter of the queries with random weights."""
+    draw = torch.Generator().manual_seed(number)
+    path, weights = folder / name, {}
+    path.mkdir()
+    for layer in range(LAYERS):
+        where = f"base_model.model.model.layers.{layer}.self_attn.q_proj"
+        weights[f"{where}.lora_A.weight"] = torch.randn(RANK, HIDDEN, generator=draw)
+        weights[f"{where}.lora_B.weight"] = torch.randn(HEADS_DIM, RANK, generator=draw)
+    save_file(weights, path / "adapter_model.safetensors")
+    about = {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK, "target_modules": ["q_proj"], "bias": "none"}
+    (path / "adapter_config.json").write_text(json.dumps(about))
+    return LoRARequest(name, number, str(path))
+
+
+@pytest.fixture(scope="module")
+def lab(models):
+    events = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
+    with engine(models("llama"), enable_lora=True, max_lora_rank=RANK, max_loras=2, kv_events_config=events) as found:
+        original, found.events = found.connector.take_events, []
+        found.connector.take_events = lambda: (
+            found.events.extend(original()) or []
+        )  # The engine takes them at each step.
+        yield found
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("adapters")
+    return [None, adapter("one", 1, folder), adapter("two", 2, folder)]
+
+
+def ask(lab, tokens, lora):
+    parameters = lab.parameters()
+    return lab.llm.generate([{"prompt_token_ids": tokens}], [parameters], lora_request=lora, use_tqdm=False)[0]
+
+
+def test_two_adapters_and_the_model_alone_share_no_chunk(lab, adapters):
+    first = []
+    for lora in adapters:
+        first.append(ask(lab, PROMPT, lora))
+        lab.settle()
+        lab.forget_prefixes()
+        assert "exact_tokens" not in facts(first[-1]), "it has loaded pages of another adapter"
+    assert len({tuple(answer(one)) for one in first}) == 3, "the adapters do not change anything"
+    for lora, wanted in zip(adapters, first, strict=True):
+        found = ask(lab, PROMPT, lora)
+        assert facts(found)["exact_tokens"] == WHOLE
+        assert answer(found) == answer(wanted)
+        assert distance(found, wanted) <= SAME
+        lab.settle()
+        lab.forget_prefixes()
+    lab.check()
+
+
+def test_blocks_of_an_adapter_say_whose_they_are(lab, adapters):
+    lab.connector.take_events()
+    lab.events.clear()
+    for lora in adapters:
+        ask(lab, OTHER, lora)
+        lab.settle()
+        lab.forget_prefixes()
+    lab.store.flush()
+    lab.connector.take_events()
+    stored = [event for event in lab.events if isinstance(event, BlockStored)]
+    names = {(event.lora_name, str(event.extra_keys)) for event in stored if event.parent_block_hash is None}
+    assert names == {(None, "None"), ("one", "[('one',)]"), ("two", "[('two',)]")}
+    hashes = [event.block_hashes[0] for event in stored]
+    assert len(set(hashes)) == len(hashes)
+
+
+def test_a_document_of_a_request_with_an_adapter_is_not_reused_and_that_is_said(lab, adapters):
+    asked = lab.parameters({"documents": [[0, 300]]})
+    (found,) = lab.llm.generate([{"prompt_token_ids": PROMPT}], [asked], lora_request=adapters[1], use_tqdm=False)
+    assert "note" in facts(found)
+    assert "reused_tokens" not in facts(found)
