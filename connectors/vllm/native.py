@@ -92,6 +92,8 @@ class NativeLayers:
         # The mask would be right, but the engine frees the blocks behind a window while lmc fills them.
         if any(a.sliding_window is not None for a in self.attention):
             raise UnsupportedModel("its attention has a sliding window")
+        if more := [what for what in map(_more_than_products, self.attention) if what]:
+            raise UnsupportedModel(f"its attention has {more[0]}, which lmc's own has not")
         ropes = [_rope_of(layer) for layer in self._layers]
         self._rope = ropes[0]
         if any(r is not self._rope and not torch.equal(r.cos_sin_cache, self._rope.cos_sin_cache) for r in ropes):
@@ -315,6 +317,20 @@ def _cut(positions: torch.Tensor, size: int, runs: int) -> list[slice]:
     for start, stop in pairwise([0, *cuts, len(positions)]):
         pieces += [slice(at, min(at + size, stop)) for at in range(start, stop, size)]
     return pieces
+
+
+def _more_than_products(attention: Any) -> str:
+    """Return what weighs keys beside their products with queries; lmc's own attention has nothing of it.
+
+    Backends keep it under these names, 0 or None where a model has none of it.
+    """
+    impl = attention.impl
+    if getattr(impl, "logits_soft_cap", None):
+        return "a soft cap of its logits"
+    if getattr(impl, "alibi_slopes", None) is not None or getattr(attention, "use_alibi_sqrt", False):
+        return "ALiBi"
+    sinks = (getattr(impl, name, None) for name in ("sinks", "_sinks_source"))
+    return "attention sinks" if getattr(attention, "has_sink", False) or any(s is not None for s in sinks) else ""
 
 
 def _rope_of(layer: Any) -> Any:

@@ -177,11 +177,21 @@ def test_without_enable_blending_a_model_that_could_be_blended_is_not(lab, monke
         assert (found["why"], found["reused_tokens"]) == (setup.refused, 0)
 
 
-def test_sliding_windows_are_not_blended(lab, monkeypatch):
-    """Of a model whose architecture is blended otherwise."""
-    side = worker()
-    monkeypatch.setattr(side._layers.attention[-1], "sliding_window", 128)
-    with pytest.raises(UnsupportedModel, match="its attention has a sliding window"):
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("sliding_window", 128, "a sliding window"),
+        ("impl.logits_soft_cap", 30.0, "a soft cap of its logits"),
+        ("impl.alibi_slopes", [0.5], "ALiBi"),
+        ("impl.sinks", [0.5], "attention sinks"),
+    ],
+)
+def test_attention_that_is_not_lmc_s_own_is_not_blended(lab, monkeypatch, name, value, said):
+    """Of a model whose architecture is blended otherwise. The first pass would choose other tokens without a word."""
+    side, (*inside, name) = worker(), name.split(".")
+    attention = side._layers.attention[-1]
+    monkeypatch.setattr(attention.impl if inside else attention, name, value)
+    with pytest.raises(UnsupportedModel, match=f"its attention has {said}"):
         NativeLayers(loaded_model(), side._config, side._kv_cache_config, {})
 
 
