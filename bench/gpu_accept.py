@@ -93,14 +93,19 @@ def main() -> None:
     print(f"{name}; torch {torch.__version__}\n")
     torch.manual_seed(0)
     with torch.inference_mode():
-        copies(report, sizes)
+        with report.part("copies"):
+            copies(report, sizes)
         for dtype in sizes.dtypes:
-            kernels(report, sizes, dtype)
-        scattered(report, sizes)
-    models(report, sizes)
+            with report.part(f"kernels in {dtype}"):
+                kernels(report, sizes, dtype)
+        with report.part("scattered attention"):
+            scattered(report, sizes)
+    with report.part("the large shape"):
+        models(report, sizes)
     if options.smoke:  # The interpreter would take minutes.
         os.environ["LMC_KERNELS"] = "torch"
-    answered(report)
+    with report.part("answers"):
+        answered(report)
     report.end("gpu_accept", name, asdict(sizes), keep=options.keep)
 
 

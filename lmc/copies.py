@@ -7,7 +7,7 @@ has the same as `swap_blocks_batch`.
 
 import ctypes
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -52,16 +52,43 @@ def stretches_of(view: torch.Tensor) -> tuple[Addresses, int]:
 
 
 def submit_of(device: torch.device) -> Submit | None:
-    """Return what issues copies on a device's current stream, in one call; None if there is no such call.
+    """Return what issues copies in the order of a device's current stream, in one call; None if there is no such call.
 
     Host memory has to be page-locked; see `can_submit`.
     """
     if device.type != "cuda" or torch.version.hip:
         return None
     if hasattr(torch.ops, "_C_cache_ops") and hasattr(torch.ops._C_cache_ops, "swap_blocks_batch"):
-        return lambda copies: torch.ops._C_cache_ops.swap_blocks_batch(*map(torch.from_numpy, copies), False)
+        swap = torch.ops._C_cache_ops.swap_blocks_batch
+        return partial(_in_order, device, lambda copies: swap(*map(torch.from_numpy, copies), False))
     call = _driver_call()
-    return (lambda copies: _submit(call, device, copies)) if call else None
+    return partial(_in_order, device, partial(_submit, call)) if call else None
+
+
+def _in_order(device: torch.device, issue: Submit, copies: Copies) -> None:
+    """Issue copies behind what is on the current stream, and before what comes there later.
+
+    CUDA refuses lists of copies on its legacy default stream, which is 0 and what torch uses until it is told
+    otherwise. Then a stream of their own takes them, which waits for that one and is waited for.
+    """
+    if not len(copies.sizes):
+        return
+    with torch.cuda.device(device):
+        current = torch.cuda.current_stream()
+        if current.cuda_stream:
+            issue(copies)
+            return
+        beside = _stream_beside(torch.cuda.current_device())
+        beside.wait_stream(current)
+        with torch.cuda.stream(beside):
+            issue(copies)
+        current.wait_stream(beside)
+
+
+@lru_cache
+def _stream_beside(device: int) -> torch.cuda.Stream:
+    """Return a device's stream for copies that the default stream does not take."""
+    return torch.cuda.Stream(device)
 
 
 def can_submit(memory: torch.Tensor) -> bool:
@@ -97,15 +124,12 @@ def _driver_call() -> Callable[..., int] | None:
     return _CALL(address.value) if not failed and address.value else None
 
 
-def _submit(call: Callable[..., int], device: torch.device, copies: Copies) -> None:
-    if not len(copies.sizes):
-        return
+def _submit(call: Callable[..., int], copies: Copies) -> None:
     attributes, first, wrong = _Attributes(order=STREAM_ORDER), _SIZE(0), _SIZE(0)
     arrays = [np.ascontiguousarray(one) for one in (copies.targets, copies.sources, copies.sizes)]
-    stream = torch.cuda.current_stream(device).cuda_stream
     code = call(
         *(one.ctypes.data for one in arrays), len(copies.sizes),
-        ctypes.byref(attributes), ctypes.byref(first), 1, ctypes.byref(wrong), stream,
+        ctypes.byref(attributes), ctypes.byref(first), 1, ctypes.byref(wrong), torch.cuda.current_stream().cuda_stream,
     )  # fmt: skip
     if code:
         raise RuntimeError(f"cuMemcpyBatchAsync failed with error {code} of CUDA at copy {wrong.value}")

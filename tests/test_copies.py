@@ -2,11 +2,16 @@
 
 import ctypes
 import random
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from test_staging import Machine, Stream, Task
 from test_vllm_paged import LAYOUTS, B, L, caches_of, part_of
 
 from lmc import copies as copies_module
@@ -147,6 +152,57 @@ def test_stretches_are_in_the_order_of_the_tensor(dims):
     offsets, size = stretches_of(tensor)
     found = [ctypes.string_at(tensor.data_ptr() + int(offset), size) for offset in offsets]
     assert b"".join(found) == tensor.contiguous().numpy().tobytes()
+
+
+def on_a_stream(monkeypatch, seed: int, number: int) -> tuple[list[int], int]:
+    """Save what the model's stream writes, in a list of copies, and let it be overwritten behind that.
+
+    Returns what was saved, and the number of the stream that the driver was given.
+    """
+    machine, numbers = Machine(seed), []
+    machine.installed(monkeypatch)
+    machine.model.cuda_stream, machine.copies.cuda_stream = number, 9
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(copies_module, "_stream_beside", lambda device: machine.copies)
+    page, saved = torch.zeros(8, dtype=torch.uint8), torch.zeros(8, dtype=torch.uint8)
+
+    def call(*given: Any) -> int:
+        numbers.append(given[-1])
+        list_ = Copies(*(np.array([ctypes.c_int64.from_address(given[i]).value]) for i in (1, 0, 2)))
+        machine.issue(machine.current, Task(run=lambda: execute(list_)))
+        return 0
+
+    monkeypatch.setattr(copies_module, "_driver_call", lambda: call)
+    submit = submit_of(torch.device("cuda"))
+    addresses = page.data_ptr(), saved.data_ptr(), page.numel()
+    for value in (3, 5):
+        machine.issue(machine.model, Task(run=partial(page.fill_, value)))
+        if value == 3:
+            submit(Copies(*(np.array([one]) for one in addresses)))
+        machine.some()
+    submit(Copies(*(np.empty(0, np.int64) for _ in addresses)))
+    machine.finish()
+    (given,) = numbers
+    return saved.tolist(), given
+
+
+@pytest.mark.parametrize(("current", "wanted"), [(0, 9), (7, 7)])
+def test_copies_are_made_in_the_order_of_the_current_stream_but_never_on_the_default_one(monkeypatch, current, wanted):
+    """CUDA refuses lists of copies on its default stream, which is what a program has that asks for no other."""
+    assert all(on_a_stream(monkeypatch, seed, current) == ([3] * 8, wanted) for seed in range(100))
+
+
+@pytest.mark.parametrize("who", ["model", "copies"])
+def test_the_control_a_stream_that_does_not_wait_saves_other_bytes(monkeypatch, who):
+    wait = Stream.wait_event
+
+    def careless(stream, event) -> None:
+        if stream is not getattr(stream._machine, who):
+            wait(stream, event)
+
+    monkeypatch.setattr(Stream, "wait_event", careless)
+    assert not all(on_a_stream(monkeypatch, seed, 0)[0] == [3] * 8 for seed in range(100))
 
 
 def test_without_a_gpu_there_is_no_such_call():

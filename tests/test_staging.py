@@ -22,7 +22,7 @@ class Machine:
 
     def installed(self, monkeypatch) -> None:
         """Stand in for the GPU."""
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda: self.current)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: self.current)
         monkeypatch.setattr(torch.cuda, "stream", self.stream)
         monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
 
@@ -59,10 +59,10 @@ class Task:
 
 
 class Stream:
-    """As much of a CUDA stream as staging uses."""
+    """As much of a CUDA stream as staging and copies use."""
 
-    def __init__(self, machine: Machine) -> None:
-        self._machine = machine
+    def __init__(self, machine: Machine, number: int = 1) -> None:
+        self._machine, self.cuda_stream = machine, number
 
     def record_event(self):
         event = SimpleNamespace(over=False)
