@@ -15,6 +15,7 @@ class Staging:
 
     Copies are issued on a stream of their own. It waits until what was in a buffer has been placed, and the model's
     stream waits until a layer's parts are there; nothing waits on the host, if the parts are in page-locked memory.
+    The model's stream is the current one of that GPU, which need not be the current GPU.
     """
 
     def __init__(
@@ -29,9 +30,13 @@ class Staging:
         self._buffers = [make_buffer() for _ in range(SIDES)]
         for buffer in self._buffers:
             buffer.record_stream(stream)  # A blend that is given up leaves its memory to others only after the copies.
-        stream.wait_stream(torch.cuda.current_stream())  # which may still use the memory for something else
+        stream.wait_stream(self._model)  # which may still use the memory for something else
         self._copied: dict[int, torch.cuda.Event] = {}  # by layer
         self._placed: dict[int, torch.cuda.Event] = {}  # by buffer
+
+    @property
+    def _model(self) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(self._stream.device)
 
     def begin(self, layer: int) -> None:
         """Issue the copies of a layer, unless that has been done."""
@@ -48,6 +53,6 @@ class Staging:
     def parts(self, layer: int) -> Iterator[torch.Tensor]:
         """Yield the parts of a layer `[K, T, H, D]`, which have to be placed in this block."""
         self.begin(layer)
-        torch.cuda.current_stream().wait_event(self._copied.pop(layer))
+        self._model.wait_event(self._copied.pop(layer))
         yield self._buffers[layer % SIDES]
-        self._placed[layer % SIDES] = torch.cuda.current_stream().record_event()
+        self._placed[layer % SIDES] = self._model.record_event()

@@ -74,7 +74,7 @@ def _in_order(device: torch.device, issue: Submit, copies: Copies) -> None:
     if not len(copies.sizes):
         return
     with torch.cuda.device(device):
-        current = torch.cuda.current_stream()
+        current = torch.cuda.current_stream(device)
         if current.cuda_stream:
             issue(copies)
             return

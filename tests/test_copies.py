@@ -1,6 +1,7 @@
 """Many copies in one call: what is in the list, executed one by one, is what page-by-page copies do."""
 
 import ctypes
+import math
 import random
 from contextlib import nullcontext
 from functools import partial
@@ -44,6 +45,29 @@ def in_one_call(monkeypatch, caches: dict, *, stages: bool = False) -> tuple[Pag
     assert pages._stages == stages
     calls.clear()
     return pages, calls
+
+
+@pytest.mark.parametrize(
+    ("shape", "skipped", "wide"),
+    [
+        ((6, 2, 4, 8), 0, True),  # 128 bytes a page
+        ((6, 2, 4, 8), 8, True),
+        ((6, 2, 4, 8), 4, False),  # Pages begin in the middle of 16 bytes,
+        ((6, 1, 3, 5), 0, False),  # or have 30 bytes.
+    ],
+)
+def test_pages_are_moved_by_16_bytes_where_they_lie_at_multiples_of_that(shape, skipped, wide):
+    """A GPU cannot read 16 bytes at once that begin elsewhere."""
+    count = math.prod(shape)
+    raw = torch.arange(count + 64).to(torch.float16)
+    raw = raw[raw.data_ptr() % 16 // 2 :]
+    pages = raw[skipped : skipped + count].view(shape)
+    found = paged._wide(pages)
+    assert found.dtype == (torch.complex128 if wide else torch.float16)
+    order = torch.tensor([4, 1, 2])
+    assert torch.equal(found.index_select(0, order).view(torch.float16).flatten(), pages[order].flatten())
+    apart = raw[: count // 2 * 2].view(shape)[:, :, :, : shape[3] - 1]
+    assert paged._wide(apart) is apart, "a page is in several pieces"
 
 
 @pytest.mark.parametrize("stages", [False, True])
@@ -161,6 +185,7 @@ def on_a_stream(monkeypatch, seed: int, number: int) -> tuple[list[int], int]:
     """
     machine, numbers = Machine(seed), []
     machine.installed(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: machine.current)
     machine.model.cuda_stream, machine.copies.cuda_stream = number, 9
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)

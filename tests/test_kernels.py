@@ -1,5 +1,8 @@
 """The kernels in Triton, run by Triton's interpreter, give what those in torch give."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import pytest
 import torch
 from apart import PYTEST, TESTS, run_apart
@@ -16,6 +19,31 @@ def test_they_give_what_those_in_torch_give() -> None:
 def test_the_checks_for_a_gpu_run() -> None:
     pytest.importorskip("triton")
     run_apart("gpu_accept.py", "--smoke", folder=TESTS.parent / "bench")
+
+
+def test_a_gpu_has_them_launched_on_itself_whatever_the_current_one_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton launches on the current GPU, and the memory is another one's."""
+    entered: list[torch.device] = []
+
+    @contextmanager
+    def device(wanted: torch.device) -> Iterator[None]:
+        entered.append(wanted)
+        yield
+        entered.clear()
+
+    def operation(*given: int, **named: int) -> tuple[object, ...]:
+        return *entered, given, named
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    second = torch.device("cuda", 1)
+    found = TORCH._replace(place=operation, in_pages=True).on(second)
+    assert found.place(3, size=4) == (second, (3,), {"size": 4})
+    assert entered == []
+    assert found.in_pages
+
+    pytest.importorskip("triton")
+    monkeypatch.setenv("LMC_KERNELS", "triton")
+    assert all(one.args[0] == second for one in kernels_of(second)[:-1])
 
 
 def test_a_cpu_has_those_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ import torch
 
 from lmc.blend.staging import SIDES, Staging
 
+DEVICE = torch.device("cuda", 1)
 LAYERS, SHAPE = 6, (2, 5, 1, 2)
 
 
@@ -22,9 +23,13 @@ class Machine:
 
     def installed(self, monkeypatch) -> None:
         """Stand in for the GPU."""
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: self.current)
+        monkeypatch.setattr(torch.cuda, "current_stream", self.current_stream)
         monkeypatch.setattr(torch.cuda, "stream", self.stream)
         monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
+
+    def current_stream(self, device):
+        assert device == DEVICE, "the GPU of the copies need not be the current one"
+        return self.current
 
     def issue(self, stream, what) -> None:
         self._work.setdefault(stream, []).append(what)
@@ -60,6 +65,8 @@ class Task:
 
 class Stream:
     """As much of a CUDA stream as staging and copies use."""
+
+    device = DEVICE
 
     def __init__(self, machine: Machine, number: int = 1) -> None:
         self._machine, self.cuda_stream = machine, number

@@ -34,7 +34,8 @@ def kernels_of(device: torch.device) -> Kernels:
         raise ConfigError(f"{VARIABLE} = {wanted} needs an NVIDIA GPU, and the model is on {device.type}")
     from lmc.blend.kernels import attention_triton, place_triton, shift_triton
 
-    return Kernels.of(attention_triton, place_triton, shift_triton, in_pages=True)
+    found = Kernels.of(attention_triton, place_triton, shift_triton, in_pages=True)
+    return found.on(device) if device.type == "cuda" else found
 
 
 def _compiles_for(device: torch.device) -> bool:

@@ -4,6 +4,7 @@ The functions in `attention.py`, `place.py` and `shift.py` say what each of them
 """
 
 from collections.abc import Callable
+from functools import partial
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -29,3 +30,13 @@ class Kernels(NamedTuple):
         """Take the functions of three modules."""
         where: dict[str, Any] = {**vars(attention), **vars(place), **vars(shift), "in_pages": in_pages}
         return cls(**{name: where[name] for name in cls._fields})
+
+    def on(self, device: torch.device) -> "Kernels":
+        """Return the same for a GPU that need not be the current one, on which Triton would launch them."""
+        guarded: dict[str, Any] = {name: partial(_on, device, one) for name, one in self._asdict().items()}
+        return self._replace(**guarded | {"in_pages": self.in_pages})
+
+
+def _on(device: torch.device, operation: Callable[..., Any], *given: Any, **named: Any) -> Any:
+    with torch.cuda.device(device):
+        return operation(*given, **named)

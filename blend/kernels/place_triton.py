@@ -25,7 +25,8 @@ FUSED = {"enable_fp_fusion": True}  # multiply and add in one rounding; Triton 3
 def _rows(base, slots, t, there, h, size, stride_block, stride_head, stride_token):
     """Return where the rows of the tokens `t` begin in pages."""
     slot = tl.load(slots + t, mask=there, other=0).to(tl.int64)
-    return base + slot // size * stride_block + h * stride_head + slot % size * stride_token
+    head = (tl.zeros([], tl.int64) + h) * stride_head  # In memory, all blocks of a head may stand before the next one.
+    return base + slot // size * stride_block + head + slot % size * stride_token
 
 
 @triton.jit

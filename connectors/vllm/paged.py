@@ -24,6 +24,7 @@ from lmc.shapes import KV
 log = logging.getLogger(__name__)
 
 TIMED, TIMED_PAGES = 5, 256
+WIDEST = torch.complex128  # torch's numbers of 16 bytes; nothing computes with them here
 CPU_LAYOUTS = ("vec", "vec16")  # instruction sets with pages of a transposed key block and a value block
 
 
@@ -108,7 +109,7 @@ class Pages:
         self._submit(merged(Copies(copies.targets, copies.sources, copies.sizes) if to_gpu else copies))
 
     def _in_stages(self, layer: int, moves: Sequence[Move], *, to_pages: bool) -> None:
-        view, size = self._views[layer], self.page_bytes[layer]
+        view, size = _wide(self._views[layer]), self.page_bytes[layer]
         blocks = torch.from_numpy(_blocks_of(moves))
         if view.is_cuda:  # Memory that is not page-locked would be waited for.
             blocks = blocks.pin_memory().to(view.device, non_blocking=True)
@@ -227,6 +228,21 @@ def _page_major(cache: torch.Tensor, blocks: int) -> torch.Tensor:
         raise UnsupportedModel(f"a cache of shape {tuple(cache.shape)} is not made of the engine's {blocks} blocks")
     pages: torch.Tensor = cache.permute(0, *_order(cache)).unflatten(0, (blocks, cache.shape[0] // blocks))
     return pages
+
+
+def _wide(pages: torch.Tensor) -> torch.Tensor:
+    """Return pages `[B, …]` as `[B, n]` numbers of 16 bytes, as which a GPU moves them faster, if they are that.
+
+    A page has to be in one piece, and every page to begin at a multiple of 16 bytes.
+    """
+    apart = pages.stride(0) * pages.element_size()
+    in_one_piece = pages[0].is_contiguous() and pages[0].numel() * pages.element_size() % WIDEST.itemsize == 0
+    if not in_one_piece or apart % WIDEST.itemsize or pages.data_ptr() % WIDEST.itemsize:
+        return pages
+    offset = pages.storage_offset() * pages.element_size()
+    if offset % WIDEST.itemsize:  # though the page itself is aligned, which no view of its storage can say
+        return pages
+    return pages.as_strided((len(pages), pages[0].numel()), (pages.stride(0), 1)).view(WIDEST)
 
 
 def _runs(blocks: Sequence[int]) -> Iterator[tuple[int, int, int]]:

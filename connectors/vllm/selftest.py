@@ -75,10 +75,10 @@ def run_full_batch(layers: NativeLayers, rows: int) -> int:
     positions = torch.arange(rows + 1, device=layers.device)
     blocks, scattered = torch.ones_like(positions[:: layers.block_size]), positions[positions != 1]
     cuda = layers.device.type == "cuda"
-    before = torch.cuda.memory_allocated() if cuda else 0
+    before = torch.cuda.memory_allocated(layers.device) if cuda else 0
     try:
         if cuda:
-            torch.cuda.reset_peak_memory_stats()
+            torch.cuda.reset_peak_memory_stats(layers.device)
         with torch.inference_mode():
             batches = layers.begin(torch.zeros_like(positions), scattered, blocks, rows)
             for batch in batches.batches:
@@ -88,7 +88,7 @@ def run_full_batch(layers: NativeLayers, rows: int) -> int:
         raise UnsupportedModel(f"a batch of {rows} tokens does not fit into what memory is left: {cure}") from error
     finally:
         _clear(layers, (1,))
-    return torch.cuda.max_memory_allocated() - before if cuda else 0
+    return torch.cuda.max_memory_allocated(layers.device) - before if cuda else 0
 
 
 def _canvas(

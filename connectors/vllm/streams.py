@@ -13,7 +13,7 @@ class Streams:
     """One stream for loads and one for saves."""
 
     def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
+        self._device, self._cuda = device, device.type == "cuda"
         self.load = torch.cuda.Stream(device) if self._cuda else None
         self.save = torch.cuda.Stream(device) if self._cuda else None
 
@@ -23,18 +23,18 @@ class Streams:
         if stream is None:
             yield
             return
-        stream.wait_stream(torch.cuda.current_stream())
+        stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
             yield
 
     def wait_for_loads(self) -> None:
         """Let the model's work wait for the loads that were issued until now."""
         if self.load is not None:
-            torch.cuda.current_stream().wait_stream(self.load)
+            torch.cuda.current_stream(self._device).wait_stream(self.load)
 
     def event(self) -> "torch.cuda.Event | None":
         """Return an event that is over when the copies issued until now are done; None if they are done already."""
-        return torch.cuda.current_stream().record_event() if self._cuda else None
+        return torch.cuda.current_stream(self._device).record_event() if self._cuda else None
 
 
 def seconds_of(work: Callable[[], None]) -> float:

@@ -72,7 +72,7 @@ class CacheEngine:
         Documents are learned behind the tokens of `prefix`. `model` is its name for people, and `tokenizer` the place
         of its tokenizer. Raises `StorageError` or `ConfigError`.
         """
-        self.prefix = tuple(prefix)
+        self.prefix, self._device = tuple(prefix), torch.device(device)
         self.settings, self.geometry, self.names = settings, geometry, Names(namespace, prefix, model)
         self.chunk_size = geometry.chunk_size
         self.store = open_store(
@@ -236,8 +236,8 @@ class CacheEngine:
                 if lost := [pin.key for pin in pins if self.store.state(pin) is PinState.LOST]:
                     raise ChunkLost(list(lost))
             finally:
-                if torch.cuda.is_available():
-                    torch.cuda.current_stream().synchronize()  # Copies out of slots end before the pins do.
+                if self._device.type == "cuda":  # Copies out of slots end before the pins do, whatever their stream.
+                    torch.cuda.synchronize(self._device)
 
     def begin_exact(self, chain: ExactChain, chunks: Sequence[NewChunk], salt: str = "") -> list[Reservation | None]:
         """Return a slot for each chunk, or None for one that is stored or for which there is no room.

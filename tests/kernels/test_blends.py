@@ -45,6 +45,9 @@ def test_a_blend_is_that_of_torch(monkeypatch, family, more):
 class AtOnce:
     """A stream on which everything is over as soon as it is issued."""
 
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
     def record_event(self):
         return None
 
@@ -63,7 +66,7 @@ def test_the_parts_of_the_next_layer_are_staged_while_one_is_computed(monkeypatc
         begin(canvas, *given)
         if len(canvas._stored):
             size = (2, len(canvas._stored), *canvas.kv[0][0].shape[::2])
-            canvas._staging = Staging(canvas.kernels, canvas._parts, lambda: torch.empty(size), AtOnce())
+            canvas._staging = Staging(canvas.kernels, canvas._parts, lambda: torch.empty(size), AtOnce(canvas.device))
 
     def noted(canvas, layer: int) -> int:
         begun.append(canvas._staging is not None and layer in canvas._staging._copied)

@@ -72,6 +72,19 @@ def test_a_prompt_in_one_block():
     assert agree(whole, wanted, torch.float32)
 
 
+def test_a_head_may_lie_behind_two_thousand_million_numbers(tmp_path):
+    """Where all blocks of a head stand before the next head's, as some caches of vLLM have them."""
+    apart, heads, size, dim = 2**30, 3, 16, 16
+    raw = torch.from_file(str(tmp_path / "cache"), shared=True, size=apart * heads, dtype=torch.float16)
+    keys, values = (raw[at:].as_strided((4, heads, size, dim), (2 * size * dim, apart, 2 * dim, 1)) for at in (0, dim))
+    pages, slots = Paged(keys, values, torch.arange(4, dtype=torch.int32)), torch.tensor([5, 40, 63])
+    part = torch.randn(2, 3, heads, dim).half()
+    still = torch.ones(3, dim // 2), torch.zeros(3, dim // 2)
+    place_triton.place([part], still, slots, pages)
+    assert torch.equal(place.gather(pages, slots), part)
+    assert torch.equal(place_triton.gather(pages, slots), part)
+
+
 def test_nothing_is_placed():
     pages, _, turn, new = problem(SHAPES[0], torch.float32)
     before = copied(pages)
