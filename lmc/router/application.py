@@ -29,6 +29,7 @@ from lmc.router.proxy import Proxy
 from lmc.router.questions import json_object, read
 from lmc.router.router_metrics import INDEXED, LAG, RouterMetrics
 from lmc.router.settings import RouterSettings
+from lmc.router.tasks import keep_up
 from lmc.router.watch import Discovery, Follow, Watch
 
 log = logging.getLogger(__name__)
@@ -49,6 +50,7 @@ class Router:
         self.proxy = Proxy(settings, policy, engines, self.metrics, used=used)
         self._discovery, self._ready = discovery, False
         self._tasks: list[asyncio.Task[None]] = []
+        self._watch: Watch | None = None
         self._public, private = self._applications()
         self._private = Guard(private, settings.admin_token)
 
@@ -84,13 +86,12 @@ class Router:
             cutter = self.policy.cutter
             asked = DocumentTokens(self.proxy.tokenize, cutter.markers, cutter.special_string)
             cutter.find = asked.find
-            self._tasks.append(asyncio.create_task(asked.run()))
+            self._tasks.append(keep_up(asked.run, "asking for the tokens of documents"))
         elif isinstance(self.policy, Precise):
             follow = partial(follow_blocks, self.policy)
-        watch = Watch(self.settings, self.engines, self.policy, session, self._discovery, follow)
-        await watch.look()
+        self._watch = Watch(self.settings, self.engines, self.policy, session, self._discovery, follow)
+        self._tasks += await self._watch.open()
         self._ready = True
-        self._tasks.append(asyncio.create_task(watch.run()))
 
     async def close(self) -> None:
         """End what `open` has begun."""
@@ -98,6 +99,8 @@ class Router:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._watch is not None:
+            await self._watch.close()
         await self.proxy.close()
 
     def _lagged(self, engine: str, seconds: float) -> None:

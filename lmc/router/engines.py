@@ -66,7 +66,10 @@ def _checked(url: str) -> str:
 
 @dataclass(slots=True)
 class EngineBreaker:
-    """Keeps requests away from an engine that has failed several times in a row, and then lets one try."""
+    """Keeps requests away from an engine that has failed several times in a row, and then lets one try.
+
+    Only what that one finds makes the pause longer. Requests that were sent before and fail later say nothing new.
+    """
 
     failures: int = 0  # in a row
     pause: float = FIRST_PAUSE
@@ -79,21 +82,30 @@ class EngineBreaker:
             return "closed"
         return "half-open" if now >= self.until and not self.trying else "open"
 
-    def sent(self) -> None:
-        """Note that a request goes there."""
+    def sent(self) -> bool:
+        """Note that a request goes there, and return whether it is the one that tries."""
         self.trying = self.failures >= FAILURES
+        return self.trying
 
     def succeeded(self) -> None:
-        """Note that it has answered."""
+        """Note that it has answered a request."""
         self.failures, self.pause, self.trying = 0, FIRST_PAUSE, False
 
-    def failed(self, now: float) -> None:
-        """Note that it has not answered."""
+    def passed(self) -> None:
+        """Note that it has passed a health check: a request may try it now."""
+        self.until = 0.0
+
+    def failed(self, now: float, *, trial: bool = False) -> None:
+        """Note that it has not answered a request, which was perhaps the one that tried."""
         self.failures += 1
-        self.trying = False
-        if self.failures >= FAILURES:
-            self.until = now + self.pause
+        if trial:
             self.pause = min(2 * self.pause, LONGEST_PAUSE)
+        if trial or self.failures == FAILURES:
+            self.until = now + self.pause
+
+    def ended(self, *, trial: bool) -> None:
+        """Note that a request has ended, whatever has become of it."""
+        self.trying &= not trial
 
 
 @dataclass(slots=True)
@@ -198,7 +210,6 @@ class Engines:
     def sent(self, url: str, cost: float) -> Engine:
         """Note that an engine is sent a request whose prompt costs it so many tokens."""
         one = self._engines[url]
-        one.breaker.sent()
         one.requests += 1
         one.candidate.load += 1
         one.candidate.backlog += cost

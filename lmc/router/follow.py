@@ -53,7 +53,8 @@ class Follower:
                 log.warning(
                     "lmc router: %s does not say what %s has: %s", where, engine.url, error or type(error).__name__
                 )
-            self._policy.index.untold(engine.candidate.cache)
+            finally:
+                self._policy.index.untold(engine.candidate.cache)
             await asyncio.sleep(AGAIN_SECONDS)
 
     async def _follow(self, engine: Engine) -> None:
@@ -113,9 +114,13 @@ class Follower:
 async def follow_blocks(policy: Precise, engine: Engine) -> None:
     """Tell the policy `precise` what an engine says in its KV events, until cancelled."""
     address, _, replay = engine.address.kv_events.partition("+")
-    if address:
-        stream = EventStream(address, replay, from_start=True)
-        await BlockEvents(policy.index, CacheSource(engine.url)).follow(stream)
+    if not address:
+        return
+    source = CacheSource(engine.url)
+    try:
+        await BlockEvents(policy.index, source).follow(EventStream(address, replay, from_start=True))
+    finally:  # From now on, nobody says what changes.
+        policy.index.drop(source)
 
 
 def decoded(payload: bytes) -> tuple[float, Iterable[dict[str, Any]]]:

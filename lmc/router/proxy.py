@@ -76,6 +76,7 @@ class Visit:
     cost: float  # tokens that the engine is expected to compute
     began: float
     alone: bool  # whether nothing else waited there
+    trial: bool  # whether it finds out if the engine is up again
     waiting: bool = True  # whether the cost is in the engine's backlog
 
     def begun(self) -> None:
@@ -87,6 +88,7 @@ class Visit:
     def ended(self) -> None:
         """Note that the engine has nothing to do with the request any more."""
         self.begun()
+        self.engine.breaker.ended(trial=self.trial)
         self.engine.candidate.load -= 1
 
 
@@ -189,7 +191,7 @@ class Proxy:
                     opened = await self._open(visit.engine, client.target, body, headers)
                 except EngineFailed as error:
                     failed.add(visit.engine.url)
-                    self._note_failure(visit.engine, error)
+                    self._note_failure(visit, error)
                     if len(failed) >= self._settings.attempts:
                         raise Refusal(502, f"no engine has answered: {error}") from None
                     self._metrics.count(numbers.RETRIES, visit.engine.url)
@@ -243,7 +245,7 @@ class Proxy:
         self._metrics.observe(numbers.DECISION, self._clock() - began)
         cost = choice.cost or max(question.tokens - choice.expected_tokens, 1.0)
         engine = self._engines.sent(choice.engine, cost)
-        visit = Visit(engine, choice, cost, began, alone=engine.candidate.load == 1)
+        visit = Visit(engine, choice, cost, began, alone=engine.candidate.load == 1, trial=engine.breaker.sent())
         self._metrics.count(numbers.REQUESTS, engine.url, choice.why)
         self._metrics.count(numbers.EXPECTED, engine.url, n=choice.expected_tokens)
         if not question.stream:  # The first byte of its answer comes with the last one.
@@ -251,7 +253,6 @@ class Proxy:
         try:
             yield visit
         finally:
-            engine.breaker.trying = False
             visit.ended()
 
     def _nobody(self, model: str, failed: set[str]) -> Refusal:
@@ -297,14 +298,14 @@ class Proxy:
                 part = await answer.content.readany()
         except (aiohttp.ClientError, OSError) as error:
             self._metrics.count(numbers.BROKEN, visit.engine.url)
-            self._note_failure(visit.engine, EngineFailed(visit.engine, error))
+            self._note_failure(visit, EngineFailed(visit.engine, error))
             return  # without an end, by which the client sees that something is missing
         await client.end()
         self._note_usage(question.request, visit, tail)
 
-    def _note_failure(self, engine: Engine, error: EngineFailed) -> None:
-        engine.breaker.failed(self._clock())
-        engine.gone |= error.refused
+    def _note_failure(self, visit: Visit, error: EngineFailed) -> None:
+        visit.engine.breaker.failed(self._clock(), trial=visit.trial)
+        visit.engine.gone |= error.refused
         log.warning("lmc router: an engine has failed: %s", error)
 
     def _note_usage(self, request: PromptRequest, visit: Visit, tail: bytes) -> None:

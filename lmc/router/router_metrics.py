@@ -42,6 +42,7 @@ class RouterMetrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self._made = {name: self._make(name) for name in OF_ROUTERS}
+        self._series: dict[tuple[Name, tuple[str, ...]], Any] = {}
 
     def count(self, name: Name, *labels: str, n: float = 1) -> None:
         """Add to a counter."""
@@ -56,9 +57,11 @@ class RouterMetrics:
         self._of(name, labels).set(value)
 
     def text(self, engines: Engines, now: float) -> bytes:
-        """Return all numbers as Prometheus reads them."""
-        for name in (LOAD, USABLE, BREAKERS):
-            self._made[name].clear()
+        """Return all numbers as Prometheus reads them. Those of engines that are not there any more are dropped."""
+        for name, labels in list(self._series):
+            if name.labels[:1] == ENGINE and labels[0] not in engines:
+                self._made[name].remove(*labels)
+                del self._series[name, labels]
         for one in engines:
             state = one.breaker.state(now)
             self.set(LOAD, one.candidate.load, one.url)
@@ -67,7 +70,9 @@ class RouterMetrics:
         return generate_latest(self.registry)
 
     def _of(self, name: Name, labels: tuple[str, ...]) -> Any:
-        return self._made[name].labels(*labels) if name.labels else self._made[name]
+        if (name, labels) not in self._series:
+            self._series[name, labels] = self._made[name].labels(*labels) if labels else self._made[name]
+        return self._series[name, labels]
 
     def _make(self, name: Name) -> Any:
         title = f"lmc_{name.name}"

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Collection, Coroutine
+from functools import partial
 from typing import Any
 
 import aiohttp
@@ -11,10 +12,12 @@ from lmc.errors import InputError
 from lmc.router.engines import Engine, EngineAddress, Engines
 from lmc.router.policy import Policy
 from lmc.router.settings import RouterSettings
+from lmc.router.tasks import AGAIN_SECONDS, attempt, keep_up
 
 log = logging.getLogger(__name__)
 
 LOOK = aiohttp.ClientTimeout(total=5.0)
+LOOKUP_SECONDS = 10.0  # for which a lookup of the engines is waited for
 Follow = Callable[[Engine], Coroutine[Any, Any, None]]
 Discovery = Callable[[aiohttp.ClientSession], Awaitable[Collection[EngineAddress]]]
 
@@ -39,33 +42,54 @@ class Watch:
         self._settings, self._engines, self._policy = settings, engines, policy
         self._session, self._discovery = session, discovery
         self._found: dict[str, EngineAddress] = {}  # engines that discovery has found
+        self._lookup: asyncio.Future[Collection[EngineAddress]] | None = None  # the one that has not ended
 
-    async def run(self) -> None:
-        """Look until cancelled."""
-        try:
-            while True:
-                await self.look()
-                await asyncio.sleep(self._settings.health_seconds)
-        finally:
-            tasks = [task for _, task in self._following.values()]
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+    async def open(self) -> list[asyncio.Task[None]]:
+        """Look once, and return the tasks that go on with it.
+
+        Lookups have a task of their own, so that a slow one holds up no health check.
+        """
+        works = [(self.look, "looking at the engines")]
+        if self._discovery is not None:
+            works.insert(0, (self.discover, "finding the engines"))
+        for work, what in works:
+            await attempt(work, what)
+        return [keep_up(work, what, self._settings.health_seconds) for work, what in works]
+
+    async def close(self) -> None:
+        """End what this has begun."""
+        tasks: list[asyncio.Future[Any]] = [task for _, task in self._following.values()]
+        tasks += [self._lookup] if self._lookup else []
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def look(self) -> None:
-        """Look once: find engines, and ask each of them."""
-        if self._discovery is not None:
-            await self._discover(self._discovery)
-        await asyncio.gather(*map(self._look_at, self._engines))
+        """Look at each engine once."""
         for url in self._following.keys() - {one.url for one in self._engines}:
             self._unfollow(url)
+            self._policy.forget(url)  # once more, because events of it may have come since it was removed
+        await asyncio.gather(*map(self._look_at, self._engines))
 
-    async def _discover(self, discovery: Discovery) -> None:
+    async def discover(self) -> None:
+        """Find the engines once. A lookup that takes too long goes on, and is asked for its result the next time."""
+        assert self._discovery is not None
+        if self._lookup is None:
+            self._lookup = asyncio.ensure_future(self._discovery(self._session))
+        done, _ = await asyncio.wait((self._lookup,), timeout=LOOKUP_SECONDS)
+        if not done:
+            log.warning(
+                "lmc router: looking up the engines takes more than %g s; they stay as they are", LOOKUP_SECONDS
+            )
+            return
+        lookup, self._lookup = self._lookup, None
         try:
-            found = {one.url: one for one in await discovery(self._session)}
+            self._take({one.url: one for one in lookup.result()})
         except (InputError, OSError, ValueError, aiohttp.ClientError) as error:
             log.warning("lmc router: the engines cannot be looked up, and stay as they are: %s", error)
-            return
+
+    def _take(self, found: dict[str, EngineAddress]) -> None:
+        """Take the engines that a lookup has found."""
         for url in self._found.keys() - found.keys():
             if url in self._engines:
                 self._engines.remove(url)
@@ -92,6 +116,8 @@ class Watch:
             self._policy.forget(engine.url)
             self._unfollow(engine.url)
         engine.healthy = up
+        if up:
+            engine.breaker.passed()
         if up and not engine.models:
             await self._ask_models(engine)
         followed, _ = self._following.get(engine.url, (engine.address, None))
@@ -99,8 +125,7 @@ class Watch:
             self._unfollow(engine.url)
         told = engine.address.admin or engine.address.kv_events
         if up and engine.models and self._follow and told and engine.url not in self._following:
-            following = asyncio.create_task(self._follow(engine))
-            following.add_done_callback(_report)
+            following = keep_up(partial(self._follow, engine), f"following {engine.url}", AGAIN_SECONDS)
             self._following[engine.url] = engine.address, following
 
     def _unfollow(self, url: str) -> None:
@@ -120,12 +145,6 @@ class Watch:
             if answer.status != 200:
                 return None
             return await answer.json() if json else True
-
-
-def _report(done: asyncio.Task[None]) -> None:
-    """Log the error that has ended a task, which nobody waits for."""
-    if not done.cancelled() and (error := done.exception()):
-        log.error("lmc router: an engine is not followed any more", exc_info=error)
 
 
 def _said(url: str, up: bool) -> tuple[int, str, str]:
