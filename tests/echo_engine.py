@@ -21,7 +21,7 @@ class EchoEngine:
     """One engine, as an ASGI application."""
 
     def __init__(self, models: tuple[str, ...] = ("echo",)) -> None:
-        self.models, self.healthy = models, True
+        self.models, self.healthy, self.hurried = models, True, False  # hurried: no delay is heeded
         self.seen: list[dict[str, Any]] = []  # requests
         self.aborted, self.refusing = 0, 0  # requests whose client has left; the status of all answers, if it is set
 
@@ -56,7 +56,7 @@ class EchoEngine:
             return
         leaving = asyncio.create_task(receive())
         try:
-            if await self._sleeps(wish.get("delay", 0), leaving):
+            if await self._sleeps(0 if self.hurried else wish.get("delay", 0), leaving):
                 return
             usage = wish.get("usage", {"prompt_tokens": len(body) // 4})
             if asked.get("stream"):

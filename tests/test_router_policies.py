@@ -253,6 +253,32 @@ def test_a_prompt_goes_where_its_tenant_sent_it_before(name: str) -> None:
     assert other.expected_tokens == 0
 
 
+@pytest.mark.parametrize("name", [*REMEMBER, "documents"])
+def test_what_an_engine_has_not_taken_is_taken_back_and_nothing_else(name: str) -> None:
+    policy = make(name) if name == "documents" else policy_of(name, "e0", "e1", "e2")
+    beginning = "system # # " + "one " * 15
+    longer = asked(beginning + " # # " + "two " * 15 + " # # why", "tenant")
+    policy.sent(asked(beginning + " # # why", "tenant"), "e2")
+    before = policy.choose(longer, engines(1, 1, 1))
+    assert before.expected_tokens > 0
+    take_back = policy.sent(longer, "e2")
+    assert take_back is not None
+    assert policy.choose(longer, engines(1, 1, 1)).expected_tokens > before.expected_tokens
+    take_back()
+    assert policy.choose(longer, engines(1, 1, 1)) == before
+    take_back()
+
+
+def test_a_conversation_goes_back_to_where_it_was() -> None:
+    policy, request = make("documents"), asked("x" * 4000, session="s")
+    policy.choose(request, engines(0, 0))
+    policy.sent(request, "e0")
+    take_back = policy.sent(asked("y" * 4000, session="s"), "e1")
+    assert take_back is not None
+    take_back()
+    assert policy.choose(asked("z" * 4000, session="s"), engines(0, 0))[:2] == ("e0", "conversation")
+
+
 def reachable(root: object) -> list[object]:
     """All objects that are reached from one, except for code."""
     seen, waiting = {id(root): root}, [root]

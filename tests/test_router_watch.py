@@ -2,7 +2,9 @@
 
 import asyncio
 import logging
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from http.client import HTTPException
 
 import aiohttp
 import pytest
@@ -12,8 +14,9 @@ from service_fakes import eventually
 
 from lmc.errors import ConfigError
 from lmc.router import watch as watching
-from lmc.router.engines import FAILURES, FIRST_PAUSE, EngineBreaker, Engines, address
+from lmc.router.engines import FAILURES, FIRST_PAUSE, EngineBreaker, Engines, address, has_ended
 from lmc.router.policies import make
+from lmc.router.proxy import KEPT_SECONDS
 from lmc.router.settings import RouterSettings
 from lmc.router.tasks import keep_up
 from lmc.router.watch import Watch
@@ -178,6 +181,115 @@ def test_a_lookup_that_takes_long_holds_up_no_health_check(monkeypatch):
 
     with served(EchoEngine()) as engine:
         asyncio.run(run(engine.application, engine.url))
+
+
+def test_an_engine_keeps_its_place_for_some_lookups_that_miss_it():
+    """A name server that left out an engine once made the router forget all that the engine had."""
+    urls = [f"http://127.0.0.1:{port}" for port in (1, 2)]
+    found = [address(url) for url in urls]
+
+    async def find(_):
+        return list(found)
+
+    async def run():
+        engines = Engines()
+        async with aiohttp.ClientSession() as session:
+            watch = Watch(RouterSettings(), engines, make("round_robin"), session, find)
+            await watch.discover()
+            one = found.pop()
+            for _ in range(watching.MISSES - 1):
+                await watch.discover()
+                assert [engine.missing for engine in engines] == [False, True]
+                assert [candidate.name for candidate in engines.candidates("")] == urls[:1]
+            found.append(one)
+            await watch.discover()
+            assert len(engines.candidates("")) == 2
+            found.clear()
+            await watch.discover()
+            assert len(engines.candidates("")) == 2, "there are no others"
+            for _ in range(watching.MISSES - 1):
+                await watch.discover()
+            assert not len(engines)
+
+    asyncio.run(run())
+
+
+# -- what is known of an engine that does not answer ------------------------------------------------------------------
+
+
+def test_only_a_refused_connection_means_that_an_engine_has_ended():
+    import errno
+
+    assert has_ended(OSError(errno.ECONNREFUSED, "refused"))
+    for other in (aiohttp.ConnectionTimeoutError(), aiohttp.ServerDisconnectedError(), OSError(errno.EHOSTUNREACH, "")):
+        assert not has_ended(other)
+
+
+def test_an_engine_that_was_late_keeps_what_it_has():
+    document = {"model": "echo", "prompt": f"s # # {'x' * 400} # # q"}
+    with house(1, health_seconds=0.1) as built:
+        built.ask("/v1/completions", document)
+        built.echoes[0].healthy = False
+        eventually(lambda: built.ask("/ready")[0] == 503)
+        built.echoes[0].healthy = True
+        eventually(lambda: built.ask("/ready")[0] == 200)
+        assert int(built.send("/v1/completions", document).headers["x-lmc-expected-tokens"]) > 90
+
+
+def test_a_request_does_not_wait_for_an_engine_that_hangs():
+    """It was held until `answer_seconds` had passed, ten minutes, though the health checks knew."""
+    ask = {"model": "echo", "prompt": "x", "echo": {"delay": 60}}
+    with house(2, health_seconds=0.1) as built, ThreadPoolExecutor(1) as beside:
+        waiting = beside.submit(built.ask, "/v1/completions", ask)
+        eventually(lambda: sum(len(one.seen) for one in built.echoes) == 1)
+        hanging = next(one for one in built.echoes if one.seen)
+        other = next(one for one in built.echoes if not one.seen)
+        other.hurried, hanging.healthy = True, False
+        assert waiting.result(30)[0] == 200
+        assert len(other.seen) == 1
+        assert hanging.aborted == 1
+
+
+def test_a_stream_ends_with_an_engine_that_hangs():
+    ask = {"model": "echo", "prompt": "x", "stream": True, "echo": {"pause": 60}}
+    with house(1, health_seconds=0.1) as built:
+        answer = built.send("/v1/completions", ask)
+        assert answer.read(5) == b"data:"
+        built.echoes[0].healthy = False
+        with pytest.raises((HTTPException, OSError)):
+            answer.read()
+
+
+def test_a_request_that_an_engine_is_silent_about_is_not_sent_to_another_one():
+    with house(2, answer_seconds=0.2) as built:
+        status, found = built.ask("/v1/completions", {"model": "echo", "prompt": "x", "echo": {"delay": 60}})
+        assert status == 504
+        assert "not answered in time" in found["error"]["message"]
+        assert sum(len(one.seen) for one in built.echoes) == 1
+
+
+def test_an_engine_is_not_taken_to_have_what_it_has_refused():
+    ask = {"model": "echo", "prompt": f"s # # {'x' * 400} # # q"}
+    with house(2) as built:
+        where = built.ask("/lmc/explain", ask)[1]["engine"]
+        next(one for one in built.engines if one.url == where).application.refusing = 503
+        assert built.send("/v1/completions", ask).headers["x-lmc-engine"] != where
+        found = {one["engine"]: one["documents"] for one in built.ask("/lmc/explain", ask)[1]["engines"]}
+        assert found.pop(where) == 0
+        assert list(found.values()) == [1]
+
+
+def test_a_router_without_engines_says_so():
+    with house(0) as built:
+        status, found = built.ask("/v1/completions", {"model": "echo", "prompt": "x"})
+        assert status == 503
+        assert "knows no engine" in found["error"]["message"]
+
+
+def test_an_idle_connection_is_closed_before_the_engine_does():
+    assert KEPT_SECONDS < 5.0, "uvicorn's time, and vLLM's"
+    with house(1) as built:
+        assert built.router.application.proxy.session.connector._keepalive_timeout == KEPT_SECONDS
 
 
 # -- metrics ----------------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ nodes above it. Each scope has a tree of its own, and the limits of a worker hol
 """
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 from lmc.router.radix_tree import common_length
@@ -78,10 +78,10 @@ class ApproximateTree:
         self._trees: dict[str, _TextTree] = {}
         self._workers: dict[str, _NodesOfWorker] = {}
 
-    def insert(self, text: str, worker: str, scope: str = "") -> None:
-        """Note that a worker has been sent a text."""
+    def insert(self, text: str, worker: str, scope: str = "") -> Callable[[], None]:
+        """Note that a worker has been sent a text, and return what takes back the nodes that it did not have."""
         if not text:
-            return
+            return lambda: None
         tree = self._trees.get(scope) or self._trees.setdefault(scope, _TextTree(scope))
         node, at, path = tree.root, 0, list[_TextNode]()
         while at < len(text):
@@ -92,7 +92,9 @@ class ApproximateTree:
             node = child if same == len(child.edge) else self._split(child, same)
             at += same
             path.append(node)
+        new = [node for node in path if worker not in node.tenants]
         self._use(path, worker)
+        return lambda: self._take_back(new, worker)
 
     def match(self, text: str, scope: str = "", among: Collection[str] | None = None) -> PrefixMatch:
         """Return the longest prefix that one of the workers has seen, or one of those `among` which it is asked for."""
@@ -149,6 +151,13 @@ class ApproximateTree:
             while nodes.nodes > self._max_nodes:
                 self._evict_leaf(name)
 
+    def _take_back(self, nodes: list[_TextNode], worker: str) -> None:
+        """Drop a worker's part of nodes, from the last to the first, unless it has been sent more of the text since."""
+        for node in reversed(nodes):
+            tenancy = node.tenants.get(worker)
+            if tenancy and not any(worker in child.tenants for child in node.children.values()):
+                self._drop(tenancy, worker)
+
     def _split(self, node: _TextNode, at: int) -> _TextNode:
         """Cut the edge of a node, and return the new node that has the first `at` characters of it.
 
@@ -166,9 +175,12 @@ class ApproximateTree:
         return upper
 
     def _evict_leaf(self, worker: str) -> None:
-        """Take the worker's part of the node that it has used least recently, and the node if nobody else has it."""
-        of = self._workers[worker]
-        tenancy, node = of.ends.newer, of.ends.newer.node
+        """Take the worker's part of the node that it has used least recently."""
+        self._drop(self._workers[worker].ends.newer, worker)
+
+    def _drop(self, tenancy: _Tenancy, worker: str) -> None:
+        """Take a worker's part of a node, and the node if nobody else has it."""
+        of, node = self._workers[worker], tenancy.node
         assert node is not None
         tree = node.tree
         tenancy.unlink()

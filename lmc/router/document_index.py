@@ -11,6 +11,7 @@ from math import ceil
 from typing import Generic, NamedTuple, TypeVar
 
 from lmc.router.cut import Cut, CutDocument
+from lmc.router.policy import TakeBack
 
 PREFIX_SHARE = 0.5  # of the tokens of a cache, those that the beginnings of prompts may have
 LEARNING_SECONDS = 10.0  # for which a document that was sent to an engine may still be on its way into the cache
@@ -53,9 +54,12 @@ class DocumentIndex:
         known = self._caches.get(cache)
         return known.room if known else self._cache_tokens
 
-    def note(self, cache: str, cut: Cut) -> None:
-        """Note that a prompt has been sent to an engine, whose cache will then have its documents."""
-        self._of(cache).note(cut, self._clock())
+    def note(self, cache: str, cut: Cut) -> TakeBack:
+        """Note that a prompt has been sent to an engine, whose cache will then have its documents.
+
+        What is returned takes that back.
+        """
+        return self._of(cache).note(cut, self._clock())
 
     def moved(self, cache: str, told: Told, medium: str, *, stored: bool) -> None:
         """Note that a document has come to a medium of a cache, or has left it."""
@@ -126,13 +130,21 @@ class _Cache:
                 return at
         return len(blocks)
 
-    def note(self, cut: Cut, now: float) -> None:
+    def note(self, cut: Cut, now: float) -> TakeBack:
+        new = [document.key for document in cut.documents if document.key not in self._sent]
+        beginnings = [block for block in cut.blocks if block not in self._blocks]
         for document in cut.documents:
             again = self._left.get(Told(cut.tenant, document.digest), 0.0) >= self._sent.came(document.key)
             room = ceil(document.tokens / self._chunk_tokens) * self._chunk_tokens
             self._sent.use(document.key, room, now, again=again)
         for block in reversed(cut.blocks):  # The end of a prompt is forgotten first.
             self._blocks.use(block, cut.block_tokens, now)
+
+        def take_back() -> None:
+            self._sent.drop(new)
+            self._blocks.drop(beginnings)
+
+        return take_back
 
     def moved(self, told: Told, medium: str, now: float, *, stored: bool) -> None:
         if self.told is None:
@@ -170,6 +182,11 @@ class _Recent(Generic[T]):
     def came(self, thing: T) -> float:
         """Return when a thing came; the beginning of time if it is not here."""
         return self._things[thing][1] if thing in self._things else float("-inf")
+
+    def drop(self, things: Iterable[T]) -> None:
+        """Take things out again."""
+        for thing in things:
+            self._used -= self._things.pop(thing, (0.0, 0.0))[0]
 
     def resize(self, tokens: float) -> None:
         self._tokens = tokens

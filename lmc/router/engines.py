@@ -1,5 +1,7 @@
 """The engines behind a router: what they are doing, and which of them may get a request."""
 
+import asyncio
+import errno
 import time
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
@@ -12,6 +14,7 @@ from lmc.http_client import with_scheme
 from lmc.router.policy import Candidate
 
 FAILURES = 3  # in a row, after which an engine gets no requests for a while
+FAILED_CHECKS = 3  # in a row, after which requests that an engine has are given up
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0  # seconds of that while, which doubles each time
 USUAL_RATE = 10_000.0  # tokens computed in a second, for engines of which none has been measured
 MEASURED_TOKENS = 256  # An engine takes some time for any request, so that few tokens tell nothing.
@@ -62,6 +65,14 @@ def _checked(url: str) -> str:
     if not right or parts.username:
         raise InputError(f"{url!r} is no engine: give a URL such as http://host:8000")
     return url.strip().rstrip("/")
+
+
+def has_ended(error: object) -> bool:
+    """Return whether an error says that nobody listens at an engine's address: its process has ended.
+
+    An engine that does not answer in time, or is not found by its name, may have all its memory.
+    """
+    return isinstance(error, OSError) and error.errno == errno.ECONNREFUSED
 
 
 @dataclass(slots=True)
@@ -117,8 +128,11 @@ class Engine:
     models: frozenset[str]
     breaker: EngineBreaker = field(default_factory=EngineBreaker)
     healthy: bool = True  # as the last look at it has found
-    gone: bool = False  # whether it has refused connections since it was healthy
+    gone: bool = False  # whether it has ended since it was healthy, and its memory with it
     draining: bool = False
+    missing: bool = False  # whether the last lookup of the engines has missed it
+    failed_checks: int = 0  # in a row
+    awaited: set[asyncio.Timeout] = field(default_factory=set)  # of requests that wait for it to say something
     rate: float = 0.0  # measured; 0 if it has not been
     requests: int = 0  # that it has been sent
 
@@ -134,6 +148,20 @@ class Engine:
     def usable(self, now: float) -> bool:
         """Whether it is up, as far as is known, and may get requests."""
         return self.healthy and not self.draining and self.breaker.state(now) != "open"
+
+    def checked(self, up: bool, *, ended: bool = False) -> None:
+        """Note whether it has passed a health check, or has even `ended`.
+
+        Requests that wait for an engine which is down are given up. A single check that fails means little: an engine
+        that cuts long prompts into tokens may be late.
+        """
+        self.healthy, self.gone = up, self.gone or ended
+        self.failed_checks = 0 if up else self.failed_checks + 1
+        if up:
+            self.breaker.passed()
+        elif ended or self.failed_checks >= FAILED_CHECKS:
+            for limit in self.awaited:
+                limit.reschedule(0.0)
 
     def measured(self, tokens: float, seconds: float) -> None:
         """Take note of how long it took to compute tokens, while nothing else waited there."""
@@ -193,7 +221,7 @@ class Engines:
         """Return the engines that may get a request for a model; an empty one is any model.
 
         If none of them has passed its last health check, all of them may get it, because it is more likely that the
-        checks were at fault.
+        checks were at fault. In the same way, those that the last lookup has missed may get it if there are no others.
         """
         now = self._clock()
         usual = median([one.rate for one in self._engines.values() if one.rate] or [USUAL_RATE])
@@ -205,7 +233,8 @@ class Engines:
         for one in found:
             alike = not one.rate or usual / ALIKE < one.rate < usual * ALIKE
             one.candidate.rate = usual if alike else one.rate
-        return [one.candidate for one in found if one.healthy] or [one.candidate for one in found]
+        up = [one for one in found if one.healthy] or found
+        return [one.candidate for one in [one for one in up if not one.missing] or up]
 
     def sent(self, url: str, cost: float) -> Engine:
         """Note that an engine is sent a request whose prompt costs it so many tokens."""

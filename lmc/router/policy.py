@@ -1,6 +1,6 @@
 """What a routing policy is asked, and what it answers. The policies themselves are in `lmc.router.policies`."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -50,6 +50,9 @@ class RoutingChoice(NamedTuple):
     cost: float = 0.0  # tokens that it is expected to compute; 0 if the policy does not know
 
 
+TakeBack = Callable[[], None]
+
+
 class Policy(Protocol):
     """Chooses engines. One thread calls the methods, one at a time.
 
@@ -60,8 +63,11 @@ class Policy(Protocol):
     def choose(self, request: PromptRequest, candidates: Sequence[Candidate]) -> RoutingChoice:
         """Return the engine for a request; `candidates` is never empty, and its order means nothing."""
 
-    def sent(self, request: PromptRequest, engine: str) -> None:
-        """Note that a request has been sent to an engine."""
+    def sent(self, request: PromptRequest, engine: str) -> TakeBack | None:
+        """Note that a request is sent to an engine, and return what takes back what an engine will have by that.
+
+        It is called if the engine has failed before it answered.
+        """
 
     def forget(self, engine: str) -> None:
         """Drop what is known of an engine that has gone, or that has lost its cache."""

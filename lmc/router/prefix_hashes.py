@@ -62,14 +62,16 @@ class PrefixTable:
     def __len__(self) -> int:
         return len(self._blocks)
 
-    def add(self, hashes: Sequence[int], engine: str, now: float = 0.0) -> None:
-        """Note that an engine has the blocks of a prompt."""
+    def add(self, hashes: Sequence[int], engine: str, now: float = 0.0) -> Callable[[], None]:
+        """Note that an engine has the blocks of a prompt, and return what takes back those that it did not have."""
+        new = hashes[self.leading(hashes, engine) :]
         for block in reversed(hashes):
             _, engines = self._blocks.pop(block, (now, {}))
             engines[engine] = None
             self._blocks[block] = (now, engines)
         while len(self._blocks) > self._capacity:
             self._blocks.popitem(last=False)
+        return lambda: self._drop(new, engine)
 
     def leading(self, hashes: Sequence[int], engine: str) -> int:
         """Return how many blocks at the beginning of a prompt an engine has."""
@@ -82,7 +84,12 @@ class PrefixTable:
 
     def forget(self, engine: str) -> None:
         """Drop an engine, and the blocks that no other one has."""
-        for block, (_, engines) in list(self._blocks.items()):
-            engines.pop(engine, None)
-            if not engines:
-                del self._blocks[block]
+        self._drop(list(self._blocks), engine)
+
+    def _drop(self, blocks: Iterable[int], engine: str) -> None:
+        for block in blocks:
+            if block in self._blocks:
+                engines = self._blocks[block][1]
+                engines.pop(engine, None)
+                if not engines:
+                    del self._blocks[block]

@@ -10,9 +10,9 @@ import re
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
 
 import aiohttp
 import msgspec
@@ -23,16 +23,16 @@ from lmc.errors import InputError
 from lmc.http_server import Receive, Send
 from lmc.router import router_metrics as numbers
 from lmc.router.client import Client, Refusal
-from lmc.router.engines import Engine, Engines
-from lmc.router.policy import Policy, PromptRequest, RoutingChoice
+from lmc.router.engines import Engines
+from lmc.router.policy import Policy, PromptRequest
 from lmc.router.questions import Received, read
 from lmc.router.router_metrics import RouterMetrics
 from lmc.router.settings import RouterSettings
+from lmc.router.visit import EngineFailed, Opened, Visit
 
 log = logging.getLogger(__name__)
 
 PATHS = re.compile(r"/(v1/[a-z_]+(/[a-z_]+)*|tokenize|detokenize|score|rerank|pooling|classify|embeddings?)")
-RETRIED = (502, 503, 504)  # answers of an engine that is not up; another one is asked
 NOT_SENT_ON = frozenset({
     "connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer", "transfer-encoding",
     "upgrade", "host", "content-length", "expect",
@@ -42,54 +42,13 @@ STREAM = "text/event-stream"  # the type of an answer that comes in parts, as it
 REQUEST_ID = re.compile(r"[\w.:-]{1,128}")
 ENGINE, EXPECTED, REQUEST = b"x-lmc-engine", b"x-lmc-expected-tokens", "x-request-id"
 TOKENIZING = aiohttp.ClientTimeout(total=5.0)
+KEPT_SECONDS = 3.0  # that an idle connection is kept; vLLM closes them after 5, and a request must not meet that
 TAIL = 4096  # bytes of the end of an answer, where it says what was reused
 # A quotation mark inside of a generated text has a backslash before it.
 PROMPT_TOKENS = re.compile(rb'(?<!\\)"prompt_tokens":\s*(\d{1,9})')
 REUSED_TOKENS = re.compile(rb'(?<!\\)"cached_tokens":\s*(\d{1,9})')
 
 Used = Callable[[PromptRequest, int], None]  # a request that was answered, and the tokens of its prompt
-
-
-class EngineFailed(Exception):
-    """An engine has not answered, or not to the end."""
-
-    def __init__(self, engine: Engine, why: object) -> None:
-        # Nobody listens there: it has ended, and its memory with it.
-        self.refused = isinstance(why, aiohttp.ClientConnectorError)
-        said = getattr(why, "strerror", None) or str(why) or type(why).__name__
-        super().__init__(f"{engine.url}: {said}")
-
-
-class Opened(NamedTuple):
-    """An answer that has begun."""
-
-    answer: aiohttp.ClientResponse
-    first: bytes
-
-
-@dataclass(slots=True)
-class Visit:
-    """One request at one engine."""
-
-    engine: Engine
-    choice: RoutingChoice
-    cost: float  # tokens that the engine is expected to compute
-    began: float
-    alone: bool  # whether nothing else waited there
-    trial: bool  # whether it finds out if the engine is up again
-    waiting: bool = True  # whether the cost is in the engine's backlog
-
-    def begun(self) -> None:
-        """Note that the answer has begun, or never will: the prompt is computed."""
-        if self.waiting:
-            self.waiting = False
-            self.engine.candidate.backlog = max(0.0, self.engine.candidate.backlog - self.cost)
-
-    def ended(self) -> None:
-        """Note that the engine has nothing to do with the request any more."""
-        self.begun()
-        self.engine.breaker.ended(trial=self.trial)
-        self.engine.candidate.load -= 1
 
 
 class Proxy:
@@ -117,7 +76,7 @@ class Proxy:
             total=None, sock_connect=self._settings.connect_seconds, sock_read=self._settings.answer_seconds
         )
         self.session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=30),
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEPT_SECONDS),
             timeout=timeout,
             auto_decompress=False,
             cookie_jar=aiohttp.DummyCookieJar(),
@@ -188,10 +147,12 @@ class Proxy:
                 if not failed:
                     self._metrics.observe(numbers.OVERHEAD, self._clock() - arrived)
                 try:
-                    opened = await self._open(visit.engine, client.target, body, headers)
+                    opened = await visit.open(self._connections, client.target, body, headers)
                 except EngineFailed as error:
                     failed.add(visit.engine.url)
                     self._note_failure(visit, error)
+                    if error.silent:
+                        raise Refusal(504, f"an engine has not answered in time: {error}") from None
                     if len(failed) >= self._settings.attempts:
                         raise Refusal(502, f"no engine has answered: {error}") from None
                     self._metrics.count(numbers.RETRIES, visit.engine.url)
@@ -206,12 +167,16 @@ class Proxy:
         question = read(body, {}, self._settings.session_key, self._settings.special_string)
         with self._visit(question, set()) as visit:
             try:
-                opened = await self._open(visit.engine, target, body, headers)
-                async with opened.answer:
+                opened = await visit.open(self._connections, target, body, headers)
+                async with opened.answer, visit.while_up():
                     found = opened.first + await opened.answer.content.read()
-                    answer = msgspec.json.decode(found)
-            except (EngineFailed, aiohttp.ClientError, OSError, msgspec.DecodeError) as error:
-                raise Refusal(502, f"{visit.engine.url} has not answered: {error}") from None
+                visit.engine.breaker.succeeded()
+                answer = msgspec.json.decode(found)
+            except EngineFailed as error:
+                self._note_failure(visit, error)
+                raise Refusal(502, f"an engine has not answered: {error}") from None
+            except msgspec.DecodeError as error:
+                raise Refusal(502, f"{visit.engine.url} does not answer with JSON: {error}") from None
             if opened.answer.status != 200 or not isinstance(answer, dict):
                 raise Refusal(502, f"{visit.engine.url} answers {opened.answer.status}: {found[:200]!r}")
             return visit.engine.url, answer
@@ -241,11 +206,12 @@ class Proxy:
             raise self._nobody(request.model, failed)
         began = self._clock()
         choice = self._policy.choose(request, candidates)
-        self._policy.sent(request, choice.engine)
+        take_back = self._policy.sent(request, choice.engine)
         self._metrics.observe(numbers.DECISION, self._clock() - began)
         cost = choice.cost or max(question.tokens - choice.expected_tokens, 1.0)
         engine = self._engines.sent(choice.engine, cost)
-        visit = Visit(engine, choice, cost, began, alone=engine.candidate.load == 1, trial=engine.breaker.sent())
+        alone, trial = engine.candidate.load == 1, engine.breaker.sent()
+        visit = Visit(engine, choice, cost, began, alone=alone, trial=trial, take_back=take_back)
         self._metrics.count(numbers.REQUESTS, engine.url, choice.why)
         self._metrics.count(numbers.EXPECTED, engine.url, n=choice.expected_tokens)
         if not question.stream:  # The first byte of its answer comes with the last one.
@@ -255,29 +221,20 @@ class Proxy:
         finally:
             visit.ended()
 
+    @property
+    def _connections(self) -> aiohttp.ClientSession:
+        assert self.session is not None
+        return self.session
+
     def _nobody(self, model: str, failed: set[str]) -> Refusal:
         if failed:
             return Refusal(502, "no engine has answered, and there is no other one")
+        if not len(self._engines):
+            return Refusal(503, "the router knows no engine: none was found, or none was added under /engines yet")
         if not self._engines.knows(model):
             models = ", ".join(self._engines.models()) or "none"
             return Refusal(404, f"no engine has the model {model!r}; there are: {models}")
         return Refusal(503, "no engine of this model can take requests now: try again later")
-
-    async def _open(self, engine: Engine, target: str, body: bytes, headers: CIMultiDict[str]) -> Opened:
-        """Send a request, and wait for the first bytes of the answer; raise `EngineFailed` if none come."""
-        assert self.session is not None
-        url = URL(engine.url + target, encoded=True)
-        with ExitStack() as unless_it_begins:
-            try:
-                answer = await self.session.post(url, data=body, headers=headers, allow_redirects=False)
-                unless_it_begins.callback(answer.close)
-                if answer.status in RETRIED:
-                    raise EngineFailed(engine, f"{answer.status} {answer.reason}")
-                first = await answer.content.readany()
-            except (aiohttp.ClientError, OSError) as error:
-                raise EngineFailed(engine, error) from None
-            unless_it_begins.pop_all()
-        return Opened(answer, first)
 
     async def _send_back(
         self, question: Received, visit: Visit, opened: Opened, client: Client, arrived: float
@@ -292,20 +249,20 @@ class Proxy:
         await client.begin(answer.status, self._sent_back(visit, answer, client))
         part, tail = opened.first, b""
         try:
-            while part:
-                await client.write(part)
-                tail = (tail + part)[-TAIL:]
-                part = await answer.content.readany()
-        except (aiohttp.ClientError, OSError) as error:
+            async with visit.while_up():
+                while part:
+                    await client.write(part)
+                    tail = (tail + part)[-TAIL:]
+                    part = await answer.content.readany()
+        except EngineFailed as error:
             self._metrics.count(numbers.BROKEN, visit.engine.url)
-            self._note_failure(visit, EngineFailed(visit.engine, error))
+            self._note_failure(visit, error)
             return  # without an end, by which the client sees that something is missing
         await client.end()
         self._note_usage(question.request, visit, tail)
 
     def _note_failure(self, visit: Visit, error: EngineFailed) -> None:
-        visit.engine.breaker.failed(self._clock(), trial=visit.trial)
-        visit.engine.gone |= error.refused
+        visit.failed(self._clock(), error)
         log.warning("lmc router: an engine has failed: %s", error)
 
     def _note_usage(self, request: PromptRequest, visit: Visit, tail: bytes) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import aiohttp
 
 from lmc.errors import InputError
-from lmc.router.engines import Engine, EngineAddress, Engines
+from lmc.router.engines import Engine, EngineAddress, Engines, has_ended
 from lmc.router.policy import Policy
 from lmc.router.settings import RouterSettings
 from lmc.router.tasks import AGAIN_SECONDS, attempt, keep_up
@@ -17,6 +17,7 @@ from lmc.router.tasks import AGAIN_SECONDS, attempt, keep_up
 log = logging.getLogger(__name__)
 
 LOOK = aiohttp.ClientTimeout(total=5.0)
+MISSES = 3  # lookups in a row that do not find an engine, after which it has gone
 LOOKUP_SECONDS = 10.0  # for which a lookup of the engines is waited for
 Follow = Callable[[Engine], Coroutine[Any, Any, None]]
 Discovery = Callable[[aiohttp.ClientSession], Awaitable[Collection[EngineAddress]]]
@@ -42,6 +43,7 @@ class Watch:
         self._settings, self._engines, self._policy = settings, engines, policy
         self._session, self._discovery = session, discovery
         self._found: dict[str, EngineAddress] = {}  # engines that discovery has found
+        self._missed: dict[str, int] = {}  # in how many lookups, since each of them was found
         self._lookup: asyncio.Future[Collection[EngineAddress]] | None = None  # the one that has not ended
 
     async def open(self) -> list[asyncio.Task[None]]:
@@ -89,35 +91,41 @@ class Watch:
             log.warning("lmc router: the engines cannot be looked up, and stay as they are: %s", error)
 
     def _take(self, found: dict[str, EngineAddress]) -> None:
-        """Take the engines that a lookup has found."""
-        for url in self._found.keys() - found.keys():
-            if url in self._engines:
-                self._engines.remove(url)
-                self._policy.forget(url)
-                log.info("lmc router: engine %s has gone", url)
+        """Take the engines that a lookup has found. One that it misses keeps its place for some more lookups."""
         for url, one in found.items():
             if one != self._found.get(url):
                 self._engines.add(one)
                 log.info("lmc router: engine %s has %s", url, "changed" if url in self._found else "come")
+            self._missed.pop(url, None)
+        for url in self._found.keys() - found.keys():
+            self._missed[url] = self._missed.get(url, 0) + 1
+            if self._missed[url] < MISSES:
+                found[url] = self._found[url]
+                continue
+            del self._missed[url]
+            if url in self._engines:
+                self._engines.remove(url)
+                self._policy.forget(url)
+                log.info("lmc router: engine %s has gone", url)
+        for url in found:
+            if url in self._engines:
+                self._engines[url].missing = url in self._missed
         self._found = found
 
     async def _look_at(self, engine: Engine) -> None:
+        ended, before = False, engine.healthy
         try:
             up = await self._asked(engine, "/health") is not None
-        except aiohttp.ClientConnectorError:
-            up, engine.gone = False, True
-        except (aiohttp.ClientError, OSError, ValueError):
-            up = False
-        if up != engine.healthy:
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            up, ended = False, has_ended(error)
+        engine.checked(up, ended=ended)
+        if up != before:
             log.log(*_said(engine.url, up))
         if up and engine.gone:  # It was started anew, and its memory is empty.
             engine.gone = False
             engine.models = engine.address.models
             self._policy.forget(engine.url)
             self._unfollow(engine.url)
-        engine.healthy = up
-        if up:
-            engine.breaker.passed()
         if up and not engine.models:
             await self._ask_models(engine)
         followed, _ = self._following.get(engine.url, (engine.address, None))

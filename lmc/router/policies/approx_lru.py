@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from lmc.router.policies.least_loaded import least_loaded
 from lmc.router.policies.options import check_count
-from lmc.router.policy import Candidate, PromptRequest, RoutingChoice
+from lmc.router.policy import Candidate, PromptRequest, RoutingChoice, TakeBack
 from lmc.router.prefix_hashes import CHARACTERS_PER_TOKEN, chained, character_blocks, leading
 
 
@@ -17,19 +17,23 @@ class LruIndex:
         self._capacity = server_blocks
         self._servers: dict[str, OrderedDict[int, None]] = {}
 
-    def add(self, server: str, hashes: Sequence[int]) -> None:
-        """Note that a server has the blocks of a prompt.
+    def add(self, server: str, hashes: Sequence[int]) -> TakeBack:
+        """Note that a server has the blocks of a prompt, and return what takes back those that it did not have.
 
         They are used from the last to the first one, so that a block never goes before those that need it.
         """
-        if not hashes:
-            return
+        new = hashes[self.leading(server, hashes) :]
         blocks = self._servers.setdefault(server, OrderedDict())
         for block in reversed(hashes):
             blocks[block] = None
             blocks.move_to_end(block)
         while len(blocks) > self._capacity:
             blocks.popitem(last=False)
+        return lambda: self._drop(server, new)
+
+    def _drop(self, server: str, hashes: Sequence[int]) -> None:
+        for block in hashes:
+            self._servers.get(server, OrderedDict()).pop(block, None)
 
     def holders(self, block: int) -> list[str]:
         """Return the servers that have a block, by name."""
@@ -82,9 +86,9 @@ class ApproximateLru:
         name = least_loaded(candidate for candidate in candidates if matched[candidate.name] == most).name
         return RoutingChoice(name, "largest share" if most else "no match", most * self._tokens)
 
-    def sent(self, request: PromptRequest, engine: str) -> None:
+    def sent(self, request: PromptRequest, engine: str) -> TakeBack:
         """Note that an engine has seen a prompt."""
-        self._index.add(engine, self.hashes(request))
+        return self._index.add(engine, self.hashes(request))
 
     def forget(self, engine: str) -> None:
         """Drop an engine's simulated cache."""

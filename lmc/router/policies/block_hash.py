@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from lmc.router.policies.least_loaded import least_loaded
 from lmc.router.policies.options import check, check_count
-from lmc.router.policy import Candidate, PromptRequest, RoutingChoice
+from lmc.router.policy import Candidate, PromptRequest, RoutingChoice, TakeBack
 from lmc.router.prefix_hashes import CHARACTERS_PER_TOKEN, PrefixTable, byte_blocks, chained, encoded
 
 
@@ -66,9 +66,9 @@ class BlockHash:
         # Blocks are bytes, and a token has about as many bytes of UTF-8 as it has characters in most prompts.
         return RoutingChoice(name, "highest match", matched[name] * self._block / CHARACTERS_PER_TOKEN)
 
-    def sent(self, request: PromptRequest, engine: str) -> None:
+    def sent(self, request: PromptRequest, engine: str) -> TakeBack:
         """Note that an engine has seen a prompt."""
-        self._blocks.add(self.hashes(request), engine, self._clock())
+        return self._blocks.add(self.hashes(request), engine, self._clock())
 
     def forget(self, engine: str) -> None:
         """Take an engine out of the table."""

@@ -8,7 +8,7 @@ from typing import Literal, TypedDict
 from lmc.router.approximate_tree import ApproximateTree
 from lmc.router.policies.least_loaded import least_loaded
 from lmc.router.policies.options import check, check_count
-from lmc.router.policy import Candidate, PromptRequest, RoutingChoice
+from lmc.router.policy import Candidate, PromptRequest, RoutingChoice, TakeBack
 from lmc.router.prefix_hashes import CHARACTERS_PER_TOKEN
 
 
@@ -112,13 +112,14 @@ class CacheAware:
         counts = self._tree.counts(request.scope)
         return RoutingChoice(min(by_name, key=lambda name: (counts.get(name, 0), name)), "smallest tree")
 
-    def sent(self, request: PromptRequest, engine: str) -> None:
+    def sent(self, request: PromptRequest, engine: str) -> TakeBack:
         """Note that an engine has seen a prompt, and evict when it is time."""
-        self._tree.insert(request.text, engine, request.scope)
+        take_back = self._tree.insert(request.text, engine, request.scope)
         now = self._clock()
         if now - self._evicted >= self._interval or self._tree.characters(engine) > 2 * self._max_size:
             self._evicted = now
             self._tree.evict(self._max_size)
+        return take_back
 
     def forget(self, engine: str) -> None:
         """Take an engine out of the trees."""

@@ -21,7 +21,7 @@ import xxhash
 from lmc.router.cut import Cut, Cutter
 from lmc.router.document_index import DocumentIndex
 from lmc.router.policies.options import check, check_count
-from lmc.router.policy import Candidate, PromptRequest, RoutingChoice
+from lmc.router.policy import Candidate, PromptRequest, RoutingChoice, TakeBack
 
 CACHE_TOKENS = 1_000_000.0  # that fit into an engine's cache, if nobody says how many
 SURCHARGE = 0.3  # of the prompt, for each mean load by which an engine's load is above the mean
@@ -73,14 +73,29 @@ class Documents:
             why = "documents" if chosen.documents else "beginning" if chosen.reused else "least time"
         return RoutingChoice(chosen.candidate.name, why, chosen.reused, chosen.cost)
 
-    def sent(self, request: PromptRequest, engine: str) -> None:
+    def sent(self, request: PromptRequest, engine: str) -> TakeBack:
         """Note that an engine will have the documents of a request."""
-        self.index.note(self._cache_of.get(engine, engine), self._cut(request))
-        if request.session:
-            self._engine_of[request.scope, request.session] = engine
-            self._engine_of.move_to_end((request.scope, request.session))
-            if len(self._engine_of) > self._conversations:
-                self._engine_of.popitem(last=False)
+        take_back = self.index.note(self._cache_of.get(engine, engine), self._cut(request))
+        if not request.session:
+            return take_back
+        conversation = request.scope, request.session
+        before = self._engine_of.pop(conversation, None)
+        self._engine_of[conversation] = engine
+        if len(self._engine_of) > self._conversations:
+            self._engine_of.popitem(last=False)
+
+        def take_all_back() -> None:
+            take_back()
+            if self._engine_of.get(conversation) == engine:
+                self._stays(conversation, before)
+
+        return take_all_back
+
+    def _stays(self, conversation: tuple[str, str], engine: str | None) -> None:
+        """Note where a conversation is, after all."""
+        del self._engine_of[conversation]
+        if engine is not None:
+            self._engine_of[conversation] = engine
 
     def forget(self, engine: str) -> None:
         """Drop what is known of an engine's cache, unless other engines use it as well."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from lmc.router.kv_index import BlockIndex, Run, token_chain
 from lmc.router.policies.least_loaded import least_loaded
 from lmc.router.policies.options import check, check_count
-from lmc.router.policy import Candidate, PromptRequest, RoutingChoice
+from lmc.router.policy import Candidate, PromptRequest, RoutingChoice, TakeBack
 from lmc.router.prefix_hashes import leading
 
 
@@ -51,18 +51,25 @@ class Precise:
         name = least_loaded(candidate for candidate in candidates if runs[candidate.name].score == best).name
         return RoutingChoice(name, "longest run" if best else "no match", runs[name].tokens)
 
-    def sent(self, request: PromptRequest, engine: str) -> None:
+    def sent(self, request: PromptRequest, engine: str) -> TakeBack:
         """Expect an engine to have the prompt's blocks soon."""
         chain, now = self._chain(request), self._clock()
-        for size in self.index.block_sizes(engine):
-            for block in reversed(chain(size)):
-                self._expected.pop((engine, block), None)
-                self._expected[engine, block] = now + self._seconds
+        blocks = [(engine, block) for size in self.index.block_sizes(engine) for block in reversed(chain(size))]
+        new = [block for block in blocks if block not in self._expected]
+        for block in blocks:
+            self._expected.pop(block, None)
+            self._expected[block] = now + self._seconds
         while self._expected and (
             next(iter(self._expected.values())) <= now or len(self._expected) > self._max_expected
         ):
             self._expected.popitem(last=False)
         self._last = None
+
+        def take_back() -> None:
+            for block in new:
+                self._expected.pop(block, None)
+
+        return take_back
 
     def forget(self, engine: str) -> None:
         """Drop what an engine has and is expected to have."""

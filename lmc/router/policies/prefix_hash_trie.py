@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 
 from lmc.router.policies.least_loaded import least_loaded
 from lmc.router.policies.options import check, check_count
-from lmc.router.policy import Candidate, PromptRequest, RoutingChoice
+from lmc.router.policy import Candidate, PromptRequest, RoutingChoice, TakeBack
 from lmc.router.prefix_hashes import CHARACTERS_PER_TOKEN, PrefixTable, chained, character_blocks
 
 
@@ -59,9 +59,9 @@ class PrefixHashTrie:
         expected = min(match.length, len(request.text)) / CHARACTERS_PER_TOKEN
         return RoutingChoice(name, "longest prefix" if match.length else "no match", expected)
 
-    def sent(self, request: PromptRequest, engine: str) -> None:
+    def sent(self, request: PromptRequest, engine: str) -> TakeBack:
         """Note that an engine has seen a prompt."""
-        self._nodes.add(self._hashes(request), engine)
+        return self._nodes.add(self._hashes(request), engine)
 
     def forget(self, engine: str) -> None:
         """Take an engine out of the trie."""
