@@ -119,7 +119,7 @@ class Router:
             ("POST", "/lmc/learn", self._learned),
         ]
         return (
-            Starlette(routes=[Route(path, answer, methods=["GET"]) for path, answer in public.items()]),
+            Starlette(routes=[Route(path, _answering(answer), methods=["GET"]) for path, answer in public.items()]),
             Starlette(
                 routes=[Route(path, _answering(answer), methods=[method]) for method, path, answer in private],
                 exception_handlers={404: _nothing_here, 405: _nothing_here},
@@ -217,6 +217,9 @@ def _answering(answer: Answering) -> Answering:
             return JSONResponse({"error": str(error)}, 400)
         except Refusal as refusal:
             return JSONResponse({"error": refusal.why}, refusal.status)
+        except Exception:
+            log.exception("lmc router: %s could not be answered", asked.url.path)
+            return JSONResponse({"error": "something unexpected has happened; the router's log says what"}, 500)
 
     return answered
 

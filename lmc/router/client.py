@@ -5,19 +5,21 @@ from collections.abc import Mapping
 from typing import Any
 
 from lmc.http_server import Receive, Send
+from lmc.router.headers import read_headers
 
 LATER = (429, 503)  # answers that ask a client to come back
 RETRY_AFTER = b"1"  # seconds
-KINDS = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
+KINDS = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "NotFoundError",
          413: "invalid_request_error", 429: "rate_limit_error"}  # fmt: skip
 
 
 class Refusal(Exception):
     """What a client is told instead of an engine's answer."""
 
-    def __init__(self, status: int, why: str) -> None:
+    def __init__(self, status: int, why: str, parameter: str | None = None) -> None:
+        """`parameter` is the field of the request that is wrong."""
         super().__init__(why)
-        self.status, self.why = status, why
+        self.status, self.why, self.parameter = status, why, parameter
 
 
 class Client:
@@ -25,7 +27,7 @@ class Client:
 
     def __init__(self, scope: Mapping[str, Any], receive: Receive, send: Send) -> None:
         self._receive, self._send, self._begun = receive, send, False
-        self.header_list = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"]]
+        self.header_list = read_headers(scope["headers"])
         self.headers = dict(self.header_list)
         query = scope["query_string"]
         self.target = (scope["raw_path"] + (b"?" + query if query else b"")).decode("latin-1")
@@ -70,7 +72,10 @@ class Client:
         """Answer with an error in the form of OpenAI's API, if no answer has begun."""
         if self._begun:
             return
-        error = {"message": refusal.why, "type": KINDS.get(refusal.status, "server_error"), "code": refusal.status}
+        error = {
+            "message": refusal.why, "type": KINDS.get(refusal.status, "server_error"), "param": refusal.parameter,
+            "code": refusal.status,
+        }  # fmt: skip
         body = json.dumps({"error": error}).encode()
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         if refusal.status in LATER:

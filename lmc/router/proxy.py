@@ -8,7 +8,6 @@ import asyncio
 import logging
 import re
 import time
-import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -24,6 +23,7 @@ from lmc.http_server import Receive, Send
 from lmc.router import router_metrics as numbers
 from lmc.router.client import Client, Refusal
 from lmc.router.engines import Engines
+from lmc.router.headers import REQUEST, sent_back, sent_on
 from lmc.router.policy import Policy, PromptRequest
 from lmc.router.questions import Received, read
 from lmc.router.router_metrics import RouterMetrics
@@ -33,14 +33,7 @@ from lmc.router.visit import EngineFailed, Opened, Visit
 log = logging.getLogger(__name__)
 
 PATHS = re.compile(r"/(v1/[a-z_]+(/[a-z_]+)*|tokenize|detokenize|score|rerank|pooling|classify|embeddings?)")
-NOT_SENT_ON = frozenset({
-    "connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer", "transfer-encoding",
-    "upgrade", "host", "content-length", "expect",
-})  # fmt: skip
-NOT_SENT_BACK = {name.encode() for name in NOT_SENT_ON - {"content-length"}}
 STREAM = "text/event-stream"  # the type of an answer that comes in parts, as its tokens are made
-REQUEST_ID = re.compile(r"[\w.:-]{1,128}")
-ENGINE, EXPECTED, REQUEST = b"x-lmc-engine", b"x-lmc-expected-tokens", "x-request-id"
 TOKENIZING = aiohttp.ClientTimeout(total=5.0)
 KEPT_SECONDS = 3.0  # that an idle connection is kept; vLLM closes them after 5, and a request must not meet that
 TAIL = 4096  # bytes of the end of an answer, where it says what was reused
@@ -107,6 +100,9 @@ class Proxy:
             await client.refuse(Refusal(400, str(error)))
         except Refusal as refusal:
             await client.refuse(refusal)
+        except Exception:
+            log.exception("lmc router: a request to %s could not be answered", scope["path"])
+            await client.refuse(Refusal(500, "something unexpected has happened in the router; its log says what"))
         finally:
             self.answering -= 1
             self._metrics.count(numbers.ANSWERS, str(client.status))
@@ -141,7 +137,8 @@ class Proxy:
     async def _work(self, question: Received, body: bytes, client: Client, arrived: float) -> None:
         """Send a request to engines until one answers, and its answer to the client."""
         failed: set[str] = set()
-        headers = self._sent_on(client)
+        headers = sent_on(client.header_list, self._settings.login)
+        client.request_id = headers[REQUEST]
         while True:
             with self._visit(question, failed) as visit:
                 if not failed:
@@ -233,7 +230,7 @@ class Proxy:
             return Refusal(503, "the router knows no engine: none was found, or none was added under /engines yet")
         if not self._engines.knows(model):
             models = ", ".join(self._engines.models()) or "none"
-            return Refusal(404, f"no engine has the model {model!r}; there are: {models}")
+            return Refusal(404, f"The model `{model}` does not exist; there are: {models}", "model")
         return Refusal(503, "no engine of this model can take requests now: try again later")
 
     async def _send_back(
@@ -246,7 +243,8 @@ class Proxy:
         if visit.alone and answer.content_type == STREAM:
             visit.engine.measured(visit.cost, now - visit.began)
         visit.begun()
-        await client.begin(answer.status, self._sent_back(visit, answer, client))
+        url, expected = visit.engine.url, visit.choice.expected_tokens
+        await client.begin(answer.status, sent_back(answer.raw_headers, client.request_id, url, expected))
         part, tail = opened.first, b""
         try:
             async with visit.while_up():
@@ -273,20 +271,3 @@ class Proxy:
             self._metrics.count(numbers.REPORTED, visit.engine.url, n=int(reused[1]))
         if prompt and self._used:
             self._used(request, int(prompt[1]))
-
-    def _sent_on(self, client: Client) -> CIMultiDict[str]:
-        """Return the headers for an engine."""
-        headers = CIMultiDict((name, value) for name, value in client.header_list if name not in NOT_SENT_ON)
-        headers.update(self._settings.login)
-        if not REQUEST_ID.fullmatch(headers.get(REQUEST, "")):
-            headers[REQUEST] = uuid.uuid4().hex
-        client.request_id = headers[REQUEST]
-        return headers
-
-    def _sent_back(self, visit: Visit, answer: aiohttp.ClientResponse, client: Client) -> list[tuple[bytes, bytes]]:
-        """Return the headers for the client."""
-        headers = [(name.lower(), value) for name, value in answer.raw_headers if name.lower() not in NOT_SENT_BACK]
-        if REQUEST not in answer.headers:
-            headers.append((REQUEST.encode(), client.request_id.encode()))
-        expected = str(round(visit.choice.expected_tokens)).encode()
-        return [*headers, (ENGINE, visit.engine.url.encode()), (EXPECTED, expected)]

@@ -126,7 +126,7 @@ class Watch:
             engine.models = engine.address.models
             self._policy.forget(engine.url)
             self._unfollow(engine.url)
-        if up and not engine.models:
+        if up and not engine.address.models:  # Adapters come and go while it is up.
             await self._ask_models(engine)
         followed, _ = self._following.get(engine.url, (engine.address, None))
         if followed != engine.address:
