@@ -225,7 +225,8 @@ app.command(name="calibrate")(calibrate)
 app.command(name="learn")(learn)
 app.command(name="size")(size)
 app.command(name="serve")(serve)
-app.command(name="router")(router)
+# Flags of other routers are read by `lmc.router.arguments`, which explains those that mean nothing here.
+app.command(name="router", context_settings={"ignore_unknown_options": True, "allow_extra_args": True})(router)
 app.command(name="explain")(explain)
 app.add_typer(documents, name="documents")
 

@@ -18,6 +18,7 @@ from lmc.cli import app
 from lmc.errors import InputError
 from lmc.router.discovery import discovery, in_file, in_kubernetes
 from lmc.router.engines import EnginePorts, Engines, address
+from lmc.router.policies import from_command_line
 
 
 @contextmanager
@@ -98,6 +99,28 @@ WRONG = {
     "no option": (("--static-backends", "http://a", "--option", "seed"), "must be a name and a value"),
     "no discovery": (("--discovery", "consul:x"), "give file:"),
     "no file": (("--config", "/nowhere.yaml"), "cannot be read"),
+    "the same engine twice": (("--static-backends", "http://a,http://a/v1/"), "http://a twice"),
+    "a URL with a blank": (("--static-backends", "http://a b:8000"), "is no engine"),
+    "an option that is no YAML": (("--static-backends", "http://a", "--option", "seed={"), "a number or a word"),
+    "an option of the wrong kind": (("--static-backends", "http://a", "--option", "stay=long"), "has to be a number"),
+    "an option that is no text": (("--static-backends", "http://a", "--option", "surcharge=[1]"), "has to be a number"),
+    "an option for programs": (
+        ("--static-backends", "http://a", "--policy", "precise", "--option", "clock=1"),
+        "no option clock; its options are expected_secs, max_expected",
+    ),
+    "no preset": (
+        ("--static-backends", "http://a", "--policy", "cache_aware", "--option", "preset=best"),
+        "has python_arguments, log_of_2025_06",
+    ),
+    "no special string": (("--static-backends", "http://a", "--special-string", " "), "--special-string is empty"),
+    "no key": (("--static-backends", "http://a", "--api-key", "a\nb"), "--api-key cannot be sent"),
+    "no events": (("--static-backends", "http://a", "--static-kv-events", "a:5557"), "give tcp://host:5557"),
+    "a policy of another router": (("--static-backends", "http://a", "--policy", "kvaware"), "take precise"),
+    "a flag of another router": (("--kv-aware-threshold", "2000"), "no --kv-aware-threshold: take --policy precise"),
+    "a misspelt flag": (("--static-backend", "http://a"), "did you mean --static-backends?"),
+    "an argument": (("http://a",), "lmc router has no http://a"),
+    "no number": (("--prefix-token-count", "many"), "'many' is no number"),
+    "no way to find engines": (("--service-discovery", "consul"), "is static or k8s"),
     "a port out of range": (("--static-backends", "http://a", "--port", "70000"), "65535"),
 }
 
@@ -105,7 +128,52 @@ WRONG = {
 @pytest.mark.parametrize("name", WRONG)
 def test_what_cannot_work_is_an_error_that_says_what_would_be_right(name):
     arguments, words = WRONG[name]
-    assert words in " ".join(refused(*arguments).split())
+    said = refused(*arguments)
+    assert words in " ".join(said.split())
+    assert said.startswith("Usage:") or (said.startswith("error: ") and said.count("\n") == 1)
+
+
+def chosen(monkeypatch, *arguments: str, **variables: str) -> tuple:
+    """What the command would run: policy, options, engines and discovery."""
+    found = []
+    monkeypatch.setattr("lmc.router.command._run", lambda _, *given: found.append(given))
+    result = CliRunner().invoke(app, ["router", *arguments], env=variables)
+    assert result.exit_code == 0, result.output
+    policy, options, engines, where, _ = found[0]
+    return policy, options, [one.url for one in engines], where
+
+
+def test_flags_of_other_routers_mean_what_they_mean_there(monkeypatch):
+    sglang = ["--worker-urls", "http://a", "http://b", "--policy", "prefix_hash", "--prefix-token-count", "64"]
+    assert chosen(monkeypatch, *sglang, "--prefix-hash-load-factor=1.5") == (
+        "chwbl", {"prefix_characters": 256, "mean_load_factor": 1.5}, ["http://a", "http://b"], "",
+    )  # fmt: skip
+    stack = ["--service-discovery", "k8s", "--k8s-namespace", "ns", "--k8s-label-selector", "app=vllm"]
+    assert chosen(monkeypatch, *stack, "--k8s-port", "80", "--routing-logic", "prefixaware") == (
+        "prefix_hash_trie", {}, [], "kubernetes:ns/app=vllm:80",
+    )  # fmt: skip
+
+
+def test_options_of_a_policy_may_be_a_variable_or_in_the_file(monkeypatch, tmp_path):
+    options = {"stay": 2, "surcharge": 0.5}
+    variable = {"LMC_ROUTER_OPTION": "stay=2 surcharge=0.5"}
+    assert chosen(monkeypatch, "--static-backends", "http://a", **variable)[1] == options
+    file = tmp_path / "router.yaml"
+    file.write_text("static-backends: http://a\noption: [stay=2, surcharge=0.5]\n")
+    assert chosen(monkeypatch, "--config", str(file))[1] == options
+    file.write_text("static-backends: http://a\noption: stay=2\n")
+    assert chosen(monkeypatch, "--config", str(file))[1] == {"stay": 2}
+
+
+def test_a_wrong_option_in_a_variable_is_an_error():
+    assert "has no option stayy" in refused("--static-backends", "http://a", LMC_ROUTER_OPTION="stayy=2")
+
+
+def test_presets_may_have_exceptions():
+    policy = from_command_line("cache_aware", {"preset": "log_of_2025_06", "cache_threshold": 0.2})
+    assert policy._thresholds == (0.2, 32, 1.0001)
+    assert policy._no_match == "smallest_tree"
+    assert from_command_line("cache_aware", {})._thresholds == (0.3, 64, 1.5)
 
 
 def test_unknown_options_of_a_file_are_named(tmp_path):

@@ -12,17 +12,13 @@ from typing import Annotated, Any
 import typer
 
 from lmc.admin_address import LOCAL, TOKEN
-from lmc.errors import ConfigError, InputError
-from lmc.router.engines import EngineAddress, EnginePorts, Engines, address
+from lmc.errors import ConfigError
+from lmc.router.arguments import addresses, checked, other_flags, policy_name, written_options
+from lmc.router.engines import EnginePorts, Engines
 from lmc.router.settings import RouterSettings
 
 log = logging.getLogger(__name__)
 
-# The names that other routers have for a policy of ours.
-OTHER_NAMES = {
-    "roundrobin": "round_robin", "prefixaware": "prefix_hash_trie", "prefix-aware": "prefix_hash_trie",
-    "least-loaded": "least_loaded", "power-of-two": "power_of_two", "cache-aware": "cache_aware",
-}  # fmt: skip
 ENV = "LMC_ROUTER_"
 ENDING = 60  # seconds for which answers that have begun are waited for
 
@@ -51,7 +47,10 @@ def _read_file(context: typer.Context, file: Path | None) -> Path | None:
         wrong = f"unknown: {', '.join(sorted(unknown))}" if values is not None else "it holds no mapping"
         raise ConfigError(f"--config {file}: {wrong}; `lmc router --help` shows the options, which are its names")
     for name, value in values.items():
-        values[name] = ",".join(map(str, value)) if isinstance(value, list) else value
+        if name == "option":
+            values[name] = list(map(str, value)) if isinstance(value, list) else [str(value)]
+        elif isinstance(value, list):
+            values[name] = ",".join(map(str, value))
     context.default_map = values
     return file
 
@@ -131,7 +130,11 @@ TreeSize = Annotated[
     int | None, typer.Option(envvar=_variable("max_tree_size"), min=1, help="of cache_aware, in letters")
 ]
 Options = Annotated[
-    list[str] | None, typer.Option(help="another option of the policy, as name=value; may be given several times")
+    list[str] | None,
+    typer.Option(
+        envvar=_variable("option"),
+        help="another option of the policy, as name=value; may be given several times (in a variable: with blanks)",
+    ),
 ]
 ExactTokens = Annotated[
     bool,
@@ -212,58 +215,21 @@ def router(
         "eviction_interval_secs": eviction_interval_secs, "max_tree_size": max_tree_size,
     }  # fmt: skip
     logging.basicConfig(level=log_level(logging.INFO), format="%(asctime)s %(levelname)s %(message)s")
+    known = [f"--{str(parameter.name).replace('_', '-')}" for parameter in context.command.params]
+    others, policy = other_flags(context.args, known), policy_name(policy)
     settings = RouterSettings(
         session_key=session_key, special_string=special_string, api_key=api_key,
         exact_tokens=exact_tokens or policy == "precise",
         admin_token=os.environ.get(TOKEN, ""), open_admin=host in LOCAL, max_requests=max_requests,
         max_body=max_body_mib << 20, health_seconds=health_seconds, answer_seconds=answer_seconds,
     )  # fmt: skip
-    options = {name: value for name, value in given.items() if value is not None} | _written(option or [])
+    options = {name: value for name, value in given.items() if value is not None} | others.options
     engines = Engines(EnginePorts(admin_port, kv_events_port, kv_replay_port))
-    for one in _addresses(static_backends, static_models, static_caches, static_admins, static_kv_events):
+    backends = static_backends or others.backends
+    for one in addresses(backends, static_models, static_caches, static_admins, static_kv_events):
         engines.add(one)
-    _run(settings, OTHER_NAMES.get(policy, policy), options, engines, discovery, (host, port))
-
-
-def _written(options: list[str]) -> dict[str, Any]:
-    """Return the values of options `name=value`; raise `ConfigError` for anything else."""
-    import yaml
-
-    found = {}
-    for option in options:
-        name, equals, value = option.partition("=")
-        if not equals:
-            raise ConfigError(f"--option {option} must be a name and a value, such as --option seed=1")
-        found[name.strip().replace("-", "_")] = yaml.safe_load(value)
-    return found
-
-
-def _addresses(backends: str, models: str, caches: str, admins: str, kv_events: str) -> list[EngineAddress]:
-    """Return the engines that the command line names; raise `ConfigError` if the lists do not fit together."""
-    urls, columns = _items(backends), []
-    listed = {
-        "--static-models": models,
-        "--static-caches": caches,
-        "--static-admins": admins,
-        "--static-kv-events": kv_events,
-    }
-    for flag, text in listed.items():
-        items = _items(text)
-        if items and len(items) != len(urls):
-            raise ConfigError(
-                f"{flag} has {len(items)} items, and --static-backends has {len(urls)}: give one for each"
-            )
-        columns.append(items or [""] * len(urls))
-    try:
-        return [
-            address(url, [model] if model else [], *others) for url, model, *others in zip(urls, *columns, strict=True)
-        ]
-    except InputError as error:
-        raise ConfigError(f"--static-backends: {error}") from None
-
-
-def _items(text: str) -> list[str]:
-    return [item.strip() for item in text.split(",") if item.strip()]
+    options |= written_options(option or [])
+    _run(checked(settings, TOKEN), policy, options, engines, discovery or others.discovery, (host, port))
 
 
 def _run(
@@ -280,14 +246,14 @@ def _run(
 
         from lmc.router.application import Router
         from lmc.router.discovery import discovery
-        from lmc.router.policies import make
+        from lmc.router.policies import from_command_line
     except ImportError as error:
         raise ConfigError(f"lmc router needs {error.name}: pip install 'lmc[router]'") from None
     if not len(engines) and not where:
         raise ConfigError("say where the engines are: --static-backends http://a:8000,http://b:8000, or --discovery")
     if policy == "documents":
         options = {"special_string": settings.special_string, **options}
-    application = Router(settings, make(policy, **options), engines, discovery(where) if where else None)
+    application = Router(settings, from_command_line(policy, options), engines, discovery(where) if where else None)
     try:
         listening = socket.create_server(listen, family=socket.AF_INET6 if ":" in listen[0] else socket.AF_INET)
     except OSError as error:

@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import re
 import time
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0  # seconds of that while, which doubles e
 USUAL_RATE = 10_000.0  # tokens computed in a second, for engines of which none has been measured
 MEASURED_TOKENS = 256  # An engine takes some time for any request, so that few tokens tell nothing.
 ALIKE = 1.5  # Engines whose rates differ by less are taken for equal: a measured rate varies as much.
+KV_EVENTS = re.compile(r"tcp://\S+:\d{1,5}|(ipc|inproc)://\S+")
 RATE_MEMORY = 0.1  # of a measured rate, what the last request counts
 
 
@@ -35,7 +37,10 @@ class EngineAddress(NamedTuple):
 def address(
     url: str, models: Collection[str] = (), cache: str = "", admin: str = "", kv_events: str = ""
 ) -> EngineAddress:
-    """Return an engine's address; raise `InputError` if `url` or `admin` is no URL of a server."""
+    """Return an engine's address; raise `InputError` if `url`, `admin` or `kv_events` is none of a server."""
+    for one in kv_events.strip().split("+") if kv_events.strip() else ():
+        if not KV_EVENTS.fullmatch(one):
+            raise InputError(f"{kv_events!r} is no address of KV events: give tcp://host:5557, or two with + between")
     asked = _checked(with_scheme(admin.strip())) if admin.strip() else ""
     return EngineAddress(_checked(url).removesuffix("/v1"), frozenset(models), cache, asked, kv_events.strip())
 
@@ -59,7 +64,14 @@ class EnginePorts(NamedTuple):
 def _checked(url: str) -> str:
     parts = urlsplit(url.strip())
     try:
-        right = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0 and not parts.query
+        right = (
+            url.strip().isprintable()
+            and " " not in url.strip()
+            and parts.scheme in ("http", "https")
+            and parts.hostname
+            and parts.port != 0
+            and not parts.query
+        )
     except ValueError:  # a port that is no number
         right = False
     if not right or parts.username:
