@@ -2,7 +2,7 @@
 
 What it does wrong can be said in a request, in the field `echo`:
 `status` (answer with it), `break_after` (parts, then the connection is cut), `delay` (seconds before the first part),
-`parts`, `pause` (seconds between them), `die` (end the process), `usage` (fields of `usage`).
+`parts`, `pause` (seconds between them), `id` (of the answer), `die` (end the process), `usage` (fields of `usage`).
 """
 
 import asyncio
@@ -42,9 +42,17 @@ class EchoEngine:
             await self._answer(scope, body, receive, send)
 
     async def _answer(self, scope: Mapping[str, Any], body: bytes, receive: Any, send: Any) -> None:
-        asked = json.loads(body)
+        asked = json.loads(body) if body.startswith(b"{") else {}
         headers = {name.decode(): value.decode() for name, value in scope["headers"]}
-        self.seen.append({"path": scope["path"], "query": scope["query_string"], "headers": headers, "body": body})
+        self.seen.append(
+            {
+                "method": scope["method"],
+                "path": scope["path"],
+                "query": scope["query_string"],
+                "headers": headers,
+                "body": body,
+            }
+        )
         wish = asked.get("echo", {})
         if scope["path"] == "/tokenize":
             await respond(send, 200, json.dumps({"tokens": [*map(ord, asked["prompt"])]}).encode())
@@ -62,7 +70,7 @@ class EchoEngine:
             if asked.get("stream"):
                 await self._stream(wish, usage, send, leaving)
             else:
-                found = {"object": "text_completion", "echo": body.decode(), "usage": usage}
+                found = {"id": wish.get("id", "cmpl-1"), "echo": body.decode("latin-1"), "usage": usage}
                 await respond(send, 200, json.dumps(found).encode())
         finally:
             leaving.cancel()
@@ -73,7 +81,8 @@ class EchoEngine:
         for number in range(wish.get("parts", PARTS)):
             if number == wish.get("break_after"):
                 return
-            part = f"data: {json.dumps({'number': number})}\n\n".encode()
+            made = {"id": wish["id"]} if "id" in wish else {}
+            part = f"data: {json.dumps({'number': number, **made})}\n\n".encode()
             await send({"type": "http.response.body", "body": part, "more_body": True})
             if await self._sleeps(wish.get("pause", 0), leaving):
                 return

@@ -296,7 +296,7 @@ def test_an_idle_connection_is_closed_before_the_engine_does():
 
 
 def test_the_metrics_of_an_engine_go_with_it():
-    with house(2) as built:
+    with house(2, "round_robin") as built:
         for number in range(6):
             built.ask("/v1/completions", {"model": "echo", "prompt": f"{number} " * 99})
         gone, stays = (one.url for one in built.engines)

@@ -1,6 +1,6 @@
 """The router as an ASGI application: requests for engines go to the proxy, and questions about the router are answered.
 
-GET /health, /ready, /metrics and /v1/models are for everybody. Everything else here is administration.
+GET /health, /ready and /metrics are for everybody, /v1/models for all clients. /engines and /lmc/… are administration.
 """
 
 import asyncio
@@ -12,13 +12,14 @@ from typing import Any
 
 import msgspec
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.requests import Request as Asked
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from lmc.errors import InputError
 from lmc.http_server import Guard, Receive, Send, refuse
-from lmc.router.client import Refusal
+from lmc.router.client import Client, Refusal
 from lmc.router.document_tokens import DocumentTokens
 from lmc.router.engines import Engine, EngineAddress, Engines, address
 from lmc.router.follow import Follower, follow_blocks
@@ -34,7 +35,8 @@ from lmc.router.watch import Discovery, Follow, Watch
 
 log = logging.getLogger(__name__)
 
-OPEN = ("/health", "/ready", "/metrics", "/v1/models")
+OPEN, MODELS, PRIVATE = ("/health", "/ready", "/metrics"), "/v1/models", ("/engines", "/lmc/")
+NO_CLIENT = "this router answers those who have a token: give it as `Authorization: Bearer …`"
 NO_TOKEN = "administration of a router that other hosts can reach needs a token: start it with LMC_ADMIN_TOKEN"
 Answering = Callable[[Asked], Awaitable[Response]]
 
@@ -60,10 +62,17 @@ class Router:
             await self._live(receive, send)
         elif scope["type"] != "http":
             return
-        elif self.proxy.takes(scope["method"], scope["path"]):
-            await self.proxy(scope, receive, send)
-        elif scope["path"] in OPEN and scope["method"] in ("GET", "HEAD"):
+        elif self.proxy.takes(scope) or scope["path"] == MODELS:
+            if not self.settings.admits(Headers(scope=scope).get("authorization", "")):
+                await Client(scope, receive, send).refuse(Refusal(401, NO_CLIENT))
+            elif scope["path"] == MODELS:
+                await self._public(scope, receive, send)
+            else:
+                await self.proxy(scope, receive, send)
+        elif scope["path"] in OPEN:
             await self._public(scope, receive, send)
+        elif not scope["path"].startswith(PRIVATE):
+            await refuse(send, 404, f"the router has no {scope['method']} {scope['path']}")
         elif self.settings.open_admin or self.settings.admin_token:
             await self._private(scope, receive, send)
         else:
@@ -119,7 +128,10 @@ class Router:
             ("POST", "/lmc/learn", self._learned),
         ]
         return (
-            Starlette(routes=[Route(path, _answering(answer), methods=["GET"]) for path, answer in public.items()]),
+            Starlette(
+                routes=[Route(path, _answering(answer), methods=["GET"]) for path, answer in public.items()],
+                exception_handlers={405: _nothing_here},
+            ),
             Starlette(
                 routes=[Route(path, _answering(answer), methods=[method]) for method, path, answer in private],
                 exception_handlers={404: _nothing_here, 405: _nothing_here},

@@ -5,6 +5,7 @@ A wrong one is an error of one line, which says what would be right.
 
 import difflib
 import math
+import re
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
@@ -124,7 +125,7 @@ def written_options(written: Sequence[str]) -> dict[str, Any]:
 
 def addresses(backends: str, models: str, caches: str, admins: str, kv_events: str) -> list[EngineAddress]:
     """Return the engines that the command line names; raise `ConfigError` if the lists do not fit together."""
-    urls, columns = _items(backends), []
+    urls, columns = items(backends), []
     listed = {
         "--static-models": models,
         "--static-caches": caches,
@@ -132,12 +133,12 @@ def addresses(backends: str, models: str, caches: str, admins: str, kv_events: s
         "--static-kv-events": kv_events,
     }
     for flag, text in listed.items():
-        items = _items(text)
-        if items and len(items) != len(urls):
+        column = items(text)
+        if column and len(column) != len(urls):
             raise ConfigError(
-                f"{flag} has {len(items)} items, and --static-backends has {len(urls)}: give one for each"
+                f"{flag} has {len(column)} items, and --static-backends has {len(urls)}: give one for each"
             )
-        columns.append(items or [""] * len(urls))
+        columns.append(column or [""] * len(urls))
     try:
         found = [
             address(url, [model] if model else [], *others) for url, model, *others in zip(urls, *columns, strict=True)
@@ -154,11 +155,16 @@ def checked(settings: RouterSettings, token_name: str) -> RouterSettings:
     """Return settings that can work; raise `ConfigError` otherwise. No secret is in the message."""
     if not settings.special_string.strip():
         raise ConfigError("--special-string is empty: give the blend_special_str of the engines, such as ' # # '")
-    for name, secret in (("--api-key", settings.api_key), (token_name, settings.admin_token)):
+    secrets = [("--api-key", settings.api_key), (token_name, settings.admin_token)]
+    for name, secret in [*secrets, *(("--client-tokens", token) for token in settings.client_tokens)]:
         if not (secret.isascii() and secret.isprintable()) or secret != secret.strip():
             raise ConfigError(f"{name} cannot be sent: it may have no blanks around it, no line ends, and ASCII only")
+    for path in settings.allowed_paths:
+        if not re.fullmatch(r"(/[\w.-]+)+", path):
+            raise ConfigError(f"--allowed-paths {path}: give paths of engines, such as /v1/load_lora_adapter")
     return settings
 
 
-def _items(text: str) -> list[str]:
+def items(text: str) -> list[str]:
+    """Return what stands between commas."""
     return [item.strip() for item in text.split(",") if item.strip()]

@@ -29,7 +29,7 @@ class Client:
         self._receive, self._send, self._begun = receive, send, False
         self.header_list = read_headers(scope["headers"])
         self.headers = dict(self.header_list)
-        query = scope["query_string"]
+        query, self.method, self.path = scope["query_string"], str(scope["method"]), str(scope["path"])
         self.target = (scope["raw_path"] + (b"?" + query if query else b"")).decode("latin-1")
         self.request_id = ""
         self.status = 499  # of the answer; this one if the client has left before there was one

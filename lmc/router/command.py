@@ -13,7 +13,7 @@ import typer
 
 from lmc.admin_address import LOCAL, TOKEN
 from lmc.errors import ConfigError
-from lmc.router.arguments import addresses, checked, other_flags, policy_name, written_options
+from lmc.router.arguments import addresses, checked, items, other_flags, policy_name, written_options
 from lmc.router.engines import EnginePorts, Engines
 from lmc.router.settings import RouterSettings
 
@@ -145,6 +145,20 @@ ExactTokens = Annotated[
     ),
 ]
 ApiKey = Annotated[str, typer.Option(envvar=_variable("api_key"), help="for the engines, instead of what clients send")]
+ClientTokens = Annotated[
+    str,
+    typer.Option(
+        envvar=_variable("client_tokens"),
+        help="of those who may ask, with commas between them; better in the variable, which no list of processes shows",
+    ),
+]
+AllowedPaths = Annotated[
+    str,
+    typer.Option(
+        envvar=_variable("allowed_paths"),
+        help="that are sent on to engines beside those that compute, with commas between them",
+    ),
+]
 MostRequests = Annotated[
     int, typer.Option(envvar=_variable("max_requests"), min=1, help="at once; others are answered 429")
 ]
@@ -197,6 +211,8 @@ def router(
     option: Options = None,
     exact_tokens: ExactTokens = False,
     api_key: ApiKey = "",
+    client_tokens: ClientTokens = "",
+    allowed_paths: AllowedPaths = "",
     max_requests: MostRequests = 1000,
     max_body_mib: MostMib = 32,
     health_seconds: HealthSeconds = 5.0,
@@ -221,6 +237,7 @@ def router(
         session_key=session_key, special_string=special_string, api_key=api_key,
         exact_tokens=exact_tokens or policy == "precise",
         admin_token=os.environ.get(TOKEN, ""), open_admin=host in LOCAL, max_requests=max_requests,
+        client_tokens=frozenset(items(client_tokens)), allowed_paths=frozenset(items(allowed_paths)),
         max_body=max_body_mib << 20, health_seconds=health_seconds, answer_seconds=answer_seconds,
     )  # fmt: skip
     options = {name: value for name, value in given.items() if value is not None} | others.options

@@ -2,7 +2,7 @@
 
 import re
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 
 from multidict import CIMultiDict
 
@@ -21,9 +21,11 @@ def read_headers(raw: Iterable[tuple[bytes, bytes]]) -> list[tuple[str, str]]:
     return [(name.decode("latin-1").lower(), _text(value)) for name, value in raw]
 
 
-def sent_on(headers: Sequence[tuple[str, str]], login: Mapping[str, str]) -> CIMultiDict[str]:
+def sent_on(
+    headers: Sequence[tuple[str, str]], login: Mapping[str, str], without: Set[str] = frozenset()
+) -> CIMultiDict[str]:
     """Return the headers for an engine. They have one request id, which is made here if the client's is none."""
-    dropped = NOT_SENT_ON | _nominated(headers)
+    dropped = NOT_SENT_ON | _nominated(headers) | without
     sent = CIMultiDict((name, value) for name, value in headers if name not in dropped)
     sent.update(login)
     given = sent.get(REQUEST, "")

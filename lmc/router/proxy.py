@@ -24,15 +24,15 @@ from lmc.router import router_metrics as numbers
 from lmc.router.client import Client, Refusal
 from lmc.router.engines import Engines
 from lmc.router.headers import REQUEST, sent_back, sent_on
-from lmc.router.policy import Policy, PromptRequest
-from lmc.router.questions import Received, read
+from lmc.router.paths import COMPUTING, RESPONSES, ResponseHomes, response_of
+from lmc.router.policy import Candidate, Policy, PromptRequest
+from lmc.router.questions import Received, about_a_response, read
 from lmc.router.router_metrics import RouterMetrics
 from lmc.router.settings import RouterSettings
 from lmc.router.visit import EngineFailed, Opened, Visit
 
 log = logging.getLogger(__name__)
 
-PATHS = re.compile(r"/(v1/[a-z_]+(/[a-z_]+)*|tokenize|detokenize|score|rerank|pooling|classify|embeddings?)")
 STREAM = "text/event-stream"  # the type of an answer that comes in parts, as its tokens are made
 TOKENIZING = aiohttp.ClientTimeout(total=5.0)
 KEPT_SECONDS = 3.0  # that an idle connection is kept; vLLM closes them after 5, and a request must not meet that
@@ -62,6 +62,7 @@ class Proxy:
         self._metrics, self._clock = metrics, clock
         self.session: aiohttp.ClientSession | None = None  # the connections to engines, while they are open
         self.answering = 0  # requests
+        self._homes = ResponseHomes()
 
     async def open(self) -> aiohttp.ClientSession:
         """Prepare connections to engines."""
@@ -82,9 +83,14 @@ class Proxy:
         if self.session is not None:
             await self.session.close()
 
-    def takes(self, method: str, path: str) -> bool:
+    def takes(self, scope: Mapping[str, Any]) -> bool:
         """Return whether a request is one for engines."""
-        return method == "POST" and PATHS.fullmatch(path) is not None
+        path = scope["path"]
+        if scope.get("raw_path", b"").partition(b"?")[0] != path.encode():  # An engine may read it otherwise.
+            return False
+        if scope["method"] == "POST" and (path in COMPUTING or path in self._settings.allowed_paths):
+            return True
+        return scope["method"] in ("GET", "POST", "DELETE") and bool(response_of(path))
 
     async def __call__(self, scope: Mapping[str, Any], receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -109,7 +115,10 @@ class Proxy:
 
     async def _answer(self, client: Client, arrived: float) -> None:
         body = await client.body(self._settings.max_body)
-        question = read(body, client.headers, self._settings.session_key, self._settings.special_string)
+        if response := response_of(client.path):
+            question = about_a_response(response)
+        else:
+            question = read(body, client.headers, self._settings.session_key, self._settings.special_string)
         if self._settings.exact_tokens and question.tokenize is not None:
             question = await self._with_tokens(question, question.tokenize)
         work = asyncio.create_task(self._work(question, body, client, arrived))
@@ -137,14 +146,15 @@ class Proxy:
     async def _work(self, question: Received, body: bytes, client: Client, arrived: float) -> None:
         """Send a request to engines until one answers, and its answer to the client."""
         failed: set[str] = set()
-        headers = sent_on(client.header_list, self._settings.login)
+        without = {"authorization"} if self._settings.client_tokens else set()  # They are the router's.
+        headers = sent_on(client.header_list, self._settings.login, without)
         client.request_id = headers[REQUEST]
         while True:
             with self._visit(question, failed) as visit:
                 if not failed:
                     self._metrics.observe(numbers.OVERHEAD, self._clock() - arrived)
                 try:
-                    opened = await visit.open(self._connections, client.target, body, headers)
+                    opened = await visit.open(self._connections, client.target, body, headers, client.method)
                 except EngineFailed as error:
                     failed.add(visit.engine.url)
                     self._note_failure(visit, error)
@@ -199,6 +209,8 @@ class Proxy:
         """Choose an engine, and keep account of what it has to do."""
         request = question.request
         candidates = self._engines.candidates(request.model, failed)
+        if question.response:
+            candidates = self._at_home(question.response, candidates)
         if not candidates:
             raise self._nobody(request.model, failed)
         began = self._clock()
@@ -217,6 +229,16 @@ class Proxy:
             yield visit
         finally:
             visit.ended()
+
+    def _at_home(self, response: str, candidates: list[Candidate]) -> list[Candidate]:
+        """Return the one engine that has made a response; raise `Refusal` if it is not known, or cannot be used."""
+        home = self._homes.engine_of(response)
+        if not home and len(self._engines) != 1:
+            raise Refusal(404, f"no engine behind this router is known to have made the response {response!r}")
+        found = [one for one in candidates if not home or one.name == home]
+        if not found:
+            raise Refusal(503, f"{home} has made the response {response!r}, and cannot be used now")
+        return found
 
     @property
     def _connections(self) -> aiohttp.ClientSession:
@@ -246,6 +268,8 @@ class Proxy:
         url, expected = visit.engine.url, visit.choice.expected_tokens
         await client.begin(answer.status, sent_back(answer.raw_headers, client.request_id, url, expected))
         part, tail = opened.first, b""
+        if client.path == RESPONSES:
+            self._homes.note(part, url)
         try:
             async with visit.while_up():
                 while part:

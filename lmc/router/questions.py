@@ -1,9 +1,11 @@
 """Reads what clients ask: model, text of the prompt, tenant and session, from bodies of OpenAI's API."""
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import msgspec
+import xxhash
 
 from lmc.errors import InputError
 from lmc.router.cut import ROLE
@@ -17,6 +19,9 @@ OF_CHATS = (
     "model", "messages", "tools", "add_generation_prompt", "continue_final_message", "add_special_tokens",
     "chat_template", "chat_template_kwargs",
 )  # fmt: skip
+FORM = "multipart/form-data"
+MODEL_OF_A_FORM = re.compile(rb'(?<!\w)name="?model"?\r\n(?:[^\r\n]+\r\n)*\r\n([^\r\n]{0,1024})\r\n')
+STREAMED_FORM = re.compile(rb'(?<!\w)name="?stream"?\r\n(?:[^\r\n]+\r\n)*\r\n(?i:true|1)\r\n')
 ANSWER = "assistant"  # the role of what a model has said
 
 
@@ -27,6 +32,7 @@ class Received(NamedTuple):
     stream: bool
     tokens: float  # of the prompt, roughly
     tokenize: Body | None  # what to ask an engine under /tokenize for the tokens; None if it does not help
+    response: str = ""  # the id of an earlier response, which one engine alone has
 
 
 def json_object(body: bytes) -> dict[str, Any]:
@@ -45,13 +51,17 @@ def json_object(body: bytes) -> dict[str, Any]:
 def read(body: bytes, headers: Mapping[str, str], session_key: str, special_string: str) -> Received:
     """Return what a body asks; raise `InputError` if it is no JSON object, or no request.
 
-    The session is the value of the header `session_key`, or the field `user`.
+    The session is the value of the header `session_key`, or the field `user`. A form, which carries a sound or a file,
+    goes by its model and its load.
     """
+    if headers.get("content-type", "").partition(";")[0].strip().lower() == FORM:
+        return _form(body)
     asked = json_object(body)
     model, salt = asked.get("model", ""), asked.get("cache_salt") or ""
     if not isinstance(model, str) or not isinstance(salt, str):
         raise InputError("model and cache_salt must be texts")
     session = headers.get(session_key.lower(), "") or asked.get("user") or ""
+    before = asked.get("previous_response_id") or ""
     tokens = _tokens(asked)
     request = PromptRequest(
         text="" if tokens is not None else prompt_text(asked, special_string),
@@ -62,7 +72,25 @@ def read(body: bytes, headers: Mapping[str, str], session_key: str, special_stri
         documents=tuple(_named_documents(asked)),
     )
     size = len(request.text) / CHARACTERS_PER_TOKEN if tokens is None else len(tokens)
-    return Received(request, asked.get("stream") is True, size, None if tokens is not None else _tokenize(asked))
+    return Received(
+        request,
+        asked.get("stream") is True,
+        size,
+        tokenize=None if tokens is not None else _tokenize(asked),
+        response=before if isinstance(before, str) else "",
+    )
+
+
+def about_a_response(response: str) -> Received:
+    """Return the question about a response that an engine has made before."""
+    return Received(PromptRequest(text=""), stream=False, tokens=1.0, tokenize=None, response=response)
+
+
+def _form(body: bytes) -> Received:
+    model = MODEL_OF_A_FORM.search(body)
+    name = model[1].decode("utf-8", "replace").strip() if model else ""
+    same = xxhash.xxh3_128_hexdigest(body)  # Equal files are at home at the same engine.
+    return Received(PromptRequest(text=same, model=name), STREAMED_FORM.search(body) is not None, 1.0, tokenize=None)
 
 
 def prompt_text(asked: Body, special_string: str) -> str:

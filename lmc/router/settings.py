@@ -1,5 +1,6 @@
 """The settings of a router: one frozen value."""
 
+import hmac
 from dataclasses import dataclass, field
 
 from lmc.shapes import MIB
@@ -12,6 +13,8 @@ class RouterSettings:
     session_key: str = "x-session-id"
     special_string: str = " # # "
     api_key: str = field(default="", repr=False)  # for the engines, instead of the clients' own
+    client_tokens: frozenset[str] = field(default=frozenset(), repr=False)  # of those who may ask; empty: everybody
+    allowed_paths: frozenset[str] = frozenset()  # that are sent on beside those that compute something
     admin_token: str = field(default="", repr=False)
     open_admin: bool = True  # whether administration needs no token: only hosts that are this one can ask
     max_requests: int = 1000  # that are being answered; others are told to come back later
@@ -21,6 +24,12 @@ class RouterSettings:
     connect_seconds: float = 5.0
     answer_seconds: float = 600.0  # without a byte from an engine
     health_seconds: float = 5.0  # between two looks at an engine
+
+    def admits(self, given: str) -> bool:
+        """Return whether a client may ask, who gives this in the header `authorization`."""
+        kind, _, token = given.partition(" ")
+        found = [hmac.compare_digest(token.strip().encode(), one.encode()) for one in self.client_tokens]
+        return not found or (kind.lower() == "bearer" and any(found))
 
     @property
     def login(self) -> dict[str, str]:

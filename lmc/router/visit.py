@@ -47,12 +47,14 @@ class Visit:
     take_back: Callable[[], None] | None  # what the policy has noted
     waiting: bool = True  # whether the cost is in the engine's backlog
 
-    async def open(self, session: aiohttp.ClientSession, target: str, body: bytes, headers: CIMultiDict[str]) -> Opened:
+    async def open(
+        self, session: aiohttp.ClientSession, target: str, body: bytes, headers: CIMultiDict[str], method: str = "POST"
+    ) -> Opened:
         """Send a request, and wait for the first bytes of the answer; raise `EngineFailed` if none come."""
         url = URL(self.engine.url + target, encoded=True)
         with ExitStack() as unless_it_begins:
             async with self.while_up():
-                answer = await session.post(url, data=body, headers=headers, allow_redirects=False)
+                answer = await session.request(method, url, data=body or None, headers=headers, allow_redirects=False)
                 unless_it_begins.callback(answer.close)
                 if answer.status in RETRIED:
                     raise EngineFailed(self.engine, f"{answer.status} {answer.reason}")

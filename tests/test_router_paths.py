@@ -1,0 +1,150 @@
+"""Who may ask the router what: tokens of clients, paths that are sent on, responses that one engine has, and forms."""
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+from router_house import house
+
+from lmc.router.paths import REMEMBERED, ResponseHomes, response_of
+from lmc.router.questions import read
+
+ASK = "/v1/completions"
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def two():
+    with house(2) as built:
+        yield built
+
+
+# -- who may ask ------------------------------------------------------------------------------------------------------
+
+
+def test_clients_have_tokens_of_their_own_which_no_engine_sees():
+    with house(1, client_tokens=frozenset(("first", "second"))) as built:
+        asked = {"model": "echo", "prompt": "x"}
+        for given in ({}, {"authorization": "Bearer third"}, {"authorization": "Basic first"}, {"authorization": "é"}):
+            for path, body in ((ASK, asked), ("/v1/models", None), ("/v1/responses/resp_1", None)):
+                status, found = built.ask(path, body, given)
+                assert (status, found["error"]["type"]) == (401, "authentication_error")
+        assert not built.echoes[0].seen
+        for token in ("first", "second"):
+            assert built.ask(ASK, asked, {"authorization": f"Bearer {token}"})[0] == 200
+            assert built.ask("/v1/models", headers={"authorization": f"bearer {token}"})[0] == 200
+        assert all("authorization" not in seen["headers"] for seen in built.echoes[0].seen)
+        assert {built.send(path).status for path in ("/health", "/ready", "/metrics")} == {200}
+
+
+def test_engines_get_their_own_key_behind_clients_with_tokens():
+    with house(1, client_tokens=frozenset(("first",)), api_key="of-the-engines") as built:
+        built.ask(ASK, {"model": "echo", "prompt": "x"}, {"authorization": "Bearer first"})
+        assert built.echoes[0].seen[-1]["headers"]["authorization"] == "Bearer of-the-engines"
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/v1/load_lora_adapter",
+        "/v1/unload_lora_adapter",
+        "/v1/files",
+        "/sleep",
+        "/reset_prefix_cache",
+        "/v1/%63ompletions",
+    ],
+)
+def test_what_administers_an_engine_is_not_sent_on(two, path):
+    before = sum(len(one.seen) for one in two.echoes)
+    status, found = two.ask(path, {"model": "echo", "prompt": "x"})
+    assert status == 404
+    assert "the router has no POST" in found["error"]
+    assert sum(len(one.seen) for one in two.echoes) == before
+
+
+def test_other_paths_of_engines_may_be_allowed():
+    with house(1, allowed_paths=frozenset(("/v1/load_lora_adapter",))) as built:
+        assert built.ask("/v1/load_lora_adapter", {"model": "echo"})[0] == 200
+        assert built.ask("/v1/unload_lora_adapter", {"model": "echo"})[0] == 404
+        assert built.ask("/v1/load_lora_adapter")[0] == 404, "a GET"
+
+
+# -- responses --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_response_is_asked_of_the_engine_that_has_made_it(two, stream):
+    for number in range(4):
+        made, text = f"resp_{stream}{number}", f"{number} " * 400
+        ask = {"model": "echo", "input": text, "stream": stream, "echo": {"id": made}}
+        answer = two.send("/v1/responses", ask)
+        home = answer.headers["x-lmc-engine"]
+        answer.read()
+        engine = next(one.application for one in two.engines if one.url == home)
+        for method, path in (("GET", ""), ("DELETE", ""), ("POST", "/cancel")):
+            assert two.send(f"/v1/responses/{made}{path}", method=method).headers["x-lmc-engine"] == home
+            seen = engine.seen[-1]
+            assert (seen["method"], seen["path"], seen["body"]) == (method, f"/v1/responses/{made}{path}", b"")
+        next_one = {"model": "echo", "input": "and then?", "previous_response_id": made}
+        assert two.send("/v1/responses", next_one).headers["x-lmc-engine"] == home
+    status, found = two.ask("/v1/responses/resp_unknown")
+    assert (status, "is known to have made" in found["error"]["message"]) == (404, True)
+    two.ask("/engines/drain", {"url": home})
+    assert two.ask(f"/v1/responses/{made}")[0] == 503
+    two.ask("/engines/drain", {"url": home, "drain": False})
+
+
+def test_responses_are_remembered_up_to_a_number():
+    homes = ResponseHomes()
+    for number in range(REMEMBERED + 1):
+        homes.note(b'{"id": "resp_%d"}' % number, "a")
+    assert (homes.engine_of("resp_0"), homes.engine_of("resp_1")) == ("", "a")
+    homes.note(b'{"id": "chat-1"}', "a")
+    assert homes.engine_of("chat-1") == ""
+
+
+def test_paths_of_responses_are_known():
+    assert response_of("/v1/responses/resp_1") == response_of("/v1/responses/resp_1/cancel") == "resp_1"
+    assert {response_of(f"/v1/responses{rest}") for rest in ("", "/", "/a/b", "/a/../b", "/é", "/" + "x" * 200)} == {""}
+
+
+# -- forms ------------------------------------------------------------------------------------------------------------
+
+
+def form(model: str, file: bytes = b"\x00\xff\r\nsound") -> tuple[bytes, dict[str, str]]:
+    parts = [
+        b'content-disposition: form-data; name="file"; filename="model"\r\ncontent-type: audio/wav\r\n\r\n' + file,
+        b'content-disposition: form-data; name="model"\r\n\r\n' + model.encode(),
+        b'content-disposition: form-data; name="stream"\r\n\r\ntrue',
+    ]
+    body = b"".join(b"--edge\r\n" + part + b"\r\n" for part in parts) + b"--edge--\r\n"
+    return body, {"content-type": "multipart/form-data; boundary=edge"}
+
+
+def test_a_form_passes_through(two):
+    body, headers = form("echo")
+    answer = two.send("/v1/audio/transcriptions", body, headers)
+    assert answer.status == 200
+    engine = next(one.application for one in two.engines if one.url == answer.headers["x-lmc-engine"])
+    assert engine.seen[-1]["body"] == body
+    assert engine.seen[-1]["headers"]["content-type"] == headers["content-type"]
+    assert two.ask("/v1/audio/transcriptions", *form("other"))[0] == 404
+
+
+def test_a_form_has_a_model_and_may_be_streamed():
+    body, headers = form("whisper")
+    found = read(body, headers, "x-session-id", " # # ")
+    assert (found.request.model, found.stream) == ("whisper", True)
+    assert read(b"", headers, "x-session-id", " # # ").request.model == ""
+
+
+# -- installation -----------------------------------------------------------------------------------------------------
+
+
+def test_what_the_router_needs_without_torch_is_what_the_page_says():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    needed = [*project["dependencies"], *project["optional-dependencies"]["router"]]
+    names = {re.split(r"[>=<\[; ]", one)[0] for one in needed} - {"torch", "numpy"}
+    line = re.search(r"^pip install (pydantic .*)$", (ROOT / "docs/router.md").read_text(), re.MULTILINE)
+    assert set(line[1].split()) == names
