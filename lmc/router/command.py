@@ -223,14 +223,11 @@ def router(
     The engines are vLLM servers. Clients use the router as they would use one of them. Every option can be written as a
     variable LMC_ROUTER_OPTION, or in a YAML file. LMC_ADMIN_TOKEN is the token for /engines and /lmc/….
     """
-    from lmc.config_sources import log_level
-
     given = {
         "cache_tokens": cache_tokens, "ratio": ratio, "cache_threshold": cache_threshold,
         "balance_abs_threshold": balance_abs_threshold, "balance_rel_threshold": balance_rel_threshold,
         "eviction_interval_secs": eviction_interval_secs, "max_tree_size": max_tree_size,
     }  # fmt: skip
-    logging.basicConfig(level=log_level(logging.INFO), format="%(asctime)s %(levelname)s %(message)s")
     known = [f"--{str(parameter.name).replace('_', '-')}" for parameter in context.command.params]
     others, policy = other_flags(context.args, known), policy_name(policy)
     settings = RouterSettings(
@@ -258,6 +255,9 @@ def _run(
     listen: tuple[str, int],
 ) -> None:
     """Run a router until it is told to end."""
+    from lmc.config_sources import log_level
+
+    logging.basicConfig(level=log_level(logging.INFO), format="%(asctime)s %(levelname)s %(message)s")
     try:
         import uvicorn
 
