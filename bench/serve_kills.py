@@ -115,6 +115,9 @@ class Clients:
         for number in range(len(self._processes)):
             self.kill(number, again=False)
 
+    def done(self, number: int) -> int:
+        return sum(self.counts[number].get_obj())
+
     def said(self, what: str) -> int:
         return sum(one.get_obj()[SAID.index(what)] for one in self.counts)
 
