@@ -47,9 +47,8 @@ def explain(
     out = console()
     names = "tokens", "engine_tokens", "exact_tokens", "reused_tokens", "repaired_tokens"
     whole, engine, exact, reused, again = (found[name] for name in names)
-    out.print(
-        Text(f"{whole} tokens: {engine} in the engine's own cache, {exact} of the same beginning in lmc's store,")
-    )
+    found_there = f"{engine} in the engine's own cache, {exact} of the same beginning in lmc's store,"
+    out.print(Text(f"{counted(whole, 'token')}: {found_there}"))
     out.print(Text(f"{reused} of documents reused, {again} of them computed again"))
     if found["why"]:
         out.print(Text(f"note: {found['why']}"))
@@ -59,7 +58,7 @@ def explain(
         part = "" if held in (0, chunks) else f", {held} of {chunks} chunks"
         kept = f"stored ({places}{part}), not reused" if places else "not stored"
         what = f"reused from {places}{part}" if one["reused"] else kept
-        out.print(Text(f"\ndocument {number}, {size} tokens from {one['start']} on: {what}"))
+        out.print(Text(f"\ndocument {number}, {counted(size, 'token')} from {one['start']} on: {what}"))
         out.print(Text(f"  {one['text']!r}"))
         if one["why"]:
             out.print(Text(f"  why: {one['why']}"))
@@ -108,7 +107,7 @@ def show(name: Name, url: Address = URL, as_json: AsJson = False) -> None:
         print_json(found)
         return
     for one in found["documents"]:
-        facts = f"{one['tokens']} tokens", _places(one), f"used {one['uses']} times", _stays(one)
+        facts = counted(one["tokens"], "token"), _places(one), f"used {counted(one['uses'], 'time')}", _stays(one)
         console().print(Text(f"{one['id']} {one['name']}\n{', '.join(filter(None, facts))}\n\n{one['text']}\n"))
 
 
@@ -211,6 +210,9 @@ def _tokenized(server: str, body: dict[str, Any]) -> dict[str, Any]:
 def _body(source: str) -> dict[str, Any]:
     from lmc.learn.sources import STANDARD_INPUT, read_text
 
+    if source != STANDARD_INPUT and not Path(source).exists():
+        wanted = "give one with a request as JSON or a text, or - for standard input"
+        raise InputError(f"there is no file {source}: {wanted}")
     text = sys.stdin.read() if source == STANDARD_INPUT else read_text(Path(source))
     if not text.strip():
         raise InputError(f"{source} is empty: it must hold a request as JSON, or the text of a prompt")

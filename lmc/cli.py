@@ -5,8 +5,8 @@ command needs is imported when it runs, because `lmc --help` should not wait for
 """
 
 import os
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from lmc.storage.tier import Tier
 
 FAILED = 2  # the exit code of a command that lmc refused
+# click's UsageError, or since typer 0.29 that of its private copy of click, which types as nothing in particular
+WRONG_WORDS: Any = typer.BadParameter.__mro__[1]
 
 Directory = Annotated[
     Path | None, typer.Argument(help="a disk tier; without it local_disk and remote_url of the settings")
@@ -46,16 +48,38 @@ Directory = Annotated[
 class Commands(TyperGroup):
     """All subcommands, and the one place that answers their errors."""
 
-    def invoke(self, ctx: Any) -> Any:  # Any: typer's context class is click's, or since 0.29 a private copy of it
+    # Any: typer's context class is click's, or since 0.29 a private copy of it
+    def make_context(self, *arguments: Any, **named: Any) -> Any:
+        """Read the words before the command."""
+        with _errors_in_one_line():
+            return super().make_context(*arguments, **named)
+
+    def invoke(self, ctx: Any) -> Any:
         """Run the chosen command."""
         try:
-            return super().invoke(ctx)
+            with _errors_in_one_line():
+                return super().invoke(ctx)
         except LmcError as error:
             lines = str(error).splitlines()
             # Settings may be wrong in many ways, each of which has a line.
             for line in lines if isinstance(error, ConfigError) else [" ".join(lines)]:
                 typer.echo(f"error: {line}", err=True)
             raise typer.Exit(FAILED) from None
+
+
+@contextmanager
+def _errors_in_one_line() -> Iterator[None]:
+    """Say what is wrong with the words of a command in one line."""
+    try:
+        yield
+    except WRONG_WORDS as error:
+        context = getattr(error, "ctx", None)
+        if context is None or type(error).__name__ == "NoArgsIsHelpError":  # It shows the help.
+            raise
+        said = " ".join(error.format_message().split())
+        end = "" if said.endswith((".", "?")) else "."
+        typer.echo(f"error: {said}{end} See {context.command_path} --help", err=True)
+        raise typer.Exit(FAILED) from None
 
 
 # No pretty tracebacks: they may print local variables, and a URL there may hold a password.

@@ -5,7 +5,7 @@ import os
 import socket
 from http.client import HTTPConnection, HTTPException
 from typing import Any
-from urllib.error import HTTPError
+from urllib.error import HTTPError, URLError
 from urllib.request import HTTPHandler, OpenerDirector, ProxyHandler, Request, build_opener
 
 from lmc.errors import InputError
@@ -115,7 +115,9 @@ class HttpClient:
             hint = f"; {self._key_variable} holds the key" if error.code in (401, 403) else f": {self._hint}"
             raise Unreachable(f"{self.url + path} answers {error.code} {error.reason}{hint}") from None
         except (OSError, HTTPException, ValueError) as error:
-            raise Unreachable(f"no server answers at {self.url} ({error}): {self._hint}") from None
+            cause: object = error.reason if isinstance(error, URLError) else error
+            why = getattr(cause, "strerror", None) or cause
+            raise Unreachable(f"no server answers at {self.url} ({why}): {self._hint}") from None
 
 
 def _reason(said: str) -> str:

@@ -92,6 +92,30 @@ def test_the_command_says_its_version_and_runs_as_a_module() -> None:
 
 
 @pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["lern"], "No such command 'lern'. Did you mean 'learn', 'clear'? See lmc --help"),
+        (["--versoin"], "No such option: --versoin (Possible options: --version). See lmc --help"),
+        (["learn", "--modle", "x"], "No such option: --modle (Possible options: --model). See lmc learn --help"),
+        (["learn"], "Missing argument 'source'. See lmc learn --help"),
+        (["documents", "lst"], "No such command 'lst'. Did you mean 'list'? See lmc documents --help"),
+        (["config", "more"], "Got unexpected extra argument(s) (more). See lmc config --help"),
+    ],
+)
+def test_wrong_words_are_one_line_that_says_where_the_right_ones_are(words: list[str], said: str) -> None:
+    result = CliRunner().invoke(app, words, prog_name="lmc")
+    assert (result.exit_code, result.stdout, result.stderr) == (2, "", f"error: {said}\n")
+
+
+def test_without_words_there_is_the_help() -> None:
+    for words in ([], ["documents"]):
+        result = CliRunner().invoke(app, words, prog_name="lmc")
+        assert result.exit_code == 2
+        assert "Usage: lmc" in result.output
+        assert "error:" not in result.output
+
+
+@pytest.mark.parametrize(
     ("typed", "offered"),
     [
         ("lmc documents ", {"list", "show", "pin", "unpin", "remove"}),

@@ -62,12 +62,14 @@ def test_lines_of_json_are_read_from_a_file_and_from_standard_input(tmp_path: Pa
     [
         ('{"id": "a", "text": "one"}\n{"id": "a", "text": "two"}', "two documents with the id 'a'"),
         ('{"id": "a", "text": "one"}\nnothing', "line 2: no JSON"),
+        ("a text", "a text that is one document is in a file that ends in .txt or .md"),
         ("[1]", 'line 1: each line is an object such as {"id": "a", "text": "…"}'),
         (
             '{"name": "a", "text": "one"}',
             "line 1: no field 'id' (--id and --text name the fields); there are name, text",
         ),
         ('{"id": "a", "text": 3}', "line 1: 'text' is no text"),
+        ('{"id": null, "text": "one"}', "line 1: 'id' is no text and no whole number"),
         ('{"id": "a", "text": " "}', "there is no document with text"),
     ],
 )
@@ -86,13 +88,18 @@ def test_a_source_that_is_wrong_is_refused_with_its_place(tmp_path: Path, lines:
         ([".", "--url", "a", "--model", "b"], "--url of a vLLM server with lmc, or --model"),
         ([SHIPPED / "documents", "--model", MODEL], "--local-disk DIRECTORY"),
         ([SHIPPED / "documents", "--url", "localhost:8000"], "It has to be the address of a vLLM server"),
-        ([SHIPPED / "documents", "--url", "http://localhost:1"], "no server answers at http://localhost:1"),
+        (
+            [SHIPPED / "documents", "--url", "http://localhost:1"],
+            "no server answers at http://localhost:1 (Connection refused): is it running?",
+        ),
+        (["nowhere.md/a", "--url", "http://localhost:1"], "nowhere.md/a does not exist"),
     ],
 )
 def test_wrong_words_are_answered_with_the_right_ones(words: list[Any], said: str) -> None:
     code, _, err = lmc("learn", *words)
     assert code == 2
     assert said in err
+    assert err.count("\n") == 1
 
 
 def test_an_empty_directory_is_said_to_have_no_documents(tmp_path: Path) -> None:
@@ -158,6 +165,18 @@ def test_what_a_full_disk_has_dropped_is_said(tmp_path: Path, monkeypatch: pytes
     assert code == 0
     assert "chunks were dropped meanwhile, because the tiers are full: raise max_local_disk_size" in out
     assert json.loads(lmc(*words, "--again", "--json")[1])["dropped"] > 0
+
+
+def test_what_no_tier_keeps_is_not_said_to_be_learned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The documents were in memory when the command ended, and were noted as learned."""
+    monkeypatch.setenv("LMC_REMOTE_URL", "redis://127.0.0.1:1")
+    words = "learn", SHIPPED / "documents", "--model", MODEL, "--manifest", tmp_path / "learned.jsonl"
+    code, out, err = lmc(*words)
+    assert (code, "documents cannot be kept: redis cannot be written to" in err) == (2, True)
+    assert "learned in" not in out
+    assert (tmp_path / "learned.jsonl").read_text() == ""
+    monkeypatch.setenv("LMC_LOCAL_DISK", str(tmp_path / "disk"))
+    assert "24 documents learned in" in lmc(*words)[1]
 
 
 def test_documents_are_pinned_and_limited_in_time_also_if_they_were_learned_before(tmp_path: Path) -> None:
@@ -229,6 +248,7 @@ def test_sizes_are_those_of_what_is_learned(tmp_path: Path, monkeypatch: pytest.
 
 def test_what_size_cannot_read_is_said(tmp_path: Path) -> None:
     assert "cannot read the sizes of the model" in lmc("size", tmp_path)[2]
+    assert "model nowhere: there is no such directory, and on the hub: " in lmc("size", "nowhere")[2]
     assert "int9 is no dtype" in lmc("size", MODEL, "--dtype", "int9")[2]
     assert "does not exist" in lmc("size", MODEL, "--documents", tmp_path / "none")[2]
 

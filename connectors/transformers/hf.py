@@ -25,6 +25,12 @@ def _is_missing(name: str | Path) -> bool:
     return not path.is_dir() and (path.is_absolute() or len(path.parts) > 2)
 
 
+def _said(name: str | Path, error: Exception) -> str:
+    """Return what the library says about a name that it cannot find, or about what is there."""
+    first = str(error).splitlines()[0]
+    return first if Path(name).is_dir() else f"{MISSING}, and on the hub: {first}"
+
+
 def load(name: str | Path) -> tuple[Any, Any]:
     """Load model and tokenizer from a directory or a hub's id; raise `UnsupportedModel` if that is not possible."""
     if _is_missing(name):
@@ -34,8 +40,7 @@ def load(name: str | Path) -> tuple[Any, Any]:
         model = AutoModelForCausalLM.from_pretrained(str(name), dtype="auto")
         return model.eval(), AutoTokenizer.from_pretrained(str(name))
     except (OSError, ValueError, SafetensorError) as error:
-        first = str(error).splitlines()[0]
-        raise UnsupportedModel(f"cannot load a causal language model from {name}: {first}") from error
+        raise UnsupportedModel(f"cannot load a causal language model from {name}: {_said(name, error)}") from error
 
 
 def kv_shape(name: str | Path, dtype: str | None = None) -> KVShape:
@@ -58,7 +63,7 @@ def kv_shape(name: str | Path, dtype: str | None = None) -> KVShape:
             dtype=wanted or found.dtype or torch.bfloat16,
         )
     except (OSError, ValueError, AttributeError) as error:
-        raise InputError(f"cannot read the sizes of the model {name}: {str(error).splitlines()[0]}") from error
+        raise InputError(f"cannot read the sizes of the model {name}: {_said(name, error)}") from error
 
 
 def tokenizer_of(name: str | Path) -> Any:
@@ -68,7 +73,7 @@ def tokenizer_of(name: str | Path) -> Any:
     try:
         return AutoTokenizer.from_pretrained(str(name))
     except (OSError, ValueError) as error:
-        raise InputError(f"cannot read the tokenizer of {name}: {str(error).splitlines()[0]}") from error
+        raise InputError(f"cannot read the tokenizer of {name}: {_said(name, error)}") from error
 
 
 def chat_template(name: str | Path) -> str:

@@ -12,6 +12,8 @@ from lmc.keys import LONGEST_NAME, tokens_digest
 from lmc.storage.contract import ChunkStore
 
 ID_DIGITS = 12  # of an id that people are shown
+SHORT = 6  # letters; a name with fewer, such as a number, is rather meant than ids that begin like it
+SOME = 3  # ids that are shown of those that are meant perhaps
 BEGINNING = 30  # tokens of a document, whose letters a list shows
 LISTED = 100  # documents in a list, unless more are asked for
 LONGEST = 100 * 365 * 86400  # seconds of a time limit
@@ -127,10 +129,14 @@ class DocumentDesk:
                 named.append(one)
             elif one.known.id.startswith(name.lower()):
                 begun.append(one)
+        if named and len(name) < SHORT:
+            begun = []
         if len(begun) > 1 or bool(named) == bool(begun):
-            hint = "give more digits of an id" if begun else "lmc documents list shows those that there are"
+            ids = ", ".join(one.known.id[:ID_DIGITS] for one in (*named, *begun)[:SOME])
+            hint = f"give more digits of an id, as {ids}" if begun else "lmc documents list shows those that there are"
             count = len(named) + len(begun)
-            raise InputError(f"{count} known documents have the name {name!r}, or an id that begins with it: {hint}")
+            have = f"{count} known documents have" if count else "no known document has"
+            raise InputError(f"{have} the name {name!r}, or an id that begins with it: {hint}")
         if len({one.known.namespace for one in named}) > 1:
             ids = ", ".join(one.known.id[:ID_DIGITS] for one in named)
             raise InputError(f"documents of several tenants or models have the name {name!r}: say which ({ids})")

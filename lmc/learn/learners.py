@@ -179,6 +179,9 @@ class ModelLearner:
             engine.store.flush()  # The manifest must not name a document that is not on a tier yet.
         except InputError as error:
             return Stored(failed=str(error))
+        usable = engine.stats().usable
+        if usable and not any(usable.values()):  # What is in memory ends with this process.
+            raise Unreachable(f"documents cannot be kept: {' and '.join(usable)} cannot be written to")
         for one in stored:
             one.name = one.name or document.id[:LONGEST_NAME]
         why = "" if stored else "it has special tokens of the model, and would be taken for a conversation"

@@ -62,6 +62,7 @@ def _from_files(folder: Path) -> Iterator[Document]:
 
 
 def _from_lines(text: str, source: str, id_field: str, text_field: str) -> Iterator[Document]:
+    wanted = f'each line is an object such as {{"{id_field}": "a", "{text_field}": "…"}}'
     for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
@@ -69,9 +70,10 @@ def _from_lines(text: str, source: str, id_field: str, text_field: str) -> Itera
         try:
             entry = json.loads(line)
         except ValueError as error:
-            raise InputError(f"{where}: no JSON: {error}") from None
+            text_files = f"a text that is one document is in a file that ends in {' or '.join(ENDINGS)}"
+            raise InputError(f"{where}: no JSON: {error}; {wanted}, and {text_files}") from None
         if not isinstance(entry, dict):
-            raise InputError(f'{where}: each line is an object such as {{"{id_field}": "a", "{text_field}": "…"}}')
+            raise InputError(f"{where}: {wanted}")
         for field in (id_field, text_field):
             if field not in entry:
                 raise InputError(
@@ -79,6 +81,8 @@ def _from_lines(text: str, source: str, id_field: str, text_field: str) -> Itera
                 )
         if not isinstance(entry[text_field], str):
             raise InputError(f"{where}: {text_field!r} is no text")
+        if not isinstance(entry[id_field], str | int):
+            raise InputError(f"{where}: {id_field!r} is no text and no whole number")
         yield Document(str(entry[id_field]), entry[text_field].strip())
 
 
@@ -87,4 +91,4 @@ def read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"cannot read {path} as UTF-8 text: {error}") from None
+        raise InputError(f"cannot read {path} as UTF-8 text: {getattr(error, 'strerror', None) or error}") from None
