@@ -16,7 +16,6 @@ from lmc.blend.kernels.attention import OverHeads
 from lmc.blend.kernels.place_triton import FUSED, padded
 
 LOG2_E = 1.4426950408889634
-SCORED, SCORED_KEYS = 64, 64  # tokens and keys whose probabilities are added up at once
 FILLED = 256  # programs that keep a large GPU busy
 
 
@@ -50,7 +49,7 @@ def _step(
     else:
         key = tl.load(here[None, :] + d[:, None], mask=seen[None, :] & (d < D)[:, None], other=0.0)
         value = tl.load(there[:, None] + d[None, :], mask=seen[:, None] & (d < D)[None, :], other=0.0)
-    logits = tl.dot(query, key, input_precision="ieee") * factor
+    logits = tl.dot(query, key, input_precision="tf32x3") * factor
     if not ALL_SEEN:
         logits = tl.where(j[None, :] <= at[:, None], logits, float("-inf"))
     if PRESENT or not ALL_SEEN:
@@ -59,7 +58,7 @@ def _step(
     anchor = tl.where(greatest == float("-inf"), 0.0, greatest)
     weights = tl.exp2(logits - anchor[:, None])
     shrunk = tl.exp2(most - anchor)
-    sums = sums * shrunk[:, None] + tl.dot(weights.to(value.dtype), value, input_precision="ieee")
+    sums = sums * shrunk[:, None] + tl.dot(weights.to(value.dtype), value, input_precision="tf32x3")
     return greatest, total * shrunk + tl.sum(weights, 1), sums
 
 
@@ -131,7 +130,7 @@ def _paid(
                 where = t.to(tl.int64)[:, None] * query_token + (h * GROUP + g) * query_head + d[None, :]
                 q = tl.load(query + where, mask=there[:, None] & (d < D)[None, :], other=0.0)
                 log_sum = tl.load(log_sums + (h * GROUP + g) * tokens + t, mask=there, other=float("inf"))
-                logits = tl.dot(q, key, input_precision="ieee") * factor
+                logits = tl.dot(q, key, input_precision="tf32x3") * factor
                 weights = tl.exp2(logits - log_sum[:, None])
                 weights = tl.where((j[None, :] <= at[:, None]) & seen[None, :], weights, 0.0)
                 over_heads = tl.maximum(over_heads, weights) if OVER_ALL else over_heads + weights
@@ -162,11 +161,12 @@ def attend_and_score(
     pages = Paged.of(kv)
     heads, dim = pages.keys.shape[1], query.shape[2]
     paid = torch.empty(len(present), dtype=torch.float32, device=query.device)
-    _paid[(triton.cdiv(len(present), SCORED_KEYS),)](
+    some, keys, warps = scored(dim, query.element_size())
+    _paid[(triton.cdiv(len(present), keys),)](
         query, pages.keys, pages.table, positions, present, log_sums, paid,
         len(query), len(present), scale * LOG2_E, *query.stride()[:2], *pages.keys.stride()[:3],
         HEADS=heads, GROUP=query.shape[1] // heads, D=dim, WIDE=padded(dim), SIZE=_size(pages),
-        BT=SCORED, BN=SCORED_KEYS, PAGED=pages.table is not None, OVER_ALL=over_heads == "max", num_warps=4, **FUSED,
+        BT=some, BN=keys, PAGED=pages.table is not None, OVER_ALL=over_heads == "max", num_warps=warps, **FUSED,
     )  # fmt: skip
     return out, paid
 
@@ -182,7 +182,7 @@ def _attended(
     query, pages = query if query.stride(-1) == 1 else query.contiguous(), Paged.of(kv)
     tokens, heads, dim = query.shape[0], pages.keys.shape[1], query.shape[2]
     group = query.shape[1] // heads
-    rows, keys, warps = tile(tokens * group, heads, hides=present is not None)
+    rows, keys, warps = tile(tokens, heads, group, dim, query.element_size(), hides=present is not None)
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     if not tokens:
         return out
@@ -197,14 +197,30 @@ def _attended(
     return out
 
 
-def tile(rows: int, heads: int, *, hides: bool) -> tuple[int, int, int]:
+def tile(tokens: int, heads: int, group: int, dim: int, itemsize: int, *, hides: bool) -> tuple[int, int, int]:
     """Return the rows (queries of one KV head) of a program, the keys in one of its steps, and its warps.
 
-    None of these needs more registers than there are, also where some keys are hidden.
+    None of these needs more registers or shared memory than a GPU has (`tests/test_kernels_compile.py`), also where
+    some keys are hidden. Numbers of 4 bytes take three products on tensor cores, each with parts of its own.
     """
-    if triton.cdiv(rows, 128) * heads >= FILLED:
-        return 128, 64, 8
-    return 64, 32 if hides else 64, 4
+    wide = padded(dim)
+    if itemsize > 2:
+        found = (32, 32, 4) if wide <= 64 else (16, 16, 4) if wide <= 128 else (16, 16, 8)
+    elif wide > 128:
+        found = 64, 32, 8
+    elif triton.cdiv(tokens * group, 128) * heads >= FILLED:
+        found = 128, 64 if wide == dim else 32, 8
+    else:
+        found = 64, 32 if hides else 64, 4
+    return max(found[0], triton.next_power_of_2(group)), *found[1:]
+
+
+def scored(dim: int, itemsize: int) -> tuple[int, int, int]:
+    """Return the tokens and the keys whose probabilities a program of `_paid` computes at once, and its warps."""
+    wide = padded(dim)
+    if itemsize > 2:
+        return 16, 32, 8
+    return 64, 64 if wide <= 128 else 32, 4
 
 
 def _size(pages: Paged) -> int:

@@ -107,6 +107,20 @@ def test_large_logits_in_half_precision_do_not_overflow():
 
 
 def test_a_program_is_smaller_where_there_are_few():
-    assert tile(300 * 4, 8, hides=False) == (64, 64, 4)
-    assert tile(300 * 4, 8, hides=True) == (64, 32, 4)
-    assert tile(6000 * 4, 8, hides=True) == (128, 64, 8)
+    assert tile(300, 8, 4, 128, 2, hides=False) == (64, 64, 4)
+    assert tile(300, 8, 4, 128, 2, hides=True) == (64, 32, 4)
+    assert tile(6000, 8, 4, 128, 2, hides=True) == (128, 64, 8)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize(("group", "dim"), [(4, 256), (32, 128), (71, 64)])
+def test_large_heads_and_large_groups(group, dim, dtype):
+    """A program has at least the queries of one token."""
+    shape = (1, group, dim, 16)
+    query, pages, positions, scale = problem(shape, dtype, "NHD")
+    present = torch.ones(150, dtype=torch.bool)
+    wanted = attention.attend_and_score(query, pages, positions, scale, present, "mean")
+    for one, other in zip(
+        attention_triton.attend_and_score(query, pages, positions, scale, present, "mean"), wanted, strict=True
+    ):
+        assert agree(one, other, dtype)
