@@ -14,6 +14,7 @@ import uvicorn
 from echo_engine import EchoEngine
 
 from lmc.router.application import Router
+from lmc.router.connections import bounded_protocol
 from lmc.router.engines import Engines, address
 from lmc.router.policies import make
 from lmc.router.settings import RouterSettings
@@ -40,10 +41,11 @@ class Served:
 
 
 @contextmanager
-def served(application: Any, *, lifespan: bool = False, port: int = 0) -> Iterator[Served]:
+def served(application: Any, *, lifespan: bool = False, port: int = 0, http: Any = "auto") -> Iterator[Served]:
     """Serve an ASGI application. When the block ends, its connections are cut."""
     config = uvicorn.Config(
-        application, log_level="critical", access_log=False, lifespan="on" if lifespan else "off", loop="asyncio",
+        application, http=http, log_level="critical", access_log=False,
+        lifespan="on" if lifespan else "off", loop="asyncio",
         timeout_graceful_shutdown=1, server_header=False, date_header=False,
     )  # fmt: skip
     listening, server, loops = socket.create_server(("127.0.0.1", port)), uvicorn.Server(config), []
@@ -114,7 +116,7 @@ def house(count: int = 2, policy: str = "documents", options: Any = None, **sett
         for one in engines:
             known.add(address(one.url))
         application = Router(RouterSettings(**settings), make(policy, **(options or {})), known)
-        router = opened.enter_context(served(application, lifespan=True))
+        router = opened.enter_context(served(application, lifespan=True, http=bounded_protocol()))
         built = House(router, engines)
         opened.callback(lambda: [one.close() for one in built.connections])
         yield built

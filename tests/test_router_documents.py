@@ -1,16 +1,20 @@
 """The `documents` policy: prompts are cut as engines cut them, and go to the engine that has least to do for them."""
 
 import hashlib
+import time
 from array import array
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lmc.blend.markers import Markers
+from lmc.errors import InputError
 from lmc.keys import tenant_of
-from lmc.router.cut import BLOCK_LETTERS, ROLE, Cutter
+from lmc.router.cut import BLOCK_LETTERS, LEAST_RATE, MOST_DOCUMENTS, MOST_LETTERS, ROLE, SCOPES, Cutter
 from lmc.router.document_index import LEARNING_SECONDS, DocumentIndex, Told
+from lmc.router.fair_lru import FairLru
 from lmc.router.policies.documents import STAY, Documents
 from lmc.router.policy import Candidate, PromptRequest
 from lmc.router.questions import prompt_text, read
@@ -103,10 +107,51 @@ def test_blocks_are_equal_as_far_as_prompts_are():
 def test_the_letters_of_a_token_are_learned_from_answers():
     cutter = Cutter()
     for _ in range(200):
-        cutter.counted(2000, 1000)
-    assert cutter.letters_a_token == pytest.approx(2, rel=0.01)
-    cutter.counted(0, 10)
-    assert cutter.letters_a_token == pytest.approx(2, rel=0.01)
+        cutter.counted("m", 2000, 1000)
+    assert cutter.letters_a_token("m") == pytest.approx(2, rel=0.01)
+    cutter.counted("m", 0, 10)
+    assert cutter.letters_a_token("m") == pytest.approx(2, rel=0.01)
+    assert cutter.letters_a_token("another tenant") == 4
+
+
+def test_what_is_no_text_does_not_spoil_the_letters_of_a_token():
+    cutter = Cutter()
+    for _ in range(200):
+        cutter.counted("m", 10, 100_000)
+    assert cutter.letters_a_token("m") >= LEAST_RATE
+    for number in range(SCOPES + 10):
+        cutter.counted(f"tenant {number}", 2000, 1000)
+    assert len(cutter.rates) == SCOPES
+    policy, asked = (
+        Documents(),
+        {"model": "m", "messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}]},
+    )
+    asked["messages"][0]["content"].append({"type": "image_url", "image_url": {"url": "data:" + "A" * 10_000}})
+    request = read(msgspec.json.encode(asked), {}, "x-session-id", SEPARATOR).request
+    assert len(request.text) < 100, "an image has no letters"
+    policy.answered(request, 5000)
+    assert not policy.cutter.rates
+
+
+def test_no_more_of_a_prompt_is_cut_than_any_engine_takes():
+    """32 MiB of separators once made millions of documents, while all other requests waited."""
+    began = time.perf_counter()
+    many = Cutter().cut(PromptRequest(text="# # a " * 2_000_000))
+    assert len(many.documents) == MOST_DOCUMENTS
+    assert len(many.blocks) <= MOST_LETTERS / BLOCK_LETTERS
+    names = tuple(f"name {number}" for number in range(100_000))
+    Cutter().cut(PromptRequest(text="name of nobody " * 1_000_000, documents=names))
+    tokens = [1, 9, 9] * 1_000_000
+    cut = Cutter(markers={"m": Markers(separators=((9, 9),))}).cut(PromptRequest(text="", model="m", tokens=tokens))
+    assert len(cut.documents) == MOST_DOCUMENTS
+    assert cut.tokens == len(tokens)
+    assert time.perf_counter() - began < 20
+
+
+@pytest.mark.parametrize("body", [b"[" + b"[]," * 1_000_001 + b"[]]", b"[" + b"1," * 4_000_001 + b"1]"])
+def test_a_body_of_very_many_small_values_is_refused(body):
+    with pytest.raises(InputError, match="values at most"):
+        read(body, {}, "x-session-id", SEPARATOR)
 
 
 @given(st.binary(max_size=200) | st.text(max_size=200).map(str.encode))
@@ -224,8 +269,52 @@ def test_the_index_keeps_no_more_than_fits(schedule):
         text = SEPARATOR.join(["s", f"{name} " * words, "q"])
         index.note(cache, cutter.cut(PromptRequest(text=text)))
         for one in index._caches.values():
-            assert one._sent._used <= 100
-            assert one._sent._used == pytest.approx(sum(tokens for tokens, _ in one._sent._things.values()))
+            things = [tokens for of in one._sent._things.values() for tokens, _ in of.values()]
+            assert sum(things) <= 100
+            assert one._sent.room == pytest.approx(100 - sum(things))
+
+
+def test_a_tenant_displaces_its_own_documents_and_not_those_of_another():
+    index, cutter = DocumentIndex(500), Cutter()
+    mine = cutter.cut(PromptRequest(text=prompt("one", "two").text, salt="mine"))
+    index.note("a", mine)
+    for number in range(100):
+        flood = PromptRequest(text=SEPARATOR.join(["s", f"{number} " * 200, "q"]), salt="another")
+        index.note("a", cutter.cut(flood))
+    assert [index.weight("a", one, mine.tenant) for one in mine.documents] == [1, 1]
+    assert index.room("a") >= 0
+
+
+def test_a_tenant_displaces_its_own_conversations():
+    policy, (a, b) = Documents(conversations=10), engines()
+    policy.sent(PromptRequest(text="x", salt="mine", session="s"), b.name)
+    for number in range(100):
+        policy.sent(PromptRequest(text="x", salt="another", session=str(number)), a.name)
+    assert policy.choose(PromptRequest(text="y", salt="mine", session="s"), [a, b])[:2] == (b.name, "conversation")
+
+
+@given(
+    st.integers(1, 40),
+    st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 6), st.integers(1, 9), st.booleans()), max_size=60),
+)
+def test_who_has_most_gives_room_to_others(room, schedule):
+    table, model = FairLru(room), {}
+    for owner, key, weight, goes in schedule:
+        if goes:
+            table.drop(owner, key)
+            model.get(owner, {}).pop(key, None)
+            continue
+        table.put(owner, key, weight, key)
+        of = model.setdefault(owner, {})
+        of.pop(key, None)
+        of[key] = weight
+        while sum(sum(of.values()) for of in model.values()) > room:
+            of = model[max(model, key=lambda one: (sum(model[one].values()), -ord(one)))]
+            del of[next(iter(of))]
+    assert {(owner, key) for owner, of in model.items() for key in of} == {
+        (owner, key) for owner in "abc" for key in range(7) if table.get(owner, key) is not None
+    }
+    assert table.room == room - sum(sum(of.values()) for of in model.values())
 
 
 # -- choices ----------------------------------------------------------------------------------------------------------

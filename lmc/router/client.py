@@ -1,5 +1,6 @@
 """A client of the router: what it has sent, whether it is still there, and what it is answered. ASGI is spoken here."""
 
+import asyncio
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -9,8 +10,11 @@ from lmc.router.headers import read_headers
 
 LATER = (429, 503)  # answers that ask a client to come back
 RETRY_AFTER = b"1"  # seconds
-KINDS = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "NotFoundError",
-         413: "invalid_request_error", 429: "rate_limit_error"}  # fmt: skip
+UPLOAD_SECONDS, UPLOAD_RATE = 30.0, 64 << 10  # for a body, and the bytes of each second more that it may take
+KINDS = {
+    400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "NotFoundError",
+    408: "timeout_error", 413: "invalid_request_error", 429: "rate_limit_error",
+}  # fmt: skip
 
 
 class Refusal(Exception):
@@ -22,6 +26,19 @@ class Refusal(Exception):
         self.status, self.why, self.parameter = status, why, parameter
 
 
+class Room:
+    """The memory for the bodies of all requests together."""
+
+    def __init__(self, most: int) -> None:
+        self.most, self.taken = most, 0
+
+    def take(self, size: int) -> None:
+        """Take so many bytes; raise `Refusal` if there are not so many."""
+        if self.taken + size > self.most:
+            raise Refusal(503, f"the router holds {self.most} bytes of requests at most: try again later")
+        self.taken += size
+
+
 class Client:
     """One client, and its one request."""
 
@@ -31,23 +48,31 @@ class Client:
         self.headers = dict(self.header_list)
         query, self.method, self.path = scope["query_string"], str(scope["method"]), str(scope["path"])
         self.target = (scope["raw_path"] + (b"?" + query if query else b"")).decode("latin-1")
+        self.held = 0  # bytes of the body, which it has in the room
         self.request_id = ""
         self.status = 499  # of the answer; this one if the client has left before there was one
 
-    async def body(self, most: int) -> bytes:
-        """Return the body; raise `Refusal` if it is larger than `most` bytes."""
+    async def body(self, most: int, room: "Room") -> bytes:
+        """Return the body; raise `Refusal` if it is larger than `most` bytes, comes too slowly, or has no room now."""
         length = self.headers.get("content-length", "")
         if length.isdecimal() and int(length) > most:
             raise Refusal(413, f"a body may have {most} bytes at most")
-        parts, size, more = [], 0, True
-        while more:
-            message = await self._receive()
-            if message["type"] == "http.disconnect":
-                raise Refusal(499, "the client has left")
-            parts.append(message.get("body", b""))
-            size, more = size + len(parts[-1]), message.get("more_body", False)
-            if size > most:
-                raise Refusal(413, f"a body may have {most} bytes at most")
+        parts, more, began = [], True, asyncio.get_running_loop().time()
+        try:
+            async with asyncio.timeout(UPLOAD_SECONDS) as limit:
+                while more:
+                    message = await self._receive()
+                    if message["type"] == "http.disconnect":
+                        raise Refusal(499, "the client has left")
+                    parts.append(message.get("body", b""))
+                    more = message.get("more_body", False)
+                    room.take(len(parts[-1]))
+                    self.held += len(parts[-1])
+                    if self.held > most:
+                        raise Refusal(413, f"a body may have {most} bytes at most")
+                    limit.reschedule(began + UPLOAD_SECONDS + self.held / UPLOAD_RATE)
+        except TimeoutError:
+            raise Refusal(408, f"the body has come too slowly: {self.held} bytes of it") from None
         return b"".join(parts)
 
     async def leaves(self) -> None:

@@ -20,6 +20,10 @@ from lmc.router.settings import RouterSettings
 log = logging.getLogger(__name__)
 
 ENV = "LMC_ROUTER_"
+OF_POLICIES = (
+    "cache_tokens", "ratio", "cache_threshold", "balance_abs_threshold", "balance_rel_threshold",
+    "eviction_interval_secs", "max_tree_size",
+)  # fmt: skip
 ENDING = 60  # seconds for which answers that have begun are waited for
 
 
@@ -163,6 +167,9 @@ MostRequests = Annotated[
     int, typer.Option(envvar=_variable("max_requests"), min=1, help="at once; others are answered 429")
 ]
 MostMib = Annotated[int, typer.Option(envvar=_variable("max_body_mib"), min=1, help="of a request")]
+MostHeldMib = Annotated[
+    int, typer.Option(envvar=_variable("max_held_mib"), min=1, help="of all requests together that are being answered")
+]
 HealthSeconds = Annotated[
     float, typer.Option(envvar=_variable("health_seconds"), min=0.1, help="between two looks at an engine")
 ]
@@ -215,6 +222,7 @@ def router(
     allowed_paths: AllowedPaths = "",
     max_requests: MostRequests = 1000,
     max_body_mib: MostMib = 32,
+    max_held_mib: MostHeldMib = 1024,
     health_seconds: HealthSeconds = 5.0,
     answer_seconds: AnswerSeconds = 600.0,
 ) -> None:
@@ -223,11 +231,6 @@ def router(
     The engines are vLLM servers. Clients use the router as they would use one of them. Every option can be written as a
     variable LMC_ROUTER_OPTION, or in a YAML file. LMC_ADMIN_TOKEN is the token for /engines and /lmc/….
     """
-    given = {
-        "cache_tokens": cache_tokens, "ratio": ratio, "cache_threshold": cache_threshold,
-        "balance_abs_threshold": balance_abs_threshold, "balance_rel_threshold": balance_rel_threshold,
-        "eviction_interval_secs": eviction_interval_secs, "max_tree_size": max_tree_size,
-    }  # fmt: skip
     known = [f"--{str(parameter.name).replace('_', '-')}" for parameter in context.command.params]
     others, policy = other_flags(context.args, known), policy_name(policy)
     settings = RouterSettings(
@@ -235,9 +238,10 @@ def router(
         exact_tokens=exact_tokens or policy == "precise",
         admin_token=os.environ.get(TOKEN, ""), open_admin=host in LOCAL, max_requests=max_requests,
         client_tokens=frozenset(items(client_tokens)), allowed_paths=frozenset(items(allowed_paths)),
-        max_body=max_body_mib << 20, health_seconds=health_seconds, answer_seconds=answer_seconds,
+        max_body=max_body_mib << 20, max_held=max_held_mib << 20,
+        health_seconds=health_seconds, answer_seconds=answer_seconds,
     )  # fmt: skip
-    options = {name: value for name, value in given.items() if value is not None} | others.options
+    options = {name: value for name in OF_POLICIES if (value := context.params[name]) is not None} | others.options
     engines = Engines(EnginePorts(admin_port, kv_events_port, kv_replay_port))
     backends = static_backends or others.backends
     for one in addresses(backends, static_models, static_caches, static_admins, static_kv_events):
@@ -262,6 +266,7 @@ def _run(
         import uvicorn
 
         from lmc.router.application import Router
+        from lmc.router.connections import allow_files, bounded_protocol
         from lmc.router.discovery import discovery
         from lmc.router.policies import from_command_line
     except ImportError as error:
@@ -276,8 +281,10 @@ def _run(
     except OSError as error:
         wrong = f"--host {listen[0]} --port {listen[1]}: nothing can listen there ({error.strerror})"
         raise ConfigError(f"{wrong}; is the port in use?") from None
+    allow_files(settings.max_requests)
     config = uvicorn.Config(
         application,
+        http=bounded_protocol(),
         log_level="critical",
         access_log=False,
         lifespan="on",

@@ -5,8 +5,10 @@ document is known by its text without white space around it.
 """
 
 from array import array
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 import xxhash
 
@@ -22,6 +24,11 @@ ROLE = "\0"  # stands before and behind the role of a message, in the text of a 
 BLOCK_LETTERS = 512  # of a text
 BLOCK_TOKENS = 128  # of tokens
 RATE_MEMORY = 0.05  # of the letters of a token, what the last answer counts
+LEAST_RATE, GREATEST_RATE = 0.5, 12.0  # letters of a token; what is beyond was no text
+SCOPES = 10_000  # of which the letters of a token are remembered
+# What of a prompt is looked at. No engine takes more, and cutting it must not hold up others.
+MOST_TOKENS, MOST_LETTERS, MOST_DOCUMENTS = 1_000_000, 4_000_000, 1000
+SEARCHED_LETTERS = 100_000_000  # for documents that a request names, all names together
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,31 +59,41 @@ class Cutter:
     special_string: str = " # # "
     markers: dict[str, Markers] = field(default_factory=dict)  # by model
     find: Find | None = None  # the digest and the number of tokens of a document that stands in a text
-    letters_a_token: float = CHARACTERS_PER_TOKEN  # until answers have shown better
+    # Letters of a token by model and tenant, as answers have shown them: no tenant's texts count for another one.
+    rates: OrderedDict[str, float] = field(default_factory=OrderedDict)
 
     def cut(self, request: PromptRequest) -> Cut:
         """Return the parts of a request's prompt."""
-        seed = xxhash.xxh3_64_intdigest(encoded(request.scope))
+        seed, rate = xxhash.xxh3_64_intdigest(encoded(request.scope)), self.letters_a_token(request.scope)
         if request.tokens is not None and (request.model in self.markers or not request.text):
-            packed = array("I", request.tokens).tobytes()
-            tokens, documents = float(len(request.tokens)), self._by_tokens(request.model, request.tokens, packed, seed)
+            cut = request.tokens[:MOST_TOKENS]
+            packed = array("I", cut).tobytes()
+            tokens, documents = float(len(request.tokens)), self._by_tokens(request.model, cut, packed, seed)
             content, size, block_tokens = packed, 4 * BLOCK_TOKENS, float(BLOCK_TOKENS)
         else:
-            tokens, documents = max(1.0, len(request.text) / self.letters_a_token), self._by_text(request, seed)
-            content = request.text.encode("utf-32-le", "surrogatepass")  # 4 bytes a letter, as a token has
-            size, block_tokens = 4 * BLOCK_LETTERS, BLOCK_LETTERS / self.letters_a_token
+            tokens, documents = max(1.0, len(request.text) / rate), self._by_text(request, seed, rate)
+            content = request.text[:MOST_LETTERS].encode("utf-32-le", "surrogatepass")  # 4 bytes, as a token has
+            size, block_tokens = 4 * BLOCK_LETTERS, BLOCK_LETTERS / rate
         return Cut(
             tokens=tokens,
-            documents=tuple(documents),
+            documents=tuple(islice(documents, MOST_DOCUMENTS)),
             blocks=tuple(chained(byte_blocks(content, size), request.scope)),
             block_tokens=block_tokens,
             tenant=tenant_of(request.salt.encode("utf-8", "replace").decode()),
         )
 
-    def counted(self, letters: int, tokens: int) -> None:
-        """Take note of how many tokens a text has turned out to have, to estimate those of others."""
+    def letters_a_token(self, scope: str) -> float:
+        """Return how many letters a token of a model and a tenant has, about."""
+        return self.rates.get(scope, CHARACTERS_PER_TOKEN)
+
+    def counted(self, scope: str, letters: int, tokens: int) -> None:
+        """Take note of how many tokens a text has turned out to have, to estimate those of others in its scope."""
         if letters > 0 and tokens > 0:
-            self.letters_a_token += (letters / tokens - self.letters_a_token) * RATE_MEMORY
+            rate, shown = self.letters_a_token(scope), min(max(letters / tokens, LEAST_RATE), GREATEST_RATE)
+            self.rates[scope] = rate + (shown - rate) * RATE_MEMORY
+            self.rates.move_to_end(scope)
+            if len(self.rates) > SCOPES:
+                self.rates.popitem(last=False)
 
     def _by_tokens(self, model: str, tokens: Sequence[int], packed: bytes, seed: int) -> Iterator[CutDocument]:
         markers = self.markers.get(model)
@@ -85,8 +102,7 @@ class Cutter:
             digest = tokens_digest(tokens[span.start : span.stop])
             yield CutDocument(key, len(span), span.stop, digest)
 
-    def _by_text(self, request: PromptRequest, seed: int) -> Iterator[CutDocument]:
-        rate = self.letters_a_token
+    def _by_text(self, request: PromptRequest, seed: int, rate: float) -> Iterator[CutDocument]:
         for part, stop in self._parts(request):
             stripped = part.strip()
             if stripped and ROLE not in stripped:
@@ -96,11 +112,13 @@ class Cutter:
 
     def _parts(self, request: PromptRequest) -> list[tuple[str, int]]:
         """Return texts that may be documents, and where they end in the prompt."""
+        whole = request.text[:MOST_LETTERS]
         if request.documents:
-            found = [(text, request.text.find(text)) for text in request.documents]
+            named = request.documents[: min(MOST_DOCUMENTS, SEARCHED_LETTERS // (len(whole) + 1))]
+            found = [(text, whole.find(text)) for text in named]
             return [(text, at + len(text)) for text, at in found if at >= 0]
         bare, parts, at = self.special_string.strip(), [], 0
-        for piece in request.text.split(bare):
+        for piece in whole.split(bare, MOST_DOCUMENTS + 1):
             at += len(piece)
             parts.append((piece, at))
             at += len(bare)

@@ -5,19 +5,18 @@ taken to have what its engines have been sent last, as much of it as fits.
 """
 
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from math import ceil
-from typing import Generic, NamedTuple, TypeVar
+from typing import NamedTuple
 
 from lmc.router.cut import Cut, CutDocument
+from lmc.router.fair_lru import FairLru
 from lmc.router.policy import TakeBack
 
 PREFIX_SHARE = 0.5  # of the tokens of a cache, those that the beginnings of prompts may have
 LEARNING_SECONDS = 10.0  # for which a document that was sent to an engine may still be on its way into the cache
 WEIGHTS = {"GPU": 1.0, "CPU": 1.0, "STORAGE": 0.7}  # what a reused token saves, by the medium that events name
 LEFT = 10_000  # documents of a cache that have left it last
-T = TypeVar("T", bound=Hashable)
 
 
 class Told(NamedTuple):
@@ -47,7 +46,7 @@ class DocumentIndex:
     def prefix(self, cache: str, cut: Cut) -> float:
         """Return how many tokens of a prompt's beginning a cache has."""
         known = self._caches.get(cache)
-        return known.prefix(cut.blocks) * cut.block_tokens if known else 0.0
+        return known.prefix(cut) * cut.block_tokens if known else 0.0
 
     def room(self, cache: str) -> float:
         """Return how many tokens of documents a cache can take before others have to go."""
@@ -102,8 +101,8 @@ class _Cache:
         self.told: dict[Told, set[str]] | None = None  # media of documents; None without events
         self._left: dict[Told, float] = {}  # when documents left the cache, the last ones
         self._chunk_tokens = 1
-        self._sent = _Recent[bytes](tokens)
-        self._blocks = _Recent[int](tokens * PREFIX_SHARE)
+        self._sent = FairLru[bytes, float](tokens)  # when documents came, by tenant
+        self._blocks = FairLru[int, bool](tokens * PREFIX_SHARE)
 
     @property
     def room(self) -> float:
@@ -116,35 +115,46 @@ class _Cache:
 
     def weight(self, document: CutDocument, tenant: str, now: float) -> float:
         if self.told is None or not document.digest:
-            return float(document.key in self._sent)
+            return float(self._sent.get(tenant, document.key) is not None)
         told = Told(tenant, document.digest)
         media = self.told.get(told)
         if media:
             return max(WEIGHTS.get(medium, 0.0) for medium in media)
-        came = self._sent.came(document.key)
-        return float(came > max(now - LEARNING_SECONDS, self._left.get(told, 0.0)))
+        return float(self._came(tenant, document.key) > max(now - LEARNING_SECONDS, self._left.get(told, 0.0)))
 
-    def prefix(self, blocks: Sequence[int]) -> int:
-        for at, block in enumerate(blocks):
-            if block not in self._blocks:
+    def prefix(self, cut: Cut) -> int:
+        for at, block in enumerate(cut.blocks):
+            if not self._has_block(cut, block):
                 return at
-        return len(blocks)
+        return len(cut.blocks)
 
     def note(self, cut: Cut, now: float) -> TakeBack:
-        new = [document.key for document in cut.documents if document.key not in self._sent]
-        beginnings = [block for block in cut.blocks if block not in self._blocks]
+        tenant = cut.tenant
+        new = [document.key for document in cut.documents if self._sent.get(tenant, document.key) is None]
+        beginnings = [block for block in cut.blocks if not self._has_block(cut, block)]
         for document in cut.documents:
-            again = self._left.get(Told(cut.tenant, document.digest), 0.0) >= self._sent.came(document.key)
+            came = self._came(tenant, document.key)
+            again = came <= self._left.get(Told(tenant, document.digest), float("-inf"))
             room = ceil(document.tokens / self._chunk_tokens) * self._chunk_tokens
-            self._sent.use(document.key, room, now, again=again)
+            self._sent.put(tenant, document.key, room, now if again else came)
         for block in reversed(cut.blocks):  # The end of a prompt is forgotten first.
-            self._blocks.use(block, cut.block_tokens, now)
+            self._blocks.put(tenant, block, cut.block_tokens, True)
 
         def take_back() -> None:
-            self._sent.drop(new)
-            self._blocks.drop(beginnings)
+            for key in new:
+                self._sent.drop(tenant, key)
+            for block in beginnings:
+                self._blocks.drop(tenant, block)
 
         return take_back
+
+    def _has_block(self, cut: Cut, block: int) -> bool:
+        return self._blocks.get(cut.tenant, block) is not None
+
+    def _came(self, tenant: str, key: bytes) -> float:
+        """Return when a document came; the beginning of time if it has not."""
+        came = self._sent.get(tenant, key)
+        return float("-inf") if came is None else came
 
     def moved(self, told: Told, medium: str, now: float, *, stored: bool) -> None:
         if self.told is None:
@@ -159,45 +169,3 @@ class _Cache:
 
     def __len__(self) -> int:
         return len(self.told or ()) + len(self._sent) + len(self._blocks)
-
-
-class _Recent(Generic[T]):
-    """The things that were used last, as many as fit."""
-
-    def __init__(self, tokens: float) -> None:
-        self._tokens, self._used = tokens, 0.0
-        self._things: OrderedDict[T, tuple[float, float]] = OrderedDict()  # tokens, and when they came
-
-    def use(self, thing: T, tokens: float, now: float, *, again: bool = False) -> None:
-        """Note that a thing is used; it has come now if it is new, or has come `again`."""
-        before, came = self._things.pop(thing, (0.0, now))
-        self._used += tokens - before
-        self._things[thing] = tokens, now if again else came
-        self._shrink()
-
-    @property
-    def room(self) -> float:
-        return self._tokens - self._used
-
-    def came(self, thing: T) -> float:
-        """Return when a thing came; the beginning of time if it is not here."""
-        return self._things[thing][1] if thing in self._things else float("-inf")
-
-    def drop(self, things: Iterable[T]) -> None:
-        """Take things out again."""
-        for thing in things:
-            self._used -= self._things.pop(thing, (0.0, 0.0))[0]
-
-    def resize(self, tokens: float) -> None:
-        self._tokens = tokens
-        self._shrink()
-
-    def _shrink(self) -> None:
-        while self._used > self._tokens and self._things:
-            self._used -= self._things.popitem(last=False)[1][0]
-
-    def __contains__(self, thing: T) -> bool:
-        return thing in self._things
-
-    def __len__(self) -> int:
-        return len(self._things)

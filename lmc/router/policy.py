@@ -18,6 +18,7 @@ class PromptRequest:
     salt: str = ""  # vLLM's `cache_salt`: the tenant
     session: str = ""  # the value of the session header, or the `user` of the request
     tokens: Sequence[int] | None = None  # of the prompt, if they are known
+    media: bool = False  # whether images or sounds are in it, which have tokens and no letters
     documents: Sequence[str] = ()  # texts that the request itself names as its documents
 
     @property

@@ -21,7 +21,7 @@ from yarl import URL
 from lmc.errors import InputError
 from lmc.http_server import Receive, Send
 from lmc.router import router_metrics as numbers
-from lmc.router.client import Client, Refusal
+from lmc.router.client import Client, Refusal, Room
 from lmc.router.engines import Engines
 from lmc.router.headers import REQUEST, sent_back, sent_on
 from lmc.router.paths import COMPUTING, RESPONSES, ResponseHomes, response_of
@@ -62,7 +62,7 @@ class Proxy:
         self._metrics, self._clock = metrics, clock
         self.session: aiohttp.ClientSession | None = None  # the connections to engines, while they are open
         self.answering = 0  # requests
-        self._homes = ResponseHomes()
+        self._homes, self._room = ResponseHomes(), Room(settings.max_held)
 
     async def open(self) -> aiohttp.ClientSession:
         """Prepare connections to engines."""
@@ -111,10 +111,11 @@ class Proxy:
             await client.refuse(Refusal(500, "something unexpected has happened in the router; its log says what"))
         finally:
             self.answering -= 1
+            self._room.taken -= client.held
             self._metrics.count(numbers.ANSWERS, str(client.status))
 
     async def _answer(self, client: Client, arrived: float) -> None:
-        body = await client.body(self._settings.max_body)
+        body = await client.body(self._settings.max_body, self._room)
         if response := response_of(client.path):
             question = about_a_response(response)
         else:

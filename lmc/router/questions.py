@@ -20,8 +20,11 @@ OF_CHATS = (
     "chat_template", "chat_template_kwargs",
 )  # fmt: skip
 FORM = "multipart/form-data"
+# Small values need many times the memory of their letters.
+MOST_CONTAINERS, MOST_VALUES = 1_000_000, 4_000_000
 MODEL_OF_A_FORM = re.compile(rb'(?<!\w)name="?model"?\r\n(?:[^\r\n]+\r\n)*\r\n([^\r\n]{0,1024})\r\n')
 STREAMED_FORM = re.compile(rb'(?<!\w)name="?stream"?\r\n(?:[^\r\n]+\r\n)*\r\n(?i:true|1)\r\n')
+MEDIA = ROLE + "\1"  # before the hash of an image or a sound
 ANSWER = "assistant"  # the role of what a model has said
 
 
@@ -37,6 +40,8 @@ class Received(NamedTuple):
 
 def json_object(body: bytes) -> dict[str, Any]:
     """Return a JSON object; raise `InputError` for anything else."""
+    if body.count(b"{") + body.count(b"[") > MOST_CONTAINERS or body.count(b",") > MOST_VALUES:
+        raise InputError(f"the body may have {MOST_VALUES} values at most, and {MOST_CONTAINERS} lists or objects")
     try:
         found = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -63,8 +68,10 @@ def read(body: bytes, headers: Mapping[str, str], session_key: str, special_stri
     session = headers.get(session_key.lower(), "") or asked.get("user") or ""
     before = asked.get("previous_response_id") or ""
     tokens = _tokens(asked)
+    text = "" if tokens is not None else prompt_text(asked, special_string)
     request = PromptRequest(
-        text="" if tokens is not None else prompt_text(asked, special_string),
+        text=text,
+        media=MEDIA in text,
         model=model,
         salt=salt,
         session=session if isinstance(session, str) else "",
@@ -131,7 +138,7 @@ def _contents(content: Any) -> Iterator[str]:
             if isinstance(part, dict) and isinstance(text := part.get("text"), str):
                 yield text
             elif isinstance(part, dict):  # An image or a sound is the same only if all of it is.
-                yield ROLE + msgspec.json.encode(part).decode()
+                yield f"{MEDIA}{xxhash.xxh3_128_hexdigest(msgspec.json.encode(part))}"
 
 
 def _chat_documents(asked: Body) -> Iterator[str]:

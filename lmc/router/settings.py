@@ -19,6 +19,7 @@ class RouterSettings:
     open_admin: bool = True  # whether administration needs no token: only hosts that are this one can ask
     max_requests: int = 1000  # that are being answered; others are told to come back later
     max_body: int = 32 * MIB  # bytes
+    max_held: int = 1024 * MIB  # bytes of all requests together that are being answered
     exact_tokens: bool = False  # whether an engine is asked for the tokens of each prompt before another is chosen
     attempts: int = 3  # engines that a request is sent to, one after the other, before the first byte of an answer
     connect_seconds: float = 5.0

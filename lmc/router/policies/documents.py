@@ -12,7 +12,6 @@ Documents that no engine has go to the one that the heaviest of them hashes to, 
 several routers agree.
 """
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -20,6 +19,7 @@ import xxhash
 
 from lmc.router.cut import Cut, Cutter
 from lmc.router.document_index import DocumentIndex
+from lmc.router.fair_lru import FairLru
 from lmc.router.policies.options import check, check_count
 from lmc.router.policy import Candidate, PromptRequest, RoutingChoice, TakeBack
 
@@ -56,8 +56,8 @@ class Documents:
         check_count("conversations", conversations)
         self.cutter, self.index = Cutter(special_string), DocumentIndex(cache_tokens)
         self._ratio, self._surcharge, self._displacement = ratio, surcharge, displacement
-        self._stay, self._conversations = stay, conversations
-        self._engine_of: OrderedDict[tuple[str, str], str] = OrderedDict()  # by scope and session
+        self._stay = stay
+        self._engine_of = FairLru[str, str](conversations)  # by scope and session
         self._cache_of: dict[str, str] = {}  # by engine
         self._last: tuple[PromptRequest, Cut] | None = None  # A request is chosen for, and then sent.
 
@@ -78,37 +78,30 @@ class Documents:
         take_back = self.index.note(self._cache_of.get(engine, engine), self._cut(request))
         if not request.session:
             return take_back
-        conversation = request.scope, request.session
-        before = self._engine_of.pop(conversation, None)
-        self._engine_of[conversation] = engine
-        if len(self._engine_of) > self._conversations:
-            self._engine_of.popitem(last=False)
+        scope, session = request.scope, request.session
+        before = self._engine_of.get(scope, session)
+        self._engine_of.put(scope, session, 1.0, engine)
 
         def take_all_back() -> None:
             take_back()
-            if self._engine_of.get(conversation) == engine:
-                self._stays(conversation, before)
+            if before is None:
+                self._engine_of.drop(scope, session)
+            else:
+                self._engine_of.put(scope, session, 1.0, before)
 
         return take_all_back
-
-    def _stays(self, conversation: tuple[str, str], engine: str | None) -> None:
-        """Note where a conversation is, after all."""
-        del self._engine_of[conversation]
-        if engine is not None:
-            self._engine_of[conversation] = engine
 
     def forget(self, engine: str) -> None:
         """Drop what is known of an engine's cache, unless other engines use it as well."""
         cache = self._cache_of.pop(engine, engine)
         if cache not in self._cache_of.values():
             self.index.forget(cache)
-        for conversation in [one for one, where in self._engine_of.items() if where == engine]:
-            del self._engine_of[conversation]
+        self._engine_of.drop_values(engine)
 
     def answered(self, request: PromptRequest, prompt_tokens: int) -> None:
         """Take note of how many tokens a prompt has turned out to have."""
-        if request.tokens is None:
-            self.cutter.counted(len(request.text), prompt_tokens)
+        if request.tokens is None and not request.media:
+            self.cutter.counted(request.scope, len(request.text), prompt_tokens)
 
     def offers(self, request: PromptRequest, candidates: Sequence[Candidate]) -> list["EngineOffer"]:
         """Return what sending a request to each of the engines would mean."""
@@ -136,7 +129,7 @@ class Documents:
 
     def _home(self, request: PromptRequest, cut: Cut, offers: Sequence["EngineOffer"]) -> "EngineOffer | None":
         """Return the engine where a conversation is: that of its session, or the one that has most of the prompt."""
-        engine = self._engine_of.get((request.scope, request.session)) if request.session else None
+        engine = self._engine_of.get(request.scope, request.session) if request.session else None
         longest = max(offers, key=lambda offer: offer.beginning)
         if engine is None:
             return longest if longest.beginning > cut.tokens / 2 else None

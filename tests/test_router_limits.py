@@ -1,0 +1,118 @@
+"""What one client may take of the router: memory, time and files have limits, and nobody else waits for it."""
+
+import json
+import resource
+import socket
+import time
+from contextlib import contextmanager
+
+import pytest
+from router_house import SECONDS, house
+from service_fakes import eventually
+
+from lmc.errors import ConfigError
+from lmc.router import client, connections
+from lmc.router.connections import HEAD_BYTES, SPARE_FILES, allow_files
+
+ASK = "/v1/completions"
+HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
+
+
+@contextmanager
+def connected(built):
+    with socket.create_connection(("127.0.0.1", built.router.port), SECONDS) as one:
+        yield one
+
+
+def said(connection) -> bytes:
+    """All that comes until the connection is closed."""
+    parts = []
+    try:
+        while part := connection.recv(65536):
+            parts.append(part)
+    except ConnectionResetError:
+        pass
+    return b"".join(parts)
+
+
+def test_an_upload_that_stalls_ends(monkeypatch):
+    """A thousand clients that sent a head and a byte held all places of the router for ever."""
+    monkeypatch.setattr(client, "UPLOAD_SECONDS", 0.2)
+    with house(1, max_requests=1) as built, connected(built) as stalled:
+        stalled.sendall(HEAD + b"content-length: 100\r\n\r\n{")
+        eventually(lambda: built.router.application.proxy.answering == 1)
+        assert built.ask(ASK, {"model": "echo", "prompt": "x"})[0] == 429
+        assert stalled.recv(4096).startswith(b"HTTP/1.1 408")
+        eventually(lambda: built.ask(ASK, {"model": "echo", "prompt": "x"})[0] == 200)
+        assert len(built.echoes[0].seen) == 1
+
+
+def test_an_upload_that_goes_on_may_take_longer(monkeypatch):
+    monkeypatch.setattr(client, "UPLOAD_SECONDS", 0.3)
+    monkeypatch.setattr(client, "UPLOAD_RATE", 10)
+    body = b'{"model":"echo","prompt":"x"}'
+    with house(1) as built, connected(built) as slow:
+        slow.sendall(HEAD + b"content-length: %d\r\n\r\n" % len(body))
+        for part in (body[:10], body[10:20], body[20:]):
+            time.sleep(0.2)
+            slow.sendall(part)
+        assert slow.recv(4096).startswith(b"HTTP/1.1 200")
+
+
+def test_all_bodies_together_have_a_limit():
+    with house(1, max_held=1000) as built:
+        large = {"model": "echo", "prompt": "x" * 900, "echo": {"delay": 60}}
+        with connected(built) as waiting:
+            body = json.dumps(large).encode()
+            waiting.sendall(HEAD + b"content-length: %d\r\n\r\n" % len(body) + body)
+            eventually(lambda: built.numbers("engine_requests") == 1)
+            answer = built.send(ASK, {"model": "echo", "prompt": "x" * 500})
+            assert (answer.status, answer.headers["retry-after"]) == (503, "1")
+            assert built.ask(ASK, {"model": "echo", "prompt": "x"})[0] == 200, "a small one has room"
+        eventually(lambda: built.ask(ASK, {"model": "echo", "prompt": "x" * 900})[0] == 200)
+        eventually(lambda: built.router.application.proxy._room.taken == 0)
+
+
+@pytest.mark.parametrize("endless", [b"x-long: " + b"x" * 2 * HEAD_BYTES, b"a: b\r\n" * HEAD_BYTES])
+def test_a_head_without_an_end_is_refused(endless):
+    with house(1) as built, connected(built) as one:
+        try:
+            one.sendall(HEAD + endless)
+        except OSError:
+            return
+        answered = said(one)
+        assert not answered or answered.startswith(b"HTTP/1.1 431")
+        assert built.ask(ASK, {"model": "echo", "prompt": "x"})[0] == 200
+
+
+@pytest.mark.parametrize(
+    "begun", [b"", HEAD, HEAD + b"content-length: 29\r\n\r\n" + b'{"model":"echo","prompt":"x"}' + HEAD]
+)
+def test_a_head_that_does_not_come_ends_the_connection(begun, monkeypatch):
+    monkeypatch.setattr(connections, "HEAD_SECONDS", 0.3)
+    with house(1) as built, connected(built) as silent:
+        silent.sendall(begun)
+        silent.settimeout(4.0)
+        answered = said(silent)
+        assert answered.count(b"HTTP/1.1 200") == begun.count(b"content-length")
+
+
+def test_a_body_that_is_larger_than_a_head_may_be_is_none_of_its_bytes():
+    with house(1) as built:
+        for _ in range(2):
+            assert built.ask(ASK, {"model": "echo", "prompt": "x" * 4 * HEAD_BYTES})[0] == 200
+
+
+def test_the_limit_of_open_files_is_raised_or_the_router_says_what_to_do(monkeypatch):
+    limits = [(256, 4096)]
+    monkeypatch.setattr(resource, "getrlimit", lambda _: limits[-1])
+    monkeypatch.setattr(resource, "setrlimit", lambda _, given: limits.append(given))
+    allow_files(1000)
+    assert limits[-1] == (4096, 4096)
+    limits.append((10_000, resource.RLIM_INFINITY))
+    allow_files(1000)
+    assert len(limits) == 3, "it is enough"
+    limits.append((256, 1024))
+    with pytest.raises(ConfigError, match="take --max-requests 384"):
+        allow_files(1000)
+    allow_files((1024 - SPARE_FILES) // 2)
