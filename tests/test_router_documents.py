@@ -79,6 +79,24 @@ def test_documents_that_a_request_names_are_found_in_its_text():
     assert [round(4 * one.stop) for one in Cutter().cut(request).documents] == [10, 19]
 
 
+def test_an_engine_is_asked_for_the_tokens_of_the_documents_of_a_chat_too():
+    """vLLM's /tokenize knows no `documents`: the tokens of a chat had none, and nothing of it was found again."""
+    asked = {"model": "m", "messages": [], "documents": [{"text": "a"}], "chat_template_kwargs": {"x": 1}, "user": "u"}
+    found = read(msgspec.json.encode(asked), {}, "x-session-id", SEPARATOR).tokenize
+    assert found == {
+        "model": "m", "messages": [], "chat_template_kwargs": {"x": 1, "documents": [{"text": "a"}]},
+    }  # fmt: skip
+    del asked["documents"]
+    found = read(msgspec.json.encode(asked), {}, "x-session-id", SEPARATOR).tokenize
+    assert found["chat_template_kwargs"] == {"x": 1}
+
+
+def test_documents_that_a_request_names_are_kept_when_its_tokens_are_known():
+    cutter = Cutter(markers={"m": Markers(separators=((9, 9),))})
+    request = PromptRequest(text="read alpha and beta", model="m", tokens=[1] * 38, documents=("alpha", "beta"))
+    assert [(one.tokens, one.stop) for one in cutter.cut(request).documents] == [(10, 20), (8, 38)]
+
+
 def test_tokens_are_cut_as_an_engine_cuts_them_and_have_its_digest():
     tokens = [1, 9, 9, 5, 6, 7, 9, 9, 5, 9, 9, 4]
     cutter = Cutter(markers={"m": Markers(separators=((9, 9),))})

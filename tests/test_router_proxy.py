@@ -295,6 +295,29 @@ def test_an_explanation_shows_what_each_engine_would_do(two):
     assert [one["documents"] for name, one in by_engine.items() if name != where] == [0]
 
 
+@pytest.mark.parametrize(
+    "policy", ["prefix_hash_trie", "cache_aware", "block_hash", "approx_lru", "precise", "documents"]
+)
+def test_an_explanation_has_a_score_of_each_engine(policy):
+    with house(2, policy) as built:
+        ask = {"model": "echo", "prompt": "x" * 2000}
+        where = built.send(ASK, ask).headers["x-lmc-engine"]
+        scores = {one["engine"]: one["score"] for one in built.ask("/lmc/explain", ask)[1]["engines"]}
+        if policy == "precise":  # No engine has said anything.
+            assert set(scores.values()) == {0}
+        else:
+            assert scores.pop(where) > 0
+            assert set(scores.values()) == {0}
+
+
+def test_an_explanation_has_the_exact_tokens_if_requests_have():
+    ask = {"model": "echo", "prompt": "x" * 100}
+    for exact, tokens in ((True, 100), (False, 25)):
+        with house(1, exact_tokens=exact) as built:
+            assert built.ask("/lmc/explain", ask)[1]["prompt"] == {"tokens": tokens, "exact": exact}
+            assert len(built.echoes[0].seen) == exact
+
+
 def test_texts_are_learned_where_they_will_be_looked_for(two):
     status, found = two.ask(
         "/lmc/learn", {"texts": [f"text {'y' * 400}", f"other {'w' * 400}"], "cache_salt": "tenant"}

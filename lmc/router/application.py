@@ -25,9 +25,9 @@ from lmc.router.engines import Engine, EngineAddress, Engines, address
 from lmc.router.follow import Follower, follow_blocks
 from lmc.router.policies.documents import Documents
 from lmc.router.policies.precise import Precise
-from lmc.router.policy import Policy
+from lmc.router.policy import Policy, Scoring
 from lmc.router.proxy import Proxy
-from lmc.router.questions import json_object, read
+from lmc.router.questions import json_object
 from lmc.router.router_metrics import INDEXED, LAG, RouterMetrics
 from lmc.router.settings import RouterSettings
 from lmc.router.tasks import keep_up
@@ -183,20 +183,25 @@ class Router:
 
     async def _explained(self, asked: Asked) -> Response:
         """Say where a request would go, and what each engine would have to do for it."""
-        settings, headers = self.settings, dict(asked.headers)
-        request = read(await asked.body(), headers, settings.session_key, settings.special_string).request
+        question = await self.proxy.understood(await asked.body(), dict(asked.headers))
+        request = question.request
         candidates = self.engines.candidates(request.model)
         if not candidates:
             raise InputError(f"no engine can take a request for the model {request.model!r} now")
         choice = self.policy.choose(request, candidates)
         found = [{"engine": one.name, "requests": one.load, "backlog_tokens": round(one.backlog)} for one in candidates]
+        scores = self.policy.scores(request, candidates) if isinstance(self.policy, Scoring) else {}
+        for one in found:
+            one["score"] = scores.get(str(one["engine"]))
         if isinstance(self.policy, Documents):
             offers = {offer.candidate.name: offer for offer in self.policy.offers(request, candidates)}
             for one in found:
                 offer = offers[str(one["engine"])]
                 one["expected_tokens"], one["documents"] = round(offer.reused), offer.documents
                 one["cost_tokens"], one["seconds"] = round(offer.cost), round(offer.seconds, 4)
-        return JSONResponse({"engine": choice.engine, "why": choice.why, "engines": found})
+        exact = request.tokens is not None
+        prompt = {"tokens": len(request.tokens or ()) or round(question.tokens), "exact": exact}
+        return JSONResponse({"engine": choice.engine, "why": choice.why, "prompt": prompt, "engines": found})
 
     async def _learned(self, asked: Asked) -> Response:
         """Let engines learn texts, each the one that the policy chooses for it."""

@@ -229,7 +229,7 @@ def router(
     """Send each request to the engine that has its documents.
 
     The engines are vLLM servers. Clients use the router as they would use one of them. Every option can be written as a
-    variable LMC_ROUTER_OPTION, or in a YAML file. LMC_ADMIN_TOKEN is the token for /engines and /lmc/….
+    variable, such as LMC_ROUTER_PORT, or in a YAML file. LMC_ADMIN_TOKEN is the token for /engines and /lmc/….
     """
     known = [f"--{str(parameter.name).replace('_', '-')}" for parameter in context.command.params]
     others, policy = other_flags(context.args, known), policy_name(policy)

@@ -69,6 +69,8 @@ class Cutter:
             cut = request.tokens[:MOST_TOKENS]
             packed = array("I", cut).tobytes()
             tokens, documents = float(len(request.tokens)), self._by_tokens(request.model, cut, packed, seed)
+            if request.documents and request.text:  # No separators stand around those that a request names.
+                documents = self._by_text(request, seed, max(len(request.text), 1) / len(request.tokens))
             content, size, block_tokens = packed, 4 * BLOCK_TOKENS, float(BLOCK_TOKENS)
         else:
             tokens, documents = max(1.0, len(request.text) / rate), self._by_text(request, seed, rate)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,3 +72,11 @@ class Policy(Protocol):
 
     def forget(self, engine: str) -> None:
         """Drop what is known of an engine that has gone, or that has lost its cache."""
+
+
+@runtime_checkable
+class Scoring(Protocol):
+    """A policy that can say what it makes of each engine. In what unit, its class says."""
+
+    def scores(self, request: PromptRequest, candidates: Sequence[Candidate]) -> dict[str, float]:
+        """Return what speaks for each engine, beside its load; nothing is noted."""

@@ -116,12 +116,8 @@ class Proxy:
 
     async def _answer(self, client: Client, arrived: float) -> None:
         body = await client.body(self._settings.max_body, self._room)
-        if response := response_of(client.path):
-            question = about_a_response(response)
-        else:
-            question = read(body, client.headers, self._settings.session_key, self._settings.special_string)
-        if self._settings.exact_tokens and question.tokenize is not None:
-            question = await self._with_tokens(question, question.tokenize)
+        response = response_of(client.path)
+        question = about_a_response(response) if response else await self.understood(body, client.headers)
         work = asyncio.create_task(self._work(question, body, client, arrived))
         leaving = asyncio.create_task(client.leaves())
         try:
@@ -135,10 +131,16 @@ class Proxy:
         if not work.cancelled():
             work.result()
 
-    async def _with_tokens(self, question: Received, asked: Mapping[str, Any]) -> Received:
-        """Return a question with the tokens of its prompt, or as it was if no engine says them."""
+    async def understood(self, body: bytes, headers: Mapping[str, str]) -> Received:
+        """Return what a body asks, with the tokens of its prompt if they are wanted and an engine says them.
+
+        Raises `InputError` if it is no request.
+        """
+        question = read(body, headers, self._settings.session_key, self._settings.special_string)
+        if not self._settings.exact_tokens or question.tokenize is None:
+            return question
         try:
-            tokens = await self.tokenize(question.request.model, asked)
+            tokens = await self.tokenize(question.request.model, question.tokenize)
         except InputError as error:
             log.debug("lmc router: a prompt is cut by its text: %s", error)
             return question

@@ -162,7 +162,11 @@ def _tokenize(asked: Body) -> Body | None:
     fields = OF_CHATS if isinstance(asked.get("messages"), list) else OF_TEXTS
     if fields is OF_TEXTS and not isinstance(asked.get("prompt"), str):
         return None
-    return {name: asked[name] for name in fields if name in asked}
+    found = {name: asked[name] for name in fields if name in asked}
+    if fields is OF_CHATS and asked.get("documents"):  # vLLM's /tokenize has them among those of the template only.
+        given = asked.get("chat_template_kwargs")
+        found["chat_template_kwargs"] = {**(given if isinstance(given, dict) else {}), "documents": asked["documents"]}
+    return found
 
 
 def _tokens(asked: Body) -> list[int] | None:

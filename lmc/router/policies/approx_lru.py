@@ -86,6 +86,11 @@ class ApproximateLru:
         name = least_loaded(candidate for candidate in candidates if matched[candidate.name] == most).name
         return RoutingChoice(name, "largest share" if most else "no match", most * self._tokens)
 
+    def scores(self, request: PromptRequest, candidates: Sequence[Candidate]) -> dict[str, float]:
+        """Return the share of the prompt's blocks that each engine has."""
+        hashes = self.hashes(request)
+        return {one.name: self._index.leading(one.name, hashes) / max(len(hashes), 1) for one in candidates}
+
     def sent(self, request: PromptRequest, engine: str) -> TakeBack:
         """Note that an engine has seen a prompt."""
         return self._index.add(engine, self.hashes(request))

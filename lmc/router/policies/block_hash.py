@@ -66,6 +66,12 @@ class BlockHash:
         # Blocks are bytes, and a token has about as many bytes of UTF-8 as it has characters in most prompts.
         return RoutingChoice(name, "highest match", matched[name] * self._block / CHARACTERS_PER_TOKEN)
 
+    def scores(self, request: PromptRequest, candidates: Sequence[Candidate]) -> dict[str, float]:
+        """Return the percentage of the prompt's blocks that match of each engine."""
+        hashes = self.hashes(request)
+        matched = {one.name: self._blocks.leading(hashes, one.name) for one in candidates}
+        return {name: float(match_percent(count, len(hashes))) for name, count in matched.items()}
+
     def sent(self, request: PromptRequest, engine: str) -> TakeBack:
         """Note that an engine has seen a prompt."""
         return self._blocks.add(self.hashes(request), engine, self._clock())

@@ -112,6 +112,11 @@ class CacheAware:
         counts = self._tree.counts(request.scope)
         return RoutingChoice(min(by_name, key=lambda name: (counts.get(name, 0), name)), "smallest tree")
 
+    def scores(self, request: PromptRequest, candidates: Sequence[Candidate]) -> dict[str, float]:
+        """Return the share of the prompt's characters that match of each engine."""
+        lengths = {one.name: self._tree.match(request.text, request.scope, (one.name,)).length for one in candidates}
+        return {name: length / max(len(request.text), 1) for name, length in lengths.items()}
+
     def sent(self, request: PromptRequest, engine: str) -> TakeBack:
         """Note that an engine has seen a prompt, and evict when it is time."""
         take_back = self._tree.insert(request.text, engine, request.scope)

@@ -103,6 +103,10 @@ class Documents:
         if request.tokens is None and not request.media:
             self.cutter.counted(request.scope, len(request.text), prompt_tokens)
 
+    def scores(self, request: PromptRequest, candidates: Sequence[Candidate]) -> dict[str, float]:
+        """Return the tokens that each engine is expected to reuse."""
+        return {offer.candidate.name: round(offer.reused, 1) for offer in self.offers(request, candidates)}
+
     def offers(self, request: PromptRequest, candidates: Sequence[Candidate]) -> list["EngineOffer"]:
         """Return what sending a request to each of the engines would mean."""
         cut, mean = self._cut(request), (sum(one.load for one in candidates) + 1) / len(candidates)

@@ -45,8 +45,7 @@ class Precise:
 
     def choose(self, request: PromptRequest, candidates: Sequence[Candidate]) -> RoutingChoice:
         """Return the engine with the best run."""
-        chain, now = self._chain(request), self._clock()
-        runs = {candidate.name: self._run(candidate.name, chain, now) for candidate in candidates}
+        runs = self._runs(request, candidates)
         best = max(run.score for run in runs.values())
         name = least_loaded(candidate for candidate in candidates if runs[candidate.name].score == best).name
         return RoutingChoice(name, "longest run" if best else "no match", runs[name].tokens)
@@ -76,6 +75,14 @@ class Precise:
         self.index.forget(engine)
         for expected in [expected for expected in self._expected if expected[0] == engine]:
             del self._expected[expected]
+
+    def scores(self, request: PromptRequest, candidates: Sequence[Candidate]) -> dict[str, float]:
+        """Return the tokens of each engine's run, by the weights of their tiers."""
+        return {engine: run.score for engine, run in self._runs(request, candidates).items()}
+
+    def _runs(self, request: PromptRequest, candidates: Sequence[Candidate]) -> dict[str, Run]:
+        chain, now = self._chain(request), self._clock()
+        return {candidate.name: self._run(candidate.name, chain, now) for candidate in candidates}
 
     def _run(self, engine: str, chain: Callable[[int], Sequence[int]], now: float) -> Run:
         """Return what an engine has, or is expected to have, of a prompt."""

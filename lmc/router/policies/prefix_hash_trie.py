@@ -59,6 +59,11 @@ class PrefixHashTrie:
         expected = min(match.length, len(request.text)) / CHARACTERS_PER_TOKEN
         return RoutingChoice(name, "longest prefix" if match.length else "no match", expected)
 
+    def scores(self, request: PromptRequest, candidates: Sequence[Candidate]) -> dict[str, float]:
+        """Return the characters that match of each engine, in whole chunks."""
+        hashes = self._hashes(request)
+        return {one.name: float(self._nodes.leading(hashes, one.name) * self._chunk) for one in candidates}
+
     def sent(self, request: PromptRequest, engine: str) -> TakeBack:
         """Note that an engine has seen a prompt."""
         return self._nodes.add(self._hashes(request), engine)
