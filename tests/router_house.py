@@ -103,7 +103,8 @@ class House:
         """Return the sum of a metric over its labels."""
         text = self.send("/metrics").read().decode()
         self.connections.pop().close()
-        lines = [line for line in text.splitlines() if line.startswith((f"lmc_router_{name} ", f"lmc_router_{name}{{"))]
+        begins = tuple(f"lmc_router_{name}{end}" for end in " {") if "{" not in name else f"lmc_router_{name} "
+        lines = [line for line in text.splitlines() if line.startswith(begins)]
         return sum(float(line.rpartition(" ")[2]) for line in lines)
 
 

@@ -25,6 +25,7 @@ from lmc.router.event_stream import Batch, EventStream, Lost
 from lmc.router.follow import TOPIC, Follower, decoded
 from lmc.router.policies.documents import Documents
 from lmc.router.policy import Candidate, PromptRequest
+from lmc.router.questions import read
 
 
 class Publisher:
@@ -212,7 +213,8 @@ class AdminEndpoint:
     async def __call__(self, scope, receive, send):
         self.asked.append(scope["path"])
         routing = {
-            "special_string": " # # ", "separators": [[9, 9]], "special": [1], "answer": [], "ratio": 0.3, "cache": "",
+            "special_string": " <doc> ", "separators": [[9, 9]], "special": [1], "answer": [], "ratio": 0.3,
+            "cache": "",
             "capacity": {"host": 5000.0, "disk": 9000.0}, "chunk_size": 64, "document_events": self.events,
         }  # fmt: skip
         found = routing if scope["path"] == "/v1/routing" else {"documents": self.documents}
@@ -261,6 +263,7 @@ def test_the_index_follows_the_listing_and_the_events_of_an_engine(replays):
         with served(AdminEndpoint(f"tcp://*:{sender.port}{replay}")) as admin:
             admin.application.documents = [listed("d1", "host", "disk", "elsewhere")]
             asyncio.run(follow(admin, sender))
+    assert policy.cutter.special_string_of("m") == " <doc> "
     assert policy.cutter.markers["m"] == Markers(separators=((9, 9),), special=frozenset({1}))
     assert all(lag >= 0 for lag in lags)
 
@@ -276,7 +279,7 @@ def test_an_engine_is_asked_once_for_the_tokens_of_a_document():
         return [9, 9, *map(ord, asking["prompt"].removeprefix(" # #").removesuffix("# # ")), 9, 9]
 
     async def run():
-        known = DocumentTokens(tokenize, {"m": Markers(separators=((9, 9),))}, " # # ")
+        known = DocumentTokens(tokenize, {"m": Markers(separators=((9, 9),))}, lambda _: " # # ")
         running = asyncio.create_task(known.run())
         assert known.find("m", " ab ") is None
         assert known.find("other", " ab ") is None
@@ -301,7 +304,7 @@ def test_a_document_is_known_by_its_text_while_no_engine_answers(monkeypatch):
     async def run():
         policy = Documents()
         policy.cutter.markers["m"] = Markers(separators=((9, 9),))
-        known = DocumentTokens(tokenize, policy.cutter.markers, " # # ")
+        known = DocumentTokens(tokenize, policy.cutter.markers, policy.cutter.special_string_of)
         policy.cutter.find = known.find
         running = asyncio.create_task(known.run())
         request = PromptRequest(text="s # # text # # q", model="m")
@@ -320,3 +323,34 @@ def test_a_document_is_known_by_its_text_while_no_engine_answers(monkeypatch):
 
 def test_an_index_that_is_told_nothing_is_empty():
     assert DocumentIndex(10).told("x") == {}
+    assert not DocumentIndex(10).is_told("x")
+
+
+def test_engines_of_one_cache_are_believed_together():
+    """An engine that was lost took with it what the other engines of its cache server went on to say."""
+    index, one, other = DocumentIndex(1000), Told("", "d1"), Told("", "d2")
+    index.listed("shared", [(one, "CPU")], "a")
+    index.listed("shared", [(one, "CPU"), (other, "STORAGE")], "b")
+    assert index.told("shared") == {one: {"CPU"}, other: {"STORAGE"}}
+    index.untold("shared", "a")
+    assert index.told("shared") == {one: {"CPU"}, other: {"STORAGE"}}
+    index.moved("shared", one, "CPU", stored=False, source="a")
+    assert one in index.told("shared"), "nobody has listed for it"
+    index.moved("shared", one, "CPU", stored=False, source="b")
+    assert index.told("shared") == {other: {"STORAGE"}}
+    assert index.is_told("shared")
+    assert index.sizes("shared")["documents told"] == 1
+    index.untold("shared", "b")
+    assert not index.is_told("shared")
+
+
+def test_the_special_string_is_that_of_the_engines():
+    policy, learned = Documents(), {"m": " <doc> "}
+    policy.cutter.special_strings.update(learned)
+    body = msgspec.json.encode({"model": "m", "prompt": "s <doc> a <doc> b <doc> q # # x # # y"})
+    request = read(body, {}, "", " # # ", learned).request
+    assert len(policy.cutter.cut(request).documents) == 2
+    other = read(body.replace(b'"m"', b'"n"'), {}, "", " # # ", learned).request
+    assert len(policy.cutter.cut(other).documents) == 1
+    chat = {"model": "m", "messages": [], "documents": [{"text": "a"}]}
+    assert read(msgspec.json.encode(chat), {}, "", " # # ", learned).request.text == " <doc> a <doc> "

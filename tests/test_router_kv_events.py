@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
@@ -14,9 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from zmq.asyncio import Context
 
-from lmc.router.event_stream import EventStream
+from lmc.router.engines import Engine, address
+from lmc.router.event_stream import Batch, EventStream
+from lmc.router.follow import follow_blocks
 from lmc.router.kv_events import BlockEvents
 from lmc.router.kv_index import BlockIndex, CacheSource, Run, token_chain
+from lmc.router.policies.precise import Precise
+from lmc.router.policy import Candidate
 
 ENGINE = CacheSource("http://e1:8000")
 SIZE = 4
@@ -374,3 +379,70 @@ def test_a_replay_that_is_not_answered_holds_nothing_up() -> None:
             await until(lambda: sorted(index.blocks(ENGINE)) == [1])
 
     with_publisher(scenario)
+
+
+def test_requests_are_answered_while_many_batches_are_applied() -> None:
+    """A replay of ten thousand batches once held up everything else until it was through."""
+
+    class There:
+        async def batches(self) -> AsyncIterator[Batch]:
+            for number in range(200):
+                yield Batch(packed(1.0, stored([number], None, [number] * SIZE)))
+
+    async def run() -> int:
+        turns, index = 0, BlockIndex()
+        following = asyncio.create_task(BlockEvents(index, ENGINE).follow(There()))  # type: ignore[arg-type]
+        while not following.done():
+            await asyncio.sleep(0)
+            turns += 1
+        assert len(index) == index.count(ENGINE.engine) == 200
+        return turns
+
+    assert asyncio.run(run()) >= 200
+
+
+def test_the_age_of_each_batch_is_told() -> None:
+    ages: list[float] = []
+    BlockEvents(BlockIndex(), ENGINE, ages.append).take(packed(time.time() - 5.0, stored([1], None, [1] * SIZE)))
+    assert 5.0 <= ages[0] < 60.0
+
+
+def test_each_rank_of_an_engine_is_followed_at_its_own_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[tuple[str, str]] = []
+
+    class Quiet:
+        def __init__(self, address: str, replay: str, **_: Any) -> None:
+            made.append((address, replay))
+
+        async def batches(self) -> AsyncIterator[Batch]:
+            yield Batch(packed(1.0, stored([len(made)], None, [1] * SIZE)))
+            await asyncio.Event().wait()
+
+    async def run(policy: Precise) -> None:
+        one = address("http://e1:8000", kv_events="tcp://e1:5557+tcp://e1:6557")
+        engine = Engine(one, Candidate(one.url), one.models)
+        following = asyncio.create_task(follow_blocks(policy, lambda *_: None, engine))
+        while policy.index.count(one.url) < 2:
+            await asyncio.sleep(0)
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
+        assert policy.index.count(one.url) == 0, "nobody says any more what changes"
+
+    monkeypatch.setattr("lmc.router.follow.EventStream", Quiet)
+    asyncio.run(run(Precise(ranks=2)))
+    assert made == [("tcp://e1:5557", "tcp://e1:6557"), ("tcp://e1:5558", "tcp://e1:6558")]
+
+
+def test_streams_share_one_context_of_zeromq() -> None:
+    async def run() -> None:
+        before = len(asyncio.all_tasks())
+        streams = [EventStream(f"tcp://127.0.0.1:{port}").batches() for port in (1, 2)]
+        for stream in streams:
+            await anext(stream)
+        assert not Context.instance().closed
+        await streams[0].aclose()
+        assert not Context.instance().closed, "the others go on"
+        await streams[1].aclose()
+        assert len(asyncio.all_tasks()) == before
+
+    asyncio.run(run())

@@ -15,6 +15,7 @@ from service_fakes import eventually
 from lmc.errors import ConfigError
 from lmc.router import watch as watching
 from lmc.router.engines import FAILURES, FIRST_PAUSE, EngineBreaker, Engines, address, has_ended
+from lmc.router.kv_index import CacheSource
 from lmc.router.policies import make
 from lmc.router.proxy import KEPT_SECONDS
 from lmc.router.settings import RouterSettings
@@ -293,6 +294,26 @@ def test_an_idle_connection_is_closed_before_the_engine_does():
 
 
 # -- metrics ----------------------------------------------------------------------------------------------------------
+
+
+def test_metrics_say_what_the_index_has_of_each_engine_and_from_whom():
+    ask = {"model": "echo", "prompt": f"s # # {'x' * 4000} # # q"}
+    with house(1) as built:
+        built.ask("/v1/completions", ask)
+        url = built.engines[0].url
+        assert built.numbers(f'engine_index_entries{{engine="{url}",kind="documents sent"}}') == 1
+        assert built.numbers("engine_told") == 0
+        assert built.ask("/lmc/explain", ask)[1]["engines"][0]["known_by"] == "history"
+        call_soon = built.router.loop.call_soon_threadsafe
+        call_soon(built.router.application.policy.index.listed, built.engines[0].url, [], built.engines[0].url)
+        eventually(lambda: built.numbers("engine_told") == 1)
+        assert built.ask("/lmc/explain", ask)[1]["engines"][0]["known_by"] == "events"
+    with house(1, "precise") as built:
+        index = built.router.application.policy.index
+        index.stored(CacheSource(built.engines[0].url), [1], None, [1] * 4, 4)
+        index.stored(CacheSource(built.engines[0].url), [3], 2, [1] * 4, 4)
+        assert built.numbers("engine_index_entries") == built.numbers("index_entries") == 1
+        assert (built.numbers("index_unplaced"), built.numbers("index_unreadable")) == (1, 0)
 
 
 def test_the_metrics_of_an_engine_go_with_it():

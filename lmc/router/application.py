@@ -6,7 +6,7 @@ GET /health, /ready and /metrics are for everybody, /v1/models for all clients. 
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -28,7 +28,7 @@ from lmc.router.policies.precise import Precise
 from lmc.router.policy import Policy, Scoring
 from lmc.router.proxy import Proxy
 from lmc.router.questions import json_object
-from lmc.router.router_metrics import INDEXED, LAG, RouterMetrics
+from lmc.router.router_metrics import INDEXED, LAG, OF_ENGINE, TOLD, UNPLACED, UNREADABLE, RouterMetrics
 from lmc.router.settings import RouterSettings
 from lmc.router.tasks import keep_up
 from lmc.router.watch import Discovery, Follow, Watch
@@ -93,11 +93,11 @@ class Router:
         if isinstance(self.policy, Documents):
             follow = Follower(self.policy, session, self.settings.admin_token, self._lagged).follow
             cutter = self.policy.cutter
-            asked = DocumentTokens(self.proxy.tokenize, cutter.markers, cutter.special_string)
+            asked = DocumentTokens(self.proxy.tokenize, cutter.markers, cutter.special_string_of)
             cutter.find = asked.find
             self._tasks.append(keep_up(asked.run, "asking for the tokens of documents"))
         elif isinstance(self.policy, Precise):
-            follow = partial(follow_blocks, self.policy)
+            follow = partial(follow_blocks, self.policy, self._lagged)
         self._watch = Watch(self.settings, self.engines, self.policy, session, self._discovery, follow)
         self._tasks += await self._watch.open()
         self._ready = True
@@ -146,9 +146,25 @@ class Router:
         return JSONResponse({"engines": usable}, 200 if self._ready and usable else 503)
 
     async def _metrics(self, _: Asked) -> Response:
-        if isinstance(self.policy, Documents):
-            self.metrics.set(INDEXED, len(self.policy.index))
+        self._count_index()
         return Response(self.metrics.text(self.engines, time.monotonic()), media_type="text/plain; version=0.0.4")
+
+    def _count_index(self) -> None:
+        """Set the metrics of what is known of engines."""
+        for one in self.engines:
+            sizes: Mapping[str, int] = {}
+            if isinstance(self.policy, Documents):
+                sizes = self.policy.index.sizes(one.candidate.cache)
+                self.metrics.set(TOLD, self.policy.index.is_told(one.candidate.cache), one.url)
+            elif isinstance(self.policy, Precise):
+                sizes = {"blocks told": self.policy.index.count(one.url)}
+            for kind, count in sizes.items():
+                self.metrics.set(OF_ENGINE, count, one.url, kind)
+        if isinstance(self.policy, Documents | Precise):
+            self.metrics.set(INDEXED, len(self.policy.index))
+        if isinstance(self.policy, Precise):
+            self.metrics.set(UNPLACED, self.policy.index.unplaced)
+            self.metrics.set(UNREADABLE, self.policy.index.unreadable)
 
     async def _models(self, _: Asked) -> Response:
         models = [{"id": name, "object": "model", "created": 0, "owned_by": "lmc"} for name in self.engines.models()]
@@ -198,6 +214,7 @@ class Router:
             for one in found:
                 offer = offers[str(one["engine"])]
                 one["expected_tokens"], one["documents"] = round(offer.reused), offer.documents
+                one["known_by"] = "events" if self.policy.index.is_told(offer.candidate.cache) else "history"
                 one["cost_tokens"], one["seconds"] = round(offer.cost), round(offer.seconds, 4)
         exact = request.tokens is not None
         prompt = {"tokens": len(request.tokens or ()) or round(question.tokens), "exact": exact}
@@ -210,7 +227,7 @@ class Router:
         if not isinstance(texts, list) or set(map(type, texts)) - {str} or not isinstance(salt, str):
             raise InputError('give {"texts": ["…", …]}, and model and cache_salt if they matter')
         model = body.get("model") or next(iter(self.engines.models()), "")
-        separator, placed = self.settings.special_string, []
+        separator, placed = self.proxy.special_string_of(str(model)), []
         for text in texts:
             learn = {
                 "model": model, "max_tokens": 1, "prompt": separator.join(("", text.strip(), "")),

@@ -58,6 +58,7 @@ class Cutter:
 
     special_string: str = " # # "
     markers: dict[str, Markers] = field(default_factory=dict)  # by model
+    special_strings: dict[str, str] = field(default_factory=dict)  # by model, as engines have said them
     find: Find | None = None  # the digest and the number of tokens of a document that stands in a text
     # Letters of a token by model and tenant, as answers have shown them: no tenant's texts count for another one.
     rates: OrderedDict[str, float] = field(default_factory=OrderedDict)
@@ -83,6 +84,10 @@ class Cutter:
             block_tokens=block_tokens,
             tenant=tenant_of(request.salt.encode("utf-8", "replace").decode()),
         )
+
+    def special_string_of(self, model: str) -> str:
+        """Return the special string of a model's engines, or that of the settings while they have said none."""
+        return self.special_strings.get(model, self.special_string)
 
     def letters_a_token(self, scope: str) -> float:
         """Return how many letters a token of a model and a tenant has, about."""
@@ -119,7 +124,7 @@ class Cutter:
             named = request.documents[: min(MOST_DOCUMENTS, SEARCHED_LETTERS // (len(whole) + 1))]
             found = [(text, whole.find(text)) for text in named]
             return [(text, at + len(text)) for text, at in found if at >= 0]
-        bare, parts, at = self.special_string.strip(), [], 0
+        bare, parts, at = self.special_string_of(request.model).strip(), [], 0
         for piece in whole.split(bare, MOST_DOCUMENTS + 1):
             at += len(piece)
             parts.append((piece, at))

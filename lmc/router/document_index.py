@@ -60,26 +60,37 @@ class DocumentIndex:
         """
         return self._of(cache).note(cut, self._clock())
 
-    def moved(self, cache: str, told: Told, medium: str, *, stored: bool) -> None:
-        """Note that a document has come to a medium of a cache, or has left it."""
-        self._of(cache).moved(told, medium, self._clock(), stored=stored)
+    def moved(self, cache: str, told: Told, medium: str, *, stored: bool, source: str = "") -> None:
+        """Note that a document has come to a medium of a cache, or has left it, as the engine `source` says."""
+        self._of(cache).moved(told, medium, self._clock(), stored=stored, source=source)
 
-    def listed(self, cache: str, documents: Iterable[tuple[Told, str]]) -> None:
-        """Note that a cache has exactly these documents on these media."""
-        known = self._of(cache)
-        known.told = {}
+    def listed(self, cache: str, documents: Iterable[tuple[Told, str]], source: str = "") -> None:
+        """Note that a cache has exactly these documents on these media, as far as the engine `source` knows."""
+        listing = self._of(cache).told[source] = {}
         for told, medium in documents:
-            known.told.setdefault(told, set()).add(medium)
+            listing.setdefault(told, set()).add(medium)
 
-    def untold(self, cache: str) -> None:
-        """Forget what events have said about a cache, because some of them are lost."""
+    def untold(self, cache: str, source: str = "") -> None:
+        """Forget what events of an engine have said about a cache, because some of them are lost.
+
+        What other engines of the same cache say stays.
+        """
         if cache in self._caches:
-            self._caches[cache].told = None
+            self._caches[cache].told.pop(source, None)
 
     def told(self, cache: str) -> dict[Told, set[str]]:
         """Return the documents that events say are in a cache, and the media where they are."""
         known = self._caches.get(cache)
-        return (known.told or {}) if known else {}
+        return {told: known.media(told) for of in known.told.values() for told in of} if known else {}
+
+    def is_told(self, cache: str) -> bool:
+        """Return whether events say what is in a cache. Otherwise it is assumed from what was sent there."""
+        return cache in self._caches and bool(self._caches[cache].told)
+
+    def sizes(self, cache: str) -> dict[str, int]:
+        """Return how many things are known of a cache, by how they are known."""
+        known = self._caches.get(cache)
+        return known.sizes() if known else {}
 
     def forget(self, cache: str) -> None:
         """Drop all that is known of a cache."""
@@ -98,7 +109,7 @@ class _Cache:
     """What one cache has."""
 
     def __init__(self, tokens: float) -> None:
-        self.told: dict[Told, set[str]] | None = None  # media of documents; None without events
+        self.told: dict[str, dict[Told, set[str]]] = {}  # media of documents, by the engine that has said it
         self._left: dict[Told, float] = {}  # when documents left the cache, the last ones
         self._chunk_tokens = 1
         self._sent = FairLru[bytes, float](tokens)  # when documents came, by tenant
@@ -114,11 +125,10 @@ class _Cache:
         self._blocks.resize(tokens * PREFIX_SHARE)
 
     def weight(self, document: CutDocument, tenant: str, now: float) -> float:
-        if self.told is None or not document.digest:
+        if not self.told or not document.digest:
             return float(self._sent.get(tenant, document.key) is not None)
         told = Told(tenant, document.digest)
-        media = self.told.get(told)
-        if media:
+        if media := self.media(told):
             return max(WEIGHTS.get(medium, 0.0) for medium in media)
         return float(self._came(tenant, document.key) > max(now - LEARNING_SECONDS, self._left.get(told, 0.0)))
 
@@ -156,16 +166,25 @@ class _Cache:
         came = self._sent.get(tenant, key)
         return float("-inf") if came is None else came
 
-    def moved(self, told: Told, medium: str, now: float, *, stored: bool) -> None:
-        if self.told is None:
+    def media(self, told: Told) -> set[str]:
+        return set().union(*(of[told] for of in self.told.values() if told in of))
+
+    def moved(self, told: Told, medium: str, now: float, *, stored: bool, source: str) -> None:
+        if source not in self.told:
             return  # Without a listing, nobody knows what else is there.
-        media = self.told.setdefault(told, set())
+        listing = self.told[source]
+        media = listing.setdefault(told, set())
         (media.add if stored else media.discard)(medium)
         if not media:
-            del self.told[told]
+            del listing[told]
+        if not self.media(told):
             self._left[told] = now
             while len(self._left) > LEFT:
                 del self._left[next(iter(self._left))]
 
+    def sizes(self) -> dict[str, int]:
+        told = sum(map(len, self.told.values()))
+        return {"documents told": told, "documents sent": len(self._sent), "beginnings sent": len(self._blocks)}
+
     def __len__(self) -> int:
-        return len(self.told or ()) + len(self._sent) + len(self._blocks)
+        return sum(self.sizes().values())

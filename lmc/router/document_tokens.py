@@ -31,9 +31,11 @@ Tokenize = Callable[[str, Mapping[str, Any]], Awaitable[Sequence[int]]]
 class DocumentTokens:
     """Digests and numbers of tokens of documents. Used in one thread, that of the event loop."""
 
-    def __init__(self, tokenize: Tokenize, markers: dict[str, Markers], special_string: str) -> None:
-        """`markers` are those of models, as they become known."""
-        self._tokenize, self._markers, self._special_string = tokenize, markers, special_string
+    def __init__(
+        self, tokenize: Tokenize, markers: dict[str, Markers], special_string_of: Callable[[str], str]
+    ) -> None:
+        """`markers` and special strings are those of models, as they become known."""
+        self._tokenize, self._markers, self._special_string_of = tokenize, markers, special_string_of
         self._known: OrderedDict[bytes, tuple[str, int] | None] = OrderedDict()  # None: no document to the engines
         self._waiting: OrderedDict[bytes, tuple[str, str]] = OrderedDict()
         self._wake = asyncio.Event()
@@ -70,8 +72,9 @@ class DocumentTokens:
                 self._known.popitem(last=False)
 
     async def _look_up(self, model: str, text: str) -> tuple[str, int] | None:
-        bare = self._special_string.strip()  # The text has all white space that is between two of them in the prompt.
-        prompt = self._special_string.replace(bare, f"{bare}{text}{bare}")
+        special_string = self._special_string_of(model)
+        bare = special_string.strip()  # The text has all white space that is between two of them in the prompt.
+        prompt = special_string.replace(bare, f"{bare}{text}{bare}")
         tokens = await self._tokenize(model, {"model": model, "prompt": prompt, "add_special_tokens": False})
         documents = split(tokens, self._markers[model]).documents
         if len(documents) != 1:

@@ -3,6 +3,7 @@
 Lost batches are asked for again at the address that the engine offers for it. What cannot be had again is reported.
 """
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import ExitStack
@@ -56,7 +57,7 @@ class EventStream:
         Raises `ConfigError` if an address is none.
         """
         with ExitStack() as opened:
-            context = opened.enter_context(Context())
+            context = Context.instance()  # one for all engines: each has a thread of its own
             socket = opened.enter_context(_connected(context, SUB, self._address))
             socket.subscribe(self._topic)
             kept = await self._asked_again(context, 0)
@@ -129,6 +130,7 @@ class EventStream:
                 if number in (None, END) or (found and number != found[-1][0] + 1):
                     return found
                 found.append((number or 0, payload))
+                await asyncio.sleep(0)  # What is there already is received without a pause.
         return None
 
 

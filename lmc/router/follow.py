@@ -8,6 +8,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -20,7 +21,7 @@ from lmc.router.document_index import Told
 from lmc.router.engines import Engine
 from lmc.router.event_stream import Batch, EventStream, Lost
 from lmc.router.kv_events import BlockEvents
-from lmc.router.kv_index import CacheSource
+from lmc.router.kv_index import BlockIndex, CacheSource
 from lmc.router.policies.documents import Documents
 from lmc.router.policies.precise import Precise
 from lmc.storage.places import place_of
@@ -30,16 +31,15 @@ log = logging.getLogger(__name__)
 TOPIC = "lmc.documents"
 AGAIN_SECONDS = 5.0
 STORED, REMOVED = "DocumentStored", "DocumentRemoved"
+Lag = Callable[[str, float], None]  # is told an engine, and the age of a batch of its events in seconds
 ASKING = aiohttp.ClientTimeout(total=30.0)
 
 
 class Follower:
     """Tells the `documents` policy what engines say."""
 
-    def __init__(
-        self, policy: Documents, session: aiohttp.ClientSession, token: str, lag: Callable[[str, float], None]
-    ) -> None:
-        """`token` is that of the engines' administration; `lag` is told the age of each batch of events in seconds."""
+    def __init__(self, policy: Documents, session: aiohttp.ClientSession, token: str, lag: Lag) -> None:
+        """`token` is that of the engines' administration."""
         self._policy, self._session, self._lag = policy, session, lag
         self._headers = {"authorization": f"Bearer {token}"} if token else {}
 
@@ -54,13 +54,16 @@ class Follower:
                     "lmc router: %s does not say what %s has: %s", where, engine.url, error or type(error).__name__
                 )
             finally:
-                self._policy.index.untold(engine.candidate.cache)
+                self._policy.index.untold(engine.candidate.cache, engine.url)
             await asyncio.sleep(AGAIN_SECONDS)
 
     async def _follow(self, engine: Engine) -> None:
         facts = await self._ask(engine, "/v1/routing")
         candidate, index = engine.candidate, self._policy.index
-        candidate.cache = engine.address.cache or facts["cache"] or engine.url
+        cache = engine.address.cache or facts["cache"] or engine.url
+        if candidate.cache != cache:  # Nobody looks for it by the former name any more.
+            self._policy.forget(engine.url)
+            candidate.cache = cache
         candidate.ratio = float(facts["ratio"])
         index.resize(candidate.cache, max(facts["capacity"].values()), facts["chunk_size"])
         for model in engine.models if facts["separators"] else ():
@@ -69,9 +72,11 @@ class Follower:
                 special=frozenset(facts["special"]),
                 answer=tuple(facts["answer"]),
             )
-        if facts["special_string"] != self._policy.cutter.special_string:
-            ours, theirs = self._policy.cutter.special_string, facts["special_string"]
-            log.warning("lmc router: --special-string is %r, and %s has %r: set both alike", ours, engine.url, theirs)
+        cutter, theirs = self._policy.cutter, str(facts["special_string"])
+        for model in engine.models if theirs.strip() else ():
+            if theirs != cutter.special_string_of(model):
+                log.info("lmc router: prompts of %s are cut at %r, as %s does", model, theirs, engine.url)
+            cutter.special_strings[model] = theirs
         stream = _stream(facts["document_events"], engine.address.admin)
         if stream is None:
             log.info("lmc router: %s publishes no document events (LMC_DOCUMENT_EVENTS)", engine.url)
@@ -80,8 +85,8 @@ class Follower:
         log.info("lmc router: follows the documents of %s", engine.url)
         async for event in stream.batches():
             if isinstance(event, Lost):
-                index.untold(candidate.cache)
-                index.listed(candidate.cache, await self._listing(engine))
+                index.untold(candidate.cache, engine.url)
+                index.listed(candidate.cache, await self._listing(engine), engine.url)
             else:
                 self._take(engine, event)
 
@@ -101,7 +106,8 @@ class Follower:
             kind = event.get("type")
             if kind in (STORED, REMOVED):
                 told = Told(str(event["tenant"]), str(event["digest"]))
-                self._policy.index.moved(engine.candidate.cache, told, str(event["medium"]), stored=kind == STORED)
+                medium, stored = str(event["medium"]), kind == STORED
+                self._policy.index.moved(engine.candidate.cache, told, medium, stored=stored, source=engine.url)
 
     async def _ask(self, engine: Engine, path: str) -> Any:
         url = engine.address.admin + path
@@ -111,16 +117,33 @@ class Follower:
             return msgspec.json.decode(await answer.read())
 
 
-async def follow_blocks(policy: Precise, engine: Engine) -> None:
-    """Tell the policy `precise` what an engine says in its KV events, until cancelled."""
+async def follow_blocks(policy: Precise, lag: Lag, engine: Engine) -> None:
+    """Tell the policy `precise` what an engine says in its KV events, until cancelled.
+
+    An engine with data parallelism has a publisher for each of its ranks, at ports that follow each other.
+    """
     address, _, replay = engine.address.kv_events.partition("+")
     if not address:
         return
-    source = CacheSource(engine.url)
+    async with asyncio.TaskGroup() as ranks:
+        for rank in range(policy.ranks):
+            stream = EventStream(_port_of(address, rank), _port_of(replay, rank), from_start=True)
+            source = CacheSource(engine.url, rank)
+            ranks.create_task(_follow_rank(policy.index, source, stream, partial(lag, engine.url)))
+
+
+async def _follow_rank(
+    index: BlockIndex, source: CacheSource, stream: EventStream, lag: Callable[[float], None]
+) -> None:
     try:
-        await BlockEvents(policy.index, source).follow(EventStream(address, replay, from_start=True))
+        await BlockEvents(index, source, lag).follow(stream)
     finally:  # From now on, nobody says what changes.
-        policy.index.drop(source)
+        index.drop(source)
+
+
+def _port_of(address: str, rank: int) -> str:
+    host, _, port = address.rpartition(":")
+    return f"{host}:{int(port) + rank}" if rank else address
 
 
 def decoded(payload: bytes) -> tuple[float, Iterable[dict[str, Any]]]:

@@ -3,7 +3,10 @@
 When batches are lost for good, what was known of the engine is dropped.
 """
 
+import asyncio
 import logging
+import time
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import msgspec
@@ -52,8 +55,9 @@ class KVEventBatch(msgspec.Struct, array_like=True, gc=False):
 class BlockEvents:
     """The events of one cache, for the index."""
 
-    def __init__(self, index: BlockIndex, source: CacheSource) -> None:
-        self._index, self._source = index, source
+    def __init__(self, index: BlockIndex, source: CacheSource, lag: Callable[[float], None] | None = None) -> None:
+        """`lag` is told the age of each batch in seconds."""
+        self._index, self._source, self._lag = index, source, lag
         self._decoder = msgspec.msgpack.Decoder(KVEventBatch)
         self.unreadable = 0  # batches, for which what was known was dropped
 
@@ -64,16 +68,21 @@ class BlockEvents:
                 self._index.drop(self._source)
             else:
                 self.take(event.payload)
+            await asyncio.sleep(0)  # Many batches may be there at once, and requests have to be answered between them.
 
     def take(self, payload: bytes) -> None:
         """Apply a batch. If it cannot be read, what is known of the source is dropped."""
         try:
-            for event in self._decoder.decode(payload).events:
+            batch = self._decoder.decode(payload)
+            if self._lag is not None:
+                self._lag(max(0.0, time.time() - batch.ts))
+            for event in batch.events:
                 self._apply(event)
         except msgspec.MsgspecError as error:
             if not self.unreadable:
                 log.warning("lmc router: KV events of %s cannot be read: %s", self._source.engine, error)
             self.unreadable += 1
+            self._index.unreadable += 1
             self._index.drop(self._source)
 
     def _apply(self, event: BlockStored | BlockRemoved | AllBlocksCleared) -> None:

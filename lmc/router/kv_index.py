@@ -91,6 +91,7 @@ class BlockIndex:
         """
         self._weights, self._max_blocks = dict(weights), max_blocks
         self._sources: dict[CacheSource, _SourceBlocks] = {}
+        self.unreadable = 0  # batches of events
         self.unplaced = 0  # blocks that were announced behind one which the index does not know, and are not in it
 
     def drop(self, source: CacheSource) -> None:
@@ -157,6 +158,13 @@ class BlockIndex:
         """Return all blocks of a source, and where they are."""
         of = self._sources.get(source)
         return {name: set(held.media) for name, held in of.blocks.items()} if of else {}
+
+    def __len__(self) -> int:
+        return sum(len(of.blocks) for of in self._sources.values())
+
+    def count(self, engine: str) -> int:
+        """Return how many blocks are known of an engine."""
+        return sum(len(of.blocks) for source, of in self._sources.items() if source.engine == engine)
 
     def block_sizes(self, engine: str) -> set[int]:
         """Return the sizes of an engine's blocks, as far as events have said them."""

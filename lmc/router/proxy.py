@@ -25,6 +25,7 @@ from lmc.router.client import Client, Refusal, Room
 from lmc.router.engines import Engines
 from lmc.router.headers import REQUEST, sent_back, sent_on
 from lmc.router.paths import COMPUTING, RESPONSES, ResponseHomes, response_of
+from lmc.router.policies.documents import Documents
 from lmc.router.policy import Candidate, Policy, PromptRequest
 from lmc.router.questions import Received, about_a_response, read
 from lmc.router.router_metrics import RouterMetrics
@@ -62,6 +63,7 @@ class Proxy:
         self._metrics, self._clock = metrics, clock
         self.session: aiohttp.ClientSession | None = None  # the connections to engines, while they are open
         self.answering = 0  # requests
+        self._special_strings = policy.cutter.special_strings if isinstance(policy, Documents) else {}
         self._homes, self._room = ResponseHomes(), Room(settings.max_held)
 
     async def open(self) -> aiohttp.ClientSession:
@@ -131,12 +133,20 @@ class Proxy:
         if not work.cancelled():
             work.result()
 
+    def _read(self, body: bytes, headers: Mapping[str, str]) -> Received:
+        settings = self._settings
+        return read(body, headers, settings.session_key, settings.special_string, self._special_strings)
+
+    def special_string_of(self, model: str) -> str:
+        """Return the special string of a model's engines."""
+        return self._special_strings.get(model, self._settings.special_string)
+
     async def understood(self, body: bytes, headers: Mapping[str, str]) -> Received:
         """Return what a body asks, with the tokens of its prompt if they are wanted and an engine says them.
 
         Raises `InputError` if it is no request.
         """
-        question = read(body, headers, self._settings.session_key, self._settings.special_string)
+        question = self._read(body, headers)
         if not self._settings.exact_tokens or question.tokenize is None:
             return question
         try:
@@ -174,7 +184,7 @@ class Proxy:
     async def ask(self, target: str, body: bytes) -> tuple[str, Mapping[str, Any]]:
         """Ask an engine a question of the router's own, and return which one it was and its answer; raise `Refusal`."""
         headers = CIMultiDict({"content-type": "application/json", **self._settings.login})
-        question = read(body, {}, self._settings.session_key, self._settings.special_string)
+        question = self._read(body, {})
         with self._visit(question, set()) as visit:
             try:
                 opened = await visit.open(self._connections, target, body, headers)

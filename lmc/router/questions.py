@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import msgspec
@@ -53,8 +54,16 @@ def json_object(body: bytes) -> dict[str, Any]:
     return found
 
 
-def read(body: bytes, headers: Mapping[str, str], session_key: str, special_string: str) -> Received:
+def read(
+    body: bytes,
+    headers: Mapping[str, str],
+    session_key: str,
+    special_string: str,
+    special_strings: Mapping[str, str] = MappingProxyType({}),
+) -> Received:
     """Return what a body asks; raise `InputError` if it is no JSON object, or no request.
+
+    `special_strings` are those of models, where they have one of their own.
 
     The session is the value of the header `session_key`, or the field `user`. A form, which carries a sound or a file,
     goes by its model and its load.
@@ -68,7 +77,7 @@ def read(body: bytes, headers: Mapping[str, str], session_key: str, special_stri
     session = headers.get(session_key.lower(), "") or asked.get("user") or ""
     before = asked.get("previous_response_id") or ""
     tokens = _tokens(asked)
-    text = "" if tokens is not None else prompt_text(asked, special_string)
+    text = "" if tokens is not None else prompt_text(asked, special_strings.get(model, special_string))
     request = PromptRequest(
         text=text,
         media=MEDIA in text,

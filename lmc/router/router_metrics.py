@@ -29,10 +29,16 @@ LOAD = Name("router_engine_requests", "requests that an engine is answering", EN
 USABLE = Name("router_engine_usable", "1, or 0 if an engine gets no requests", ENGINE, gauge=True)
 BREAKERS = Name("router_engine_breaker", "0 closed, 1 half-open, 2 open", ENGINE, gauge=True)
 INDEXED = Name("router_index_entries", "documents and beginnings of prompts in the index", gauge=True)
+OF_ENGINE = Name(
+    "router_engine_index_entries", "what the index has of an engine's cache, by kind", ("engine", "kind"), gauge=True
+)
+TOLD = Name("router_engine_told", "1 if events say what is in an engine's cache, or 0", ENGINE, gauge=True)
+UNPLACED = Name("router_index_unplaced", "blocks that were announced behind unknown ones, so far", gauge=True)
+UNREADABLE = Name("router_index_unreadable", "batches of events that could not be read, so far", gauge=True)
 LAG = Name("router_event_lag_seconds", "age of an engine's last batch of events when it came", ENGINE, gauge=True)
 OF_ROUTERS = (
     REQUESTS, ANSWERS, EXPECTED, REPORTED, PROMPTS, RETRIES, BROKEN, LEFT, REFUSED, DECISION, OVERHEAD, FIRST_BYTE,
-    LOAD, USABLE, BREAKERS, INDEXED, LAG,
+    LOAD, USABLE, BREAKERS, INDEXED, OF_ENGINE, TOLD, UNPLACED, UNREADABLE, LAG,
 )  # fmt: skip
 
 

@@ -30,14 +30,18 @@ class Precise:
         index: BlockIndex | None = None,
         expected_secs: float = 2.0,
         max_expected: int = 1 << 18,
+        ranks: int = 1,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`tokenize` returns the tokens that the engines make of a text, for requests whose tokens are not known.
 
-        For `expected_secs`, an engine is believed to have what it was sent, of `max_expected` blocks at most.
+        For `expected_secs`, an engine is believed to have what it was sent, of `max_expected` blocks at most. Each
+        engine has so many data-parallel `ranks`, with publishers at ports that follow each other, as in vLLM.
         """
         check(expected_secs >= 0, "expected_secs", expected_secs, "0 or more")
         check_count("max_expected", max_expected)
+        check_count("ranks", ranks)
+        self.ranks = ranks
         self.index = BlockIndex() if index is None else index
         self._tokenize, self._seconds, self._max_expected, self._clock = tokenize, expected_secs, max_expected, clock
         self._expected: OrderedDict[tuple[str, int], float] = OrderedDict()  # until when, in the order of time
