@@ -15,6 +15,7 @@ from lmc.keys import tenant_of
 from lmc.router.cut import BLOCK_LETTERS, LEAST_RATE, MOST_DOCUMENTS, MOST_LETTERS, ROLE, SCOPES, Cutter
 from lmc.router.document_index import LEARNING_SECONDS, DocumentIndex, Told
 from lmc.router.fair_lru import FairLru
+from lmc.router.kv_index import CacheSource
 from lmc.router.policies.documents import STAY, Documents
 from lmc.router.policy import Candidate, PromptRequest
 from lmc.router.questions import prompt_text, read
@@ -336,6 +337,29 @@ def test_who_has_most_gives_room_to_others(room, schedule):
 
 
 # -- choices ----------------------------------------------------------------------------------------------------------
+
+
+def test_kv_events_say_which_beginnings_an_engine_has():
+    policy, (a, b), now = Documents(), engines(), [0.0]
+    policy.index = DocumentIndex(1e6, clock=lambda: now[0])
+    request = PromptRequest(text="x" * 4096, model="m", salt="t", tokens=[7] * 1024)
+    policy.choose(request, [a, b])
+    policy.sent(request, a.name)
+    for name, blocks in ((a.name, 2), (b.name, 32)):
+        tokens = request.tokens[: 16 * blocks]
+        policy.blocks.stored(
+            CacheSource(name), range(blocks), None, tokens, 16, extra_keys=[["t"]] + [None] * (blocks - 1)
+        )
+    assert policy.scores(request, [a, b]) == {a.name: 1023, b.name: 512}, "it was sent a moment ago"
+    now[0] += LEARNING_SECONDS + 1
+    assert policy.scores(request, [a, b]) == {a.name: 32, b.name: 512}
+    assert policy.choose(request, [a, b]).engine == b.name
+    other = PromptRequest(text="x" * 4096, model="m", salt="other", tokens=request.tokens)
+    assert set(policy.scores(other, [a, b]).values()) == {0}
+    unknown = PromptRequest(text="y" * 4096, model="m", salt="t")
+    assert set(policy.scores(unknown, [a, b]).values()) == {0}, "its tokens are not known"
+    policy.forget(b.name)
+    assert policy.blocks.count(b.name) == 0
 
 
 def test_a_request_goes_where_most_of_its_documents_are():

@@ -14,12 +14,14 @@ from service_fakes import eventually
 
 from lmc.errors import ConfigError
 from lmc.router import watch as watching
-from lmc.router.engines import FAILURES, FIRST_PAUSE, EngineBreaker, Engines, address, has_ended
+from lmc.router.engines import FAILURES, FIRST_PAUSE, Engine, EngineBreaker, Engines, address, has_ended
 from lmc.router.kv_index import CacheSource
 from lmc.router.policies import make
+from lmc.router.policy import Candidate, RoutingChoice
 from lmc.router.proxy import KEPT_SECONDS
 from lmc.router.settings import RouterSettings
 from lmc.router.tasks import keep_up
+from lmc.router.visit import EngineFailed, Visit
 from lmc.router.watch import Watch
 
 
@@ -278,6 +280,19 @@ def test_an_engine_is_not_taken_to_have_what_it_has_refused():
         found = {one["engine"]: one["documents"] for one in built.ask("/lmc/explain", ask)[1]["engines"]}
         assert found.pop(where) == 0
         assert list(found.values()) == [1]
+
+
+@pytest.mark.parametrize(("answered", "silent", "taken"), [(False, False, 1), (True, False, 0), (False, True, 0)])
+def test_what_was_noted_is_taken_back_however_long_the_failure_took(answered, silent, taken):
+    """An engine that said 503 after the time that its prompt should have taken was taken to have the prompt."""
+    engine = Engine(address("http://a"), Candidate("http://a", load=1), frozenset())
+    back = []
+    choice = RoutingChoice(engine.url, "least loaded")
+    visit = Visit(engine, choice, 1.0, 0.0, alone=True, trial=False, take_back=lambda: back.append(0))
+    visit.begun()
+    visit.answered = answered
+    visit.failed(1.0, EngineFailed(engine, aiohttp.SocketTimeoutError() if silent else "503"))
+    assert len(back) == taken
 
 
 def test_a_router_without_engines_says_so():

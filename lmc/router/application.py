@@ -97,7 +97,7 @@ class Router:
             cutter.find = asked.find
             self._tasks.append(keep_up(asked.run, "asking for the tokens of documents"))
         elif isinstance(self.policy, Precise):
-            follow = partial(follow_blocks, self.policy, self._lagged)
+            follow = partial(follow_blocks, self.policy.index, self.policy.ranks, self._lagged)
         self._watch = Watch(self.settings, self.engines, self.policy, session, self._discovery, follow)
         self._tasks += await self._watch.open()
         self._ready = True
@@ -154,7 +154,8 @@ class Router:
         for one in self.engines:
             sizes: Mapping[str, int] = {}
             if isinstance(self.policy, Documents):
-                sizes = self.policy.index.sizes(one.candidate.cache)
+                told = self.policy.blocks.count(one.url)
+                sizes = {**self.policy.index.sizes(one.candidate.cache), "blocks told": told}
                 self.metrics.set(TOLD, self.policy.index.is_told(one.candidate.cache), one.url)
             elif isinstance(self.policy, Precise):
                 sizes = {"blocks told": self.policy.index.count(one.url)}

@@ -66,12 +66,14 @@ class Cutter:
     def cut(self, request: PromptRequest) -> Cut:
         """Return the parts of a request's prompt."""
         seed, rate = xxhash.xxh3_64_intdigest(encoded(request.scope)), self.letters_a_token(request.scope)
+        if request.tokens and request.text:
+            rate = len(request.text) / len(request.tokens)
         if request.tokens is not None and (request.model in self.markers or not request.text):
             cut = request.tokens[:MOST_TOKENS]
             packed = array("I", cut).tobytes()
             tokens, documents = float(len(request.tokens)), self._by_tokens(request.model, cut, packed, seed)
             if request.documents and request.text:  # No separators stand around those that a request names.
-                documents = self._by_text(request, seed, max(len(request.text), 1) / len(request.tokens))
+                documents = self._by_text(request, seed, rate)
             content, size, block_tokens = packed, 4 * BLOCK_TOKENS, float(BLOCK_TOKENS)
         else:
             tokens, documents = max(1.0, len(request.text) / rate), self._by_text(request, seed, rate)

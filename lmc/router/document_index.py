@@ -43,10 +43,10 @@ class DocumentIndex:
         known = self._caches.get(cache)
         return known.weight(document, tenant, self._clock()) if known else 0.0
 
-    def prefix(self, cache: str, cut: Cut) -> float:
-        """Return how many tokens of a prompt's beginning a cache has."""
+    def prefix(self, cache: str, cut: Cut, within: float = float("inf")) -> float:
+        """Return how many tokens of a prompt's beginning were sent to a cache, within so many seconds."""
         known = self._caches.get(cache)
-        return known.prefix(cut) * cut.block_tokens if known else 0.0
+        return known.prefix(cut, self._clock() - within) * cut.block_tokens if known else 0.0
 
     def room(self, cache: str) -> float:
         """Return how many tokens of documents a cache can take before others have to go."""
@@ -113,7 +113,7 @@ class _Cache:
         self._left: dict[Told, float] = {}  # when documents left the cache, the last ones
         self._chunk_tokens = 1
         self._sent = FairLru[bytes, float](tokens)  # when documents came, by tenant
-        self._blocks = FairLru[int, bool](tokens * PREFIX_SHARE)
+        self._blocks = FairLru[int, float](tokens * PREFIX_SHARE)
 
     @property
     def room(self) -> float:
@@ -132,23 +132,24 @@ class _Cache:
             return max(WEIGHTS.get(medium, 0.0) for medium in media)
         return float(self._came(tenant, document.key) > max(now - LEARNING_SECONDS, self._left.get(told, 0.0)))
 
-    def prefix(self, cut: Cut) -> int:
+    def prefix(self, cut: Cut, since: float) -> int:
         for at, block in enumerate(cut.blocks):
-            if not self._has_block(cut, block):
+            used = self._blocks.get(cut.tenant, block)
+            if used is None or used < since:
                 return at
         return len(cut.blocks)
 
     def note(self, cut: Cut, now: float) -> TakeBack:
         tenant = cut.tenant
         new = [document.key for document in cut.documents if self._sent.get(tenant, document.key) is None]
-        beginnings = [block for block in cut.blocks if not self._has_block(cut, block)]
+        beginnings = [block for block in cut.blocks if self._blocks.get(tenant, block) is None]
         for document in cut.documents:
             came = self._came(tenant, document.key)
             again = came <= self._left.get(Told(tenant, document.digest), float("-inf"))
             room = ceil(document.tokens / self._chunk_tokens) * self._chunk_tokens
             self._sent.put(tenant, document.key, room, now if again else came)
         for block in reversed(cut.blocks):  # The end of a prompt is forgotten first.
-            self._blocks.put(tenant, block, cut.block_tokens, True)
+            self._blocks.put(tenant, block, cut.block_tokens, now)
 
         def take_back() -> None:
             for key in new:
@@ -157,9 +158,6 @@ class _Cache:
                 self._blocks.drop(tenant, block)
 
         return take_back
-
-    def _has_block(self, cut: Cut, block: int) -> bool:
-        return self._blocks.get(cut.tenant, block) is not None
 
     def _came(self, tenant: str, key: bytes) -> float:
         """Return when a document came; the beginning of time if it has not."""

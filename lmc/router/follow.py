@@ -23,7 +23,6 @@ from lmc.router.event_stream import Batch, EventStream, Lost
 from lmc.router.kv_events import BlockEvents
 from lmc.router.kv_index import BlockIndex, CacheSource
 from lmc.router.policies.documents import Documents
-from lmc.router.policies.precise import Precise
 from lmc.storage.places import place_of
 
 log = logging.getLogger(__name__)
@@ -45,6 +44,12 @@ class Follower:
 
     async def follow(self, engine: Engine) -> None:
         """Follow an engine until cancelled."""
+        policy = self._policy
+        async with asyncio.TaskGroup() as following:
+            following.create_task(self._follow_documents(engine))
+            following.create_task(follow_blocks(policy.blocks, policy.ranks, self._lag, engine))
+
+    async def _follow_documents(self, engine: Engine) -> None:
         while engine.address.admin:
             try:
                 await self._follow(engine)
@@ -117,19 +122,19 @@ class Follower:
             return msgspec.json.decode(await answer.read())
 
 
-async def follow_blocks(policy: Precise, lag: Lag, engine: Engine) -> None:
-    """Tell the policy `precise` what an engine says in its KV events, until cancelled.
+async def follow_blocks(index: BlockIndex, ranks: int, lag: Lag, engine: Engine) -> None:
+    """Tell an index what an engine says in its KV events, until cancelled.
 
     An engine with data parallelism has a publisher for each of its ranks, at ports that follow each other.
     """
     address, _, replay = engine.address.kv_events.partition("+")
     if not address:
         return
-    async with asyncio.TaskGroup() as ranks:
-        for rank in range(policy.ranks):
+    async with asyncio.TaskGroup() as following:
+        for rank in range(ranks):
             stream = EventStream(_port_of(address, rank), _port_of(replay, rank), from_start=True)
             source = CacheSource(engine.url, rank)
-            ranks.create_task(_follow_rank(policy.index, source, stream, partial(lag, engine.url)))
+            following.create_task(_follow_rank(index, source, stream, partial(lag, engine.url)))
 
 
 async def _follow_rank(

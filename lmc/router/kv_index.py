@@ -7,6 +7,7 @@ prompt, so that it depends neither on an engine's kind of hashes nor on their se
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -57,6 +58,11 @@ def token_chain(tokens: Sequence[int], block_size: int, salt: str = "", adapter:
     return hashes
 
 
+def chains(tokens: Sequence[int], salt: str, adapter: str) -> Callable[[int], list[int]]:
+    """Return what returns a prompt's `token_chain` for a size of blocks, which is made once for each."""
+    return cache(lambda size: token_chain(tokens, size, salt, adapter))
+
+
 class _Held:
     """A block of one source."""
 
@@ -90,18 +96,20 @@ class BlockIndex:
         blocks which it has dropped; then the ones that it stored first are dropped here.
         """
         self._weights, self._max_blocks = dict(weights), max_blocks
-        self._sources: dict[CacheSource, _SourceBlocks] = {}
+        self._engines: dict[str, dict[int, _SourceBlocks]] = {}  # by engine and rank
         self.unreadable = 0  # batches of events
         self.unplaced = 0  # blocks that were announced behind one which the index does not know, and are not in it
 
     def drop(self, source: CacheSource) -> None:
         """Drop all that is known of a source."""
-        self._sources.pop(source, None)
+        ranks = self._engines.get(source.engine, {})
+        ranks.pop(source.rank, None)
+        if not ranks:
+            self._engines.pop(source.engine, None)
 
     def forget(self, engine: str) -> None:
         """Drop all sources of an engine."""
-        for source in [source for source in self._sources if source.engine == engine]:
-            self.drop(source)
+        self._engines.pop(engine, None)
 
     def stored(
         self,
@@ -156,35 +164,30 @@ class BlockIndex:
 
     def blocks(self, source: CacheSource) -> dict[BlockName, set[Medium]]:
         """Return all blocks of a source, and where they are."""
-        of = self._sources.get(source)
+        of = self._ranks(source.engine).get(source.rank)
         return {name: set(held.media) for name, held in of.blocks.items()} if of else {}
 
     def __len__(self) -> int:
-        return sum(len(of.blocks) for of in self._sources.values())
+        return sum(map(self.count, self._engines))
 
     def count(self, engine: str) -> int:
         """Return how many blocks are known of an engine."""
-        return sum(len(of.blocks) for source, of in self._sources.items() if source.engine == engine)
+        return sum(len(of.blocks) for of in self._ranks(engine).values())
 
     def block_sizes(self, engine: str) -> set[int]:
         """Return the sizes of an engine's blocks, as far as events have said them."""
-        return set().union(*(of.sizes for source, of in self._sources.items() if source.engine == engine))
+        return set().union(*(of.sizes for of in self._ranks(engine).values()))
 
     def is_adapter(self, model: str) -> bool:
         """Return whether events have named a LoRA adapter so."""
-        return any(model in of.adapters for of in self._sources.values())
+        return any(model in of.adapters for ranks in self._engines.values() for of in ranks.values())
 
     def longest(self, engine: str, chain: Callable[[int], Sequence[int]]) -> Run:
         """Return what an engine has of a prompt; `chain` returns the prompt's `token_chain` for a size of blocks.
 
         Of several data-parallel ranks, the one that has most counts.
         """
-        runs = [
-            self._run(of, size, chain(size))
-            for source, of in self._sources.items()
-            if source.engine == engine
-            for size in of.sizes
-        ]
+        runs = [self._run(of, size, chain(size)) for of in self._ranks(engine).values() for size in of.sizes]
         return max(runs, default=Run())
 
     def _run(self, of: _SourceBlocks, size: int, hashes: Sequence[int]) -> Run:
@@ -197,7 +200,11 @@ class BlockIndex:
         return Run(score, blocks * size)
 
     def _of(self, source: CacheSource) -> _SourceBlocks:
-        return self._sources.get(source) or self._sources.setdefault(source, _SourceBlocks())
+        ranks = self._engines.setdefault(source.engine, {})
+        return ranks.get(source.rank) or ranks.setdefault(source.rank, _SourceBlocks())
+
+    def _ranks(self, engine: str) -> Mapping[int, _SourceBlocks]:
+        return self._engines.get(engine, {})
 
     def _weigh(self, of: _SourceBlocks, chained: int) -> None:
         """Note the weight of the best copy of some tokens."""

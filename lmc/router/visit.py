@@ -45,6 +45,7 @@ class Visit:
     alone: bool  # whether nothing else waited there
     trial: bool  # whether it finds out if the engine is up again
     take_back: Callable[[], None] | None  # what the policy has noted
+    answered: bool = False  # whether its answer has begun
     waiting: bool = True  # whether the cost is in the engine's backlog
 
     async def open(
@@ -60,6 +61,7 @@ class Visit:
                     raise EngineFailed(self.engine, f"{answer.status} {answer.reason}")
                 first = await answer.content.readany()
             unless_it_begins.pop_all()
+        self.answered = True
         return Opened(answer, first)
 
     @asynccontextmanager
@@ -86,7 +88,7 @@ class Visit:
         """Note that the engine has failed."""
         self.engine.breaker.failed(now, trial=self.trial)
         self.engine.gone |= error.ended
-        if self.waiting and self.take_back and not error.silent:
+        if self.take_back and not self.answered and not error.silent:
             self.take_back()
 
     def ended(self) -> None:

@@ -12,14 +12,15 @@ Documents that no engine has go to the one that the heaviest of them hashes to, 
 several routers agree.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import xxhash
 
 from lmc.router.cut import Cut, Cutter
-from lmc.router.document_index import DocumentIndex
+from lmc.router.document_index import LEARNING_SECONDS, DocumentIndex
 from lmc.router.fair_lru import FairLru
+from lmc.router.kv_index import BlockIndex, chains
 from lmc.router.policies.options import check, check_count
 from lmc.router.policy import Candidate, PromptRequest, RoutingChoice, TakeBack
 
@@ -43,10 +44,11 @@ class Documents:
         displacement: float = DISPLACEMENT,
         stay: float = STAY,
         conversations: int = CONVERSATIONS,
+        ranks: int = 1,
     ) -> None:
         """`cache_tokens` fit into an engine's cache, unless it says otherwise, and `conversations` are remembered.
 
-        `ratio` takes the place of what engines say.
+        `ratio` takes the place of what engines say. `ranks` is how many publishers of KV events each engine has.
         """
         check(cache_tokens > 0, "cache_tokens", cache_tokens, "above 0")
         check(ratio is None or 0 <= ratio <= 1, "ratio", ratio, "from 0 to 1")
@@ -54,12 +56,16 @@ class Documents:
         check(displacement >= 0, "displacement", displacement, "0 or more")
         check(stay >= 1, "stay", stay, "1 or more")
         check_count("conversations", conversations)
+        check_count("ranks", ranks)
+        self.blocks, self.ranks = BlockIndex(), ranks  # what KV events say of the beginnings of prompts
         self.cutter, self.index = Cutter(special_string), DocumentIndex(cache_tokens)
         self._ratio, self._surcharge, self._displacement = ratio, surcharge, displacement
         self._stay = stay
         self._engine_of = FairLru[str, str](conversations)  # by scope and session
         self._cache_of: dict[str, str] = {}  # by engine
-        self._last: tuple[PromptRequest, Cut] | None = None  # A request is chosen for, and then sent.
+        self._last: tuple[PromptRequest, Cut, Callable[[int], list[int]]] | None = (
+            None  # A request is chosen for, and then sent.
+        )
 
     def choose(self, request: PromptRequest, candidates: Sequence[Candidate]) -> RoutingChoice:
         """Return the engine with the least expected time to first token, and what it is expected to reuse."""
@@ -94,6 +100,7 @@ class Documents:
     def forget(self, engine: str) -> None:
         """Drop what is known of an engine's cache, unless other engines use it as well."""
         cache = self._cache_of.pop(engine, engine)
+        self.blocks.forget(engine)
         if cache not in self._cache_of.values():
             self.index.forget(cache)
         self._engine_of.drop_values(engine)
@@ -110,12 +117,23 @@ class Documents:
     def offers(self, request: PromptRequest, candidates: Sequence[Candidate]) -> list["EngineOffer"]:
         """Return what sending a request to each of the engines would mean."""
         cut, mean = self._cut(request), (sum(one.load for one in candidates) + 1) / len(candidates)
-        return [self._offer(cut, one, mean) for one in candidates]
+        return [self._offer(request, cut, one, mean) for one in candidates]
 
-    def _offer(self, cut: Cut, candidate: Candidate, mean_load: float) -> "EngineOffer":
+    def _beginning(self, request: PromptRequest, cut: Cut, candidate: Candidate) -> float:
+        """Return how many tokens of a prompt's beginning an engine has: as KV events say, if there are any.
+
+        They need the tokens of the prompt. What was sent a moment ago they cannot have said yet.
+        """
+        if request.tokens is None or not self.blocks.block_sizes(candidate.name):
+            return self.index.prefix(candidate.cache, cut)
+        assert self._last is not None
+        told = self.blocks.longest(candidate.name, self._last[2]).tokens
+        return max(told, self.index.prefix(candidate.cache, cut, LEARNING_SECONDS))
+
+    def _offer(self, request: PromptRequest, cut: Cut, candidate: Candidate, mean_load: float) -> "EngineOffer":
         self._cache_of[candidate.name] = candidate.cache
         ratio = candidate.ratio if self._ratio is None else self._ratio
-        beginning = reused = min(self.index.prefix(candidate.cache, cut), cut.tokens - 1)
+        beginning = reused = min(self._beginning(request, cut, candidate), cut.tokens - 1)
         saved, documents, new = reused, 0, 0.0
         for document in cut.documents:
             behind = min(document.tokens, document.stop - beginning)  # tokens that are not in the beginning
@@ -141,7 +159,8 @@ class Documents:
 
     def _cut(self, request: PromptRequest) -> Cut:
         if self._last is None or self._last[0] is not request:
-            self._last = request, self.cutter.cut(request)
+            adapter = request.model if self.blocks.is_adapter(request.model) else ""
+            self._last = request, self.cutter.cut(request), chains(request.tokens or (), request.salt, adapter)
         return self._last[1]
 
 

@@ -4,7 +4,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
-from lmc.router.kv_index import BlockIndex, Run, token_chain
+from lmc.router.kv_index import BlockIndex, Run, chains
 from lmc.router.policies.least_loaded import least_loaded
 from lmc.router.policies.options import check, check_count
 from lmc.router.policy import Candidate, PromptRequest, RoutingChoice, TakeBack
@@ -99,15 +99,9 @@ class Precise:
     def _chain(self, request: PromptRequest) -> Callable[[int], list[int]]:
         """Return the prompt's hashes for a size of blocks; the tokens are made once for `choose` and `sent`."""
         if self._last is None or self._last[0] != request:
-            tokens, chains = request.tokens, dict[int, list[int]]()
+            tokens = request.tokens
             if tokens is None:
                 tokens = self._tokenize(request.text) if self._tokenize else ()
             adapter = request.model if self.index.is_adapter(request.model) else ""
-
-            def chain(size: int) -> list[int]:
-                if size not in chains:
-                    chains[size] = token_chain(tokens, size, request.salt, adapter)
-                return chains[size]
-
-            self._last = request, chain
+            self._last = request, chains(tokens, request.salt, adapter)
         return self._last[1]
