@@ -16,9 +16,10 @@ from typer.testing import CliRunner
 
 from lmc.cli import app
 from lmc.errors import InputError
+from lmc.router.arguments import OTHER_NAMES
 from lmc.router.discovery import discovery, in_file, in_kubernetes
 from lmc.router.engines import EnginePorts, Engines, address
-from lmc.router.policies import from_command_line
+from lmc.router.policies import POLICIES, from_command_line
 
 
 @contextmanager
@@ -83,12 +84,6 @@ def test_the_command_line_comes_before_the_environment_and_the_file(tmp_path):
     assert "nonsense" in refused("--config", str(file), "--policy", "nonsense", LMC_ROUTER_POLICY="random")
 
 
-def test_names_of_other_routers_are_understood():
-    for name in ("roundrobin", "prefixaware", "cache_aware", "session", "power_of_two"):
-        with running("--static-backends", "http://127.0.0.1:1", "--routing-logic", name):
-            pass
-
-
 WRONG = {
     "no engines": ((), "say where the engines are"),
     "no URL": (("--static-backends", "a:8000"), "'a:8000' is no engine"),
@@ -141,6 +136,12 @@ def chosen(monkeypatch, *arguments: str, **variables: str) -> tuple:
     assert result.exit_code == 0, result.output
     policy, options, engines, where, _ = found[0]
     return policy, options, [one.url for one in engines], where
+
+
+@pytest.mark.parametrize(("name", "policy"), OTHER_NAMES.items())
+def test_names_of_other_routers_are_those_of_policies(monkeypatch, name, policy):
+    assert chosen(monkeypatch, "--static-backends", "http://a", "--routing-logic", name)[0] == policy
+    assert policy in POLICIES
 
 
 def test_flags_of_other_routers_mean_what_they_mean_there(monkeypatch):
