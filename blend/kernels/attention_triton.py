@@ -4,7 +4,8 @@ A program of `_attend` computes some tokens' queries of one KV head, all that sh
 softmax of FlashAttention (Dao et al. 2022, arXiv 2205.14135; Dao 2023, arXiv 2307.08691). It reads the keys up to the
 greatest position of its tokens, and compares positions only where keys are behind the smallest one. `_paid` computes
 the probabilities a second time from the logarithms of the sums that `_attend` leaves, a block of keys in each program,
-so that they are never in memory.
+so that they are never in memory. A few rows make few programs, which would leave most of a GPU idle over a long
+context: then several programs share the keys of the same rows, and `_join` adds up what they have found.
 """
 
 import torch
@@ -17,6 +18,8 @@ from lmc.blend.kernels.place_triton import FUSED, padded
 
 LOG2_E = 1.4426950408889634
 FILLED = 256  # programs that keep a large GPU busy
+FEWEST = 16  # rows of a product on tensor cores
+SHARE = 512  # keys that a program takes at least where several share them
 
 
 @triton.jit
@@ -69,10 +72,14 @@ def _attend(
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, SIZE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, PAGED: tl.constexpr, PRESENT: tl.constexpr, LOG_SUMS: tl.constexpr,
 ):  # fmt: skip
-    """Attend for BM // GROUP tokens and one KV head; `factor` is the scale of logits to base 2."""
+    """Attend for BM // GROUP tokens and one KV head; `factor` is the scale of logits to base 2.
+
+    Programs are started in their order. Those of the last tokens, which have most to read, come first, and the heads of
+    the same tokens beside each other. The third number is the share of the keys, if several programs share them.
+    """
     PER: tl.constexpr = BM // GROUP
-    h, row, d = tl.program_id(1), tl.arange(0, BM), tl.arange(0, WIDE)
-    t = tl.program_id(0) * PER + row // GROUP
+    h, share, row, d = tl.program_id(0), tl.program_id(2), tl.arange(0, BM), tl.arange(0, WIDE)
+    t = (tl.num_programs(1) - 1 - tl.program_id(1)) * PER + row // GROUP
     there = (t < tokens) & (row < PER * GROUP)
     head = h * GROUP + row % GROUP
     at = tl.load(positions + t, mask=there, other=-1).to(tl.int32)
@@ -84,25 +91,56 @@ def _attend(
     most = tl.full([BM], float("-inf"), tl.float32)
     total = tl.zeros([BM], tl.float32)
     sums = tl.zeros([BM, WIDE], tl.float32)
-    whole = (first + 1) // BN * BN  # Every query sees all keys before this position.
-    for start in range(0, whole, BN):
+    per = tl.cdiv(tl.cdiv(reach, tl.num_programs(2)), BN) * BN
+    begin = share * per
+    reach = tl.minimum(reach, begin + per)
+    whole = tl.minimum((first + 1) // BN * BN, reach)  # Every query sees all keys before this position.
+    for start in range(begin, whole, BN):
         most, total, sums = _step(
             q, keys, values, table, present, at, start, reach, h, most, total, sums, factor,
             key_block, key_head, key_token, value_block, value_head, value_token,
             D, WIDE, SIZE, BN, PAGED, PRESENT, True,
         )  # fmt: skip
-    for start in range(whole, reach, BN):
+    for start in range(tl.maximum(begin, whole), reach, BN):
         most, total, sums = _step(
             q, keys, values, table, present, at, start, reach, h, most, total, sums, factor,
             key_block, key_head, key_token, value_block, value_head, value_token,
             D, WIDE, SIZE, BN, PAGED, PRESENT, False,
         )  # fmt: skip
-    total = tl.where(total == 0.0, 1.0, total)  # of rows that are not there
+    total = tl.where(total == 0.0, 1.0, total)  # of rows that are not there, or see nothing of this share
     result = sums / total[:, None]
-    into = (t.to(tl.int64)[:, None] * (HEADS * GROUP) + head[:, None]) * D + d[None, :]
-    tl.store(out + into, result.to(out.dtype.element_ty), mask=wanted)
+    at_row = (share.to(tl.int64) * tokens + t)[:, None] * (HEADS * GROUP) + head[:, None]
+    tl.store(out + at_row * D + d[None, :], result.to(out.dtype.element_ty), mask=wanted)
     if LOG_SUMS:
-        tl.store(log_sums + head * tokens + t, most + tl.log2(total), mask=there)
+        tl.store(log_sums + (share * HEADS * GROUP + head) * tokens + t, most + tl.log2(total), mask=there)
+
+
+@triton.jit
+def _join(
+    parts, part_sums, out, log_sums, tokens, shares,
+    QUERIES: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, BT: tl.constexpr, LOG_SUMS: tl.constexpr,
+):  # fmt: skip
+    """Add up the `parts [S, T, Q, D]` of BT tokens and one query head, with `part_sums [S, Q, T]`."""
+    t, q, d = tl.program_id(0) * BT + tl.arange(0, BT), tl.program_id(1), tl.arange(0, WIDE)
+    there = t < tokens
+    most = tl.full([BT], float("-inf"), tl.float32)
+    total = tl.zeros([BT], tl.float32)
+    sums = tl.zeros([BT, WIDE], tl.float32)
+    mask = there[:, None] & (d < D)[None, :]
+    for share in range(shares):
+        known = tl.load(part_sums + (share * QUERIES + q) * tokens + t, mask=there, other=float("-inf"))
+        greatest = tl.maximum(most, known)
+        anchor = tl.where(greatest == float("-inf"), 0.0, greatest)
+        shrunk, weight = tl.exp2(most - anchor), tl.exp2(known - anchor)
+        row = (tl.zeros([], tl.int64) + share) * tokens + t
+        part = tl.load(parts + (row[:, None] * QUERIES + q) * D + d[None, :], mask=mask, other=0.0)
+        sums = sums * shrunk[:, None] + part * weight[:, None]
+        most, total = greatest, total * shrunk + weight
+    total = tl.where(total == 0.0, 1.0, total)
+    into = (t.to(tl.int64)[:, None] * QUERIES + q) * D + d[None, :]
+    tl.store(out + into, (sums / total[:, None]).to(out.dtype.element_ty), mask=mask)
+    if LOG_SUMS:
+        tl.store(log_sums + q * tokens + t, most + tl.log2(total), mask=there)
 
 
 @triton.jit
@@ -110,14 +148,18 @@ def _paid(
     query, keys, table, positions, present, log_sums, paid, tokens, count, factor,
     query_token, query_head, key_block, key_head, key_token,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, SIZE: tl.constexpr,
-    BT: tl.constexpr, BN: tl.constexpr, PAGED: tl.constexpr, OVER_ALL: tl.constexpr,
+    BT: tl.constexpr, BN: tl.constexpr, PAGED: tl.constexpr, OVER_ALL: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
-    """Store for BN keys the greatest attention of a token, its mean over heads or, if OVER_ALL, its maximum."""
+    """Store for BN keys the greatest attention of a token, its mean over heads or, if OVER_ALL, its maximum.
+
+    If SHARED, `paid` is zero before, and several programs share the tokens, BT each.
+    """
     d, j = tl.arange(0, WIDE), tl.program_id(0) * BN + tl.arange(0, BN)
     seen = j < count
     seen &= tl.load(present + j, mask=seen, other=0) != 0
     best = tl.zeros([BN], tl.float32)
-    for begin in range(0, tokens, BT):
+    first = tl.program_id(1) * BT if SHARED else 0
+    for begin in range(first, tl.minimum(first + BT, tokens) if SHARED else tokens, BT):
         t = begin + tl.arange(0, BT)
         there = t < tokens
         at = tl.load(positions + t, mask=there, other=-1).to(tl.int32)
@@ -137,7 +179,10 @@ def _paid(
         best = tl.maximum(best, tl.max(over_heads, 0))
     if not OVER_ALL:
         best /= HEADS * GROUP
-    tl.store(paid + j, best, mask=j < count)
+    if SHARED:
+        tl.atomic_max(paid + j, best, mask=j < count)
+    else:
+        tl.store(paid + j, best, mask=j < count)
 
 
 def attend(
@@ -158,15 +203,18 @@ def attend_and_score(
     """See `lmc.blend.kernels.attention.attend_and_score`."""
     log_sums = torch.empty(query.shape[1::-1], dtype=torch.float32, device=query.device)  # [Q, T]
     out = _attended(query, kv, positions, scale, present, log_sums)
-    pages = Paged.of(kv)
-    heads, dim = pages.keys.shape[1], query.shape[2]
-    paid = torch.empty(len(present), dtype=torch.float32, device=query.device)
+    pages, (tokens, queries, dim) = Paged.of(kv), query.shape
+    heads, count = pages.keys.shape[1], len(present)
     some, keys, warps = scored(dim, query.element_size())
-    _paid[(triton.cdiv(len(present), keys),)](
+    shared = triton.cdiv(count, keys) < FILLED and tokens > FEWEST
+    some = FEWEST if shared else some
+    make = torch.zeros if shared else torch.empty
+    paid = make(count, dtype=torch.float32, device=query.device)
+    _paid[(triton.cdiv(count, keys), triton.cdiv(tokens, some) if shared else 1)](
         query, pages.keys, pages.table, positions, present, log_sums, paid,
-        len(query), len(present), scale * LOG2_E, *query.stride()[:2], *pages.keys.stride()[:3],
-        HEADS=heads, GROUP=query.shape[1] // heads, D=dim, WIDE=padded(dim), SIZE=_size(pages),
-        BT=some, BN=keys, PAGED=pages.table is not None, OVER_ALL=over_heads == "max", num_warps=warps, **FUSED,
+        tokens, count, scale * LOG2_E, *query.stride()[:2], *pages.keys.stride()[:3],
+        HEADS=heads, GROUP=queries // heads, D=dim, WIDE=padded(dim), SIZE=_size(pages), BT=some, BN=keys,
+        PAGED=pages.table is not None, OVER_ALL=over_heads == "max", SHARED=shared, num_warps=warps, **FUSED,
     )  # fmt: skip
     return out, paid
 
@@ -180,21 +228,41 @@ def _attended(
     log_sums: torch.Tensor | None,
 ) -> torch.Tensor:
     query, pages = query if query.stride(-1) == 1 else query.contiguous(), Paged.of(kv)
-    tokens, heads, dim = query.shape[0], pages.keys.shape[1], query.shape[2]
-    group = query.shape[1] // heads
-    rows, keys, warps = tile(tokens, heads, group, dim, query.element_size(), hides=present is not None)
-    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    (tokens, queries, dim), heads = query.shape, pages.keys.shape[1]
+    group, out = queries // heads, torch.empty(query.shape, dtype=query.dtype, device=query.device)
     if not tokens:
         return out
-    _attend[(triton.cdiv(tokens, rows // group), heads)](
-        query, pages.keys, pages.values, pages.table, positions, present, out, log_sums,
+    rows, keys, warps = tile(tokens, heads, group, dim, query.element_size(), hides=present is not None)
+    tiles = triton.cdiv(tokens, rows // group)
+    length = (
+        len(present) if present is not None else pages.keys.shape[2] * (1 if pages.table is None else len(pages.table))
+    )
+    count = shares(tiles * heads, length)
+    parts, sums = out, log_sums
+    if count > 1:
+        parts, sums = (
+            torch.empty(count, *shape, dtype=torch.float32, device=query.device)
+            for shape in (query.shape, (queries, tokens))
+        )
+    _attend[(heads, tiles, count)](
+        query, pages.keys, pages.values, pages.table, positions, present, parts, sums,
         tokens, scale * LOG2_E,
         *query.stride()[:2], *pages.keys.stride()[:3], *pages.values.stride()[:3],
         HEADS=heads, GROUP=group, D=dim, WIDE=padded(dim), SIZE=_size(pages), BM=rows, BN=keys,
-        PAGED=pages.table is not None, PRESENT=present is not None, LOG_SUMS=log_sums is not None,
+        PAGED=pages.table is not None, PRESENT=present is not None, LOG_SUMS=sums is not None,
         num_warps=warps, **FUSED,
     )  # fmt: skip
+    if count > 1:
+        _join[(triton.cdiv(tokens, FEWEST), queries)](
+            parts, sums, out, log_sums, tokens, count,
+            QUERIES=queries, D=dim, WIDE=padded(dim), BT=FEWEST, LOG_SUMS=log_sums is not None, num_warps=4, **FUSED,
+        )  # fmt: skip
     return out
+
+
+def shares(programs: int, keys: int) -> int:
+    """Return how many programs share the keys of the same rows."""
+    return max(1, min(FILLED // programs, keys // SHARE))
 
 
 def tile(tokens: int, heads: int, group: int, dim: int, itemsize: int, *, hides: bool) -> tuple[int, int, int]:
@@ -209,7 +277,7 @@ def tile(tokens: int, heads: int, group: int, dim: int, itemsize: int, *, hides:
     elif wide > 128:
         found = 64, 32, 8
     elif triton.cdiv(tokens * group, 128) * heads >= FILLED:
-        found = 128, 64 if wide == dim else 32, 8
+        found = 128, 64 if wide == dim and not hides else 32, 8
     else:
         found = 64, 32 if hides else 64, 4
     return max(found[0], triton.next_power_of_2(group)), *found[1:]

@@ -26,6 +26,11 @@ def problem(shape: tuple[int, ...], dtype: torch.dtype, layout: str, count: int 
     return torch.randn(count, heads * group, dim).to(dtype), pages, positions, dim**-0.5
 
 
+def shared(monkeypatch, share: int = 16) -> None:
+    """Let several programs share the keys also of contexts as short as those of the tests."""
+    monkeypatch.setattr(attention_triton, "SHARE", share)
+
+
 def agree(found: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype) -> bool:
     return bool((found.float() - wanted.float()).abs().max() <= TOLERANCE[dtype])
 
@@ -73,6 +78,34 @@ def test_any_number_of_queries_is_answered_and_scores(count):
         assert agree(one, other, torch.float32)
 
 
+@pytest.mark.parametrize("over_heads", ["mean", "max"])
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("count", [2, 5, 40])
+def test_programs_that_share_keys_and_tokens_find_the_same(monkeypatch, count, dtype, over_heads):
+    """Some rows see nothing of the last shares, and nobody sees anything of the one whose tokens are absent."""
+    query, pages, positions, scale = problem((2, 3, 64, 16), dtype, "NHD", count)
+    present = torch.ones(150, dtype=torch.bool)
+    present[30:80] = False
+    present[positions] = True
+    wanted = attention.attend_and_score(query, pages, positions, scale, present, over_heads)
+    alone = attention_triton.attend_and_score(query, pages, positions, scale, present, over_heads)
+    shared(monkeypatch)
+    assert attention_triton.shares(1, 150) == 9
+    together = attention_triton.attend_and_score(query, pages, positions, scale, present, over_heads)
+    for found in (alone, together):
+        for one, other in zip(found, wanted, strict=True):
+            assert agree(one, other, dtype)
+    wanted = attention.attend(query, pages, positions, scale)
+    assert agree(attention_triton.attend(query, pages, positions, scale), wanted, dtype)
+
+
+def test_keys_are_shared_where_rows_are_few_and_keys_many():
+    assert attention_triton.shares(8, 16384) == 32
+    assert attention_triton.shares(32, 16384) == 8
+    assert attention_triton.shares(200, 16384) == 1
+    assert attention_triton.shares(8, 1000) == 1
+
+
 def test_queries_may_be_a_part_of_a_larger_tensor():
     query, pages, positions, scale = problem((2, 4, 64, 16), torch.float32, "NHD")
     wider = torch.randn(23, 24, 64)
@@ -109,7 +142,7 @@ def test_large_logits_in_half_precision_do_not_overflow():
 def test_a_program_is_smaller_where_there_are_few():
     assert tile(300, 8, 4, 128, 2, hides=False) == (64, 64, 4)
     assert tile(300, 8, 4, 128, 2, hides=True) == (64, 32, 4)
-    assert tile(6000, 8, 4, 128, 2, hides=True) == (128, 64, 8)
+    assert tile(6000, 8, 4, 128, 2, hides=True) == (128, 32, 8)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)

@@ -18,6 +18,7 @@ MEANS, MOST = (
     (test_attention, "test_scores_are_those_of_torch_and_absent_keys_get_none", (SHAPE, FLOAT, over_heads))
     for over_heads in ("mean", "max")
 )
+TOGETHER = test_attention, "test_programs_that_share_keys_and_tokens_find_the_same", (40, FLOAT, "mean")
 CANARY = test_attention, "test_a_later_key_changes_no_earlier_row", ()
 PLACED, PAIRED = (
     (test_place, "test_what_is_placed_is_what_torch_places", (PARTLY, FLOAT, interleaved, "apart"))
@@ -32,13 +33,23 @@ ATTENTION = [  # what stands in the module, what is put there, and which test fa
     # masks
     ("j[None, :] <= at[:, None], logits", "j[None, :] < at[:, None], logits", OUTPUTS),
     ("j[None, :] <= at[:, None], logits", "j[None, :] <= at[:, None] + 1, logits", CANARY),
-    ("whole = (first + 1) // BN * BN", "whole = (first + BN) // BN * BN", CANARY),
+    ("tl.minimum((first + 1) // BN * BN, reach)", "tl.minimum((first + BN) // BN * BN, reach)", CANARY),
     ("first = tl.min(tl.where(there, at, 2147483647), 0)", "first = tl.max(at, 0)", CANARY),
     ("reach = tl.max(at, 0) + 1", "reach = tl.max(at, 0)", OUTPUTS),
     ("seen &= tl.load(present + j, mask=seen, other=0) != 0\n    best", "best", MEANS),
     ("(j[None, :] <= at[:, None]) & seen[None, :]", "seen[None, :]", MEANS),
     ("tl.max(over_heads, 0)", "tl.sum(over_heads, 0)", MOST),
     ("best /= HEADS * GROUP", "best /= HEADS", MEANS),
+    # shares of keys and of tokens
+    ("begin = share * per", "begin = share * (per + BN)", TOGETHER),
+    ("reach = tl.minimum(reach, begin + per)", "reach = reach", TOGETHER),
+    ("tl.num_programs(1) - 1 - tl.program_id(1)", "tl.num_programs(1) - tl.program_id(1)", OUTPUTS),
+    ("part_sums + (share * QUERIES + q)", "part_sums + q", TOGETHER),
+    ("part * weight[:, None]", "part", TOGETHER),
+    ("sums = sums * shrunk[:, None] + part", "sums = sums + part", TOGETHER),
+    ("log_sums + q * tokens + t, most + tl.log2(total)", "log_sums + q * tokens + t, most", TOGETHER),
+    ("first = tl.program_id(1) * BT if SHARED else 0", "first = 0", TOGETHER),
+    ("tl.atomic_max(paid + j", "tl.store(paid + j", TOGETHER),
     # slots
     ("+ (j % SIZE).to", "+ (j % (SIZE - 1)).to", OUTPUTS),
     ("tl.load(table + j // SIZE", "tl.load(table + j // SIZE * 0", OUTPUTS),
@@ -112,5 +123,6 @@ def planted(module, before: str, after: str, folder: Path):
 def test_an_error_is_found(module, before, after, fails, tmp_path, monkeypatch):
     tests, name, arguments = fails
     monkeypatch.setattr(tests, module.__name__.rpartition(".")[2], planted(module, before, after, tmp_path))
+    given = (monkeypatch, *arguments) if fails is TOGETHER else arguments
     with pytest.raises(AssertionError):
-        getattr(tests, name)(*arguments)
+        getattr(tests, name)(*given)

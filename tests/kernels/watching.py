@@ -12,7 +12,8 @@ from lmc.blend.kernels import attention_triton, place_triton, shift_triton
 WAITS = {"cpu", "item", "tolist", "__int__", "__bool__", "__float__", "__index__", "nonzero", "unique",
          "unique_consecutive", "isin", "masked_select", "argwhere", "numpy", "bincount"}  # fmt: skip
 KERNELS = [
-    (attention_triton, "_attend"), (attention_triton, "_paid"), (place_triton, "_place"), (place_triton, "_gather"),
+    (attention_triton, "_attend"), (attention_triton, "_paid"), (attention_triton, "_join"),
+    (place_triton, "_place"), (place_triton, "_gather"),
     (place_triton, "_deviation"), (shift_triton, "_rotated"), (shift_triton, "_mean"), (shift_triton, "_alike"),
     (shift_triton, "_changes"), (shift_triton, "_correct"),
 ]  # fmt: skip
