@@ -5,15 +5,20 @@ not see an earlier one), a wrong slot (a row is written to one place and read fr
 Blending stays off for a model that fails.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from lmc.blend.canvas import KV, Canvas, R
+from lmc.blend.blender import Blender, BlendInput
+from lmc.blend.canvas import KV, Canvas, Paged, R
+from lmc.blend.segments import Placement
+from lmc.blend.strategies import NEEDS_QUESTION, RecomputePolicy
 from lmc.errors import UnsupportedModel
 
 TOKENS = 64  # in the prompt
 MOVED = 37  # the position to which a document that was computed alone is moved
+ASKING = 8  # tokens of the question in a rehearsal
+LONG = 2048  # tokens of a context whose keys are shared by several programs of a kernel
 # Differences, relative to the largest value, that are always allowed.
 FLOOR = {torch.float64: 1e-5, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 # Allowed are so many times the model's own noise, which is the difference between a prefill in one chunk and in two.
@@ -57,6 +62,45 @@ def difference(found: torch.Tensor, wanted: torch.Tensor) -> float:
     """Return the largest difference, relative to the largest value; infinite if anything is NaN."""
     largest = (found.double() - wanted.double()).abs().max() / wanted.double().abs().max().clamp_min(1e-6)
     return float(largest.nan_to_num(nan=float("inf")))
+
+
+def rehearse(canvas_of: Callable[[], Canvas[R]], document: Placement) -> None:
+    """Run small blends, so that kernels are compiled at the start and not while a request waits for them.
+
+    `canvas_of` returns a new canvas of the random prompt with a document, behind which `ASKING` tokens are a question.
+    """
+    given = BlendInput(length=TOKENS, stop=TOKENS, question=TOKENS - ASKING, placements=[document])
+    canvas = canvas_of()
+    for strategy in (*NEEDS_QUESTION, *(["deviation"] if canvas.depth > 1 else [])):
+        policy = RecomputePolicy(strategy=strategy, ratios=(0.3,), check_layers=(1,), correction="shift")
+        Blender(canvas_of(), given, policy).run()
+    _attend_long(canvas)
+
+
+def _attend_long(canvas: Canvas[R]) -> None:
+    """Attend with a few rows and with many over a long context, whose keys are the same ones again and again."""
+    kernels, scale, pages = canvas.kernels, canvas.scale, canvas.paged(0)
+    (_, heads, size, dim), table = pages.keys.shape, pages.table
+    if table is None:
+        zeros = pages.keys.new_zeros(heads, LONG, dim)
+        pages = Paged.of((zeros, zeros))
+    else:
+        pages = pages._replace(table=table[:1].repeat(-(-LONG // size)))
+    present = torch.ones(LONG, dtype=torch.bool, device=canvas.device)
+
+    def attention(query: torch.Tensor, write: Callable[[], None], own: object) -> None:
+        for count in (ASKING, LONG):
+            some, at = (
+                query[:1].expand(count, -1, -1).contiguous(),
+                torch.arange(LONG - count, LONG, device=canvas.device),
+            )
+            kernels.attend(some, pages, at, scale)
+            kernels.attend(some, pages, at, scale, present)
+            for over_heads in set(NEEDS_QUESTION.values()) if count == ASKING else ():
+                kernels.attend_and_score(some, pages, at, scale, present, over_heads)
+
+    rows = canvas.begin(torch.arange(1, device=canvas.device))
+    canvas.run(0, rows, canvas.batches(rows)[0], attention)
 
 
 def _largest(found: Iterable[KV], wanted: Iterable[KV]) -> float:

@@ -74,7 +74,9 @@ def compiled(case: Case, capability: int) -> Any:
         if kernel.__module__ == shift_triton.__name__ and name == "out":
             kind = "*fp32"
         signature[name] = kind
-        if name not in ("tokens", "count", "shares", *SCALARS):
+        parameter = kernel.params[i]
+        changes = parameter.do_not_specialize or (kind[0] == "*" and parameter.do_not_specialize_on_alignment)
+        if not changes and name not in SCALARS:
             aligned[(i,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
     target = GPUTarget("cuda", capability, 32)
@@ -102,7 +104,7 @@ OTHERS = (
     (place_triton._place, HEADS | HALVES | {"BT": 16}, [{}], 96, False),
     (place_triton._gather, HEADS | {"BT": 16}, [{}], 96, False),
     (place_triton._deviation, HEADS | {"BT": 16}, [{}], 128, False),
-    (shift_triton._rotated, HEADS | HALVES | {"BT": 16}, [{}, {"size": 1}], 96, False),
+    (shift_triton._rotated, HEADS | HALVES | {"BT": 16}, [{}], 96, False),
     (shift_triton._mean, {"DIMS": 1024, "BT": 32, "BD": 32}, [{}], 96, False),
     (
         shift_triton._alike, {"DIMS": 1024, "MOST": 64, "BD": 32, "SHARED": 0.3},
@@ -162,3 +164,13 @@ def test_it_compiles_without_spills(name: str, capability: int, tmp_path: Path) 
     assert found["SHARED"] <= SHARED[capability]
     if case.products and case.dtype != "fp32":
         assert ("HGMMA" if capability == 90 else "HMMA") in code
+
+
+@pytest.mark.parametrize("kernel", {case.kernel.__name__: case.kernel for case in CASES.values()}.values())
+def test_it_is_not_compiled_again_for_another_length(kernel: Any) -> None:
+    """The first request with a prompt of whole blocks would wait for that."""
+    changing = [one for one in kernel.params if one.name in ("tokens", "count", "shares", "size")]
+    assert changing or kernel in (shift_triton._mean, shift_triton._alike, shift_triton._correct)
+    assert all(one.do_not_specialize for one in changing)
+    views = [one for one in kernel.params if one.name in ("positions", "slots", "present")]
+    assert all(one.do_not_specialize_on_alignment for one in views)

@@ -14,7 +14,7 @@ import triton.language as tl
 
 from lmc.blend.canvas import KV, Paged
 from lmc.blend.kernels.attention import OverHeads
-from lmc.blend.kernels.place_triton import FUSED, padded
+from lmc.blend.kernels.place_triton import CHANGING, FUSED, padded
 
 LOG2_E = 1.4426950408889634
 FILLED = 256  # programs that keep a large GPU busy
@@ -65,7 +65,7 @@ def _step(
     return greatest, total * shrunk + tl.sum(weights, 1), sums
 
 
-@triton.jit
+@triton.jit(**CHANGING)
 def _attend(
     query, keys, values, table, positions, present, out, log_sums, tokens, factor,
     query_token, query_head, key_block, key_head, key_token, value_block, value_head, value_token,
@@ -115,7 +115,7 @@ def _attend(
         tl.store(log_sums + (share * HEADS * GROUP + head) * tokens + t, most + tl.log2(total), mask=there)
 
 
-@triton.jit
+@triton.jit(**CHANGING)
 def _join(
     parts, part_sums, out, log_sums, tokens, shares,
     QUERIES: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, BT: tl.constexpr, LOG_SUMS: tl.constexpr,
@@ -143,7 +143,7 @@ def _join(
         tl.store(log_sums + q * tokens + t, most + tl.log2(total), mask=there)
 
 
-@triton.jit
+@triton.jit(**CHANGING)
 def _paid(
     query, keys, table, positions, present, log_sums, paid, tokens, count, factor,
     query_token, query_head, key_block, key_head, key_token,

@@ -18,6 +18,12 @@ from lmc.copies import Copies, can_submit, submit_of
 from lmc.shapes import KV
 
 TOKENS = 16  # that a program moves
+# What differs from prompt to prompt. Triton would compile a kernel again for lengths that are 1 or divisible by 16, and
+# for tensors that begin elsewhere than at a multiple of 16 bytes.
+CHANGING = {
+    "do_not_specialize": ["tokens", "count", "shares", "size"],
+    "do_not_specialize_on_alignment": ["positions", "slots", "present", "paid", "log_sums"],
+}
 FUSED = {"enable_fp_fusion": True}  # multiply and add in one rounding; Triton 3.9 warns if nobody says so
 
 
@@ -66,7 +72,7 @@ def _rotate(
         tl.store(into[:, None] + d[None, :], _difference(new, old, d, rest).to(kind), mask=rest)
 
 
-@triton.jit
+@triton.jit(**CHANGING)
 def _place(
     stored, cos, sin, slots, keys, values, tokens, stored_kind, size,
     key_block, key_head, key_token, value_block, value_head, value_token,
@@ -85,7 +91,7 @@ def _place(
     tl.store(into[:, None] + d[None, :], value, mask=whole)
 
 
-@triton.jit
+@triton.jit(**CHANGING)
 def _gather(
     out, slots, keys, values, tokens, out_kind, size,
     key_block, key_head, key_token, value_block, value_head, value_token,
@@ -103,7 +109,7 @@ def _gather(
     tl.store(into[:, None] + d[None, :], tl.load(source[:, None] + d[None, :], mask=mask), mask=mask)
 
 
-@triton.jit
+@triton.jit(**CHANGING)
 def _deviation(
     stored, slots, keys, changed, magnitude, tokens, size, stored_token, stored_head, key_block, key_head, key_token,
     HEADS: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, BT: tl.constexpr,

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from lmc.blend.canvas import KV, Canvas, R
-from lmc.blend.kernels.place_triton import FUSED, _difference, _pairs, _rotate, _rows, rotating
+from lmc.blend.kernels.place_triton import CHANGING, FUSED, _difference, _pairs, _rotate, _rows, rotating
 from lmc.blend.kernels.shift import MOST_EXAMPLES, SHARED, TILE, VALUE_SHARE, Spans
 from lmc.blend.rope import Turn
 from lmc.shapes import KV as KINDS
@@ -14,7 +14,7 @@ TOKENS = 16  # that a program of `_rotated` or `_changes` takes
 BLOCK = 32  # dimensions that a program of `_mean` takes, and a step of `_alike`
 
 
-@triton.jit
+@triton.jit(**CHANGING)
 def _rotated(
     out, cos, sin, slots, keys, tokens, size, key_block, key_head, key_token,
     HEADS: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, HALF: tl.constexpr, PADDED: tl.constexpr,
@@ -27,7 +27,7 @@ def _rotated(
     _rotate(source, None, out + (wide * HEADS + h) * D, cos, sin, wide, there, D, WIDE, HALF, PADDED, INTERLEAVED)
 
 
-@triton.jit
+@triton.jit(**CHANGING)
 def _mean(out, rows, documents, DIMS: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr):
     """Store the mean of a document's `rows [T, DIMS]` in BD dimensions of `out [documents, DIMS]`."""
     number, d = tl.program_id(0).to(tl.int64), tl.program_id(1) * BD + tl.arange(0, BD)
@@ -47,7 +47,7 @@ def _centred(rows, t, there, d, mean, DIMS: tl.constexpr):
     return tl.load(rows + t.to(tl.int64)[:, None] * DIMS + d[None, :], mask=mask, other=0.0) - mean[None, :]
 
 
-@triton.jit
+@triton.jit(**CHANGING)
 def _alike(
     out, rows, examples, means, inverses, spans,
     DIMS: tl.constexpr, MOST: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, SHARED: tl.constexpr, OWN: tl.constexpr,
@@ -80,7 +80,7 @@ def _alike(
         tl.store(out + t.to(tl.int64)[:, None] * MOST + m[None, :], weights, mask=there[:, None])
 
 
-@triton.jit
+@triton.jit(**CHANGING)
 def _changes(
     out, old_keys, old_values, cos, sin, slots, keys, values, tokens, share, size,
     old_key_token, old_key_head, old_value_token, old_value_head,
@@ -115,7 +115,7 @@ def _add(into, d, more, mask):
     tl.store(where, (before.to(tl.float32) + more).to(before.dtype), mask=mask)
 
 
-@triton.jit
+@triton.jit(**CHANGING)
 def _correct(
     weights, changes, tiles, cos, sin, slots, keys, values, size,
     key_block, key_head, key_token, value_block, value_head, value_token,

@@ -8,7 +8,7 @@ from transformers import DynamicCache
 
 from lmc.blend.canvas import KV
 from lmc.blend.segments import Placement
-from lmc.blend.selftest import MOVED, TOKENS, check, difference, prove, random_prompt
+from lmc.blend.selftest import ASKING, MOVED, TOKENS, check, difference, prove, random_prompt, rehearse
 from lmc.connectors.transformers.canvas import DenseCanvas
 from lmc.connectors.transformers.hf import forward, rows_of
 from lmc.connectors.transformers.layers import DecoderLayers
@@ -28,6 +28,12 @@ def prove_model(model: Any, layers: DecoderLayers) -> None:
         parts = ((layer, [torch.stack(kv)]) for layer, kv in enumerate(alone))
         canvas = DenseCanvas(layers, tokens, [], iter(()))
         prove(canvas, DenseCanvas(layers, tokens, [placement], parts), whole, in_two)
+        if layers.device.type == "cuda":  # Nothing is compiled for a CPU.
+            moved = Placement(at=MOVED, tokens=TOKENS - MOVED - ASKING, first=0)
+            stored = [torch.stack(kv)[:, : moved.tokens] for kv in alone]
+            rehearse(
+                lambda: DenseCanvas(layers, tokens, [moved], ((layer, [kv]) for layer, kv in enumerate(stored))), moved
+            )
         check("logits", difference(canvas.logits, wanted), difference(again, wanted), wanted.dtype)
 
 

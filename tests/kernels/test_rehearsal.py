@@ -1,0 +1,34 @@
+"""At the start, the self-test runs every kernel, so that none is compiled while a request waits."""
+
+import pytest
+import torch
+from models import random_model, random_tokens
+from watching import KERNELS, watch_kernels
+
+from lmc.blend import selftest
+from lmc.blend.kernels import attention_triton
+from lmc.blend.segments import Placement
+from lmc.blend.selftest import ASKING, MOVED, TOKENS, rehearse
+from lmc.connectors.transformers.canvas import DenseCanvas
+from lmc.connectors.transformers.layers import DecoderLayers
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+def test_a_rehearsal_runs_every_kernel(monkeypatch, layers):
+    """Also those of rows that share their keys, though the context is short here."""
+    monkeypatch.setattr(selftest, "LONG", 96)
+    monkeypatch.setattr(attention_triton, "SHARE", 16)
+    watch, model = watch_kernels(monkeypatch), DecoderLayers(random_model(layers=layers))
+    document = Placement(at=MOVED, tokens=TOKENS - MOVED - ASKING, first=0)
+    part = torch.randn(2, document.tokens, model.shape.kv_heads, model.shape.head_dim)
+
+    def canvas():
+        reader = ((layer, [part]) for layer in range(layers))
+        return DenseCanvas(model, random_tokens(TOKENS, 0), [document], reader)
+
+    with torch.inference_mode():
+        rehearse(canvas, document)
+    launched, names = set(watch.launched), {name for _, name in KERNELS}
+    of_later_layers = {"_deviation", "_rotated", "_mean", "_alike", "_changes", "_correct"}
+    elsewhere = {"_gather"}  # A canvas over pages reads with it.
+    assert launched & names == names - elsewhere - (of_later_layers if layers == 1 else set())
