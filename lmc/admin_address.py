@@ -4,6 +4,7 @@ from lmc.errors import ConfigError
 
 ADDRESS, TOKEN = "LMC_ADMIN", "LMC_ADMIN_TOKEN"  # variables of the environment
 LOCAL, UNIX = ("127.0.0.1", "localhost", "::1"), "unix://"
+LAST_PORT = 65535
 
 
 def host_and_port(address: str, token: str, setting: str = ADDRESS) -> tuple[str, int]:
@@ -12,7 +13,7 @@ def host_and_port(address: str, token: str, setting: str = ADDRESS) -> tuple[str
     Raises `ConfigError` if the address is none, or can be reached from other hosts without a token.
     """
     host, _, port = address.rpartition(":")
-    if not port.isdecimal():
+    if not port.isdecimal() or int(port) > LAST_PORT:
         raise ConfigError(f"{setting} = {address} must be an address such as 127.0.0.1:9180, or unix:///run/lmc.sock")
     host = host.strip("[]") or LOCAL[0]
     if host not in LOCAL and not token:

@@ -414,6 +414,7 @@ def test_tls(tmp_path):
     [
         (["--http", "0.0.0.0:9180"], "can be reached from other hosts: set LMC_ADMIN_TOKEN"),
         (["--http", "here"], "must be an address"),
+        (["--http", "127.0.0.1:99999"], "must be an address"),
         (["--tenants", "t.yaml"], "need --http"),
         (["--http", "127.0.0.1:0", "--key", "k.pem"], "belong together"),
         (["--http", "127.0.0.1:0", "--tenants", "t.yaml"], "needs a token of its own"),
@@ -422,6 +423,16 @@ def test_tls(tmp_path):
 def test_options_that_do_not_go_together_are_refused_before_anything_is_opened(tmp_path, words, why):
     code, _, err = lmc("serve", "--socket", tmp_path / "lmc.sock", *words, token="")
     assert (code, why in err, list(tmp_path.iterdir())) == (2, True, [])
+
+
+def test_the_socket_of_a_server_may_be_named_as_a_path_or_as_engines_name_it(tmp_path):
+    for named in (f"unix://{tmp_path}/no/lmc.sock", tmp_path / "no" / "lmc.sock"):
+        code, _, err = lmc("serve", "--socket", named, token="")
+        assert (code, f"{tmp_path}/no/lmc.sock: make the directory {tmp_path}/no first" in err) == (2, True)
+    with serving(tmp_path, 4) as server:
+        for named in (f"unix://{server.path}", server.path):
+            code, out, _ = lmc("stat", "--server", named, "--json", token="")
+            assert (code, json.loads(out)["clients"]) == (0, 0)
 
 
 @pytest.mark.parametrize("text", ["[a]", "t: 3", "t: ''", "t: same\nu: same", f"t: {TOKEN}", "a: [", "\xff"])

@@ -66,7 +66,7 @@ def serve(
     from lmc.service.server import CacheServer
 
     settings, visitors = Settings.load(), _checked(http, tenants, certificate, key)
-    path = socket.absolute() if socket is not None else settings.server
+    path = socket_at(socket) if socket is not None else settings.server
     if path is None:
         raise InputError("say where engines attach: --socket /run/lmc.sock, or LMC_SERVER=unix:///run/lmc.sock")
     logging.basicConfig(level=log_level(logging.INFO), format="%(asctime)s %(levelname)s %(message)s")
@@ -90,13 +90,19 @@ def serve(
     log.info("the cache server has ended, and everything is written")
 
 
+def socket_at(path: Path) -> Path:
+    """Return where a socket is, of which a command line has the path, also as unix://PATH."""
+    said = str(path)  # A Path has made unix:/path of unix:///path.
+    return Path(said.removeprefix("unix:")) if said.startswith("unix:/") else path.absolute()
+
+
 def show_status(path: Path, *, as_json: bool) -> None:
     """Print what a cache server has and does; raise `TierUnusable` if there is none."""
     import msgspec
 
     from lmc.service.attachment import status
 
-    found = status(path)
+    found = status(socket_at(path))
     if as_json:
         print_json(msgspec.to_builtins(found, str_keys=True))
         return

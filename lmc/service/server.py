@@ -329,6 +329,8 @@ def _locked_socket(path: Path, group: int | None) -> int:
             if time.monotonic() > until:
                 raise TierUnusable(f"a cache server listens at {path} already (--takeover ends it)") from None
             time.sleep(0.01)
+        except FileNotFoundError as error:
+            raise TierUnusable(f"cannot listen at {path}: make the directory {path.parent} first") from error
         except OSError as error:
             raise TierUnusable(f"cannot listen at {path}: {error.strerror or error}") from error
 
