@@ -59,6 +59,7 @@ def main() -> None:
         "most_of_mean": round(max(done) * len(done) / sum(done), 3),
         "memory_mib": round(memory[0], 1),
         "memory_growth_mib": round(memory[-1] - memory[0], 1),
+        "memory_growth_later_mib": round(memory[-1] - memory[len(memory) // 2], 1),  # in the second half
         "held": held,
         **{what: clients.said(what) for what in SAID},
     }
