@@ -17,28 +17,22 @@ from lmc.rag import messages
 
 TOP = 6  # documents of a prompt
 
-
-def main() -> None:
-    if len(sys.argv) < 3:
-        sys.exit(__doc__)
-    folder, question, url = [*sys.argv[1:], "http://localhost:8000"][:3]
-    texts = [path.read_text() for path in sorted(Path(folder).glob("*.txt"))]
-    if not texts:
-        sys.exit(f"there are no .txt files in {folder}")
-    index = bm25s.BM25()
-    index.index(bm25s.tokenize(texts, show_progress=False), show_progress=False)
-    query = bm25s.tokenize(question, show_progress=False)
-    found, _ = index.retrieve(query, k=min(TOP, len(texts)), show_progress=False)
-    chat = messages("Answer from the documents.", [texts[i] for i in found[0]], question, intro="Here they are.")
+if len(sys.argv) < 3:
+    sys.exit(__doc__)
+folder, question, url = [*sys.argv[1:], "http://localhost:8000"][:3]
+texts = [path.read_text() for path in sorted(Path(folder).glob("*.txt"))]
+if not texts:
+    sys.exit(f"there are no .txt files in {folder}")
+index = bm25s.BM25()
+index.index(bm25s.tokenize(texts, show_progress=False), show_progress=False)
+query = bm25s.tokenize(question, show_progress=False)
+found, _ = index.retrieve(query, k=min(TOP, len(texts)), show_progress=False)
+chat = messages("Answer from the documents.", [texts[i] for i in found[0]], question, intro="Here they are.")
+try:
     with OpenAI(base_url=f"{url}/v1", api_key=os.environ.get("OPENAI_API_KEY", "none")) as client:
         model = client.models.list().data[0].id
         answer = client.chat.completions.create(model=model, messages=chat, max_tokens=64, temperature=0)
-    print(answer.choices[0].message.content)
-    print(getattr(answer, "kv_transfer_params", None) or "lmc had nothing to do")
-
-
-if __name__ == "__main__":
-    try:
-        main()
-    except OpenAIError as error:
-        sys.exit(f"the server does not answer as it should: {error} Is it running, and is its address right?")
+except OpenAIError as error:
+    sys.exit(f"the server does not answer as it should: {error} Is it running, and is its address right?")
+print(answer.choices[0].message.content)
+print(getattr(answer, "kv_transfer_params", None) or "lmc had nothing to do")
