@@ -293,6 +293,22 @@ def test_an_engine_is_asked_once_for_the_tokens_of_a_document():
     assert asked == [("m", " # # ab # # ")]
 
 
+def test_an_error_leaves_no_question_behind():
+    """The task is begun again after an error, and there would be one more with each."""
+
+    async def tokenize(model, asking):
+        raise RuntimeError("nobody has thought of this")
+
+    async def run():
+        known = DocumentTokens(tokenize, {"m": Markers(separators=((9, 9),))}, lambda _: " # # ")
+        known.find("m", " ab ")
+        with pytest.raises(ExceptionGroup):
+            await known.run()
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    asyncio.run(run())
+
+
 def test_a_document_is_known_by_its_text_while_no_engine_answers(monkeypatch):
     monkeypatch.setattr("lmc.router.document_tokens.PAUSE", 0.0)
     asked = []

@@ -55,7 +55,9 @@ class DocumentTokens:
 
     async def run(self) -> None:
         """Ask for the tokens of documents until cancelled."""
-        await asyncio.gather(*(self._run() for _ in range(AT_ONCE)))
+        async with asyncio.TaskGroup() as asking:  # If one ends with an error, so do the others.
+            for _ in range(AT_ONCE):
+                asking.create_task(self._run())
 
     async def _run(self) -> None:
         while True:
