@@ -15,21 +15,17 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from common import parser, prompt_of
+from gpu_kernels import SMOKE, Sizes, kernels, scattered
 from report import Report
-from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lmc.blend.blender import Blender
-from lmc.blend.canvas import Canvas, Paged, dense
-from lmc.blend.kernels import attention, place, shift
-from lmc.blend.kernels.choice import kernels_of
-from lmc.blend.kernels.shift import MOST_EXAMPLES, Spans
 from lmc.blend.markers import Markers
 from lmc.blend.selftest import difference
 from lmc.blend.strategies import RecomputePolicy
@@ -37,6 +33,7 @@ from lmc.config import Settings
 from lmc.connectors.transformers import CachedModel, Prefilled
 from lmc.connectors.transformers.report import How
 from lmc.connectors.vllm.paged import Move, Pages
+from lmc.connectors.vllm.streams import Streams
 from lmc.copies import merged
 from lmc.demo import REAL, SHIPPED
 from lmc.demo.pretrained import smollm2
@@ -45,36 +42,24 @@ from lmc.demo.random_model import SEPARATOR, random_llama, random_tokens
 from lmc.demo.run import ask, learn_all
 from lmc.errors import InputError
 from lmc.rag import SEPARATOR as SEPARATOR_TEXT
-from lmc.shapes import GIB, MIB
+from lmc.shapes import GIB
 from lmc.storage.slab import Slab
 
 DELAY = 20_000_000  # cycles that a stream sleeps, some 10 ms
-ALLOWED = {torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.float32: 1e-4}  # errors, relative to the largest value
+OURS = {
+    "_place",
+    "_gather",
+    "_deviation",
+    "_attend",
+    "_join",
+    "_paid",
+    "_rotated",
+    "_mean",
+    "_alike",
+    "_changes",
+    "_correct",
+}
 NOISE = {torch.bfloat16: 6e-2, torch.float16: 1e-2, torch.float32: 1e-3}  # the same, of logits behind all layers
-
-
-@dataclass
-class Sizes:
-    """What is measured. The defaults are an 8B Llama with 8 documents of a thousand tokens."""
-
-    heads: int = 8
-    group: int = 4
-    dim: int = 128
-    page: int = 16
-    documents: int = 8
-    tokens: int = 1024  # of a document
-    context: int = 16384
-    rows: tuple[int, ...] = (300, 1000, 3000)
-    slab_bytes: int = 4 * GIB
-    hidden: int = 4096
-    layers: int = 8
-    dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
-
-
-SMOKE = Sizes(
-    heads=2, group=2, dim=64, documents=2, tokens=40, context=96, rows=(5,), slab_bytes=16 * MIB, hidden=256, layers=2,
-    dtypes=(torch.float32,),
-)  # fmt: skip
 
 
 def main() -> None:
@@ -147,149 +132,45 @@ def copies(report: Report, sizes: Sizes) -> None:
 
 
 def _ordered(report: Report, pages: Pages, cache: torch.Tensor, moves: list[Move]) -> None:
-    """Save what a slow kernel writes, let it be overwritten, and load it back; all of it is only issued."""
-    cuda = report.device.type == "cuda"
-    saving, loading = (torch.cuda.Stream() if cuda else None for _ in range(2))
+    """Save what a slow kernel writes, let it be overwritten, and load it back, in the streams of a worker.
 
-    @contextmanager
-    def behind(stream: Any) -> Iterator[None]:
-        if stream is None:
-            yield
-            return
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
+    The control omits to wait, which has to be noticed, if there is a GPU.
+    """
+    what = "pages wrong after a slow save, other contents, and a slow load"
+    report.line(what, _wrong_pages(report, pages, cache, moves, waits=True), "", most=0)
+    if report.device.type == "cuda":
+        report.line(f"{what}, if nothing waits", _wrong_pages(report, pages, cache, moves, waits=False), "", least=1)
+
+
+def _wrong_pages(report: Report, pages: Pages, cache: torch.Tensor, moves: list[Move], *, waits: bool) -> float:
+    streams, cuda = Streams(report.device), report.device.type == "cuda"
+
+    def delayed() -> None:
+        if cuda:
             torch.cuda._sleep(DELAY)
-            yield
 
-    if cuda:
-        torch.cuda._sleep(DELAY)
+    def behind(stream: Any) -> Any:
+        return streams.behind(stream) if waits or stream is None else torch.cuda.stream(stream)
+
+    cache.fill_(1)
+    report.wait()
+    delayed()
     cache.fill_(3)
-    with behind(saving):
+    with behind(streams.save):
+        delayed()
         pages.save_all(0, moves)
-    if cuda:
-        torch.cuda.current_stream().wait_stream(saving)
+        event = streams.event()
+    if event is not None and waits:
+        event.synchronize()  # Before that the scheduler gives no block to others.
     cache.fill_(5)
-    with behind(loading):
+    with behind(streams.load):
+        delayed()
         pages.load_all(0, moves)
-    if cuda:
-        torch.cuda.current_stream().wait_stream(loading)
-    report.line("pages wrong after a slow save, other contents, and a slow load", float((cache != 3).sum()), "", most=0)
-
-
-# -- kernels -----------------------------------------------------------------------------------------------------------
-
-
-class OneLayer(Canvas[Any]):
-    """Pages of one layer, for kernels that want a canvas."""
-
-    def __init__(self, pages: Paged) -> None:
-        self._pages = pages
-
-    def paged(self, layer: int) -> Paged:
-        return self._pages
-
-    def read(self, layer: int, slots: torch.Tensor) -> Any:
-        return tuple(place.gather(self._pages, slots))
-
-    def write(self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-        size = self._pages.keys.shape[2]
-        for whole, some in zip(self._pages[:2], (keys, values), strict=True):
-            whole[slots // size, :, slots % size] = some.to(whole.dtype)
-
-
-def pages_of(report: Report, sizes: Sizes, tokens: int, dtype: torch.dtype) -> Paged:
-    """Random pages, whose blocks are in no order."""
-    blocks = -(-tokens // sizes.page)
-    cache = torch.randn(blocks, sizes.page, sizes.heads, 2 * sizes.dim, device=report.device).to(dtype).transpose(1, 2)
-    keys, values = cache.split(sizes.dim, dim=-1)
-    return Paged(keys, values, torch.randperm(blocks, device=report.device).to(torch.int32))
-
-
-def exact(pages: Paged) -> Paged:
-    """Return copies in float32."""
-    keys, values = (one.to(torch.float32, copy=True) for one in pages[:2])
-    return Paged(keys, values, pages.table)
-
-
-def kernels(report: Report, sizes: Sizes, dtype: torch.dtype) -> None:
-    """Errors and bandwidths of the kernels that move keys and values, and of the scores."""
-    ours, name, count = kernels_of(report.device), str(dtype).removeprefix("torch."), sizes.documents * sizes.tokens
-    large = torch.empty(256 * MIB if not report.smoke else MIB, dtype=torch.uint8, device=report.device)
-    memory = 2 * large.numel() / report.milliseconds(large.clone) / 1e6
-    report.line("memory, by a large copy", memory, "GB/s")
-
-    def speed(what: str, moved: int, work: Callable[[], Any], least: float | None = None) -> None:
-        took = report.milliseconds(work)
-        report.line(f"{what}, {name}", moved / took / 1e6 / memory, "of memory", least=least)
-
-    pages, row = pages_of(report, sizes, count, dtype), sizes.heads * sizes.dim * dtype.itemsize
-    before = exact(pages)
-    slots = torch.randperm(count, device=report.device)
-    parts = list(torch.randn(sizes.documents, 2, sizes.tokens, sizes.heads, sizes.dim, device=report.device).to(dtype))
-    angles = torch.rand(count, sizes.dim // 2, device=report.device)
-    turn = angles.cos(), angles.sin()
-    place.place([part.float() for part in parts], turn, slots, before)
-    ours.place(parts, turn, slots, pages)
-    report.line(f"error of place, {name}", max(map(difference, pages[:2], before[:2])), "", most=ALLOWED[dtype])
-    speed(
-        "place, with the copy to its staging area", 8 * count * row, lambda: ours.place(parts, turn, slots, pages), 0.7
-    )
-    wrong = (ours.gather(pages, slots) != place.gather(pages, slots)).sum()
-    report.line(f"numbers that gather has wrong, {name}", float(wrong), "", most=0)
-    speed("gather", 4 * count * row, lambda: ours.gather(pages, slots))
-
-    per = min(MOST_EXAMPLES, sizes.tokens // 4)
-    spans = Spans.of([sizes.tokens - per] * sizes.documents, [per] * sizes.documents, report.device)
-    examples, others = slots[: per * sizes.documents], slots[per * sizes.documents :]
-    weights = torch.rand(len(others), MOST_EXAMPLES, device=report.device) / per
-    canvas, wanted = OneLayer(pages), OneLayer(exact(pages))
-    stored = canvas.read(0, examples.flip(0))
-    back, forth = (tuple(one[: len(some)] for one in turn) for some in (examples, others))
-    changes = ours.changes_of(canvas, 0, examples, stored, back)
-    true = shift.changes_of(wanted, 0, examples, tuple(one.float() for one in stored), back)
-    report.line(f"error of changes, {name}", difference(changes, true), "", most=ALLOWED[torch.float32])
-    found = ours.weights_of(canvas, 0, stored[0], others, (back, forth), spans)
-    regression = shift.weights_of(wanted, 0, stored[0].float(), others, (back, forth), spans)
-    report.line(f"error of weights, {name}", difference(found, regression), "", most=ALLOWED[torch.float32])
-    shift.correct(wanted, 0, others, weights, true, spans, forth)
-    ours.correct(canvas, 0, others, weights, changes, spans, forth)
-    report.line(f"error of correct, {name}", difference(pages.keys, wanted.paged(0).keys), "", most=ALLOWED[dtype])
-    speed("correct", 4 * len(others) * row, lambda: ours.correct(canvas, 0, others, weights, changes, spans, forth))
-
-    context = pages_of(report, sizes, sizes.context, dtype)
-    asking = min(64, sizes.context // 2)
-    query = torch.randn(asking, sizes.heads * sizes.group, sizes.dim, device=report.device).to(dtype)
-    at = torch.arange(sizes.context - asking, sizes.context, device=report.device)
-    there = torch.rand(sizes.context, device=report.device) < 0.9
-    there[at] = True
-    score = (at, sizes.dim**-0.5, there, "mean")
-    found, paid = ours.attend_and_score(query, context, *score)
-    out, wanted_paid = attention.attend_and_score(query.float(), exact(context), *score)
-    report.line(f"error of attention with scores, {name}", difference(found, out), "", most=ALLOWED[dtype])
-    report.line(f"error of scores, {name}", difference(paid, wanted_paid), "", most=ALLOWED[dtype])
-    speed(
-        "attention and scores of 64 rows, three readings of the keys", 3 * sizes.context * row,
-        lambda: ours.attend_and_score(query, context, *score), 0.5,
-    )  # fmt: skip
-
-
-def scattered(report: Report, sizes: Sizes) -> None:
-    """Attention of scattered rows, against a dense causal kernel with as many products."""
-    dtype, ours = sizes.dtypes[0], kernels_of(report.device)
-    context, heads = pages_of(report, sizes, sizes.context, dtype), sizes.heads * sizes.group
-    scale = sizes.dim**-0.5
-    for rows in sizes.rows:
-        at = torch.randperm(sizes.context, device=report.device)[:rows].sort().values
-        query = torch.randn(rows, heads, sizes.dim, device=report.device).to(dtype)
-        wanted = attention.attend(query.float(), tuple(one.float() for one in dense(context)), at, scale)
-        found = ours.attend(query, context, at, scale)
-        report.line(f"error of {rows} scattered rows", difference(found, wanted), "", most=ALLOWED[dtype])
-        took = report.milliseconds(lambda query=query, at=at: ours.attend(query, context, at, scale))
-        side = int((2 * int((at + 1).sum())) ** 0.5)
-        q, k, v = torch.randn(3, 1, heads, side, sizes.dim, device=report.device).to(dtype)
-        alike = report.milliseconds(lambda q=q, k=k, v=v: scaled_dot_product_attention(q, k, v, is_causal=True))
-        report.line(f"{rows} scattered rows of {sizes.context}, alone", took, "ms")
-        report.line(f"{rows} scattered rows, of a dense kernel with the same products", took / alike, "times", most=1.5)
+    if waits:
+        streams.wait_for_loads()
+    found = cache.clone()
+    report.wait()
+    return float((found != 3).sum())
 
 
 # -- models ------------------------------------------------------------------------------------------------------------
@@ -321,8 +202,24 @@ def models(report: Report, sizes: Sizes) -> None:
         for how, second in seconds.items():
             report.line(f"TTFT of {len(prompts[0])} tokens, {sizes.layers} layers: {how}", 1000 * second, "ms")
         report.line("a blend is faster than full prefill", seconds["full"] / seconds["blend"], "times", least=3.0)
-        with never_waiting(report.device):  # This raises where something waits.
+        report.line("exact hits are faster than full prefill", seconds["full"] / seconds["exact"], "times")
+        with report.part("waiting between layers"), never_waiting(report.device):  # This raises where something waits.
             cached.prefill(prompts[1], "blend")
+            report.line("times that a blend waits for the GPU between layers", 0, "", most=0)
+        if report.device.type == "cuda":
+            launched = launches(lambda: cached.prefill(prompts[2], "blend"))
+            ours = sum(count for name, count in launched.items() if name in OURS)
+            for what, count in (("GPU operations", sum(launched.values())), ("launches of lmc's kernels", ours)):
+                report.line(f"{what} of a blend, for each layer", count / sizes.layers, "")
+
+
+def launches(work: Callable[[], Any]) -> Counter[str]:
+    """Return how often each kernel and copy of some work ran on the GPU."""
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        work()
+        torch.cuda.synchronize()
+    return Counter(event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA)
 
 
 def seconds_of(cached: CachedModel, prompt: list[int], how: How) -> float:
@@ -355,6 +252,11 @@ def _answers(report: Report, model: str, checkpoint: Path, texts: Path, count: i
     with CachedModel(loaded, settings, Markers.of(tokenizer, SEPARATOR_TEXT)) as cached:
         learn_all(cached, [prompts.tokens[name] for name in documents])
         right: Counter[str] = Counter()
+        full = cached.prefill(examples[0].prompt, "full").logits
+        whole = cached.prefill(examples[0].prompt, policy=RecomputePolicy(strategy="all", ratios=(1.0,)))
+        report.line(
+            f"error of logits of {model} at ratio 1", difference(whole.logits, full), "", most=NOISE[full.dtype]
+        )
         for example in examples:
             done: dict[How, Prefilled] = {how: cached.prefill(example.prompt, how) for how in ("full", "blend")}
             found = ask(cached, example, done, tokenizer, collection.answer_tokens).ways

@@ -1,0 +1,222 @@
+"""The checks of `gpu_accept.py` on single kernels: errors against torch in float32, and bandwidths."""
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from report import Report
+from torch.nn.functional import scaled_dot_product_attention
+
+from lmc.blend.canvas import Canvas, Paged, dense
+from lmc.blend.kernels import attention, place, shift
+from lmc.blend.kernels.choice import kernels_of
+from lmc.blend.kernels.shift import MOST_EXAMPLES, Spans
+from lmc.blend.selftest import difference
+from lmc.shapes import GIB, MIB
+
+ALLOWED = {torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.float32: 1e-4}  # errors, relative to the largest value
+Speed = Callable[..., None]  # notes how fast some work is, of the bandwidth of memory
+
+
+@dataclass
+class Sizes:
+    """What is measured. The defaults are an 8B Llama with 8 documents of a thousand tokens."""
+
+    heads: int = 8
+    group: int = 4
+    dim: int = 128
+    page: int = 16
+    documents: int = 8
+    tokens: int = 1024  # of a document
+    context: int = 16384
+    rows: tuple[int, ...] = (300, 1000, 3000)
+    slab_bytes: int = 4 * GIB
+    hidden: int = 4096
+    layers: int = 8
+    dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
+
+
+SMOKE = Sizes(
+    heads=2, group=2, dim=64, documents=2, tokens=40, context=96, rows=(5,), slab_bytes=16 * MIB, hidden=256, layers=2,
+    dtypes=(torch.float32,),
+)  # fmt: skip
+
+
+class OneLayer(Canvas[Any]):
+    """Pages of one layer, for kernels that want a canvas."""
+
+    def __init__(self, pages: Paged) -> None:
+        self._pages = pages
+
+    def paged(self, layer: int) -> Paged:
+        return self._pages
+
+    def read(self, layer: int, slots: torch.Tensor) -> Any:
+        return tuple(place.gather(self._pages, slots))
+
+    def write(self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        size = self._pages.keys.shape[2]
+        for whole, some in zip(self._pages[:2], (keys, values), strict=True):
+            whole[slots // size, :, slots % size] = some.to(whole.dtype)
+
+
+def pages_of(report: Report, sizes: Sizes, tokens: int, dtype: torch.dtype, *, heads_first: bool = False) -> Paged:
+    """Random pages, whose blocks are in no order, with tokens before heads or behind them."""
+    blocks = -(-tokens // sizes.page)
+    order = (sizes.heads, sizes.page) if heads_first else (sizes.page, sizes.heads)
+    cache = torch.randn(blocks, *order, 2 * sizes.dim, device=report.device).to(dtype)
+    keys, values = (cache if heads_first else cache.transpose(1, 2)).split(sizes.dim, dim=-1)
+    return Paged(keys, values, torch.randperm(blocks, device=report.device).to(torch.int32))
+
+
+def exact(pages: Paged) -> Paged:
+    """Return copies in float32."""
+    keys, values = (one.to(torch.float32, copy=True) for one in pages[:2])
+    return Paged(keys, values, pages.table)
+
+
+def kernels(report: Report, sizes: Sizes, dtype: torch.dtype) -> None:
+    """Errors and bandwidths of the kernels that move keys and values, and of the scores, each in a part of its own."""
+    large = torch.empty(256 * MIB if not report.smoke else MIB, dtype=torch.uint8, device=report.device)
+    memory = 2 * large.numel() / report.milliseconds(large.clone) / 1e6
+    report.line("memory, by a large copy", memory, "GB/s")
+    name = str(dtype).removeprefix("torch.")
+
+    def speed(what: str, moved: int, work: Callable[[], Any], least: float | None = None) -> None:
+        took = report.milliseconds(work)
+        report.line(f"{what}, {name}", moved / took / 1e6 / memory, "of memory", least=least)
+
+    for what, measure in (("moving", moved), ("layouts", placed), ("corrections", corrected), ("scores", scores)):
+        with report.part(f"{what} in {name}"):
+            measure(report, sizes, dtype, speed)
+
+
+def errors(
+    report: Report, what: str, found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor], most: float
+) -> None:
+    """Note the largest and the mean error, both relative to the largest value."""
+    worst = max(map(difference, found, wanted))
+    mean = statistics.fmean(
+        float((one.double() - other.double()).abs().mean() / other.double().abs().max())
+        for one, other in zip(found, wanted, strict=True)
+    )
+    report.line(f"error of {what}", worst, "", most=most)
+    report.line(f"mean error of {what}", mean, "", most=most / 8)
+
+
+def stored(report: Report, sizes: Sizes, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Return the parts of all documents."""
+    shape = (sizes.documents, 2, sizes.tokens, sizes.heads, sizes.dim)
+    return list(torch.randn(shape, device=report.device).to(dtype))
+
+
+def moved(report: Report, sizes: Sizes, dtype: torch.dtype, speed: Speed) -> None:
+    """Place stored parts, read them back, and compare keys with stored ones."""
+    ours, name, count = kernels_of(report.device), str(dtype).removeprefix("torch."), sizes.documents * sizes.tokens
+    pages, row = pages_of(report, sizes, count, dtype), sizes.heads * sizes.dim * dtype.itemsize
+    before, parts = exact(pages), stored(report, sizes, dtype)
+    slots = torch.randperm(count, device=report.device)
+    angles = torch.rand(count, sizes.dim // 2, device=report.device)
+    turn = angles.cos(), angles.sin()
+    place.place([part.float() for part in parts], turn, slots, before)
+    ours.place(parts, turn, slots, pages)
+    errors(report, f"place, {name}", pages[:2], before[:2], ALLOWED[dtype])
+    speed(
+        "place, with the copy to its staging area", 8 * count * row, lambda: ours.place(parts, turn, slots, pages), 0.7
+    )
+    wrong = (ours.gather(pages, slots) != place.gather(pages, slots)).sum()
+    report.line(f"numbers that gather has wrong, {name}", float(wrong), "", most=0)
+    speed("gather", 4 * count * row, lambda: ours.gather(pages, slots))
+    canvas, keys = OneLayer(pages), torch.cat(parts, dim=1)[0]
+    found, wanted = (one.deviation(canvas, 0, slots, keys) for one in (ours, place))
+    errors(report, f"deviation, {name}", found, wanted, ALLOWED[torch.float32])
+    speed("deviation", 2 * count * row, lambda: ours.deviation(canvas, 0, slots, keys))
+
+
+def placed(report: Report, sizes: Sizes, dtype: torch.dtype, speed: Speed) -> None:
+    """Place in pages with heads before tokens, pairs of RoPE side by side, or a part of each head rotated."""
+    ours, name, count = kernels_of(report.device), str(dtype).removeprefix("torch."), sizes.documents * sizes.tokens
+    parts, slots = stored(report, sizes, dtype), torch.randperm(count, device=report.device)
+    for what, heads_first, interleaved, half in (
+        ("HND", True, False, sizes.dim // 2),
+        ("interleaved RoPE", False, True, sizes.dim // 2),
+        ("partial rotation", False, False, sizes.dim // 8),
+    ):
+        pages = pages_of(report, sizes, count, dtype, heads_first=heads_first)
+        before, angles = exact(pages), torch.rand(count, half, device=report.device)
+        turn = angles.cos(), angles.sin()
+        place.place([part.float() for part in parts], turn, slots, before, interleaved=interleaved)
+        ours.place(parts, turn, slots, pages, interleaved=interleaved)
+        errors(report, f"place with {what}, {name}", pages[:2], before[:2], ALLOWED[dtype])
+
+
+def corrected(report: Report, sizes: Sizes, dtype: torch.dtype, speed: Speed) -> None:
+    """What the tokens that are not repaired get of the changes of the others."""
+    ours, name, count = kernels_of(report.device), str(dtype).removeprefix("torch."), sizes.documents * sizes.tokens
+    pages, row = pages_of(report, sizes, count, dtype), sizes.heads * sizes.dim * dtype.itemsize
+    slots = torch.randperm(count, device=report.device)
+    angles = torch.rand(count, sizes.dim // 2, device=report.device)
+    turn = angles.cos(), angles.sin()
+    per = min(MOST_EXAMPLES, sizes.tokens // 4)
+    spans = Spans.of([sizes.tokens - per] * sizes.documents, [per] * sizes.documents, report.device)
+    examples, others = slots[: per * sizes.documents], slots[per * sizes.documents :]
+    weights = torch.rand(len(others), MOST_EXAMPLES, device=report.device) / per
+    canvas, wanted = OneLayer(pages), OneLayer(exact(pages))
+    old = canvas.read(0, examples.flip(0))
+    back, forth = (tuple(one[: len(some)] for one in turn) for some in (examples, others))
+    changes = ours.changes_of(canvas, 0, examples, old, back)
+    true = shift.changes_of(wanted, 0, examples, tuple(one.float() for one in old), back)
+    errors(report, f"changes, {name}", [changes], [true], ALLOWED[torch.float32])
+    found = ours.weights_of(canvas, 0, old[0], others, (back, forth), spans)
+    regression = shift.weights_of(wanted, 0, old[0].float(), others, (back, forth), spans)
+    errors(report, f"weights, {name}", [found], [regression], ALLOWED[torch.float32])
+    shift.correct(wanted, 0, others, weights, true, spans, forth)
+    ours.correct(canvas, 0, others, weights, changes, spans, forth)
+    errors(report, f"correct, {name}", pages[:2], wanted.paged(0)[:2], ALLOWED[dtype])
+    speed("correct", 4 * len(others) * row, lambda: ours.correct(canvas, 0, others, weights, changes, spans, forth))
+
+
+def scores(report: Report, sizes: Sizes, dtype: torch.dtype, speed: Speed) -> None:
+    """The attention of a question, and what it pays to each token, by mean and by maximum over heads."""
+    ours, name = kernels_of(report.device), str(dtype).removeprefix("torch.")
+    row = sizes.heads * sizes.dim * dtype.itemsize
+    context = pages_of(report, sizes, sizes.context, dtype)
+    asking = min(64, sizes.context // 2)
+    query = torch.randn(asking, sizes.heads * sizes.group, sizes.dim, device=report.device).to(dtype)
+    at = torch.arange(sizes.context - asking, sizes.context, device=report.device)
+    there = torch.rand(sizes.context, device=report.device) < 0.9
+    there[at] = True
+    for over_heads in ("mean", "max"):
+        score = (at, sizes.dim**-0.5, there, over_heads)
+        found = ours.attend_and_score(query, context, *score)
+        wanted = attention.attend_and_score(query.float(), exact(context), *score)
+        for what, one, other in zip(
+            (f"attention with scores by {over_heads}", f"scores by {over_heads}"), found, wanted, strict=True
+        ):
+            errors(report, f"{what}, {name}", [one], [other], ALLOWED[dtype])
+        speed(
+            f"attention and scores by {over_heads} of 64 rows, three readings of the keys", 3 * sizes.context * row,
+            partial(ours.attend_and_score, query, context, *score), 0.5,
+        )  # fmt: skip
+
+
+def scattered(report: Report, sizes: Sizes) -> None:
+    """Attention of scattered rows, against a dense causal kernel with as many products."""
+    dtype, ours = sizes.dtypes[0], kernels_of(report.device)
+    context, heads = pages_of(report, sizes, sizes.context, dtype), sizes.heads * sizes.group
+    scale = sizes.dim**-0.5
+    for rows in sizes.rows:
+        at = torch.randperm(sizes.context, device=report.device)[:rows].sort().values
+        query = torch.randn(rows, heads, sizes.dim, device=report.device).to(dtype)
+        wanted = attention.attend(query.float(), tuple(one.float() for one in dense(context)), at, scale)
+        found = ours.attend(query, context, at, scale)
+        errors(report, f"{rows} scattered rows", [found], [wanted], ALLOWED[dtype])
+        took = report.milliseconds(lambda query=query, at=at: ours.attend(query, context, at, scale))
+        side = int((2 * int((at + 1).sum())) ** 0.5)
+        q, k, v = torch.randn(3, 1, heads, side, sizes.dim, device=report.device).to(dtype)
+        alike = report.milliseconds(lambda q=q, k=k, v=v: scaled_dot_product_attention(q, k, v, is_causal=True))
+        report.line(f"{rows} scattered rows of {sizes.context}, alone", took, "ms")
+        report.line(f"{rows} scattered rows, of a dense kernel with the same products", took / alike, "times", most=1.5)
