@@ -64,11 +64,12 @@ def measure_times(report: Report, sizes: Times, folder: str) -> None:
             with Probe(model, lmc=settings(sizes) if name == "lmc" else None, **options(sizes, sizes.batch)) as engine:
                 found[name] = Measured(engine, sizes, ours=name == "lmc")
         compare(report, sizes, found["lmc"], [found["vLLM"], found["vLLM again"]])
-    with (
-        report.part("gaps between tokens"),
-        Probe(model, lmc=settings(sizes), **options(sizes, sizes.small_batch)) as engine,
-    ):
-        gaps(report, sizes, engine)
+    with report.part("gaps between tokens"):
+        with Probe(model, lmc=None, **options(sizes, sizes.small_batch)) as engine:
+            alone = Gaps(engine, sizes).alone()
+        with Probe(model, lmc=settings(sizes), **options(sizes, sizes.small_batch)) as engine:
+            worst = {"prefill of vLLM alone": alone, **Gaps(engine, sizes).with_lmc()}
+        compare_gaps(report, sizes, worst)
 
 
 def shaped(folder: str, sizes: Times) -> str:
@@ -201,20 +202,48 @@ def compare(report: Report, sizes: Times, ours: Measured, theirs: list[Measured]
     report.line("that, of one large page-locked copy", speed / ours.copy, "of copies", least=0.8)
 
 
-def gaps(report: Report, sizes: Times, engine: Probe) -> None:
-    """The worst gap between two tokens of a running request, beside a blend and beside a chunked prefill."""
-    count = sizes.counts[0]
-    documents, running = [words(sizes.document, i) for i in range(count)], words(40, 99)
-    found: dict[str, list[dict[str, Any]]] = {"prefill": [], "blend": []}
-    order = random.Random(0)
-    for seed in range(sizes.repeats + 1):  # the first round warms up
-        tokens, spans = prompt_of(order.sample(documents, count), seed)
-        engine.forget_everything()
-        found["prefill"].append(engine.beside(running, tokens, {"blend": False}))
-        learn(engine, documents)
-        engine.forget_prefixes()
-        found["blend"].append(engine.beside(running, tokens, {"documents": spans, "ratio": sizes.ratio}))
-    worst = {name: statistics.median(one["gap"] for one in some[1:]) for name, some in found.items()}
+class Gaps:
+    """The worst gap between two tokens of a running request, beside another request that is computed."""
+
+    def __init__(self, engine: Probe, sizes: Times) -> None:
+        self._engine, self._sizes, count = engine, sizes, sizes.counts[0]
+        self._documents, self._running = [words(sizes.document, i) for i in range(count)], words(40, 99)
+        order = random.Random(0)
+        rounds = range(sizes.repeats + 1)  # the first one warms up
+        self._prompts = [prompt_of(order.sample(self._documents, count), seed) for seed in rounds]
+
+    def alone(self) -> float:
+        """Return the gap beside a chunked prefill of an engine without lmc."""
+        found = []
+        for tokens, _ in self._prompts:
+            self._engine.forget_prefixes()
+            found.append(self._engine.beside(self._running, tokens, None))
+        return _worst(found)
+
+    def with_lmc(self) -> dict[str, float]:
+        """Return the gaps beside a chunked prefill and beside a blend, in turns."""
+        found: dict[str, list[dict[str, Any]]] = {"prefill": [], "blend": []}
+        for tokens, spans in self._prompts:
+            self._engine.forget_everything()
+            found["prefill"].append(self._engine.beside(self._running, tokens, {"blend": False}))
+            learn(self._engine, self._documents)
+            self._engine.forget_prefixes()
+            wish = {"documents": spans, "ratio": self._sizes.ratio}
+            found["blend"].append(self._engine.beside(self._running, tokens, wish))
+        return {name: _worst(some) for name, some in found.items()}
+
+
+def _worst(found: list[dict[str, Any]]) -> float:
+    return statistics.median(one["gap"] for one in found[1:])
+
+
+def compare_gaps(report: Report, sizes: Times, worst: dict[str, float]) -> None:
+    """Note the gaps, and how much longer lmc makes them than vLLM's own chunked prefill does."""
     for name, seconds in worst.items():
-        report.line(f"worst gap between tokens beside a {name} of {count * sizes.document}", 1000 * seconds, "ms")
+        report.line(
+            f"worst gap between tokens beside a {name}, {sizes.counts[0] * sizes.document} tokens", 1000 * seconds, "ms"
+        )
     report.line("the gap beside a blend", worst["blend"] / worst["prefill"], "of prefill", most=1.1)
+    alone = worst["prefill of vLLM alone"]
+    report.line("the gap beside a blend, of vLLM without lmc", worst["blend"] / alone, "of prefill", most=1.1)
+    report.line("the gap beside a prefill, of vLLM without lmc", worst["prefill"] / alone, "of prefill", most=1.1)

@@ -48,9 +48,12 @@ TIMES = [
     "TTFT of 288 tokens: exact hit",
     "KV loaded by an exact hit of 288 tokens",
     "that, of one large page-locked copy",
-    "worst gap between tokens beside a prefill of 192",
-    "worst gap between tokens beside a blend of 192",
+    "worst gap between tokens beside a prefill of vLLM alone, 192 tokens",
+    "worst gap between tokens beside a prefill, 192 tokens",
+    "worst gap between tokens beside a blend, 192 tokens",
     "the gap beside a blend",
+    "the gap beside a blend, of vLLM without lmc",
+    "the gap beside a prefill, of vLLM without lmc",
 ]
 
 
