@@ -173,7 +173,9 @@ def memory_for(layers: NativeLayers, job: BlendJob) -> int:
     shape, tokens = layers.shape, len(job.tokens)
     stored = sum(part.piece.tokens for part in job.documents)
     staged = (SIDES + 1) * stored * shape.token_bytes  # the parts of two layers, and what is corrected in one
-    weights = stored * MOST_EXAMPLES * torch.float32.itemsize
+    # For each document how much its examples are alike, the inverse of that, and its mean key.
+    of_document = 2 * MOST_EXAMPLES**2 + shape.kv_heads * shape.head_dim
+    weights = (stored * MOST_EXAMPLES + len(job.documents) * of_document) * torch.float32.itemsize
     scores = layers.depth * tokens * torch.float32.itemsize
     return staged + weights + scores + KINDS * tokens * layers.width * shape.dtype.itemsize
 

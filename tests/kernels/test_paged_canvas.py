@@ -13,7 +13,7 @@ pytest.importorskip("vllm")
 from lmc.blend.blender import Blender, BlendInput
 from lmc.blend.kernels.choice import TORCH, kernels_of
 from lmc.blend.strategies import RecomputePolicy
-from lmc.connectors.vllm.canvas import BatchRows, PagedCanvas
+from lmc.connectors.vllm.canvas import BatchRows, PagedCanvas, memory_for
 from lmc.connectors.vllm.messages import BlendJob, DocumentPart
 from lmc.connectors.vllm.native import NativeLayers
 from lmc.connectors.vllm.paged import TokenAccess
@@ -181,3 +181,22 @@ def test_nothing_waits_and_launches_are_few(monkeypatch, policy, documents):
         if layer:  # Rows are chosen and described before the first one.
             assert not waited, launched
             assert len(launched) <= (WEIGHTS if "_alike" in launched else LAUNCHES), launched
+
+
+def test_the_estimate_of_memory_has_the_weights_of_every_document(monkeypatch):
+    """Per document two matrices of 64 by 64 numbers, and a mean key: 40 documents of an 8B Llama take 1.4 MiB."""
+
+    def estimated(documents: int, tokens: int) -> int:
+        pieces = [
+            Piece.whole(RecordKind.DOCUMENT, ChunkKey(b""), tokens, i * tokens, 0, None, exact=False)
+            for i in range(documents)
+        ]
+        job = BlendJob(
+            request="request", tokens=(0,) * LENGTH, blocks=(0,), stop=LENGTH, policy=RecomputePolicy(strategy="all"),
+            documents=tuple(DocumentPart(slot=i, tag=0, piece=piece) for i, piece in enumerate(pieces)),
+        )  # fmt: skip
+        return memory_for(layers, job)
+
+    layers = layers_over(TORCH, 1, monkeypatch)
+    layers._model = SimpleNamespace(config=SimpleNamespace(hidden_size=HIDDEN))
+    assert estimated(8, 10) - estimated(1, 80) == 7 * (2 * 64**2 + HEADS * DIM) * 4
