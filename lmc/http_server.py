@@ -118,7 +118,7 @@ def _listening(address: str, token: str, setting: str, number: int) -> socket.so
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         return socket.create_server((host, port + number), family=family)
     except OSError as error:
-        taken = "; is another engine using it?" if error.errno == errno.EADDRINUSE else ""
+        taken = "; is another engine or server using it?" if error.errno == errno.EADDRINUSE else ""
         raise ConfigError(f"{setting} = {address} cannot be had: {error.strerror or error}{taken}") from None
 
 

@@ -427,7 +427,7 @@ def test_a_unix_socket_is_for_this_user_alone_and_an_abandoned_one_is_replaced(m
     try:
         assert path.stat().st_mode & 0o777 == 0o600
         assert json.loads(lmc("documents", "list", "--url", f"unix://{path}", "--json")[1])["total"] == 1
-        with pytest.raises(ConfigError, match="is another engine using it"):
+        with pytest.raises(ConfigError, match="is another engine or server using it"):
             serve(administration(lab), f"unix://{path}", "")
     finally:
         stop()
@@ -539,7 +539,7 @@ def test_an_address_that_cannot_be_had_is_refused(make):
     port = free_port()
     stop = serve(administration(lab), f"127.0.0.1:{port}", "")
     try:
-        with pytest.raises(ConfigError, match="is another engine using it"):
+        with pytest.raises(ConfigError, match="is another engine or server using it"):
             serve(administration(lab), f"127.0.0.1:{port}", "")
     finally:
         stop()

@@ -589,6 +589,18 @@ def test_only_its_own_user_ends_a_server(server, monkeypatch):
     assert not server.ends
 
 
+def test_a_server_of_another_protocol_is_taken_over_and_ends_quietly(server, attach, monkeypatch, caplog):
+    """An upgrade is what a takeover is for."""
+    put(attach(), K0)
+    monkeypatch.setattr("lmc.service.attachment.PROTOCOL", PROTOCOL + 1)
+    with pytest.raises(TierUnusable, match="has not ended"):  # It is in this process.
+        retire(server.path, 0.1)
+    assert server.ends
+    server.close()
+    eventually(lambda: server.clients == 0)
+    assert not [record for record in caplog.records if record.name == servers.__name__ and "closed" in record.message]
+
+
 def test_a_server_in_another_container_is_not_taken_over(server, monkeypatch):
     """The system says 0 for a process that has no number here."""
     monkeypatch.setattr(Channel, "peer", lambda self: (0, os.getuid(), set()))

@@ -48,11 +48,11 @@ def status(path: Path) -> ServerStatus:
 
 
 def retire(path: Path, seconds: float) -> None:
-    """Let the server at a path end, for another one to take over, and wait until it has.
+    """Let the server at a path end, of whatever version, for another one to take over, and wait until it has.
 
     Raises as `ServerConnection`, or `TierUnusable` if it takes longer than this.
     """
-    with closing(ServerConnection(path, STATUS_SECONDS)) as connection:
+    with closing(ServerConnection(path, STATUS_SECONDS, any_version=True)) as connection:
         if not connection.server:
             raise TierUnusable("it runs in another container, where its process cannot be waited for")
         process = os.pidfd_open(connection.server)
@@ -67,8 +67,8 @@ def retire(path: Path, seconds: float) -> None:
 class ServerConnection:
     """Asks one question after the other. Any thread may ask."""
 
-    def __init__(self, path: Path, deadline: float) -> None:
-        """Raise `TierUnusable` if there is no server, or `ConfigError` if it is of another version."""
+    def __init__(self, path: Path, deadline: float, *, any_version: bool = False) -> None:
+        """Raise `TierUnusable` if there is no server, or `ConfigError` if it is not of `any_version` and of another."""
         self._lock, self._path = threading.Lock(), path
         self.files: list[int] = []  # the slab, and the lifeline that we have locked
         try:
@@ -81,7 +81,7 @@ class ServerConnection:
             connection.connect(str(path))
             self._channel.send(_encode(Hello(PROTOCOL, __version__)))
             refused = decoded(_hello, self._received()).refused
-            if refused:
+            if refused and not any_version:
                 raise ConfigError(refused)
 
     def open(self, opening: Sizes | Status | Retire, decoder: msgspec.msgpack.Decoder[T]) -> T:

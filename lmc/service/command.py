@@ -71,6 +71,8 @@ def serve(
         raise InputError("say where engines attach: --socket /run/lmc.sock, or LMC_SERVER=unix:///run/lmc.sock")
     logging.basicConfig(level=log_level(logging.INFO), format="%(asctime)s %(levelname)s %(message)s")
     sys.setswitchinterval(SWITCH_SECONDS)
+    if http:
+        _http_modules()  # which take seconds, for which the server that is taken over goes on
     if takeover and path.exists():
         try:
             retire(path, TAKEOVER_SECONDS)
@@ -151,18 +153,26 @@ def _administered(
     server: "CacheServer", address: str, tenants: dict[str, str], certificate: Path | None, key: Path | None
 ) -> Callable[[], None]:
     """Answer over HTTP, and return the function that ends it; raise `ConfigError`."""
-    try:
-        from lmc.http_server import Certificate
-        from lmc.http_server import serve as serve_http
-        from lmc.service.http_api import application
-        from lmc.service.overview import Overview
-    except ImportError as error:
-        raise ConfigError(f"--http needs the package {error.name}: pip install fastapi uvicorn") from None
+    from lmc.http_server import Certificate
+    from lmc.http_server import serve as serve_http
+    from lmc.service.http_api import application
+    from lmc.service.overview import Overview
+
     token = os.environ.get(TOKEN, "")
     files = Certificate(certificate, key) if certificate and key else None
     return serve_http(
         application(Overview(server), token, tenants), address, token, setting="--http", certificate=files
     )
+
+
+def _http_modules() -> None:
+    """Import what answers over HTTP; raise `ConfigError` if a package for it is missing."""
+    try:
+        import uvicorn  # noqa: F401
+
+        from lmc.service import http_api  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(f"--http needs the package {error.name}: pip install fastapi uvicorn") from None
 
 
 def _tenants_in(file: Path) -> dict[str, str]:

@@ -45,7 +45,7 @@ class Status(msgspec.Struct, frozen=True, tag=True):
 
 
 class Retire(msgspec.Struct, frozen=True, tag=True):
-    """The second frame of another server, which wants to take over."""
+    """The second frame of another server, which wants to take over. Its form never changes, as that of `Hello`."""
 
 
 class ArenaStatus(msgspec.Struct, frozen=True):

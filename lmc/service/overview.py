@@ -11,7 +11,6 @@ from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from lmc import __version__
-from lmc.administration import URL
 from lmc.background import Background
 from lmc.engine.document_desk import DocumentDesk
 from lmc.errors import InputError
@@ -98,7 +97,7 @@ class Overview:
         """
         engines = [one for one in self.clients() if one["admin"]]
         if not engines:
-            raise InputError(f"no engine explains prompts: start one with LMC_ADMIN={URL.removeprefix('http://')}")
+            raise InputError("no engine explains prompts: start one with an LMC_ADMIN of its own (127.0.0.1:9181)")
         models = {one["model"]: one["admin"] for one in engines}
         model = asked.get("model") if len(models) > 1 else engines[0]["model"]
         if model not in models:

@@ -199,8 +199,8 @@ class Session:
         """Answer until the connection ends."""
         try:
             self._channel.set_timeout(SILENT_SECONDS)
-            self._greet()
-            opening = decoded(_opening, self._received())
+            refused = self._greet()
+            opening = self._opening(refused)
             if isinstance(opening, m.Retire):
                 if self.peer[1] not in (0, os.getuid()):
                     raise BrokenProtocol("only the server's own user may end it")
@@ -217,7 +217,9 @@ class Session:
         except TimeoutError:
             complain("silent", f"a client was silent for {SILENT_SECONDS:g} s, and has lost what it held")
         except (OSError, LmcError) as error:
-            complain("closed", f"the connection to a client is closed: {error}")
+            if not self._server.ends:  # which closes all connections
+                why = getattr(error, "strerror", None) or error
+                complain("closed", f"the connection to a client, process {self.peer[0]}, is closed: {why}")
         except Exception:
             log.exception("the connection to a client is closed, because of an error of the server")
         finally:
@@ -258,15 +260,24 @@ class Session:
         """End the connection from another thread."""
         self._channel.close()
 
-    def _greet(self) -> None:
+    def _greet(self) -> str:
+        """Say which version this is, and return why the client is refused; nothing if it is not."""
         theirs = decoded(_hello, self._received())
         refused = ""
         if theirs.protocol != m.PROTOCOL:
             both = f"the cache server is lmc {__version__} (protocol {m.PROTOCOL}), the client {theirs.version}"
             refused = f"{both} (protocol {theirs.protocol}): install the same version for both"
         self._channel.send(_encode(m.Hello(m.PROTOCOL, __version__, refused)))
-        if refused:
-            raise BrokenProtocol(refused)
+        return refused
+
+    def _opening(self, refused: str) -> Sizes | m.Status | m.Retire:
+        """Return what the connection is for. A server of another version may take over, and a client may not attach."""
+        if not refused:
+            return decoded(_opening, self._received())
+        with suppress(OSError, BrokenProtocol):  # A client that was refused hangs up.
+            if isinstance(opening := decoded(_opening, self._received()), m.Retire):
+                return opening
+        raise BrokenProtocol(refused)
 
     def _attach(self, sizes: Sizes) -> Lease:
         """Open the arena that the client wants, and send it the descriptor of its memory."""
@@ -306,7 +317,8 @@ def _owned(memory: Path) -> int:
         memory.mkdir(mode=0o711, parents=True, exist_ok=True)
         return locked(memory / "lock", alone=True)
     except BlockingIOError:
-        raise TierUnusable(f"another cache server has the memory in {memory} (--takeover takes it over)") from None
+        there = f"another cache server has the memory in {memory}"
+        raise TierUnusable(f"{there} (--takeover with its --socket takes it over)") from None
     except OSError as error:
         raise TierUnusable(f"cannot keep memory in {memory}: {error.strerror}") from error
 
