@@ -562,6 +562,14 @@ def test_what_is_cleared_is_not_learned_again(service):
     assert (len(arena.waiting), service.documents()) == (0, [])
 
 
+def test_a_cache_salt_that_is_given_as_a_tenant_is_refused(service):
+    """Its quota would bound nobody, and nothing would be removed."""
+    for path, method, more in (("/v1/quota", "PUT", {"max_gb": 1}), ("/v1/clear", "POST", {})):
+        code, error = service.refusal(path, {"tenant": "acme", **more}, method)
+        assert (code, "give its cache_salt" in error) == (400, True)
+    assert service.ask("/v1/clear", {"tenant": tenant_of("acme")}) == {"removed": 0}
+
+
 def test_quotas_hold_for_the_next_server(tmp_path):
     Quotas(ChangeLog(), tmp_path).set(Quota(model="m", bytes=5))
     assert [(one.model, one.tenant, one.bytes) for one, _ in Quotas(ChangeLog(), tmp_path).all()] == [("m", None, 5)]

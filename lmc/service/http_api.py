@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
@@ -21,7 +22,7 @@ from lmc import __version__
 from lmc.engine.document_desk import LISTED, LONGEST
 from lmc.errors import InputError
 from lmc.http_server import VISITOR, Guard, Visitor
-from lmc.keys import LONGEST_NAME, tenant_of
+from lmc.keys import LONGEST_NAME, TENANT_DIGITS, tenant_of
 from lmc.service.overview import Overview, ServerCollector
 from lmc.shapes import GIB, KIB, MIB
 
@@ -33,6 +34,7 @@ OPEN = ("/", "/health", "/ready")  # for everybody
 LARGEST, PROMPT = 64 * KIB, 16 * MIB  # of a question: names, numbers, and no texts; and of one with a prompt
 MOST_LISTED, SENT_AT_ONCE = 100_000, 100  # documents
 MOST_SUBSCRIBERS = 16
+TENANT = re.compile(f"[0-9a-f]{{{TENANT_DIGITS}}}")  # what a cache salt becomes
 
 
 class DocumentChange(BaseModel):
@@ -53,7 +55,9 @@ class Owner(BaseModel):
     cache_salt: str | None = Field(None, description="of the tenant, instead of its name")
 
     def named(self) -> tuple[str | None, str | None]:
-        """Return the names of model and tenant."""
+        """Return the names of model and tenant; raise `InputError` for a tenant that can be nobody's name."""
+        if self.tenant and not TENANT.fullmatch(self.tenant):
+            raise InputError(f"no tenant is called {self.tenant!r}: give its cache_salt, or its name of /v1/stat")
         return self.model, self.tenant if self.cache_salt is None else tenant_of(self.cache_salt)
 
 
