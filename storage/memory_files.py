@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 KEEP_SIZE, PUNCH_HOLE = 1, 2  # of fallocate(2)
+IN_MEMORY = 0x01021994, 0x958458F6, 0x858458F6  # of statfs(2): tmpfs, hugetlbfs, ramfs
 
 
 def locked(path: Path | str, *, alone: bool = False, new: bool = True) -> int:
@@ -47,6 +48,13 @@ def whole_pages(file: int, size: int) -> int:
     """Return a size that is a multiple of the pages of a file, which are huge ones in a hugetlbfs."""
     page = os.fstatvfs(file).f_bsize
     return -(-size // page) * page
+
+
+def is_in_memory(directory: Path) -> bool:
+    """Return whether files in a directory are in memory, and not on a disk; true if the system does not say."""
+    statfs = ctypes.CDLL(None).statfs
+    about = (ctypes.c_long * 32)()  # The kind of file system comes first, and there is room for all that follows.
+    return bool(statfs(str(directory).encode(), about)) or about[0] in IN_MEMORY
 
 
 def punch(file: int, start: int, size: int) -> None:

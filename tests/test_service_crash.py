@@ -238,6 +238,16 @@ def test_another_server_takes_over_while_clients_work(serve, memory, storm):
     assert storm.end()["wrong"] == 0
 
 
+def test_memory_on_a_disk_is_warned_of(memory, tmp_path, monkeypatch, caplog):
+    def start(name):
+        CacheServer(Settings(max_local_cpu_size=MEMORY), tmp_path / name, memory=memory, tiers=[]).close()
+        return f"{memory} is on a disk" in caplog.text
+
+    assert not start("one.sock")
+    monkeypatch.setattr("lmc.storage.memory_files.IN_MEMORY", ())  # as if it were none of these kinds
+    assert start("other.sock")
+
+
 def test_a_second_server_is_refused_and_memory_of_another_size_is_removed(tmp_path, serve, memory):
     server = serve("--memory", str(memory))
     store = attached(server)

@@ -28,7 +28,7 @@ from lmc.service.channel import ANSWER, ERROR, BrokenProtocol, Channel, decoded
 from lmc.service.lease import Lease
 from lmc.service.lifelines import Lifelines
 from lmc.service.sizes import Sizes
-from lmc.storage.memory_files import locked
+from lmc.storage.memory_files import is_in_memory, locked
 from lmc.storage.tier import Tier
 from lmc.storage.tier_guard import TierGuard
 
@@ -315,6 +315,8 @@ def _owned(memory: Path) -> int:
     """Take a directory for memory; raise `TierUnusable` if it cannot be used, or another server has it."""
     try:
         memory.mkdir(mode=0o711, parents=True, exist_ok=True)
+        if not is_in_memory(memory):
+            log.warning("%s is on a disk, to which all of the memory will be written: choose one on tmpfs", memory)
         return locked(memory / "lock", alone=True)
     except BlockingIOError:
         there = f"another cache server has the memory in {memory}"
