@@ -7,8 +7,8 @@ import pytest
 from redis_servers import wait_until
 
 from lmc.errors import TierUnusable
-from lmc.storage.redis import breaker
-from lmc.storage.redis.breaker import Breaker
+from lmc.storage import breaker
+from lmc.storage.breaker import Breaker
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -732,6 +733,56 @@ def test_a_full_disk_costs_older_records_then_the_new_one_and_reading_goes_on(tm
     tier._paused_until = 0.0
     write(tier, K3)
     tier.close()
+
+
+def test_a_directory_that_cannot_be_read_is_left_alone_until_it_can(tmp_path, caplog):
+    root = tmp_path / "disk"
+    tier = DiskTier(root, ROOM)
+    write(tier, K0)
+    records, aside = root / "records", tmp_path / "aside"
+    records.rename(aside)
+    records.write_text("no directory")
+    for _ in range(3):
+        assert tier.usable
+        assert tier.contains([K0]) == [True]
+        with pytest.raises(NotADirectoryError):
+            tier.open(K0)
+    assert (tier.usable, tier.contains([K0]), tier.open(K0)) == (False, [False], None)
+    assert tier.write(meta_of(K1), [stored(meta_of(K1))]) is Written.REFUSED
+    assert caplog.text.count("its chunks are misses until it answers") == 1
+    records.unlink()
+    aside.rename(records)
+    until = time.monotonic() + 60
+    while not tier.usable:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    assert tier.contains([K0]) == [True]
+    assert read(tier, K0) == bytes(stored(meta_of(K0)))
+    tier.close()
+
+
+def test_a_directory_that_cannot_be_written_is_still_read(tmp_path, monkeypatch, caplog):
+    tier = DiskTier(tmp_path, ROOM)
+    write(tier, K0)
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "write_new", raising(OSError(errno.EROFS, "Read-only file system")))
+        for _ in range(3):
+            with pytest.raises(OSError, match="Read-only"):
+                tier.write(meta_of(K1), [stored(meta_of(K1))])
+        assert tier.write(meta_of(K1), [stored(meta_of(K1))]) is Written.REFUSED
+    assert "cannot be written (Read-only file system); storing pauses for 30 s, reading goes on" in caplog.text
+    assert tier.usable
+    assert read(tier, K0) == bytes(stored(meta_of(K0)))
+    tier._paused_until = 0.0
+    write(tier, K1)
+    tier.close()
+
+
+def raising(error):
+    def fail(*_, **__):
+        raise error
+
+    return fail
 
 
 def test_two_writers_on_a_full_disk_complain_once(tmp_path, monkeypatch, caplog):

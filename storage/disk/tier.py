@@ -24,6 +24,7 @@ from pathlib import Path
 from lmc.errors import CorruptRecord, TierUnusable
 from lmc.keys import ChunkKey, RecordKind
 from lmc.shapes import MIB
+from lmc.storage.breaker import FAILURES, Breaker
 from lmc.storage.change_log import ChangeLog
 from lmc.storage.disk import files
 from lmc.storage.disk.reader import DiskReader
@@ -40,7 +41,9 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 # On 2 cores (NVMe behind virtio, 2 writers) this gives 3.0 GB/s instead of 2.8 for 32 MiB. For smaller records the
 # second request costs more than it saves: 2.4 GB/s instead of 2.8 for 4 MiB, 1.8 instead of 2.3 for 1 MiB.
 BESIDE_BYTES = 16 * MIB
-PAUSE_SECONDS = 30.0  # for which nothing is written after a full disk for which evicting did not help
+# seconds for which nothing is written after a full disk for which evicting did not help, or three errors in a row
+PAUSE_SECONDS = 30.0
+CLOSING_SECONDS = 1.0  # for which a trial of the directory under way is waited for
 _RECORD_NAME = re.compile(r"[0-9a-f]{64}" + re.escape(SUFFIX))
 _TEMPORARY_NAME = re.compile(r"[0-9]+" + re.escape(SUFFIX))
 
@@ -50,7 +53,6 @@ class DiskTier:
 
     name = "disk"
     shared = False
-    usable = True
 
     def __init__(
         self, root: Path | str, capacity: int, *, read_only: bool = False, document_share: float = 0.0
@@ -63,12 +65,13 @@ class DiskTier:
         self.corrupt = self.evictions = self.document_evictions = 0
         self.bytes = 0  # what the records take on disk
         self._records, self._tmp = self.root / "records", self.root / "tmp"
+        self._breaker = Breaker(f"disk tier {self.root}", self._probe)
         self._lock = new_lock(Rank.TIER)
         self._changes: ChangeLog | None = None
         self._index: dict[ChunkKey, int] = {}  # key -> bytes
         self._order: EvictionOrder[ChunkKey] = EvictionOrder(document_share * capacity)
         self._standing: dict[ChunkKey, Standing] = {}  # of records that are or will be protected
-        self._paused_until = 0.0
+        self._paused_until, self._failed_writes = 0.0, 0
         self._uses: dict[ChunkKey, int] = {}  # in memory, since the last eviction: when, in nanoseconds
         self._uses_lock = new_lock(Rank.LEAF)
         self._serial = 0
@@ -93,8 +96,15 @@ class DiskTier:
             self.close()
             raise TierUnusable(f"cannot read disk tier {self.root}: {error}") from error
 
+    @property
+    def usable(self) -> bool:
+        """False while the directory as a whole cannot be read; everything is a miss then, at once."""
+        return self._breaker.usable
+
     def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
         """Look in the index. A read-only tier looks in the directory, because its owner goes on writing."""
+        if not self.usable:
+            return [False] * len(keys)
         if self.read_only:
             return [self._path(key).exists() for key in keys]
         # The lock is not taken: it is held while files are removed, and the answer may be a moment old.
@@ -105,8 +115,10 @@ class DiskTier:
         self._thread.into = dict(zip(keys, into, strict=False))
 
     def open(self, key: ChunkKey) -> DiskReader | None:
-        """Open a record, and note its use for eviction."""
+        """Open a record, and note its use for eviction. None is there while the directory cannot be read."""
         path = self._path(key)
+        if not self.usable:
+            return None
         try:
             with removed_if_corrupt(self.discard, key):
                 reader = DiskReader(path, key, self.discard, getattr(self._thread, "into", {}).pop(key, ()))
@@ -115,6 +127,10 @@ class DiskTier:
                 if not path.exists():  # Somebody has removed the file. A writer may also have brought it just now.
                     self._forget(key)
             return None
+        except OSError as error:
+            self._breaker.failed(error)
+            raise
+        self._breaker.worked()
         with self._lock, contextlib.suppress(KeyError):  # A reader of another's directory has no index.
             self._order.touch(key)
         with self._uses_lock:
@@ -138,7 +154,7 @@ class DiskTier:
         """Write a record to `tmp` and rename it. If the disk stays full after an eviction, it is not kept."""
         if self.contains([meta.key])[0]:
             return Written.PRESENT
-        if self.read_only or time.monotonic() < self._paused_until:
+        if self.read_only or not self.usable or time.monotonic() < self._paused_until:
             return Written.REFUSED
         beside = meta.offset(meta.parts) >= BESIDE_BYTES
         sums = self._sums.submit(_checksums, meta, parts) if beside else None
@@ -157,6 +173,12 @@ class DiskTier:
         try:
             first = (lambda: _header(meta, sums.result())) if sums else None
             stored = self._write_file(temporary, meta, [header, *parts], first, size)
+            self._failed_writes = 0
+        except OSError as error:  # Of a directory that can only be read no more, records are still read.
+            self._failed_writes += 1
+            if self._failed_writes >= FAILURES:
+                self._pause(f"cannot be written ({error.strerror})")
+            raise
         finally:
             if not stored:
                 with self._lock:
@@ -253,11 +275,16 @@ class DiskTier:
 
     def close(self) -> None:
         """Let go of the directory."""
+        self._breaker.close(CLOSING_SECONDS)
         self._sums.shutdown()
         if not self.read_only:
             with self._lock:
                 self._apply_uses()
         self._let_go()
+
+    def _probe(self) -> None:
+        """Raise `OSError` if the directory cannot be read."""
+        os.scandir(self._records).close()
 
     def _leftovers(self) -> list[Path]:
         found = sorted(self._tmp.iterdir()) if self._tmp.is_dir() else []
@@ -349,14 +376,13 @@ class DiskTier:
                     raise
             with self._lock:
                 if last_try or not self._evict(size):
-                    self._pause()
+                    self._pause("has no space left")
                     break
         return False
 
-    def _pause(self) -> None:
+    def _pause(self, why: str) -> None:
         if time.monotonic() >= self._paused_until:
-            said = "disk tier %s: no space left; storing pauses for %.0f s, reading goes on"
-            log.warning(said, self.root, PAUSE_SECONDS)
+            log.warning("disk tier %s %s; storing pauses for %.0f s, reading goes on", self.root, why, PAUSE_SECONDS)
         self._paused_until = time.monotonic() + PAUSE_SECONDS
 
 

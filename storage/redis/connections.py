@@ -23,7 +23,7 @@ from redis.sentinel import Sentinel
 
 from lmc.errors import TierUnusable
 from lmc.redis_url import RedisURL
-from lmc.storage.redis.breaker import Breaker
+from lmc.storage.breaker import Breaker
 from lmc.storage.redis.resp import Connection, ProtocolError, ReplyError, TooLong, WrongValue, command
 
 # Refusals that say something about the server, and not about the command.

@@ -1,4 +1,4 @@
-"""A circuit breaker: a server that does not answer is left alone until a thread in the background gets an answer.
+"""A circuit breaker: a tier that does not answer is left alone until a thread in the background gets an answer.
 
 It opens after one timeout, or after three other failures in a row. So whoever needs an answer waits for a silent server
 once, and not for every question.
@@ -19,7 +19,7 @@ CALM = 60.0  # seconds without trouble after which the next trouble is logged ag
 
 
 class Breaker:
-    """Decides whether the server `name` is asked."""
+    """Decides whether the tier `name` is asked, or a server of it."""
 
     def __init__(self, name: str, greet: Callable[[], None]) -> None:
         """`greet` makes a first contact.
