@@ -18,11 +18,16 @@ class Streams:
         self.save = torch.cuda.Stream(device) if self._cuda else None
 
     @contextmanager
-    def behind(self, stream: "torch.cuda.Stream | None") -> Iterator[None]:
-        """Issue copies on a stream, which waits for what the model has been given to do until now."""
+    def behind(self, stream: "torch.cuda.Stream | None", *used: torch.Tensor) -> Iterator[None]:
+        """Issue copies on a stream, which waits for what the model has been given to do until now.
+
+        What they use of the model's own tensors is given to nobody else before they are over.
+        """
         if stream is None:
             yield
             return
+        for tensor in used:
+            tensor.record_stream(stream)
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
             yield

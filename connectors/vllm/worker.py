@@ -265,7 +265,8 @@ class Worker:
             self._learning.remove(work)
             if failed:
                 self._report.failed.add(work.job)
-            self._copied.append((self._streams.event(), work.job))
+            with self._streams.behind(self._streams.save):
+                self._copied.append((self._streams.event(), work.job))
 
     # -- inside: jobs ------------------------------------------------------------------------------------------------
 
@@ -317,7 +318,8 @@ class Worker:
         begin, count = job.document, len(job.tokens) - job.document
         for slot, (start, stop) in zip(job.slots, chunk_bounds(count, job.chunk), strict=True):
             if slot >= 0:
-                self._save_tokens(slot, blocks, begin + start, begin + stop)
+                with self._streams.behind(self._streams.save, blocks):  # Steps of the engine need not wait for the bus.
+                    self._save_tokens(slot, blocks, begin + start, begin + stop)
             yield (stop - start) * self._layers.depth // COPY_COST + 1
 
     def _save(self, job: SaveJob) -> None:
