@@ -265,12 +265,18 @@ class NativeLayers:
             del impl.forward
 
     def _batches(self, positions: torch.Tensor, blocks: torch.Tensor, size: int) -> list[RowBatch]:
-        """Cut rows into batches, with what the attention backend needs to know of them."""
-        cut = _cut(positions.cpu(), size, self.most_runs)
-        return [RowBatch(rows, self._common(positions[rows], blocks)) for rows in cut]
+        """Cut rows into batches, with what the attention backend needs to know of them.
 
-    def _common(self, positions: torch.Tensor, blocks: torch.Tensor) -> vllm_api.CommonAttentionMetadata:
+        The host waits for their positions once, and not for those of each batch.
+        """
         at = positions.cpu()
+        cut = _cut(at, size, self.most_runs)
+        return [RowBatch(rows, self._common(positions[rows], at[rows], blocks)) for rows in cut]
+
+    def _common(
+        self, positions: torch.Tensor, at: torch.Tensor, blocks: torch.Tensor
+    ) -> vllm_api.CommonAttentionMetadata:
+        """Describe rows at `positions [T]`, which the host knows as `at`."""
         edges = torch.cat((torch.tensor([0]), _breaks(at), torch.tensor([len(at)])))
         starts = edges.to(torch.int32)
         lengths = (at[edges[1:] - 1] + 1).to(torch.int32)

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from pages import pages_of
-from watching import watch_kernels, watched
+from watching import Watch, watch_kernels, watched
 
 pytest.importorskip("vllm")
 
@@ -200,3 +200,12 @@ def test_the_estimate_of_memory_has_the_weights_of_every_document(monkeypatch):
     layers = layers_over(TORCH, 1, monkeypatch)
     layers._model = SimpleNamespace(config=SimpleNamespace(hidden_size=HIDDEN))
     assert estimated(8, 10) - estimated(1, 80) == 7 * (2 * 64**2 + HEADS * DIM) * 4
+
+
+def test_rows_are_described_with_one_wait_however_many_batches_they_are(monkeypatch):
+    layers, watch = layers_over(TORCH, 1, monkeypatch), Watch()
+    positions, blocks = torch.tensor([0, 1, 6, 9, 10, 39, 44, 80]), torch.arange(6)
+    with watch.modes[0], watch.modes[1], watch.set(True):
+        rows = layers.begin(torch.arange(LENGTH), positions, blocks, 3)
+    assert [batch.common.num_reqs for batch in rows.batches] == [2, 2, 2]
+    assert watch.take()[1].count("cpu") == 1
