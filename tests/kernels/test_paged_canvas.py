@@ -79,7 +79,7 @@ def layers_over(
     """Three layers over pages, in which the engine's blocks are `ratio` of the kernel's."""
     torch.manual_seed(0)
     found = object.__new__(NativeLayers)
-    monkeypatch.setattr(NativeLayers, "_context", lambda self, batch: nullcontext())
+    monkeypatch.setattr(NativeLayers, "_context", lambda self, batch, **options: nullcontext())
     caches = [pages_of(HEADS, DIM, BLOCK, length + 60, torch.float32) for _ in range(3)]
     caches = [torch.cat((one.keys, one.values), dim=-1) for one in caches]
     found._layers = [Layer(counting) for _ in caches]
@@ -94,6 +94,15 @@ def layers_over(
     found.shape = KVShape(layers=3, kv_heads=HEADS, head_dim=DIM, dtype=torch.float32)
     embedding = torch.randn(100, HIDDEN)
     found._decoder = SimpleNamespace(embed_input_ids=lambda tokens: embedding[tokens])
+
+    def model(tokens: torch.Tensor, positions: torch.Tensor) -> None:
+        """As the engine has compiled it: no layer is called by lmc."""
+        with counting(False):
+            states, residual = embedding[tokens.long()], None
+            for layer in found._layers:
+                states, residual = layer(positions, states, residual)
+
+    found._model = model
     return found
 
 
@@ -156,7 +165,9 @@ def test_both_kinds_of_kernels_leave_the_same(monkeypatch, ratio):
     [{"strategy": "union", "ratios": (0.3,), "correction": "shift"}, {"strategy": "query", "ratios": (0.3,)}],
     ids=lambda one: one["strategy"],
 )
-def test_nothing_waits_and_launches_are_few(monkeypatch, policy, documents):
+@pytest.mark.parametrize("through", [False, True])
+def test_nothing_waits_and_launches_are_few(monkeypatch, policy, documents, through):
+    """Layer by layer, and in a second pass through the compiled model, which is one slice."""
     watch = watch_kernels(monkeypatch)
     monkeypatch.setattr("lmc.connectors.vllm.tensor_parallel.get_tp_group", lambda: SimpleNamespace(world_size=1))
     size, kernels = 12, kernels_of(torch.device("cpu"))
@@ -173,14 +184,28 @@ def test_nothing_waits_and_launches_are_few(monkeypatch, policy, documents):
         documents=tuple(DocumentPart(slot=i, tag=0, piece=piece) for i, piece in enumerate(pieces)),
     )  # fmt: skip
     canvas = PagedCanvas(
-        layers, job, BatchRows(length), lambda slot, layer: parts[layer, slot].flatten().view(torch.uint8),
-        lambda _: True,
+        layers, job, BatchRows(length, length if through else 0),
+        lambda slot, layer: parts[layer, slot].flatten().view(torch.uint8), lambda _: True,
     )  # fmt: skip
+    assert canvas.compiled == through
+    run_through, compiled = PagedCanvas.run_through, []
+
+    def noted(canvas, *given):
+        watch.take()  # Its rows were described before.
+        run_through(canvas, *given)
+        compiled.append(watch.take())
+
+    monkeypatch.setattr(PagedCanvas, "run_through", noted)
     given = BlendInput(length=length, stop=length, question=length - 6, placements=pieces)
     for layer, launched, waited in watched(watch, Blender(canvas, given, job.policy).slices()):
         if layer:  # Rows are chosen and described before the first one.
             assert not waited, launched
             assert len(launched) <= (WEIGHTS if "_alike" in launched else LAUNCHES), launched
+    assert len(compiled) == through
+    for launched, waited in compiled:
+        assert not waited, launched
+        assert "_attend" in launched
+        assert len(launched) <= 2 * LAUNCHES + WEIGHTS + 2, "all three layers, and the tokens and positions once"
 
 
 def test_the_estimate_of_memory_has_the_weights_of_every_document(monkeypatch):
