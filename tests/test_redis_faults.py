@@ -28,7 +28,8 @@ from lmc.engine.tiers import open_redis
 from lmc.errors import ChunkLost, CorruptRecord, TierUnusable
 from lmc.keys import ChunkKey
 from lmc.redis_url import parse_redis_url
-from lmc.storage.redis import RedisTier, breaker, resp
+from lmc.storage import breaker
+from lmc.storage.redis import RedisTier, resp
 from lmc.storage.redis import tier as redis_tier
 from lmc.storage.redis.connections import Server
 from lmc.storage.slab import Slab

@@ -20,9 +20,10 @@ from lmc.errors import ChunkLost, CorruptRecord, TierUnusable
 from lmc.keys import FORMAT, ChunkKey
 from lmc.redis_url import parse_redis_url
 from lmc.shapes import MIB
+from lmc.storage import breaker
 from lmc.storage.codec import Coded
 from lmc.storage.record import RecordMeta, checksum, decode_header, encode_header, split_parts
-from lmc.storage.redis import RedisTier, breaker
+from lmc.storage.redis import RedisTier
 from lmc.storage.slab import Slab
 from lmc.storage.store import Store
 from lmc.storage.tier import Tier, Written
