@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from contextlib import closing
+from dataclasses import replace
 
 import pytest
 import torch
@@ -386,3 +387,10 @@ def test_half_a_line_about_a_removed_document_does_not_stay(tmp_path):
     keeper.forget_noted(path.parent, {gone.id})
     (line,) = path.read_text().splitlines()
     assert json.loads(line)["id"] != gone.id
+
+
+def test_the_capacity_of_an_engine_that_does_not_blend_is_that_of_exact_chunks(tmp_path):
+    with closing(engine_of(tmp_path)) as engine:
+        blends = engine.capacity()
+        engine.geometry = replace(engine.geometry, token_bytes=0)  # Pages of which tokens cannot be read.
+        assert engine.capacity() == blends

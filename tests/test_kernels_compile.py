@@ -95,6 +95,13 @@ def resources(kernel: Any, folder: Path) -> tuple[dict[str, int], str]:
     return found | {"SHARED": kernel.metadata.shared}, code  # which is asked for at each launch
 
 
+def spilled(case: Case) -> int:
+    """How many bytes a thread may spill."""
+    if case.kernel is shift_triton._correct:
+        return 32 if case.constants["WIDE"] > 128 else 0
+    return 128 if case.dtype == "fp32" and case.constants["WIDE"] > 64 else 0
+
+
 # kernel, constants, variants, most registers, whether it computes products on tensor cores
 OTHERS = (
     (
@@ -156,10 +163,13 @@ CASES = {
 @pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize("name", CASES)
 def test_it_compiles_without_spills(name: str, capability: int, tmp_path: Path) -> None:
-    """Long rows of numbers of 4 bytes are an exception: no size of a program has room for three parts of them."""
+    """Long rows of numbers of 4 bytes are an exception: no size of a program has room for three parts of them.
+
+    So are corrections of heads of 256 under Triton 3.9, whose tiles are those of all shapes.
+    """
     case = CASES[name]
     found, code = resources(compiled(case, capability), tmp_path)
-    assert found["STACK"] <= (128 if case.dtype == "fp32" and case.constants["WIDE"] > 64 else 0)
+    assert found["STACK"] <= spilled(case)
     assert found["REG"] <= case.registers
     assert found["SHARED"] <= SHARED[capability]
     if case.products and case.dtype != "fp32":

@@ -300,9 +300,9 @@ class CacheEngine:
 
     def capacity(self) -> dict[str, float]:
         """Return how many tokens of documents fit into memory and into the disk tier, if there is one."""
-        token, disk = self.geometry.token_bytes * self.geometry.parts, self.settings.max_local_disk_size * GIB
-        room: dict[str, float] = {"host": self.store.slots * self.chunk_size}
-        return room | ({"disk": disk // token} if self.settings.local_disk is not None else {})
+        token = (self.geometry.token_bytes or self.geometry.part_bytes / self.chunk_size) * self.geometry.parts
+        disk = self.settings.max_local_disk_size * GIB // token
+        return {"host": self.store.slots * self.chunk_size} | ({"disk": disk} if self.settings.local_disk else {})
 
     def forget_all(self, *, wait: bool = True) -> None:
         """Remove every chunk, even while it is read, but none on shared tiers or in a cache server: others use them."""

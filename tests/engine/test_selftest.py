@@ -49,8 +49,8 @@ def test_a_mask_that_lets_scattered_rows_see_the_future_is_found(lab, monkeypatc
     """The attention of flash kernels: the last query is aligned with the last key, as if all rows were one run."""
     common = NativeLayers._common
 
-    def one_run(self, positions, blocks):
-        found = common(self, positions, blocks)
+    def one_run(self, positions, at, blocks):
+        found = common(self, positions, at, blocks)
         count = torch.tensor([0, len(positions)], dtype=torch.int32)
         last = torch.tensor([int(positions[-1]) + 1], dtype=torch.int32)
         found.query_start_loc = found.query_start_loc_cpu = count
@@ -67,8 +67,8 @@ def test_a_mask_that_lets_scattered_rows_see_the_future_is_found(lab, monkeypatc
 def test_a_mask_that_hides_the_rows_before_a_run_is_found(lab, monkeypatch):
     common = NativeLayers._common
 
-    def short(self, positions, blocks):
-        found = common(self, positions, blocks)
+    def short(self, positions, at, blocks):
+        found = common(self, positions, at, blocks)
         if found.num_reqs > 1:
             lengths = found.query_start_loc[1:] - found.query_start_loc[:-1]
             found.seq_lens = found.seq_lens_cpu_upper_bound = lengths.to(torch.int32)
@@ -83,8 +83,8 @@ def test_a_row_that_is_written_to_another_slot_is_found(lab, monkeypatch):
     """Only where rows are scattered: slots that follow each other from the first one on."""
     common = NativeLayers._common
 
-    def consecutive(self, positions, blocks):
-        found = common(self, positions, blocks)
+    def consecutive(self, positions, at, blocks):
+        found = common(self, positions, at, blocks)
         if found.num_reqs > 1:
             start = found.slot_mapping[0]
             found.slot_mapping = torch.arange(len(positions), device=positions.device) + start
