@@ -17,8 +17,8 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +122,17 @@ class Clients:
         return sum(one.get_obj()[SAID.index(what)] for one in self.counts)
 
 
+@contextmanager
+def served(number: int, *options: str) -> Iterator[tuple[ServerProcess, Clients]]:
+    """Run a server with options, whose memory has fewer slots than there are keys, and so many clients."""
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as ending:
+        server = ServerProcess(Path(folder), *options, max_local_cpu_size=SLOTS * SIZES.slot_bytes / GIB)
+        ending.callback(server.kill)
+        clients = Clients(server.path, number)  # before this process has threads
+        ending.callback(clients.end)
+        yield server, clients
+
+
 def wait_for(condition: Callable[[], bool], what: str) -> float:
     """Return how long it took until something is so."""
     started = time.monotonic()
@@ -165,11 +176,8 @@ def main() -> None:
     options.add_argument("--server-kills", type=int, default=50)
     given = options.parse_args()
     memory = Path("/dev/shm") / f"lmc-kills-{os.getpid()}"
-    with tempfile.TemporaryDirectory() as folder:
-        server = ServerProcess(Path(folder), "--memory", str(memory), max_local_cpu_size=SLOTS * SIZES.slot_bytes / GIB)
-        clients = None
-        try:
-            clients = Clients(server.path, given.clients)  # before this process has threads
+    try:
+        with served(given.clients, "--memory", str(memory)) as (server, clients):
             store = RemoteStore(server.path, SIZES, deadline=10.0)
             attached = 2 * (given.clients + 1)
             wait_for(lambda: status(server.path).clients == attached, "all clients are attached")
@@ -183,11 +191,8 @@ def main() -> None:
             wait_for(lambda: status(server.path).clients == 2, "no lease of a killed client is left")
             held = store.held()
             store.close()
-        finally:
-            if clients is not None:
-                clients.end()
-            server.kill()
-            shutil.rmtree(memory, ignore_errors=True)
+    finally:
+        shutil.rmtree(memory, ignore_errors=True)
     said = {what: clients.said(what) for what in SAID}
     kills = {"client_kills": given.client_kills, "server_kills": given.server_kills, "held": held}
     closing_line({"bench": "serve_kills", **kills, **result, **said}, "serve_kills" if given.keep else None)

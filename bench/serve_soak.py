@@ -6,17 +6,15 @@ All of them do the same, as fast as they get answers, with as many keys as do no
 is for warming up. The server's memory is what it has beside chunks.
 """
 
-import tempfile
 import time
-from pathlib import Path
 
 import psutil
 from common import closing_line, parser
-from serve_kills import SAID, SIZES, SLOTS, Clients, ServerProcess, wait_for
+from serve_kills import SAID, SIZES, served, wait_for
 
 from lmc.service.attachment import status
 from lmc.service.remote_store import RemoteStore
-from lmc.shapes import GIB, MIB
+from lmc.shapes import MIB
 
 
 def private(process: psutil.Process) -> float:
@@ -30,27 +28,20 @@ def main() -> None:
     options.add_argument("--clients", type=int, default=16)
     options.add_argument("--minutes", type=float, default=10.0)
     given = options.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        server = ServerProcess(Path(folder), max_local_cpu_size=SLOTS * SIZES.slot_bytes / GIB)
-        clients = None
-        try:
-            clients, process = Clients(server.path, given.clients), psutil.Process(server.process.pid)
-            time.sleep(given.minutes * 6)
-            began = [clients.done(number) for number in range(given.clients)]
-            memory, until = [private(process)], time.monotonic() + given.minutes * 54
-            while time.monotonic() < until:
-                time.sleep(1.0)
-                memory.append(private(process))
-            done = [clients.done(number) - before for number, before in enumerate(began)]
-            clients.end()
-            wait_for(lambda: status(server.path).clients == 0, "no lease is left")
-            store = RemoteStore(server.path, SIZES, deadline=10.0)
-            held = store.held()
-            store.close()
-        finally:
-            if clients is not None:
-                clients.end()
-            server.kill()
+    with served(given.clients) as (server, clients):
+        process = psutil.Process(server.process.pid)
+        time.sleep(given.minutes * 6)
+        began = [clients.done(number) for number in range(given.clients)]
+        memory, until = [private(process)], time.monotonic() + given.minutes * 54
+        while time.monotonic() < until:
+            time.sleep(1.0)
+            memory.append(private(process))
+        done = [clients.done(number) - before for number, before in enumerate(began)]
+        clients.end()
+        wait_for(lambda: status(server.path).clients == 0, "no lease is left")
+        store = RemoteStore(server.path, SIZES, deadline=10.0)
+        held = store.held()
+        store.close()
     result = {
         "clients": given.clients,
         "minutes": given.minutes,

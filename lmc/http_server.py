@@ -115,11 +115,15 @@ def _listening(address: str, token: str, setting: str, number: int) -> socket.so
         if address.startswith(UNIX):
             return _unix_socket(socket_path(address, number, setting))
         host, port = host_and_port(address, token, setting)
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        return socket.create_server((host, port + number), family=family)
+        return tcp_socket(host, port + number)
     except OSError as error:
         taken = "; is another engine or server using it?" if error.errno == errno.EADDRINUSE else ""
         raise ConfigError(f"{setting} = {address} cannot be had: {error.strerror or error}{taken}") from None
+
+
+def tcp_socket(host: str, port: int) -> socket.socket:
+    """Listen at a port of a host, whose address may be one of IPv6; raise `OSError` if that is not possible."""
+    return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
 
 
 def _impatient() -> Any:

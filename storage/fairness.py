@@ -60,10 +60,6 @@ class FairShares:
         self._work_out()
         return (owner for owner in self._greedy if self.above(owner))
 
-    def taken(self, owner: Owner) -> float:
-        """Return what an owner has."""
-        return self._taken[owner]
-
     def owners(self) -> list[Owner]:
         """Return all owners that have something."""
         return list(self._taken)

@@ -44,7 +44,7 @@ class Ledger:
         # A key may be in several slots: two requests that computed the same chunk each keep their own.
         self._slots_of: dict[ChunkKey, list[Slot]] = {}
         self._standing, self._owners = [Standing.OTHER] * slots, list[Owner | None]([None]) * slots
-        # of the free ones
+        # Free slots that have memory, but for the ready ones.
         self._queue: EvictionOrder[Slot] = EvictionOrder(slots * document_share, pins_yield=pins_yield, fair=fair)
         self._room, self._unsafe = room, set(unsafe)
         self._preparing: set[Slot] = set()

@@ -169,4 +169,4 @@ def test_the_queues_of_owners_agree_with_those_of_all(steps):
         for whose in (A, B, C):
             own = [one for one in order if there[one] == whose]
             assert list(order.evictable([whose])) == own, "the oldest of an owner comes first"
-            assert order.fair.taken(whose) == len(own)
+            assert order.fair._taken[whose] == len(own)

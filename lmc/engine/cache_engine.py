@@ -279,7 +279,7 @@ class CacheEngine:
             if place is None:
                 metas.append(self._meta(RecordKind.DOCUMENT, key, namespace, tenant, stop - start, start, size, label))
         new = self.store.begin(metas[:1])  # Whoever has the first one gets the others, too, and not another engine.
-        new += self.store.begin(metas[1:]) if None not in new else [None]
+        new += [] if None in new else self.store.begin(metas[1:])
         if None in new:
             for begun in filter(None, new):
                 self.store.abort(begun)

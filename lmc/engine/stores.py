@@ -1,6 +1,7 @@
 """Opens the chunk store that the settings name: one in this process, or that of a cache server."""
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -17,6 +18,9 @@ from lmc.storage.slab import Slab
 from lmc.storage.stats import WritePolicy
 from lmc.storage.store import Store
 from lmc.storage.tier import Tier
+
+if TYPE_CHECKING:
+    from lmc.service.remote_store import RemoteStore
 
 
 def open_store(
@@ -49,10 +53,10 @@ def open_store(
 def keeper_in_server(store: ChunkStore, unqueue: Callable[[KnownDocument], object]) -> DocumentKeeper:
     """Return what asks a store's cache server for pins and time limits; `unqueue` as for `RemoteKeeper`."""
     from lmc.service.remote_keeper import RemoteKeeper
-    from lmc.service.remote_store import RemoteStore
 
-    assert isinstance(store, RemoteStore)
-    return RemoteKeeper(store, unqueue=unqueue)
+    remote = _in_server(store)
+    assert remote is not None
+    return RemoteKeeper(remote, unqueue=unqueue)
 
 
 def share_learning(
@@ -66,23 +70,26 @@ def share_learning(
 
     The arguments are those of `RemoteLearning`.
     """
-    if isinstance(store, Store):
-        return
-    from lmc.service.remote_learning import RemoteLearning
-    from lmc.service.remote_store import RemoteStore
+    if (remote := _in_server(store)) is not None:
+        from lmc.service.remote_learning import RemoteLearning
 
-    assert isinstance(store, RemoteStore)
-    store.learning = RemoteLearning(queue, namespaces, has_time, learn)
+        remote.learning = RemoteLearning(queue, namespaces, has_time, learn)
 
 
 def administered_at(store: ChunkStore, address: str) -> None:
     """Tell a store's cache server, if it has one, where this process is administered, and explains prompts."""
+    if (remote := _in_server(store)) is not None:
+        remote.administered_at(address)
+
+
+def _in_server(store: ChunkStore) -> "RemoteStore | None":
+    """Return a store as that of a cache server, or None if it is in this process."""
     if isinstance(store, Store):
-        return
+        return None
     from lmc.service.remote_store import RemoteStore
 
     assert isinstance(store, RemoteStore)
-    store.administered_at(address)
+    return store
 
 
 def _attached(settings: Settings, geometry: Geometry, model: str, tokenizer: str) -> ChunkStore:

@@ -4,7 +4,6 @@ import difflib
 import logging
 import os
 import signal
-import socket
 from collections.abc import Set
 from pathlib import Path
 from typing import Annotated, Any
@@ -265,6 +264,7 @@ def _run(
     try:
         import uvicorn
 
+        from lmc.http_server import tcp_socket
         from lmc.router.application import Router
         from lmc.router.connections import allow_files, bounded_protocol
         from lmc.router.discovery import discovery
@@ -277,7 +277,7 @@ def _run(
         options = {"special_string": settings.special_string, **options}
     application = Router(settings, from_command_line(policy, options), engines, discovery(where) if where else None)
     try:
-        listening = socket.create_server(listen, family=socket.AF_INET6 if ":" in listen[0] else socket.AF_INET)
+        listening = tcp_socket(*listen)
     except OSError as error:
         wrong = f"--host {listen[0]} --port {listen[1]}: nothing can listen there ({error.strerror})"
         raise ConfigError(f"{wrong}; is the port in use?") from None

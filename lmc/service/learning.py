@@ -22,7 +22,7 @@ AT_ONCE = 4  # documents that a client gets
 @dataclass(slots=True)
 class _Waiting:
     document: Unlearned
-    anybody: bool  # It is given to clients that have no time, too, because nobody has it in a queue.
+    anybody: bool = False  # It is given to clients that have no time, too, because nobody has it in a queue.
     offered: set[object] = field(default_factory=set)  # by these clients, which have it in their own queues
     claimed: float = float("-inf")  # when it was given to a client for the last time
     claims: int = 0
@@ -42,12 +42,12 @@ class WaitingDocuments:
     def offer(self, name: str, document: Unlearned, client: object) -> None:
         """Let a document wait that a client has in its own queue; `name` is its id."""
         with self._mutex:
-            self._add(name, document, anybody=False).offered.add(client)
+            self._add(name, document).offered.add(client)
 
     def want(self, name: str, document: Unlearned) -> None:
         """Let a document wait that has to be stored again, and is in no client's queue."""
         with self._mutex:
-            self._add(name, document, anybody=True).anybody = True
+            self._add(name, document).anybody = True
 
     def discard(self, name: str) -> None:
         """Let a document wait no longer, if it does."""
@@ -83,8 +83,8 @@ class WaitingDocuments:
                 if one.claimant is client:
                     one.claimed, one.claimant = float("-inf"), None
 
-    def _add(self, name: str, document: Unlearned, *, anybody: bool) -> _Waiting:
-        found = self._waiting.setdefault(name, _Waiting(document, anybody))
+    def _add(self, name: str, document: Unlearned) -> _Waiting:
+        found = self._waiting.setdefault(name, _Waiting(document))
         if len(self._waiting) > MOST_WAITING:
             self._waiting.popitem(last=False)
         return found

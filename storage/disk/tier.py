@@ -174,7 +174,7 @@ class DiskTier:
             first = (lambda: _header(meta, sums.result())) if sums else None
             stored = self._write_file(temporary, meta, [header, *parts], first, size)
             self._failed_writes = 0
-        except OSError as error:  # Of a directory that can only be read no more, records are still read.
+        except OSError as error:  # Records may still be readable if the directory cannot be written any more.
             self._failed_writes += 1
             if self._failed_writes >= FAILURES:
                 self._pause(f"cannot be written ({error.strerror})")
