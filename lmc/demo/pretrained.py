@@ -64,3 +64,7 @@ def _convert(source: Path, into: Path) -> None:
     plain.generation_config = read.generation_config
     plain.save_pretrained(into)
     AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name).save_pretrained(into)
+
+
+if __name__ == "__main__":
+    print(smollm2())  # noqa: T201
