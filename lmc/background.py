@@ -7,7 +7,9 @@ from typing import TypeVar
 T = TypeVar("T")
 
 RUNNING_SECONDS = 1.0  # after a step, within which the next one is expected
-WORK_SECONDS, REST_SECONDS = 0.0002, 0.01
+WORK_SECONDS = 0.0002  # after which a thread rests
+RESTS = 50  # seconds of rest for each second of work
+LONGEST_REST = 0.5  # seconds
 
 
 class Background:
@@ -21,17 +23,17 @@ class Background:
         self._stepped = time.perf_counter()
 
     def gently(self, items: Iterable[T]) -> Iterator[T]:
-        """Yield items; while the engine runs, rest for ten milliseconds after each fifth of one of work on them.
+        """Yield items; while the engine runs, rest after each fifth of a millisecond of work, fifty times as long.
 
         A thread that computes in Python keeps the interpreter for five milliseconds before another one gets it
         (`sys.getswitchinterval`). A step of an engine asks for it after each operation of torch, and would wait each
         time. While a thread rests, the others run at once.
         """
-        since = time.perf_counter()
+        since = time.thread_time()
         for item in items:
             yield item
-            now = time.perf_counter()
-            if now - since > WORK_SECONDS:
-                if now - self._stepped < RUNNING_SECONDS:
-                    time.sleep(REST_SECONDS)
-                since = time.perf_counter()
+            worked = time.thread_time() - since
+            if worked > WORK_SECONDS:
+                if time.perf_counter() - self._stepped < RUNNING_SECONDS:
+                    time.sleep(min(RESTS * worked, LONGEST_REST))
+                since = time.thread_time()

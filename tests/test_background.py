@@ -3,7 +3,7 @@
 import pytest
 
 from lmc import background
-from lmc.background import REST_SECONDS, RUNNING_SECONDS, WORK_SECONDS, Background
+from lmc.background import RESTS, RUNNING_SECONDS, WORK_SECONDS, Background
 
 
 class Clock:
@@ -15,8 +15,11 @@ class Clock:
     def perf_counter(self) -> float:
         return self.now
 
+    def thread_time(self) -> float:
+        return self.now - sum(self.rests)
+
     def sleep(self, seconds: float) -> None:
-        self.rests.append(self.now)
+        self.rests.append(seconds)
         self.now += seconds
 
 
@@ -35,7 +38,15 @@ def test_it_rests_after_each_slice_of_work_while_the_engine_runs(clock: Clock) -
         clock.now += WORK_SECONDS / 4 + 1e-9
     assert found == list(range(40))
     assert len(clock.rests) == 10
-    assert WORK_SECONDS / REST_SECONDS <= 0.1
+    assert sum(clock.rests) == pytest.approx(RESTS * clock.thread_time())
+
+
+def test_it_rests_longer_after_an_item_that_takes_longer(clock: Clock) -> None:
+    beside = Background()
+    for _ in beside.gently(range(2)):
+        beside.stepped()
+        clock.now += 0.003
+    assert clock.rests == pytest.approx([RESTS * 0.003] * 2)
 
 
 def test_it_does_not_rest_beside_an_engine_that_has_not_run_yet(clock: Clock) -> None:
