@@ -1,11 +1,14 @@
 """What the router adds to a request: requests through it and straight to an engine, side by side at the same rate.
 
-    python bench/router_proxy.py [--rate 200] [--seconds 20] [--rounds 3] [--chaos 600] [--keep]
+    python bench/router_proxy.py [--rate 200] [--seconds 20] [--rounds 3] [--exact-rate 50] [--chaos 600] [--keep]
 
 The router has a core for itself. Echo engines, which compute nothing, and the clients have the other one. With
-`--chaos`, engines are killed, paused and started again at random for so many seconds, while requests go on.
+`--exact-rate`, the same is measured once more at that rate with `--tokenizers`, the one of SmolLM2, whose process is on
+the router's core. With `--chaos`, engines are killed, paused and started again at random for so many seconds, while
+requests go on.
 """
 
+import argparse
 import asyncio
 import os
 import random
@@ -21,6 +24,8 @@ from statistics import quantiles
 import aiohttp
 from common import closing_line, parser
 
+from lmc.demo.pretrained import smollm2
+
 ECHO = Path(__file__).parent.parent / "tests" / "echo_engine.py"
 FIRST_PORT = 9150
 ENGINES = 4
@@ -28,6 +33,7 @@ ROUTER = f"http://127.0.0.1:{FIRST_PORT}"
 URLS = [f"http://127.0.0.1:{FIRST_PORT + 1 + number}" for number in range(ENGINES)]
 CHAOS_RATE = 100.0  # requests a second: a new engine takes much of the core that all of them share
 HUNG = 60.0  # seconds
+EXACT_WORDS = 155  # of a document, so that a prompt has 2,000 tokens of SmolLM2
 PAUSE = 0.02  # seconds between the parts of an answer, in chaos
 
 
@@ -56,7 +62,7 @@ class Process:
 
 
 def prompts(count: int, documents: int = 200, tokens: int = 330) -> list[str]:
-    """Return prompts of about 2,000 tokens with six documents each."""
+    """Return prompts with six documents of so many times four letters: of about 2,000 tokens, four letters each."""
     generator = random.Random(0)
     texts = ["".join(generator.choices("abcdefghij    ", k=4 * tokens)) for _ in range(documents)]
     return [" # # ".join(["Answer.", *generator.sample(texts, 6), f"question {one}"]) for one in range(count)]
@@ -108,9 +114,9 @@ def centiles(times: list[float]) -> tuple[float, float]:
     return cuts[49], cuts[98]
 
 
-async def overhead(session: aiohttp.ClientSession, rate: float, seconds: float, rounds: int) -> dict[str, float]:
+async def overhead(session: aiohttp.ClientSession, texts: list[str], rate: float, rounds: int) -> dict[str, float]:
     """Print times to the first byte and to the end, and return by how much those of the router are longer."""
-    texts, found = prompts(int(rate * seconds)), {"direct": [], "router": []}
+    found: dict[str, list[tuple[str, float, float]]] = {"direct": [], "router": []}
     ways = {"direct": URLS, "router": [ROUTER]}
     for urls in ways.values():  # Connections are made, and the router meets the documents.
         await load(session, urls, rate, texts[:200])
@@ -167,15 +173,32 @@ async def chaos(
     }
 
 
-async def measure(
-    rate: float, seconds: float, rounds: int, chaotic: float, router: Process, engines: list[Process]
-) -> dict[str, float]:
+async def measure(given: argparse.Namespace, router: Process, engines: list[Process]) -> dict[str, float]:
     timeout = aiohttp.ClientTimeout(total=HUNG)
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as session:
         for url in (*(f"{one}/health" for one in URLS), f"{ROUTER}/ready"):
             await ready(session, url)
-        found = await overhead(session, rate, seconds, rounds)
-        return found | (await chaos(session, router, engines, chaotic) if chaotic else {})
+        texts = prompts(int(given.rate * given.seconds))
+        found = await overhead(session, texts, given.rate, given.rounds)
+        return found | (await chaos(session, router, engines, given.chaos) if given.chaos else {})
+
+
+async def measure_exact(given: argparse.Namespace) -> dict[str, float]:
+    """Return what the router adds if it has a tokenizer of its own, and how many tokens prompts have."""
+    timeout = aiohttp.ClientTimeout(total=HUNG)
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as session:
+        await ready(session, f"{ROUTER}/ready")
+        texts = prompts(int(given.exact_rate * given.seconds), tokens=EXACT_WORDS)
+        question = {"model": "echo", "prompt": texts[0]}
+        for _ in range(600):
+            async with session.post(f"{ROUTER}/lmc/explain", json=question) as answer:
+                prompt = (await answer.json())["prompt"]
+            if prompt["exact"] and prompt["tokens"] < len(question["prompt"]):  # The echo engines have letters.
+                break
+            await asyncio.sleep(0.1)
+        print(f"with a tokenizer of its own; prompts of about {prompt['tokens']} tokens")
+        found = await overhead(session, texts, given.exact_rate, given.rounds)
+    return {f"exact_{name}": value for name, value in found.items()} | {"exact_tokens": prompt["tokens"]}
 
 
 def main() -> None:
@@ -183,17 +206,24 @@ def main() -> None:
     asked.add_argument("--rate", type=float, default=200.0, help="requests a second")
     asked.add_argument("--seconds", type=float, default=20.0)
     asked.add_argument("--rounds", type=int, default=3)
+    asked.add_argument("--exact-rate", type=float, default=0.0, help="requests a second")
     asked.add_argument("--chaos", type=float, default=0.0, help="seconds")
     given = asked.parse_args()
     os.sched_setaffinity(0, {1})
+    command = ("-m", "lmc", "router", "--static-backends", ",".join(URLS), "--health-seconds", "1")
+    command += ("--port", str(FIRST_PORT))
     with ExitStack() as started:
         engines = [Process(1, str(ECHO), url.rpartition(":")[2]) for url in URLS]
         for one in engines:
             started.callback(one.kill)
-        command = ("-m", "lmc", "router", "--static-backends", ",".join(URLS), "--health-seconds", "1")
-        router = Process(0, *command, "--port", str(FIRST_PORT))
+        router = Process(0, *command)
         started.callback(router.kill)
-        found = asyncio.run(measure(given.rate, given.seconds, given.rounds, given.chaos, router, engines))
+        found = asyncio.run(measure(given, router, engines))
+        if given.exact_rate:
+            router.kill()
+            router = Process(0, *command, "--tokenizers", f"echo={smollm2()}", "--tokenizer-processes", "1")
+            started.callback(router.kill)
+            found |= asyncio.run(measure_exact(given))
     closing_line({"bench": "router_proxy", **found}, "router_proxy" if given.keep else None)
 
 

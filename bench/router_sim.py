@@ -72,7 +72,7 @@ class _Engine:
         for one in cut.documents:
             if one.stop <= prefix:
                 whole += one.tokens
-            elif self.index.weight(self.candidate.cache, one):
+            elif self.index.find(self.candidate.cache, one).weight:
                 reused += one.tokens
                 saved += one.tokens * (1 - self.fleet.ratio)
             else:

@@ -17,8 +17,9 @@ from lmc.router.document_index import LEARNING_SECONDS, DocumentIndex, Told
 from lmc.router.fair_lru import FairLru
 from lmc.router.kv_index import CacheSource
 from lmc.router.policies.documents import STAY, Documents
-from lmc.router.policy import Candidate, PromptRequest
+from lmc.router.policy import Candidate, PromptRequest, RoutingChoice, Usage
 from lmc.router.questions import prompt_text, read
+from lmc.router.usage import usage
 
 SEPARATOR = " # # "
 TEXTS = {name: f"{name} " * 100 for name in ("one", "two", "three", "four", "a longer one")}
@@ -148,7 +149,7 @@ def test_what_is_no_text_does_not_spoil_the_letters_of_a_token():
     asked["messages"][0]["content"].append({"type": "image_url", "image_url": {"url": "data:" + "A" * 10_000}})
     request = read(msgspec.json.encode(asked), {}, "x-session-id", SEPARATOR).request
     assert len(request.text) < 100, "an image has no letters"
-    policy.answered(request, 5000)
+    policy.answered(request, RoutingChoice("a", "documents"), Usage(prompt_tokens=5000))
     assert not policy.cutter.rates
 
 
@@ -222,17 +223,74 @@ def test_what_an_engine_was_sent_is_taken_to_be_there_until_others_take_its_room
     index, cutter = DocumentIndex(250), Cutter()
     cut = cutter.cut(prompt("one", "two"))  # 100 tokens each
     index.note("a", cut)
-    assert [index.weight("a", one) for one in cut.documents] == [1, 1]
-    assert [index.weight("b", one) for one in cut.documents] == [0, 0]
+    assert [index.find("a", one).weight for one in cut.documents] == [1, 1]
+    assert [index.find("b", one).weight for one in cut.documents] == [0, 0]
     index.note("a", cutter.cut(prompt("three")))
-    assert [index.weight("a", one) for one in cut.documents] == [0, 1]
+    assert [index.find("a", one).weight for one in cut.documents] == [0, 1]
     index.resize("a", 110)
-    assert [index.weight("a", one) for one in cut.documents] == [0, 0]
+    assert [index.find("a", one).weight for one in cut.documents] == [0, 0]
     index.resize("a", 300, 128)  # tokens of a chunk
     index.note("a", cut)
     assert index.room("a") == 300 - 2 * 128
     index.forget("a")
     assert len(index) == 0
+
+
+def test_the_end_of_an_answer_says_what_was_reused():
+    facts = b'"kv_transfer_params": {"lmc": {"tokens_from": {"host": 60, "disk": 20}, "reused_tokens": 70}}}'
+    whole = b'{"usage": {"prompt_tokens":100,"prompt_tokens_details":{"cached_tokens":80}}, ' + facts
+    assert usage(whole) == Usage(100, 80, 70, {"host": 60, "disk": 20})
+    assert usage(rb'"text": "\"cached_tokens\": 9, \"tokens_from\": {}"') == Usage()
+    assert usage(b'"tokens_from": {"host": "many"}') == Usage()
+
+
+def sent_and_answered(policy: Documents, request: PromptRequest, said: Usage, times: int = 1) -> None:
+    for _ in range(times):
+        choice = policy.choose(request, engines(1))
+        policy.sent(request, choice.engine)
+        policy.answered(request, choice, said)
+
+
+@pytest.mark.parametrize("said", [Usage(cached_tokens=0), Usage(document_tokens=0, cached_tokens=40)])
+def test_an_engine_whose_answers_say_that_documents_are_not_there_is_not_believed_to_have_them(said):
+    policy, asked = Documents(), prompt("one", "two")
+    sent_and_answered(policy, asked, Usage())
+    assert policy.choose(prompt("two", "one"), engines(1)).expected_tokens == pytest.approx(200, rel=0.01)
+    for text in range(60):  # Other beginnings: only documents are the same.
+        other = prompt("one", "two", question=f"{text}?")
+        sent_and_answered(policy, PromptRequest(text=f"{text} {other.text}"), said)
+    assert policy.choose(prompt("two", "one"), engines(1)).expected_tokens < 2
+    of_another_tenant = PromptRequest(text=asked.text, salt="t")
+    policy.sent(of_another_tenant, "http://0")
+    later = PromptRequest(text="x" + prompt("two", "one").text, salt="t")
+    assert policy.choose(later, engines(1)).expected_tokens == pytest.approx(200, rel=0.01), (
+        "tenants do not steer each other"
+    )
+    for text in range(60):
+        other = prompt("one", "two", question=f"{text}?")
+        sent_and_answered(policy, PromptRequest(text=f"again {text} {other.text}"), Usage(document_tokens=200))
+    assert policy.choose(prompt("two", "one"), engines(1)).expected_tokens > 190, "it is believed again"
+
+
+def test_answers_say_in_which_place_documents_are():
+    policy, asked = Documents(), prompt("one", "two")
+    sent_and_answered(policy, asked, Usage())
+    in_memory = policy.choose(prompt("two", "one"), engines(1)).cost
+    for text in range(60):
+        said = Usage(document_tokens=200, places={"disk": 200})
+        sent_and_answered(policy, PromptRequest(text=f"{text} {asked.text}"), said)
+    on_disk = policy.choose(prompt("two", "one"), engines(1))
+    assert on_disk.expected_tokens == pytest.approx(200, rel=0.01)
+    assert on_disk.cost == pytest.approx(in_memory + 0.3 * 0.85 * 200, rel=0.01)
+
+
+def test_answers_change_nothing_where_events_say_what_is_there():
+    index, (one,) = DocumentIndex(1000), Cutter().cut(prompt("one")).documents
+    index.listed("a", [])
+    index.answered("a", "", 100, 0, {})
+    index.untold("a")
+    index.note("a", Cutter().cut(prompt("one")))
+    assert index.find("a", one).certainty == 1
 
 
 def test_events_say_where_documents_are():
@@ -242,15 +300,15 @@ def test_events_say_where_documents_are():
     cutter = Cutter(find=lambda _, text: digests.get(text.strip()))
     one, two = cutter.cut(prompt("one", "two")).documents
     index.moved("a", Told("", "d1"), "CPU", stored=True)
-    assert index.weight("a", one) == 0, "without a listing, nobody knows what else is there"
+    assert index.find("a", one).weight == 0, "without a listing, nobody knows what else is there"
     index.listed("a", [(Told("", "d1"), "STORAGE")])
-    assert (index.weight("a", one), index.weight("a", two)) == (0.7, 0)
-    assert index.weight("a", one, tenant_of("other")) == 0
+    assert (index.find("a", one).weight, index.find("a", two).weight) == (0.7, 0)
+    assert index.find("a", one, tenant_of("other")).weight == 0
     index.moved("a", Told("", "d1"), "CPU", stored=True)
     index.moved("a", Told("", "d2"), "CPU", stored=True)
-    assert (index.weight("a", one), index.weight("a", two)) == (1, 1)
+    assert (index.find("a", one).weight, index.find("a", two).weight) == (1, 1)
     index.moved("a", Told("", "d2"), "CPU", stored=False)
-    assert index.weight("a", two) == 0
+    assert index.find("a", two).weight == 0
 
 
 def test_a_document_that_was_sent_is_taken_to_be_there_until_it_should_have_been_learned():
@@ -261,24 +319,24 @@ def test_a_document_that_was_sent_is_taken_to_be_there_until_it_should_have_been
     known, unknown = cut.documents
     index.listed("a", [])
     index.note("a", cut)
-    assert (index.weight("a", known), index.weight("a", unknown)) == (1, 1)
+    assert (index.find("a", known).weight, index.find("a", unknown).weight) == (1, 1)
     now[0] += LEARNING_SECONDS
     index.note("a", cut)
-    assert (index.weight("a", known), index.weight("a", unknown)) == (0, 1), "it was not, for whatever reason"
+    assert (index.find("a", known).weight, index.find("a", unknown).weight) == (0, 1), "it was not, for whatever reason"
     index.moved("a", Told("", "d"), "CPU", stored=True)
-    assert index.weight("a", known) == 1
+    assert index.find("a", known).weight == 1
     index.moved("a", Told("", "d"), "CPU", stored=False)
-    assert index.weight("a", known) == 0
+    assert index.find("a", known).weight == 0
     now[0] += 1
     index.note("a", cut)
-    assert index.weight("a", known) == 1, "it is learned again"
+    assert index.find("a", known).weight == 1, "it is learned again"
     index.moved("a", Told("", "d"), "CPU", stored=True)
     now[0] += 1
     index.moved("a", Told("", "d"), "CPU", stored=False)
-    assert index.weight("a", known) == 0, "it was, and has left again"
+    assert index.find("a", known).weight == 0, "it was, and has left again"
     index.untold("a")
     assert index.told("a") == {}
-    assert index.weight("a", known) == 1, "it was sent there"
+    assert index.find("a", known).weight == 1, "it was sent there"
 
 
 @given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 9), st.integers(1, 60)), max_size=60))
@@ -300,7 +358,7 @@ def test_a_tenant_displaces_its_own_documents_and_not_those_of_another():
     for number in range(100):
         flood = PromptRequest(text=SEPARATOR.join(["s", f"{number} " * 200, "q"]), salt="another")
         index.note("a", cutter.cut(flood))
-    assert [index.weight("a", one, mine.tenant) for one in mine.documents] == [1, 1]
+    assert [index.find("a", one, mine.tenant).weight for one in mine.documents] == [1, 1]
     assert index.room("a") >= 0
 
 

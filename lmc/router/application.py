@@ -17,12 +17,14 @@ from starlette.requests import Request as Asked
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from lmc.blend.markers import Markers
 from lmc.errors import InputError
 from lmc.http_server import Guard, Receive, Send, refuse
 from lmc.router.client import Client, Refusal
 from lmc.router.document_tokens import DocumentTokens
 from lmc.router.engines import Engine, EngineAddress, Engines, address
 from lmc.router.follow import Follower, follow_blocks
+from lmc.router.local_tokenizers import LocalTokenizers
 from lmc.router.policies.documents import Documents
 from lmc.router.policies.precise import Precise
 from lmc.router.policy import Policy, Scoring
@@ -89,6 +91,10 @@ class Router:
     async def open(self) -> None:
         """Connect to the engines, and begin to look after them."""
         session = await self.proxy.open()
+        if self.settings.tokenizers:
+            self.proxy.tokenizers = LocalTokenizers(self.settings.tokenizers, self.settings.tokenizer_processes)
+            read = partial(self.proxy.tokenizers.run, self.proxy.special_string_of, self._cut_as)
+            self._tasks.append(keep_up(read, "reading tokenizers"))
         follow: Follow | None = None
         if isinstance(self.policy, Documents):
             follow = Follower(self.policy, session, self.settings.admin_token, self._lagged).follow
@@ -111,6 +117,13 @@ class Router:
         if self._watch is not None:
             await self._watch.close()
         await self.proxy.close()
+        if self.proxy.tokenizers is not None:
+            self.proxy.tokenizers.close()
+
+    def _cut_as(self, model: str, markers: Markers) -> None:
+        """Cut prompts of a model at markers, unless an engine has said others."""
+        if isinstance(self.policy, Documents):
+            self.policy.cutter.markers.setdefault(model, markers)
 
     def _lagged(self, engine: str, seconds: float) -> None:
         self.metrics.set(LAG, seconds, engine)

@@ -4,6 +4,7 @@ A wrong one is an error of one line, which says what would be right.
 """
 
 import difflib
+import importlib.util
 import math
 import re
 from collections.abc import Callable, Collection, Sequence
@@ -159,10 +160,23 @@ def checked(settings: RouterSettings, token_name: str) -> RouterSettings:
     for name, secret in [*secrets, *(("--client-tokens", token) for token in settings.client_tokens)]:
         if not (secret.isascii() and secret.isprintable()) or secret != secret.strip():
             raise ConfigError(f"{name} cannot be sent: it may have no blanks around it, no line ends, and ASCII only")
+    if settings.tokenizers and importlib.util.find_spec("transformers") is None:
+        raise ConfigError("--tokenizers needs transformers: pip install transformers")
     for path in settings.allowed_paths:
         if not re.fullmatch(r"(/[\w.-]+)+", path):
             raise ConfigError(f"--allowed-paths {path}: give paths of engines, such as /v1/load_lora_adapter")
     return settings
+
+
+def paths_of_models(text: str) -> dict[str, str]:
+    """Return paths of tokenizers by model; raise `ConfigError` for anything else."""
+    found = {}
+    for item in items(text):
+        model, _, path = item.partition("=")
+        if not model.strip() or not path.strip():
+            raise ConfigError(f"--tokenizers {item}: give MODEL=DIRECTORY, with the name that clients give the model")
+        found[model.strip()] = path.strip()
+    return found
 
 
 def items(text: str) -> list[str]:

@@ -12,7 +12,15 @@ import typer
 
 from lmc.admin_address import LOCAL, TOKEN
 from lmc.errors import ConfigError
-from lmc.router.arguments import addresses, checked, items, other_flags, policy_name, written_options
+from lmc.router.arguments import (
+    addresses,
+    checked,
+    items,
+    other_flags,
+    paths_of_models,
+    policy_name,
+    written_options,
+)
 from lmc.router.engines import EnginePorts, Engines
 from lmc.router.settings import RouterSettings
 
@@ -147,6 +155,16 @@ ExactTokens = Annotated[
         help="ask an engine for the tokens of each prompt first, which takes some milliseconds",
     ),
 ]
+Tokenizers = Annotated[
+    str,
+    typer.Option(
+        envvar=_variable("tokenizers"),
+        help="MODEL=DIRECTORY, with commas between them: exact tokens of prompts without asking an engine",
+    ),
+]
+TokenizerProcesses = Annotated[
+    int, typer.Option(envvar=_variable("tokenizer_processes"), min=1, help="beside the router, for --tokenizers")
+]
 ApiKey = Annotated[str, typer.Option(envvar=_variable("api_key"), help="for the engines, instead of what clients send")]
 ClientTokens = Annotated[
     str,
@@ -216,6 +234,8 @@ def router(
     max_tree_size: TreeSize = None,
     option: Options = None,
     exact_tokens: ExactTokens = False,
+    tokenizers: Tokenizers = "",
+    tokenizer_processes: TokenizerProcesses = 2,
     api_key: ApiKey = "",
     client_tokens: ClientTokens = "",
     allowed_paths: AllowedPaths = "",
@@ -235,6 +255,7 @@ def router(
     settings = RouterSettings(
         session_key=session_key, special_string=special_string, api_key=api_key,
         exact_tokens=exact_tokens or policy == "precise",
+        tokenizers=paths_of_models(tokenizers), tokenizer_processes=tokenizer_processes,
         admin_token=os.environ.get(TOKEN, ""), open_admin=host in LOCAL, max_requests=max_requests,
         client_tokens=frozenset(items(client_tokens)), allowed_paths=frozenset(items(allowed_paths)),
         max_body=max_body_mib << 20, max_held=max_held_mib << 20,

@@ -52,6 +52,11 @@ class Cut:
     tenant: str  # as events of engines name it
 
 
+def tenant(request: PromptRequest) -> str:
+    """Return the tenant of a request, as events of engines name it."""
+    return tenant_of(request.salt.encode("utf-8", "replace").decode())
+
+
 @dataclass(slots=True)
 class Cutter:
     """Cuts prompts. With the `markers` of a model, those whose tokens are known are cut by their tokens."""
@@ -84,7 +89,7 @@ class Cutter:
             documents=tuple(islice(documents, MOST_DOCUMENTS)),
             blocks=tuple(chained(byte_blocks(content, size), request.scope)),
             block_tokens=block_tokens,
-            tenant=tenant_of(request.salt.encode("utf-8", "replace").decode()),
+            tenant=tenant(request),
         )
 
     def special_string_of(self, model: str) -> str:

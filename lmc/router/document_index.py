@@ -1,22 +1,40 @@
 """The index of the `documents` policy: which cache has which documents, and the beginnings of which prompts.
 
 Engines say in events which documents are where. Until they do, and for documents whose tokens are not known, a cache is
-taken to have what its engines have been sent last, as much of it as fits.
+taken to have what its engines have been sent last, as much of it as fits. How much of that turns out to be there, and
+in which place, their answers say.
 """
 
 import time
-from collections.abc import Callable, Iterable
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
 from math import ceil
 from typing import NamedTuple
 
 from lmc.router.cut import Cut, CutDocument
 from lmc.router.fair_lru import FairLru
 from lmc.router.policy import TakeBack
+from lmc.storage.places import place_of
 
 PREFIX_SHARE = 0.5  # of the tokens of a cache, those that the beginnings of prompts may have
 LEARNING_SECONDS = 10.0  # for which a document that was sent to an engine may still be on its way into the cache
-WEIGHTS = {"GPU": 1.0, "CPU": 1.0, "STORAGE": 0.7}  # what a reused token saves, by the medium that events name
+FAR = 0.7  # what a reused token saves that is not in memory
+WEIGHTS = {"GPU": 1.0, "CPU": 1.0, "STORAGE": FAR}  # by the medium that events name
 LEFT = 10_000  # documents of a cache that have left it last
+TENANTS = 10_000  # of a cache, whose answers are remembered
+ANSWER_SHARE = 0.1  # of what is assumed of a cache, what the last answer counts
+
+
+class Found(NamedTuple):
+    """What is known of a document in a cache."""
+
+    certainty: float  # that the cache has it
+    weight: float  # what its place is worth: 1 in memory, and less below it
+    is_there: bool = True
+    is_assumed: bool = False  # because it was sent there
+
+
+NOTHING, ASSUMED = Found(0.0, 0.0, is_there=False), Found(1.0, 1.0, is_assumed=True)
 
 
 class Told(NamedTuple):
@@ -38,10 +56,19 @@ class DocumentIndex:
         """Say how many tokens fit into a cache, and into each of the chunks in which it keeps documents."""
         self._of(cache).resize(tokens, chunk_tokens)
 
-    def weight(self, cache: str, document: CutDocument, tenant: str = "") -> float:
-        """Return what a document's place is worth: 1 in memory, less below it, 0 if the cache does not have it."""
+    def find(self, cache: str, document: CutDocument, tenant: str = "") -> Found:
+        """Return what is known of a document of a tenant in a cache."""
         known = self._caches.get(cache)
-        return known.weight(document, tenant, self._clock()) if known else 0.0
+        return known.find(document, tenant, self._clock()) if known else NOTHING
+
+    def answered(self, cache: str, tenant: str, assumed: float, reused: float, places: Mapping[str, int]) -> None:
+        """Note how many tokens of a tenant's documents were assumed to be in a cache, and how many of them were reused.
+
+        `places` has the tokens of the prompt that came from the cache, by place. Where events say what is in the cache,
+        nothing is assumed.
+        """
+        if assumed > 0 and not self.is_told(cache):
+            self._of(cache).answered(tenant, min(reused / assumed, 1.0), places)
 
     def prefix(self, cache: str, cut: Cut, within: float = float("inf")) -> float:
         """Return how many tokens of a prompt's beginning were sent to a cache, within so many seconds."""
@@ -114,6 +141,7 @@ class _Cache:
         self._chunk_tokens = 1
         self._sent = FairLru[bytes, float](tokens)  # when documents came, by tenant
         self._blocks = FairLru[int, float](tokens * PREFIX_SHARE)
+        self._assumed: OrderedDict[str, Found] = OrderedDict()  # what was sent is worth, by tenant
 
     @property
     def room(self) -> float:
@@ -124,13 +152,25 @@ class _Cache:
         self._sent.resize(tokens)
         self._blocks.resize(tokens * PREFIX_SHARE)
 
-    def weight(self, document: CutDocument, tenant: str, now: float) -> float:
+    def find(self, document: CutDocument, tenant: str, now: float) -> Found:
         if not self.told or not document.digest:
-            return float(self._sent.get(tenant, document.key) is not None)
+            return NOTHING if self._sent.get(tenant, document.key) is None else self._assumed.get(tenant, ASSUMED)
         told = Told(tenant, document.digest)
         if media := self.media(told):
-            return max(WEIGHTS.get(medium, 0.0) for medium in media)
-        return float(self._came(tenant, document.key) > max(now - LEARNING_SECONDS, self._left.get(told, 0.0)))
+            return Found(1.0, max(WEIGHTS.get(medium, 0.0) for medium in media))
+        on_its_way = self._came(tenant, document.key) > max(now - LEARNING_SECONDS, self._left.get(told, 0.0))
+        return self._assumed.get(tenant, ASSUMED) if on_its_way else NOTHING
+
+    def answered(self, tenant: str, share: float, places: Mapping[str, int]) -> None:
+        before = self._assumed.pop(tenant, ASSUMED)
+        certainty, weight = before.certainty, before.weight
+        certainty += (share - certainty) * ANSWER_SHARE
+        if tokens := sum(places.values()):
+            worths = [count * WEIGHTS.get(place_of(place).medium, FAR) for place, count in places.items()]
+            weight += (sum(worths) / tokens - weight) * ANSWER_SHARE
+        self._assumed[tenant] = before._replace(certainty=certainty, weight=weight)
+        if len(self._assumed) > TENANTS:
+            self._assumed.popitem(last=False)
 
     def prefix(self, cut: Cut, since: float) -> int:
         for at, block in enumerate(cut.blocks):

@@ -1,6 +1,6 @@
 """What a routing policy is asked, and what it answers. The policies themselves are in `lmc.router.policies`."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -49,6 +49,17 @@ class RoutingChoice(NamedTuple):
     why: str  # a few fixed words of each policy, because they label a metric: "longest prefix", "least loaded"
     expected_tokens: float = 0.0  # of the prompt that the engine is expected to reuse, as far as the policy knows
     cost: float = 0.0  # tokens that it is expected to compute; 0 if the policy does not know
+    beginning_tokens: float = 0.0  # of those that it is expected to reuse, the ones at the start of the prompt
+    assumed_tokens: float = 0.0  # of documents that it was sent before, and of which it has not said that it has them
+
+
+class Usage(NamedTuple):
+    """What an engine has said of a prompt that it has answered. None stands for what it does not say."""
+
+    prompt_tokens: int | None = None
+    cached_tokens: int | None = None  # of the prompt, which were not computed; needs --enable-prompt-tokens-details
+    document_tokens: int | None = None  # of those, the ones of documents; in answers that are not streamed
+    places: Mapping[str, int] = {}  # tokens by the place that they came from; in answers that are not streamed
 
 
 TakeBack = Callable[[], None]

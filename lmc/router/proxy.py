@@ -6,7 +6,6 @@ breaks off for the client, too. If the client goes away, the engine is told at o
 
 import asyncio
 import logging
-import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -24,12 +23,14 @@ from lmc.router import router_metrics as numbers
 from lmc.router.client import Client, Refusal, Room
 from lmc.router.engines import Engines
 from lmc.router.headers import REQUEST, sent_back, sent_on
+from lmc.router.local_tokenizers import LocalTokenizers
 from lmc.router.paths import COMPUTING, RESPONSES, ResponseHomes, response_of
 from lmc.router.policies.documents import Documents
-from lmc.router.policy import Candidate, Policy, PromptRequest
+from lmc.router.policy import Candidate, Policy, PromptRequest, RoutingChoice, Usage
 from lmc.router.questions import Received, about_a_response, read
 from lmc.router.router_metrics import RouterMetrics
 from lmc.router.settings import RouterSettings
+from lmc.router.usage import usage
 from lmc.router.visit import EngineFailed, Opened, Visit
 
 log = logging.getLogger(__name__)
@@ -38,11 +39,9 @@ STREAM = "text/event-stream"  # the type of an answer that comes in parts, as it
 TOKENIZING = aiohttp.ClientTimeout(total=5.0)
 KEPT_SECONDS = 3.0  # that an idle connection is kept; vLLM closes them after 5, and a request must not meet that
 TAIL = 4096  # bytes of the end of an answer, where it says what was reused
-# A quotation mark inside of a generated text has a backslash before it.
-PROMPT_TOKENS = re.compile(rb'(?<!\\)"prompt_tokens":\s*(\d{1,9})')
-REUSED_TOKENS = re.compile(rb'(?<!\\)"cached_tokens":\s*(\d{1,9})')
 
-Used = Callable[[PromptRequest, int], None]  # a request that was answered, and the tokens of its prompt
+# A request that was answered, why it was sent to that engine, and what the engine says of its prompt.
+Used = Callable[[PromptRequest, RoutingChoice, Usage], None]
 
 
 class Proxy:
@@ -62,6 +61,7 @@ class Proxy:
         self._settings, self._policy, self._engines = settings, policy, engines
         self._metrics, self._clock = metrics, clock
         self.session: aiohttp.ClientSession | None = None  # the connections to engines, while they are open
+        self.tokenizers: LocalTokenizers | None = None  # the router's own, if there are any
         self.answering = 0  # requests
         self._special_strings = policy.cutter.special_strings if isinstance(policy, Documents) else {}
         self._homes, self._room = ResponseHomes(), Room(settings.max_held)
@@ -147,7 +147,8 @@ class Proxy:
         Raises `InputError` if it is no request.
         """
         question = self._read(body, headers)
-        if not self._settings.exact_tokens or question.tokenize is None:
+        exact = self._settings.exact_tokens or self._has_tokenizer_of(question.request.model)
+        if not exact or question.tokenize is None:
             return question
         try:
             tokens = await self.tokenize(question.request.model, question.tokenize)
@@ -202,10 +203,15 @@ class Proxy:
             return visit.engine.url, answer
 
     async def tokenize(self, model: str, asked: Mapping[str, Any]) -> list[int]:
-        """Return the tokens of what is asked under /tokenize, by the engine of a model that has least to do.
+        """Return the tokens of what is asked under /tokenize: by a tokenizer of the router, or by an engine.
 
-        Raises `InputError` if it does not answer.
+        Of the engines of a model, the one that has least to do is asked. Raises `InputError` if it does not answer.
         """
+        if self.tokenizers is not None and self._has_tokenizer_of(model):
+            try:
+                return await self.tokenizers.tokens(model, asked)
+            except InputError as error:
+                log.debug("lmc router: an engine is asked for tokens: %s", error)
         candidates = self._engines.candidates(model)
         if not candidates or self.session is None:
             raise InputError(f"no engine of the model {model!r} can be asked now")
@@ -216,6 +222,9 @@ class Proxy:
                 return list(found["tokens"])
         except (aiohttp.ClientError, OSError, msgspec.DecodeError, TypeError, KeyError) as error:
             raise InputError(f"{url} does not answer with tokens: {error}") from None
+
+    def _has_tokenizer_of(self, model: str) -> bool:
+        return self.tokenizers is not None and model in self.tokenizers
 
     @contextmanager
     def _visit(self, question: Received, failed: set[str]) -> Iterator[Visit]:
@@ -301,10 +310,10 @@ class Proxy:
         log.warning("lmc router: an engine has failed: %s", error)
 
     def _note_usage(self, request: PromptRequest, visit: Visit, tail: bytes) -> None:
-        prompt, reused = PROMPT_TOKENS.search(tail), REUSED_TOKENS.search(tail)
-        if prompt:
-            self._metrics.count(numbers.PROMPTS, visit.engine.url, n=int(prompt[1]))
-        if reused:
-            self._metrics.count(numbers.REPORTED, visit.engine.url, n=int(reused[1]))
-        if prompt and self._used:
-            self._used(request, int(prompt[1]))
+        said = usage(tail)
+        if said.prompt_tokens is not None:
+            self._metrics.count(numbers.PROMPTS, visit.engine.url, n=said.prompt_tokens)
+        if said.cached_tokens is not None:
+            self._metrics.count(numbers.REPORTED, visit.engine.url, n=said.cached_tokens)
+        if self._used:
+            self._used(request, visit.choice, said)

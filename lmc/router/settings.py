@@ -1,6 +1,7 @@
 """The settings of a router: one frozen value."""
 
 import hmac
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from lmc.shapes import MIB
@@ -21,6 +22,8 @@ class RouterSettings:
     max_body: int = 32 * MIB  # bytes
     max_held: int = 1024 * MIB  # bytes of all requests together that are being answered
     exact_tokens: bool = False  # whether an engine is asked for the tokens of each prompt before another is chosen
+    tokenizers: Mapping[str, str] = field(default_factory=dict)  # directories or names of a hub, by model
+    tokenizer_processes: int = 2
     attempts: int = 3  # engines that a request is sent to, one after the other, before the first byte of an answer
     connect_seconds: float = 5.0
     answer_seconds: float = 600.0  # without a byte from an engine

@@ -1,5 +1,6 @@
 """The router before two real vLLM servers: what it expects is what they do, and it knows what they have."""
 
+import asyncio
 import json
 import random
 import re
@@ -14,20 +15,26 @@ import httpx
 import pytest
 import zmq
 from http_engine import MODEL, HttpEngine, free_port
+from transformers import AutoTokenizer
 
 sys.path.append(str(Path(__file__).parent.parent))
 from router_house import House, served
 from service_fakes import eventually
 
+from lmc.chat_template import with_documents
 from lmc.router.application import Router
 from lmc.router.document_index import Told
 from lmc.router.engines import Engines, address
 from lmc.router.event_stream import EventStream
+from lmc.router.local_tokenizers import LocalTokenizers
 from lmc.router.policies import make
+from lmc.router.questions import read
 from lmc.router.settings import RouterSettings
 from lmc.storage.places import place_of
 
 TEXTS = [path.read_text().strip() for path in sorted((MODEL.parent / "documents").glob("*.txt"))]
+TEMPLATE = "{% for one in messages %}{{ one.role }} : {{ one.content }} .{% endfor %}"
+TEMPLATE += "{% if add_generation_prompt %} a{% endif %}"
 IN_PROMPT, PROMPTS = 4, 60
 MEMORY = 0.035  # GB: about half of the documents of a test
 
@@ -45,7 +52,9 @@ class Engine(HttpEngine):
         }  # fmt: skip
         exports = "".join(f"export {name}='{value}'\n" for name, value in variables.items())
         transfer = '{"kv_connector": "LMCConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}'
+        (folder / "template.jinja").write_text(with_documents(TEMPLATE, " # # "))
         serve = "vllm serve MODEL --served-model-name small --port 8000 --enable-prompt-tokens-details"
+        serve += f" --chat-template {folder}/template.jinja"
         super().__init__(folder, f"{exports}{serve} --kv-transfer-config '{transfer}'")
 
     def reused(self) -> float:
@@ -138,6 +147,38 @@ def test_documents_are_reused_more_often_than_with_round_robin(engines, routed):
     assert by_documents > 1.2 * by_turns
     late = errors[len(errors) // 2 :]  # The first requests teach how many letters a token has.
     assert abs(statistics.mean(late)) < 0.1
+
+
+def test_tokenizers_of_the_router_cut_prompts_as_engines_do(engines, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    tokenizer.chat_template = with_documents(TEMPLATE, " # # ")
+    tokenizer.save_pretrained(tmp_path)
+    chat = [{"role": "system", "content": "name one owner"}, {"role": "user", "content": TEXTS[0]}]
+    later = [*chat, {"role": "assistant", "content": "Kai"}, {"role": "user", "content": "and the goat ?"}]
+    documents = [{"text": TEXTS[1]}, {"text": f" {TEXTS[2]}\n"}]
+    asked = [
+        {"prompt": prompts(1, 3)[0]},
+        {"prompt": prompts(1, 3)[0], "add_special_tokens": False},
+        *({"messages": messages} for messages in (chat, later)),
+        {"messages": later, "documents": documents},
+        {"messages": later, "chat_template_kwargs": {"documents": documents}, "add_generation_prompt": False},
+        {"messages": later[:3], "continue_final_message": True, "add_generation_prompt": False},
+    ]
+
+    async def tokens_of(questions: list[dict[str, object]]) -> list[list[int]]:
+        tokenizers = LocalTokenizers({"small": str(tmp_path)}, 1)
+        reading = asyncio.create_task(tokenizers.run(lambda _: " # # ", lambda *_: None))
+        try:
+            while "small" not in tokenizers:
+                await asyncio.sleep(0.05)
+            return [await tokenizers.tokens("small", one) for one in questions]
+        finally:
+            reading.cancel()
+            tokenizers.close()
+
+    questions = [read(json.dumps({"model": "small", **one}).encode(), {}, "", " # # ").tokenize for one in asked]
+    found = [httpx.post(f"{engines[0].url}/tokenize", json=one).json()["tokens"] for one in questions]
+    assert asyncio.run(tokens_of(questions)) == found
 
 
 @contextmanager

@@ -4,9 +4,12 @@ No other router that we know routes by documents. The time that an engine is exp
 
     (backlog + prompt − beginning that it has − Σ documents that it has · (1 − ratio) · weight of their place) / rate
 
-`ratio` is the share of a reused document that an engine computes again. To this comes a surcharge for engines that have
-more than their share of the requests, so that a few popular documents do not fill one engine. A bound on the load, as
-consistent hashing with bounded loads has it, was measured and lost a tenth to a fifth of the reuse (docs/log.md).
+`ratio` is the share of a reused document that an engine computes again. A document that an engine was sent, and of
+which it has not said that it has it, counts as much as its last answers have shown such documents to be there.
+
+To this comes a surcharge for engines that have more than their share of the requests, so that a few popular documents
+do not fill one engine. A bound on the load, as consistent hashing with bounded loads has it, was measured and lost a
+tenth to a fifth of the reuse (docs/log.md).
 
 Documents that no engine has go to the one that the heaviest of them hashes to, so that the corpus spreads by itself and
 several routers agree.
@@ -17,12 +20,12 @@ from typing import NamedTuple
 
 import xxhash
 
-from lmc.router.cut import Cut, Cutter
+from lmc.router.cut import Cut, Cutter, tenant
 from lmc.router.document_index import LEARNING_SECONDS, DocumentIndex
 from lmc.router.fair_lru import FairLru
 from lmc.router.kv_index import BlockIndex, chains
 from lmc.router.policies.options import check, check_count
-from lmc.router.policy import Candidate, PromptRequest, RoutingChoice, TakeBack
+from lmc.router.policy import Candidate, PromptRequest, RoutingChoice, TakeBack, Usage
 
 CACHE_TOKENS = 1_000_000.0  # that fit into an engine's cache, if nobody says how many
 SURCHARGE = 0.3  # of the prompt, for each mean load by which an engine's load is above the mean
@@ -77,7 +80,7 @@ class Documents:
             equal = [offer for offer in offers if offer.seconds == least]
             chosen = min(equal, key=lambda offer: _distance(cut, offer.candidate))
             why = "documents" if chosen.documents else "beginning" if chosen.reused else "least time"
-        return RoutingChoice(chosen.candidate.name, why, chosen.reused, chosen.cost)
+        return RoutingChoice(chosen.candidate.name, why, chosen.reused, chosen.cost, chosen.beginning, chosen.assumed)
 
     def sent(self, request: PromptRequest, engine: str) -> TakeBack:
         """Note that an engine will have the documents of a request."""
@@ -105,10 +108,16 @@ class Documents:
             self.index.forget(cache)
         self._engine_of.drop_values(engine)
 
-    def answered(self, request: PromptRequest, prompt_tokens: int) -> None:
-        """Take note of how many tokens a prompt has turned out to have."""
-        if request.tokens is None and not request.media:
-            self.cutter.counted(request.scope, len(request.text), prompt_tokens)
+    def answered(self, request: PromptRequest, choice: RoutingChoice, said: Usage) -> None:
+        """Take note of how many tokens a prompt has turned out to have, and how many of its documents were reused."""
+        if said.prompt_tokens and request.tokens is None and not request.media:
+            self.cutter.counted(request.scope, len(request.text), said.prompt_tokens)
+        reused: float | None = said.document_tokens
+        if reused is None and said.cached_tokens is not None:
+            reused = max(0.0, said.cached_tokens - choice.beginning_tokens)
+        if reused is not None:
+            cache = self._cache_of.get(choice.engine, choice.engine)
+            self.index.answered(cache, tenant(request), choice.assumed_tokens, reused, said.places)
 
     def scores(self, request: PromptRequest, candidates: Sequence[Candidate]) -> dict[str, float]:
         """Return the tokens that each engine is expected to reuse."""
@@ -134,20 +143,23 @@ class Documents:
         self._cache_of[candidate.name] = candidate.cache
         ratio = candidate.ratio if self._ratio is None else self._ratio
         beginning = reused = min(self._beginning(request, cut, candidate), cut.tokens - 1)
-        saved, documents, new = reused, 0, 0.0
+        saved, documents, new, assumed = reused, 0, 0.0, 0.0
         for document in cut.documents:
             behind = min(document.tokens, document.stop - beginning)  # tokens that are not in the beginning
-            if behind > 0 and (weight := self.index.weight(candidate.cache, document, cut.tenant)):
-                reused += behind
-                saved += behind * (1 - ratio) * weight
-                documents += 1
-            elif behind > 0:
-                new += document.tokens
+            if behind <= 0:
+                continue
+            found = self.index.find(candidate.cache, document, cut.tenant)
+            reused += behind * found.certainty
+            saved += behind * found.certainty * (1 - ratio) * found.weight
+            documents += found.is_there
+            assumed += behind * found.is_assumed
+            new += document.tokens * (not found.is_there)
         cost = max(cut.tokens - saved, 1.0)
         displaced = min(new, max(0.0, new - self.index.room(candidate.cache)))
         excess = max(0.0, candidate.load / mean_load - 1)
         work = candidate.backlog + cost + self._surcharge * excess * cut.tokens + self._displacement * displaced
-        return EngineOffer(candidate, work / candidate.rate, cost, min(reused, cut.tokens), beginning, documents)
+        seconds, reused = work / candidate.rate, min(reused, cut.tokens)
+        return EngineOffer(candidate, seconds, cost, reused, beginning, documents, assumed)
 
     def _home(self, request: PromptRequest, cut: Cut, offers: Sequence["EngineOffer"]) -> "EngineOffer | None":
         """Return the engine where a conversation is: that of its session, or the one that has most of the prompt."""
@@ -173,6 +185,7 @@ class EngineOffer(NamedTuple):
     reused: float  # tokens
     beginning: float  # tokens of those at the start of the prompt
     documents: int  # that it has
+    assumed: float  # tokens of those that it was only sent before
 
 
 def _distance(cut: Cut, candidate: Candidate) -> int:

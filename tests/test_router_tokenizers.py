@@ -1,0 +1,116 @@
+"""A router with tokenizers of its own cuts prompts as engines do, and asks an engine where it cannot."""
+
+import json
+import logging
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+from router_house import house
+from service_fakes import eventually
+from transformers import AutoTokenizer
+
+from lmc.errors import ConfigError
+from lmc.router import local_tokenizers
+from lmc.router.arguments import checked, paths_of_models
+from lmc.router.settings import RouterSettings
+
+MODEL = Path(__file__).parent.parent / "lmc" / "demo" / "small_model" / "model"
+ASK, EXPLAIN = "/v1/completions", "/lmc/explain"
+TEMPLATE = "{% for one in messages %}{{ one.role }} : {{ one.content }} . {% endfor %}"
+PROMPT = "name one owner . # # a red house belongs to the baker . # # the ship is old . # # question"
+
+
+def asked_for_tokens(built) -> int:
+    return sum(one["path"] == "/tokenize" for echo in built.echoes for one in echo.seen)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    """The shipped model's tokenizer with a chat template, which it has not."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def built(path):
+    with house(1, tokenizers={"echo": str(path)}, tokenizer_processes=1) as made:
+        eventually(lambda: "echo" in made.router.application.proxy.tokenizers)
+        yield made
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"prompt": PROMPT},
+        {"messages": [{"role": "user", "content": PROMPT}]},
+        {"messages": [{"role": "system", "content": "be kind"}, {"role": "user", "content": PROMPT}]},
+    ],
+)
+def test_a_prompt_is_cut_exactly_and_no_engine_is_asked(built, path, asked):
+    tokenizer, before = AutoTokenizer.from_pretrained(path), asked_for_tokens(built)
+    if "prompt" in asked:
+        tokens = tokenizer.encode(asked["prompt"])
+    else:
+        tokens = tokenizer.apply_chat_template(asked["messages"], add_generation_prompt=True, return_dict=False)
+    status, found = built.ask(EXPLAIN, {"model": "echo", **asked})
+    assert status == 200
+    assert found["prompt"] == {"tokens": len(tokens), "exact": True}
+    assert built.ask(ASK, {"model": "echo", "prompt": PROMPT})[0] == 200
+    assert built.ask(EXPLAIN, {"model": "echo", "prompt": PROMPT})[1]["engines"][0]["documents"] == 2
+    assert asked_for_tokens(built) == before
+
+
+def test_what_only_an_engine_knows_is_asked_there(built):
+    before = asked_for_tokens(built)
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    for message in ({"role": "user", "content": parts}, {"role": "user", "content": None, "tool_calls": []}):
+        built.ask(EXPLAIN, {"model": "echo", "messages": [message]})
+    assert asked_for_tokens(built) == before + 2
+
+
+def test_a_process_that_ends_is_replaced_and_no_request_fails(built, monkeypatch):
+    monkeypatch.setattr(local_tokenizers, "AGAIN_SECONDS", 0.01)
+    tokenizers = built.router.application.proxy.tokenizers
+    (process,) = tokenizers._pool._processes.values()
+    os.kill(process.pid, signal.SIGKILL)
+    eventually(lambda: built.ask(ASK, {"model": "echo", "prompt": PROMPT})[0] == 200 and "echo" not in tokenizers)
+    assert built.ask(EXPLAIN, {"model": "echo", "prompt": PROMPT})[0] == 200
+    eventually(lambda: "echo" in tokenizers)
+    before = asked_for_tokens(built)
+    assert built.ask(EXPLAIN, {"model": "echo", "prompt": PROMPT})[1]["prompt"]["exact"]
+    assert asked_for_tokens(built) == before
+
+
+def test_too_many_prompts_at_once_do_not_wait(built, monkeypatch):
+    monkeypatch.setattr(local_tokenizers, "WAITING", 0)
+    before = asked_for_tokens(built)
+    assert built.ask(EXPLAIN, {"model": "echo", "prompt": PROMPT})[0] == 200
+    assert asked_for_tokens(built) == before + 1
+
+
+def test_engines_are_asked_if_a_tokenizer_cannot_be_read(tmp_path, caplog):
+    shutil.copytree(MODEL, tmp_path / "model")
+    (tmp_path / "model" / "tokenizer.json").write_text(json.dumps({"version": "1.0"}))
+    with caplog.at_level(logging.WARNING), house(1, tokenizers={"echo": str(tmp_path / "model")}) as built:
+        eventually(lambda: "of --tokenizers" in caplog.text)
+        assert built.ask(ASK, {"model": "echo", "prompt": PROMPT})[0] == 200
+        assert "echo" not in built.router.application.proxy.tokenizers
+
+
+def test_arguments():
+    assert paths_of_models("a=/x, b = hub/y ,") == {"a": "/x", "b": "hub/y"}
+    for wrong in ("/x", "=/x", "a="):
+        with pytest.raises(ConfigError, match="give MODEL=DIRECTORY"):
+            paths_of_models(wrong)
+
+
+def test_transformers_is_wanted(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    with pytest.raises(ConfigError, match="pip install transformers"):
+        checked(RouterSettings(tokenizers={"a": "/x"}), "LMC_ADMIN_TOKEN")
