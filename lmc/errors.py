@@ -3,6 +3,7 @@
 LmcError
 ├── ConfigError        a setting is unknown, has a bad value, or contradicts another
 ├── InputError         a prompt or document that cannot be served (empty, too long, out of vocabulary)
+│   └── NotFound       a name or an id that nothing has
 ├── UnsupportedModel   a model whose keys cannot be re-rotated exactly, or whose layers lmc does not know
 ├── StorageError
 │   ├── NoMemory       a slab does not fit where it was asked for
@@ -27,6 +28,10 @@ def needs_transformers(what: str, error: ImportError) -> ConfigError:
 
 class InputError(LmcError, ValueError):
     """A prompt or document that cannot be served."""
+
+
+class NotFound(InputError):
+    """A name or an id that nothing has."""
 
 
 class UnsupportedModel(LmcError):

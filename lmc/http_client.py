@@ -112,7 +112,8 @@ class HttpClient:
                 said = error.read().decode(errors="replace")
             if error.code in (400, 404, 422) and (reason := _reason(said)):
                 raise Refused(reason) from None
-            hint = f"; {self._key_variable} holds the key" if error.code in (401, 403) else f": {self._hint}"
+            locked = error.code in (401, 403)
+            hint = f"; set {self._key_variable} to the key that it wants" if locked else f": {self._hint}"
             raise Unreachable(f"{self.url + path} answers {error.code} {error.reason}{hint}") from None
         except (OSError, HTTPException, ValueError) as error:
             cause: object = error.reason if isinstance(error, URLError) else error

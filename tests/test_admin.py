@@ -521,13 +521,19 @@ def test_a_wrong_question_is_answered_and_not_more(served, body):
     assert client.ask("/health") == {"status": "ok"}
 
 
+@pytest.mark.parametrize("path", ["/v1/documents/none", "/v1/requests/none"])
+def test_a_name_that_nothing_has_is_answered_404(served, path):
+    with pytest.raises(HTTPError, match="404"):
+        urlopen(f"http://{served.url}{path}")
+
+
 def test_a_token_is_wanted_and_asked_for(make, monkeypatch):
     lab = make()
     port = free_port()
     stop = serve(administration(lab), f"127.0.0.1:{port}", "hunter2")
     try:
         code, _, err = lmc("documents", "list", "--url", f"127.0.0.1:{port}")
-        assert (code, "LMC_ADMIN_TOKEN holds the key" in err) == (2, True)
+        assert (code, "set LMC_ADMIN_TOKEN to the key that it wants" in err) == (2, True)
         monkeypatch.setenv("LMC_ADMIN_TOKEN", "hunter2")
         assert lmc("documents", "list", "--url", f"127.0.0.1:{port}")[0] == 0
     finally:

@@ -431,7 +431,7 @@ def test_pins_need_the_administration_endpoint(server: Any, tmp_path: Path) -> N
         ((200, {"kv_transfer_params": {"lmc": {"note": "no room"}}}), 1, "a was not learned: no room"),
         ((400, {"error": {"message": "too long"}}), 1, "a was not learned: too long"),
         ((200, {}), 2, "answers without lmc: start it with LMCConnector"),
-        ((401, {}), 2, "answers 401 Unauthorized; OPENAI_API_KEY holds the key"),
+        ((401, {}), 2, "answers 401 Unauthorized; set OPENAI_API_KEY to the key that it wants"),
         ((503, {}), 2, "answers 503"),
     ],
 )

@@ -311,6 +311,18 @@ def test_an_idle_connection_is_closed_before_the_engine_does():
 # -- metrics ----------------------------------------------------------------------------------------------------------
 
 
+def test_what_is_assumed_of_an_engine_is_expected_less_if_its_answers_say_that_nothing_was_reused():
+    document, usage = "x" * 4000, {"prompt_tokens": 1000, "prompt_tokens_details": {"cached_tokens": 0}}
+    with house(1) as built:
+        for number in range(30):
+            ask = {"model": "echo", "prompt": f"{number} # # {document} # # q", "echo": {"usage": usage}}
+            assert built.ask("/v1/completions", ask)[0] == 200
+        ask = {"model": "echo", "prompt": f"another # # {document} # # q"}
+        (engine,) = built.ask("/lmc/explain", ask)[1]["engines"]
+        assert engine["assumed_tokens"] == pytest.approx(1000, rel=0.02)
+        assert engine["expected_tokens"] < 100
+
+
 def test_metrics_say_what_the_index_has_of_each_engine_and_from_whom():
     ask = {"model": "echo", "prompt": f"s # # {'x' * 4000} # # q"}
     with house(1) as built:

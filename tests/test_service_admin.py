@@ -285,9 +285,9 @@ def test_a_tenant_sees_and_changes_what_is_its_own_and_nothing_else(service):
     assert set(service.ask("/v1/stat", token=token)) == {"owners"}
     nothing = service.refusal(f"/v1/documents/{'0' * 64}", token=token)[1].replace("0" * 64, "X")
     for name in (theirs.id, theirs.id[:10]):
-        assert service.refusal(f"/v1/documents/{name}", token=token) == (400, nothing.replace("X", name))
+        assert service.refusal(f"/v1/documents/{name}", token=token) == (404, nothing.replace("X", name))
     for method, body in (("DELETE", None), ("PATCH", {"name": "mine"})):
-        assert service.refusal(f"/v1/documents/{theirs.id}", body, method, token)[0] == 400
+        assert service.refusal(f"/v1/documents/{theirs.id}", body, method, token)[0] == 404
     for pinned in (True, False):
         assert service.refusal(f"/v1/documents/{mine.id}", {"pinned": pinned}, "PATCH", token)[0] == 403
     assert service.ask("/v1/documents/b.txt", {"name": "c.txt"}, "PATCH", token)["documents"][0]["name"] == "c.txt"
@@ -343,7 +343,7 @@ def test_questions_that_are_too_large_or_wrong_are_refused_and_the_next_is_answe
     for path, body in wrong:
         assert service.refusal(path, body, methods.get(path, "PATCH"))[0] == 400
     for path in ("/v1/documents/..%2f..%2fetc%2fpasswd", "/v1/documents/%00", "/v1/documents/%20"):
-        assert service.refusal(path)[0] == 400
+        assert service.refusal(path)[0] == 404
     for path in ("/../etc/passwd", "/v1/documents/../../stat", "//etc/passwd"):
         assert service.refusal(path)[0] in (400, 404)
     assert service.refusal("/v1/documents?limit=0")[0] == 400

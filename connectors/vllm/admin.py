@@ -29,7 +29,7 @@ from lmc.engine import PromptView
 from lmc.engine.document_desk import LISTED, DocumentDesk, Facts
 from lmc.engine.explain import explain
 from lmc.engine.stores import administered_at
-from lmc.errors import ConfigError, InputError
+from lmc.errors import ConfigError, InputError, NotFound
 from lmc.metrics import flat
 
 BOOT = Path("/proc/sys/kernel/random/boot_id")  # tells hosts apart
@@ -92,7 +92,7 @@ class Administration:
         for known, facts in reversed(list(self._requests.items())):
             if known == name or known.startswith((f"{name}-", f"{name}_")):  # The engine adds to the id of a response.
                 return facts
-        raise InputError(f"no request {name} among the last {len(self._requests)}")
+        raise NotFound(f"no request {name} among the last {len(self._requests)}")
 
     def explain(self, asked: Facts) -> Facts:
         """Return what would happen with a prompt: `messages`, `prompt` or `prompt_token_ids`, with `cache_salt`, `lora`
@@ -186,7 +186,7 @@ def application(of: Administration, token: str) -> Any:
                 found = await run_in_threadpool(lambda: _encoded(find(request, body), of.background))
                 return Response(found, media_type="application/json")
             except (InputError, ValueError, TypeError, KeyError, ClientDisconnect) as error:
-                return JSONResponse({"error": str(error)}, 400)
+                return JSONResponse({"error": str(error)}, 404 if isinstance(error, NotFound) else 400)
 
         return answer
 

@@ -7,7 +7,7 @@ from lmc.background import Background
 from lmc.engine.explain import SHOWN
 from lmc.engine.keeper import DocumentKeeper
 from lmc.engine.known_documents import KnownDocument, KnownDocuments
-from lmc.errors import InputError
+from lmc.errors import InputError, NotFound
 from lmc.keys import LONGEST_NAME, tokens_digest
 from lmc.storage.contract import ChunkStore
 
@@ -136,7 +136,8 @@ class DocumentDesk:
             hint = f"give more digits of an id, as {ids}" if begun else "lmc documents list shows those that there are"
             count = len(named) + len(begun)
             have = f"{count} known documents have" if count else "no known document has"
-            raise InputError(f"{have} the name {name!r}, or an id that begins with it: {hint}")
+            wrong = InputError if count else NotFound
+            raise wrong(f"{have} the name {name!r}, or an id that begins with it: {hint}")
         if len({one.known.namespace for one in named}) > 1:
             ids = ", ".join(one.known.id[:ID_DIGITS] for one in named)
             raise InputError(f"documents of several tenants or models have the name {name!r}: say which ({ids})")

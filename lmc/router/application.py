@@ -229,6 +229,7 @@ class Router:
                 offer = offers[str(one["engine"])]
                 one["expected_tokens"], one["documents"] = round(offer.reused), offer.documents
                 one["known_by"] = "events" if self.policy.index.is_told(offer.candidate.cache) else "history"
+                one["assumed_tokens"] = round(offer.assumed)
                 one["cost_tokens"], one["seconds"] = round(offer.cost), round(offer.seconds, 4)
         exact = request.tokens is not None
         prompt = {"tokens": len(request.tokens or ()) or round(question.tokens), "exact": exact}

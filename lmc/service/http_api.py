@@ -20,7 +20,7 @@ from starlette.exceptions import HTTPException as AnyHTTPException
 
 from lmc import __version__
 from lmc.engine.document_desk import LISTED, LONGEST
-from lmc.errors import InputError
+from lmc.errors import InputError, NotFound
 from lmc.http_server import VISITOR, Guard, Visitor
 from lmc.keys import LONGEST_NAME, TENANT_DIGITS, tenant_of
 from lmc.service.overview import Overview, ServerCollector
@@ -79,6 +79,7 @@ class QuotaChange(Owner):
 def application(of: Overview, token: str, tenants: Mapping[str, str]) -> Guard:
     """Return the ASGI application. `tenants` have tokens of their own: cache salt by token."""
     app = FastAPI(title="lmc cache server", version=__version__, docs_url=None, redoc_url=None)
+    app.add_exception_handler(NotFound, lambda _, error: JSONResponse({"error": str(error)}, 404))
     app.add_exception_handler(InputError, lambda _, error: JSONResponse({"error": str(error)}, 400))
     app.add_exception_handler(RequestValidationError, _wrong)
     app.add_exception_handler(AnyHTTPException, _refused)
