@@ -1,8 +1,9 @@
-"""The address of the administration endpoint, as LMC_ADMIN names it."""
+"""The address of the administration endpoint, as LMC_ADMIN names it, and the names of variables with addresses."""
 
 from lmc.errors import ConfigError
 
 ADDRESS, TOKEN = "LMC_ADMIN", "LMC_ADMIN_TOKEN"  # variables of the environment
+DOCUMENT_EVENTS = "LMC_DOCUMENT_EVENTS"  # says where events of documents are published
 LOCAL, UNIX = ("127.0.0.1", "localhost", "::1"), "unix://"
 LAST_PORT = 65535
 

@@ -6,10 +6,12 @@ the list of the chunks that are present.
 """
 
 from collections import Counter, deque
+from collections.abc import Callable
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from lmc.keys import ChunkKey, RecordKind
 from lmc.storage.locks import Rank, new_lock
+from lmc.storage.places import place_of
 from lmc.storage.record import RecordMeta
 
 KEPT = 1 << 16  # changes, about 10 MB
@@ -159,3 +161,25 @@ class ChangeLog(Changes):
 def _covering(model: str, tenant: str) -> tuple[tuple[str | None, str | None], ...]:
     """Return all pairs of a model and a tenant, or None for any, to which a chunk belongs."""
     return (model, tenant), (model, None), (None, tenant)
+
+
+def media_steps(
+    changes: Changes, read: int, seen: Callable[[], set[tuple[ChunkKey, str]]], kind: RecordKind | None = None
+) -> tuple[int, list[tuple[ChunkKey, str, bool]]]:
+    """Return the number of the last change, and which chunks have come to a medium (true) or left it after `read`.
+
+    If the log does not reach back so far, these are the steps from what was `seen`, chunks and their media, to what is
+    there now. With a `kind`, only chunks of that kind count.
+    """
+
+    def medium(chunk: Chunk, place: str) -> str:
+        return place_of(place).medium if kind in (None, chunk.kind) else ""
+
+    after, complete = changes.since(read)
+    if complete:
+        found = [(change.chunk.key, medium(change.chunk, change.place), change.appeared) for change in after]
+        return read + len(after), [step for step in found if step[1]]
+    number, present = changes.present()
+    now = {(chunk.key, at) for place, chunks in present.items() for chunk in chunks if (at := medium(chunk, place))}
+    before = seen()
+    return number, [(*one, False) for one in before - now] + [(*one, True) for one in now - before]

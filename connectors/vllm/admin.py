@@ -16,11 +16,10 @@ from types import SimpleNamespace
 from typing import Any
 
 from lmc import http_server
-from lmc.admin_address import ADDRESS, TOKEN, url_of
+from lmc.admin_address import ADDRESS, DOCUMENT_EVENTS, TOKEN, url_of
 from lmc.background import Background
 from lmc.blend.segments import Span, document_tokens
 from lmc.connectors.vllm.claims import Claims
-from lmc.connectors.vllm.document_events import ADDRESS as DOCUMENT_EVENTS
 from lmc.connectors.vllm.isolation import cached_blocks
 from lmc.connectors.vllm.request_state import Role
 from lmc.connectors.vllm.roles import Roles

@@ -20,7 +20,6 @@ from lmc.blend.markers import Markers
 from lmc.config import Settings
 from lmc.connectors.vllm import vllm_api
 from lmc.connectors.vllm.admin import Administration, serve_if_wanted
-from lmc.connectors.vllm.document_publisher import DocumentPublisher, publisher_if_wanted
 from lmc.connectors.vllm.messages import StepPlan, StepReport, WorkerFacts
 from lmc.connectors.vllm.model_identity import files_of, model_identity
 from lmc.connectors.vllm.plugin import join_log, loaded_model
@@ -30,6 +29,7 @@ from lmc.connectors.vllm.stats import LmcPromMetrics, LmcStats
 from lmc.connectors.vllm.worker import Worker
 from lmc.engine import CacheEngine
 from lmc.engine.calibration import calibration_objection
+from lmc.engine.document_publisher import DocumentPublisher, publisher_if_wanted
 from lmc.engine.tiers import described
 from lmc.errors import ConfigError, InputError
 from lmc.storage.places import place_of

@@ -13,9 +13,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from lmc.keys import ChunkKey, RecordKind
-from lmc.storage.change_log import Changes, Chunk
-from lmc.storage.places import place_of
+from lmc.keys import ChunkKey
+from lmc.storage.change_log import Changes, media_steps
 
 ABSENT = 1024  # chunks, of about 10 KB each, whose details are kept while they are nowhere
 
@@ -52,28 +51,6 @@ class BlockDetails:
             parent=bytes.fromhex(parent) or None,
             tokens=array("I", base64.b85decode(tokens)),
         )
-
-
-def media_steps(
-    changes: Changes, read: int, seen: Callable[[], set[tuple[ChunkKey, str]]], kind: RecordKind | None = None
-) -> tuple[int, list[tuple[ChunkKey, str, bool]]]:
-    """Return the number of the last change, and which chunks have come to a medium (true) or left it after `read`.
-
-    If the log does not reach back so far, these are the steps from what was `seen`, chunks and their media, to what is
-    there now. With a `kind`, only chunks of that kind count.
-    """
-
-    def medium(chunk: Chunk, place: str) -> str:
-        return place_of(place).medium if kind in (None, chunk.kind) else ""
-
-    after, complete = changes.since(read)
-    if complete:
-        found = [(change.chunk.key, medium(change.chunk, change.place), change.appeared) for change in after]
-        return read + len(after), [step for step in found if step[1]]
-    number, present = changes.present()
-    now = {(chunk.key, at) for place, chunks in present.items() for chunk in chunks if (at := medium(chunk, place))}
-    before = seen()
-    return number, [(*one, False) for one in before - now] + [(*one, True) for one in now - before]
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,8 +28,6 @@ USED = {
     "get_tp_group": "vllm.distributed",
     "BlockRemoved": "vllm.distributed.kv_events",
     "BlockStored": "vllm.distributed.kv_events",
-    "EventBatch": "vllm.distributed.kv_events",
-    "ZmqEventPublisher": "vllm.distributed.kv_events",
     "KVConnectorFactory": "vllm.distributed.kv_transfer.kv_connector.factory",
     "KVConnectorBase_V1": "vllm.distributed.kv_transfer.kv_connector.v1.base",
     "KVConnectorHandshakeMetadata": "vllm.distributed.kv_transfer.kv_connector.v1.base",

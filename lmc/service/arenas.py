@@ -14,6 +14,7 @@ from pathlib import Path
 
 from lmc.config import Settings
 from lmc.engine.keeper import PinnedShare
+from lmc.engine.known_documents import KnownDocument
 from lmc.engine.tiers import coded, open_plain_tiers
 from lmc.errors import NoMemory, StorageError
 from lmc.service.arena import Arena, ArenaBacking, ArenaTier, ChangeLogs
@@ -112,6 +113,10 @@ class Arenas:
     def all(self) -> list[Arena]:
         """Return the arenas that are open."""
         return list(self._arenas.values())  # Without the lock: it is held while memory from before is read.
+
+    def document(self, name: str) -> KnownDocument | None:
+        """Return the known document with an id."""
+        return next((found for arena in self.all() if (found := arena.known.get(name))), None)
 
     def close(self) -> None:
         """Write down what is in memory only, and close the tiers."""

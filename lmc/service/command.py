@@ -13,7 +13,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from lmc.admin_address import ADDRESS, TOKEN, UNIX, host_and_port
+from lmc.admin_address import ADDRESS, DOCUMENT_EVENTS, TOKEN, UNIX, host_and_port
 from lmc.errors import ConfigError, InputError, TierUnusable
 from lmc.shapes import GIB
 from lmc.storage.places import fastest_first, place_of
@@ -27,6 +27,15 @@ log = logging.getLogger(__name__)
 KIB = 1 << 10
 TAKEOVER_SECONDS = 600.0  # for which a server that is to end is waited for
 SWITCH_SECONDS = 5e-5  # for which a thread keeps the interpreter while others wait; Python's default is 100 times that
+
+
+EventAddresses = Annotated[
+    str,
+    typer.Option(
+        envvar=DOCUMENT_EVENTS,
+        help="where events of documents are published: tcp://*:5558, and behind a comma where they are sent again",
+    ),
+]
 
 
 def serve(
@@ -44,6 +53,7 @@ def serve(
         str,
         typer.Option(envvar=ADDRESS, help="where it is administered: 127.0.0.1:9180, or unix:///run/lmc/admin.sock"),
     ] = "",
+    document_events: EventAddresses = "",
     tenants: Annotated[
         Path | None,
         typer.Option(help="a YAML file of cache salts and the token of each, with which a tenant sees what is its own"),
@@ -62,22 +72,16 @@ def serve(
     from lmc.config import Settings
     from lmc.config_sources import log_level
     from lmc.engine.tiers import described
-    from lmc.service.attachment import retire
     from lmc.service.server import CacheServer
 
     settings, visitors = Settings.load(), _checked(http, tenants, certificate, key)
-    path = socket_at(socket) if socket is not None else settings.server
-    if path is None:
-        raise InputError("say where engines attach: --socket /run/lmc.sock, or LMC_SERVER=unix:///run/lmc.sock")
+    path = _path_of(socket, settings.server)
     logging.basicConfig(level=log_level(logging.INFO), format="%(asctime)s %(levelname)s %(message)s")
     sys.setswitchinterval(SWITCH_SECONDS)
     if http:
         _http_modules()  # which take seconds, for which the server that is taken over goes on
-    if takeover and path.exists():
-        try:
-            retire(path, TAKEOVER_SECONDS)
-        except TierUnusable as error:
-            log.warning("no server is taken over: %s", error)
+    if takeover:
+        _take_over(path)
     server = CacheServer(settings, path, group=_number_of(group), memory=memory.absolute() if memory else None)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: server.stop())
@@ -86,10 +90,31 @@ def serve(
     )
     with ExitStack() as opened:
         opened.callback(_close, server)
+        if document_events:
+            opened.callback(_published(server, document_events))
         if http:
             opened.callback(_administered(server, http, visitors, certificate, key))
         server.serve()
     log.info("the cache server has ended, and everything is written")
+
+
+def _path_of(socket: Path | None, setting: Path | None) -> Path:
+    """Return where engines attach; raise `InputError` if neither the command line nor the settings say it."""
+    path = socket_at(socket) if socket is not None else setting
+    if path is None:
+        raise InputError("say where engines attach: --socket /run/lmc.sock, or LMC_SERVER=unix:///run/lmc.sock")
+    return path
+
+
+def _take_over(path: Path) -> None:
+    """End the server that listens at a path, if there is one."""
+    from lmc.service.attachment import retire
+
+    try:
+        if path.exists():
+            retire(path, TAKEOVER_SECONDS)
+    except TierUnusable as error:
+        log.warning("no server is taken over: %s", error)
 
 
 def socket_at(path: Path) -> Path:
@@ -163,6 +188,17 @@ def _administered(
     return serve_http(
         application(Overview(server), token, tenants), address, token, setting="--http", certificate=files
     )
+
+
+def _published(server: "CacheServer", address: str) -> Callable[[], None]:
+    """Publish events of documents, and return the function that ends it; raise `ConfigError`."""
+    from lmc.background import Background
+    from lmc.engine.document_events import DocumentEvents
+    from lmc.engine.document_publisher import DocumentPublisher
+
+    arenas = server.arenas
+    events = DocumentEvents(arenas.changes, arenas.document, lambda _: None, Background())
+    return DocumentPublisher(address, events).close
 
 
 def _http_modules() -> None:

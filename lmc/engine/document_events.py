@@ -11,12 +11,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from lmc.background import Background
-from lmc.connectors.vllm.kv_events import media_steps
 from lmc.engine.known_documents import KnownDocument
 from lmc.keys import ChunkKey, RecordKind, tokens_digest
-from lmc.storage.change_log import Changes
-
-ADDRESS = "LMC_DOCUMENT_EVENTS"  # the variable of the environment that says where they are published
+from lmc.storage.change_log import Changes, media_steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

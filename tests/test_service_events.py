@@ -1,0 +1,135 @@
+"""Document events of a cache server over ZeroMQ: whoever follows them, as the router does, knows what is there."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from contextlib import closing
+
+import msgspec
+import pytest
+import test_cli
+import zmq
+from service_process import ServerProcess
+from test_admin import free_port
+from test_keeper import RECORD, A, B, C, engine_of, learn
+
+from lmc.admin_address import DOCUMENT_EVENTS
+from lmc.engine.document_publisher import TOPIC, DocumentPublisher
+from lmc.errors import ConfigError
+from lmc.keys import tenant_of, tokens_digest
+from lmc.router.event_stream import EventStream, Lost
+from lmc.router.follow import decoded
+from lmc.shapes import GIB
+
+SECONDS = 30.0
+
+
+class Follower:
+    """Knows where documents are, by their tenants and the digests of their tokens."""
+
+    def __init__(self, address: str, replay: str) -> None:
+        self.there: dict[tuple[str, str], set[str]] = {}
+        self._stream = EventStream(address, replay, TOPIC, from_start=True)
+
+    async def follow(self) -> None:
+        async for event in self._stream.batches():
+            for moved in () if isinstance(event, Lost) else decoded(event.payload)[1]:
+                media = self.there.setdefault((moved["tenant"], moved["digest"]), set())
+                (media.add if moved["type"] == "DocumentStored" else media.discard)(moved["medium"])
+
+    async def until(self, condition: Callable[[], object]) -> None:
+        until = time.monotonic() + SECONDS
+        while not condition():
+            assert time.monotonic() < until, self.there
+            await asyncio.sleep(0.02)
+
+
+def test_a_subscriber_that_comes_late_knows_what_engines_store_and_what_leaves(tmp_path):
+    address, replay = (f"tcp://127.0.0.1:{free_port()}" for _ in range(2))
+    settings = {"max_local_cpu_size": 4 * RECORD / GIB, "local_disk": tmp_path / "disk"}
+    server = ServerProcess(tmp_path, "--document-events", f"{address},{replay}", **settings)
+
+    async def run() -> None:
+        follower = Follower(address, replay)
+        following = asyncio.create_task(follower.follow())
+        a, b, c = (("", tokens_digest(A)), (tenant_of("t"), tokens_digest(B)), ("", tokens_digest(C)))
+        await follower.until(lambda: follower.there.keys() >= {a, b})
+        learn(engine, C)
+        await follower.until(lambda: c in follower.there)
+        await follower.until(lambda: all("STORAGE" in media for media in follower.there.values()))
+        (known,) = [one for one in engine.known.list() if list(one.tokens) == list(C)]
+        engine.keeper.remove([known])
+        await follower.until(lambda: follower.there[c] == set())
+        assert all(follower.there[one] for one in (a, b)), "the others are still there"
+        following.cancel()
+
+    try:
+        with closing(engine_of(server=server.path)) as engine:
+            learn(engine, A)
+            learn(engine, B, "t")
+            asyncio.run(run())
+    finally:
+        assert server.stop() == 0
+
+
+def test_batches_are_sent_again_to_any_client(tmp_path):
+    address, replay = f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/again"
+
+    class Moves:
+        def __init__(self) -> None:
+            self.left = [[event] for event in "abc"]
+
+        def take(self) -> list[str]:
+            return self.left.pop(0) if self.left else []
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lmc.engine.document_publisher._message", lambda moved: {"type": moved})
+        publisher = DocumentPublisher(f"{address}, {replay}", Moves())
+        context = zmq.Context.instance()
+        with closing(publisher), context.socket(zmq.REQ) as asking:
+            asking.linger = 0
+            asking.connect(replay)
+            until = time.monotonic() + SECONDS
+            found = []
+            while len(found) < 2:
+                assert time.monotonic() < until
+                asking.send((1).to_bytes(8, "big"))
+                assert asking.poll(1000 * SECONDS)
+                first = asking.recv_multipart()
+                if first[1] != (-1).to_bytes(8, "big", signed=True):
+                    found.append(first)
+                    break
+            topic, number, payload = found[0]
+            assert (topic, int.from_bytes(number, "big")) == (TOPIC.encode(), 1)
+            sent, events, engine = msgspec.msgpack.decode(payload)
+            assert (events, engine) == ([{"type": "b"}], 0)
+            assert abs(time.time() - sent) < SECONDS
+
+
+def test_something_that_is_no_question_is_not_answered_and_the_next_one_is(tmp_path):
+    publisher = DocumentPublisher(f"ipc://{tmp_path}/events,ipc://{tmp_path}/again", type("No", (), {"take": list})())
+    with closing(publisher), zmq.Context.instance().socket(zmq.DEALER) as asking:
+        asking.linger = 0
+        asking.connect(f"ipc://{tmp_path}/again")
+        asking.send_multipart([b"what"])
+        asking.send_multipart([b"", b"short"])
+        asking.send_multipart([b"", bytes(8)])
+        assert asking.poll(1000 * SECONDS)
+        assert asking.recv_multipart() == [b"", b"", (-1).to_bytes(8, "big", signed=True), b""]
+
+
+@pytest.mark.parametrize("address", ["tcp://*:none", "5558", "tcp://*:1,tcp://*:2,tcp://*:3", ","])
+def test_an_address_that_is_none_is_refused(address):
+    with pytest.raises(ConfigError, match="is no address of ZeroMQ: give one such as"):
+        DocumentPublisher(address, None)
+
+
+def test_an_address_that_is_taken_is_refused_by_the_server(tmp_path):
+    address = f"tcp://127.0.0.1:{free_port()}"
+    with zmq.Context.instance().socket(zmq.PUB) as taken:
+        taken.bind(address)
+        words = "serve", "--socket", tmp_path / "lmc.sock", "--document-events", address
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("LMC_MAX_LOCAL_CPU_SIZE", "0.001")
+            code, _, err = test_cli.lmc(*words)
+    assert (code, f"{DOCUMENT_EVENTS} = {address} cannot be had (Address already in use" in err) == (2, True)
