@@ -242,6 +242,7 @@ def test_the_end_of_an_answer_says_what_was_reused():
     assert usage(whole) == Usage(100, 80, 70, {"host": 60, "disk": 20})
     assert usage(rb'"text": "\"cached_tokens\": 9, \"tokens_from\": {}"') == Usage()
     assert usage(b'"tokens_from": {"host": "many"}') == Usage()
+    assert usage(b'{"lmc": {"unknown_documents": 6}}') == Usage(document_tokens=0)
 
 
 def sent_and_answered(policy: Documents, request: PromptRequest, said: Usage, times: int = 1) -> None:
@@ -252,7 +253,8 @@ def sent_and_answered(policy: Documents, request: PromptRequest, said: Usage, ti
 
 
 @pytest.mark.parametrize("said", [Usage(cached_tokens=0), Usage(document_tokens=0, cached_tokens=40)])
-def test_an_engine_whose_answers_say_that_documents_are_not_there_is_not_believed_to_have_them(said):
+def test_an_engine_whose_answers_say_that_documents_are_not_there_is_not_believed_to_have_them(said, monkeypatch):
+    monkeypatch.setattr("lmc.router.document_index.LEARNING_SECONDS", 0.0)
     policy, asked = Documents(), prompt("one", "two")
     sent_and_answered(policy, asked, Usage())
     assert policy.choose(prompt("two", "one"), engines(1)).expected_tokens == pytest.approx(200, rel=0.01)
@@ -272,7 +274,8 @@ def test_an_engine_whose_answers_say_that_documents_are_not_there_is_not_believe
     assert policy.choose(prompt("two", "one"), engines(1)).expected_tokens > 190, "it is believed again"
 
 
-def test_answers_say_in_which_place_documents_are():
+def test_answers_say_in_which_place_documents_are(monkeypatch):
+    monkeypatch.setattr("lmc.router.document_index.LEARNING_SECONDS", 0.0)
     policy, asked = Documents(), prompt("one", "two")
     sent_and_answered(policy, asked, Usage())
     in_memory = policy.choose(prompt("two", "one"), engines(1)).cost
@@ -282,6 +285,24 @@ def test_answers_say_in_which_place_documents_are():
     on_disk = policy.choose(prompt("two", "one"), engines(1))
     assert on_disk.expected_tokens == pytest.approx(200, rel=0.01)
     assert on_disk.cost == pytest.approx(in_memory + 0.3 * 0.85 * 200, rel=0.01)
+
+
+def test_a_burst_of_new_documents_says_nothing_about_an_engine():
+    policy, asked = Documents(), prompt("one", "two")
+    choices = []
+    for number in range(20):
+        request = PromptRequest(text=f"{number} {asked.text}")
+        choices.append((request, policy.choose(request, engines(1))))
+        policy.sent(request, "http://0")
+    for request, choice in choices:  # None of them found what was on its way.
+        policy.answered(request, choice, Usage(cached_tokens=0))
+    assert policy.choose(prompt("two", "one"), engines(1)).expected_tokens == pytest.approx(200, rel=0.01)
+
+
+def test_an_empty_prompt_is_sent_somewhere():
+    policy = Documents()
+    choice = policy.choose(PromptRequest(text="", tokens=[]), engines(2))
+    assert (choice.expected_tokens, choice.cost) == (0, 1)
 
 
 def test_answers_change_nothing_where_events_say_what_is_there():

@@ -74,6 +74,49 @@ def test_what_only_an_engine_knows_is_asked_there(built):
     assert asked_for_tokens(built) == before + 2
 
 
+FOREVER = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"chat_template": FOREVER},
+        {"chat_template_kwargs": {"chat_template": FOREVER}},
+        {"chat_template_kwargs": {"padding": "max_length", "max_length": 100_000_000}},
+        {"chat_template_kwargs": {"return_tensors": "pt"}},
+        {"chat_template_kwargs": "x"},
+        {"tools": [{"type": "function", "function": {"name": "f"}}]},
+        {"messages": ["hi"]},
+        {"add_special_tokens": None},
+    ],
+)
+def test_what_a_client_gives_to_templates_is_left_to_the_engine(built, more):
+    before = asked_for_tokens(built)
+    body = {"model": "echo", "messages": [{"role": "user", "content": "x"}], **more}
+    assert built.ask("/v1/chat/completions", body)[0] == 200
+    assert asked_for_tokens(built) == before + 1
+    assert "echo" in built.router.application.proxy.tokenizers, "no process was lost"
+
+
+def test_an_empty_prompt_leaves_no_load(built):
+    assert built.ask(ASK, {"model": "echo", "prompt": ""})[0] == 200
+    assert built.numbers("engine_requests") == 0
+
+
+def test_a_process_that_does_not_answer_is_replaced(built, monkeypatch):
+    monkeypatch.setattr(local_tokenizers, "AGAIN_SECONDS", 0.01)
+    tokenizers = built.router.application.proxy.tokenizers
+    eventually(lambda: "echo" in tokenizers)
+    (process,) = tokenizers._pool._processes.values()
+    os.kill(process.pid, signal.SIGSTOP)
+    monkeypatch.setattr(local_tokenizers, "SECONDS", 0.2)
+    assert built.ask(ASK, {"model": "echo", "prompt": PROMPT})[0] == 200
+    monkeypatch.setattr(local_tokenizers, "SECONDS", 5.0)
+    eventually(lambda: "echo" in tokenizers)
+    process.join(30)
+    assert process.exitcode == -signal.SIGKILL
+
+
 def test_a_process_that_ends_is_replaced_and_no_request_fails(built, monkeypatch):
     monkeypatch.setattr(local_tokenizers, "AGAIN_SECONDS", 0.01)
     tokenizers = built.router.application.proxy.tokenizers
@@ -101,6 +144,7 @@ def test_engines_are_asked_if_a_tokenizer_cannot_be_read(tmp_path, caplog):
         eventually(lambda: "of --tokenizers" in caplog.text)
         assert built.ask(ASK, {"model": "echo", "prompt": PROMPT})[0] == 200
         assert "echo" not in built.router.application.proxy.tokenizers
+        assert asked_for_tokens(built) == 1
 
 
 def test_arguments():

@@ -311,7 +311,8 @@ def test_an_idle_connection_is_closed_before_the_engine_does():
 # -- metrics ----------------------------------------------------------------------------------------------------------
 
 
-def test_what_is_assumed_of_an_engine_is_expected_less_if_its_answers_say_that_nothing_was_reused():
+def test_what_is_assumed_of_an_engine_is_expected_less_if_its_answers_say_that_nothing_was_reused(monkeypatch):
+    monkeypatch.setattr("lmc.router.document_index.LEARNING_SECONDS", 0.0)
     document, usage = "x" * 4000, {"prompt_tokens": 1000, "prompt_tokens_details": {"cached_tokens": 0}}
     with house(1) as built:
         for number in range(30):

@@ -154,12 +154,16 @@ class _Cache:
 
     def find(self, document: CutDocument, tenant: str, now: float) -> Found:
         if not self.told or not document.digest:
-            return NOTHING if self._sent.get(tenant, document.key) is None else self._assumed.get(tenant, ASSUMED)
+            came = self._sent.get(tenant, document.key)
+            if came is None:
+                return NOTHING
+            # What was sent a moment ago may not have been learned, which shows nothing about the others.
+            return self._assumed.get(tenant, ASSUMED)._replace(is_assumed=now - came >= LEARNING_SECONDS)
         told = Told(tenant, document.digest)
         if media := self.media(told):
             return Found(1.0, max(WEIGHTS.get(medium, 0.0) for medium in media))
         on_its_way = self._came(tenant, document.key) > max(now - LEARNING_SECONDS, self._left.get(told, 0.0))
-        return self._assumed.get(tenant, ASSUMED) if on_its_way else NOTHING
+        return self._assumed.get(tenant, ASSUMED)._replace(is_assumed=False) if on_its_way else NOTHING
 
     def answered(self, tenant: str, share: float, places: Mapping[str, int]) -> None:
         before = self._assumed.pop(tenant, ASSUMED)

@@ -20,12 +20,14 @@ from lmc.errors import InputError
 
 T = TypeVar("T")
 
-WAITING = 16  # prompts for each process; others are cut by their text
+WAITING = 16  # prompts for each process; engines are asked for others
 SECONDS = 5.0  # for one prompt
 AGAIN_SECONDS = 1.0  # before processes are started after one has ended
 STARTED = 120.0  # seconds within which the processes have read their tokenizers
-# Of what is asked under /tokenize, what a tokenizer of transformers takes for a conversation.
-OF_A_CHAT = ("tools", "add_generation_prompt", "continue_final_message")
+MOST_LETTERS = 4_000_000  # of a prompt; longer ones are cut by their text
+# What may be asked here for a conversation. A client must not give anything else to a template or a tokenizer.
+OF_A_CHAT = {"model", "messages", "add_generation_prompt", "continue_final_message", "chat_template_kwargs"}
+OF_A_TEMPLATE = {"documents", "enable_thinking"}
 
 log = logging.getLogger(__name__)
 
@@ -59,14 +61,21 @@ class LocalTokenizers:
     def __contains__(self, model: str) -> bool:
         return model in self._ready
 
-    async def tokens(self, model: str, asked: Mapping[str, Any]) -> list[int]:
-        """Return the tokens of what is asked under /tokenize; raise `InputError` if only an engine can say them."""
+    async def tokens(self, model: str, asked: Mapping[str, Any], letters: int = 0) -> list[int]:
+        """Return the tokens of what is asked under /tokenize, a prompt of so many `letters`.
+
+        Raises `InputError` if only an engine can say them.
+        """
         if self._waiting >= WAITING * self._processes:
             raise InputError("the tokenizers of the router have too much to do")
+        if letters > MOST_LETTERS:
+            raise InputError("the prompt is too long")
         return await self._do(SECONDS, _tokens, model, asked)
 
     def close(self) -> None:
-        """End the processes."""
+        """End the processes, whatever they do."""
+        for process in list((self._pool._processes or {}).values()):  # Python 3.14 has a method for this.
+            process.kill()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     async def _do(self, seconds: float, work: Callable[..., T], *arguments: object) -> T:
@@ -75,15 +84,14 @@ class LocalTokenizers:
         try:
             async with asyncio.timeout(seconds):
                 return await asyncio.get_running_loop().run_in_executor(pool, work, *arguments)
-        except TimeoutError:
-            raise InputError(f"no answer within {seconds:g} seconds") from None
-        except BrokenProcessPool:
+        except (TimeoutError, BrokenProcessPool) as error:
             if pool is self._pool:  # The first one to see it
-                log.warning("lmc router: a process of --tokenizers has ended; others are started")
+                why = "does not answer" if isinstance(error, TimeoutError) else "has ended"
+                log.warning("lmc router: a process of --tokenizers %s; others are started", why)
                 self.close()
                 self._ready, self._pool = set(), self._started()
                 self._broken.set()
-            raise InputError("the process has ended") from None
+            raise InputError("the process has ended, or does not answer") from None
         finally:
             self._waiting -= 1
 
@@ -133,14 +141,24 @@ def _markers(model: str, special_string: str) -> Markers:
 def _tokens(model: str, asked: Mapping[str, Any]) -> list[int]:
     """Return tokens as an engine's /tokenize does; raise `InputError` where it may do something else."""
     tokenizer = _tokenizer_of(model)
-    if "messages" not in asked:
-        return list(tokenizer.encode(asked["prompt"], add_special_tokens=asked.get("add_special_tokens", True)))
-    plain = all(isinstance(one.get("content"), str) and "tool_calls" not in one for one in asked["messages"])
-    if not plain or asked.get("chat_template") or asked.get("add_special_tokens"):
-        raise InputError("an engine knows better how this conversation is written")
-    options = {"add_generation_prompt": True, **(asked.get("chat_template_kwargs") or {})}
-    options |= {name: asked[name] for name in OF_A_CHAT if name in asked}
     try:
-        return list(tokenizer.apply_chat_template(asked["messages"], tokenize=True, return_dict=False, **options))
-    except Exception as error:  # templates raise whatever they like
-        raise InputError(f"the chat template does not take this conversation ({type(error).__name__})") from error
+        if "messages" not in asked:
+            found = tokenizer.encode(asked["prompt"], add_special_tokens=asked.get("add_special_tokens", True) is True)
+        else:
+            plain = all(isinstance(one["content"], str) and "tool_calls" not in one for one in asked["messages"])
+            given = asked.get("chat_template_kwargs") or {}
+            if not plain or asked.keys() - OF_A_CHAT or given.keys() - OF_A_TEMPLATE:
+                raise InputError("an engine knows better how this conversation is written")
+            found = tokenizer.apply_chat_template(
+                asked["messages"],
+                tokenize=True,
+                return_dict=False,
+                add_generation_prompt=asked.get("add_generation_prompt", True) is True,
+                continue_final_message=asked.get("continue_final_message", False) is True,
+                **given,
+            )
+        return [int(token) for token in found]
+    except InputError:
+        raise
+    except Exception as error:  # templates raise whatever they like, and clients ask what they like
+        raise InputError(f"the tokenizer does not take this prompt ({type(error).__name__})") from error

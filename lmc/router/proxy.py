@@ -147,11 +147,11 @@ class Proxy:
         Raises `InputError` if it is no request.
         """
         question = self._read(body, headers)
-        exact = self._settings.exact_tokens or self._has_tokenizer_of(question.request.model)
+        exact = self._settings.exact_tokens or question.request.model in self._settings.tokenizers
         if not exact or question.tokenize is None:
             return question
         try:
-            tokens = await self.tokenize(question.request.model, question.tokenize)
+            tokens = await self.tokenize(question.request.model, question.tokenize, len(question.request.text))
         except InputError as error:
             log.debug("lmc router: a prompt is cut by its text: %s", error)
             return question
@@ -202,14 +202,14 @@ class Proxy:
                 raise Refusal(502, f"{visit.engine.url} answers {opened.answer.status}: {found[:200]!r}")
             return visit.engine.url, answer
 
-    async def tokenize(self, model: str, asked: Mapping[str, Any]) -> list[int]:
+    async def tokenize(self, model: str, asked: Mapping[str, Any], letters: int = 0) -> list[int]:
         """Return the tokens of what is asked under /tokenize: by a tokenizer of the router, or by an engine.
 
         Of the engines of a model, the one that has least to do is asked. Raises `InputError` if it does not answer.
         """
-        if self.tokenizers is not None and self._has_tokenizer_of(model):
+        if self.tokenizers is not None and model in self.tokenizers:
             try:
-                return await self.tokenizers.tokens(model, asked)
+                return await self.tokenizers.tokens(model, asked, letters)
             except InputError as error:
                 log.debug("lmc router: an engine is asked for tokens: %s", error)
         candidates = self._engines.candidates(model)
@@ -222,9 +222,6 @@ class Proxy:
                 return list(found["tokens"])
         except (aiohttp.ClientError, OSError, msgspec.DecodeError, TypeError, KeyError) as error:
             raise InputError(f"{url} does not answer with tokens: {error}") from None
-
-    def _has_tokenizer_of(self, model: str) -> bool:
-        return self.tokenizers is not None and model in self.tokenizers
 
     @contextmanager
     def _visit(self, question: Received, failed: set[str]) -> Iterator[Visit]:

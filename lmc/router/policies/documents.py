@@ -142,7 +142,7 @@ class Documents:
     def _offer(self, request: PromptRequest, cut: Cut, candidate: Candidate, mean_load: float) -> "EngineOffer":
         self._cache_of[candidate.name] = candidate.cache
         ratio = candidate.ratio if self._ratio is None else self._ratio
-        beginning = reused = min(self._beginning(request, cut, candidate), cut.tokens - 1)
+        beginning = reused = min(self._beginning(request, cut, candidate), max(cut.tokens - 1, 0.0))
         saved, documents, new, assumed = reused, 0, 0.0, 0.0
         for document in cut.documents:
             behind = min(document.tokens, document.stop - beginning)  # tokens that are not in the beginning
