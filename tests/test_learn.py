@@ -361,6 +361,11 @@ def test_what_the_server_has_lost_is_learned_again(server: Any, tmp_path: Path) 
     code, out, _ = lmc(*words)  # There is no endpoint that could say what is there.
     assert "1 of 1 document was learned before" in out
     assert "whether the server still has them was not asked" in out
+    for held, learned in ((20, "0 documents learned"), (0, "1 document learned")):
+        server.answers["/metrics"] = 200, f'lmc:chunk_tokens{{place="host"}} {held}'
+        code, out, _ = lmc(*words)
+        assert (code, learned in out) == (0, True)
+    del server.answers["/metrics"]
     address = f"/v1/documents?limit={1 << 30}"
     server.answers[address] = 200, {"documents": [{"id": "0a", "places": ["host"]}]}
     assert "not asked" not in lmc(*words)[1]

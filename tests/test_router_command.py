@@ -115,6 +115,8 @@ WRONG = {
     "a misspelt flag": (("--static-backend", "http://a"), "did you mean --static-backends?"),
     "an argument": (("http://a",), "lmc router has no http://a"),
     "no number": (("--prefix-token-count", "many"), "'many' is no number"),
+    "no end": (("--prefix-token-count", "inf"), "'inf' is no number above 0"),
+    "nothing": (("--prefix-hash-load-factor", "0"), "'0' is no number above 0: give --prefix-token-count 256 or"),
     "no way to find engines": (("--service-discovery", "consul"), "is static or k8s"),
     "a port out of range": (("--static-backends", "http://a", "--port", "70000"), "65535"),
 }

@@ -34,6 +34,7 @@ class Follower:
     async def follow(self) -> None:
         async for event in self._stream.batches():
             for moved in () if isinstance(event, Lost) else decoded(event.payload)[1]:
+                assert moved["model"] == ""  # Engines of tests do not name theirs.
                 media = self.there.setdefault((moved["tenant"], moved["digest"]), set())
                 (media.add if moved["type"] == "DocumentStored" else media.discard)(moved["medium"])
 

@@ -26,6 +26,7 @@ class DocumentMoved:
     document: str  # its id, which `lmc documents` shows: it depends on the model and the tenant, too
     tokens: int
     salt: str | None  # SHA-256 of the tenant's cache_salt, empty without one; None if this process has not met it
+    model: str  # its name, which an engine gives it
     tenant: str  # the tenant's name, as `lmc.keys.tenant_of` makes it of the cache_salt; empty without one
 
 
@@ -86,6 +87,7 @@ class DocumentEvents:
             document=document.id,
             tokens=len(document.tokens),
             salt=hashlib.sha256(salt.encode()).hexdigest() if salt else salt,
+            model=document.model,
             tenant=document.tenant,
         )
 
@@ -98,5 +100,6 @@ class DocumentEvents:
             document=before.document,
             tokens=before.tokens,
             salt=before.salt,
+            model=before.model,
             tenant=before.tenant,
         )

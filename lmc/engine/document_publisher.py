@@ -117,8 +117,8 @@ def _of_engine(address: str, engine: int) -> str:
 def _message(moved: DocumentMoved) -> dict[str, Any]:
     """Return an event as a map with its type, which is how vLLM's KV events are encoded."""
     kind = {"type": "DocumentStored", "tokens": moved.tokens} if moved.stored else {"type": "DocumentRemoved"}
-    names = {"document": moved.document, "medium": moved.medium, "salt": moved.salt, "tenant": moved.tenant}
-    return kind | {"digest": moved.digest, **names}
+    names = {"document": moved.document, "medium": moved.medium, "salt": moved.salt}
+    return kind | {"digest": moved.digest, "model": moved.model, "tenant": moved.tenant, **names}
 
 
 def publisher_if_wanted(engine: CacheEngine, number: int) -> DocumentPublisher | None:

@@ -73,6 +73,8 @@ class LearnRun:
         Return what to say if nobody knows whether they are gone.
         """
         stored = learner.stored() if self._old else set()
+        if stored is None and (held := learner.held()) and not any(held.values()):
+            stored = set()  # The server has been started again without a disk, or says so until its first request.
         for document in self._old:
             ids = self.manifest.ids(document)
             if stored is not None and not (ids and stored.issuperset(ids)):

@@ -8,6 +8,7 @@ import importlib.util
 import math
 import re
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from lmc.errors import ConfigError, InputError
@@ -85,10 +86,11 @@ def _grouped(arguments: Sequence[str]) -> dict[str, list[str]]:
 
 
 def _number(values: list[str]) -> float:
-    try:
-        return float("".join(values))
-    except ValueError:
-        raise ConfigError(f"{' '.join(values)!r} is no number: give --prefix-token-count 256, for example") from None
+    with suppress(ValueError):
+        if 0 < (found := float("".join(values))) < float("inf"):
+            return found
+    hint = "give --prefix-token-count 256 or --prefix-hash-load-factor 1.25, for example"
+    raise ConfigError(f"{' '.join(values)!r} is no number above 0: {hint}")
 
 
 def _kubernetes(found: dict[str, Any]) -> str:
