@@ -141,11 +141,19 @@ def test_a_document_whose_time_was_over_and_one_of_a_tier_that_is_away_are_said_
     assert said == ["it was learned, and may be in redis, which does not answer now"]
 
 
-def test_a_document_that_waits_to_be_learned_is_said_to_wait(make):
+def test_a_document_that_waits_to_be_learned_or_is_being_learned_is_said_to(make):
     lab = make()
     lab.serve("one", prompt(DOC_A))
     assert lab.engine.learning
     assert why(explained(lab, prompt(DOC_A))) == ["it waits to be learned"]
+    plan = lab.scheduler.plan({}, lab.tables.get)
+    assert why(explained(lab, prompt(DOC_A))) == ["it is being learned"]
+    report, received, _ = lab.workers.step(plan, set())
+    lab.scheduler.reported(report, received)
+    lab.settle()
+    assert not lab.engine.learning.under_way
+    (document,) = explained(lab, prompt(DOC_A))["documents"]
+    assert document["places"]
 
 
 def test_learning_that_is_off_is_named(make):

@@ -30,7 +30,6 @@ class SaveQueue:
         self._spare = -(-setup.batch_tokens // setup.block_size)  # blocks that learning leaves free for a prompt
         self._saves: list[SaveJob] = []
         self._learning = 0  # number of the learning job under way
-        self._document: Unlearned | None = None
 
     @property
     def saving(self) -> bool:
@@ -64,8 +63,8 @@ class SaveQueue:
 
     def learns(self, document: Unlearned) -> bool:
         """Return whether a document waits to be learned, or is being learned."""
-        under_way = self._learning in self._pending.under_way
-        return document in self._engine.learning or (under_way and document == self._document)
+        waiting = self._engine.learning
+        return document in waiting or document in waiting.under_way
 
     def learn_next(self) -> LearnJob | None:
         """Return the next document to learn, if none is under way and the engine has blocks to spare."""
@@ -87,10 +86,15 @@ class SaveQueue:
         if slots is None:
             return None
         blocks = self._pool.get_new_blocks(need)
-        job = self._pending.begin([slot for slot in slots if slot], lambda: self._pool.free_blocks(blocks))
-        self._learning, self._document = job, document
+
+        def done() -> None:
+            self._pool.free_blocks(blocks)
+            waiting.under_way.discard(document)
+
+        waiting.under_way.add(document)
+        self._learning = self._pending.begin([slot for slot in slots if slot], done)
         return LearnJob(
-            job=job,
+            job=self._learning,
             tokens=tokens,
             document=len(self._engine.prefix),
             blocks=tuple(block.block_id for block in blocks),

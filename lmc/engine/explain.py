@@ -75,6 +75,8 @@ def _why_known_no_more(engine: CacheEngine, prompt: Sequence[int], document: Doc
     waiting = engine.unlearned(prompt, document.span, salt)
     if waiting in engine.learning:
         return "it waits to be learned"
+    if waiting in engine.learning.under_way:
+        return "it is being learned"
     same = engine.known.with_tokens(array("I", waiting.tokens))
     return _why_gone(engine, same, waiting.namespace) if same else ""
 

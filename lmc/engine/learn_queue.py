@@ -31,6 +31,7 @@ class LearnQueue:
     def __init__(self, room: int) -> None:
         """`room` is how many tokens all documents may have together: no more than memory holds."""
         self._room, self._waiting = room, deque[Unlearned]()
+        self.under_way: set[Unlearned] = set()  # that are being computed; whoever does it notes them here
         self._mutex = threading.Lock()
 
     def add(self, document: Unlearned) -> bool:
