@@ -22,6 +22,16 @@ def host_and_port(address: str, token: str, setting: str = ADDRESS) -> tuple[str
     return host, int(port)
 
 
+def address_of_engine(address: str, number: int) -> str:
+    """Return an address of ZeroMQ for one of several engines: number n has the port + n, or a name of its own."""
+    if not number or not address:
+        return address
+    if not address.startswith("tcp://"):
+        return f"{address}_{number}"
+    host, _, port = address.rpartition(":")
+    return f"{host}:{int(port) + number}"
+
+
 def socket_path(address: str, engine: int = 0, setting: str = ADDRESS) -> str:
     """Return the path of a unix socket, with an engine's number if that is not 0.
 

@@ -29,7 +29,6 @@ class SaveQueue:
         self._longest = setup.longest
         self._spare = -(-setup.batch_tokens // setup.block_size)  # blocks that learning leaves free for a prompt
         self._saves: list[SaveJob] = []
-        self._learning = 0  # number of the learning job under way
 
     @property
     def saving(self) -> bool:
@@ -70,7 +69,7 @@ class SaveQueue:
         """Return the next document to learn, if none is under way and the engine has blocks to spare."""
         waiting = self._engine.learning
         document = next(iter(waiting), None)
-        if document is None or self._learning in self._pending.under_way:
+        if document is None or waiting.under_way:
             return None
         tokens = (*self._engine.prefix, *document.tokens)
         need = -(-len(tokens) // self._block_size)
@@ -92,9 +91,9 @@ class SaveQueue:
             waiting.under_way.discard(document)
 
         waiting.under_way.add(document)
-        self._learning = self._pending.begin([slot for slot in slots if slot], done)
+        job = self._pending.begin([slot for slot in slots if slot], done)
         return LearnJob(
-            job=self._learning,
+            job=job,
             tokens=tokens,
             document=len(self._engine.prefix),
             blocks=tuple(block.block_id for block in blocks),

@@ -15,7 +15,7 @@ from collections import deque
 from contextlib import ExitStack
 from typing import Any
 
-from lmc.admin_address import DOCUMENT_EVENTS
+from lmc.admin_address import DOCUMENT_EVENTS, address_of_engine
 from lmc.engine.cache_engine import CacheEngine
 from lmc.engine.document_events import DocumentEvents, DocumentMoved
 from lmc.errors import ConfigError
@@ -59,7 +59,7 @@ class DocumentPublisher:
                 for one, where in zip(self._sockets, addresses, strict=True):
                     one.set_hwm(WAITING)
                     one.linger = 0
-                    one.bind(_of_engine(where, engine))
+                    one.bind(address_of_engine(where, engine))
             except zmq.ZMQError as error:
                 raise ConfigError(f"{DOCUMENT_EVENTS} = {address} cannot be had ({error}): {hint}") from error
             self._close_sockets = opened.pop_all().close
@@ -104,14 +104,6 @@ class DocumentPublisher:
             self._number += 1
             self._kept.append(batch)
             self._sockets[0].send_multipart((TOPIC.encode(), *batch))
-
-
-def _of_engine(address: str, engine: int) -> str:
-    """Return the address for one of several engines."""
-    if not engine or not address.startswith("tcp://"):
-        return f"{address}_{engine}" if engine else address
-    host, _, port = address.rpartition(":")
-    return f"{host}:{int(port) + engine}"
 
 
 def _message(moved: DocumentMoved) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 import aiohttp
 import msgspec
 
+from lmc.admin_address import address_of_engine
 from lmc.blend.markers import Markers
 from lmc.errors import InputError
 from lmc.router.document_index import Told
@@ -132,7 +133,7 @@ async def follow_blocks(index: BlockIndex, ranks: int, lag: Lag, engine: Engine)
         return
     async with asyncio.TaskGroup() as following:
         for rank in range(ranks):
-            stream = EventStream(_port_of(address, rank), _port_of(replay, rank), from_start=True)
+            stream = EventStream(address_of_engine(address, rank), address_of_engine(replay, rank), from_start=True)
             source = CacheSource(engine.url, rank)
             following.create_task(_follow_rank(index, source, stream, partial(lag, engine.url)))
 
@@ -144,11 +145,6 @@ async def _follow_rank(
         await BlockEvents(index, source, lag).follow(stream)
     finally:  # From now on, nobody says what changes.
         index.drop(source)
-
-
-def _port_of(address: str, rank: int) -> str:
-    host, _, port = address.rpartition(":")
-    return f"{host}:{int(port) + rank}" if rank else address
 
 
 def decoded(payload: bytes) -> tuple[float, Iterable[dict[str, Any]]]:

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 from lmc.blend.markers import Markers
 from lmc.errors import InputError
+from lmc.router.cut import MOST_LETTERS
 
 T = TypeVar("T")
 
@@ -24,7 +25,6 @@ WAITING = 16  # prompts for each process; engines are asked for others
 SECONDS = 5.0  # for one prompt
 AGAIN_SECONDS = 1.0  # before processes are started after one has ended
 STARTED = 120.0  # seconds within which the processes have read their tokenizers
-MOST_LETTERS = 4_000_000  # of a prompt; longer ones are cut by their text
 # What may be asked here for a conversation. A client must not give anything else to a template or a tokenizer.
 OF_A_CHAT = {"model", "messages", "add_generation_prompt", "continue_final_message", "chat_template_kwargs"}
 OF_A_TEMPLATE = {"documents", "enable_thinking"}
