@@ -55,6 +55,9 @@ class EchoEngine:
         )
         wish = asked.get("echo", {})
         if scope["path"] == "/tokenize":
+            if headers.get("content-type") != "application/json":  # as vLLM
+                await respond(send, 400, b'{"error": {"message": "Unsupported Media Type"}}')
+                return
             await respond(send, 200, json.dumps({"tokens": [*map(ord, asked["prompt"])]}).encode())
             return
         if wish.get("die"):

@@ -38,7 +38,7 @@ class DocumentTokens:
         self._tokenize, self._markers, self._special_string_of = tokenize, markers, special_string_of
         self._known: OrderedDict[bytes, tuple[str, int] | None] = OrderedDict()  # None: no document to the engines
         self._waiting: OrderedDict[bytes, tuple[str, str]] = OrderedDict()
-        self._wake = asyncio.Event()
+        self._wake, self._failed = asyncio.Event(), False  # whether the last question had no answer
 
     def find(self, model: str, text: str) -> tuple[str, int] | None:
         """Return the digest and the number of tokens of a text, with white space, between two separators, if known."""
@@ -67,8 +67,11 @@ class DocumentTokens:
             key, (model, text) = self._waiting.popitem(last=False)
             try:
                 self._known[key] = await self._look_up(model, text)
+                self._failed = False
             except InputError as error:
-                log.debug("lmc router: the tokens of a document are not known: %s", error)
+                level = logging.DEBUG if self._failed else logging.WARNING
+                log.log(level, "lmc router: events about a document are not understood, without its tokens: %s", error)
+                self._failed = True
                 await asyncio.sleep(PAUSE)
             if len(self._known) > REMEMBERED:
                 self._known.popitem(last=False)

@@ -36,6 +36,7 @@ from lmc.router.visit import EngineFailed, Opened, Visit
 log = logging.getLogger(__name__)
 
 STREAM = "text/event-stream"  # the type of an answer that comes in parts, as its tokens are made
+JSON = {"content-type": "application/json"}  # vLLM refuses questions without it, and the session does not add it.
 TOKENIZING = aiohttp.ClientTimeout(total=5.0)
 KEPT_SECONDS = 3.0  # that an idle connection is kept; vLLM closes them after 5, and a request must not meet that
 TAIL = 4096  # bytes of the end of an answer, where it says what was reused
@@ -184,7 +185,7 @@ class Proxy:
 
     async def ask(self, target: str, body: bytes) -> tuple[str, Mapping[str, Any]]:
         """Ask an engine a question of the router's own, and return which one it was and its answer; raise `Refusal`."""
-        headers = CIMultiDict({"content-type": "application/json", **self._settings.login})
+        headers = CIMultiDict({**JSON, **self._settings.login})
         question = self._read(body, {})
         with self._visit(question, set()) as visit:
             try:
@@ -217,9 +218,12 @@ class Proxy:
             raise InputError(f"no engine of the model {model!r} can be asked now")
         url = URL(min(candidates, key=lambda one: one.load).name + "/tokenize", encoded=True)
         try:
-            async with self.session.post(url, json=asked, headers=self._settings.login, timeout=TOKENIZING) as answer:
-                found = msgspec.json.decode(await answer.read())
-                return list(found["tokens"])
+            headers = {**JSON, **self._settings.login}
+            async with self.session.post(url, json=asked, headers=headers, timeout=TOKENIZING) as answer:
+                said = await answer.read()
+                if answer.status != 200:
+                    raise InputError(f"{url} answers {answer.status}: {said[:200]!r}")
+                return list(msgspec.json.decode(said)["tokens"])
         except (aiohttp.ClientError, OSError, msgspec.DecodeError, TypeError, KeyError) as error:
             raise InputError(f"{url} does not answer with tokens: {error}") from None
 
