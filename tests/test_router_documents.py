@@ -13,7 +13,7 @@ from lmc.blend.markers import Markers
 from lmc.errors import InputError
 from lmc.keys import tenant_of
 from lmc.router.cut import BLOCK_LETTERS, LEAST_RATE, MOST_DOCUMENTS, MOST_LETTERS, ROLE, SCOPES, Cutter
-from lmc.router.document_index import LEARNING_SECONDS, DocumentIndex, Told
+from lmc.router.document_index import COMING, LEARNING_SECONDS, DocumentIndex, Told
 from lmc.router.fair_lru import FairLru
 from lmc.router.kv_index import CacheSource
 from lmc.router.policies.documents import STAY, Documents
@@ -332,7 +332,7 @@ def test_events_say_where_documents_are():
     assert index.find("a", two).weight == 0
 
 
-def test_a_document_that_was_sent_is_taken_to_be_there_until_it_should_have_been_learned():
+def test_a_document_that_was_sent_is_on_its_way_until_it_should_have_been_learned():
     now = [100.0]
     index = DocumentIndex(1000, clock=lambda: now[0])
     cutter = Cutter(find=lambda _, text: ("d", 100) if text.strip() == TEXTS["two"].strip() else None)
@@ -340,7 +340,8 @@ def test_a_document_that_was_sent_is_taken_to_be_there_until_it_should_have_been
     known, unknown = cut.documents
     index.listed("a", [])
     index.note("a", cut)
-    assert (index.find("a", known).weight, index.find("a", unknown).weight) == (1, 1)
+    assert index.find("a", known) == COMING
+    assert index.find("a", unknown).weight == 1, "events cannot name it"
     now[0] += LEARNING_SECONDS
     index.note("a", cut)
     assert (index.find("a", known).weight, index.find("a", unknown).weight) == (0, 1), "it was not, for whatever reason"
@@ -350,11 +351,11 @@ def test_a_document_that_was_sent_is_taken_to_be_there_until_it_should_have_been
     assert index.find("a", known).weight == 0
     now[0] += 1
     index.note("a", cut)
-    assert index.find("a", known).weight == 1, "it is learned again"
+    assert index.find("a", known) == COMING, "it is learned again"
     index.moved("a", Told("", "d"), "CPU", stored=True)
     now[0] += 1
     index.moved("a", Told("", "d"), "CPU", stored=False)
-    assert index.find("a", known).weight == 0, "it was, and has left again"
+    assert not index.find("a", known).is_coming, "it was, and has left again"
     index.untold("a")
     assert index.told("a") == {}
     assert index.find("a", known).weight == 1, "it was sent there"
@@ -522,6 +523,59 @@ def test_a_conversation_stays_unless_another_engine_is_much_cheaper():
     b.backlog += 10_000
     assert policy.choose(fresh, [a, b]).engine == a.name
     assert policy.choose(PromptRequest(text="other " * 100, session="t"), [a, b]).why == "least time"
+
+
+def test_a_beginning_that_all_engines_have_is_a_conversation_at_none_of_them():
+    policy, (a, b) = Documents(), engines()
+    system = "one system text " * 300
+    for engine in (a, b):
+        policy.sent(PromptRequest(text=f"{system} first"), engine.name)
+    for first, other in ((a, b), (b, a)):
+        first.backlog, other.backlog = 10.0, 0.0
+        assert policy.choose(PromptRequest(text=f"{system} second"), [a, b]).engine == other.name
+
+
+def test_a_new_conversation_goes_where_the_beginnings_are_oldest():
+    policy, (a, b) = Documents(cache_tokens=2 * 10 * BLOCK_LETTERS / 4), engines()
+    for number in range(40):
+        policy.sent(PromptRequest(text=f"{number} " * 300), (b if number < 20 else a).name)
+    assert policy.index.oldest("http://a third") < policy.index.oldest(b.name) < policy.index.oldest(a.name)
+    for number in range(8):
+        assert policy.choose(PromptRequest(text=f"new {number} " * 100), [a, b]).engine == b.name
+    for number in range(20):
+        policy.sent(PromptRequest(text=f"later {number} " * 100), b.name)
+    assert policy.choose(PromptRequest(text="newer " * 100), [a, b]).engine == a.name
+
+
+def test_an_engine_reuses_no_documents_that_are_too_few_for_a_blend():
+    policy, (some, all_of_them) = Documents(surcharge=0), engines(blend_min_tokens=150)
+    policy.sent(prompt("one"), some.name)
+    policy.sent(prompt("one", "two"), all_of_them.name)
+    for _ in range(2):
+        choice = policy.choose(prompt("two", "one"), [some, all_of_them])
+        assert choice.engine == all_of_them.name
+        assert choice.expected_tokens == pytest.approx(200, rel=0.01)
+        all_of_them.backlog = 100.0
+    too_few = policy.choose(prompt("three", "one"), [some])
+    assert (too_few.expected_tokens, too_few.assumed_tokens, too_few.why) == (0, 0, "least time")
+
+
+def test_documents_that_an_engine_will_have_soon_draw_prompts_and_are_not_expected_in_this_one():
+    policy, (a, b) = Documents(), engines()
+    policy.cutter.find = lambda _, text: (text.strip()[:3], 100)
+    for engine in (a, b):
+        policy.index.listed(engine.name, [])
+    asked = prompt("one", "two")
+    policy.sent(asked, b.name)
+    later = PromptRequest(text=f"another {prompt('two', 'one').text}")
+    choice = policy.choose(later, [a, b])
+    assert (choice.engine, choice.expected_tokens) == (b.name, 0)
+    assert choice.cost == pytest.approx(len(later.text) / 4)
+    for one in ("one", "two"):
+        policy.index.moved(b.name, Told(tenant_of(""), one), "CPU", stored=True)
+    policy.sent(later, a.name)
+    choice = policy.choose(PromptRequest(text=f"a third {later.text}"), [a, b])
+    assert (choice.engine, choice.expected_tokens) == (b.name, 200)
 
 
 def test_an_engine_that_computes_more_of_a_document_again_is_slower():

@@ -214,7 +214,7 @@ class AdminEndpoint:
         self.asked.append(scope["path"])
         routing = {
             "special_string": " <doc> ", "separators": [[9, 9]], "special": [1], "answer": [], "ratio": 0.3,
-            "cache": "",
+            "cache": "", "blend_min_tokens": 256,
             "capacity": {"host": 5000.0, "disk": 9000.0}, "chunk_size": 64, "document_events": self.events,
         }  # fmt: skip
         found = routing if scope["path"] == "/v1/routing" else {"documents": self.documents}
@@ -255,6 +255,7 @@ def test_the_index_follows_the_listing_and_the_events_of_an_engine(replays):
             await until(lambda: {Told("", "d3"), Told("", "d4")} <= told().keys(), sender)
             assert (Told("", "d2") in told()) == replays, "a listing takes the place of what was known"
             assert (policy.index.room(one.url), engine.candidate.ratio) == (9000, 0.3)
+            assert engine.candidate.blend_min_tokens == 256
             following.cancel()
             await asyncio.gather(following, return_exceptions=True)
 

@@ -79,6 +79,7 @@ class Administration:
             "special": sorted(markers.special) if markers else (),
             "answer": markers.answer if markers else (),
             "ratio": settings.blend_recompute_ratios[-1],
+            "blend_min_tokens": settings.blend_min_tokens,
             "capacity": self._engine.capacity(),
             "chunk_size": self._engine.chunk_size,
             # Engines of one cache server have the same documents.

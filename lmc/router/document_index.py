@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from math import ceil
 from typing import NamedTuple
 
-from lmc.router.cut import Cut, CutDocument
+from lmc.router.cut import BLOCK_TOKENS, Cut, CutDocument
 from lmc.router.fair_lru import FairLru
 from lmc.router.policy import TakeBack
 from lmc.storage.places import place_of
@@ -32,9 +32,11 @@ class Found(NamedTuple):
     weight: float  # what its place is worth: 1 in memory, and less below it
     is_there: bool = True
     is_assumed: bool = False  # because it was sent there
+    is_coming: bool = False  # It was sent there a moment ago, and has not been stored yet.
 
 
 NOTHING, ASSUMED = Found(0.0, 0.0, is_there=False), Found(1.0, 1.0, is_assumed=True)
+COMING = NOTHING._replace(is_coming=True)
 
 
 class Told(NamedTuple):
@@ -74,6 +76,11 @@ class DocumentIndex:
         """Return how many tokens of a prompt's beginning were sent to a cache, within so many seconds."""
         known = self._caches.get(cache)
         return known.prefix(cut, self._clock() - within) * cut.block_tokens if known else 0.0
+
+    def oldest(self, cache: str) -> float:
+        """Return when the beginning of a prompt that leaves a cache next was used; minus infinity if none has to."""
+        known = self._caches.get(cache)
+        return known.oldest if known else float("-inf")
 
     def room(self, cache: str) -> float:
         """Return how many tokens of documents a cache can take before others have to go."""
@@ -147,6 +154,11 @@ class _Cache:
     def room(self) -> float:
         return self._sent.room
 
+    @property
+    def oldest(self) -> float:
+        used = self._blocks.next_out if self._blocks.room < BLOCK_TOKENS else None
+        return float("-inf") if used is None else used
+
     def resize(self, tokens: float, chunk_tokens: int) -> None:
         self._chunk_tokens = chunk_tokens
         self._sent.resize(tokens)
@@ -163,7 +175,7 @@ class _Cache:
         if media := self.media(told):
             return Found(1.0, max(WEIGHTS.get(medium, 0.0) for medium in media))
         on_its_way = self._came(tenant, document.key) > max(now - LEARNING_SECONDS, self._left.get(told, 0.0))
-        return self._assumed.get(tenant, ASSUMED)._replace(is_assumed=False) if on_its_way else NOTHING
+        return COMING if on_its_way else NOTHING
 
     def answered(self, tenant: str, share: float, places: Mapping[str, int]) -> None:
         before = self._assumed.pop(tenant, ASSUMED)

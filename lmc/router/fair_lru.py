@@ -28,6 +28,13 @@ class FairLru(Generic[K, V]):
         """How much more fits."""
         return self._total - self._used
 
+    @property
+    def next_out(self) -> V | None:
+        """The value of the thing that leaves next when there is no room; None if there is nothing."""
+        if not self._things:
+            return None
+        return next(iter(self._things[self._of_most()].values()))[1]
+
     def get(self, owner: str, key: K) -> V | None:
         """Return the value of a thing; None if it is not here."""
         things = self._things.get(owner)
@@ -71,11 +78,14 @@ class FairLru(Generic[K, V]):
 
     def _shrink(self) -> None:
         while self._used > self._total and self._things:
-            weight, owner = self._heaviest[0]
-            if self._weights.get(owner) != -weight:
-                heapq.heappop(self._heaviest)
-            else:
-                self.drop(owner, next(iter(self._things[owner])))
+            owner = self._of_most()
+            self.drop(owner, next(iter(self._things[owner])))
+
+    def _of_most(self) -> str:
+        """Return the owner whose things weigh most."""
+        while (found := self._heaviest[0]) and self._weights.get(found[1]) != -found[0]:
+            heapq.heappop(self._heaviest)
+        return found[1]
 
     def __len__(self) -> int:
         return sum(map(len, self._things.values()))

@@ -71,6 +71,7 @@ class Follower:
             self._policy.forget(engine.url)
             candidate.cache = cache
         candidate.ratio = float(facts["ratio"])
+        candidate.blend_min_tokens = int(facts.get("blend_min_tokens", 0))  # Earlier versions do not say it.
         index.resize(candidate.cache, max(facts["capacity"].values()), facts["chunk_size"])
         for model in engine.models if facts["separators"] else ():
             self._policy.cutter.markers[model] = Markers(

@@ -37,6 +37,7 @@ class Candidate:
     backlog: float = 0.0  # tokens that it has been sent to compute, of requests that it has not begun to answer
     rate: float = 1.0  # tokens that it computes in a second, in any unit that is the same for all candidates
     ratio: float = 0.15  # of a reused document, the share that it computes again; lmc's default until it says another
+    blend_min_tokens: int = 0  # of documents that it has, below which it reuses none of them
 
     def __post_init__(self) -> None:
         self.cache = self.cache or self.name

@@ -30,6 +30,7 @@ from lmc.router.policy import Candidate, PromptRequest, RoutingChoice, TakeBack,
 CACHE_TOKENS = 1_000_000.0  # that fit into an engine's cache, if nobody says how many
 SURCHARGE = 0.3  # of the prompt, for each mean load by which an engine's load is above the mean
 DISPLACEMENT = 0.6  # of the new documents for which others have to leave a cache
+ALIKE = 1.1  # times the least expected time, up to which engines are alike for a prompt without documents
 STAY = 1.5  # how much cheaper another engine has to be before a conversation moves
 CONVERSATIONS = 100_000  # that are remembered
 
@@ -77,8 +78,8 @@ class Documents:
         if home is not None and home.seconds <= self._stay * least:
             chosen, why = home, "conversation"
         else:
-            equal = [offer for offer in offers if offer.seconds == least]
-            chosen = min(equal, key=lambda offer: _distance(cut, offer.candidate))
+            alike = [offer for offer in offers if offer.seconds <= least * (1 if cut.documents else ALIKE)]
+            chosen = min(alike, key=lambda offer: self._order(cut, offer.candidate))
             why = "documents" if chosen.documents else "beginning" if chosen.reused else "least time"
         return RoutingChoice(chosen.candidate.name, why, chosen.reused, chosen.cost, chosen.beginning, chosen.assumed)
 
@@ -142,32 +143,48 @@ class Documents:
     def _offer(self, request: PromptRequest, cut: Cut, candidate: Candidate, mean_load: float) -> "EngineOffer":
         self._cache_of[candidate.name] = candidate.cache
         ratio = candidate.ratio if self._ratio is None else self._ratio
-        beginning = reused = min(self._beginning(request, cut, candidate), max(cut.tokens - 1, 0.0))
-        saved, documents, new, assumed = reused, 0, 0.0, 0.0
+        beginning = min(self._beginning(request, cut, candidate), max(cut.tokens - 1, 0.0))
+        blended = worth = coming = new = assumed = 0.0
+        documents = 0
         for document in cut.documents:
             behind = min(document.tokens, document.stop - beginning)  # tokens that are not in the beginning
             if behind <= 0:
                 continue
             found = self.index.find(candidate.cache, document, cut.tenant)
-            reused += behind * found.certainty
-            saved += behind * found.certainty * (1 - ratio) * found.weight
+            blended += behind * found.certainty
+            worth += behind * found.certainty * found.weight
+            coming += behind * found.is_coming
             documents += found.is_there
             assumed += behind * found.is_assumed
-            new += document.tokens * (not found.is_there)
-        cost = max(cut.tokens - saved, 1.0)
+            new += document.tokens * (not found.is_there and not found.is_coming)
+        if blended < candidate.blend_min_tokens:
+            blended = worth = assumed = 0.0
+            documents = 0
+        cost = max(cut.tokens - beginning - worth * (1 - ratio), 1.0)
         displaced = min(new, max(0.0, new - self.index.room(candidate.cache)))
         excess = max(0.0, candidate.load / mean_load - 1)
-        work = candidate.backlog + cost + self._surcharge * excess * cut.tokens + self._displacement * displaced
-        seconds, reused = work / candidate.rate, min(reused, cut.tokens)
-        return EngineOffer(candidate, seconds, cost, reused, beginning, documents, assumed)
+        # Where documents are about to be learned they need not be learned again, though they may come too late for this
+        # prompt.
+        work = candidate.backlog + max(cost - coming * (1 - ratio), 1.0)
+        work += self._surcharge * excess * cut.tokens + self._displacement * displaced
+        reused = min(beginning + blended, cut.tokens)
+        return EngineOffer(candidate, work / candidate.rate, cost, reused, beginning, documents, assumed)
 
     def _home(self, request: PromptRequest, cut: Cut, offers: Sequence["EngineOffer"]) -> "EngineOffer | None":
-        """Return the engine where a conversation is: that of its session, or the one that has most of the prompt."""
+        """Return the engine where a conversation is: that of its session, or the only one with most of the prompt."""
         engine = self._engine_of.get(request.scope, request.session) if request.session else None
-        longest = max(offers, key=lambda offer: offer.beginning)
         if engine is None:
-            return longest if longest.beginning > cut.tokens / 2 else None
+            found = [offer for offer in offers if offer.beginning > cut.tokens / 2]
+            return found[0] if len(found) == 1 else None
         return next((offer for offer in offers if offer.candidate.name == engine), None)
+
+    def _order(self, cut: Cut, candidate: Candidate) -> tuple[float, int]:
+        """Return what decides between engines that are alike.
+
+        Documents go where the heaviest of them hashes to, and a new conversation to the cache whose oldest beginning
+        has not been used for longest, so that it displaces what is least likely to be asked for again.
+        """
+        return 0.0 if cut.documents else self.index.oldest(candidate.cache), _distance(cut, candidate)
 
     def _cut(self, request: PromptRequest) -> Cut:
         if self._last is None or self._last[0] is not request:
