@@ -15,22 +15,18 @@ conversations of three turns, each turn with six passages of its own. What is me
 """
 
 import json
-import os
 import random
-import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-from urllib.error import URLError
-from urllib.request import urlopen
 
 from common import closing_line, parser
 from openai import OpenAI
 from transformers import AutoTokenizer
+from vllm_server import SMALL_TEMPLATE, Server
 
 from lmc.blend.markers import Markers
 from lmc.blend.segments import document_tokens, split
@@ -38,66 +34,14 @@ from lmc.config import Settings
 from lmc.demo import REAL, SHIPPED
 from lmc.demo.questions import TOP, Collection, Question, Retriever, read_collection
 from lmc.demo.run import begins
-from lmc.http_client import HttpClient, admin_client
+from lmc.http_client import HttpClient
 from lmc.inspect import places, survey
 from lmc.keys import RecordKind, chunk_bounds, tokens_digest
 from lmc.rag import SEPARATOR, messages
 
-SEED, TURNS, START_SECONDS = 5, 3, 300
+SEED, TURNS = 5, 3
 INTRO = "Here are the documents."
 SMALL = "small"
-# Its token for the end of a text tells messages apart.
-TEMPLATE = "{% for one in messages %}{{ one['content'] }}{% if not loop.last %}<|end|>{% endif %}{% endfor %}"
-
-
-class Server:
-    """`vllm serve` with lmc, which ends with the block."""
-
-    def __init__(self, model: str, folder: Path, template: str | None = None, **settings: Any) -> None:
-        with socket.socket() as free:
-            free.bind(("", 0))
-            port = free.getsockname()[1]
-        self.url, self._log = f"http://localhost:{port}", folder / "server.log"
-        self.admin = admin_client(f"unix://{folder}/admin.sock")
-        given = {"enable_blending": True, "max_local_cpu_size": 2, "local_disk": str(folder / "disk"), **settings}
-        connector = {
-            "kv_connector": "LMCConnector",
-            "kv_role": "kv_both",
-            "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": given,
-        }
-        words = ["--model", model, "--served-model-name", "bench", "--port", str(port), "--dtype", "float32"]
-        words += ["--enforce-eager", "--enable-prompt-tokens-details", "--shutdown-timeout", "20", "--block-size", "32"]
-        words += ["--kv-transfer-config", json.dumps(connector)]
-        if template is not None:
-            (folder / "template.jinja").write_text(template)
-            words += ["--chat-template", str(folder / "template.jinja")]
-        threads = {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-        with self._log.open("w") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *words],
-                stdout=log, stderr=log,
-                env={**os.environ, **threads, "HF_HUB_OFFLINE": "1", "LMC_ADMIN": self.admin.url},
-            )  # fmt: skip
-        self._wait()
-
-    def _wait(self) -> None:
-        until = time.monotonic() + START_SECONDS
-        while time.monotonic() < until and self._process.poll() is None:
-            try:
-                with urlopen(f"{self.url}/health", timeout=1):
-                    return
-            except (URLError, OSError):
-                time.sleep(0.3)
-        self._process.kill()
-        raise RuntimeError(f"the server did not start:\n{self._log.read_text()[-3000:]}")
-
-    def __enter__(self) -> "Server":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._process.terminate()
-        self._process.wait(60)
 
 
 class Chat:
@@ -238,8 +182,12 @@ def measure(model: str, documents: int, requests: int, questions: int) -> dict[s
         (folder / "texts").mkdir()
         for title, text in known.items():
             (folder / "texts" / f"{title}.txt").write_text(text)
-        path, template = (str(SHIPPED / "model"), TEMPLATE) if small else (model, None)
-        with Server(path, folder, template) as server, OpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
+        path, template = (str(SHIPPED / "model"), SMALL_TEMPLATE) if small else (model, None)
+        with (
+            Server(path, folder, template, local_disk=str(folder / "disk")) as server,
+            OpenAI(base_url=f"{server.url}/v1", api_key="none") as client,
+        ):
+            server.wait()
             learned = learn(folder / "texts", server.url)
             print(learned, flush=True)
             tokenizer = AutoTokenizer.from_pretrained(path)

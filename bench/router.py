@@ -3,60 +3,142 @@
     python bench/router.py [--requests 16000] [--keep]
 
 The engines all blend, whatever the policy is, and learn what they meet. An engine's memory holds an eighth of the
-documents. `pooled` is what one memory of all engines together would reuse, which no policy can exceed.
+documents. `pooled` is what one cache of all engines together would reuse, which no policy can exceed. `documents` knows
+what it has sent and what answers say; `documents, told` also hears of each document that comes to an engine or leaves
+it. Two real engines behind a real router are in `bench/router_vllm.py`.
 """
 
 import time
 from collections.abc import Mapping, Sequence
-from statistics import mean, quantiles
+from dataclasses import replace
+from statistics import quantiles
+from typing import Any, NamedTuple
 
 from common import closing_line, parser
-from router_sim import Arrival, Fleet, Outcome, chat, rag, simulate
+from router_sim import Death, Fleet, Outcome, simulate
+from router_traces import Arrival, Traffic, chat, rag
 
 from lmc.router.policies import POLICIES, make
 from lmc.router.policy import Candidate, Policy
 
 PREFIX = ("prefix_hash_trie", "cache_aware", "chwbl", "block_hash", "approx_lru", "simhash")  # see beginnings only
-LEFT_OUT = ("precise",)  # needs engines that publish events
-PER_SECOND = 40.0  # requests
-DEATH, WARM = 0.7, 0.4  # shares of the trace: when an engine loses its memory, and what is not counted before
-WINDOW = 400  # requests over which a hit rate is taken: ten seconds
+LEFT_OUT = ("precise",)  # needs engines that publish events of blocks
+POOLED, DOCUMENTS, TOLD = "pooled", "documents", "documents, told"
+PER_ENGINE = 5.0  # requests a second
+TOPICS = 100
+SIZES = (2, 32, 64)  # numbers of engines beside 8
+BURST = 3.0  # times as many requests as usual
+DOWN = 30.0  # seconds until an engine that has died is back
+DEATH, WARM = 0.7, 0.4  # shares of the trace: when an engine dies, and what is not counted before
+WINDOW = 10.0  # seconds over which a hit rate is taken
 DECISIONS = 2000  # requests whose choices are timed
 
 
-def run(name: str, arrivals: Sequence[Arrival], fleet: Fleet, **more: float) -> Outcome:
+class Trace(NamedTuple):
+    """Requests, and the engines for them."""
+
+    arrivals: Sequence[Arrival]
+    fleet: Fleet
+
+
+def traces(requests: int) -> dict[str, Trace]:
+    """Return the traces by name."""
+    usual, bursts = Traffic(per_second=8 * PER_ENGINE), Traffic(per_second=8 * PER_ENGINE, burst=BURST)
+    topical = list(rag(requests, usual, topics=TOPICS))
+    disks = Fleet(disk=4 * Fleet().memory)
+    found = {
+        "independent documents": Trace(list(rag(requests, usual)), Fleet()),
+        "documents by topic": Trace(topical, Fleet()),
+        "by topic, with bursts": Trace(list(rag(requests, bursts, topics=TOPICS)), Fleet()),
+        "by topic, with bursts and disks": Trace(list(rag(requests, bursts, topics=TOPICS)), disks),
+        "independent documents, with disks": Trace(list(rag(requests, usual)), disks),
+        "chat": Trace(list(chat(requests, usual)), Fleet()),
+    }
+    for engines in SIZES:
+        traffic = Traffic(per_second=engines * PER_ENGINE)
+        found[f"by topic, {engines} engines"] = Trace(
+            list(rag(requests, traffic, topics=TOPICS)), Fleet(engines=engines)
+        )
+    return found
+
+
+def run(name: str, trace: Trace, **more: Any) -> Outcome:
     """Return the outcome of a policy."""
-    return simulate(policy_of(name, fleet), arrivals, fleet, **more)
+    fleet = replace(trace.fleet, pooled=name == POOLED, events=name == TOLD)
+    return simulate(policy_of(name, fleet), trace.arrivals, fleet, **more)
 
 
 def policy_of(name: str, fleet: Fleet) -> Policy:
-    """Return a policy that knows how much an engine keeps, if it asks for that."""
-    return make(name, **({"cache_tokens": fleet.memory} if name == "documents" else {}))
+    """Return a policy, which knows how much an engine keeps if it asks for that."""
+    if name == POOLED:
+        return make("least_loaded")
+    if name in (DOCUMENTS, TOLD):
+        return make("documents", cache_tokens=max(fleet.memory, fleet.disk))
+    return make(name)
 
 
-def recovery(arrivals: Sequence[Arrival], fleet: Fleet) -> dict[str, float]:
-    """Return after how many seconds 95 % of the hit rate are back when one engine has lost its memory.
+def compared(traced: Mapping[str, Trace], policies: Sequence[str]) -> dict[str, dict[str, Outcome]]:
+    """Run all policies over all traces, and print a line for each."""
+    found: dict[str, dict[str, Outcome]] = {}
+    for name, trace in traced.items():
+        print(f"\n{name}: {len(trace.arrivals)} requests, {trace.fleet.engines} engines")
+        print(
+            f"{'policy':18} {'documents reused':>16} {'tokens reused':>14} {'mean TTFT ms':>13} {'max/mean load':>14}"
+        )
+        found[name] = {}
+        for policy in (POOLED, *policies):
+            outcome = found[name][policy] = run(policy, trace)
+            print(
+                f"{policy:18} {outcome.document_share:16.3f} {outcome.reused:14.0f} {1e3 * outcome.ttft:13.1f} "
+                f"{outcome.max_over_mean_load:14.2f}",
+                flush=True,
+            )
+    return found
 
-    It cannot be faster than the engine learns again: what it had takes the engine memory / rate seconds to compute.
-    """
-    shares = run("documents", arrivals, fleet, warm=WARM, dies=DEATH).shares
-    at = int((DEATH - WARM) * len(arrivals))
-    before = mean(shares[at - 5 * WINDOW : at])
-    after = next(n for n in range(at, len(shares) - WINDOW) if mean(shares[n : n + WINDOW]) >= 0.95 * before)
-    lowest = min(mean(shares[n : n + WINDOW]) for n in range(at, at + 3 * WINDOW))
+
+def line_of(outcomes: Mapping[str, Outcome], suffix: str = "", ours: str = DOCUMENTS) -> dict[str, float]:
+    """Return how `documents` compares with one cache of all engines, and with the best policies by beginnings."""
+    one = outcomes[ours]
+    best_share = max(outcomes[name].document_share for name in PREFIX)
+    best_ttft = min(outcomes[name].ttft for name in PREFIX)
     return {
-        "hit_rate_before": round(before, 3),
-        "hit_rate_lowest": round(lowest, 3),
-        "recovered_s": round((after - at) / PER_SECOND, 1),
-        "learning_s": round(fleet.memory / fleet.rate, 1),
+        f"reused_vs_pooled{suffix}": round(one.document_share / outcomes[POOLED].document_share, 3),
+        f"reused_vs_best_prefix{suffix}": round(one.document_share / best_share, 3),
+        f"ttft_vs_best_prefix{suffix}": round(one.ttft / best_ttft, 3),
+        f"max_over_mean_load{suffix}": round(one.max_over_mean_load, 3),
     }
 
 
-def decision_times(arrivals: Sequence[Arrival], fleet: Fleet) -> dict[str, float]:
+def recovery(trace: Trace) -> dict[str, float]:
+    """Return how many seconds after the death of an engine the hit rate is below 95 % of the former for the last time.
+
+    One engine learns again in `learning_s` seconds what the dead one had. Rates are those of windows of ten seconds.
+    """
+    at = trace.arrivals[int(DEATH * len(trace.arrivals))].at
+    outcome = run(DOCUMENTS, trace, warm=WARM, death=Death(at, DOWN))
+
+    def between(begin: float, end: float) -> Outcome:
+        return Outcome([one for one in outcome.answered if begin <= one.at < end])
+
+    before = between(at - 5 * WINDOW, at)
+    steps = [step / 5 for step in range(int(5 * (trace.arrivals[-1].at - WINDOW - at)))]
+    rates = [between(at + step, at + step + WINDOW).document_share for step in steps]
+    low = [step + 0.2 for step, rate in zip(steps, rates, strict=True) if rate < 0.95 * before.document_share]
+    return {
+        "hit_rate_before": round(before.document_share, 3),
+        "hit_rate_lowest": round(min(rates), 3),
+        "recovered_s": round(max(low, default=0.0), 1),
+        "learning_s": round(trace.fleet.memory / trace.fleet.rate, 1),
+        "ttft_while_down_vs_before": round(between(at, at + DOWN).ttft / before.ttft, 3),
+        "answers_broken": outcome.broken,
+    }
+
+
+def decision_times(trace: Trace, engines: int) -> dict[str, float]:
     """Return how long a choice takes, with all that the policy notes for it, among engines that are warm."""
-    policy, times = policy_of("documents", fleet), []
-    candidates = [Candidate(f"http://engine-{number}:8000") for number in range(fleet.engines)]
-    for arrival in arrivals[-DECISIONS:]:
+    policy, times = policy_of(DOCUMENTS, trace.fleet), []
+    candidates = [Candidate(f"http://engine-{number}:8000") for number in range(engines)]
+    for arrival in trace.arrivals[-DECISIONS:]:
         began = time.perf_counter()
         policy.sent(arrival.request, policy.choose(arrival.request, candidates).engine)
         times.append(1e3 * (time.perf_counter() - began))
@@ -64,69 +146,24 @@ def decision_times(arrivals: Sequence[Arrival], fleet: Fleet) -> dict[str, float
     return {"decision_p50_ms": round(cuts[49], 3), "decision_p99_ms": round(cuts[98], 3)}
 
 
-def traces(requests: int) -> dict[str, tuple[list[Arrival], Fleet]]:
-    """Return the traces by name, and the engines for each."""
-    return {
-        "independent documents": (list(rag(requests=requests, per_second=PER_SECOND)), Fleet()),
-        "documents by topic": (list(rag(requests=requests, per_second=PER_SECOND, topics=100)), Fleet()),
-        "chat": (list(chat(requests=requests, per_second=PER_SECOND)), Fleet()),
-    }
-
-
-def compared(
-    traced: Mapping[str, tuple[list[Arrival], Fleet]], policies: Sequence[str]
-) -> dict[str, dict[str, Outcome]]:
-    """Run all policies over all traces, and print a line for each."""
-    found: dict[str, dict[str, Outcome]] = {}
-    for trace, (arrivals, fleet) in traced.items():
-        print(f"\n{trace}: {len(arrivals)} requests, {fleet.engines} engines")
-        print(
-            f"{'policy':18} {'documents reused':>16} {'tokens reused':>14} {'mean TTFT ms':>13} {'max/mean load':>14}"
-        )
-        found[trace] = {}
-        for name in ("pooled", *policies):
-            pooled = name == "pooled"
-            chosen = Fleet(pooled=True) if pooled else fleet
-            outcome = run("least_loaded" if pooled else name, arrivals, chosen)
-            found[trace][name] = outcome
-            print(
-                f"{name:18} {outcome.document_share:16.3f} {mean(outcome.reused):14.0f} "
-                f"{1e3 * mean(outcome.ttft):13.1f} {outcome.max_over_mean_load:14.2f}",
-                flush=True,
-            )
-    return found
-
-
 def main() -> None:
     asked = parser(__doc__, "router")
     asked.add_argument("--requests", type=int, default=16_000, help="of each trace")
     options = asked.parse_args()
-    policies = [name for name in POLICIES if name not in LEFT_OUT]
+    policies = [*(name for name in POLICIES if name not in LEFT_OUT), TOLD]
     traced = traces(options.requests)
     found = compared(traced, policies)
-    topical, single, talk = (found[name] for name in ("documents by topic", "independent documents", "chat"))
-
-    def of_prefixes(outcomes: dict[str, Outcome]) -> tuple[float, float]:
-        return max(outcomes[name].document_share for name in PREFIX), min(mean(outcomes[name].ttft) for name in PREFIX)
-
-    line = {"bench": "router"}
-    for suffix, outcomes in (("", topical), ("_independent", single)):
-        ours, (shares, ttft) = outcomes["documents"], of_prefixes(outcomes)
-        line |= {
-            f"reused_vs_pooled{suffix}": round(ours.document_share / outcomes["pooled"].document_share, 3),
-            f"reused_vs_best_prefix{suffix}": round(ours.document_share / shares, 3),
-            f"ttft_vs_best_prefix{suffix}": round(mean(ours.ttft) / ttft, 3),
-            f"max_over_mean_load{suffix}": round(ours.max_over_mean_load, 3),
-        }
-    line["chat_reused_vs_cache_aware"] = round(mean(talk["documents"].reused) / mean(talk["cache_aware"].reused), 3)
-    line["chat_ttft_vs_cache_aware"] = round(mean(talk["documents"].ttft) / mean(talk["cache_aware"].ttft), 3)
-    arrivals, fleet = traced["documents by topic"]
-    line |= recovery(arrivals, fleet) | decision_times(arrivals, Fleet(engines=64))
+    topical, talk = found["documents by topic"], found["chat"]
+    line = {"bench": "router", **line_of(topical), **line_of(found["independent documents"], "_independent")}
+    line |= line_of(found["by topic, with bursts and disks"], "_bursts_disks_told", TOLD)
+    line["chat_reused_vs_cache_aware"] = round(talk[DOCUMENTS].reused / talk["cache_aware"].reused, 3)
+    line["chat_ttft_vs_cache_aware"] = round(talk[DOCUMENTS].ttft / talk["cache_aware"].ttft, 3)
+    line |= recovery(traced["documents by topic"]) | decision_times(traced["documents by topic"], max(SIZES))
     also = {
         trace: {
             name: {
-                "document_share": round(one.document_share, 3), "reused_tokens": round(mean(one.reused)),
-                "ttft_ms": round(1e3 * mean(one.ttft), 1), "max_over_mean_load": round(one.max_over_mean_load, 2),
+                "document_share": round(one.document_share, 3), "reused_tokens": round(one.reused),
+                "ttft_ms": round(1e3 * one.ttft, 1), "max_over_mean_load": round(one.max_over_mean_load, 2),
             }
             for name, one in outcomes.items()
         }

@@ -1,0 +1,87 @@
+"""`vllm serve` with lmc in a process of its own, for benchmarks that ask it as its users do."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from urllib.error import URLError
+from urllib.request import urlopen
+
+from lmc.http_client import admin_client
+
+START_SECONDS = 300
+# The token for the end of a text tells messages of the small model apart.
+SMALL_TEMPLATE = "{% for one in messages %}{{ one['content'] }}{% if not loop.last %}<|end|>{% endif %}{% endfor %}"
+
+
+def free_port() -> int:
+    """Return a port at which nobody listens."""
+    with socket.socket() as free:
+        free.bind(("", 0))
+        port: int = free.getsockname()[1]
+        return port
+
+
+class Server:
+    """A server of the CPU build with one thread, which ends with the block."""
+
+    def __init__(
+        self,
+        model: str,
+        folder: Path,
+        template: str | None = None,
+        variables: Mapping[str, str] | None = None,
+        **settings: Any,
+    ) -> None:
+        """Start it, with settings of lmc and `variables` of the environment.
+
+        The administration is at a socket in `folder`, unless the variables say where.
+        """
+        port = free_port()
+        self.url, self._log = f"http://localhost:{port}", folder / f"{port}.log"
+        variables = {"LMC_ADMIN": f"unix://{folder}/admin.sock", **(variables or {})}
+        self.admin = admin_client(variables["LMC_ADMIN"])
+        given = {"enable_blending": True, "max_local_cpu_size": 2, **settings}
+        connector = {
+            "kv_connector": "LMCConnector",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": given,
+        }
+        words = ["--model", model, "--served-model-name", "bench", "--port", str(port), "--dtype", "float32"]
+        words += ["--enforce-eager", "--enable-prompt-tokens-details", "--shutdown-timeout", "20", "--block-size", "32"]
+        words += ["--kv-transfer-config", json.dumps(connector)]
+        if template is not None:
+            (folder / "template.jinja").write_text(template)
+            words += ["--chat-template", str(folder / "template.jinja")]
+        threads = {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+        with self._log.open("w") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *words],
+                stdout=log, stderr=log,
+                env={**os.environ, **threads, "HF_HUB_OFFLINE": "1", **variables},
+            )  # fmt: skip
+
+    def wait(self) -> None:
+        """Wait until it answers; raise `RuntimeError` if it does not start."""
+        until = time.monotonic() + START_SECONDS
+        while time.monotonic() < until and self._process.poll() is None:
+            try:
+                with urlopen(f"{self.url}/health", timeout=1):
+                    return
+            except (URLError, OSError):
+                time.sleep(0.3)
+        self._process.kill()
+        raise RuntimeError(f"the server did not start:\n{self._log.read_text()[-3000:]}")
+
+    def __enter__(self) -> "Server":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.terminate()
+        self._process.wait(60)
