@@ -63,6 +63,7 @@ class Answered:
     reused: float  # tokens of documents and beginnings
     document_tokens: float
     reused_documents: float  # tokens
+    lost_documents: float  # tokens of those that died with an engine, and have not been asked for since
     engine: str
 
 
@@ -79,6 +80,11 @@ class Outcome:
         """Of the tokens of documents, what was reused."""
         wanted = sum(one.document_tokens for one in self.answered)
         return sum(one.reused_documents for one in self.answered) / wanted if wanted else 0.0
+
+    @property
+    def lost_share(self) -> float:
+        """Of the tokens of documents, those that died with an engine and were asked for again for the first time."""
+        return sum(one.lost_documents for one in self.answered) / sum(one.document_tokens for one in self.answered)
 
     @property
     def max_over_mean_load(self) -> float:
@@ -235,6 +241,7 @@ class Simulation:
             self._engines[name] = _Engine(name, fleet, cache, "pool" if pool else name)
         self._happenings: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers, self._now = count(), 0.0
+        self._lost: set[Hashable] = set()  # documents that have died with an engine
         self._cutter, self.outcome = Cutter(SPECIAL, find=known), Outcome(engines=list(self._engines))
         self._told = policy if isinstance(policy, Documents) and fleet.events else None
         if self._told:
@@ -276,11 +283,13 @@ class Simulation:
         sent.began = True
         engine.candidate.backlog -= sent.expected_cost
         engine.cache.keep(sent.cut)
+        lost = [one for one in sent.cut.documents if one.digest in self._lost]
+        self._lost.difference_update(one.digest for one in lost)
         if sent.arrival.at >= self._counted_from:
-            documents = sum(one.tokens for one in sent.cut.documents)
+            documents, away = (sum(one.tokens for one in of) for of in (sent.cut.documents, lost))
             reused, ttft = work.beginning + sum(work.places.values()), self._now - sent.arrival.at
             self.outcome.answered.append(
-                Answered(sent.arrival.at, ttft, reused, documents, work.documents, engine.candidate.name)
+                Answered(sent.arrival.at, ttft, reused, documents, work.documents, away, engine.candidate.name)
             )
         self._at(self._now + work.learned / self._fleet.rate, partial(self._end_computing, engine, sent))
         self._at(self._now + self._fleet.answer, partial(self._end_answer, engine, sent, work))
@@ -305,6 +314,7 @@ class Simulation:
         gone = engine.die()
         if self._told:
             self._told.index.untold(engine.candidate.cache, engine.candidate.name)
+        self._lost = set(engine.cache.memory)
         engine.cache.start()
         self._at(self._now + seconds, partial(self._come_back, engine))
         for sent in gone:
