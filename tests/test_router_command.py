@@ -100,7 +100,7 @@ WRONG = {
     "an option of the wrong kind": (("--static-backends", "http://a", "--option", "stay=long"), "has to be a number"),
     "an option that is no text": (("--static-backends", "http://a", "--option", "surcharge=[1]"), "has to be a number"),
     "an option for programs": (
-        ("--static-backends", "http://a", "--policy", "precise", "--option", "clock=1"),
+        ("--static-backends", "http://a", "--policy", "precise", "--kv-events-port", "1", "--option", "clock=1"),
         "no option clock; its options are expected_secs, max_expected",
     ),
     "no preset": (
@@ -110,6 +110,18 @@ WRONG = {
     "no special string": (("--static-backends", "http://a", "--special-string", " "), "--special-string is empty"),
     "no key": (("--static-backends", "http://a", "--api-key", "a\nb"), "--api-key cannot be sent"),
     "no events": (("--static-backends", "http://a", "--static-kv-events", "a:5557"), "give tcp://host:5557"),
+    "no events for precise": (
+        ("--static-backends", "http://a,http://b", "--policy", "precise", "--static-kv-events", "tcp://a:1"),
+        "--static-kv-events has 1 items",
+    ),
+    "engines without events": (
+        ("--static-backends", "http://a,http://b", "--policy", "precise"),
+        "--policy precise needs the KV events of http://a, http://b: start vLLM with --kv-events-config",
+    ),
+    "found engines without events": (
+        ("--discovery", "dns:a:8000", "--policy", "precise"),
+        "the KV events of the engines of --discovery dns:a:8000",
+    ),
     "a policy of another router": (("--static-backends", "http://a", "--policy", "kvaware"), "take precise"),
     "a flag of another router": (("--kv-aware-threshold", "2000"), "no --kv-aware-threshold: take --policy precise"),
     "a misspelt flag": (("--static-backend", "http://a"), "did you mean --static-backends?"),
@@ -144,6 +156,22 @@ def chosen(monkeypatch, *arguments: str, **variables: str) -> tuple:
 def test_names_of_other_routers_are_those_of_policies(monkeypatch, name, policy):
     assert chosen(monkeypatch, "--static-backends", "http://a", "--routing-logic", name)[0] == policy
     assert policy in POLICIES
+
+
+@pytest.mark.parametrize("found", [("--kv-events-port", "5557"), ("--discovery", "file:/x")])
+def test_engines_with_events_can_be_chosen_by_them(monkeypatch, found):
+    engines = ("--discovery", "dns:a:8000") if "file:/x" not in found else ()
+    assert chosen(monkeypatch, "--policy", "precise", *engines, *found)[0] == "precise"
+
+
+def test_a_file_may_name_tokenizers_as_a_mapping(monkeypatch, tmp_path):
+    found = []
+    monkeypatch.setattr("lmc.router.command._run", lambda settings, *_: found.append(settings.tokenizers))
+    file = tmp_path / "router.yaml"
+    for tokenizers in ("{a/b: /x, c: hub/y}", "[a/b=/x, c=hub/y]", "a/b=/x,c=hub/y"):
+        file.write_text(f"static_backends: http://a\ntokenizers: {tokenizers}\n")
+        assert CliRunner().invoke(app, ["router", "--config", str(file)]).exit_code == 0
+    assert found == [{"a/b": "/x", "c": "hub/y"}] * 3
 
 
 def test_flags_of_other_routers_mean_what_they_mean_there(monkeypatch):

@@ -147,6 +147,14 @@ def test_engines_are_asked_if_a_tokenizer_cannot_be_read(tmp_path, caplog):
         assert asked_for_tokens(built) == 1
 
 
+def test_a_directory_that_is_not_there_is_named(caplog):
+    missing = {"echo": "/no/tokenizer", "other": "./no/tokenizer"}
+    with caplog.at_level(logging.WARNING), house(1, tokenizers=missing):
+        eventually(lambda: len(caplog.messages) == 2)
+    for said, (model, path) in zip(caplog.messages, missing.items(), strict=True):
+        assert said.endswith(f"{model}={path} of --tokenizers cannot be read: there is no such directory")
+
+
 def test_arguments():
     assert paths_of_models("a=/x, b = hub/y ,") == {"a": "/x", "b": "hub/y"}
     for wrong in ("/x", "=/x", "a="):

@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from lmc.errors import ConfigError, InputError
-from lmc.router.engines import EngineAddress, address
+from lmc.router.engines import EngineAddress, Engines, address
 from lmc.router.settings import RouterSettings
 
 # The names that other routers have for a policy of ours.
@@ -152,6 +152,18 @@ def addresses(backends: str, models: str, caches: str, admins: str, kv_events: s
     if twice := {name for name in names if names.count(name) > 1}:
         raise ConfigError(f"--static-backends has {', '.join(sorted(twice))} twice: name each engine once")
     return found
+
+
+def check_kv_events(engines: Engines, port: int, where: str) -> None:
+    """Raise `ConfigError` if nothing will say which blocks engines have: those given, and those found in `where`."""
+    silent = [one.url for one in engines if not one.address.kv_events]
+    if where and not port and not where.startswith("file:"):  # A file can name the address of each engine.
+        silent.append(f"the engines of --discovery {where}")
+    if silent:
+        raise ConfigError(
+            f"--policy precise needs the KV events of {', '.join(silent)}: start vLLM with --kv-events-config, and give "
+            "--kv-events-port 5557 or --static-kv-events tcp://HOST:5557"
+        )
 
 
 def checked(settings: RouterSettings, token_name: str) -> RouterSettings:

@@ -14,6 +14,7 @@ from lmc.admin_address import LOCAL, TOKEN
 from lmc.errors import ConfigError
 from lmc.router.arguments import (
     addresses,
+    check_kv_events,
     checked,
     items,
     other_flags,
@@ -60,6 +61,8 @@ def _read_file(context: typer.Context, file: Path | None) -> Path | None:
     for name, value in values.items():
         if name == "option":
             values[name] = list(map(str, value)) if isinstance(value, list) else [str(value)]
+        elif name == "tokenizers" and isinstance(value, dict):
+            values[name] = ",".join(f"{model}={path}" for model, path in value.items())
         elif isinstance(value, list):
             values[name] = ",".join(map(str, value))
     context.default_map = values
@@ -267,7 +270,10 @@ def router(
     for one in addresses(backends, static_models, static_caches, static_admins, static_kv_events):
         engines.add(one)
     options |= written_options(option or [])
-    _run(checked(settings, TOKEN), policy, options, engines, discovery or others.discovery, (host, port))
+    where = discovery or others.discovery
+    if policy == "precise":
+        check_kv_events(engines, kv_events_port, where)
+    _run(checked(settings, TOKEN), policy, options, engines, where, (host, port))
 
 
 def _run(

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
 from typing import Any, TypeVar
 
 from lmc.blend.markers import Markers
@@ -53,7 +54,8 @@ class LocalTokenizers:
                     found(model, await self._do(STARTED, _markers, model, special_string_of(model)))
                     self._ready.add(model)
                 except InputError as error:
-                    log.warning("lmc router: engines are asked for tokens, not %s of --tokenizers: %s", path, error)
+                    why = f"{model}={path} of --tokenizers cannot be read: {error}"
+                    log.warning("lmc router: engines are asked for the tokens of prompts, because %s", why)
             await self._broken.wait()
             self._broken.clear()
             await asyncio.sleep(AGAIN_SECONDS)
@@ -114,9 +116,21 @@ def _begin(paths: Mapping[str, str]) -> None:
     set_verbosity_error()
     for model, path in paths.items():
         try:
-            _tokenizers[model] = AutoTokenizer.from_pretrained(path)
+            _tokenizers[model] = AutoTokenizer.from_pretrained(_found(path))
+        except InputError as error:
+            _tokenizers[model] = error
         except Exception as error:  # noqa: BLE001 - files of others can be wrong in many ways
             _tokenizers[model] = InputError(next(iter(str(error).splitlines()), type(error).__name__)[:200])
+
+
+def _found(path: str) -> str:
+    """Return a directory that is there, or the name of a model on a hub; raise `InputError` for another path."""
+    if not path.startswith(("/", ".", "~")):
+        return path
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        raise InputError("there is no such directory")
+    return str(folder)
 
 
 def _end_with_the_router() -> None:
