@@ -464,7 +464,7 @@ def test_an_interrupt_that_a_finaliser_has_swallowed_ends_top_all_the_same(monke
 # -- the board --------------------------------------------------------------------------------------------------------
 
 board = json.loads(BOARD.read_text())
-PANELS = board["panels"]
+PANELS = [panel for panel in board["panels"] if panel["type"] != "row"]
 EXPRESSIONS = [target["expr"] for panel in PANELS for target in panel["targets"]]
 DATASOURCE = {"type": "prometheus", "uid": "${DS_PROMETHEUS}"}
 
@@ -480,8 +480,18 @@ def test_the_board_has_what_the_model_asks_for():
     assert variables["instance"]["datasource"] == DATASOURCE
 
 
+def test_the_panels_of_the_router_are_in_a_row_of_their_own():
+    (row,) = (at for at, panel in enumerate(board["panels"]) if panel["type"] == "row")
+    assert board["panels"][row]["title"] == "Router"
+    for at, panel in enumerate(board["panels"]):
+        of_router = ["lmc_router_" in target["expr"] for target in panel.get("targets", ())]
+        assert set(of_router) <= {at > row}
+        assert panel["gridPos"]["y"] > board["panels"][row]["gridPos"]["y"] or at <= row
+
+
 def test_panels_are_whole_and_have_ids_of_their_own():
-    assert len({panel["id"] for panel in PANELS}) == len(PANELS) == len({panel["title"] for panel in PANELS})
+    assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"])
+    assert len(PANELS) == len({panel["title"] for panel in PANELS})
     for panel in PANELS:
         assert {"type", "title", "description", "fieldConfig", "options"} <= panel.keys()
         assert panel["datasource"] == DATASOURCE

@@ -156,6 +156,9 @@ def test_what_is_no_text_does_not_spoil_the_letters_of_a_token():
 def test_no_more_of_a_prompt_is_cut_than_any_engine_takes():
     """32 MiB of separators once made millions of documents, while all other requests waited."""
     began = time.perf_counter()
+    asked = read(msgspec.json.encode({"prompt": "a b " * 2_000_000}), {}, "x-session-id", SEPARATOR)
+    assert len(asked.request.text) == MOST_LETTERS
+    assert asked.tokens == 2_000_000
     many = Cutter().cut(PromptRequest(text="# # a " * 2_000_000))
     assert len(many.documents) == MOST_DOCUMENTS
     assert len(many.blocks) <= MOST_LETTERS / BLOCK_LETTERS

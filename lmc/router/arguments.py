@@ -154,16 +154,14 @@ def addresses(backends: str, models: str, caches: str, admins: str, kv_events: s
     return found
 
 
-def check_kv_events(engines: Engines, port: int, where: str) -> None:
-    """Raise `ConfigError` if nothing will say which blocks engines have: those given, and those found in `where`."""
+def check_kv_events(policy: str, engines: Engines, where: str) -> None:
+    """Raise `ConfigError` for `precise` if nothing will say what engines have: those given, or those found `where`."""
     silent = [one.url for one in engines if not one.address.kv_events]
-    if where and not port and not where.startswith("file:"):  # A file can name the address of each engine.
+    if where and not engines.ports.kv_events and not where.startswith("file:"):  # A file can name each address.
         silent.append(f"the engines of --discovery {where}")
-    if silent:
-        raise ConfigError(
-            f"--policy precise needs the KV events of {', '.join(silent)}: start vLLM with --kv-events-config, and give "
-            "--kv-events-port 5557 or --static-kv-events tcp://HOST:5557"
-        )
+    if policy == "precise" and silent:
+        wanted = "start vLLM with --kv-events-config, and give --kv-events-port 5557 or --static-kv-events tcp://…"
+        raise ConfigError(f"--policy precise needs the KV events of {', '.join(silent)}: {wanted}")
 
 
 def checked(settings: RouterSettings, token_name: str) -> RouterSettings:

@@ -256,23 +256,21 @@ def router(
     known = [f"--{str(parameter.name).replace('_', '-')}" for parameter in context.command.params]
     others, policy = other_flags(context.args, known), policy_name(policy)
     settings = RouterSettings(
-        session_key=session_key, special_string=special_string, api_key=api_key,
-        exact_tokens=exact_tokens or policy == "precise",
-        tokenizers=paths_of_models(tokenizers), tokenizer_processes=tokenizer_processes,
+        session_key=session_key, special_string=special_string, exact_tokens=exact_tokens or policy == "precise",
+        api_key=api_key, tokenizers=paths_of_models(tokenizers), tokenizer_processes=tokenizer_processes,
         admin_token=os.environ.get(TOKEN, ""), open_admin=host in LOCAL, max_requests=max_requests,
         client_tokens=frozenset(items(client_tokens)), allowed_paths=frozenset(items(allowed_paths)),
         max_body=max_body_mib << 20, max_held=max_held_mib << 20,
         health_seconds=health_seconds, answer_seconds=answer_seconds,
     )  # fmt: skip
-    options = {name: value for name in OF_POLICIES if (value := context.params[name]) is not None} | others.options
+    options = {name: value for name in OF_POLICIES if (value := context.params[name]) is not None}
+    options |= others.options | written_options(option or [])
     engines = Engines(EnginePorts(admin_port, kv_events_port, kv_replay_port))
-    backends = static_backends or others.backends
-    for one in addresses(backends, static_models, static_caches, static_admins, static_kv_events):
+    of_engines = static_models, static_caches, static_admins, static_kv_events
+    for one in addresses(static_backends or others.backends, *of_engines):
         engines.add(one)
-    options |= written_options(option or [])
     where = discovery or others.discovery
-    if policy == "precise":
-        check_kv_events(engines, kv_events_port, where)
+    check_kv_events(policy, engines, where)
     _run(checked(settings, TOKEN), policy, options, engines, where, (host, port))
 
 

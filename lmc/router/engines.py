@@ -187,7 +187,7 @@ class Engines:
 
     def __init__(self, ports: EnginePorts | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self._engines: dict[str, Engine] = {}
-        self._ports, self._clock = ports or EnginePorts(), clock
+        self.ports, self._clock = ports or EnginePorts(), clock
 
     def __iter__(self) -> Iterator[Engine]:
         return iter(list(self._engines.values()))
@@ -208,7 +208,7 @@ class Engines:
 
         What is said of it now replaces what was said before.
         """
-        new, known = self._ports.completed(new), self._engines.get(new.url)
+        new, known = self.ports.completed(new), self._engines.get(new.url)
         if known is None:
             known = self._engines[new.url] = Engine(new, Candidate(new.url, cache=new.cache), new.models)
         elif known.address != new:

@@ -70,7 +70,7 @@ class LocalTokenizers:
         """
         if self._waiting >= WAITING * self._processes:
             raise InputError("the tokenizers of the router have too much to do")
-        if letters > MOST_LETTERS:
+        if letters >= MOST_LETTERS:  # What is longer has been cut there.
             raise InputError("the prompt is too long")
         return await self._do(SECONDS, _tokens, model, asked)
 

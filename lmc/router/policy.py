@@ -9,8 +9,9 @@ from typing import NamedTuple, Protocol, runtime_checkable
 class PromptRequest:
     """A request as policies see it.
 
-    `text` is all text of the prompt in its order, with the roles of a conversation. What stands in it is compared
-    between requests of the same `model` and `salt` only, so that no tenant's history steers the requests of another.
+    `text` is the text of the prompt in its order, with the roles of a conversation, as far as anybody looks at it (the
+    first four million letters). What stands in it is compared between requests of the same `model` and `salt` only, so
+    that no tenant's history steers the requests of another.
     """
 
     text: str

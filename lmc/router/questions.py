@@ -9,7 +9,7 @@ import msgspec
 import xxhash
 
 from lmc.errors import InputError
-from lmc.router.cut import ROLE
+from lmc.router.cut import MOST_LETTERS, ROLE
 from lmc.router.policy import PromptRequest
 from lmc.router.prefix_hashes import CHARACTERS_PER_TOKEN
 
@@ -79,7 +79,7 @@ def read(
     tokens = _tokens(asked)
     text = "" if tokens is not None else prompt_text(asked, special_strings.get(model, special_string))
     request = PromptRequest(
-        text=text,
+        text=text[:MOST_LETTERS],
         media=MEDIA in text,
         model=model,
         salt=salt,
@@ -87,7 +87,7 @@ def read(
         tokens=tokens,
         documents=tuple(_named_documents(asked)),
     )
-    size = len(request.text) / CHARACTERS_PER_TOKEN if tokens is None else len(tokens)
+    size = len(text) / CHARACTERS_PER_TOKEN if tokens is None else len(tokens)
     return Received(
         request,
         asked.get("stream") is True,
@@ -180,6 +180,6 @@ def _tokenize(asked: Body) -> Body | None:
 
 def _tokens(asked: Body) -> list[int] | None:
     given = asked.get("prompt_token_ids", asked.get("prompt"))
-    if isinstance(given, list) and given and all(type(one) is int and 0 <= one < 1 << 32 for one in given):
+    if isinstance(given, list) and set(map(type, given)) == {int} and min(given) >= 0 and max(given) < 1 << 32:
         return given
     return None

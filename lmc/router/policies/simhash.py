@@ -8,6 +8,7 @@ from lmc.router.policy import Candidate, PromptRequest, RoutingChoice
 from lmc.router.prefix_hashes import encoded
 from lmc.router.ring import Ring
 
+COUNTED = 400_000  # letters of a prompt; more of them would hold up other requests
 WINDOW = 16  # bytes: about three words of English
 SAMPLED = 8  # of so many windows, one counts: which one depends on its bytes, and not on where it stands
 FACTOR = 0x100000001B3  # of the polynomial over a window's bytes; the prime of FNV-1a
@@ -48,8 +49,8 @@ class SimHash:
     Source: the second policy of the RFC of vLLM's production-stack on prefix-aware routing, after Charikar's SimHash.
     The RFC gives no parameters and measures fewer hits than with its HashTrie. The parameters are ours: windows of 16
     bytes, of which one in eight counts, and fingerprints of 8 bits. The fewer bits, the more often do similar prompts
-    have the same fingerprint; more bits spread the load better. The scope is part of the key. As published, there is no
-    control of loads.
+    have the same fingerprint; more bits spread the load better. The first 400,000 letters count. The scope is part of
+    the key. As published, there is no control of loads.
     """
 
     def __init__(self, *, bits: int = 8, replicas: int = 256) -> None:
@@ -61,7 +62,7 @@ class SimHash:
     def choose(self, request: PromptRequest, candidates: Sequence[Candidate]) -> RoutingChoice:
         """Return the engine of the prompt's fingerprint."""
         names = {candidate.name for candidate in candidates}
-        key = f"{request.scope}\0{fingerprint(request.text, self._bits)}"
+        key = f"{request.scope}\0{fingerprint(request.text[:COUNTED], self._bits)}"
         return RoutingChoice(next(self._ring.walk(key, names)), "similar prompts")
 
     def sent(self, request: PromptRequest, engine: str) -> None:
