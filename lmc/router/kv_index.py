@@ -70,7 +70,7 @@ class _Held:
 
     def __init__(self, chained: int) -> None:
         self.chained = chained
-        self.media: set[Medium] = set()
+        self.media: dict[Medium, int] = {}  # how many copies are on each
 
 
 class _SourceBlocks:
@@ -122,7 +122,10 @@ class BlockIndex:
         adapter: str = "",
         extra_keys: Sequence[Sequence[Any] | None] | None = None,
     ) -> None:
-        """Note that blocks which follow each other are on a medium.
+        """Note that blocks which follow each other are on a medium, each in one more copy than before.
+
+        vLLM may compute a block that it has once more, and keep both: it says of each copy that it was stored, and of
+        each that it was removed.
 
         `extra_keys` is what the hash of each block covers beside tokens: the adapter's name, and in the first block of
         a prompt its cache salt. Blocks with anything else match no text.
@@ -141,19 +144,21 @@ class BlockIndex:
                 del extra[0]
             before = _block_hash(before, tokens[place * block_size : (place + 1) * block_size], extra)
             held = of.blocks.setdefault(name, _Held(before))
-            held.media.add(medium)
+            held.media[medium] = held.media.get(medium, 0) + 1
             of.at.setdefault(held.chained, set()).add(name)
             self._weigh(of, held.chained)
         while len(of.blocks) > self._max_blocks:
             self._take_out(of, next(iter(of.blocks)))
 
     def removed(self, source: CacheSource, names: Sequence[BlockName], medium: Medium = ("gpu", None)) -> None:
-        """Note that blocks have left a medium."""
+        """Note that a copy of each of these blocks has left a medium."""
         of = self._of(source)
         for name in names:
             if (held := of.blocks.get(name)) is not None:
-                held.media.discard(medium)
-                if held.media:
+                copies = held.media.pop(medium, 0)
+                if copies > 1:
+                    held.media[medium] = copies - 1
+                elif held.media:
                     self._weigh(of, held.chained)
                 else:
                     self._take_out(of, name)
