@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import httpx
+import psutil
 from lab import BLOCK
 
 ROOT = Path(__file__).parents[2]
@@ -33,10 +34,15 @@ class HttpEngine:
         self.url, self._log = f"http://localhost:{port}", folder / f"{port}.log"
         program = f"exec {sys.executable} -m vllm.entrypoints.openai.api_server --model {MODEL} {SMALL}"
         command = re.sub(r"--port \d+", f"--port {port}", command.replace("vllm serve MODEL", program))
+        self.command = command
+        self.start()
+
+    def start(self) -> None:
+        """Start it; once it has been killed, again at the same port."""
         environment = {key: value for key, value in os.environ.items() if key not in APART}
-        with self._log.open("w") as log:
+        with self._log.open("a") as log:
             self._process = subprocess.Popen(
-                ["bash", "-ec", command], cwd=ROOT, env=environment, stdout=log, stderr=log
+                ["bash", "-ec", self.command], cwd=ROOT, env=environment, stdout=log, stderr=log
             )
 
     def wait(self) -> None:
@@ -49,6 +55,15 @@ class HttpEngine:
                 if httpx.get(f"{self.url}/health").is_success:
                     return
             time.sleep(0.2)
+
+    def kill(self) -> None:
+        """End it and the processes that it has started, of which none can say goodbye."""
+        server = psutil.Process(self._process.pid)
+        tree = [server, *server.children(recursive=True)]
+        for one in tree:
+            one.kill()
+        self._process.wait(60)
+        psutil.wait_procs(tree, 60)
 
     def close(self) -> None:
         self._process.terminate()

@@ -1,20 +1,25 @@
 """The router before two real vLLM servers: what it expects is what they do, and it knows what they have."""
 
 import asyncio
+import itertools
 import json
 import random
 import re
 import statistics
 import sys
 import threading
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 
 import httpx
+import msgspec
 import pytest
 import zmq
 from http_engine import MODEL, HttpEngine, free_port
+from lab import BLOCK, words
 from transformers import AutoTokenizer
 
 sys.path.append(str(Path(__file__).parent.parent))
@@ -26,6 +31,7 @@ from lmc.router.application import Router
 from lmc.router.document_index import Told
 from lmc.router.engines import Engines, address
 from lmc.router.event_stream import EventStream
+from lmc.router.kv_index import CacheSource
 from lmc.router.local_tokenizers import LocalTokenizers
 from lmc.router.policies import make
 from lmc.router.questions import read
@@ -37,12 +43,72 @@ TEMPLATE = "{% for one in messages %}{{ one.role }} : {{ one.content }} .{% endf
 TEMPLATE += "{% if add_generation_prompt %} a{% endif %}"
 IN_PROMPT, PROMPTS = 4, 60
 MEMORY = 0.035  # GB: about half of the documents of a test
+BLOCKS = 200  # of a prefix cache
+FEW = 20  # batches of events that an engine keeps, to send them again
+
+
+class Announced:
+    """What an engine has, as anybody understands it who has received every batch of its KV events."""
+
+    def __init__(self, address: str) -> None:
+        self._context, self._copies, self._tokens = zmq.Context(), Counter(), set()
+        self._socket = self._context.socket(zmq.SUB)
+        self._socket.set_hwm(0)
+        self._socket.connect(address)
+        self._socket.subscribe("")
+        self.batches = 0
+
+    def _read(self) -> None:
+        while self._socket.poll(0):
+            topic, number, payload = self._socket.recv_multipart()
+            assert (topic, int.from_bytes(number, "big")) == (b"kv", self.batches), "a batch has been lost"
+            self.batches += 1
+            for event in msgspec.msgpack.decode(payload)[1]:
+                self._apply(event)
+
+    def _apply(self, event: dict[str, object]) -> None:
+        """Every copy of a block is stored and removed by events of its own."""
+        if event["type"] == "AllBlocksCleared":
+            self._copies.clear()
+            return
+        stored, medium = event["type"] == "BlockStored", (event["medium"].lower(), event.get("group_idx"))
+        for name in event["block_hashes"]:
+            self._copies[name, medium] += 1 if stored else -1
+            assert self._copies[name, medium] >= 0
+        if stored:
+            self._tokens.add(tuple(event["token_ids"]))
+
+    def blocks(self) -> dict[int, set[tuple[str, int | None]]]:
+        """Return where each block is."""
+        self._read()
+        found = dict[int, set[tuple[str, int | None]]]()
+        for (name, medium), copies in self._copies.items():
+            if copies:
+                found.setdefault(name, set()).add(medium)
+        in_prefix_cache = sum(copies for (_, (medium, _)), copies in self._copies.items() if medium == "gpu")
+        assert in_prefix_cache < BLOCKS, "more copies than there is room for"
+        return found
+
+    def twice(self) -> set[int]:
+        """Return the blocks of which it has two copies."""
+        self.blocks()
+        return {name for (name, _), copies in self._copies.items() if copies == 2}
+
+    def has_said(self, tokens: Sequence[int]) -> bool:
+        """Return whether these tokens have been stored together at any time."""
+        self._read()
+        return tuple(tokens) in self._tokens
+
+    def close(self) -> None:
+        self._context.destroy(0)
 
 
 class Engine(HttpEngine):
-    """A server with lmc, its administration and its document events."""
+    """A server with lmc, its administration, its document events and its KV events."""
 
     def __init__(self, folder):
+        self.kv_events, self.kv_replay = (f"tcp://127.0.0.1:{free_port()}" for _ in range(2))
+        self.announced = Announced(self.kv_events)  # listens before there is anything to hear
         self.admin = f"127.0.0.1:{free_port()}"
         events = f"tcp://*:{free_port()},tcp://*:{free_port()}"
         variables = {
@@ -54,8 +120,34 @@ class Engine(HttpEngine):
         transfer = '{"kv_connector": "LMCConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}'
         (folder / "template.jinja").write_text(with_documents(TEMPLATE, " # # "))
         serve = "vllm serve MODEL --served-model-name small --port 8000 --enable-prompt-tokens-details"
-        serve += f" --chat-template {folder}/template.jinja"
+        serve += f" --chat-template {folder}/template.jinja --num-gpu-blocks-override {BLOCKS}"
+        published = {"enable_kv_cache_events": True, "publisher": "zmq", "topic": "kv", "buffer_steps": 10_000}
+        published |= {"endpoint": f"tcp://*:{self.kv_events.rpartition(':')[2]}"}
+        published |= {"replay_endpoint": f"tcp://*:{self.kv_replay.rpartition(':')[2]}"}
+        serve += f" --kv-events-config '{json.dumps(published)}'"
         super().__init__(folder, f"{exports}{serve} --kv-transfer-config '{transfer}'")
+
+    def ask(self, tokens: Sequence[int], salt: str = "") -> int:
+        """Return how many tokens of a prompt it has had."""
+        return cached(httpx.post(f"{self.url}/v1/completions", json=completion(tokens, salt), timeout=60).json())
+
+    def start_anew(self) -> None:
+        """Kill it, and start another one at the same ports, which keeps few batches of events."""
+        self.kill()
+        self.announced.close()
+        self.announced = Announced(self.kv_events)
+        self.command = re.sub(r'"buffer_steps": \d+', f'"buffer_steps": {FEW}', self.command)
+        self.start()
+        self.wait()
+
+    @property
+    def both_kv_events(self) -> str:
+        """Where its KV events are, as a router is told."""
+        return f"{self.kv_events}+{self.kv_replay}"
+
+    def close(self) -> None:
+        super().close()
+        self.announced.close()
 
     def reused(self) -> float:
         """Return how many tokens of documents it has reused, as its metrics say."""
@@ -69,6 +161,16 @@ class Engine(HttpEngine):
             Told(one["tenant"], one["digest"]): {place_of(place).medium for place in one["places"]} for one in listed
         }
         return {told: media for told, media in found.items() if media}
+
+
+def completion(prompt: str | Sequence[int], salt: str = "") -> dict[str, object]:
+    body = {"model": "small", "prompt": prompt, "max_tokens": 1, "temperature": 0}
+    return {**body, "cache_salt": salt} if salt else body
+
+
+def cached(answer: dict[str, object]) -> int:
+    """Return how many tokens of a prompt an engine has had, as its answer says."""
+    return (answer["usage"].get("prompt_tokens_details") or {}).get("cached_tokens") or 0
 
 
 @pytest.fixture(scope="module")
@@ -89,11 +191,12 @@ def routed(engines):
     """A function that opens a router of a policy."""
     opened = []
 
-    def routed(policy: str) -> House:
+    def routed(policy: str, kv_events: Sequence[str] = (), **options: object) -> House:
         known = Engines()
-        for one in engines:
-            known.add(address(one.url, admin=one.admin))
-        serving = served(Router(RouterSettings(), make(policy), known), lifespan=True)
+        for one, events in itertools.zip_longest(engines, kv_events, fillvalue=""):
+            known.add(address(one.url, admin=one.admin, kv_events=events))
+        settings = RouterSettings(exact_tokens=policy == "precise", health_seconds=0.5)
+        serving = served(Router(settings, make(policy, **options), known), lifespan=True)
         opened.append((serving, house := House(serving.__enter__(), [])))
         return house
 
@@ -128,11 +231,10 @@ def ask_all(house: House, engines: list[Engine], salt: str, asked: list[str]) ->
     """Return how many tokens of documents were reused, and by how much each answer was not what was expected."""
     before, errors = sum(one.reused() for one in engines), []
     for prompt in asked:
-        body = {"model": "small", "prompt": prompt, "max_tokens": 1, "temperature": 0, "cache_salt": salt}
-        answer = house.send("/v1/completions", body)
-        usage = json.loads(answer.read())["usage"]
-        reported = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-        errors.append((int(answer.headers["x-lmc-expected-tokens"]) - reported) / usage["prompt_tokens"])
+        answer = house.send("/v1/completions", completion(prompt, salt))
+        said = json.loads(answer.read())
+        expected = int(answer.headers["x-lmc-expected-tokens"])
+        errors.append((expected - cached(said)) / said["usage"]["prompt_tokens"])
     return sum(one.reused() for one in engines) - before, errors
 
 
@@ -181,9 +283,13 @@ def test_tokenizers_of_the_router_cut_prompts_as_engines_do(engines, tmp_path):
     assert asyncio.run(tokens_of(questions)) == found
 
 
+def two_of_three(number: int) -> bool:
+    return number % 3 != 0
+
+
 @contextmanager
-def lossy(address: str):
-    """The address of a forwarder of events that loses two of three batches, and how many it has lost."""
+def lossy(address: str, loses: Callable[[int], bool] = two_of_three):
+    """The address of a forwarder of events that loses some of the batches, and those that it has lost."""
     context, ended, lost = zmq.Context(), threading.Event(), []
     coming, going = context.socket(zmq.SUB), context.socket(zmq.PUB)
     coming.subscribe("")
@@ -194,7 +300,7 @@ def lossy(address: str):
         while not ended.is_set():
             if coming.poll(50):
                 frames = coming.recv_multipart()
-                if int.from_bytes(frames[1], "big") % 3:
+                if loses(int.from_bytes(frames[1], "big")):
                     lost.append(frames[1])
                 else:
                     going.send_multipart(frames)
@@ -229,3 +335,162 @@ def test_the_index_is_what_the_engines_have(engines, routed, monkeypatch, loses)
             eventually(lambda one=one: index.told(one.url) == one.documents())
     assert len(lost) == (2 if loses else 0)
     assert not loses or any(lost), "no batch was lost"
+
+
+# The blocks of prefix caches, of which vLLM itself publishes the events.
+
+NUMBERS = itertools.count()  # seeds of prompts that nobody has asked before
+
+
+def followed(house: House, engine: Engine) -> dict[int, set[tuple[str, int | None]]]:
+    """Return what a router of the policy `precise` knows of an engine."""
+
+    async def look() -> dict[int, set[tuple[str, int | None]]]:
+        return house.router.application.policy.index.blocks(CacheSource(engine.url))
+
+    return house.router.call(look())
+
+
+def explained(house: House, engine: Engine, tokens: Sequence[int]) -> dict[str, float]:
+    """Return what the router would make of an engine for a prompt."""
+    (found,) = (
+        one for one in house.ask("/lmc/explain", completion(tokens))[1]["engines"] if one["engine"] == engine.url
+    )
+    return found
+
+
+def asked_and_told(engine: Engine, tokens: Sequence[int]) -> None:
+    """Ask for a prompt whose blocks are new, and wait until the engine has said so."""
+    engine.ask(tokens)
+    eventually(lambda: engine.announced.has_said(tokens[: len(tokens) // BLOCK * BLOCK]))
+
+
+def caught_up(house: House, engines: Sequence[Engine]) -> None:
+    """Wait until the router knows all that engines have said, a block of a new prompt being the last of it."""
+    for one in engines:
+        asked_and_told(one, words(BLOCK + 1, next(NUMBERS)))
+        eventually(lambda one=one: followed(house, one) == one.announced.blocks())
+
+
+def expected_and_cached(
+    house: House, engines: Sequence[Engine], tokens: Sequence[int], salt: str = ""
+) -> tuple[int, int]:
+    """Ask through the router, and return how many tokens it expects an engine to have, and how many that had.
+
+    When it returns, the router knows what the engine has said of that.
+    """
+    answer = house.send("/v1/completions", completion(tokens, salt))
+    found = int(answer.headers["x-lmc-expected-tokens"]), cached(json.loads(answer.read()))
+    caught_up(house, [one for one in engines if one.url == answer.headers["x-lmc-engine"]])
+    return found
+
+
+def some_alike(count: int, seed: int) -> list[tuple[list[int], str]]:
+    """Prompts of three tenants, some of which begin alike or end where a block does, and their salts."""
+    chosen, found = random.Random(seed), []
+    for number in range(count):
+        shared = words(10 * BLOCK, 1000 * seed + number % 6)[: BLOCK * chosen.randrange(2, 10)]
+        own = words(BLOCK * chosen.randrange(6, 15) + chosen.choice([0, 5, 17]), 1000 * seed + 10 + number)
+        found.append((shared + own, f"{seed} {number % 3}"))
+    return found
+
+
+@pytest.mark.parametrize("loses", [False, True])
+def test_the_blocks_of_the_index_are_those_that_engines_have(engines, routed, monkeypatch, loses):
+    """More is asked than the caches hold. Then all is asked again, and engines have what the router expects."""
+    monkeypatch.setattr("lmc.router.follow.EventStream", partial(EventStream, quiet_seconds=0.1))
+    asked, addresses, lost = some_alike(44, 1 + loses), [one.both_kv_events for one in engines], []
+    with ExitStack() as opened:
+        if loses:
+            for place, one in enumerate(engines):
+                forwarded, gone = opened.enter_context(lossy(one.kv_events))
+                addresses[place] = f"{forwarded}+{one.kv_replay}"
+                lost.append(gone)
+        house = routed("precise", addresses, expected_secs=0.0)
+        for number, (tokens, salt) in enumerate(asked):
+            engines[number % 2].ask(tokens, salt)
+        caught_up(house, engines)
+        found = [
+            (len(tokens), *expected_and_cached(house, engines, tokens, salt))
+            for tokens, salt in random.Random(3).sample(asked, len(asked))
+        ]
+        index = house.router.application.policy.index
+    assert all(abs(expected - had) <= BLOCK for _, expected, had in found), found
+    assert any(had < size - 2 * BLOCK for size, _, had in found), "nothing has been evicted"
+    assert sum(had > 0 for _, _, had in found) > len(found) / 2
+    assert (index.unplaced, index.unreadable) == (0, 0)
+    assert all(lost), "no batch was lost"
+
+
+def test_a_block_is_there_until_the_last_copy_of_it_is_evicted(engines, routed):
+    """vLLM computes the last block of a prompt again that ends with it, and keeps both copies.
+
+    It says of each that it was stored, and that it was removed. The router once took the block for gone with the first.
+    """
+    engine, short = engines[0], words(2 * BLOCK, next(NUMBERS))
+    house = routed("precise", [one.both_kv_events for one in engines], expected_secs=0.0)
+    caught_up(house, [engine])
+    before = engine.announced.twice()
+    for _ in range(2):
+        engine.ask(short)
+    for _ in range(3):  # Otherwise blocks of the longer prompt are evicted right behind the copy.
+        engine.ask(words(20 * BLOCK, next(NUMBERS)))
+    longer = [*short, *words(8 * BLOCK, next(NUMBERS))]
+    engine.ask(longer)
+    caught_up(house, [engine])
+    (twice,) = engine.announced.twice() - before
+    while twice in engine.announced.twice():
+        engine.ask(words(10 * BLOCK, next(NUMBERS)))
+    caught_up(house, [engine])
+    assert expected_and_cached(house, engines, [*longer, 5]) == (len(longer), len(longer))
+
+
+def test_events_of_blocks_tell_the_policy_documents_which_beginnings_engines_have(engines, routed):
+    house = routed("documents", [one.both_kv_events for one in engines])
+    tokens = words(6 * BLOCK + 1, next(NUMBERS))
+    engines[1].ask(tokens)
+    eventually(lambda: explained(house, engines[1], tokens)["expected_tokens"] == 6 * BLOCK)
+    assert explained(house, engines[0], tokens)["expected_tokens"] == 0
+    answer = house.send("/v1/completions", completion(tokens))
+    assert answer.headers["x-lmc-engine"] == engines[1].url
+    assert cached(json.loads(answer.read())) == int(answer.headers["x-lmc-expected-tokens"]) == 6 * BLOCK
+
+
+def test_an_engine_that_was_killed_has_nothing_and_is_followed_anew(engines, routed):
+    other, killed = engines
+    house = routed("precise", [one.both_kv_events for one in engines], expected_secs=0.0)
+    tokens = words(3 * BLOCK + 4, next(NUMBERS))
+    for one in engines:
+        one.ask(tokens)
+    caught_up(house, engines)
+    assert expected_and_cached(house, engines, tokens) == (3 * BLOCK, 3 * BLOCK)
+    killed.start_anew()
+    caught_up(house, engines)
+    assert explained(house, other, tokens)["score"] == 3 * BLOCK
+    assert house.ask("/engines/drain", {"url": other.url})[0] == 200
+    assert expected_and_cached(house, engines, tokens) == (0, 0)
+    assert expected_and_cached(house, engines, tokens) == (3 * BLOCK, 3 * BLOCK)
+
+
+def test_what_cannot_be_sent_again_is_not_believed_any_more(engines, routed, monkeypatch):
+    """More batches are lost than the engine keeps. In them, it has said that it has evicted what the router knew."""
+    monkeypatch.setattr("lmc.router.follow.EventStream", partial(EventStream, quiet_seconds=600.0))
+    engine, is_cut = engines[1], threading.Event()
+    if f'"buffer_steps": {FEW}' not in engine.command:
+        engine.start_anew()
+    with lossy(engine.kv_events, lambda _: is_cut.is_set()) as (forwarded, lost):
+        house = routed("precise", ["", f"{forwarded}+{engine.kv_replay}"], expected_secs=0.0)
+        old, new = words(4 * BLOCK, next(NUMBERS)), words(4 * BLOCK, next(NUMBERS))
+        engine.ask(old)
+        eventually(lambda: explained(house, engine, old)["score"] == 4 * BLOCK)
+        is_cut.set()
+        for _ in range(FEW + 5):  # more blocks than the caches hold
+            asked_and_told(engine, words(10 * BLOCK, next(NUMBERS)))
+        eventually(lambda: lost and int.from_bytes(lost[-1], "big") == engine.announced.batches - 1)
+        assert explained(house, engine, old)["score"] == 4 * BLOCK
+        is_cut.clear()
+        engine.ask(new)
+        eventually(lambda: explained(house, engine, new)["score"] == 4 * BLOCK)
+        assert explained(house, engine, old)["score"] == 0
+        eventually(lambda: followed(house, engine).items() <= engine.announced.blocks().items())
+    assert engine.ask(old) == 0
