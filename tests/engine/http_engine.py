@@ -67,4 +67,8 @@ class HttpEngine:
 
     def close(self) -> None:
         self._process.terminate()
-        self._process.wait(60)
+        try:
+            self._process.wait(60)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise

@@ -10,7 +10,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -146,8 +146,8 @@ class Engine(HttpEngine):
         return f"{self.kv_events}+{self.kv_replay}"
 
     def close(self) -> None:
-        super().close()
         self.announced.close()
+        super().close()
 
     def reused(self) -> float:
         """Return how many tokens of documents it has reused, as its metrics say."""
@@ -176,14 +176,11 @@ def cached(answer: dict[str, object]) -> int:
 @pytest.fixture(scope="module")
 def engines(tmp_path_factory):
     folder = tmp_path_factory.mktemp("engines")
-    started = [Engine(folder), Engine(folder)]
-    try:
+    with ExitStack() as opened:
+        started = [opened.enter_context(closing(Engine(folder))) for _ in range(2)]
         for one in started:
             one.wait()
         yield started
-    finally:
-        for one in started:
-            one.close()
 
 
 @pytest.fixture
