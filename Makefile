@@ -65,6 +65,8 @@ bench: $(VENV)/ready
 	$(BIN)/python bench/learn.py --keep
 	$(BIN)/python bench/serve.py --keep
 	$(BIN)/python bench/serve_kills.py --keep
+	$(BIN)/python bench/router.py --keep
+	$(BIN)/python bench/router_proxy.py --exact-rate 50 --chaos 600 --keep
 	$(BIN)/lmc demo --small --json bench/results/demo.json
 	$(BIN)/lmc demo --json bench/results/demo_smollm2.json
 
@@ -76,6 +78,7 @@ bench-engine: $(ENGINE)/ready $(VENV)/ready
 	$(ENGINE)/bin/python bench/vllm_admin.py --keep
 	$(ENGINE)/bin/python bench/vllm_serve.py --keep
 	$(ENGINE)/bin/python bench/vllm_quality.py --keep "$(SMOLLM2)"
+	$(ENGINE)/bin/python bench/router_vllm.py --keep "$(SMOLLM2)"
 	$(ENGINE)/bin/python bench/chat.py --keep "$(SMOLLM2)"
 	$(ENGINE)/bin/python bench/chat.py --keep small
 
