@@ -592,7 +592,7 @@ def test_reads_that_are_under_way_from_all_nodes_end_with_one_deadline(three_nod
 
 def test_a_cluster_that_is_not_there_at_start_joins_later(three_nodes, caplog):
     with silent(three_nodes):
-        tier = tier_of(three_nodes.url(), deadline=0.3)
+        tier = tier_of(three_nodes.url(), deadline=1.0)
         assert not tier.usable
         assert tier.contains(KEYS) == [False] * len(KEYS)
         assert tier.open(KEYS[0]) is None
