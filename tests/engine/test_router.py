@@ -243,8 +243,9 @@ def test_documents_are_reused_more_often_than_with_round_robin(engines, routed):
         ask_parts(house, engines, policy)
         found[policy], errors = ask_all(house, engines, policy, prompts(PROMPTS, 1))
     by_turns, by_documents = found["round_robin"], found["documents"]
-    assert by_documents > 1.15 * by_turns
+    assert by_documents > 1.2 * by_turns
     late = errors[len(errors) // 2 :]  # The first requests teach how many letters a token has.
+    assert abs(statistics.mean(late)) < 0.1
     assert statistics.mean(abs(error) <= 0.1 for error in late) >= 0.9
 
 
