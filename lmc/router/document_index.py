@@ -61,7 +61,7 @@ class DocumentIndex:
     def find(self, cache: str, document: CutDocument, tenant: str = "") -> Found:
         """Return what is known of a document of a tenant in a cache."""
         known = self._caches.get(cache)
-        return known.find(document, tenant, self._clock()) if known is not None else NOTHING
+        return known.find(document, tenant, self._clock()) if known else NOTHING
 
     def answered(self, cache: str, tenant: str, assumed: float, reused: float, places: Mapping[str, int]) -> None:
         """Note how many tokens of a tenant's documents were assumed to be in a cache, and how many of them were reused.
@@ -75,17 +75,17 @@ class DocumentIndex:
     def prefix(self, cache: str, cut: Cut, within: float = float("inf")) -> float:
         """Return how many tokens of a prompt's beginning were sent to a cache, within so many seconds."""
         known = self._caches.get(cache)
-        return known.prefix(cut, self._clock() - within) * cut.block_tokens if known is not None else 0.0
+        return known.prefix(cut, self._clock() - within) * cut.block_tokens if known else 0.0
 
     def oldest(self, cache: str) -> float:
         """Return when the beginning of a prompt that leaves a cache next was used; minus infinity if none has to."""
         known = self._caches.get(cache)
-        return known.oldest if known is not None else float("-inf")
+        return known.oldest if known else float("-inf")
 
     def room(self, cache: str) -> float:
         """Return how many tokens of documents a cache can take before others have to go."""
         known = self._caches.get(cache)
-        return known.room if known is not None else self._cache_tokens
+        return known.room if known else self._cache_tokens
 
     def note(self, cache: str, cut: Cut) -> TakeBack:
         """Note that a prompt has been sent to an engine, whose cache will then have its documents.
@@ -115,7 +115,7 @@ class DocumentIndex:
     def told(self, cache: str) -> dict[Told, set[str]]:
         """Return the documents that events say are in a cache, and the media where they are."""
         known = self._caches.get(cache)
-        return {told: known.media(told) for of in known.told.values() for told in of} if known is not None else {}
+        return {told: known.media(told) for of in known.told.values() for told in of} if known else {}
 
     def is_told(self, cache: str) -> bool:
         """Return whether events say what is in a cache. Otherwise it is assumed from what was sent there."""
@@ -124,14 +124,14 @@ class DocumentIndex:
     def sizes(self, cache: str) -> dict[str, int]:
         """Return how many things are known of a cache, by how they are known."""
         known = self._caches.get(cache)
-        return known.sizes() if known is not None else {}
+        return known.sizes() if known else {}
 
     def forget(self, cache: str) -> None:
         """Drop all that is known of a cache."""
         self._caches.pop(cache, None)
 
     def __len__(self) -> int:
-        return sum(len(known) for known in self._caches.values())
+        return sum(sum(known.sizes().values()) for known in self._caches.values())
 
     def _of(self, cache: str) -> "_Cache":
         if cache not in self._caches:
@@ -239,6 +239,3 @@ class _Cache:
     def sizes(self) -> dict[str, int]:
         told = sum(map(len, self.told.values()))
         return {"documents told": told, "documents sent": len(self._sent), "beginnings sent": len(self._blocks)}
-
-    def __len__(self) -> int:
-        return sum(self.sizes().values())

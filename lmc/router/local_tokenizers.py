@@ -117,8 +117,6 @@ def _begin(paths: Mapping[str, str]) -> None:
     for model, path in paths.items():
         try:
             _tokenizers[model] = AutoTokenizer.from_pretrained(_found(path))
-        except InputError as error:
-            _tokenizers[model] = error
         except Exception as error:  # noqa: BLE001 - files of others can be wrong in many ways
             _tokenizers[model] = InputError(next(iter(str(error).splitlines()), type(error).__name__)[:200])
 
