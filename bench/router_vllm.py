@@ -15,8 +15,6 @@ own, which have nothing at first, and the first third of its requests is not cou
 
 import random
 import re
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -27,17 +25,20 @@ from typing import Any, NamedTuple
 
 import httpx
 from common import closing_line, parser
-from transformers import AutoConfig, AutoTokenizer
-from vllm_server import Server, free_port
+from transformers import AutoTokenizer
+from vllm_server import Program, Server, free_port
 
 from lmc.blend.markers import Markers
 from lmc.blend.segments import document_tokens
 from lmc.config import Settings
+from lmc.connectors.transformers.hf import kv_shape
 from lmc.demo import REAL
 from lmc.demo.questions import TOP, Retriever, read_collection
+from lmc.keys import chunk_bounds
 from lmc.rag import SEPARATOR, messages
+from lmc.shapes import GIB
 
-SEED, WARM, WITHIN, GIB = 7, 1 / 3, 0.1, 1 << 30
+SEED, WARM, WITHIN = 7, 1 / 3, 0.1
 REUSED = re.compile(r"^lmc:reused_tokens_sum\{.*\} (\S+)$", re.MULTILINE)
 
 
@@ -72,43 +73,30 @@ def work(model: str, requests: int) -> Work:
         texts = [collection.documents[name] for name in names]
         asked.append(Asked(messages(collection.system, texts, question), sum(sizes[name] for name in names)))
     size = Settings().chunk_size
-    return Work(asked, sum(-(-tokens // size) for tokens in sizes.values()))
+    return Work(asked, sum(len(chunk_bounds(tokens, size)) for tokens in sizes.values()))
 
 
-class Routed:
-    """`lmc router` before servers, which ends with the block."""
+class Routed(Program):
+    """`lmc router` before servers."""
 
     def __init__(self, policy: str, servers: Sequence[Server], folder: Path) -> None:
         port = free_port()
-        self.url, self._log = f"http://127.0.0.1:{port}", folder / f"router-{policy}.log"
         words = ["router", "--policy", policy, "--port", str(port), "--health-seconds", "1"]
         words += ["--static-backends", ",".join(one.url for one in servers)]
         words += ["--static-admins", ",".join(one.admin.url for one in servers)] if policy == "documents" else []
-        with self._log.open("w") as log:
-            self._process = subprocess.Popen([sys.executable, "-m", "lmc", *words], stdout=log, stderr=log)
-        until = time.monotonic() + 60
-        while not self._ready():
-            if time.monotonic() > until or self._process.poll() is not None:
-                raise RuntimeError(f"the router did not start:\n{self._log.read_text()[-3000:]}")
-            time.sleep(0.2)
-
-    def _ready(self) -> bool:
-        try:
-            return httpx.get(f"{self.url}/ready").is_success
-        except httpx.TransportError:
-            return False
-
-    def __enter__(self) -> "Routed":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._process.terminate()
-        self._process.wait(60)
+        super().__init__(["lmc", *words], port, folder / f"router-{policy}.log")
 
 
 def reused(servers: Sequence[Server]) -> float:
     """Return how many tokens the servers have taken from lmc so far, as their metrics say."""
     return sum(float(found) for one in servers for found in REUSED.findall(httpx.get(f"{one.url}/metrics").text))
+
+
+def server(model: str, folder: Path, memory: float) -> Server:
+    """Return a server that publishes which documents it has."""
+    events = f"tcp://*:{free_port()},tcp://*:{free_port()}"
+    variables = {"LMC_ADMIN": f"127.0.0.1:{free_port()}", "LMC_DOCUMENT_EVENTS": events}
+    return Server(model, folder, variables=variables, max_local_cpu_size=memory)
 
 
 def measure(policy: str, model: str, asked: Sequence[Asked], memory: float) -> dict[str, Any]:
@@ -119,7 +107,9 @@ def measure(policy: str, model: str, asked: Sequence[Asked], memory: float) -> d
         servers = [opened.enter_context(server(model, folder, memory)) for _ in range(2)]
         for one in servers:
             one.wait()
-        router, client = opened.enter_context(Routed(policy, servers, folder)), httpx.Client(timeout=300)
+        router = opened.enter_context(Routed(policy, servers, folder))
+        router.wait("/ready")
+        client = opened.enter_context(httpx.Client(timeout=300))
         counts = dict.fromkeys((one.url for one in servers), 0)
         for number, one in enumerate(asked):
             if number == first:
@@ -158,27 +148,14 @@ def main() -> None:
     arguments.add_argument("--policies", default="round_robin,documents")
     options = arguments.parse_args()
     asked, chunks = work(options.model, options.requests)
-    memory = chunk_bytes(options.model) * options.share * chunks / GIB
+    shape = kv_shape(options.model, "float32")
+    memory = options.share * chunks * shape.layers * shape.part_bytes(Settings().chunk_size) / GIB
     found: dict[str, Any] = {}
     for policy in options.policies.split(","):
         found[policy] = measure(policy, options.model, asked, memory)
         print(policy, found[policy], flush=True)
     line = {"bench": "router_vllm", "requests": options.requests, "chunks of passages": chunks, **found}
     closing_line(line, "router_vllm" if options.keep else None)
-
-
-def server(model: str, folder: Path, memory: float) -> Server:
-    """Return a server that publishes which documents it has."""
-    events = f"tcp://*:{free_port()},tcp://*:{free_port()}"
-    variables = {"LMC_ADMIN": f"127.0.0.1:{free_port()}", "LMC_DOCUMENT_EVENTS": events}
-    return Server(model, folder, variables=variables, max_local_cpu_size=memory)
-
-
-def chunk_bytes(model: str) -> int:
-    """Return how many bytes a chunk of a model takes in float32."""
-    config = AutoConfig.from_pretrained(model)
-    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return int(4 * 2 * config.num_hidden_layers * config.num_key_value_heads * head * Settings().chunk_size)
 
 
 if __name__ == "__main__":

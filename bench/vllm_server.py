@@ -1,4 +1,4 @@
-"""`vllm serve` with lmc in a process of its own, for benchmarks that ask it as its users do."""
+"""Servers in processes of their own, such as `vllm serve` with lmc, for benchmarks that ask them as users do."""
 
 import json
 import os
@@ -6,9 +6,9 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 from urllib.error import URLError
 from urllib.request import urlopen
 
@@ -27,8 +27,41 @@ def free_port() -> int:
         return port
 
 
-class Server:
-    """A server of the CPU build with one thread, which ends with the block."""
+class Program:
+    """A command that serves HTTP, which ends with the block."""
+
+    def __init__(
+        self, command: Sequence[str], port: int, log: Path, variables: Mapping[str, str] | None = None
+    ) -> None:
+        """Start a module of Python with its arguments, and with `variables` added to the environment."""
+        self.url, self._log = f"http://localhost:{port}", log
+        with log.open("w") as file:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", *command], stdout=file, stderr=file, env={**os.environ, **(variables or {})}
+            )
+
+    def wait(self, path: str = "/health") -> None:
+        """Wait until it answers; raise `RuntimeError` if it does not start."""
+        until = time.monotonic() + START_SECONDS
+        while time.monotonic() < until and self._process.poll() is None:
+            try:
+                with urlopen(f"{self.url}{path}", timeout=1):
+                    return
+            except (URLError, OSError):
+                time.sleep(0.3)
+        self._process.kill()
+        raise RuntimeError(f"it did not start:\n{self._log.read_text()[-3000:]}")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.terminate()
+        self._process.wait(60)
+
+
+class Server(Program):
+    """`vllm serve` with lmc: the CPU build with one thread."""
 
     def __init__(
         self,
@@ -43,7 +76,6 @@ class Server:
         The administration is at a socket in `folder`, unless the variables say where.
         """
         port = free_port()
-        self.url, self._log = f"http://localhost:{port}", folder / f"{port}.log"
         variables = {"LMC_ADMIN": f"unix://{folder}/admin.sock", **(variables or {})}
         self.admin = admin_client(variables["LMC_ADMIN"])
         given = {"enable_blending": True, "max_local_cpu_size": 2, **settings}
@@ -60,28 +92,5 @@ class Server:
             (folder / "template.jinja").write_text(template)
             words += ["--chat-template", str(folder / "template.jinja")]
         threads = {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-        with self._log.open("w") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *words],
-                stdout=log, stderr=log,
-                env={**os.environ, **threads, "HF_HUB_OFFLINE": "1", **variables},
-            )  # fmt: skip
-
-    def wait(self) -> None:
-        """Wait until it answers; raise `RuntimeError` if it does not start."""
-        until = time.monotonic() + START_SECONDS
-        while time.monotonic() < until and self._process.poll() is None:
-            try:
-                with urlopen(f"{self.url}/health", timeout=1):
-                    return
-            except (URLError, OSError):
-                time.sleep(0.3)
-        self._process.kill()
-        raise RuntimeError(f"the server did not start:\n{self._log.read_text()[-3000:]}")
-
-    def __enter__(self) -> "Server":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._process.terminate()
-        self._process.wait(60)
+        command = ["vllm.entrypoints.openai.api_server", *words]
+        super().__init__(command, port, folder / f"{port}.log", {**threads, "HF_HUB_OFFLINE": "1", **variables})
