@@ -159,6 +159,7 @@ def test_a_chunk_that_one_client_has_pinned_is_not_evicted_by_another(attach):
         assert put(other, key)
     assert [pin_bytes(one, pin, part) for part in range(PARTS)] == expected(K0)
     one.release([pin])
+    assert one.held() == 0  # The answer comes after the server has done what it was told.
     for key in map(key_of, range(30, 40)):
         put(other, key)
     assert one.lookup([K0]) == [None]

@@ -534,6 +534,7 @@ def test_a_chunk_that_is_larger_than_its_quota_or_finds_only_held_ones_is_not_st
     pins = engine.store.pin(first.keys)
     assert engine.begin_document(first.namespace, B) is None
     engine.store.release(pins)
+    assert engine.store.held() == 0  # The answer comes after the server has done what it was told.
     service.ask("/v1/quota", {"tenant": "", "max_gb": 0}, "PUT")
     assert engine.begin_document(first.namespace, B) is None
     assert stored(engine.store) == 0
