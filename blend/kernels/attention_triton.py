@@ -273,10 +273,10 @@ def tile(tokens: int, heads: int, group: int, dim: int, itemsize: int, *, hides:
     """
     wide = padded(dim)
     if itemsize > 2:
-        found = (32, 32, 4) if wide <= 64 else (16, 16, 4) if wide <= 128 else (16, 16, 8)
+        found = (32, 16, 4) if wide <= 64 else (16, 16, 8)
     elif wide > 128:
         found = 64, 32, 8
-    elif triton.cdiv(tokens * group, 128) * heads >= FILLED:
+    elif triton.cdiv(tokens * group, 128) * heads >= FILLED and (wide == dim or not hides):
         found = 128, 64 if wide == dim and not hides else 32, 8
     else:
         found = 64, 32 if hides else 64, 4
@@ -288,7 +288,7 @@ def scored(dim: int, itemsize: int) -> tuple[int, int, int]:
     wide = padded(dim)
     if itemsize > 2:
         return 16, 32, 8
-    return 64, 64 if wide <= 128 else 32, 4
+    return 64, 64 if wide <= 128 else 16, 4
 
 
 def _size(pages: Paged) -> int:

@@ -122,11 +122,10 @@ def _correct(
     HEADS: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, HALF: tl.constexpr, PADDED: tl.constexpr,
     MOST: tl.constexpr, BT: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """Correct the tokens of one tile in one head."""
+    """Correct BT tokens of one tile in one head; the third number is that of the BT tokens in the tile."""
     h, d, i, m = tl.program_id(1), tl.arange(0, WIDE), tl.arange(0, PADDED), tl.arange(0, MOST)
-    tile = tiles + 5 * tl.program_id(0)
-    t = tl.load(tile) + tl.arange(0, BT)
-    there = tl.arange(0, BT) < tl.load(tile + 1)
+    tile, n = tiles + 5 * tl.program_id(0), tl.program_id(2) * BT + tl.arange(0, BT)
+    t, there = tl.load(tile) + n, n < tl.load(tile + 1)
     known, wide = m < tl.load(tile + 3), t.to(tl.int64)
     own = tl.load(weights + wide[:, None] * MOST + m[None, :], mask=there[:, None] & known[None, :], other=0.0)
     e = ((tl.load(tile + 2) + m).to(tl.int64) * 2 * HEADS + h) * D
@@ -198,8 +197,14 @@ def correct(
 ) -> None:
     """See `lmc.blend.kernels.shift.correct`."""
     keys, values, _ = canvas.paged(layer)
-    (_, heads, size, _), (cos, sin) = keys.shape, (one.contiguous() for one in turn)
-    _correct[(len(spans.tiles), heads)](
+    (_, heads, size, dim), (cos, sin) = keys.shape, (one.contiguous() for one in turn)
+    together = corrected(dim)
+    _correct[(len(spans.tiles), heads, TILE // together)](
         weights, changes, spans.tiles, cos, sin, slots, keys, values, size, *keys.stride()[:3], *values.stride()[:3],
-        MOST=MOST_EXAMPLES, BT=TILE, num_warps=8, **rotating(keys, cos, interleaved=canvas.interleaved),
+        MOST=MOST_EXAMPLES, BT=together, num_warps=8, **rotating(keys, cos, interleaved=canvas.interleaved),
     )  # fmt: skip
+
+
+def corrected(dim: int) -> int:
+    """Return how many tokens a program of `_correct` takes, so that long heads fit into its registers."""
+    return TILE if dim <= 128 else TILE // 2
