@@ -1,12 +1,12 @@
 """The paged canvas over pages as vLLM's GPU backends have them, with the kernels in Triton and with those in torch."""
 
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
 from pages import pages_of
-from watching import Watch, watch_kernels, watched
+from watching import READS, MetaBlender, Watch, forget, kernels_without_values, watch_kernels, watched
 
 pytest.importorskip("vllm")
 
@@ -22,6 +22,7 @@ from lmc.keys import ChunkKey, RecordKind
 from lmc.shapes import KVShape
 
 HEADS, GROUP, DIM, BLOCK, LENGTH = 2, 2, 32, 16, 90
+SIZE = 12  # of a document
 LAUNCHES, WEIGHTS = 14, 20  # in a layer of a pass, and where the weights of a correction are computed
 QUERIES = HEADS * GROUP
 HIDDEN = QUERIES * DIM
@@ -74,7 +75,7 @@ class Layer:
 
 
 def layers_over(
-    kernels, ratio: int, monkeypatch, length: int = LENGTH, counting=lambda on: nullcontext()
+    kernels, ratio: int, monkeypatch, length: int = LENGTH, counting=lambda on: nullcontext(), *, without_values=False
 ) -> NativeLayers:
     """Three layers over pages, in which the engine's blocks are `ratio` of the kernel's."""
     torch.manual_seed(0)
@@ -82,7 +83,11 @@ def layers_over(
     monkeypatch.setattr(NativeLayers, "_context", lambda self, batch, **options: nullcontext())
     caches = [pages_of(HEADS, DIM, BLOCK, length + 60, torch.float32) for _ in range(3)]
     caches = [torch.cat((one.keys, one.values), dim=-1) for one in caches]
-    found._layers = [Layer(counting) for _ in caches]
+    found._layers, embedding = [Layer(counting) for _ in caches], torch.randn(100, HIDDEN)
+    if without_values:
+        caches, embedding = [cache.to("meta") for cache in caches], embedding.to("meta")
+        for layer in found._layers:
+            layer.weights = layer.weights.to("meta")
     found.attention = [layer.attention for layer in found._layers]
     found.access = [
         TokenAccess(layer.attention, cache, kernels) for layer, cache in zip(found._layers, caches, strict=True)
@@ -92,7 +97,6 @@ def layers_over(
     angles = torch.arange(2 * length)[:, None] * 0.8 ** torch.arange(DIM // 2)
     found._rope = SimpleNamespace(cos_sin_cache=torch.cat((angles.cos(), angles.sin()), dim=-1), is_neox_style=True)
     found.shape = KVShape(layers=3, kv_heads=HEADS, head_dim=DIM, dtype=torch.float32)
-    embedding = torch.randn(100, HIDDEN)
     found._decoder = SimpleNamespace(embed_input_ids=lambda tokens: embedding[tokens])
 
     def model(tokens: torch.Tensor, positions: torch.Tensor) -> None:
@@ -159,6 +163,92 @@ def test_both_kinds_of_kernels_leave_the_same(monkeypatch, ratio):
         assert torch.allclose(one, other, atol=1e-4)
 
 
+def length_of(documents: int) -> int:
+    """The tokens of a prompt with a beginning, so many documents and a question."""
+    return 5 + documents * (SIZE + 2) + 6
+
+
+def blend_of(
+    kind: type[PagedCanvas], layers: NativeLayers, documents: int, policy: dict[str, object], *, through: bool
+) -> tuple[PagedCanvas, BlendInput, RecomputePolicy]:
+    """A canvas for a prompt with documents, and what a blender is to do with it."""
+    length, parts = length_of(documents), torch.randn(3, documents, 2, SIZE, HEADS, DIM)  # [L, document, K, T, H, D]
+    pieces = [
+        Piece.whole(RecordKind.DOCUMENT, ChunkKey(b""), SIZE, 5 + i * (SIZE + 2), 0, None, exact=False)
+        for i in range(documents)
+    ]
+    job = BlendJob(
+        request="request", tokens=tuple(torch.arange(length).remainder(100).tolist()),
+        blocks=tuple(range(-(-length // BLOCK)))[::-1], stop=length, policy=RecomputePolicy(**policy),
+        documents=tuple(DocumentPart(slot=i, tag=0, piece=piece) for i, piece in enumerate(pieces)),
+    )  # fmt: skip
+    canvas = kind(
+        layers, job, BatchRows(length, length if through else 0),
+        lambda slot, layer: parts[layer, slot].flatten().view(torch.uint8), lambda _: True,
+    )  # fmt: skip
+    return canvas, BlendInput(length=length, stop=length, question=length - 6, placements=pieces), job.policy
+
+
+class MetaCanvas(PagedCanvas):
+    """Its layers are on the meta device. Rows are described with values, and lose them when they run."""
+
+    planted = staticmethod(lambda keys: None)
+
+    def place(self, layer):
+        with self._hidden():
+            return super().place(layer)
+
+    def run(self, layer, rows, batch, attention=None):
+        with self._hidden(rows):
+            super().run(layer, rows, batch, attention)
+            self.planted(self.paged(layer).keys[0])
+
+    def run_through(self, rows, batch, attention_of):
+        with self._hidden(rows):
+            super().run_through(rows, batch, attention_of)
+            self.planted(self.paged(0).keys[0])
+
+    @contextmanager
+    def _hidden(self, rows=None):
+        """The next rows are described with the values of the tokens and blocks."""
+        described = {name: one for name, one in vars(self).items() if name in ("_tokens", "_blocks", "_kernel_blocks")}
+        forget(self)
+        if rows is not None:
+            for batch in rows.batches:
+                forget(batch.common)
+            forget(rows)
+        yield
+        vars(self).update(described)
+
+
+def blended_without_values(monkeypatch, policy, *, through: bool) -> set[int]:
+    """Blend on the meta device, and return the layers that ran."""
+    kernels_without_values(monkeypatch)
+    monkeypatch.setattr("lmc.connectors.vllm.tensor_parallel.get_tp_group", lambda: SimpleNamespace(world_size=1))
+    layers = layers_over(kernels_of(torch.device("cpu")), 1, monkeypatch, length_of(3), without_values=True)
+    canvas, given, policy = blend_of(MetaCanvas, layers, 3, policy, through=through)
+    with torch.inference_mode():
+        return {done.layer for done in MetaBlender(canvas, given, policy).slices()}
+
+
+CORRECTED = {"strategy": "union", "ratios": (0.3,), "correction": "shift"}
+
+
+@pytest.mark.parametrize("strategy", ["union", "query", "head"])
+@pytest.mark.parametrize("through", [False, True])
+def test_no_value_is_read_in_the_layers(monkeypatch, strategy, through):
+    """On the meta device tensors have shapes but no values, so that reading one fails."""
+    assert blended_without_values(monkeypatch, CORRECTED | {"strategy": strategy}, through=through) == {0, 1, 2}
+
+
+@pytest.mark.parametrize("read", READS)
+@pytest.mark.parametrize("through", [False, True])
+def test_a_value_that_is_read_behind_a_layer_is_found(monkeypatch, read, through):
+    monkeypatch.setattr(MetaCanvas, "planted", staticmethod(READS[read]))
+    with pytest.raises((NotImplementedError, RuntimeError), match=r"[Mm]eta"):
+        blended_without_values(monkeypatch, CORRECTED, through=through)
+
+
 @pytest.mark.parametrize("documents", [1, 3, 9, 20])
 @pytest.mark.parametrize(
     "policy",
@@ -170,23 +260,9 @@ def test_nothing_waits_and_launches_are_few(monkeypatch, policy, documents, thro
     """Layer by layer, and in a second pass through the compiled model, which is one slice."""
     watch = watch_kernels(monkeypatch)
     monkeypatch.setattr("lmc.connectors.vllm.tensor_parallel.get_tp_group", lambda: SimpleNamespace(world_size=1))
-    size, kernels = 12, kernels_of(torch.device("cpu"))
-    length = 5 + documents * (size + 2) + 6
-    layers = layers_over(kernels, 1, monkeypatch, length, watch.set)
-    parts = torch.randn(3, documents, 2, size, HEADS, DIM)  # [L, document, K, T, H, D]
-    pieces = [
-        Piece.whole(RecordKind.DOCUMENT, ChunkKey(b""), size, 5 + i * (size + 2), 0, None, exact=False)
-        for i in range(documents)
-    ]
-    job = BlendJob(
-        request="request", tokens=tuple(torch.arange(length).remainder(100).tolist()),
-        blocks=tuple(range(-(-length // BLOCK)))[::-1], stop=length, policy=RecomputePolicy(**policy),
-        documents=tuple(DocumentPart(slot=i, tag=0, piece=piece) for i, piece in enumerate(pieces)),
-    )  # fmt: skip
-    canvas = PagedCanvas(
-        layers, job, BatchRows(length, length if through else 0),
-        lambda slot, layer: parts[layer, slot].flatten().view(torch.uint8), lambda _: True,
-    )  # fmt: skip
+    length = length_of(documents)
+    layers = layers_over(kernels_of(torch.device("cpu")), 1, monkeypatch, length, watch.set)
+    canvas, given, policy = blend_of(PagedCanvas, layers, documents, policy, through=through)
     assert canvas.compiled == through
     run_through, compiled = PagedCanvas.run_through, []
 
@@ -196,8 +272,7 @@ def test_nothing_waits_and_launches_are_few(monkeypatch, policy, documents, thro
         compiled.append(watch.take())
 
     monkeypatch.setattr(PagedCanvas, "run_through", noted)
-    given = BlendInput(length=length, stop=length, question=length - 6, placements=pieces)
-    for layer, launched, waited in watched(watch, Blender(canvas, given, job.policy).slices()):
+    for layer, launched, waited in watched(watch, Blender(canvas, given, policy).slices()):
         if layer:  # Rows are chosen and described before the first one.
             assert not waited, launched
             assert len(launched) <= (WEIGHTS if "_alike" in launched else LAUNCHES), launched

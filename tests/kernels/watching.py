@@ -1,5 +1,9 @@
-"""Watches what a blend launches on a GPU and what would wait for it, on a CPU, where nothing has to wait."""
+"""Watches what a blend launches on a GPU and what would wait for it, on a CPU, where nothing has to wait.
 
+Or it takes the values from tensors, on torch's meta device, so that reading one fails.
+"""
+
+from collections import defaultdict
 from contextlib import contextmanager
 
 import torch
@@ -7,6 +11,7 @@ from test_copies import execute
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lmc.blend.blender import Blender
 from lmc.blend.kernels import attention_triton, place_triton, shift_triton
 
 WAITS = {"cpu", "item", "tolist", "__int__", "__bool__", "__float__", "__index__", "nonzero", "unique",
@@ -17,6 +22,19 @@ KERNELS = [
     (place_triton, "_deviation"), (shift_triton, "_rotated"), (shift_triton, "_mean"), (shift_triton, "_alike"),
     (shift_triton, "_changes"), (shift_triton, "_correct"),
 ]  # fmt: skip
+# Ways to read a value of keys `[H, N, D]`.
+READS = {
+    "cpu": lambda keys: keys.cpu(),
+    "to": lambda keys: keys.to("cpu"),
+    "item": lambda keys: keys[0, 0, 0].item(),
+    "tolist": lambda keys: keys.tolist(),
+    "int": lambda keys: int(keys[0, 0, 0]),
+    "if": lambda keys: bool(keys[0, 0, 0] > 0),
+    "nonzero": lambda keys: keys.nonzero(),
+    "unique": lambda keys: keys.unique(),
+    "mask": lambda keys: keys[keys > 0],
+    "masked_select": lambda keys: keys.masked_select(keys > 0),
+}
 
 
 class Watch:
@@ -100,3 +118,44 @@ def watched(watch: Watch, slices) -> list[tuple[int, list[str], list[str]]]:
     """Run a blend, and return for each of its slices the layer, what was launched and what would have waited."""
     with torch.inference_mode(), watch.modes[0], watch.modes[1], watch.set(True):
         return [(done.layer, *watch.take()) for done in slices]
+
+
+def kernels_without_values(monkeypatch) -> None:
+    """Let kernels in Triton do nothing; their outputs are allocated before they are launched."""
+    monkeypatch.setenv("LMC_KERNELS", "triton")
+    for module, name in KERNELS:
+        monkeypatch.setattr(module, name, defaultdict(lambda: lambda *given, **named: None))
+    monkeypatch.setattr(place_triton, "submit_of", lambda device: lambda copies: None)
+    monkeypatch.setattr(place_triton, "can_submit", lambda memory: True)
+
+
+def without_values(one):
+    """Return the same with all tensors on the meta device."""
+    if isinstance(one, torch.Tensor):
+        return one.to("meta")
+    if isinstance(one, list | tuple):
+        parts = [without_values(part) for part in one]
+        return type(one)(*parts) if hasattr(one, "_fields") else type(one)(parts)
+    return one
+
+
+def forget(thing) -> None:
+    """Take the values from all tensors of an object."""
+    for name in getattr(thing, "__slots__", None) or vars(thing):
+        setattr(thing, name, without_values(getattr(thing, name)))
+
+
+class MetaBlender(Blender):
+    """What is described before the layers loses its values then."""
+
+    def _shifts(self, rows):
+        shifts = super()._shifts(rows)
+        for shift in shifts:
+            forget(shift)
+        return shifts
+
+    def _probes(self, *described):
+        return without_values(super()._probes(*described))
+
+    def _scoring(self, layer, probe, paid):
+        return super()._scoring(layer, probe, without_values(paid))
