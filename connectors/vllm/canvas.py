@@ -10,9 +10,8 @@ from typing import NamedTuple
 import torch
 
 from lmc.blend.canvas import KV, Attention, Paged, positions_of
-from lmc.blend.kernels.shift import MOST_EXAMPLES
 from lmc.blend.rope import Turn, turn_between
-from lmc.blend.staging import SIDES, Staging
+from lmc.blend.staging import Staging
 from lmc.connectors.vllm.messages import BlendJob
 from lmc.connectors.vllm.native import NativeLayers, PagedRows, RowBatch
 from lmc.connectors.vllm.tensor_parallel import agreed, largest, summed
@@ -166,18 +165,6 @@ def _batch(rows: PagedRows, wanted: slice) -> RowBatch:
 def call_cost(device: torch.device) -> int:
     """Return the rows that a layer computes in the time that the launches of one call of it take."""
     return CALL_COST if device.type == "cuda" else 0
-
-
-def memory_for(layers: NativeLayers, job: BlendJob) -> int:
-    """Return about how many bytes a blend has beside what a layer takes for a batch of rows."""
-    shape, tokens = layers.shape, len(job.tokens)
-    stored = sum(part.piece.tokens for part in job.documents)
-    staged = (SIDES + 1) * stored * shape.token_bytes  # the parts of two layers, and what is corrected in one
-    # For each document how much its examples are alike, the inverse of that, and its mean key.
-    of_document = 2 * MOST_EXAMPLES**2 + shape.kv_heads * shape.head_dim
-    weights = (stored * MOST_EXAMPLES + len(job.documents) * of_document) * torch.float32.itemsize
-    scores = layers.depth * tokens * torch.float32.itemsize
-    return staged + weights + scores + KINDS * tokens * layers.width * shape.dtype.itemsize
 
 
 def prefill_alone(

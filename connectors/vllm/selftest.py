@@ -11,14 +11,17 @@ from lmc.blend.canvas import KV
 from lmc.blend.selftest import ASKING, MOVED, TOKENS, prove, prove_compiled, random_prompt, rehearse
 from lmc.blend.strategies import RecomputePolicy
 from lmc.connectors.vllm.canvas import BatchRows, PagedCanvas, prefill_alone
+from lmc.connectors.vllm.memory import allocated, make_room
 from lmc.connectors.vllm.messages import BlendJob, DocumentPart
 from lmc.connectors.vllm.native import NativeLayers
-from lmc.connectors.vllm.tensor_parallel import all_of
+from lmc.connectors.vllm.tensor_parallel import on_all_ranks
 from lmc.engine import Piece
-from lmc.errors import UnsupportedModel
+from lmc.errors import NoMemory, UnsupportedModel
 from lmc.keys import ChunkKey, RecordKind
 
 log = logging.getLogger(__name__)
+
+FIRST_SHARE = 8  # An eighth of a full batch is run before it.
 
 
 def prove_model(layers: NativeLayers, vocabulary: int, blocks: int) -> bool:
@@ -38,16 +41,16 @@ def prove_model(layers: NativeLayers, vocabulary: int, blocks: int) -> bool:
             alone = _prefill_alone(layers, tokens[MOVED:], table)
             part = torch.stack(alone[0]).flatten().view(torch.uint8)
             canvas = _canvas(layers, tokens, table, (), torch.empty(0))
-            _agree(layers, lambda: prove(canvas, _canvas(layers, tokens, table, (document,), part), whole, in_two))
+            _agree(lambda: prove(canvas, _canvas(layers, tokens, table, (document,), part), whole, in_two))
             if layers.device.type == "cuda":  # Nothing is compiled for a CPU.
                 moved = replace(document, piece=replace(piece, tokens=piece.tokens - ASKING))
                 rehearse(lambda: _canvas(layers, tokens, table, (moved,), part), moved.piece)
-            return layers.compiled and all_of([_as_compiled(canvas, whole, in_two)], layers.device)[0]
+            return layers.compiled and on_all_ranks(good=_as_compiled(canvas, whole, in_two))
         finally:
             _clear(layers, table)
 
 
-def _agree(layers: NativeLayers, test: Callable[[], None]) -> None:
+def _agree(test: Callable[[], None]) -> None:
     """Raise `UnsupportedModel` on every rank if a test fails on one of them: the others would wait for that one."""
     failed = UnsupportedModel("the self-test failed on another rank")
     try:
@@ -55,7 +58,7 @@ def _agree(layers: NativeLayers, test: Callable[[], None]) -> None:
         passed = True
     except UnsupportedModel as error:
         passed, failed = False, error
-    if not all_of([passed], layers.device)[0]:
+    if not on_all_ranks(good=passed):
         raise failed
 
 
@@ -73,13 +76,23 @@ def _as_compiled(canvas: PagedCanvas, whole: list[KV], in_two: list[KV]) -> bool
 def run_full_batch(layers: NativeLayers, rows: int) -> int:
     """Run as many rows through a layer as a blend ever does, so that memory that is missing is missed at the start.
 
-    All of them lie in block 1, which holds nothing yet. Returns the bytes that this took on a GPU. Raises
-    `UnsupportedModel` if the memory is not there.
+    Some of the rows come first, by whose memory the ranks agree on whether the others will fit: an error on one of them
+    in the middle of a layer would leave the others waiting for it. Returns the bytes that all of the rows took on a
+    GPU. Raises `UnsupportedModel` on every rank if one of them has not the memory.
     """
+    try:
+        make_room(FIRST_SHARE * _bytes_of(layers, rows // FIRST_SHARE), layers.device, f"a batch of {rows} tokens")
+        return _bytes_of(layers, rows)
+    except (torch.OutOfMemoryError, NoMemory) as error:
+        cure = "lower --max-num-batched-tokens or --gpu-memory-utilization"
+        raise UnsupportedModel(f"a batch of {rows} tokens does not fit into what memory is left: {cure}") from error
+
+
+def _bytes_of(layers: NativeLayers, rows: int) -> int:
+    """Return how many bytes rows took on a GPU in a layer. All of them lie in block 1, which holds nothing yet."""
     positions = torch.arange(rows + 1, device=layers.device)
     blocks, scattered = torch.ones_like(positions[:: layers.block_size]), positions[positions != 1]
-    cuda = layers.device.type == "cuda"
-    before = torch.cuda.memory_allocated(layers.device) if cuda else 0
+    cuda, before = layers.device.type == "cuda", allocated(layers.device)
     try:
         if cuda:
             torch.cuda.reset_peak_memory_stats(layers.device)
@@ -87,9 +100,6 @@ def run_full_batch(layers: NativeLayers, rows: int) -> int:
             batches = layers.begin(torch.zeros_like(positions), scattered, blocks, rows)
             for batch in batches.batches:
                 layers.run(0, batches, batch)
-    except torch.OutOfMemoryError as error:
-        cure = "lower --max-num-batched-tokens or --gpu-memory-utilization"
-        raise UnsupportedModel(f"a batch of {rows} tokens does not fit into what memory is left: {cure}") from error
     finally:
         _clear(layers, (1,))
     return torch.cuda.max_memory_allocated(layers.device) - before if cuda else 0

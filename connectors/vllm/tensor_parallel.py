@@ -1,7 +1,5 @@
 """Tensor parallelism: all ranks must take the same steps, because they meet in collective operations."""
 
-from collections.abc import Sequence
-
 import torch
 
 from lmc.connectors.vllm.vllm_api import get_tp_group
@@ -37,10 +35,14 @@ def agreed(chosen: torch.Tensor, of: int) -> torch.Tensor:
     return agreed_on.nonzero().flatten()
 
 
-def all_of(good: Sequence[bool], device: torch.device) -> list[bool]:
-    """Return which of these are true on every rank."""
+def on_all_ranks(*, good: bool) -> bool:
+    """Return whether this is true on every rank.
+
+    The ranks ask each other on the host, so that nothing waits for a GPU.
+    """
     group = get_tp_group()
     if group.world_size == 1:
-        return list(good)
-    votes = torch.tensor(good, dtype=torch.float32, device=device)
-    return (group.all_reduce(votes) > group.world_size - 0.5).tolist()  # type: ignore[no-any-return]
+        return good
+    votes = torch.tensor([int(good)])
+    torch.distributed.all_reduce(votes, torch.distributed.ReduceOp.MIN, group.cpu_group)
+    return bool(votes.item())

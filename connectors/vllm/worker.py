@@ -5,7 +5,8 @@ much as the engine's own limit leaves: `max_num_batched_tokens` through all laye
 computes itself. So a running request does not wait longer for its next token than behind a chunked prefill. A job that
 fails is reported, and the engine computes its tokens. An error ends the engine only where other ranks would wait for
 this one for ever (tensor parallelism), and where the slab cannot be opened. With several ranks, all that could make
-their steps differ is agreed upon: what has arrived, by the scheduler's plan, and whether there is memory, by a vote.
+their steps differ is agreed upon: what has arrived, by the scheduler's plan, and whether there is memory for a job's
+next step, by a vote.
 """
 
 import logging
@@ -17,7 +18,8 @@ import torch
 
 from lmc.blend.blender import Blender, BlendInput, BlendResult
 from lmc.blend.canvas import KV
-from lmc.connectors.vllm.canvas import COPY_COST, BatchRows, PagedCanvas, memory_for, prefill_alone, read_tokens
+from lmc.connectors.vllm.canvas import COPY_COST, BatchRows, PagedCanvas, prefill_alone, read_tokens
+from lmc.connectors.vllm.memory import allocated, make_room, memory_for
 from lmc.connectors.vllm.messages import (
     BlendJob,
     DocumentPart,
@@ -35,11 +37,9 @@ from lmc.connectors.vllm.paged import Move, Pages
 from lmc.connectors.vllm.rank_slab import RankSlab
 from lmc.connectors.vllm.selftest import prove_model, run_full_batch
 from lmc.connectors.vllm.streams import Streams, divided, seconds_of
-from lmc.connectors.vllm.tensor_parallel import all_of
 from lmc.connectors.vllm.vllm_api import get_pp_group, get_tensor_model_parallel_rank, get_tp_group
 from lmc.errors import ChunkLost, NoMemory, StorageError, UnsupportedModel
 from lmc.keys import chunk_bounds
-from lmc.shapes import MIB
 from lmc.storage.slab import LOST, SlabAddress
 
 log = logging.getLogger(__name__)
@@ -59,6 +59,8 @@ class Work:
     request: str = ""  # the request that waits for it
     blocks: tuple[int, ...] = ()  # whose contents are wrong if it fails
     job: int = -1  # the number of a job that learns
+    computes: str = ""  # what it computes; "" if it only copies
+    memory: int = 0  # bytes that it may still take beside those for a batch of rows
 
 
 class Worker:
@@ -157,13 +159,10 @@ class Worker:
         for request in self._loading.keys() & plan.late:
             self._end(self._loading[request], self._loading[request].blocks)
         for job in plan.loads:
-            if isinstance(job, BlendJob):
-                work = Work(self._blend(job), job.request, job.blocks[job.start // self._block_size :])
-            else:
-                work = Work(self._load(job), job.request, _blocks(job.copies))
-            self._loading[job.request] = work
+            self._loading[job.request] = self._load_or_blend(job)
         for document in plan.learn:
-            self._learning.append(Work(self._learn(document), job=document.job))
+            what = f"a document of {len(document.tokens)} tokens"
+            self._learning.append(Work(self._learn(document), job=document.job, computes=what))
         whole = self._step_tokens * self._pages.layers
         left = whole - plan.scheduled * self._pages.layers
         with torch.inference_mode():
@@ -227,31 +226,36 @@ class Worker:
     # -- inside: slices ----------------------------------------------------------------------------------------------
 
     def _do(self, queue: list[Work], left: int) -> int:
+        """Do what costs `left` token-layers, and return how much of that is left."""
         for work in list(queue):
-            while left > 0:
-                try:
-                    cost = next(work.steps)
-                except StopIteration:
-                    self._end(work, ())
-                    break
-                except (ChunkLost, NoMemory) as error:
-                    lost = isinstance(error, ChunkLost)
-                    why = f"a chunk for request {work.request} was lost while it was loaded" if lost else str(error)
-                    log.warning("%s; %s", why, "the engine computes it" if work.request else "it is not learned")
-                    self._end(work, work.blocks, failed=True)
-                    break
-                except Exception:
-                    if self._ranks > 1:
-                        raise  # The other ranks are about to enter a collective operation, and would hang.
-                    log.exception("lmc failed in a worker; the engine computes what lmc should have loaded")
-                    self._end(work, work.blocks, failed=True)
-                    break
-                if not cost:
-                    break  # It waits for bytes, and other jobs may go on.
-                left -= cost
-            if left <= 0:
-                break
+            if left > 0:
+                left -= self._advance(work, left)
         return left
+
+    def _advance(self, work: Work, left: int) -> int:
+        """Go on with a job until it has cost `left`, waits for bytes or ends, and return what it has cost."""
+        done, among_ranks = 0, work.computes and self._ranks > 1
+        try:
+            if among_ranks:  # Until it goes on, the engine may use what it had asked for before.
+                make_room(self._batch_bytes + max(work.memory, 0), self._device, work.computes)
+            before = allocated(self._device) if among_ranks else 0
+            while done < left and (cost := next(work.steps)):
+                done += cost
+            if among_ranks:
+                work.memory -= allocated(self._device) - before
+        except StopIteration:
+            self._end(work, ())
+        except (ChunkLost, NoMemory) as error:
+            lost = isinstance(error, ChunkLost)
+            why = f"a chunk for request {work.request} was lost while it was loaded" if lost else str(error)
+            log.warning("%s; %s", why, "the engine computes it" if work.request else "it is not learned")
+            self._end(work, work.blocks, failed=True)
+        except Exception:
+            if self._ranks > 1:
+                raise  # The other ranks are about to enter a collective operation, and would hang.
+            log.exception("lmc failed in a worker; the engine computes what lmc should have loaded")
+            self._end(work, work.blocks, failed=True)
+        return done
 
     def _end(self, work: Work, bad: tuple[int, ...], *, failed: bool = False) -> None:
         work.steps.close()
@@ -269,6 +273,13 @@ class Worker:
                 self._copied.append((self._streams.event(), work.job))
 
     # -- inside: jobs ------------------------------------------------------------------------------------------------
+
+    def _load_or_blend(self, job: LoadJob | BlendJob) -> Work:
+        if isinstance(job, LoadJob):
+            return Work(self._load(job), job.request, _blocks(job.copies))
+        assert self._layers is not None
+        what, memory = f"a blend of {len(job.tokens)} tokens", memory_for(self._layers, job)
+        return Work(self._blend(job), job.request, job.blocks[job.start // self._block_size :], -1, what, memory)
 
     def _load(self, job: LoadJob | BlendJob) -> Generator[int, None, None]:
         copies = job.copies
@@ -292,7 +303,6 @@ class Worker:
         def arrived(layer: int) -> bool:
             return job.ready or self._has_arrived(job.request, job.documents, layer)
 
-        self._make_room(memory_for(self._layers, job), f"a blend of {len(job.tokens)} tokens")
         canvas = PagedCanvas(self._layers, job, self._rows, self._part, arrived, self._streams.load)
         pieces = [part.piece for part in job.documents]
         given = BlendInput(
@@ -306,7 +316,6 @@ class Worker:
 
     def _learn(self, job: LearnJob) -> Generator[int, None, None]:
         assert self._layers is not None
-        self._make_room(0, f"a document of {len(job.tokens)} tokens")
         tokens, blocks = (torch.tensor(one, device=self._device) for one in (job.tokens, job.blocks))
         behind = self._layers.slots(blocks, torch.arange(job.document, device=self._device))
         for access, kv in zip(self._layers.access, self._prefix_kv, strict=False):
@@ -331,23 +340,6 @@ class Worker:
         for layer in range(self._layers.depth):
             part = self._layers.shape.part(self._part(slot, layer), stop - start)
             read_tokens(self._layers, layer, blocks, start, stop, part)
-
-    def _make_room(self, beside: int, what: str) -> None:
-        """Let the allocator have the memory for a batch of rows, and for `beside` bytes beside it.
-
-        Raises `NoMemory` on every rank if one of them does not get it: an error in the middle of a layer would leave
-        the others waiting for this one.
-        """
-        if self._ranks == 1:
-            return
-        size = self._batch_bytes + beside
-        try:
-            torch.empty(size, dtype=torch.uint8, device=self._device)
-            got = True
-        except RuntimeError:
-            got = False
-        if not all_of([got], self._device)[0]:
-            raise NoMemory(f"{what} needs {size / MIB:.0f} MiB, which not every rank has")
 
     # -- inside: the slab --------------------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from lab import DOCUMENTS, PLAIN, PROMPT, agree, facts, launch
 
 SECONDS = 60.0
+LONGEST = max(map(len, DOCUMENTS))
 
 
 class Child:
@@ -78,39 +79,42 @@ def blended(child: Child) -> dict[str, object]:
 
 
 def without_memory(worker) -> None:
-    """In each rank: from now on the second one has no memory for blends."""
+    """In each rank: the second one has no memory for a long blend when it is asked for the third time."""
     import torch
 
-    from lmc.connectors.vllm.worker import Worker
+    from lmc.connectors.vllm import worker as connector
 
-    make_room, empty = Worker._make_room, torch.empty
+    make_room, empty = connector.make_room, torch.empty
 
-    def scarce(self, beside, what):
-        def none_is_left(*size, **options):
+    def scarce(size, device, what):
+        def none_is_left(*shape, **options):
             torch.empty = empty
             raise torch.OutOfMemoryError("CUDA out of memory")
 
-        if what.startswith("a blend"):
-            torch.empty = none_is_left
-        make_room(self, beside, what)
+        if what.startswith("a blend") and int(what.split()[3]) > LONGEST:  # Documents that are learned are blends, too.
+            worker.asked += 1
+            if worker.asked > 2 and worker.rank == 1:
+                torch.empty = none_is_left
+        make_room(size, device, what)
 
-    if worker.rank == 1:
-        Worker._make_room = scarce
+    worker.asked, connector.make_room = 0, scarce
 
 
 def refused(child: Child) -> dict[str, object]:
-    """What is seen when one of the ranks has no memory for blends."""
+    """What is seen when one of the ranks has no memory in the middle of a blend, and then before another one."""
     wanted = child.ask(PROMPT.tokens, {"blend": False})
-    for document in DOCUMENTS:
-        child.ask(document, {"learn": True}, 1)
     child.llm.collective_rpc(without_memory)
     found = []
     for _ in range(2):
+        child.forget(chunks=True)
+        for document in DOCUMENTS:
+            child.ask(document, {"learn": True}, 1)
         child.forget()
-        found.append(child.ask(PROMPT.tokens, PROMPT.blend(strategy="none")))
+        found.append(child.ask(PROMPT.tokens, PROMPT.blend(strategy="union", ratio=1.0)))
     return {
         "refused": [facts(one).get("reused_tokens", 0) for one in found],
         "refused blends are computed": all(child.same(one, wanted) for one in found),
+        "asked for memory": child.llm.collective_rpc(lambda worker: worker.asked),
     }
 
 

@@ -7,7 +7,7 @@ from apart import PYTEST, run_apart
 @pytest.mark.parametrize(
     "what",
     [
-        ["kernels/test_paged_canvas.py"],
+        ["kernels/test_paged_canvas.py", "kernels/test_memory.py"],
         [*(f"kernels/test_{name}.py" for name in ("place", "attention", "shift")), "-k", "float32 and NHD or weights"],
     ],
     ids=["canvas", "kernels"],

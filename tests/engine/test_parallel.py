@@ -80,6 +80,7 @@ def test_a_rank_without_memory_refuses_a_blend_for_all(seen):
         pytest.skip("one rank")
     assert seen["refused"] == [0, 0]
     assert seen["refused blends are computed"]
+    assert seen["asked for memory"] == [4, 4], "before each step of the first one, and before the second one"
 
 
 def test_blind_reuse_is_not_and_does_not_reach_plain_requests(seen):

@@ -13,7 +13,8 @@ pytest.importorskip("vllm")
 from lmc.blend.blender import Blender, BlendInput
 from lmc.blend.kernels.choice import TORCH, kernels_of
 from lmc.blend.strategies import RecomputePolicy
-from lmc.connectors.vllm.canvas import BatchRows, PagedCanvas, memory_for
+from lmc.connectors.vllm.canvas import BatchRows, PagedCanvas
+from lmc.connectors.vllm.memory import memory_for
 from lmc.connectors.vllm.messages import BlendJob, DocumentPart
 from lmc.connectors.vllm.native import NativeLayers
 from lmc.connectors.vllm.paged import TokenAccess
@@ -169,9 +170,15 @@ def length_of(documents: int) -> int:
 
 
 def blend_of(
-    kind: type[PagedCanvas], layers: NativeLayers, documents: int, policy: dict[str, object], *, through: bool
+    kind: type[PagedCanvas],
+    layers: NativeLayers,
+    documents: int,
+    policy: dict[str, object],
+    *,
+    through: bool,
+    rows: int | None = None,
 ) -> tuple[PagedCanvas, BlendInput, RecomputePolicy]:
-    """A canvas for a prompt with documents, and what a blender is to do with it."""
+    """A canvas for a prompt with documents, whose `rows` go in one call, and what a blender is to do with it."""
     length, parts = length_of(documents), torch.randn(3, documents, 2, SIZE, HEADS, DIM)  # [L, document, K, T, H, D]
     pieces = [
         Piece.whole(RecordKind.DOCUMENT, ChunkKey(b""), SIZE, 5 + i * (SIZE + 2), 0, None, exact=False)
@@ -183,7 +190,7 @@ def blend_of(
         documents=tuple(DocumentPart(slot=i, tag=0, piece=piece) for i, piece in enumerate(pieces)),
     )  # fmt: skip
     canvas = kind(
-        layers, job, BatchRows(length, length if through else 0),
+        layers, job, BatchRows(rows or length, length if through else 0),
         lambda slot, layer: parts[layer, slot].flatten().view(torch.uint8), lambda _: True,
     )  # fmt: skip
     return canvas, BlendInput(length=length, stop=length, question=length - 6, placements=pieces), job.policy
