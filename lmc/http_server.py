@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import socket
+import ssl
 import stat
 import threading
 import time
@@ -49,6 +50,14 @@ class Certificate(NamedTuple):
     chain: Path
     key: Path
 
+    def check(self) -> None:
+        """Raise `ConfigError` if the files cannot be used."""
+        try:
+            ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(self.chain, self.key)
+        except OSError as error:
+            said = f"the certificate and the key {self.chain} and {self.key} cannot be used"
+            raise ConfigError(f"{said}: {error.strerror or error}") from None
+
 
 def serve(
     application: Application,
@@ -69,6 +78,8 @@ def serve(
         import uvicorn
     except ImportError as error:
         raise ConfigError(f"{setting} needs {error.name}: pip install starlette uvicorn") from error
+    if certificate:
+        certificate.check()
     listening = _listening(address, token, setting, number)
     tls = {"ssl_certfile": certificate.chain, "ssl_keyfile": certificate.key} if certificate else {}
     config = uvicorn.Config(
@@ -80,12 +91,6 @@ def serve(
         limit_concurrency=AT_ONCE,
         **tls,
     )
-    try:
-        config.load()
-    except OSError as error:
-        listening.close()
-        files = f"{certificate.chain} and {certificate.key}" if certificate else ""
-        raise ConfigError(f"the certificate and the key {files} cannot be used: {error.strerror or error}") from None
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, args=([listening],), name="lmc-admin", daemon=True)
     thread.start()

@@ -98,6 +98,21 @@ def stored(store: ChunkStore) -> int:
     return len(store.known_keys())
 
 
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (["--http", "127.0.0.1:1234", "--certificate", "none.pem", "--key", "none.key"], "the certificate and the key"),
+        (["--group", "there is none"], "this host has no such group"),
+        (["--http", "127.0.0.1:123456"], "--http"),
+    ],
+    ids=lambda one: one[0] if isinstance(one, list) else "",
+)
+def test_a_server_that_cannot_start_does_not_end_the_one_that_it_would_take_over(service, wrong, said):
+    code, _, err = lmc("serve", "--socket", str(service.server.path), "--takeover", *wrong)
+    assert (code, said in " ".join(err.split())) == (2, True)
+    assert not service.server.ends
+
+
 # -- documents ---------------------------------------------------------------------------------------------------------
 
 

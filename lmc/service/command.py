@@ -75,14 +75,14 @@ def serve(
     from lmc.service.server import CacheServer
 
     settings, visitors = Settings.load(), _checked(http, tenants, certificate, key)
-    path = _path_of(socket, settings.server)
+    path, group_number = _path_of(socket, settings.server), _number_of(group)
     logging.basicConfig(level=log_level(logging.INFO), format="%(asctime)s %(levelname)s %(message)s")
     sys.setswitchinterval(SWITCH_SECONDS)
     if http:
         _http_modules()  # which take seconds, for which the server that is taken over goes on
     if takeover:
         _take_over(path)
-    server = CacheServer(settings, path, group=_number_of(group), memory=memory.absolute() if memory else None)
+    server = CacheServer(settings, path, group=group_number, memory=memory.absolute() if memory else None)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: server.stop())
     log.info(
@@ -159,6 +159,8 @@ def _close(server: "CacheServer") -> None:
 
 def _checked(address: str, tenants: Path | None, certificate: Path | None, key: Path | None) -> dict[str, str]:
     """Return the cache salts of tenants, by token; raise `ConfigError` for options that do not go together."""
+    from lmc.http_server import Certificate
+
     token = os.environ.get(TOKEN, "")
     if not address and (tenants or certificate or key):
         raise ConfigError("--tenants, --certificate and --key need --http")
@@ -168,6 +170,8 @@ def _checked(address: str, tenants: Path | None, certificate: Path | None, key: 
         raise ConfigError(f"with --tenants the server needs a token of its own: set {TOKEN}")
     if address and not address.startswith(UNIX):
         host_and_port(address, token, "--http")
+    if certificate and key:  # A server that is taken over goes on if they cannot be used.
+        Certificate(certificate, key).check()
     salts = _tenants_in(tenants) if tenants else {}
     if token in salts:
         raise ConfigError(f"--tenants {tenants}: a tenant has the token of the server")
