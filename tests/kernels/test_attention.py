@@ -116,7 +116,7 @@ def test_queries_may_be_a_part_of_a_larger_tensor():
 
 def test_a_later_key_changes_no_earlier_row():
     query, pages, positions, scale = problem((2, 4, 64, 16), torch.float32, "HND")
-    for late in (positions[-1], positions[5] + 1):
+    for late in (positions[-1], positions[5] + 1, positions[0] + 1):
         before = attention_triton.attend(query, pages, positions, scale)
         size = pages.keys.shape[2]
         pages.keys[pages.table[late // size], :, late % size] = 1e4

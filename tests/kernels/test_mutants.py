@@ -72,7 +72,7 @@ PLACE = [
 ]
 SHIFT = [
     ("_add(into, first, a * c - b * s, half)", "_add(into, first, a * c + b * s, half)", SHIFTED),
-    ("there = tl.arange(0, BT) < tl.load(tile + 1)", "there = tl.arange(0, BT) < tl.load(tile + 1) - 1", SHIFTED),
+    ("n < tl.load(tile + 1)", "n < tl.load(tile + 1) - 1", SHIFTED),
     ("known, wide = m < tl.load(tile + 3)", "known, wide = m < MOST", SHIFTED),
     ("* share, mask=whole", ", mask=whole", SHIFTED),
     ("_summed(own, changes, e + HEADS * D", "_summed(own, changes, e", SHIFTED),

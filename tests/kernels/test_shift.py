@@ -8,6 +8,7 @@ from lmc.blend.kernels import shift, shift_triton
 from lmc.blend.kernels.shift import MOST_EXAMPLES, Spans
 
 SHAPES = [(2, 64, 16, 64), (1, 80, 16, 80), (3, 96, 32, 48), (2, 128, 16, 128)]  # H, D, N, R
+LONG = (1, 256, 16, 128)  # which a program corrects fewer tokens of
 TOKENS, EXAMPLES = [40, 3, 0, 70], [9, 1, 4, MOST_EXAMPLES]
 
 
@@ -28,7 +29,7 @@ def problem(shape, dtype, tokens=TOKENS, examples=EXAMPLES, *, interleaved=False
 
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape", [*SHAPES, LONG], ids=str)
 def test_changes_and_corrections_are_those_of_torch(shape, dtype, interleaved):
     canvas, examples, others, stored = problem(shape, dtype, interleaved=interleaved)
     back = canvas.turn(examples, torch.zeros_like(examples))
