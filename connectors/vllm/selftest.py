@@ -14,7 +14,7 @@ from lmc.connectors.vllm.canvas import BatchRows, PagedCanvas, prefill_alone
 from lmc.connectors.vllm.memory import allocated, make_room
 from lmc.connectors.vllm.messages import BlendJob, DocumentPart
 from lmc.connectors.vllm.native import NativeLayers
-from lmc.connectors.vllm.tensor_parallel import on_all_ranks
+from lmc.connectors.vllm.tensor_parallel import on_all_ranks, several_ranks
 from lmc.engine import Piece
 from lmc.errors import NoMemory, UnsupportedModel
 from lmc.keys import ChunkKey, RecordKind
@@ -76,12 +76,13 @@ def _as_compiled(canvas: PagedCanvas, whole: list[KV], in_two: list[KV]) -> bool
 def run_full_batch(layers: NativeLayers, rows: int) -> int:
     """Run as many rows through a layer as a blend ever does, so that memory that is missing is missed at the start.
 
-    Some of the rows come first, by whose memory the ranks agree on whether the others will fit: an error on one of them
-    in the middle of a layer would leave the others waiting for it. Returns the bytes that all of the rows took on a
-    GPU. Raises `UnsupportedModel` on every rank if one of them has not the memory.
+    With several ranks, some of the rows come first, by whose memory they agree on whether the others will fit: an error
+    on one rank in the middle of a layer would leave the others waiting for it. Returns the bytes that all of the rows
+    took on a GPU. Raises `UnsupportedModel` on every rank if one of them has not the memory.
     """
     try:
-        make_room(FIRST_SHARE * _bytes_of(layers, rows // FIRST_SHARE), layers.device, f"a batch of {rows} tokens")
+        if several_ranks():
+            make_room(FIRST_SHARE * _bytes_of(layers, rows // FIRST_SHARE), layers.device, f"a batch of {rows} tokens")
         return _bytes_of(layers, rows)
     except (torch.OutOfMemoryError, NoMemory) as error:
         cure = "lower --max-num-batched-tokens or --gpu-memory-utilization"

@@ -5,6 +5,11 @@ import torch
 from lmc.connectors.vllm.vllm_api import get_tp_group
 
 
+def several_ranks() -> bool:
+    """Return whether there are other ranks than this one."""
+    return bool(get_tp_group().world_size > 1)
+
+
 def summed(evidence: torch.Tensor) -> torch.Tensor:
     """Return evidence added up over the heads of all ranks."""
     group = get_tp_group()
@@ -40,9 +45,8 @@ def on_all_ranks(*, good: bool) -> bool:
 
     The ranks ask each other on the host, so that nothing waits for a GPU.
     """
-    group = get_tp_group()
-    if group.world_size == 1:
+    if not several_ranks():
         return good
     votes = torch.tensor([int(good)])
-    torch.distributed.all_reduce(votes, torch.distributed.ReduceOp.MIN, group.cpu_group)
+    torch.distributed.all_reduce(votes, torch.distributed.ReduceOp.MIN, get_tp_group().cpu_group)
     return bool(votes.item())
