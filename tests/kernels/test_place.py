@@ -92,18 +92,20 @@ def test_nothing_is_placed():
     assert agree(pages, before, torch.float32)
 
 
+@pytest.mark.parametrize("layout", ["NHD", "HND", "apart"])
 @pytest.mark.parametrize("count", [0, 1, 16, 76])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_what_is_read_is_what_torch_reads(shape, count):
-    pages, _, _, new = problem(shape, torch.float16)
+def test_what_is_read_is_what_torch_reads(shape, count, layout):
+    pages, _, _, new = problem(shape, torch.float16, layout)
     slots = slots_of(pages, new)[:count]
     assert torch.equal(place_triton.gather(pages, slots), place.gather(pages, slots))
 
 
+@pytest.mark.parametrize("layout", ["NHD", "HND", "apart"])
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_deviations_are_those_of_torch(shape, dtype):
-    pages, parts, _, new = problem(shape, dtype)
+def test_deviations_are_those_of_torch(shape, dtype, layout):
+    pages, parts, _, new = problem(shape, dtype, layout)
     canvas = OneLayer(pages, rotated=shape[3], interleaved=False)
     slots, stored = slots_of(pages, new), torch.cat(parts, dim=1)[0]
     for one, other in zip(

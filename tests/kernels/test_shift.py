@@ -12,7 +12,7 @@ LONG = (1, 256, 16, 128)  # which a program corrects fewer tokens of
 TOKENS, EXAMPLES = [40, 3, 0, 70], [9, 1, 4, MOST_EXAMPLES]
 
 
-def problem(shape, dtype, tokens=TOKENS, examples=EXAMPLES, *, interleaved=False):
+def problem(shape, dtype, tokens=TOKENS, examples=EXAMPLES, *, interleaved=False, layout="NHD"):
     """A canvas over pages, positions of examples and of others, and what the examples were before.
 
     That is a view of `[H, E, D]`, as the dense canvas reads it.
@@ -20,18 +20,19 @@ def problem(shape, dtype, tokens=TOKENS, examples=EXAMPLES, *, interleaved=False
     heads, dim, size, rotated = shape
     torch.manual_seed(sum(shape))
     count = sum(tokens) + sum(examples)
-    canvas = OneLayer(pages_of(heads, dim, size, count, dtype), rotated=rotated, interleaved=interleaved)
+    canvas = OneLayer(pages_of(heads, dim, size, count, dtype, layout), rotated=rotated, interleaved=interleaved)
     positions = torch.randperm(count)
     known, others = positions[: sum(examples)], positions[sum(examples) :]
     stored = tuple(torch.randn(2, heads, len(known), dim).to(dtype).transpose(1, 2))
     return canvas, known, others, stored
 
 
+@pytest.mark.parametrize("layout", ["NHD", "HND", "apart"])
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("shape", [*SHAPES, LONG], ids=str)
-def test_changes_and_corrections_are_those_of_torch(shape, dtype, interleaved):
-    canvas, examples, others, stored = problem(shape, dtype, interleaved=interleaved)
+def test_changes_and_corrections_are_those_of_torch(shape, dtype, interleaved, layout):
+    canvas, examples, others, stored = problem(shape, dtype, interleaved=interleaved, layout=layout)
     back = canvas.turn(examples, torch.zeros_like(examples))
     found, wanted = (one.changes_of(canvas, 0, canvas.slots(examples), stored, back) for one in (shift_triton, shift))
     assert (found - wanted).abs().max() <= 1e-5
@@ -45,27 +46,29 @@ def test_changes_and_corrections_are_those_of_torch(shape, dtype, interleaved):
     for over, one in ((canvas, shift_triton), (other, shift)):
         one.correct(over, 0, over.slots(others), counts, wanted, spans, forth)
     for a, b in zip(canvas.paged(0)[:2], other.paged(0)[:2], strict=True):
-        assert (a.float() - b.float()).abs().max() <= TOLERANCE[dtype] * 4  # Values are up to 4.
+        assert (a.float() - b.float()).abs().max() <= TOLERANCE[dtype] * b.float().abs().max()
     unchanged = OneLayer(before, rotated=shape[3], interleaved=interleaved)
     for a, b in zip(*(one.read(0, canvas.slots(examples)) for one in (canvas, unchanged)), strict=True):
         assert torch.equal(a, b)
 
 
-def weights(kernels, tokens, examples, shape, dtype, *, interleaved):
+def weights(kernels, tokens, examples, shape, dtype, *, interleaved, layout="NHD"):
     """The weights of examples for tokens that stand anywhere."""
-    canvas, known, others, (stored, _) = problem(shape, dtype, tokens, examples, interleaved=interleaved)
+    canvas, known, others, (stored, _) = problem(shape, dtype, tokens, examples, interleaved=interleaved, layout=layout)
     turns = tuple(canvas.turn(one, torch.zeros_like(one)) for one in (known, others))
     spans = Spans.of(tokens, examples, canvas.device)
     return kernels.weights_of(canvas, 0, stored, canvas.slots(others), turns, spans)
 
 
+@pytest.mark.parametrize("layout", ["NHD", "HND", "apart"])
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_weights_are_those_of_torch(shape, dtype, interleaved):
+def test_weights_are_those_of_torch(shape, dtype, interleaved, layout):
     """Also with a document of which no token is shifted, and one with a single example."""
     wanted, found = (
-        weights(one, TOKENS, EXAMPLES, shape, dtype, interleaved=interleaved) for one in (shift, shift_triton)
+        weights(one, TOKENS, EXAMPLES, shape, dtype, interleaved=interleaved, layout=layout)
+        for one in (shift, shift_triton)
     )
     assert (found - wanted).abs().max() <= 1e-5
     assert wanted.abs().sum() > 0
