@@ -45,6 +45,7 @@ from lmc.rag import SEPARATOR as SEPARATOR_TEXT
 from lmc.shapes import GIB
 from lmc.storage.slab import Slab
 
+SLOTS = 8  # of the slab
 DELAY = 20_000_000  # cycles that a stream sleeps, some 10 ms
 OURS = {
     "_place",
@@ -100,9 +101,9 @@ def main() -> None:
 def copies(report: Report, sizes: Sizes) -> None:
     """Pages between a slab and the GPU, and their order behind work that takes long."""
     page_bytes = sizes.page * sizes.heads * 2 * sizes.dim * 2
-    parts = sizes.slab_bytes // (64 * page_bytes)
+    parts = sizes.slab_bytes // (64 * page_bytes) // SLOTS
     started = time.perf_counter()
-    slab = Slab(1, parts, 64 * page_bytes)
+    slab = Slab(SLOTS, parts, 64 * page_bytes)  # It is page-locked by several threads, in stretches of whole slots.
     seconds = time.perf_counter() - started
     report.line("make and page-lock a slab", 1000 * seconds * GIB / slab.bytes, "ms")
     whole, there = slab.slot(0), torch.zeros(parts, 64 * page_bytes, dtype=torch.uint8, device=report.device)
@@ -132,11 +133,11 @@ def copies(report: Report, sizes: Sizes) -> None:
 
 
 def _ordered(report: Report, pages: Pages, cache: torch.Tensor, moves: list[Move]) -> None:
-    """Save what a slow kernel writes, let it be overwritten, and load it back, in the streams of a worker.
+    """Save what a slow kernel writes, let it be overwritten, load it back, and use its slots again, as a worker does.
 
     The control omits to wait, which has to be noticed, if there is a GPU.
     """
-    what = "pages wrong after a slow save, other contents, and a slow load"
+    what = "pages wrong behind slow saves and loads, and slots used again"
     report.line(what, _wrong_pages(report, pages, cache, moves, waits=True), "", most=0)
     if report.device.type == "cuda":
         report.line(f"{what}, if nothing waits", _wrong_pages(report, pages, cache, moves, waits=False), "", least=1)
@@ -166,8 +167,13 @@ def _wrong_pages(report: Report, pages: Pages, cache: torch.Tensor, moves: list[
     with behind(streams.load):
         delayed()
         pages.load_all(0, moves)
+        event = streams.event()
     if waits:
         streams.wait_for_loads()
+    if event is not None and waits:
+        event.synchronize()  # Before that the slots are given to no other chunk.
+    for move in moves:
+        move.part.fill_(7)
     found = cache.clone()
     report.wait()
     return float((found != 3).sum())

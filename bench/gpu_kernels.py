@@ -18,7 +18,6 @@ from lmc.blend.selftest import difference
 from lmc.shapes import GIB, MIB
 
 ALLOWED = {torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.float32: 1e-4}  # errors, relative to the largest value
-Speed = Callable[..., None]  # notes how fast some work is, of the bandwidth of memory
 
 
 @dataclass
@@ -78,17 +77,28 @@ def exact(pages: Paged) -> Paged:
     return Paged(keys, values, pages.table)
 
 
+class Speed:
+    """Notes how fast some work is, of what the device allows."""
+
+    def __init__(self, report: Report, dtype: torch.dtype) -> None:
+        self._report, self._name = report, str(dtype).removeprefix("torch.")
+        large = torch.empty(256 * MIB if not report.smoke else MIB, dtype=torch.uint8, device=report.device)
+        self.memory = 2 * large.numel() / report.milliseconds(large.clone) / 1e6
+        report.line("memory, by a large copy", self.memory, "GB/s")
+        side = 4096 if not report.smoke else 64
+        one, other = torch.randn(2, side, side, device=report.device).to(dtype)
+        self.products = 2 * side**3 / report.milliseconds(lambda: one @ other) / 1e9
+        report.line(f"products of a large matrix, {self._name}", self.products, "TFLOP/s")
+
+    def __call__(self, what: str, moved: int, work: Callable[[], Any], least: float | None = None) -> None:
+        """Note how many of the bytes that memory moves are `moved`, and whether it is at least this share."""
+        took = self._report.milliseconds(work)
+        self._report.line(f"{what}, {self._name}", moved / took / 1e6 / self.memory, "of memory", least=least)
+
+
 def kernels(report: Report, sizes: Sizes, dtype: torch.dtype) -> None:
     """Errors and bandwidths of the kernels that move keys and values, and of the scores, each in a part of its own."""
-    large = torch.empty(256 * MIB if not report.smoke else MIB, dtype=torch.uint8, device=report.device)
-    memory = 2 * large.numel() / report.milliseconds(large.clone) / 1e6
-    report.line("memory, by a large copy", memory, "GB/s")
-    name = str(dtype).removeprefix("torch.")
-
-    def speed(what: str, moved: int, work: Callable[[], Any], least: float | None = None) -> None:
-        took = report.milliseconds(work)
-        report.line(f"{what}, {name}", moved / took / 1e6 / memory, "of memory", least=least)
-
+    speed, name = Speed(report, dtype), str(dtype).removeprefix("torch.")
     for what, measure in (("moving", moved), ("layouts", placed), ("corrections", corrected), ("scores", scores)):
         with report.part(f"{what} in {name}"):
             measure(report, sizes, dtype, speed)
@@ -124,9 +134,9 @@ def moved(report: Report, sizes: Sizes, dtype: torch.dtype, speed: Speed) -> Non
     place.place([part.float() for part in parts], turn, slots, before)
     ours.place(parts, turn, slots, pages)
     errors(report, f"place, {name}", pages[:2], before[:2], ALLOWED[dtype])
-    speed(
-        "place, with the copy to its staging area", 8 * count * row, lambda: ours.place(parts, turn, slots, pages), 0.7
-    )
+    staged = torch.cat(parts, dim=1)
+    speed("place", 4 * count * row, lambda: ours.place([staged], turn, slots, pages), 0.7)
+    speed("place, with copies to one piece", 8 * count * row, lambda: ours.place(parts, turn, slots, pages))
     wrong = (ours.gather(pages, slots) != place.gather(pages, slots)).sum()
     report.line(f"numbers that gather has wrong, {name}", float(wrong), "", most=0)
     speed("gather", 4 * count * row, lambda: ours.gather(pages, slots))
@@ -197,10 +207,20 @@ def scores(report: Report, sizes: Sizes, dtype: torch.dtype, speed: Speed) -> No
             (f"attention with scores by {over_heads}", f"scores by {over_heads}"), found, wanted, strict=True
         ):
             errors(report, f"{what}, {name}", [one], [other], ALLOWED[dtype])
-        speed(
-            f"attention and scores by {over_heads} of 64 rows, three readings of the keys", 3 * sizes.context * row,
-            partial(ours.attend_and_score, query, context, *score), 0.5,
-        )  # fmt: skip
+        both, alone = (
+            report.milliseconds(work)
+            for work in (
+                partial(ours.attend_and_score, query, context, *score),
+                partial(ours.attend, query, context, *score[:3]),
+            )
+        )
+        # The keys are read once more for the scores, and each product is computed once more.
+        products = 2 * asking * sizes.context * sizes.heads * sizes.group * sizes.dim
+        least = max(sizes.context * row / speed.memory, products / speed.products / 1e3) / 1e6
+        what, took = f"scores by {over_heads} of {asking} rows, beside attention, {name}", max(both - alone, 1e-6)
+        report.line(what, took, "ms")
+        report.line(f"{what}: bandwidth", sizes.context * row / took / 1e6 / speed.memory, "of memory")
+        report.line(f"{what}: what is possible", least / took, "of best", least=0.5)
 
 
 def scattered(report: Report, sizes: Sizes) -> None:

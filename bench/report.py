@@ -17,7 +17,8 @@ from lmc.connectors.vllm.streams import seconds_of
 REPEATS = 15
 CACHE = 256 << 20  # bytes, more than the cache of any GPU
 BUSY = 4_000_000  # cycles, some 2 ms, in which the host issues what is measured
-TIMED = ("ms", "GB/s", "of copies", "of memory", "of vLLM", "of prefill", "times")  # units of what a clock has measured
+# Units of what a clock has measured.
+TIMED = ("ms", "GB/s", "TFLOP/s", "of copies", "of memory", "of best", "of vLLM", "of prefill", "times")
 
 
 @dataclass

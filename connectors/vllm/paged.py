@@ -24,6 +24,7 @@ from lmc.shapes import KV
 log = logging.getLogger(__name__)
 
 TIMED, TIMED_PAGES = 5, 256
+PART_PAGES = 16  # of a chunk of 256 tokens, where pages have 16
 WIDEST = torch.complex128  # torch's numbers of 16 bytes; nothing computes with them here
 CPU_LAYOUTS = ("vec", "vec16")  # instruction sets with pages of a transposed key block and a value block
 
@@ -61,12 +62,13 @@ class Pages:
         if self._submit is None:
             return
         count, seconds = min(TIMED_PAGES, len(self._views[0])), {False: float("inf"), True: float("inf")}
-        way = "one by one", "by way of memory on the GPU"
+        way, blocks = ("one by one", "by way of memory on the GPU"), range(count)[::-1]
         for stages in (False, True):
             self._stages = stages
             try:
-                part = torch.empty(count * self.page_bytes[0], dtype=torch.uint8).pin_memory()
-                moves = [Move(range(count)[::-1], part)]
+                memory = torch.empty(count * self.page_bytes[0], dtype=torch.uint8).pin_memory()
+                parts, starts = memory.split(PART_PAGES * self.page_bytes[0]), range(0, count, PART_PAGES)
+                moves = [Move(blocks[at : at + PART_PAGES], part) for at, part in zip(starts, parts, strict=True)]
                 seconds[stages] = min(seconds_of(partial(self.save_all, 0, moves)) for _ in range(TIMED))
             except RuntimeError as error:
                 log.warning("lmc cannot copy many pages in one call, %s: %s", way[stages], error)

@@ -1,5 +1,6 @@
 """A rank's share of the slab that the scheduler's process owns."""
 
+import logging
 import threading
 from collections.abc import Callable, Sequence
 
@@ -10,6 +11,8 @@ from lmc.connectors.vllm.vllm_api import get_pp_group, get_tp_group
 from lmc.storage.ledger import Slot
 from lmc.storage.memory_files import wait_until_unlocked
 from lmc.storage.slab import Slab, SlabAddress
+
+log = logging.getLogger(__name__)
 
 
 class RankSlab:
@@ -24,6 +27,10 @@ class RankSlab:
         self._share = at.shares.of(get_pp_group().rank_in_group, get_tp_group().rank_in_group)
         self._slab = Slab.attach(at, self._share)
         if at.owner:
+            if torch.cuda.is_available():
+                log.warning(
+                    "the memory of a cache server is not page-locked: copies to the GPU are slower than without"
+                )
             threading.Thread(target=_wait_for, args=(at, gone), name="lmc-server", daemon=True).start()
 
     def part(self, slot: int, layer: int) -> torch.Tensor:

@@ -76,7 +76,7 @@ def test_what_waits_is_seen():
     with watch.modes[0], watch.modes[1], watch.set(True):
         for wait in (
             values.cpu, values.tolist, values.nonzero, values[0].item, values[0].__int__, values[0].__bool__,
-            lambda: values[values > 1], lambda: torch.tensor([1]),
+            lambda: values[values > 1], lambda: torch.tensor([1]), lambda: values.to(values.device),
         ):  # fmt: skip
             wait()
             assert watch.take()[1]

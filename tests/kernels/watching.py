@@ -61,7 +61,8 @@ class Watch:
 
     def called(self, name: str, args, kwargs) -> None:
         masked = name in ("__getitem__", "__setitem__") and _has_mask(args[1])
-        from_host = name == "tensor" or (name in ("as_tensor", "to") and "device" in kwargs)
+        to_device = "device" in kwargs or (len(args) > 1 and isinstance(args[1], str | torch.device))
+        from_host = name == "tensor" or (name in ("as_tensor", "to") and to_device and not kwargs.get("non_blocking"))
         if name in WAITS or masked or from_host:
             self.waited.append(name)
 
