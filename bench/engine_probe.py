@@ -142,12 +142,13 @@ class ProbeHost(Host):
         second = self._add(loaded, count)
         self._until(lambda: self._loading(second) or second in self._outputs)
         loading, request = self._loading(second), self._request(first)
-        if request in self._scheduler.running:  # What follows is what vLLM's `Scheduler.reset_prefix_cache` does.
+        running = request in self._scheduler.running
+        if running:  # What follows is what vLLM's `Scheduler.reset_prefix_cache` does.
             self._scheduler.running.remove(request)
             self._scheduler._preempt_request(request, time.monotonic(), drop_stale_output=True)
             self._scheduler.prev_step_scheduled_req_ids.clear()
         self._run()
-        return {"answers": [self._told(first), self._told(second)], "loading": loading}
+        return {"answers": [self._told(first), self._told(second)], "preempted": loading and running}
 
     def left(self) -> dict[str, Any]:
         self._settle()

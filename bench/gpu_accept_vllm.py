@@ -265,7 +265,7 @@ class Checks:
         self._differ("requests among them", found["answers"], [one for one in self._blended for _ in range(2)])
         self._learn()
         found = self._engine.preempt((plain[-1], None), blended[0].blend(**EXACT[0]), self._cases.count)
-        self._line("requests preempted while another one is blended", float(found["loading"]), "", least=1)
+        self._line("requests preempted while another one is blended", float(found["preempted"]), "", least=1)
         self._differ("these two", found["answers"], [wanted[-1], wanted[0]])
         self._nothing_is_left("the preemptions")
 

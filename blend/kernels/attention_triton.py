@@ -201,6 +201,7 @@ def attend_and_score(
     over_heads: OverHeads,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `lmc.blend.kernels.attention.attend_and_score`."""
+    query = query if query.stride(-1) == 1 else query.contiguous()
     log_sums = torch.empty(query.shape[1::-1], dtype=torch.float32, device=query.device)  # [Q, T]
     out = _attended(query, kv, positions, scale, present, log_sums)
     pages, (tokens, queries, dim) = Paged.of(kv), query.shape

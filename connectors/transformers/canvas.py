@@ -133,5 +133,6 @@ class DenseCanvas(Canvas[DenseRows]):
         be NaN.
         """
         keys, values = self.kv[layer]
-        keys[:, absent] = values[:, absent] = 0
+        for one in (keys, values):
+            one.index_fill_(1, absent, 0)  # The assignment of a number would be waited for on a GPU.
         return keys[:, :stop], values[:, :stop]

@@ -138,7 +138,8 @@ class PagedCanvas:
             return self.paged(layer)
         blocks = self._layers.kernel_blocks(self._blocks[: -(-stop // self._layers.block_size)])
         keys, values = self._layers.access[layer].tokens_of(blocks, stop)
-        keys[:, absent] = values[:, absent] = 0
+        for one in (keys, values):
+            one.index_fill_(1, absent, 0)  # The assignment of a number would be waited for on a GPU.
         return keys, values
 
     def context_cost(self, stop: int) -> int:

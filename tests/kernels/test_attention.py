@@ -112,6 +112,9 @@ def test_queries_may_be_a_part_of_a_larger_tensor():
     wider[:, 8:16] = query
     wanted = attention.attend(query, pages, positions, scale)
     assert agree(attention_triton.attend(wider[:, 8:16], pages, positions, scale), wanted, torch.float32)
+    score = (pages, positions, scale, torch.ones(150, dtype=torch.bool), "mean")
+    _, scores = attention_triton.attend_and_score(wider[:, 8:16], *score)
+    assert agree(scores, attention.attend_and_score(query, *score)[1], torch.float32)
 
 
 def test_a_later_key_changes_no_earlier_row():

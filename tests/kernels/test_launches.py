@@ -77,6 +77,7 @@ def test_what_waits_is_seen():
         for wait in (
             values.cpu, values.tolist, values.nonzero, values[0].item, values[0].__int__, values[0].__bool__,
             lambda: values[values > 1], lambda: torch.tensor([1]), lambda: values.to(values.device),
+            lambda: values.__setitem__(torch.clone(values), 1),
         ):  # fmt: skip
             wait()
             assert watch.take()[1]

@@ -19,6 +19,7 @@ MEANS, MOST = (
     for over_heads in ("mean", "max")
 )
 TOGETHER = test_attention, "test_programs_that_share_keys_and_tokens_find_the_same", (40, FLOAT, "mean")
+PART = test_attention, "test_queries_may_be_a_part_of_a_larger_tensor", ()
 CANARY = test_attention, "test_a_later_key_changes_no_earlier_row", ()
 PLACED, PAIRED = (
     (test_place, "test_what_is_placed_is_what_torch_places", (PARTLY, FLOAT, interleaved, "apart"))
@@ -57,6 +58,7 @@ ATTENTION = [  # what stands in the module, what is put there, and which test fa
     ("head = h * GROUP + row % GROUP", "head = h + row % GROUP * HEADS", OUTPUTS),
     ("h, value_block, value_head, value_token", "h, key_block, key_head, key_token", OUTPUTS),
     ("(h * GROUP + g) * query_head", "(h + g) * query_head", MEANS),
+    ("t.to(tl.int64)[:, None] * query_token + (h", "t.to(tl.int64)[:, None] * HEADS * GROUP * D + (h", PART),
 ]
 VALUES, AS_KEYS = (  # the rows of values with their own strides, and with those of keys
     f"_rows(values, slots, t, there, h, size, {one}_block, {one}_head, {one}_token)" for one in ("value", "key")

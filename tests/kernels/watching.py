@@ -63,7 +63,8 @@ class Watch:
         masked = name in ("__getitem__", "__setitem__") and _has_mask(args[1])
         to_device = "device" in kwargs or (len(args) > 1 and isinstance(args[1], str | torch.device))
         from_host = name == "tensor" or (name in ("as_tensor", "to") and to_device and not kwargs.get("non_blocking"))
-        if name in WAITS or masked or from_host:
+        number = name == "__setitem__" and not isinstance(args[2], torch.Tensor) and _has_tensor(args[1])
+        if name in WAITS or masked or number or from_host:
             self.waited.append(name)
 
     @contextmanager
@@ -77,6 +78,10 @@ class Watch:
     def take(self) -> tuple[list[str], list[str]]:
         found, self.launched, self.waited = (self.launched, self.waited), [], []
         return found
+
+
+def _has_tensor(index) -> bool:
+    return any(isinstance(part, torch.Tensor) for part in (index if isinstance(index, tuple) else (index,)))
 
 
 def _has_mask(index) -> bool:
