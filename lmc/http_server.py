@@ -80,7 +80,6 @@ def serve(
         raise ConfigError(f"{setting} needs {error.name}: pip install starlette uvicorn") from error
     if certificate:
         certificate.check()
-    listening = _listening(address, token, setting, number)
     tls = {"ssl_certfile": certificate.chain, "ssl_keyfile": certificate.key} if certificate else {}
     config = uvicorn.Config(
         application,
@@ -91,6 +90,8 @@ def serve(
         limit_concurrency=AT_ONCE,
         **tls,
     )
+    config.load()
+    listening = _listening(address, token, setting, number)
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, args=([listening],), name="lmc-admin", daemon=True)
     thread.start()

@@ -189,7 +189,7 @@ def attend(
     query: torch.Tensor, kv: KV | Paged, positions: torch.Tensor, scale: float, present: torch.Tensor | None = None
 ) -> torch.Tensor:
     """See `lmc.blend.kernels.attention.attend`."""
-    return _attended(query, kv, positions, scale, present, None)
+    return _attended(_by_rows(query), kv, positions, scale, present, None)
 
 
 def attend_and_score(
@@ -201,7 +201,7 @@ def attend_and_score(
     over_heads: OverHeads,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `lmc.blend.kernels.attention.attend_and_score`."""
-    query = query if query.stride(-1) == 1 else query.contiguous()
+    query = _by_rows(query)
     log_sums = torch.empty(query.shape[1::-1], dtype=torch.float32, device=query.device)  # [Q, T]
     out = _attended(query, kv, positions, scale, present, log_sums)
     pages, (tokens, queries, dim) = Paged.of(kv), query.shape
@@ -228,7 +228,7 @@ def _attended(
     present: torch.Tensor | None,
     log_sums: torch.Tensor | None,
 ) -> torch.Tensor:
-    query, pages = query if query.stride(-1) == 1 else query.contiguous(), Paged.of(kv)
+    pages = Paged.of(kv)
     (tokens, queries, dim), heads = query.shape, pages.keys.shape[1]
     group, out = queries // heads, torch.empty(query.shape, dtype=query.dtype, device=query.device)
     if not tokens:
@@ -259,6 +259,11 @@ def _attended(
             QUERIES=queries, D=dim, WIDE=padded(dim), BT=FEWEST, LOG_SUMS=log_sums is not None, num_warps=4, **FUSED,
         )  # fmt: skip
     return out
+
+
+def _by_rows(query: torch.Tensor) -> torch.Tensor:
+    """Return queries with the numbers of each side by side, as the kernels read them."""
+    return query if query.stride(-1) == 1 else query.contiguous()
 
 
 def shares(programs: int, keys: int) -> int:

@@ -20,6 +20,7 @@ from lmc.blend.kernels.choice import kernels_of
 from lmc.blend.rope import Turn, check_rope
 from lmc.connectors.vllm import vllm_api
 from lmc.connectors.vllm.paged import TokenAccess
+from lmc.connectors.vllm.streams import sent
 from lmc.engine.identity import rope_name
 from lmc.errors import UnsupportedModel
 from lmc.shapes import KVShape
@@ -284,9 +285,9 @@ class NativeLayers:
         table = blocks[: -(-int(lengths.max()) // self.block_size)].to(torch.int32)
         table = self.kernel_blocks(table)
         return vllm_api.CommonAttentionMetadata(
-            query_start_loc=self._copied(starts),
+            query_start_loc=sent(starts, self.device),
             query_start_loc_cpu=starts,
-            seq_lens=self._copied(lengths),
+            seq_lens=sent(lengths, self.device),
             seq_lens_cpu_upper_bound=lengths,
             num_reqs=runs,
             num_actual_tokens=len(at),
@@ -297,10 +298,6 @@ class NativeLayers:
             positions=positions,
             causal=True,
         )
-
-    def _copied(self, numbers: torch.Tensor) -> torch.Tensor:
-        """Return numbers of the host on the device; the host does not wait for that."""
-        return numbers if self.device.type == "cpu" else numbers.pin_memory().to(self.device, non_blocking=True)
 
 
 def _for_many_runs(config: Any) -> Any:

@@ -17,6 +17,7 @@ import torch
 from lmc.blend.canvas import Paged
 from lmc.blend.kernels.choice import TORCH
 from lmc.blend.kernels.operations import Kernels
+from lmc.connectors.vllm.streams import sent
 from lmc.copies import Addresses, Copies, can_submit, merged, stretches_of, submit_of
 from lmc.errors import UnsupportedModel
 from lmc.shapes import KV
@@ -112,9 +113,7 @@ class Pages:
 
     def _in_stages(self, layer: int, moves: Sequence[Move], *, to_pages: bool) -> None:
         view, size = _wide(self._views[layer]), self.page_bytes[layer]
-        blocks = torch.from_numpy(_blocks_of(moves))
-        if view.is_cuda:  # Memory that is not page-locked would be waited for.
-            blocks = blocks.pin_memory().to(view.device, non_blocking=True)
+        blocks = sent(torch.from_numpy(_blocks_of(moves)), view.device)
         side_by_side = view.new_empty((len(blocks), *view.shape[1:])) if to_pages else view.index_select(0, blocks)
         sizes = np.array([len(move.blocks) for move in moves], np.int64) * size
         staged = side_by_side.data_ptr() + np.cumsum(sizes) - sizes

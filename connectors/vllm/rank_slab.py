@@ -28,9 +28,7 @@ class RankSlab:
         self._slab = Slab.attach(at, self._share)
         if at.owner:
             if torch.cuda.is_available():
-                log.warning(
-                    "the memory of a cache server is not page-locked: copies to the GPU are slower than without"
-                )
+                log.warning("the memory of a cache server is not page-locked: copies to the GPU are slower")
             threading.Thread(target=_wait_for, args=(at, gone), name="lmc-server", daemon=True).start()
 
     def part(self, slot: int, layer: int) -> torch.Tensor:

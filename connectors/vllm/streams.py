@@ -42,6 +42,11 @@ class Streams:
         return torch.cuda.current_stream(self._device).record_event() if self._cuda else None
 
 
+def sent(numbers: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return numbers of the host on a device. The host does not wait for a GPU, because they are page-locked first."""
+    return numbers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else numbers
+
+
 def seconds_of(work: Callable[[], None]) -> float:
     """Return how long a GPU takes for some work; wait for it."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

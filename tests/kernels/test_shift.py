@@ -46,7 +46,7 @@ def test_changes_and_corrections_are_those_of_torch(shape, dtype, interleaved, l
     for over, one in ((canvas, shift_triton), (other, shift)):
         one.correct(over, 0, over.slots(others), counts, wanted, spans, forth)
     for a, b in zip(canvas.paged(0)[:2], other.paged(0)[:2], strict=True):
-        assert (a.float() - b.float()).abs().max() <= TOLERANCE[dtype] * b.float().abs().max()
+        assert (a.float() - b.float()).abs().max() <= TOLERANCE[dtype] * 4  # Values are up to 4.
     unchanged = OneLayer(before, rotated=shape[3], interleaved=interleaved)
     for a, b in zip(*(one.read(0, canvas.slots(examples)) for one in (canvas, unchanged)), strict=True):
         assert torch.equal(a, b)

@@ -60,10 +60,11 @@ class Watch:
         self.modes = Waits(), Launches()
 
     def called(self, name: str, args, kwargs) -> None:
-        masked = name in ("__getitem__", "__setitem__") and _has_mask(args[1])
+        indexed = _tensors(args[1]) if name in ("__getitem__", "__setitem__") else []
+        masked = any(one.dtype is torch.bool for one in indexed)
         to_device = "device" in kwargs or (len(args) > 1 and isinstance(args[1], str | torch.device))
         from_host = name == "tensor" or (name in ("as_tensor", "to") and to_device and not kwargs.get("non_blocking"))
-        number = name == "__setitem__" and not isinstance(args[2], torch.Tensor) and _has_tensor(args[1])
+        number = bool(indexed) and name == "__setitem__" and not isinstance(args[2], torch.Tensor)
         if name in WAITS or masked or number or from_host:
             self.waited.append(name)
 
@@ -80,13 +81,8 @@ class Watch:
         return found
 
 
-def _has_tensor(index) -> bool:
-    return any(isinstance(part, torch.Tensor) for part in (index if isinstance(index, tuple) else (index,)))
-
-
-def _has_mask(index) -> bool:
-    parts = index if isinstance(index, tuple) else (index,)
-    return any(isinstance(part, torch.Tensor) and part.dtype is torch.bool for part in parts)
+def _tensors(index) -> list[torch.Tensor]:
+    return [part for part in (index if isinstance(index, tuple) else (index,)) if isinstance(part, torch.Tensor)]
 
 
 class Counted:
