@@ -127,9 +127,11 @@ OTHERS = (
 )  # fmt: skip
 
 
-def attention_cases(dtype: str, dim: int, group: int) -> Iterator[tuple[str, Case]]:
+def attention_cases(dtype: str, dim: int, group: int, *, paged: bool) -> Iterator[tuple[str, Case]]:
     """Attention as it is launched for few and for many rows, with and without hidden tokens, and scores."""
     constants, itemsize = heads(dim) | {"GROUP": group, "SIZE": 16, "PAGED": True}, ITEMSIZES[dtype]
+    if not paged:
+        constants |= {"SIZE": 1, "PAGED": False, "table": None}
     tiles = {
         (tile(tokens, 8, group, dim, itemsize, hides=hides), hides) for hides in (False, True) for tokens in (64, 16384)
     }
@@ -140,24 +142,30 @@ def attention_cases(dtype: str, dim: int, group: int) -> Iterator[tuple[str, Cas
             name = f"_attend-{rows}-{keys}-{'hides' if hides else 'whole'}-{'sums' if sums else 'alone'}"
             yield name, Case(attention_triton._attend, all_of_it | more, dtype, warps, 255, True)
     some, keys, warps = scored(dim, itemsize)
-    for over_all in (False, True) if (dtype, dim, group) == ("bf16", 128, 4) else (False,):
+    for over_all in (False, True) if (dtype, dim, group, paged) == ("bf16", 128, 4, True) else (False,):
         more = {"BT": some, "BN": keys, "OVER_ALL": over_all, "SHARED": False}
         yield f"_paid-{over_all}", Case(attention_triton._paid, constants | more, dtype, warps, 255, True)
     more = {"BT": FEWEST, "BN": keys, "OVER_ALL": False, "SHARED": True}
     yield "_paid-shared", Case(attention_triton._paid, constants | more, dtype, warps, 255, False)
 
 
+# Numbers of a head, and query heads for each KV head. transformers has a prompt in one block, vLLM in pages.
 SHAPES = [
     ("bf16", 128, 4), ("bf16", 128, 1), ("bf16", 64, 8), ("bf16", 96, 4), ("bf16", 256, 4),
+    ("bf16", 64, 3), ("bf16", 80, 3), ("bf16", 128, 7),
     ("fp16", 128, 4), ("fp32", 64, 1), ("fp32", 96, 8), ("fp32", 128, 4), ("fp32", 256, 4),
 ]  # fmt: skip
+IN_ONE_BLOCK = [("bf16", 128, 4), ("bf16", 128, 7), ("bf16", 64, 3), ("fp32", 64, 3)]
 CASES = {
     f"{kernel.__name__}-{'-'.join(map(str, more.values()))}":
         Case(kernel, constants | more, "bf16", 8 if kernel is shift_triton._correct else 4, registers, products)
     for kernel, constants, variants, registers, products in OTHERS
     for more in variants
 } | {
-    f"{name}-{'-'.join(map(str, shape))}": case for shape in SHAPES for name, case in attention_cases(*shape)
+    f"{name}-{'-'.join(map(str, shape))}{'' if paged else '-in one block'}": case
+    for paged, shapes in ((True, SHAPES), (False, IN_ONE_BLOCK))
+    for shape in shapes
+    for name, case in attention_cases(*shape, paged=paged)
 }  # fmt: skip
 
 

@@ -65,6 +65,14 @@ def _step(
     return greatest, total * shrunk + tl.sum(weights, 1), sums
 
 
+@triton.jit
+def _queries(row, tile, tokens, h, BM: tl.constexpr, GROUP: tl.constexpr):
+    """Return the tokens and the query heads of the rows of a tile, and which of the rows there are."""
+    PER: tl.constexpr = BM // GROUP
+    t = tile * PER + row // GROUP
+    return t, h * GROUP + row % GROUP, (t < tokens) & (row < PER * GROUP)
+
+
 @triton.jit(**CHANGING)
 def _attend(
     query, keys, values, table, positions, present, out, log_sums, tokens, factor,
@@ -77,11 +85,9 @@ def _attend(
     Programs are started in their order. Those of the last tokens, which have most to read, come first, and the heads of
     the same tokens beside each other. The third number is the share of the keys, if several programs share them.
     """
-    PER: tl.constexpr = BM // GROUP
-    h, share, row, d = tl.program_id(0), tl.program_id(2), tl.arange(0, BM), tl.arange(0, WIDE)
-    t = (tl.num_programs(1) - 1 - tl.program_id(1)) * PER + row // GROUP
-    there = (t < tokens) & (row < PER * GROUP)
-    head = h * GROUP + row % GROUP
+    h, tile, share = tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1), tl.program_id(2)
+    row, d = tl.arange(0, BM), tl.arange(0, WIDE)
+    t, head, there = _queries(row, tile, tokens, h, BM, GROUP)
     at = tl.load(positions + t, mask=there, other=-1).to(tl.int32)
     first = tl.min(tl.where(there, at, 2147483647), 0)
     reach = tl.max(at, 0) + 1
@@ -108,6 +114,10 @@ def _attend(
             D, WIDE, SIZE, BN, PAGED, PRESENT, False,
         )  # fmt: skip
     total = tl.where(total == 0.0, 1.0, total)  # of rows that are not there, or see nothing of this share
+    # Where rows are stored is computed anew, with a 0 that the compiler does not know. It would keep it in registers
+    # during the loops otherwise, and some GPUs have too few of them (`tests/test_kernels_compile.py`).
+    t, head, there = _queries(row + tl.minimum(tl.load(positions), 0), tile, tokens, h, BM, GROUP)
+    wanted = there[:, None] & (d < D)[None, :]
     result = sums / total[:, None]
     at_row = (share.to(tl.int64) * tokens + t)[:, None] * (HEADS * GROUP) + head[:, None]
     tl.store(out + at_row * D + d[None, :], result.to(out.dtype.element_ty), mask=wanted)

@@ -45,11 +45,12 @@ def test_outputs_are_those_of_torch(shape, dtype, layout):
     assert agree(attention_triton.attend(query, as_dense(pages, 150), positions, scale), wanted, dtype)
 
 
+@pytest.mark.parametrize("layout", ["NHD", "HND", "apart"])
 @pytest.mark.parametrize("over_heads", ["mean", "max"])
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_scores_are_those_of_torch_and_absent_keys_get_none(shape, dtype, over_heads):
-    query, pages, positions, scale = problem(shape, dtype, "NHD")
+def test_scores_are_those_of_torch_and_absent_keys_get_none(shape, dtype, over_heads, layout):
+    query, pages, positions, scale = problem(shape, dtype, layout)
     present = torch.rand(150) < 0.7
     present[positions] = True
     for one in pages[:2]:  # What was never computed may be anything.
