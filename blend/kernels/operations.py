@@ -17,6 +17,7 @@ class Kernels(NamedTuple):
     attend: Callable[..., torch.Tensor]
     attend_and_score: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     stage: Callable[..., None]
+    spread: Callable[..., None]
     place: Callable[..., None]
     gather: Callable[..., torch.Tensor]
     deviation: Callable[..., tuple[torch.Tensor, torch.Tensor]]

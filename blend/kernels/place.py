@@ -15,6 +15,16 @@ def stage(parts: Sequence[torch.Tensor], into: torch.Tensor) -> None:
         there.copy_(part, non_blocking=True)
 
 
+def spread(keys: torch.Tensor, values: torch.Tensor, parts: Sequence[torch.Tensor], firsts: Sequence[int]) -> None:
+    """Copy rows of keys and values `[T, H, D]` to parts `[K, T, H, D]`, for each from one of the rows `firsts` on.
+
+    The parts may be in the memory of the host, which has to wait before it reads them.
+    """
+    for part, first in zip(parts, firsts, strict=True):
+        for there, whole in zip(part, (keys, values), strict=True):
+            there.copy_(whole[first : first + len(there)], non_blocking=True)
+
+
 def place(
     parts: Sequence[torch.Tensor], turn: Turn, slots: torch.Tensor, into: Paged, *, interleaved: bool = False
 ) -> None:

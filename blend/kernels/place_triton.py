@@ -14,7 +14,7 @@ import triton.language as tl
 from lmc.blend.canvas import Canvas, Paged, R
 from lmc.blend.kernels import place as torch_place
 from lmc.blend.rope import Turn
-from lmc.copies import Copies, can_submit, submit_of
+from lmc.copies import Addresses, Copies, can_submit, submit_of
 from lmc.shapes import KV
 
 TOKENS = 16  # that a program moves
@@ -168,14 +168,33 @@ def padded(dim: int) -> int:
 
 def stage(parts: Sequence[torch.Tensor], into: torch.Tensor) -> None:
     """See `lmc.blend.kernels.place.stage`. The parts are copied in one call if the device has one."""
-    submit, row, itemsize = submit_of(into.device), into[0, 0].numel(), into.element_size()
-    counts = [part.shape[1] for part in parts]
-    if submit and all(can_submit(part) and part.stride()[1:] == into.stride()[1:] for part in parts):
-        sources = [part[kind].data_ptr() for kind in range(KV) for part in parts]
-        sizes = np.array(counts * KV, np.int64) * row * itemsize  # Keys lie before values in both.
-        submit(Copies(np.array(sources, np.int64), into.data_ptr() + np.cumsum(sizes) - sizes, sizes))
-        return
-    torch_place.stage(parts, into)
+    counts = np.array([part.shape[1] for part in parts], np.int64)
+    copies, submit = _copies(parts, into, np.cumsum(counts) - counts), submit_of(into.device)
+    if submit is None or copies is None:
+        torch_place.stage(parts, into)
+    else:
+        submit(copies)
+
+
+def spread(keys: torch.Tensor, values: torch.Tensor, parts: Sequence[torch.Tensor], firsts: Sequence[int]) -> None:
+    """See `lmc.blend.kernels.place.spread`. The parts are copied in one call if the device has one."""
+    whole, submit = torch.stack((keys, values)), submit_of(keys.device)
+    copies = _copies(parts, whole, np.array(firsts, np.int64))
+    if submit is None or copies is None:
+        torch_place.spread(keys, values, parts, firsts)
+    else:
+        submit(Copies(copies.targets, copies.sources, copies.sizes))
+
+
+def _copies(parts: Sequence[torch.Tensor], whole: torch.Tensor, firsts: Addresses) -> Copies | None:
+    """Return copies of parts `[K, T, H, D]` to the rows of `whole` from `firsts` on; None if a GPU cannot make them."""
+    if not all(can_submit(part) and part.stride()[1:] == whole.stride()[1:] for part in parts):
+        return None
+    row = whole.stride(1) * whole.element_size()
+    sizes = np.array([part.shape[1] for part in parts] * KV, np.int64) * row
+    of_parts = [part[kind].data_ptr() for kind in range(KV) for part in parts]
+    of_whole = [whole[kind].data_ptr() + firsts * row for kind in range(KV)]
+    return Copies(np.array(of_parts, np.int64), np.concatenate(of_whole), sizes)
 
 
 def gather(source: Paged, slots: torch.Tensor) -> torch.Tensor:

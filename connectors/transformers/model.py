@@ -22,6 +22,7 @@ from transformers import DynamicCache
 
 from lmc.blend.blender import Blender, BlendInput
 from lmc.blend.canvas import KV
+from lmc.blend.kernels.choice import kernels_of
 from lmc.blend.learn_prefix import learn_prefix
 from lmc.blend.markers import Markers
 from lmc.blend.segments import Segments, split
@@ -38,6 +39,7 @@ from lmc.engine.calibration import calibration_objection
 from lmc.engine.identity import rope_name
 from lmc.errors import ChunkLost, ConfigError, InputError, UnsupportedModel
 from lmc.keys import ChunkKey, Namespace, RecordKind, chunk_bounds
+from lmc.shapes import KV as KINDS
 from lmc.storage.contract import Reservation
 from lmc.storage.places import MEMORY
 
@@ -68,6 +70,7 @@ class CachedModel(AbstractContextManager["CachedModel"]):
         """
         self.model, self.settings = model.eval(), settings
         self.layers = DecoderLayers(model)
+        self._kernels = kernels_of(self.layers.device)
         self.markers = checked_markers(separators, self.layers.vocabulary)
         self.policy = RecomputePolicy.of(settings)
         self.policy.check_depth(self.layers.shape.layers)
@@ -289,8 +292,11 @@ class CachedModel(AbstractContextManager["CachedModel"]):
 
     def _side_by_side(self, parts: Sequence[torch.Tensor]) -> KV:
         """Join parts `[K, T, H, D]`, of which some may be on the device already, to keys and values `[H, T, D]`."""
-        together = torch.cat([part.to(self.layers.device) for part in parts], dim=1).transpose(1, 2)
-        return together[0], together[1]
+        tokens = sum(part.shape[1] for part in parts)
+        together = parts[0].new_empty(KINDS, tokens, *parts[0].shape[2:], device=self.layers.device)
+        self._kernels.stage(parts, together)
+        keys, values = together.transpose(1, 2)
+        return keys, values
 
     # -- storing -----------------------------------------------------------------------------------------------------
 
@@ -306,18 +312,20 @@ class CachedModel(AbstractContextManager["CachedModel"]):
 
     def _fill(self, slots: Iterable[Reservation | None], kv: Sequence[KV]) -> int:
         """Copy the KV of chunks into their slots, and let them be found; return how many there were."""
-        store, filled = self.engine.store, False
+        store, shape, filled = self.engine.store, self.layers.shape, False
         begun = [slot for slot in slots if slot is not None]
+        firsts = [slot.meta.first for slot in begun]
         try:
-            for slot in begun:
-                rows = slice(slot.meta.first, slot.meta.first + slot.meta.tokens)
-                for raw, (keys, values) in zip(store.view(slot), kv, strict=True):
-                    part = self.layers.shape.part(raw, slot.meta.tokens)
-                    part[0].copy_(keys[rows])
-                    part[1].copy_(values[rows])
+            views = [store.view(slot) for slot in begun]
+            for layer, (keys, values) in enumerate(kv if begun else ()):
+                raw = [(view[layer], slot.meta.tokens) for view, slot in zip(views, begun, strict=True)]
+                self._kernels.spread(keys, values, [shape.part(*one) for one in raw], firsts)
+            self._settle()
             store.commit(begun)
             filled = True
         finally:
+            if not filled:
+                self._settle()  # No copy into a slot may be under way when another chunk gets it.
             for slot in begun if not filled else ():
                 store.abort(slot)
         return len(begun)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from pages import TOLERANCE, OneLayer, as_dense, copied, pages_of, slots_of
+from test_copies import execute
 
 from lmc.blend.canvas import Paged
 from lmc.blend.kernels import place, place_triton
@@ -61,6 +62,30 @@ def test_what_does_not_move_keeps_its_bits_and_the_rest_keeps_its_own():
     others[slots] = False
     others = others.nonzero().flatten()
     assert torch.equal(place.gather(pages, others), place.gather(before, others))
+
+
+@pytest.mark.parametrize("in_one_call", [False, True])
+def test_rows_are_spread_over_parts_and_parts_staged_side_by_side(monkeypatch, in_one_call):
+    """Chunks of a prompt into their slots, and back. Not all of the rows are wanted, and a part may be empty."""
+    calls = []
+    if in_one_call:
+        monkeypatch.setattr(place_triton, "submit_of", lambda device: lambda copies: calls.append(execute(copies)))
+        monkeypatch.setattr(place_triton, "can_submit", lambda memory: True)
+    keys, values = torch.randn(2, 3, 40, 16).transpose(1, 2)  # [T, H, D] as caches of transformers have them
+    firsts, sizes = [4, 20, 20, 36], [16, 0, 9, 4]
+    found, wanted = ([torch.zeros(2, size, 3, 16) for size in sizes] for _ in range(2))
+    place_triton.spread(keys, values, found, firsts)
+    place.spread(keys, values, wanted, firsts)
+    for part, other, first, size in zip(found, wanted, firsts, sizes, strict=True):
+        rows = torch.stack((keys, values))[:, first : first + size]
+        assert torch.equal(part, rows)
+        assert torch.equal(other, rows)
+    together, one_by_one = torch.zeros(2, 2, sum(sizes), 3, 16)
+    place_triton.stage(found, together)
+    place.stage(found, one_by_one)
+    assert torch.equal(together, torch.cat(found, dim=1))
+    assert torch.equal(one_by_one, together)
+    assert len(calls) == 2 * in_one_call
 
 
 def test_a_prompt_in_one_block():
