@@ -169,7 +169,7 @@ def _wrong_pages(report: Report, pages: Pages, cache: torch.Tensor, moves: list[
         pages.load_all(0, moves)
         event = streams.event()
     if waits:
-        streams.wait_for_loads()
+        streams.wait_for(event)
     if event is not None and waits:
         event.synchronize()  # Before that the slots are given to no other chunk.
     for move in moves:

@@ -47,6 +47,7 @@ class Slice(NamedTuple):
 
     layer: int
     cost: int  # rows through a layer; 0 if the blend waits for stored parts to arrive
+    coming: int = 0  # the most that one of the next slices costs, where that is known
 
 
 @dataclass(slots=True, kw_only=True)
@@ -148,10 +149,12 @@ class Blender(Generic[R]):
         depth = self._canvas.depth
         for layer in range(depth):
             self._charge(layer, len(rows.positions), repaired)
-        for batch, shift in zip_longest(self._canvas.batches(rows), shifts):
+        batches = list(zip_longest(self._canvas.batches(rows), shifts))
+        costs = [depth * self._slice_of(0, batch, shift.cost if shift else 0).cost for batch, shift in batches]
+        yield Slice(0, max(1, self._canvas.call_cost), coming=max(costs))
+        for (batch, shift), cost in zip(batches, costs, strict=True):
             self._canvas.run_through(rows, batch, shift.attention if shift else lambda layer: None)
-            in_a_layer = self._slice_of(depth - 1, batch, shift.cost if shift else 0)
-            yield in_a_layer._replace(cost=depth * in_a_layer.cost)
+            yield Slice(depth - 1, cost)
 
     def _shifts(self, rows: R | None) -> list[Shift]:
         """Return what corrects the tokens that are not repaired, for each batch of rows."""

@@ -263,11 +263,11 @@ def test_a_slice_costs_as_much_as_its_launches(monkeypatch: pytest.MonkeyPatch) 
     """On a GPU a layer call with few rows takes as long as one with many."""
     scene = Scene(random_model(), documents_of(3), known={0, 1, 2})
     scene.blend(RecomputePolicy(strategy="union", ratios=(0.2,)))
-    plain = [cost for _, cost in scene.slices if cost]
+    plain = [done.cost for done in scene.slices if done.cost]
     floor = max(plain) - 1
     monkeypatch.setattr(DenseCanvas, "call_cost", floor)
     scene.blend(RecomputePolicy(strategy="union", ratios=(0.2,)))
-    assert [cost for _, cost in scene.slices if cost] == [max(cost, floor) for cost in plain]
+    assert [done.cost for done in scene.slices if done.cost] == [max(cost, floor) for cost in plain]
     assert min(plain) < floor
 
 

@@ -1,9 +1,12 @@
 """The streams of a worker, in whatever order a GPU gets on with what was issued to them."""
 
+import pytest
 import torch
 from test_staging import DEVICE, Machine, Stream, Task
 
-from lmc.connectors.vllm.streams import Streams
+from lmc.connectors.vllm.streams import LayerLoads, Streams
+
+LAYERS = 5
 
 
 class Kept(torch.Tensor):
@@ -40,6 +43,62 @@ def test_a_save_sees_what_the_model_computed_and_is_over_before_its_event(monkey
 def test_the_control_a_save_that_does_not_wait_sees_other_bytes(monkeypatch):
     monkeypatch.setattr(Stream, "wait_event", lambda stream, event: None)
     assert not all(saved(monkeypatch, seed) == [3] * 3 for seed in range(100))
+
+
+class Loads:
+    """Pages of some layers that another request still reads, and what is loaded into them."""
+
+    def __init__(self, monkeypatch, seed: int) -> None:
+        self.machine = Machine(seed)
+        self.machine.installed(monkeypatch)
+        monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream(self.machine))
+        self.pages, self.before, self.found = (torch.full((LAYERS, 3), -1.0) for _ in range(3))
+        self.issue(lambda: self.before.copy_(self.pages))
+        self.layers = LayerLoads(self._load, 1, Streams(DEVICE))
+
+    def issue(self, run, ready=lambda: True) -> None:
+        self.machine.issue(self.machine.current, Task(run, ready))
+
+    def _load(self, layer: int) -> None:
+        self.issue(lambda: self.pages[layer].fill_(layer))
+
+    def all_right(self) -> bool:
+        """Use each layer when it is there, and load the next one meanwhile, unless that has not arrived."""
+        for layer in range(LAYERS):
+            self.layers.finish(layer)
+            if layer % 3 and layer + 1 < LAYERS:
+                self.layers.begin(layer + 1)
+            self.machine.some()
+            self.issue(lambda layer=layer: self.found[layer].copy_(self.pages[layer]))
+            self.machine.some()
+        self.machine.finish()
+        wanted = torch.arange(float(LAYERS))[:, None].expand(-1, 3)
+        return torch.equal(self.found, wanted) and bool((self.before == -1).all())
+
+
+def test_each_layer_of_a_load_is_there_when_it_is_used_and_no_page_is_overwritten_too_early(monkeypatch):
+    assert all(Loads(monkeypatch, seed).all_right() for seed in range(100))
+
+
+@pytest.mark.parametrize("who", ["model", "load"])
+def test_the_control_loads_that_nobody_waits_for_are_wrong(monkeypatch, who):
+    wait = Stream.wait_event
+
+    def careless(stream, event) -> None:
+        if (stream is stream._machine.model) != (who == "model"):
+            wait(stream, event)
+
+    monkeypatch.setattr(Stream, "wait_event", careless)
+    assert not all(Loads(monkeypatch, seed).all_right() for seed in range(100))
+
+
+def test_the_next_layer_is_loaded_while_the_model_computes_one(monkeypatch):
+    loads = Loads(monkeypatch, 0)
+    loads.layers.finish(0)
+    loads.layers.begin(1)
+    loads.issue(lambda: None, ready=lambda: False)  # a long computation
+    loads.machine.go_on(100)
+    assert loads.pages[:3, 0].tolist() == [0, 1, -1]
 
 
 def test_a_cpu_has_no_streams():

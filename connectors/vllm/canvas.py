@@ -14,6 +14,7 @@ from lmc.blend.rope import Turn, turn_between
 from lmc.blend.staging import Staging
 from lmc.connectors.vllm.messages import BlendJob
 from lmc.connectors.vllm.native import NativeLayers, PagedRows, RowBatch
+from lmc.connectors.vllm.streams import LayerLoads
 from lmc.connectors.vllm.tensor_parallel import agreed, largest, summed
 from lmc.shapes import KV as KINDS
 
@@ -42,9 +43,13 @@ class PagedCanvas:
         batch_rows: BatchRows,
         part: Part,
         arrived: Arrived,
+        loads: LayerLoads | None = None,
         stream: "torch.cuda.Stream | None" = None,
     ) -> None:
-        """`part` and `arrived` give the stored parts of the job; on a GPU they are copied on `stream`."""
+        """`part` and `arrived` give the stored parts of the job; on a GPU they are copied on `stream`.
+
+        `loads` loads its exact pages.
+        """
         self.depth, self.device, self.scale, self.arrived = layers.depth, layers.device, layers.scale, arrived
         self.interleaved, self.kernels = layers.interleaved, layers.kernels
         self._layers, self._job, self._batch_rows, self._part = layers, job, batch_rows, part
@@ -54,17 +59,23 @@ class PagedCanvas:
         self._kernel_blocks = layers.kernel_blocks(self._blocks).to(torch.int32)
         old, new = positions_of([part.piece for part in job.documents], self.device)
         self._stored, self._turn = self.slots(new), self.turn(old, new)
+        self._loads, self._place_cost = loads, len(self._stored) // COPY_COST + 1
+        if loads is not None:
+            self._place_cost += loads.cost
         self._staging: Staging | None = None
         if stream is not None and self.kernels.in_pages and job.documents:
             self._staging = Staging(self.kernels, self._parts, self._unplaced, stream)
 
     def place(self, layer: int) -> int:
-        """Write the stored keys of a layer, rotated, and its values into the pages."""
+        """Load the exact pages of a layer, and write its stored keys, rotated, and values into the other pages.
+
+        What has arrived for the next layer is copied to the GPU while the model works on this one.
+        """
+        if self._loads is not None:
+            self._loads.finish(layer)
         if self._staging is not None:
             with self._staging.parts(layer) as parts:
                 self._place([parts], self._stored, self.paged(layer))
-            if layer + 1 < self.depth and self.arrived(layer + 1):
-                self._staging.begin(layer + 1)
         elif self.kernels.in_pages:
             self._place(self._parts(layer), self._stored, self.paged(layer))
         else:  # The backend's own writer knows its layout, and is called once.
@@ -72,7 +83,11 @@ class PagedCanvas:
             beside = torch.arange(len(self._stored), device=self.device)
             self._place(self._parts(layer), beside, Paged.of((keys.transpose(0, 1), values.transpose(0, 1))))
             self.write(layer, self._stored, keys, values)
-        return len(self._stored) // COPY_COST + 1
+        ahead = [one for one in (self._loads, self._staging) if one is not None]
+        if ahead and layer + 1 < self.depth and self.arrived(layer + 1):
+            for one in ahead:
+                one.begin(layer + 1)
+        return self._place_cost
 
     def _place(self, parts: Sequence[torch.Tensor], slots: torch.Tensor, into: Paged) -> None:
         self.kernels.place(parts, self._turn, slots, into, interleaved=self.interleaved)

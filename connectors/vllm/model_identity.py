@@ -31,3 +31,15 @@ def weights_in_memory(config: Any, model: Any | None) -> str:
     if model is None or files_of(config):
         return ""
     return identity_of_parameters({}, sorted(model.named_parameters()))
+
+
+def layout_of(config: Any, kv_cache_config: Any, pages: str) -> str:
+    """Return everything on which the bytes in a page depend; `pages` is how they lie in memory."""
+    layers = config.compilation_config.static_forward_context
+    found = {
+        f"{layers[name].attn_backend.get_name()}/{getattr(layers[name], 'isa', '')}"
+        for group in kv_cache_config.kv_cache_groups
+        for name in group.layer_names
+        if name in layers and hasattr(layers[name], "attn_backend")
+    }
+    return f"{','.join(sorted(found))} {pages} {config.cache_config.cache_dtype} {config.model_config.dtype}"

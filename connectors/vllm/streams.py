@@ -32,14 +32,35 @@ class Streams:
         with torch.cuda.stream(stream):
             yield
 
-    def wait_for_loads(self) -> None:
-        """Let the model's work wait for the loads that were issued until now."""
-        if self.load is not None:
-            torch.cuda.current_stream(self._device).wait_stream(self.load)
+    def wait_for(self, event: "torch.cuda.Event | None") -> None:
+        """Let the model's work wait for an event; the host goes on."""
+        if event is not None:
+            torch.cuda.current_stream(self._device).wait_event(event)
 
     def event(self) -> "torch.cuda.Event | None":
         """Return an event that is over when the copies issued until now are done; None if they are done already."""
         return torch.cuda.current_stream(self._device).record_event() if self._cuda else None
+
+
+class LayerLoads:
+    """Loads of whole pages, layer by layer, of which the model's work waits for one layer at a time."""
+
+    def __init__(self, load: Callable[[int], None], cost: int, streams: Streams) -> None:
+        """`load` issues the copies of a layer; `cost` is the number of rows that would take as long to compute."""
+        self._load, self.cost, self._streams = load, cost, streams
+        self._issued: dict[int, torch.cuda.Event | None] = {}  # by layer
+
+    def begin(self, layer: int) -> None:
+        """Issue the copies of a layer behind what the model has been given to do, unless that has been done."""
+        if layer not in self._issued:
+            with self._streams.behind(self._streams.load):
+                self._load(layer)
+                self._issued[layer] = self._streams.event()
+
+    def finish(self, layer: int) -> None:
+        """Let the model's work wait for the copies of a layer."""
+        self.begin(layer)
+        self._streams.wait_for(self._issued[layer])
 
 
 def sent(numbers: torch.Tensor, device: torch.device) -> torch.Tensor:

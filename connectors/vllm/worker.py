@@ -31,12 +31,12 @@ from lmc.connectors.vllm.messages import (
     StepReport,
     WorkerFacts,
 )
-from lmc.connectors.vllm.model_identity import weights_in_memory
+from lmc.connectors.vllm.model_identity import layout_of, weights_in_memory
 from lmc.connectors.vllm.native import NativeLayers
 from lmc.connectors.vllm.paged import Move, Pages
 from lmc.connectors.vllm.rank_slab import RankSlab
 from lmc.connectors.vllm.selftest import prove_model, run_full_batch
-from lmc.connectors.vllm.streams import Streams, divided, seconds_of
+from lmc.connectors.vllm.streams import LayerLoads, Streams, divided, seconds_of
 from lmc.connectors.vllm.vllm_api import get_pp_group, get_tensor_model_parallel_rank, get_tp_group
 from lmc.errors import ChunkLost, NoMemory, StorageError, UnsupportedModel
 from lmc.keys import chunk_bounds
@@ -44,11 +44,10 @@ from lmc.storage.slab import LOST, SlabAddress
 
 log = logging.getLogger(__name__)
 
-# Blends get at least a fourth of a step, whatever the engine computes, and learning at most that while requests run.
-LEAST_SHARE = 4
+# Blends get at least a tenth of a step, whatever the engine computes, and the compiled model at most that in one call.
+BLENDS = 10
+LEARNING = 4  # Learning gets at most a fourth of a step while requests run.
 LEAST_ROWS = 512  # in one call of a layer on a CPU, or of the compiled model, because it reads all of the weights
-# The compiled model gets at most an eighth of a step in one call, which cannot be cut into slices.
-LARGEST_SLICE = 8
 
 
 @dataclass(slots=True)
@@ -61,6 +60,11 @@ class Work:
     job: int = -1  # the number of a job that learns
     computes: str = ""  # what it computes; "" if it only copies
     memory: int = 0  # bytes that it may still take beside those for a batch of rows
+    slice: int = 0  # the largest cost that one of its slices has had, or is known to have
+
+    def know(self, cost: int) -> None:
+        """Note the cost of a slice."""
+        self.slice = max(self.slice, cost)
 
 
 class Worker:
@@ -104,7 +108,7 @@ class Worker:
         return WorkerFacts(
             rank=(get_pp_group().rank_in_group, get_tensor_model_parallel_rank()),
             page_bytes=self._pages.page_bytes,
-            layout=self._layout(),
+            layout=layout_of(self._config, self._kv_cache_config, self._pages.layout),
             weights=weights_in_memory(self._config, model),
             kv_heads=shape.kv_heads if shape else 0,
             head_dim=shape.head_dim if shape else 0,
@@ -112,18 +116,6 @@ class Worker:
             rope=self._layers.rope if self._layers else "",
             refused=refused,
         )
-
-    def _layout(self) -> str:
-        """Return everything on which the bytes in a page depend."""
-        layers = self._config.compilation_config.static_forward_context
-        found = {
-            f"{layers[name].attn_backend.get_name()}/{getattr(layers[name], 'isa', '')}"
-            for group in self._kv_cache_config.kv_cache_groups
-            for name in group.layer_names
-            if name in layers and hasattr(layers[name], "attn_backend")
-        }
-        dtypes = f"{self._config.cache_config.cache_dtype} {self._config.model_config.dtype}"
-        return f"{','.join(sorted(found))} {self._pages.layout} {dtypes}"
 
     def _prepare_blending(self, caches: dict[str, torch.Tensor], model: Any | None) -> str:
         if model is None:
@@ -136,8 +128,8 @@ class Worker:
             if layers.depth != self._pages.layers:
                 raise UnsupportedModel("the engine has other KV caches than one for each of its layers")
             vocabulary, blocks = self._config.model_config.get_vocab_size(), self._kv_cache_config.num_blocks
-            if prove_model(layers, vocabulary, blocks) and self._step_tokens >= LARGEST_SLICE * LEAST_ROWS:
-                self._rows = self._rows._replace(through=self._step_tokens // LARGEST_SLICE)
+            if prove_model(layers, vocabulary, blocks) and self._step_tokens >= BLENDS * LEAST_ROWS:
+                self._rows = self._rows._replace(through=self._step_tokens // BLENDS)
             if self._device.type == "cuda":  # On a CPU it takes seconds, and more memory can be had.
                 self._batch_bytes = run_full_batch(
                     layers, min(self._rows.layer, self._config.model_config.max_model_len - 1)
@@ -166,9 +158,9 @@ class Worker:
         whole = self._step_tokens * self._pages.layers
         left = whole - plan.scheduled * self._pages.layers
         with torch.inference_mode():
-            left = self._do(list(self._loading.values()), max(left, whole // LEAST_SHARE))
+            left = self._do(list(self._loading.values()), max(left, whole // BLENDS))
             # Learning comes last, and gets little of a step while requests are running.
-            self._do(self._learning, left if not plan.scheduled else min(left, whole // LEAST_SHARE))
+            self._do(self._learning, left if not plan.scheduled else min(left, whole // LEARNING))
 
     def _find_slab(self, plan: StepPlan) -> None:
         """Map the slab. That of a cache server may be another one than before, or have gone.
@@ -226,21 +218,26 @@ class Worker:
     # -- inside: slices ----------------------------------------------------------------------------------------------
 
     def _do(self, queue: list[Work], left: int) -> int:
-        """Do what costs `left` token-layers, and return how much of that is left."""
+        """Do what costs no more than `left` token-layers, but one slice at least; return how much of that is left."""
+        done = 0
         for work in list(queue):
-            if left > 0:
-                left -= self._advance(work, left)
-        return left
+            if done + (work.slice if done else 0) < left:
+                done += self._advance(work, left - done)
+        return left - done
 
     def _advance(self, work: Work, left: int) -> int:
-        """Go on with a job until it has cost `left`, waits for bytes or ends, and return what it has cost."""
+        """Go on with a job, and return what it has cost.
+
+        It stops where it waits for bytes or ends, and where a slice like its largest one would cost more than is left.
+        """
         done, among_ranks = 0, work.computes and self._ranks > 1
         try:
             if among_ranks:  # Until it goes on, the engine may use what it had asked for before.
                 make_room(self._batch_bytes + max(work.memory, 0), self._device, work.computes)
             before = allocated(self._device) if among_ranks else 0
-            while done < left and (cost := next(work.steps)):
+            while (not done or done + work.slice <= left) and (cost := next(work.steps)):
                 done += cost
+                work.know(cost)
             if among_ranks:
                 work.memory -= allocated(self._device) - before
         except StopIteration:
@@ -278,40 +275,44 @@ class Worker:
         if isinstance(job, LoadJob):
             return Work(self._load(job), job.request, _blocks(job.copies))
         assert self._layers is not None
-        what, memory = f"a blend of {len(job.tokens)} tokens", memory_for(self._layers, job)
-        return Work(self._blend(job), job.request, job.blocks[job.start // self._block_size :], -1, what, memory)
+        what, blocks = f"a blend of {len(job.tokens)} tokens", job.blocks[job.start // self._block_size :]
+        return Work(self._blend(job), job.request, blocks, computes=what, memory=memory_for(self._layers, job))
 
-    def _load(self, job: LoadJob | BlendJob) -> Generator[int, None, None]:
-        copies = job.copies
-        tokens = sum(len(copy.blocks) for copy in copies) * self._block_size
+    def _load(self, job: LoadJob) -> Generator[int, None, None]:
+        loads = self._page_loads(job)
         for layer in range(self._pages.layers):
-            while not (job.ready or self._has_arrived(job.request, copies, layer)):
+            while not (job.ready or self._has_arrived(job.request, job.copies, layer)):
                 yield 0
-            with self._streams.behind(self._streams.load):
-                moves = [Move(copy.blocks, self._part(copy.slot, layer), copy.first) for copy in copies]
-                self._pages.load_all(layer, moves)
-            yield tokens // COPY_COST + 1
-        if isinstance(job, LoadJob):  # The ranks of a blend have to go on together, and ask at its end.
-            self._check(copies)
+            loads.begin(layer)
+            yield loads.cost
+        self._check(job.copies)
+
+    def _page_loads(self, job: LoadJob | BlendJob) -> LayerLoads:
+        def load(layer: int) -> None:
+            self._pages.load_all(
+                layer, [Move(one.blocks, self._part(one.slot, layer), one.first) for one in job.copies]
+            )
+
+        return LayerLoads(load, len(_blocks(job.copies)) * self._block_size // COPY_COST + 1, self._streams)
 
     def _blend(self, job: BlendJob) -> Generator[int, None, None]:
         assert self._layers is not None
-        if job.copies:
-            yield from self._load(job)
-            self._streams.wait_for_loads()
+        wanted: list[PageCopy | DocumentPart] = [*job.copies, *job.documents]
 
         def arrived(layer: int) -> bool:
-            return job.ready or self._has_arrived(job.request, job.documents, layer)
+            return job.ready or self._has_arrived(job.request, wanted, layer)
 
-        canvas = PagedCanvas(self._layers, job, self._rows, self._part, arrived, self._streams.load)
+        loads = self._page_loads(job) if job.copies else None
+        canvas = PagedCanvas(self._layers, job, self._rows, self._part, arrived, loads, self._streams.load)
         pieces = [part.piece for part in job.documents]
         given = BlendInput(
             length=len(job.tokens), stop=job.stop, question=job.question, placements=pieces, start=job.exact
         )
         blender = Blender(canvas, given, job.policy)
         for done in blender.slices():
+            self._loading[job.request].know(done.coming)
             yield done.cost
-        self._check((*job.copies, *job.documents))
+        self._check(wanted)
         self._report.blended[job.request] = _facts(job, blender.result)
 
     def _learn(self, job: LearnJob) -> Generator[int, None, None]:

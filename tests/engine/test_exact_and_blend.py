@@ -25,7 +25,7 @@ ENGINES = {
     "small steps": ("llama", {}, {"max_num_batched_tokens": 64, "max_num_seqs": 8}),
     "one large step": ("llama", {}, {"max_num_batched_tokens": 2048}),
     "large blocks": ("llama", {"chunk_size": 256}, {"block_size": 128}),
-    "compiled": ("llama", {}, {"enforce_eager": False, "max_num_batched_tokens": 4096}),
+    "compiled": ("llama", {}, {"enforce_eager": False, "max_num_batched_tokens": 5120}),
 }
 
 

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from pages import pages_of
+from test_staging import Machine, Stream, Task
 from watching import READS, MetaBlender, Watch, forget, kernels_without_values, watch_kernels, watched
 
 pytest.importorskip("vllm")
@@ -111,8 +112,11 @@ def layers_over(
     return found
 
 
-def outcome(kernels, ratio: int, monkeypatch) -> list[torch.Tensor]:
-    """Place two documents, one of them without its first tokens, run scattered rows, and read everything."""
+def outcome(kernels, ratio: int, monkeypatch, *, ahead: bool = True, **canvas_has) -> list[torch.Tensor]:
+    """Place two documents, one of them without its first tokens, run scattered rows, and read everything.
+
+    With `ahead`, the parts of the next layer have always arrived.
+    """
     layers = layers_over(kernels, ratio, monkeypatch)
     parts = torch.randn(3, 2, 2, 30, HEADS, DIM)  # [L, document, K, T, H, D]
     pieces = [
@@ -130,7 +134,8 @@ def outcome(kernels, ratio: int, monkeypatch) -> list[torch.Tensor]:
         job,
         BatchRows(LENGTH),
         lambda slot, layer: parts[layer, slot].flatten().view(torch.uint8),
-        lambda _: True,
+        lambda _: ahead,
+        **canvas_has,
     )
     everything = canvas.slots(torch.arange(LENGTH))
     rows, found = canvas.begin(torch.tensor([0, 1, 6, 9, 10, 39, 44, 80, LENGTH - 1])), []
@@ -162,6 +167,50 @@ def test_both_kinds_of_kernels_leave_the_same(monkeypatch, ratio):
     assert triton.in_pages
     for one, other in zip(outcome(triton, ratio, monkeypatch), outcome(TORCH, ratio, monkeypatch), strict=True):
         assert torch.allclose(one, other, atol=1e-4)
+
+
+class AtOnce(Stream):
+    """The model's stream, which does at once what it is given, as the kernels do here. It waits for late copies."""
+
+    def record_event(self):
+        return SimpleNamespace(over=True)
+
+    def wait_event(self, event) -> None:
+        while not event.over:
+            self._machine.go_on(1)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("late", [False, True])
+def test_parts_that_are_copied_on_a_stream_of_their_own_are_placed_as_others_are(monkeypatch, late, ahead):
+    """Copies are done as soon, or as late, as the waiting of streams allows."""
+    machine, staged = Machine(0), []
+    machine.installed(monkeypatch)
+    machine.model = machine.current = AtOnce(machine)
+    monkeypatch.setenv("LMC_KERNELS", "triton")
+
+    def stage(parts, into) -> None:
+        staged.append(machine.current)
+        machine.issue(machine.current, Task(lambda: TORCH.stage(parts, into)))
+        if not late:
+            machine.finish()
+
+    kernels = kernels_of(torch.device("cpu"))._replace(stage=stage)
+    found = outcome(kernels, 1, monkeypatch, stream=machine.copies, ahead=ahead)
+    assert staged == [machine.copies] * 3
+    for one, other in zip(found, outcome(TORCH, 1, monkeypatch), strict=True):
+        assert torch.allclose(one, other, atol=1e-4)
+
+
+@pytest.mark.parametrize(("ahead", "wanted"), [(True, "f0 b1 f1 b2 f2"), (False, "f0 f1 f2")])
+def test_exact_pages_are_waited_for_layer_by_layer(monkeypatch, ahead, wanted):
+    """Those of the next layer are loaded when the ones of this layer are there, if they have arrived."""
+    asked: list[str] = []
+    loads = SimpleNamespace(
+        cost=1, begin=lambda layer: asked.append(f"b{layer}"), finish=lambda layer: asked.append(f"f{layer}")
+    )
+    outcome(TORCH, 1, monkeypatch, loads=loads, ahead=ahead)
+    assert " ".join(asked) == wanted
 
 
 def length_of(documents: int) -> int:

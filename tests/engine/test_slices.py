@@ -1,0 +1,90 @@
+"""How much of a step a worker takes for blends and for documents that it learns."""
+
+import random
+
+import pytest
+import torch
+
+from lmc.connectors.vllm.messages import StepPlan
+from lmc.connectors.vllm.streams import Streams
+from lmc.connectors.vllm.worker import BLENDS, LEARNING, Work, Worker
+
+STEP, LAYERS = 1000, 32
+WHOLE = STEP * LAYERS  # token-layers of a full step
+LAYERWISE, COMPILED = range(1, 400), range(2000, WHOLE // BLENDS + 1)  # what slices of a blend cost
+
+
+class Pages:
+    """All that is asked of the pages here."""
+
+    layers = LAYERS
+
+
+@pytest.fixture
+def worker():
+    """A worker without an engine, which only divides its time."""
+    found = object.__new__(Worker)
+    found._pages, found._streams, found._step_tokens = Pages(), Streams(torch.device("cpu")), STEP
+    found._loading, found._learning, found._slab, found._ranks = {}, [], None, 1
+    found._ended, found._copied = [], []
+    return found
+
+
+class Job:
+    """A job whose slices cost what they are given to cost. Those of the compiled model are announced, as blends do."""
+
+    def __init__(self, worker: Worker, name: str, costs: list[int]) -> None:
+        self.done: list[int] = []
+        self._work = Work(self._steps(costs), name)
+        if name:
+            worker._loading[name] = self._work
+        else:
+            worker._learning.append(self._work)
+
+    def _steps(self, costs: list[int]):
+        for at, cost in enumerate(costs):
+            if cost in COMPILED and costs[at - 1] in LAYERWISE:
+                self._work.know(max(costs))
+                self.done.append(1)
+                yield 1
+            self.done.append(cost)
+            yield cost
+
+
+def step(worker: Worker, jobs: list[Job], scheduled: int) -> list[int]:
+    """Do a step, and return the costs of the slices that were done in it."""
+    before = [len(job.done) for job in jobs]
+    worker.work(StepPlan(scheduled=scheduled))
+    return [cost for job, count in zip(jobs, before, strict=True) for cost in job.done[count:]]
+
+
+@pytest.mark.parametrize("seed", range(50))
+@pytest.mark.parametrize("scheduled", [0, 500, 950, STEP])
+def test_a_step_takes_a_tenth_longer_at_most_than_a_full_one_of_the_engine(worker, scheduled, seed):
+    draw = random.Random(seed)
+    left = max(WHOLE - scheduled * LAYERS, WHOLE // BLENDS)
+    costs = [[draw.choice(kind) for kind in (LAYERWISE, COMPILED) for _ in range(10)] for _ in range(3)]
+    jobs = [Job(worker, f"r{n}", some) for n, some in enumerate(costs)]
+    for _ in range(100):
+        cost = step(worker, jobs, scheduled)
+        assert sum(cost) <= left + LAYERWISE.stop, "what is not announced may be larger than was known"
+    assert [sum(job.done) for job in jobs] == [sum(some) + 1 for some in costs]
+
+
+def test_a_slice_that_is_larger_than_what_is_left_waits_for_the_next_step(worker):
+    job = Job(worker, "r", [1500, 1500, 1500])
+    assert step(worker, [job], STEP) == [1500, 1500], "3200 are left, and one more would not fit"
+    assert step(worker, [job], STEP) == [1500]
+
+
+def test_a_full_step_does_one_slice_however_large_it_is(worker):
+    assert step(worker, [Job(worker, "r", [WHOLE, WHOLE])], STEP) == [WHOLE]
+
+
+def test_learning_gets_what_is_left_and_little_while_requests_run(worker):
+    document = Job(worker, "", [200] * 500)
+    assert sum(step(worker, [document], STEP)) == WHOLE // BLENDS
+    assert sum(step(worker, [document], 100)) == WHOLE // LEARNING
+    assert sum(step(worker, [document], 0)) == WHOLE
+    blend = Job(worker, "r", [200] * 30)
+    assert sum(step(worker, [blend, document], 0)) == WHOLE
