@@ -172,6 +172,11 @@ def test_a_file_may_name_tokenizers_as_a_mapping(monkeypatch, tmp_path):
         file.write_text(f"static_backends: http://a\ntokenizers: {tokenizers}\n")
         assert CliRunner().invoke(app, ["router", "--config", str(file)]).exit_code == 0
     assert found == [{"a/b": "/x", "c": "hub/y"}] * 3
+    file.write_text("static_backends: http://a\ntokenizers: {'a,b=c': '/x,y', d: /z}\n")
+    assert CliRunner().invoke(app, ["router", "--config", str(file)]).exit_code == 0
+    assert found[-1] == {"a,b=c": "/x,y", "d": "/z"}
+    file.write_text("static_backends: http://a\ntokenizers: {a: }\n")
+    assert "give MODEL=DIRECTORY" in refused("--config", str(file))
 
 
 def test_flags_of_other_routers_mean_what_they_mean_there(monkeypatch):

@@ -157,7 +157,8 @@ def test_a_directory_that_is_not_there_is_named(caplog):
 
 def test_arguments():
     assert paths_of_models("a=/x, b = hub/y ,") == {"a": "/x", "b": "hub/y"}
-    for wrong in ("/x", "=/x", "a="):
+    assert paths_of_models('{"a,b=c": "/x,y", "d": "hub/y"}') == {"a,b=c": "/x,y", "d": "hub/y"}
+    for wrong in ("/x", "=/x", "a=", '{"a": 3}', '{"a": ""}', '{"": "/x"}', "{a"):
         with pytest.raises(ConfigError, match="give MODEL=DIRECTORY"):
             paths_of_models(wrong)
 

@@ -5,6 +5,7 @@ A wrong one is an error of one line, which says what would be right.
 
 import difflib
 import importlib.util
+import json
 import math
 import re
 from collections.abc import Callable, Collection, Sequence
@@ -181,12 +182,15 @@ def checked(settings: RouterSettings, token_name: str) -> RouterSettings:
 
 
 def paths_of_models(text: str) -> dict[str, str]:
-    """Return paths of tokenizers by model; raise `ConfigError` for anything else."""
-    found = {}
-    for item in items(text):
-        model, _, path = item.partition("=")
-        if not model.strip() or not path.strip():
-            raise ConfigError(f"--tokenizers {item}: give MODEL=DIRECTORY, with the name that clients give the model")
+    """Return paths of tokenizers by model, from `MODEL=DIRECTORY,…` or JSON; raise `ConfigError` for anything else."""
+    found, pairs = {}, [item.partition("=")[::2] for item in items(text)]
+    if text.startswith("{"):
+        with suppress(ValueError):
+            pairs = list(json.loads(text).items())
+    for model, path in pairs:
+        if not model.strip() or not isinstance(path, str) or not path.strip():
+            hint = "give MODEL=DIRECTORY, with the name that clients give the model"
+            raise ConfigError(f"--tokenizers {model}={path or ''}: {hint}")
         found[model.strip()] = path.strip()
     return found
 

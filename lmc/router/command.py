@@ -1,6 +1,7 @@
 """`lmc router`: sends each request to the engine that has its documents."""
 
 import difflib
+import json
 import logging
 import os
 import signal
@@ -62,7 +63,8 @@ def _read_file(context: typer.Context, file: Path | None) -> Path | None:
         if name == "option":
             values[name] = list(map(str, value)) if isinstance(value, list) else [str(value)]
         elif name == "tokenizers" and isinstance(value, dict):
-            values[name] = ",".join(f"{model}={path}" for model, path in value.items())
+            written = {str(model): str(path or "") for model, path in value.items()}
+            values[name] = json.dumps(written)  # Names and paths may have commas or equals signs in them.
         elif isinstance(value, list):
             values[name] = ",".join(map(str, value))
     context.default_map = values
@@ -162,7 +164,7 @@ Tokenizers = Annotated[
     str,
     typer.Option(
         envvar=_variable("tokenizers"),
-        help="MODEL=DIRECTORY, with commas between them: exact tokens of prompts without asking an engine",
+        help="MODEL=DIRECTORY, with commas between them, or a mapping in JSON: exact tokens without asking an engine",
     ),
 ]
 TokenizerProcesses = Annotated[
