@@ -147,12 +147,25 @@ def test_engines_are_asked_if_a_tokenizer_cannot_be_read(tmp_path, caplog):
         assert asked_for_tokens(built) == 1
 
 
-def test_a_directory_that_is_not_there_is_named(caplog):
-    missing = {"echo": "/no/tokenizer", "other": "./no/tokenizer"}
-    with caplog.at_level(logging.WARNING), house(1, tokenizers=missing):
-        eventually(lambda: len(caplog.messages) == 2)
-    for said, (model, path) in zip(caplog.messages, missing.items(), strict=True):
-        assert said.endswith(f"{model}={path} of --tokenizers cannot be read: there is no such directory")
+def test_a_directory_without_a_tokenizer_is_named_with_what_is_missing(caplog, tmp_path, monkeypatch):
+    """Of each of these, the log had what Hugging Face says of names of repositories, or of ways to make a tokenizer."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    missing = "there is no such directory"
+    wrong = {
+        "/no/tokenizer": missing,
+        "./no/tokenizer": missing,
+        "no/such/tokenizer": missing,
+        "tokenizers/": missing,
+        str(tmp_path): "the directory has no files of a tokenizer, such as tokenizer.json",
+        "no/tokenizer": f"{missing}, and as the name of a model on a hub: We couldn't connect",
+    }
+    models = {f"model {number}": path for number, path in enumerate(wrong)}
+    with caplog.at_level(logging.WARNING), house(1, tokenizers=models):
+        eventually(lambda: len(caplog.messages) == len(wrong))
+    for said, (model, path) in zip(caplog.messages, models.items(), strict=True):
+        assert said.startswith("lmc router: engines are asked for the tokens of prompts, because ")
+        assert f"because {model}={path} of --tokenizers cannot be read: {wrong[path]}" in said
 
 
 def test_arguments():

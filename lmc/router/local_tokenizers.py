@@ -8,6 +8,7 @@ import asyncio
 import logging
 import multiprocessing
 import os
+import re
 import signal
 import threading
 from collections.abc import Callable, Mapping
@@ -29,6 +30,7 @@ STARTED = 120.0  # seconds within which the processes have read their tokenizers
 # What may be asked here for a conversation. A client must not give anything else to a template or a tokenizer.
 OF_A_CHAT = {"model", "messages", "add_generation_prompt", "continue_final_message", "chat_template_kwargs"}
 OF_A_TEMPLATE = {"documents", "enable_thinking"}
+ON_A_HUB = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")  # Any other path is one of a directory.
 
 log = logging.getLogger(__name__)
 
@@ -118,17 +120,25 @@ def _begin(paths: Mapping[str, str]) -> None:
         try:
             _tokenizers[model] = AutoTokenizer.from_pretrained(_found(path))
         except Exception as error:  # noqa: BLE001 - files of others can be wrong in many ways
-            _tokenizers[model] = InputError(next(iter(str(error).splitlines()), type(error).__name__)[:200])
+            _tokenizers[model] = InputError(_why(path, error))
 
 
 def _found(path: str) -> str:
     """Return a directory that is there, or the name of a model on a hub; raise `InputError` for another path."""
-    if not path.startswith(("/", ".", "~")):
-        return path
     folder = Path(path).expanduser()
-    if not folder.is_dir():
+    if not folder.is_dir() and not ON_A_HUB.fullmatch(path):
         raise InputError("there is no such directory")
-    return str(folder)
+    return str(folder) if folder.is_dir() else path
+
+
+def _why(path: str, error: Exception) -> str:
+    """Return why nothing could be read. What transformers says of a directory without files helps nobody."""
+    folder, said = Path(path).expanduser(), next(iter(str(error).splitlines()), type(error).__name__)[:200]
+    if not folder.is_dir():
+        return f"there is no such directory, and as the name of a model on a hub: {said}"
+    return (
+        said if any(folder.glob("tokenizer*")) else "the directory has no files of a tokenizer, such as tokenizer.json"
+    )
 
 
 def _end_with_the_router() -> None:
