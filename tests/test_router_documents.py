@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from lmc.blend.markers import Markers
 from lmc.errors import InputError
 from lmc.keys import tenant_of
-from lmc.router.cut import BLOCK_LETTERS, LEAST_RATE, MOST_DOCUMENTS, MOST_LETTERS, ROLE, SCOPES, Cutter
+from lmc.router.cut import BLOCK_LETTERS, LEAST_RATE, MOST_DOCUMENTS, MOST_LETTERS, MOST_TOKENS, ROLE, SCOPES, Cutter
 from lmc.router.document_index import COMING, LEARNING_SECONDS, DocumentIndex, Told
 from lmc.router.fair_lru import FairLru
 from lmc.router.kv_index import CacheSource
 from lmc.router.policies.documents import STAY, Documents
 from lmc.router.policy import Candidate, PromptRequest, RoutingChoice, Usage
-from lmc.router.questions import prompt_text, read
+from lmc.router.questions import MOST_PARTS, prompt_text, read
 from lmc.router.usage import usage
 
 SEPARATOR = " # # "
@@ -171,7 +171,25 @@ def test_no_more_of_a_prompt_is_cut_than_any_engine_takes():
     assert time.perf_counter() - began < 20
 
 
-@pytest.mark.parametrize("body", [b"[" + b"[]," * 1_000_001 + b"[]]", b"[" + b"1," * 4_000_001 + b"1]"])
+@pytest.mark.parametrize(
+    ("asked", "letters"),
+    [
+        ({"messages": [{"role": "u", "content": "x"}] * 150_000}, 4 * MOST_PARTS),
+        ({"messages": [{"role": "u", "content": [{"type": "text", "text": "x"}] * 150_000}]}, 3 + MOST_PARTS),
+        ({"prompt": ["x"] * 150_000}, 2 * MOST_PARTS),
+        ({"prompt": [7] * (MOST_TOKENS + 1)}, 0),
+    ],
+)
+def test_no_more_messages_and_tokens_are_looked_at_than_anybody_sends(asked, letters):
+    """22 MB of messages of one letter, or of tokens, held up all other requests for up to half a second."""
+    request = read(msgspec.json.encode(asked), {}, "x-session-id", SEPARATOR).request
+    assert len(request.text) == letters
+    assert len(request.tokens or ()) == (0 if letters else MOST_TOKENS)
+
+
+@pytest.mark.parametrize(
+    "body", [b"[" + b"[]," * 1_000_001 + b"[]]", b"[" + b"{}," * 1_000_001 + b"{}]", b"[" + b"1," * 4_000_001 + b"1]"]
+)
 def test_a_body_of_very_many_small_values_is_refused(body):
     with pytest.raises(InputError, match="values at most"):
         read(body, {}, "x-session-id", SEPARATOR)

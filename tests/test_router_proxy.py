@@ -14,6 +14,7 @@ from router_house import SECONDS, house, served
 from service_fakes import eventually
 
 from lmc.blend.markers import Markers
+from lmc.router.cut import MOST_LETTERS
 from lmc.router.engines import FAILURES
 from lmc.top import complete, top
 
@@ -320,6 +321,14 @@ def test_an_explanation_has_the_exact_tokens_if_requests_have():
         with house(1, exact_tokens=exact) as built:
             assert built.ask("/lmc/explain", ask)[1]["prompt"] == {"tokens": tokens, "exact": exact}
             assert len(built.echoes[0].seen) == exact
+
+
+def test_no_engine_is_asked_for_the_tokens_of_a_prompt_that_none_takes():
+    """Writing 22 MB of JSON for the question held up all other requests."""
+    with house(1, exact_tokens=True) as built:
+        ask = {"model": "echo", "prompt": "x" * (MOST_LETTERS + 1)}
+        assert built.ask("/lmc/explain", ask)[1]["prompt"] == {"tokens": MOST_LETTERS // 4, "exact": False}
+        assert not built.echoes[0].seen
 
 
 def test_texts_are_learned_where_they_will_be_looked_for(two):

@@ -28,7 +28,7 @@ LEAST_RATE, GREATEST_RATE = 0.5, 12.0  # letters of a token; what is beyond was 
 SCOPES = 10_000  # of which the letters of a token are remembered
 # What of a prompt is looked at. No engine takes more, and cutting it must not hold up others.
 MOST_TOKENS, MOST_LETTERS, MOST_DOCUMENTS = 1_000_000, 4_000_000, 1000
-SEARCHED_LETTERS = 100_000_000  # for documents that a request names, all names together
+SEARCHED_LETTERS = 30_000_000  # for documents that a request names, all names together
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,6 @@ from typing import Any, TypeVar
 
 from lmc.blend.markers import Markers
 from lmc.errors import InputError
-from lmc.router.cut import MOST_LETTERS
 
 T = TypeVar("T")
 
@@ -65,15 +64,10 @@ class LocalTokenizers:
     def __contains__(self, model: str) -> bool:
         return model in self._ready
 
-    async def tokens(self, model: str, asked: Mapping[str, Any], letters: int = 0) -> list[int]:
-        """Return the tokens of what is asked under /tokenize, a prompt of so many `letters`.
-
-        Raises `InputError` if only an engine can say them.
-        """
+    async def tokens(self, model: str, asked: Mapping[str, Any]) -> list[int]:
+        """Return the tokens of what is asked under /tokenize; raise `InputError` if only an engine can say them."""
         if self._waiting >= WAITING * self._processes:
             raise InputError("the tokenizers of the router have too much to do")
-        if letters >= MOST_LETTERS:  # What is longer has been cut there.
-            raise InputError("the prompt is too long")
         return await self._do(SECONDS, _tokens, model, asked)
 
     def close(self) -> None:

@@ -21,6 +21,7 @@ from lmc.errors import InputError
 from lmc.http_server import Receive, Send
 from lmc.router import router_metrics as numbers
 from lmc.router.client import Client, Refusal, Room
+from lmc.router.cut import MOST_LETTERS
 from lmc.router.engines import Engines
 from lmc.router.headers import REQUEST, sent_back, sent_on
 from lmc.router.local_tokenizers import LocalTokenizers
@@ -206,11 +207,14 @@ class Proxy:
     async def tokenize(self, model: str, asked: Mapping[str, Any], letters: int = 0) -> list[int]:
         """Return the tokens of what is asked under /tokenize: by a tokenizer of the router, or by an engine.
 
-        Of the engines of a model, the one that has least to do is asked. Raises `InputError` if it does not answer.
+        Of the engines of a model, the one that has least to do is asked. Raises `InputError` if it does not answer, or
+        if the prompt is longer than any engine takes.
         """
+        if letters >= MOST_LETTERS:  # What is longer has been cut there.
+            raise InputError("the prompt is too long")
         if self.tokenizers is not None and model in self.tokenizers:
             try:
-                return await self.tokenizers.tokens(model, asked, letters)
+                return await self.tokenizers.tokens(model, asked)
             except InputError as error:
                 log.debug("lmc router: an engine is asked for tokens: %s", error)
         candidates = self._engines.candidates(model)
@@ -218,8 +222,8 @@ class Proxy:
             raise InputError(f"no engine of the model {model!r} can be asked now")
         url = URL(min(candidates, key=lambda one: one.load).name + "/tokenize", encoded=True)
         try:
-            headers = {**JSON, **self._settings.login}
-            async with self.session.post(url, json=asked, headers=headers, timeout=TOKENIZING) as answer:
+            question, headers = msgspec.json.encode(asked), {**JSON, **self._settings.login}
+            async with self.session.post(url, data=question, headers=headers, timeout=TOKENIZING) as answer:
                 said = await answer.read()
                 if answer.status != 200:
                     raise InputError(f"{url} answers {answer.status}: {said[:200]!r}")

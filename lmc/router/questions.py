@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator, Mapping
+from itertools import islice
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -9,7 +10,7 @@ import msgspec
 import xxhash
 
 from lmc.errors import InputError
-from lmc.router.cut import MOST_LETTERS, ROLE
+from lmc.router.cut import MOST_LETTERS, MOST_TOKENS, ROLE
 from lmc.router.policy import PromptRequest
 from lmc.router.prefix_hashes import CHARACTERS_PER_TOKEN
 
@@ -23,6 +24,7 @@ OF_CHATS = (
 FORM = "multipart/form-data"
 # Small values need many times the memory of their letters.
 MOST_CONTAINERS, MOST_VALUES = 1_000_000, 4_000_000
+MOST_PARTS = 100_000  # messages, and parts of a message, that are looked at; more would hold up other requests
 MODEL_OF_A_FORM = re.compile(rb'(?<!\w)name="?model"?\r\n(?:[^\r\n]+\r\n)*\r\n([^\r\n]{0,1024})\r\n')
 STREAMED_FORM = re.compile(rb'(?<!\w)name="?stream"?\r\n(?:[^\r\n]+\r\n)*\r\n(?i:true|1)\r\n')
 MEDIA = ROLE + "\1"  # before the hash of an image or a sound
@@ -41,7 +43,7 @@ class Received(NamedTuple):
 
 def json_object(body: bytes) -> dict[str, Any]:
     """Return a JSON object; raise `InputError` for anything else."""
-    if body.count(b"{") + body.count(b"[") > MOST_CONTAINERS or body.count(b",") > MOST_VALUES:
+    if len(body) > MOST_CONTAINERS and (_containers(body) > MOST_CONTAINERS or body.count(b",") > MOST_VALUES):
         raise InputError(f"the body may have {MOST_VALUES} values at most, and {MOST_CONTAINERS} lists or objects")
     try:
         found = msgspec.json.decode(body)
@@ -52,6 +54,14 @@ def json_object(body: bytes) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise InputError("the body must be a JSON object")
     return found
+
+
+def _containers(body: bytes) -> int:
+    """Return how many lists and objects a body has at most; one more than are allowed stands for all larger numbers.
+
+    In 22 MB of text, `bytes.count` takes 14 ms for a letter, and this takes 3 ms because it skips what has none.
+    """
+    return sum(len(body) - len(body.replace(begin, b"", MOST_CONTAINERS + 1)) for begin in (b"{", b"["))
 
 
 def read(
@@ -77,9 +87,10 @@ def read(
     session = headers.get(session_key.lower(), "") or asked.get("user") or ""
     before = asked.get("previous_response_id") or ""
     tokens = _tokens(asked)
-    text = "" if tokens is not None else prompt_text(asked, special_strings.get(model, special_string))
+    whole = "" if tokens is not None else prompt_text(asked, special_strings.get(model, special_string))
+    text = whole[:MOST_LETTERS]
     request = PromptRequest(
-        text=text[:MOST_LETTERS],
+        text=text,
         media=MEDIA in text,
         model=model,
         salt=salt,
@@ -87,7 +98,7 @@ def read(
         tokens=tokens,
         documents=tuple(_named_documents(asked)),
     )
-    size = len(text) / CHARACTERS_PER_TOKEN if tokens is None else len(tokens)
+    size = len(whole) / CHARACTERS_PER_TOKEN if tokens is None else len(tokens)
     return Received(
         request,
         asked.get("stream") is True,
@@ -110,7 +121,7 @@ def _form(body: bytes) -> Received:
 
 
 def prompt_text(asked: Body, special_string: str) -> str:
-    """Return all text of a prompt in its order.
+    """Return the text of a prompt in its order, of no more messages than are looked at.
 
     The `documents` of a chat come first, between separators, as the chat template of `lmc template` has them. What the
     model has said is never cut.
@@ -129,7 +140,7 @@ def _messages(asked: Body, bare: str) -> Iterator[str]:
     if isinstance(said, str):
         yield said
     elif isinstance(said, list):
-        for message in said:
+        for message in islice(said, MOST_PARTS):
             if isinstance(message, str):  # one of several prompts
                 yield message + ROLE
             elif isinstance(message, dict):
@@ -143,7 +154,7 @@ def _contents(content: Any) -> Iterator[str]:
     if isinstance(content, str):
         yield content
     elif isinstance(content, list):
-        for part in content:
+        for part in islice(content, MOST_PARTS):
             if isinstance(part, dict) and isinstance(text := part.get("text"), str):
                 yield text
             elif isinstance(part, dict):  # An image or a sound is the same only if all of it is.
@@ -180,6 +191,7 @@ def _tokenize(asked: Body) -> Body | None:
 
 def _tokens(asked: Body) -> list[int] | None:
     given = asked.get("prompt_token_ids", asked.get("prompt"))
-    if isinstance(given, list) and set(map(type, given)) == {int} and min(given) >= 0 and max(given) < 1 << 32:
-        return given
+    found = given[:MOST_TOKENS] if isinstance(given, list) else []
+    if set(map(type, found)) == {int} and min(found) >= 0 and max(found) < 1 << 32:
+        return found
     return None
