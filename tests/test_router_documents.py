@@ -308,6 +308,66 @@ def test_answers_say_in_which_place_documents_are(monkeypatch):
     assert on_disk.cost == pytest.approx(in_memory + 0.3 * 0.85 * 200, rel=0.01)
 
 
+HISTORY = "what was said before " * 400  # 2,100 tokens
+
+
+def expected_of_history(policy: Documents, engine: str = "http://0", **fields) -> float:
+    return policy.choose(PromptRequest(text=f"{HISTORY} a question", **fields), [Candidate(engine)]).expected_tokens
+
+
+def test_an_engine_whose_answers_say_that_beginnings_are_not_there_is_not_believed_to_have_them(monkeypatch):
+    """An engine without prefix caching was expected to reuse all beginnings that it was ever sent."""
+    monkeypatch.setattr("lmc.router.document_index.LEARNING_SECONDS", 0.0)
+    policy, asked = Documents(), PromptRequest(text=f"{HISTORY} first")
+    for other in (PromptRequest(text=asked.text, salt="t"), asked):
+        policy.sent(other, "http://other")
+        policy.sent(other, "http://0")
+    believed = expected_of_history(policy)
+    assert believed == pytest.approx(2100, rel=0.1)
+    sent_and_answered(policy, asked, Usage(), times=60)
+    assert expected_of_history(policy) == believed, "who says nothing teaches nothing"
+    sent_and_answered(policy, asked, Usage(cached_tokens=0), times=60)
+    assert expected_of_history(policy) < believed / 100
+    full = policy.choose(PromptRequest(text=HISTORY), engines(1))
+    assert full.cost == pytest.approx(len(HISTORY) / 4, rel=0.01)
+    assert expected_of_history(policy, salt="t") == believed, "tenants do not steer each other"
+    assert expected_of_history(policy, "http://other") == believed
+    sent_and_answered(policy, asked, Usage(cached_tokens=2100), times=60)
+    assert expected_of_history(policy) > believed * 0.99, "it is believed again"
+
+
+def test_what_was_reused_of_documents_says_nothing_about_beginnings(monkeypatch):
+    monkeypatch.setattr("lmc.router.document_index.LEARNING_SECONDS", 0.0)
+    policy = Documents()
+    asked = PromptRequest(text=HISTORY + prompt("one", "two").text)
+    said = Usage(cached_tokens=200, document_tokens=200)
+    sent_and_answered(policy, asked, said, times=60)
+    assert expected_of_history(policy) < 20
+    assert policy.choose(prompt("two", "one"), engines(1)).expected_tokens == pytest.approx(200, rel=0.01)
+    again = policy.choose(asked, engines(1))
+    assert again.expected_tokens == pytest.approx(200, rel=0.1), "as documents, if not as a part of the beginning"
+    assert again.beginning_tokens > 2000
+
+
+def test_a_burst_of_equal_beginnings_says_nothing_about_an_engine():
+    policy, asked = Documents(), PromptRequest(text=f"{HISTORY} first")
+    sent_and_answered(policy, asked, Usage(cached_tokens=0), times=20)  # None of them was computed yet.
+    assert expected_of_history(policy) == pytest.approx(2100, rel=0.1)
+
+
+def test_a_conversation_stays_where_it_is_though_beginnings_are_not_there(monkeypatch):
+    monkeypatch.setattr("lmc.router.document_index.LEARNING_SECONDS", 0.0)
+    policy, (a, b) = Documents(), engines()
+    policy.sent(PromptRequest(text=HISTORY), b.name)
+    for turn in range(60):
+        asked = PromptRequest(text=f"{HISTORY} turn {turn}")
+        choice = policy.choose(asked, [a, b])
+        assert (choice.engine, choice.why) == (b.name, "conversation")
+        policy.sent(asked, b.name)
+        policy.answered(asked, choice, Usage(cached_tokens=0))
+    assert choice.expected_tokens < 20
+
+
 def test_a_burst_of_new_documents_says_nothing_about_an_engine():
     policy, asked = Documents(), prompt("one", "two")
     choices = []
@@ -454,6 +514,7 @@ def test_kv_events_say_which_beginnings_an_engine_has():
     assert policy.scores(request, [a, b]) == {a.name: 1023, b.name: 512}, "it was sent a moment ago"
     now[0] += LEARNING_SECONDS + 1
     assert policy.scores(request, [a, b]) == {a.name: 32, b.name: 512}
+    assert [offer.assumed_beginning for offer in policy.offers(request, [a, b])] == [0, 0], "nothing is assumed"
     assert policy.choose(request, [a, b]).engine == b.name
     other = PromptRequest(text="x" * 4096, model="m", salt="other", tokens=request.tokens)
     assert set(policy.scores(other, [a, b]).values()) == {0}

@@ -1,8 +1,8 @@
 """The index of the `documents` policy: which cache has which documents, and the beginnings of which prompts.
 
 Engines say in events which documents are where. Until they do, and for documents whose tokens are not known, a cache is
-taken to have what its engines have been sent last, as much of it as fits. How much of that turns out to be there, and
-in which place, their answers say.
+taken to have what its engines have been sent last, as much of it as fits. The same holds for the beginnings of prompts.
+How much of that turns out to be there, and in which place, their answers say.
 """
 
 import time
@@ -14,6 +14,7 @@ from typing import NamedTuple
 from lmc.router.cut import BLOCK_TOKENS, Cut, CutDocument
 from lmc.router.fair_lru import FairLru
 from lmc.router.policy import TakeBack
+from lmc.router.prefix_hashes import leading
 from lmc.storage.places import place_of
 
 PREFIX_SHARE = 0.5  # of the tokens of a cache, those that the beginnings of prompts may have
@@ -23,6 +24,8 @@ WEIGHTS = {"GPU": 1.0, "CPU": 1.0, "STORAGE": FAR}  # by the medium that events 
 LEFT = 10_000  # documents of a cache that have left it last
 TENANTS = 10_000  # of a cache, whose answers are remembered
 ANSWER_SHARE = 0.1  # of what is assumed of a cache, what the last answer counts
+NO_PLACES: Mapping[str, int] = {}
+NEVER = (float("inf"), float("inf"))  # when a block comes that is not there
 
 
 class Found(NamedTuple):
@@ -37,6 +40,17 @@ class Found(NamedTuple):
 
 NOTHING, ASSUMED = Found(0.0, 0.0, is_there=False), Found(1.0, 1.0, is_assumed=True)
 COMING = NOTHING._replace(is_coming=True)
+
+
+class Beginning(NamedTuple):
+    """What is known of the beginning of a prompt in a cache."""
+
+    tokens: float = 0.0  # that were sent there
+    certainty: float = 1.0  # that the cache has them
+    assumed: float = 0.0  # of the tokens, those that were sent so long ago that the cache should have them
+
+
+NO_BEGINNING = Beginning()
 
 
 class Told(NamedTuple):
@@ -70,10 +84,24 @@ class DocumentIndex:
         nothing is assumed.
         """
         if assumed > 0 and not self.is_told(cache):
-            self._of(cache).answered(tenant, min(reused / assumed, 1.0), places)
+            self._of(cache).documents.learn(tenant, min(reused / assumed, 1.0), places)
 
-    def prefix(self, cache: str, cut: Cut, within: float = float("inf")) -> float:
-        """Return how many tokens of a prompt's beginning were sent to a cache, within so many seconds."""
+    def answered_beginning(self, cache: str, tenant: str, assumed: float, reused: float) -> None:
+        """Note the same of the beginning of a prompt."""
+        if assumed > 0:
+            self._of(cache).beginnings.learn(tenant, min(max(reused, 0.0) / assumed, 1.0))
+
+    def beginning(self, cache: str, cut: Cut) -> Beginning:
+        """Return what is known of the beginning of a prompt in a cache, from what was sent there."""
+        known = self._caches.get(cache)
+        if known is None or not (sent := known.prefix(cut)):
+            return NO_BEGINNING
+        long_ago = known.prefix_until(cut, sent, self._clock() - LEARNING_SECONDS)
+        certainty = known.beginnings.of(cut.tenant).certainty
+        return Beginning(sent * cut.block_tokens, certainty, long_ago * cut.block_tokens)
+
+    def prefix(self, cache: str, cut: Cut, within: float) -> float:
+        """Return how many tokens of a prompt's beginning were sent to a cache within so many seconds."""
         known = self._caches.get(cache)
         return known.prefix(cut, self._clock() - within) * cut.block_tokens if known else 0.0
 
@@ -139,6 +167,29 @@ class DocumentIndex:
         return self._caches[cache]
 
 
+class Worth:
+    """What things that were sent to a cache are worth, by tenant, as the answers of engines have shown it."""
+
+    def __init__(self) -> None:
+        self._shown: OrderedDict[str, Found] = OrderedDict()  # the last ones
+
+    def of(self, tenant: str) -> Found:
+        """Return what is to be assumed of things that a tenant has sent."""
+        return self._shown.get(tenant, ASSUMED)
+
+    def learn(self, tenant: str, share: float, places: Mapping[str, int] = NO_PLACES) -> None:
+        """Note which share of what was assumed has been reused, and how many tokens have come from which places."""
+        before = self._shown.pop(tenant, ASSUMED)
+        certainty, weight = before.certainty, before.weight
+        certainty += (share - certainty) * ANSWER_SHARE
+        if tokens := sum(places.values()):
+            worths = [count * WEIGHTS.get(place_of(place).medium, FAR) for place, count in places.items()]
+            weight += (sum(worths) / tokens - weight) * ANSWER_SHARE
+        self._shown[tenant] = before._replace(certainty=certainty, weight=weight)
+        if len(self._shown) > TENANTS:
+            self._shown.popitem(last=False)
+
+
 class _Cache:
     """What one cache has."""
 
@@ -147,8 +198,8 @@ class _Cache:
         self._left: dict[Told, float] = {}  # when documents left the cache, the last ones
         self._chunk_tokens = 1
         self._sent = FairLru[bytes, float](tokens)  # when documents came, by tenant
-        self._blocks = FairLru[int, float](tokens * PREFIX_SHARE)
-        self._assumed: OrderedDict[str, Found] = OrderedDict()  # what was sent is worth, by tenant
+        self._blocks = FairLru[int, tuple[float, float]](tokens * PREFIX_SHARE)  # when they came, and were used last
+        self.documents, self.beginnings = Worth(), Worth()
 
     @property
     def room(self) -> float:
@@ -156,8 +207,8 @@ class _Cache:
 
     @property
     def oldest(self) -> float:
-        used = self._blocks.next_out if self._blocks.room < BLOCK_TOKENS else None
-        return float("-inf") if used is None else used
+        block = self._blocks.next_out if self._blocks.room < BLOCK_TOKENS else None
+        return block[1] if block else float("-inf")
 
     def resize(self, tokens: float, chunk_tokens: int) -> None:
         self._chunk_tokens = chunk_tokens
@@ -170,48 +221,42 @@ class _Cache:
             if came is None:
                 return NOTHING
             # What was sent a moment ago may not have been learned, which shows nothing about the others.
-            return self._assumed.get(tenant, ASSUMED)._replace(is_assumed=now - came >= LEARNING_SECONDS)
+            return self.documents.of(tenant)._replace(is_assumed=now - came >= LEARNING_SECONDS)
         told = Told(tenant, document.digest)
         if media := self.media(told):
             return Found(1.0, max(WEIGHTS.get(medium, 0.0) for medium in media))
         on_its_way = self._came(tenant, document.key) > max(now - LEARNING_SECONDS, self._left.get(told, 0.0))
         return COMING if on_its_way else NOTHING
 
-    def answered(self, tenant: str, share: float, places: Mapping[str, int]) -> None:
-        before = self._assumed.pop(tenant, ASSUMED)
-        certainty, weight = before.certainty, before.weight
-        certainty += (share - certainty) * ANSWER_SHARE
-        if tokens := sum(places.values()):
-            worths = [count * WEIGHTS.get(place_of(place).medium, FAR) for place, count in places.items()]
-            weight += (sum(worths) / tokens - weight) * ANSWER_SHARE
-        self._assumed[tenant] = before._replace(certainty=certainty, weight=weight)
-        if len(self._assumed) > TENANTS:
-            self._assumed.popitem(last=False)
-
-    def prefix(self, cut: Cut, since: float) -> int:
+    def prefix(self, cut: Cut, since: float = float("-inf")) -> int:
         for at, block in enumerate(cut.blocks):
-            used = self._blocks.get(cut.tenant, block)
-            if used is None or used < since:
+            sent = self._blocks.get(cut.tenant, block)
+            if sent is None or sent[1] < since:
                 return at
         return len(cut.blocks)
+
+    def prefix_until(self, cut: Cut, sent: int, time: float) -> int:
+        """Return how many of the first `sent` blocks came before a time. None comes earlier than the one before it."""
+        return leading(cut.blocks[:sent], lambda block: (self._blocks.get(cut.tenant, block) or NEVER)[0] <= time)
 
     def note(self, cut: Cut, now: float) -> TakeBack:
         tenant = cut.tenant
         new = [document.key for document in cut.documents if self._sent.get(tenant, document.key) is None]
-        beginnings = [block for block in cut.blocks if self._blocks.get(tenant, block) is None]
+        came_before = {block: sent[0] for block in cut.blocks if (sent := self._blocks.get(tenant, block))}
         for document in cut.documents:
             came = self._came(tenant, document.key)
             again = came <= self._left.get(Told(tenant, document.digest), float("-inf"))
             room = ceil(document.tokens / self._chunk_tokens) * self._chunk_tokens
             self._sent.put(tenant, document.key, room, now if again else came)
         for block in reversed(cut.blocks):  # The end of a prompt is forgotten first.
-            self._blocks.put(tenant, block, cut.block_tokens, now)
+            self._blocks.put(tenant, block, cut.block_tokens, (came_before.get(block, now), now))
 
         def take_back() -> None:
             for key in new:
                 self._sent.drop(tenant, key)
-            for block in beginnings:
-                self._blocks.drop(tenant, block)
+            for block in cut.blocks:
+                if block not in came_before:
+                    self._blocks.drop(tenant, block)
 
         return take_back
 

@@ -51,8 +51,9 @@ class RoutingChoice(NamedTuple):
     why: str  # a few fixed words of each policy, because they label a metric: "longest prefix", "least loaded"
     expected_tokens: float = 0.0  # of the prompt that the engine is expected to reuse, as far as the policy knows
     cost: float = 0.0  # tokens that it is expected to compute; 0 if the policy does not know
-    beginning_tokens: float = 0.0  # of those that it is expected to reuse, the ones at the start of the prompt
+    beginning_tokens: float = 0.0  # at the start of the prompt, which it was sent before or has said that it has
     assumed_tokens: float = 0.0  # of documents that it was sent before, and of which it has not said that it has them
+    assumed_beginning: float = 0.0  # the same of the tokens at the start of the prompt
 
 
 class Usage(NamedTuple):

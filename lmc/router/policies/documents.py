@@ -4,8 +4,8 @@ No other router that we know routes by documents. The time that an engine is exp
 
     (backlog + prompt − beginning that it has − Σ documents that it has · (1 − ratio) · weight of their place) / rate
 
-`ratio` is the share of a reused document that an engine computes again. A document that an engine was sent, and of
-which it has not said that it has it, counts as much as its last answers have shown such documents to be there.
+`ratio` is the share of a reused document that an engine computes again. A document or a beginning that an engine was
+sent, and of which it has not said that it has it, counts as much as its last answers have shown such ones to be there.
 
 To this comes a surcharge for engines that have more than their share of the requests, so that a few popular documents
 do not fill one engine. A bound on the load, as consistent hashing with bounded loads has it, was measured and lost a
@@ -21,7 +21,7 @@ from typing import NamedTuple
 import xxhash
 
 from lmc.router.cut import Cut, Cutter, tenant
-from lmc.router.document_index import LEARNING_SECONDS, DocumentIndex
+from lmc.router.document_index import LEARNING_SECONDS, Beginning, DocumentIndex
 from lmc.router.fair_lru import FairLru
 from lmc.router.kv_index import BlockIndex, chains
 from lmc.router.policies.options import check, check_count
@@ -81,7 +81,8 @@ class Documents:
             alike = [offer for offer in offers if offer.seconds <= least * (1 if cut.documents else ALIKE)]
             chosen = min(alike, key=lambda offer: self._order(cut, offer.candidate))
             why = "documents" if chosen.documents else "beginning" if chosen.reused else "least time"
-        return RoutingChoice(chosen.candidate.name, why, chosen.reused, chosen.cost, chosen.beginning, chosen.assumed)
+        assumed = chosen.beginning, chosen.assumed, chosen.assumed_beginning
+        return RoutingChoice(chosen.candidate.name, why, chosen.reused, chosen.cost, *assumed)
 
     def sent(self, request: PromptRequest, engine: str) -> TakeBack:
         """Note that an engine will have the documents of a request."""
@@ -110,15 +111,17 @@ class Documents:
         self._engine_of.drop_values(engine)
 
     def answered(self, request: PromptRequest, choice: RoutingChoice, said: Usage) -> None:
-        """Take note of how many tokens a prompt has turned out to have, and how many of its documents were reused."""
+        """Take note of how many tokens a prompt has turned out to have, and how many of those assumed were reused."""
         if said.prompt_tokens and request.tokens is None and not request.media:
             self.cutter.counted(request.scope, len(request.text), said.prompt_tokens)
+        cache, of = self._cache_of.get(choice.engine, choice.engine), tenant(request)
         reused: float | None = said.document_tokens
-        if reused is None and said.cached_tokens is not None:
-            reused = max(0.0, said.cached_tokens - choice.beginning_tokens)
+        if said.cached_tokens is not None:
+            beginning = said.cached_tokens - (reused or 0)  # If nobody says which, the first ones are of the beginning.
+            self.index.answered_beginning(cache, of, choice.assumed_beginning, beginning)
+            reused = max(0.0, said.cached_tokens - choice.beginning_tokens) if reused is None else reused
         if reused is not None:
-            cache = self._cache_of.get(choice.engine, choice.engine)
-            self.index.answered(cache, tenant(request), choice.assumed_tokens, reused, said.places)
+            self.index.answered(cache, of, choice.assumed_tokens, reused, said.places)
 
     def scores(self, request: PromptRequest, candidates: Sequence[Candidate]) -> dict[str, float]:
         """Return the tokens that each engine is expected to reuse."""
@@ -129,21 +132,23 @@ class Documents:
         cut, mean = self._cut(request), (sum(one.load for one in candidates) + 1) / len(candidates)
         return [self._offer(request, cut, one, mean) for one in candidates]
 
-    def _beginning(self, request: PromptRequest, cut: Cut, candidate: Candidate) -> float:
-        """Return how many tokens of a prompt's beginning an engine has: as KV events say, if there are any.
+    def _beginning(self, request: PromptRequest, cut: Cut, candidate: Candidate) -> Beginning:
+        """Return what of a prompt's beginning an engine has: as KV events say, if there are any.
 
         They need the tokens of the prompt. What was sent a moment ago they cannot have said yet.
         """
         if request.tokens is None or not self.blocks.block_sizes(candidate.name):
-            return self.index.prefix(candidate.cache, cut)
+            return self.index.beginning(candidate.cache, cut)
         assert self._last is not None
         told = self.blocks.longest(candidate.name, self._last[2]).tokens
-        return max(told, self.index.prefix(candidate.cache, cut, LEARNING_SECONDS))
+        return Beginning(max(told, self.index.prefix(candidate.cache, cut, LEARNING_SECONDS)))
 
     def _offer(self, request: PromptRequest, cut: Cut, candidate: Candidate, mean_load: float) -> "EngineOffer":
         self._cache_of[candidate.name] = candidate.cache
         ratio = candidate.ratio if self._ratio is None else self._ratio
-        beginning = min(self._beginning(request, cut, candidate), max(cut.tokens - 1, 0.0))
+        start, most = self._beginning(request, cut, candidate), max(cut.tokens - 1, 0.0)
+        sent = min(start.tokens, most)
+        beginning = sent * start.certainty
         blended = worth = coming = new = assumed = 0.0
         documents = 0
         for document in cut.documents:
@@ -155,7 +160,8 @@ class Documents:
             worth += behind * found.certainty * found.weight
             coming += behind * found.is_coming
             documents += found.is_there
-            assumed += behind * found.is_assumed
+            if found.is_assumed:
+                assumed += max(0.0, min(behind, document.stop - sent))
             new += document.tokens * (not found.is_there and not found.is_coming)
         if blended < candidate.blend_min_tokens:
             blended = worth = assumed = 0.0
@@ -168,7 +174,8 @@ class Documents:
         work = candidate.backlog + max(cost - coming * (1 - ratio), 1.0)
         work += self._surcharge * excess * cut.tokens + self._displacement * displaced
         reused = min(beginning + blended, cut.tokens)
-        return EngineOffer(candidate, work / candidate.rate, cost, reused, beginning, documents, assumed)
+        settled = min(start.assumed, most)
+        return EngineOffer(candidate, work / candidate.rate, cost, reused, sent, documents, assumed, settled)
 
     def _home(self, request: PromptRequest, cut: Cut, offers: Sequence["EngineOffer"]) -> "EngineOffer | None":
         """Return the engine where a conversation is: that of its session, or the only one with most of the prompt."""
@@ -200,9 +207,10 @@ class EngineOffer(NamedTuple):
     seconds: float  # until the first token, with the surcharge
     cost: float  # tokens that it would compute
     reused: float  # tokens
-    beginning: float  # tokens of those at the start of the prompt
+    beginning: float  # tokens at the start of the prompt that it was sent before, or has
     documents: int  # that it has
     assumed: float  # tokens of those that it was only sent before
+    assumed_beginning: float  # tokens at the start of the prompt that it was only sent before
 
 
 def _distance(cut: Cut, candidate: Candidate) -> int:
