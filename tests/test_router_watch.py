@@ -161,6 +161,24 @@ def test_an_engine_is_followed_again_after_an_error():
         asyncio.run(run(engine.url))
 
 
+def test_an_engine_that_comes_without_an_address_of_its_events_is_warned_about(caplog):
+    """The policy `precise` can never choose it for what it has, and nothing said so."""
+    with (
+        caplog.at_level(logging.WARNING),
+        house(1, "precise", health_seconds=0.02) as built,
+        served(EchoEngine()) as new,
+    ):
+        eventually(lambda: f"which blocks {built.engines[0].url} has" in caplog.text)
+        assert built.ask("/engines", {"url": new.url})[0] == 201
+        eventually(
+            lambda: f"which blocks {new.url} has, so that no prompt matches there: give kv_events" in caplog.text
+        )
+        assert built.ask("/engines", {"url": new.url, "kv_events": "tcp://127.0.0.1:1"})[0] == 201
+        watch = built.router.application._watch
+        eventually(lambda: watch._following[new.url][0].kv_events)
+    assert caplog.text.count("which blocks") == 2, "once for each, and no more when there is one"
+
+
 def test_a_lookup_that_takes_long_holds_up_no_health_check(monkeypatch):
     monkeypatch.setattr(watching, "LOOKUP_SECONDS", 0.01)
     lookups, answered = [], asyncio.Event()

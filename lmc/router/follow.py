@@ -48,7 +48,8 @@ class Follower:
         policy = self._policy
         async with asyncio.TaskGroup() as following:
             following.create_task(self._follow_documents(engine))
-            following.create_task(follow_blocks(policy.blocks, policy.ranks, self._lag, engine))
+            if engine.address.kv_events:
+                following.create_task(follow_blocks(policy.blocks, policy.ranks, self._lag, engine))
 
     async def _follow_documents(self, engine: Engine) -> None:
         while engine.address.admin:
@@ -127,11 +128,16 @@ class Follower:
 async def follow_blocks(index: BlockIndex, ranks: int, lag: Lag, engine: Engine) -> None:
     """Tell an index what an engine says in its KV events, until cancelled.
 
-    An engine with data parallelism has a publisher for each of its ranks, at ports that follow each other.
+    An engine with data parallelism has a publisher for each of its ranks, at ports that follow each other. Of one whose
+    address of KV events nobody has given, a warning says so.
     """
     address, _, replay = engine.address.kv_events.partition("+")
     if not address:
-        return
+        wanted = "give kv_events for this engine, or --kv-events-port for all of them"
+        log.warning(
+            "lmc router: nothing says which blocks %s has, so that no prompt matches there: %s", engine.url, wanted
+        )
+        await asyncio.Event().wait()
     async with asyncio.TaskGroup() as following:
         for rank in range(ranks):
             stream = EventStream(address_of_engine(address, rank), address_of_engine(replay, rank), from_start=True)

@@ -37,7 +37,7 @@ class Watch:
     ) -> None:
         """With a `discovery`, the engines are those that it finds; otherwise they are not changed here.
 
-        What `follow` does runs for each engine that says what it has, while it is up.
+        What `follow` does runs for each engine, from when it is up until it has ended or gone.
         """
         self._follow, self._following = follow, dict[str, tuple[EngineAddress, asyncio.Task[None]]]()
         self._settings, self._engines, self._policy = settings, engines, policy
@@ -131,8 +131,7 @@ class Watch:
         followed, _ = self._following.get(engine.url, (engine.address, None))
         if followed != engine.address:
             self._unfollow(engine.url)
-        told = engine.address.admin or engine.address.kv_events
-        if up and engine.models and self._follow and told and engine.url not in self._following:
+        if up and engine.models and self._follow and engine.url not in self._following:
             following = keep_up(partial(self._follow, engine), f"following {engine.url}", AGAIN_SECONDS)
             self._following[engine.url] = engine.address, following
 
