@@ -292,10 +292,10 @@ def tile(tokens: int, heads: int, group: int, dim: int, itemsize: int, *, hides:
         found = (32, 16, 4) if wide <= 64 else (16, 16, 8)
     elif wide > 128:
         found = 64, 32, 8
-    elif triton.cdiv(tokens * group, 128) * heads >= FILLED and (wide == dim or not hides):
-        found = 128, 64 if wide == dim and not hides else 32, 8
+    elif triton.cdiv(tokens * group, 128) * heads >= FILLED:
+        found = 128, 64, 8
     else:
-        found = 64, 32 if hides else 64, 4
+        found = 64, 32 if hides and wide <= 64 else 64, 4
     return max(found[0], triton.next_power_of_2(group)), *found[1:]
 
 
