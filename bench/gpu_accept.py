@@ -1,13 +1,17 @@
-"""What lmc does on this GPU without vLLM, against what is wanted: copies, kernels, the transformers connector.
+"""What lmc does on this GPU, against what is wanted, in two tiers.
 
-    python bench/gpu_accept.py [--keep] [--layers 8]              # `make gpu`; exit status 1 if a line falls short
-    TRITON_INTERPRET=1 python bench/gpu_accept.py --smoke         # tiny sizes on a CPU: do the checks themselves run?
+A    without vLLM: copies, kernels, the transformers connector
+B    inside vLLM, if that is installed: answers, aborts, preemptions, times (`gpu_accept_vllm.py`)
 
-Needs torch, triton, transformers 5, and lmc's own dependencies; see docs/gpu.md. Bandwidths are against a copy of large
-tensors on the same device, in the same run. Errors are against lmc's kernels in torch, in float32 on the same device.
+    python bench/gpu_accept.py [--tier A|B] [--keep] [--layers 8]  # `make gpu`; exit status 1 if a line falls short
+    TRITON_INTERPRET=1 python bench/gpu_accept.py --smoke          # tiny sizes on a CPU: do the checks themselves run?
+
+Tier A needs torch, triton, transformers 5, and lmc's own dependencies; see docs/gpu.md. Bandwidths are against a copy
+of large tensors on the same device, in the same run. Errors are against lmc's kernels in torch, in float32 on the same
+device.
 """
 
-import os
+import gc
 import random
 import statistics
 import sys
@@ -16,11 +20,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
-from common import parser, prompt_of
+from common import environment, parser, prompt_of
+from gpu_accept_vllm import inside_vllm
 from gpu_kernels import SMOKE, Sizes, kernels, scattered
 from report import Report
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -61,38 +67,64 @@ OURS = {
     "_correct",
 }
 NOISE = {torch.bfloat16: 6e-2, torch.float16: 1e-2, torch.float32: 1e-3}  # the same, of logits behind all layers
+LAUNCHES = 25  # of lmc's kernels in a layer of a blend, at most
+NEEDED = 'pip install ".[vllm,transformers]" (vLLM 0.32, and lmc, whose plugin vLLM has to find)'
 
 
 def main() -> None:
     """Measure, print a line for each number, and end with status 1 if one falls short."""
     arguments = parser(__doc__, "gpu_accept")
     arguments.add_argument("--smoke", action="store_true")
-    arguments.add_argument("--layers", type=int, default=Sizes().layers, help="of the model with the shape of 8B")
+    arguments.add_argument("--tier", choices=("A", "B"), help="only this one; by default both, if vLLM is installed")
+    arguments.add_argument("--layers", type=int, default=Sizes().layers, help="of tier A's model with the shape of 8B")
     options = arguments.parse_args()
     if not (options.smoke or torch.cuda.is_available()):
         sys.exit("there is no GPU here; --smoke tries the checks themselves, on a CPU")
-    device = torch.device("cpu" if options.smoke else "cuda")
-    if options.smoke:
-        os.environ["LMC_KERNELS"] = "triton"
-    sizes = SMOKE if options.smoke else Sizes(layers=options.layers)
-    report, name = Report(device, options.smoke), "CPU" if options.smoke else torch.cuda.get_device_name()
+    vllm = find_spec("vllm") is not None
+    if options.tier == "B" and not vllm:
+        sys.exit(f"tier B needs vLLM, which is not installed in this Python: {NEEDED}")
+    report = Report(torch.device("cpu" if options.smoke else "cuda"), options.smoke)
+    name = "CPU" if options.smoke else torch.cuda.get_device_name()
     print(f"{name}; torch {torch.__version__}\n")
+    tiers, sizes = options.tier or ("AB" if vllm else "A"), {}
+    if "A" in tiers:
+        sizes["A"] = without_vllm(report, SMOKE if options.smoke else Sizes(layers=options.layers))
+    if tiers == "AB":
+        free_memory(report)
+    if "B" in tiers:
+        sizes["B"] = inside_vllm(report)
+    if not (options.tier or vllm):
+        print(f"\nTier B was left out, because vLLM is not installed in this Python: {NEEDED}.\n")
+    report.end("gpu_accept", name, sizes, keep=options.keep)
+
+
+def without_vllm(report: Report, sizes: Sizes) -> dict[str, Any]:
+    """Print the lines of tier A; return its sizes."""
+    # The interpreter would take minutes for the answers.
+    tried, fast = ({"LMC_KERNELS": "triton"}, {"LMC_KERNELS": "torch"}) if report.smoke else ({}, {})
     torch.manual_seed(0)
-    with torch.inference_mode():
-        with report.part("copies"):
-            copies(report, sizes)
-        for dtype in sizes.dtypes:
-            with report.part(f"kernels in {dtype}"):
-                kernels(report, sizes, dtype)
-        with report.part("scattered attention"):
-            scattered(report, sizes)
-    with report.part("the large shape"):
-        models(report, sizes)
-    if options.smoke:  # The interpreter would take minutes.
-        os.environ["LMC_KERNELS"] = "torch"
-    with report.part("answers"):
+    with environment(**tried):
+        with torch.inference_mode():
+            with report.part("copies"):
+                copies(report, sizes)
+            for dtype in sizes.dtypes:
+                with report.part(f"kernels in {dtype}"):
+                    kernels(report, sizes, dtype)
+            with report.part("scattered attention"):
+                scattered(report, sizes)
+        with report.part("the large shape"):
+            models(report, sizes)
+    with environment(**fast), report.part("answers"):
         answered(report)
-    report.end("gpu_accept", name, asdict(sizes), keep=options.keep)
+    return asdict(sizes)
+
+
+def free_memory(report: Report) -> None:
+    """Leave the GPU to the engines of tier B, which are processes of their own."""
+    gc.collect()
+    if report.device.type == "cuda":
+        torch.cuda.empty_cache()
+        report.line("memory of the GPU that tier A still holds", torch.cuda.memory_reserved() / GIB, "GiB", most=1.0)
 
 
 # -- copies ------------------------------------------------------------------------------------------------------------
@@ -215,8 +247,9 @@ def models(report: Report, sizes: Sizes) -> None:
         if report.device.type == "cuda":
             launched = launches(lambda: cached.prefill(prompts[2], "blend"))
             ours = sum(count for name, count in launched.items() if name in OURS)
-            for what, count in (("GPU operations", sum(launched.values())), ("launches of lmc's kernels", ours)):
-                report.line(f"{what} of a blend, for each layer", count / sizes.layers, "")
+            report.line("GPU operations of a blend, for each layer", sum(launched.values()) / sizes.layers, "")
+            what = "launches of lmc's kernels of a blend, for each layer"
+            report.line(what, ours / sizes.layers, "", least=1, most=LAUNCHES)  # One places what is stored.
 
 
 def launches(work: Callable[[], Any]) -> Counter[str]:

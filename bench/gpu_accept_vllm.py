@@ -1,25 +1,24 @@
-"""What lmc does inside vLLM on this GPU, against what is wanted: answers, aborts, preemptions, times.
-
-    python bench/gpu_accept_vllm.py [--keep]       # `make gpu-vllm`; exit status 1 if a line falls short
-    python bench/gpu_accept_vllm.py --smoke        # tiny sizes with vLLM's CPU build: do the checks themselves run?
+"""Tier B of `gpu_accept.py`: what lmc does inside vLLM on this GPU, against what is wanted: answers, aborts,
+preemptions, times.
 
 Needs vLLM 0.32 and lmc's own dependencies; see docs/gpu.md. Engines run one after another, each in its own process.
 
 Answers are compared by the logprobs of the likeliest tokens, up to the first token that is another one. What is allowed
 is `NOISE` times the difference between two prefills of vLLM alone, from the beginning and behind its own prefix of half
 or all of the prompt, and at least `FLOOR`. Blind reuse has to differ by several times as much, so that the comparison
-can fail. The times are in `gpu_vllm_times.py`.
+can fail. A blend at ratio 1 computes every token again, and is right wherever stored documents were placed; so blends
+that keep what was placed are compared with those of an engine whose kernels are in torch. The times are in
+`gpu_vllm_times.py`.
 """
 
 import math
 import random
-import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from importlib.metadata import entry_points
 from typing import Any
 
-import torch
-from common import parser
+from common import environment
 from engine import SYSTEM, in_folder, make_model, prompt_of, words
 from engine_probe import Probe, Request
 from gpu_vllm_times import TINY, Times, measure_times
@@ -31,6 +30,8 @@ CONTROL = 3  # times what is allowed is how much blind reuse has to differ at le
 LIKELIEST = 5  # tokens whose logprobs are compared
 BLIND = {"strategy": "none"}
 EXACT = ({"strategy": "all", "ratio": 1.0}, {"strategy": "union", "ratio": 1.0})
+# Blends that keep what was placed, and whose choice of tokens does not depend on rounding.
+PLACED = {"blind reuse": BLIND, "a blend at 0.15 by chance": {"strategy": "random", "ratio": 0.15}}
 Answer = dict[str, Any]
 
 
@@ -49,13 +50,14 @@ class Sizes:
     documents: int = 8
     tokens: int = 500  # of a document
     prompts: int = 4
-    step: int = 512  # tokens that the engine computes at a time
+    step: int = 512  # tokens that the engine computes at a time; lmc then calls the model layer by layer
+    large_step: int = 8192  # the same, with which lmc calls the compiled model
     aborts: int = 20
 
 
 SMOKE = Sizes(
     backends=("CPU_ATTN",), layers=4, hidden=256, head_dim=32, dtype="float32", block=32, eager=True, documents=4,
-    tokens=120, prompts=2, step=64,
+    tokens=120, prompts=2, step=64, large_step=512,
 )  # fmt: skip
 
 
@@ -87,59 +89,92 @@ class Cases:
         self.plain.append(words(len(self.plain[0]), 60))  # which has nothing of a blend
         self.count = sizes.block + 8  # tokens of each answer, so that each needs another block
 
-    def options(self, sizes: Sizes) -> dict[str, Any]:
+    def options(self, sizes: Sizes, backend: str, step: int) -> dict[str, Any]:
         """Return options of an engine, whose blocks are enough for two prompts, and one too few for their answers."""
         longest = len(self.plain[0]) + self.count
         return {
+            "attention_backend": backend,
             "dtype": sizes.dtype,
             "block_size": sizes.block,
             "enforce_eager": sizes.eager,
-            "max_num_batched_tokens": sizes.step,
+            "max_num_batched_tokens": step,
             "max_num_seqs": 8,
             "max_model_len": longest + 1,
             "num_gpu_blocks_override": 2 * -(-longest // sizes.block) - SYSTEM // sizes.block,
         }
 
 
-def main() -> None:
-    """Measure, print a line for each number, and end with status 1 if one falls short."""
-    arguments = parser(__doc__, "gpu_accept_vllm")
-    arguments.add_argument("--smoke", action="store_true")
-    options = arguments.parse_args()
-    if not (options.smoke or torch.cuda.is_available()):
-        sys.exit("there is no GPU here; --smoke tries the checks themselves, on a CPU")
-    sizes, timed = (SMOKE, TINY) if options.smoke else (Sizes(), Times())
-    report = Report(torch.device("cpu" if options.smoke else "cuda"), options.smoke)
-    with in_folder() as folder:
+def inside_vllm(report: Report) -> dict[str, Any]:
+    """Print a line for each number; return the sizes."""
+    sizes, timed = (SMOKE, TINY) if report.smoke else (Sizes(), Times())
+    with report.part("lmc's plugin"):
+        if "lmc" not in entry_points(group="vllm.general_plugins").names:
+            raise LookupError("lmc is not installed in this Python, so that vLLM does not find it: pip install .")
+    with report.part("tier B"), in_folder() as folder:
         model = make_model(folder, sizes.layers, sizes.hidden, sizes.head_dim, sizes.group)
         for backend in sizes.backends:
             with report.part(f"the checks with {backend}"):
                 answers(report, sizes, model, backend)
+        with report.part("the checks of the compiled model"):
+            answers_in_large_steps(report, sizes, model, sizes.backends[0])
         measure_times(report, timed, folder)
-    report.end("gpu_accept_vllm", report.name, {**asdict(sizes), **asdict(timed)}, keep=options.keep)
+    return {**asdict(sizes), **asdict(timed)}
 
 
 def answers(report: Report, sizes: Sizes, model: str, backend: str) -> None:
     """Whether answers are right with an attention backend, whatever happens meanwhile."""
     cases = Cases(sizes)
-    options = {**cases.options(sizes), "attention_backend": backend}
-    with Probe(model, lmc=None, **options) as engine:
-        wanted = Wanted(engine, cases)
-    wanted.allowed = max(NOISE * wanted.noise, FLOOR[sizes.dtype])
-    print(f"{backend}: two prefills differ by {wanted.noise:.2g}, {wanted.allowed:.2g} is allowed\n", flush=True)
-    least = min(256, sizes.tokens)  # tokens that are worth a blend
-    with Probe(model, lmc={"blend_min_tokens": least, "max_local_cpu_size": 1.0}, **options) as engine:
+    options = cases.options(sizes, backend, sizes.step)
+    wanted = wanted_of(model, sizes, cases, backend, options)
+    with engine_with_lmc(model, sizes, options, "auto") as engine:
         found = engine.setup()
-        report.name = found["device"]
         print(found["refused"] or "lmc blends")
         blends = not found["refused"] and found["backends"] == [backend]
         report.line(f"{backend}: the self-test passed, and this is the backend", float(blends), "", least=1)
+        least = None if report.smoke else 1  # A CPU has none of them.
+        report.line(f"{backend}: lmc's kernels are those in Triton", float(found["triton"]), "", least=least)
         checks = Checks(report, backend, engine, cases, wanted, sizes.block)
         checks.exact_hits()
         checks.blends()
+        placed = checks.placed()
         checks.isolation()
         checks.aborts(sizes.aborts)
         checks.preemption()
+    with engine_with_lmc(model, sizes, options, "torch") as engine:
+        in_torch = not engine.setup()["triton"]
+        report.line(f"{backend}: those of the engine beside it are in torch", float(in_torch), "", least=1)
+        Checks(report, backend, engine, cases, wanted, sizes.block).compare_placed(placed)
+
+
+def answers_in_large_steps(report: Report, sizes: Sizes, model: str, backend: str) -> None:
+    """Whether answers are right where documents that are learned, and second passes, go through the compiled model."""
+    cases, name = Cases(sizes), f"{backend}, steps of {sizes.large_step}"
+    options = cases.options(sizes, backend, sizes.large_step)
+    wanted = wanted_of(model, sizes, cases, name, options)
+    with engine_with_lmc(model, sizes, options, "auto") as engine:
+        Checks(report, name, engine, cases, wanted, sizes.block).blends()
+        found, compiled = engine.setup(), not sizes.eager
+        report.line(
+            f"{name}: rows in a call of the compiled model", found["through"], "", least=1 if compiled else None
+        )
+        least = len(cases.blended) if compiled else None
+        report.line(f"{name}: calls of the compiled model by blends", found["calls"], "", least=least)
+
+
+def wanted_of(model: str, sizes: Sizes, cases: "Cases", name: str, options: dict[str, Any]) -> "Wanted":
+    """Return what vLLM alone answers with these options, and how much answers may differ from that."""
+    with Probe(model, lmc=None, **options) as engine:
+        wanted = Wanted(engine, cases)
+    wanted.allowed = max(NOISE * wanted.noise, FLOOR[sizes.dtype])
+    print(f"{name}: two prefills differ by {wanted.noise:.2g}, {wanted.allowed:.2g} is allowed\n", flush=True)
+    return wanted
+
+
+def engine_with_lmc(model: str, sizes: Sizes, options: dict[str, Any], kernels: str) -> Probe:
+    """Start an engine with the kernels that `LMC_KERNELS` then chooses."""
+    least = min(256, sizes.tokens)  # tokens that are worth a blend
+    with environment(LMC_KERNELS=kernels):
+        return Probe(model, lmc={"blend_min_tokens": least, "max_local_cpu_size": 1.0}, **options)
 
 
 # -- what vLLM answers alone -------------------------------------------------------------------------------------------
@@ -229,6 +264,17 @@ class Checks:
         least = min(map(distance, found, self._blended)) / self._wanted.allowed
         self._line("the control, blind reuse, differs", least, "of allowed", least=CONTROL)
 
+    def placed(self) -> dict[str, list[Answer]]:
+        """Return answers that depend on where the documents were placed."""
+        self._learn()
+        return {name: self._ask(case.blend(**wish) for case in self._cases.blended) for name, wish in PLACED.items()}
+
+    def compare_placed(self, others: dict[str, list[Answer]]) -> None:
+        """The same answers against those of an engine with other kernels."""
+        for name, found in self.placed().items():
+            self._reused(f"{name}, with both kernels", [*found, *others[name]])
+            self._differ(f"{name}, with kernels in Triton and in torch,", others[name], found)
+
     def isolation(self) -> None:
         """Plain requests behind blends that are far off: they find the blends' pages neither in vLLM nor in lmc."""
         self._learn()
@@ -300,7 +346,3 @@ class Checks:
     def _nothing_is_left(self, behind: str) -> None:
         left = sum(self._engine.left().values())
         self._line(f"requests, blocks and chunks that are held behind {behind}", left, "", most=0)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,4 @@
-"""The times in `gpu_accept_vllm.py`, with the shape of an 8B Llama: throughput without hits, TTFT, loads, and gaps
+"""The times in tier B of `gpu_accept.py`, with the shape of an 8B Llama: throughput without hits, TTFT, loads, and gaps
 between the tokens of a running request.
 """
 
@@ -36,7 +36,7 @@ class Times:
     request: int = 1024  # tokens
     said: int = 64  # tokens of each answer
     batch: int = 8192  # tokens that the engine computes at a time, as `vllm serve` does
-    small_batch: int = 2048  # the same, where gaps are measured
+    small_batch: int = 2048  # the same, where gaps are measured once more
     memory: float = 16.0  # GB of host memory for lmc
     repeats: int = 5
 
@@ -59,17 +59,23 @@ def measure_times(report: Report, sizes: Times, folder: str) -> None:
     """Measure with one engine after another."""
     model = shaped(folder, sizes)
     found: dict[str, Measured] = {}
+    gaps: dict[str, dict[str, float]] = {}
+    in_steps = f"gaps between tokens in steps of {sizes.batch}"
     with report.part("times of whole requests"):
         for name in ("vLLM", "lmc", "vLLM again"):  # One engine may be a little faster than the next of its kind.
-            with Probe(model, lmc=settings(sizes) if name == "lmc" else None, **options(sizes, sizes.batch)) as engine:
-                found[name] = Measured(engine, sizes, ours=name == "lmc")
+            ours = name == "lmc"
+            with Probe(model, lmc=settings(sizes) if ours else None, **options(sizes, sizes.batch)) as engine:
+                found[name] = Measured(engine, sizes, ours=ours)
+                with report.part(f"{in_steps}, {name}"):
+                    gaps[name] = Gaps(engine, sizes).with_lmc() if ours else Gaps(engine, sizes).alone()
         compare(report, sizes, found["lmc"], [found["vLLM"], found["vLLM again"]])
-    with report.part("gaps between tokens"):
+    with report.part(in_steps):
+        compare_gaps(report, sizes, sizes.batch, gaps["lmc"], [gaps["vLLM"], gaps["vLLM again"]])
+    with report.part(f"gaps between tokens in steps of {sizes.small_batch}"):
         with Probe(model, lmc=None, **options(sizes, sizes.small_batch)) as engine:
             alone = Gaps(engine, sizes).alone()
         with Probe(model, lmc=settings(sizes), **options(sizes, sizes.small_batch)) as engine:
-            worst = {"prefill of vLLM alone": alone, **Gaps(engine, sizes).with_lmc()}
-        compare_gaps(report, sizes, worst)
+            compare_gaps(report, sizes, sizes.small_batch, Gaps(engine, sizes).with_lmc(), [alone])
 
 
 def shaped(folder: str, sizes: Times) -> str:
@@ -212,13 +218,13 @@ class Gaps:
         rounds = range(sizes.repeats + 1)  # the first one warms up
         self._prompts = [prompt_of(order.sample(self._documents, count), seed) for seed in rounds]
 
-    def alone(self) -> float:
+    def alone(self) -> dict[str, float]:
         """Return the gap beside a chunked prefill of an engine without lmc."""
         found = []
         for tokens, _ in self._prompts:
             self._engine.forget_prefixes()
             found.append(self._engine.beside(self._running, tokens, None))
-        return _worst(found)
+        return {"prefill": _worst(found)}
 
     def with_lmc(self) -> dict[str, float]:
         """Return the gaps beside a chunked prefill and beside a blend, in turns."""
@@ -237,13 +243,20 @@ def _worst(found: list[dict[str, Any]]) -> float:
     return statistics.median(one["gap"] for one in found[1:])
 
 
-def compare_gaps(report: Report, sizes: Times, worst: dict[str, float]) -> None:
-    """Note the gaps, and how much longer lmc makes them than vLLM's own chunked prefill does."""
-    for name, seconds in worst.items():
-        report.line(
-            f"worst gap between tokens beside a {name}, {sizes.counts[0] * sizes.document} tokens", 1000 * seconds, "ms"
-        )
-    report.line("the gap beside a blend", worst["blend"] / worst["prefill"], "of prefill", most=1.1)
-    alone = worst["prefill of vLLM alone"]
-    report.line("the gap beside a blend, of vLLM without lmc", worst["blend"] / alone, "of prefill", most=1.1)
-    report.line("the gap beside a prefill, of vLLM without lmc", worst["prefill"] / alone, "of prefill", most=1.1)
+def compare_gaps(
+    report: Report, sizes: Times, step: int, ours: dict[str, float], theirs: list[dict[str, float]]
+) -> None:
+    """Note the gaps with steps of so many tokens, and how much longer lmc makes them than vLLM's own chunked prefill.
+
+    `theirs` are those of engines without lmc.
+    """
+    alone, tokens = statistics.mean(one["prefill"] for one in theirs), sizes.counts[0] * sizes.document
+    for name, seconds in {"prefill of vLLM alone": alone, **ours}.items():
+        what = f"steps of {step}: worst gap between tokens beside a {name}, {tokens} tokens"
+        report.line(what, 1000 * seconds, "ms")
+    for what, share in (
+        ("the gap beside a blend", ours["blend"] / ours["prefill"]),
+        ("the gap beside a blend, of vLLM without lmc", ours["blend"] / alone),
+        ("the gap beside a prefill, of vLLM without lmc", ours["prefill"] / alone),
+    ):
+        report.line(f"steps of {step}: {what}", share, "of prefill", most=1.1)

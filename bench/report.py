@@ -1,4 +1,4 @@
-"""Lines with a number and what is wanted of it, for `gpu_accept.py` and `gpu_accept_vllm.py`."""
+"""Lines with a number and what is wanted of it, for both tiers of `gpu_accept.py`."""
 
 import statistics
 import sys
@@ -27,7 +27,6 @@ class Report:
 
     device: torch.device
     smoke: bool
-    name: str = ""  # of the device
     lines: list[dict[str, Any]] = field(default_factory=list)
 
     def line(
@@ -36,7 +35,8 @@ class Report:
         """Note a number, and whether it is what is wanted; times mean nothing on a CPU."""
         timed = unit in TIMED and self.smoke
         right = timed or ((least is None or found >= least) and (most is None or found <= most))
-        wanted = f"≥ {least}" if least is not None else f"≤ {most}" if most is not None else ""
+        limits = (("≥", least), ("≤", most))
+        wanted = ", ".join(f"{sign} {limit}" for sign, limit in limits if limit is not None)
         self.lines.append(
             {"what": what, "found": float(f"{found:.5g}"), "unit": unit, "wanted": wanted, "right": right}
         )
@@ -78,8 +78,15 @@ class Report:
             self.line(f"{what}: {type(error).__name__}: {error}"[:300], 1, "errors", most=0)
 
     def end(self, bench: str, device: str, sizes: dict[str, Any], *, keep: bool) -> NoReturn:
-        """Print all lines as JSON, and end with status 1 if one falls short."""
+        """Print all lines as JSON, and end with status 1 if one falls short; `sizes` are those of each tier."""
         short = [line["what"] for line in self.lines if not line["right"]]
-        result = {"bench": bench, "device": device, "sizes": str(sizes), "lines": self.lines, "short": short}
+        result = {
+            "bench": bench,
+            "device": device,
+            "tiers": list(sizes),
+            "sizes": str(sizes),
+            "lines": self.lines,
+            "short": short,
+        }
         closing_line(result, bench if keep else None)
         sys.exit(1 if short else 0)
