@@ -142,7 +142,9 @@ def answers(report: Report, sizes: Sizes, model: str, backend: str) -> None:
         checks.preemption()
     with engine_with_lmc(model, sizes, options, "torch") as engine:
         in_torch = not engine.setup()["triton"]
-        report.line(f"{backend}: those of the engine beside it are in torch", float(in_torch), "", least=1)
+        report.line(
+            f"{backend}: lmc's kernels of the engine beside it are those in torch", float(in_torch), "", least=1
+        )
         Checks(report, backend, engine, cases, wanted, sizes.block).compare_placed(placed)
 
 
@@ -272,8 +274,8 @@ class Checks:
     def compare_placed(self, others: dict[str, list[Answer]]) -> None:
         """The same answers against those of an engine with other kernels."""
         for name, found in self.placed().items():
-            self._reused(f"{name}, with both kernels", [*found, *others[name]])
-            self._differ(f"{name}, with kernels in Triton and in torch,", others[name], found)
+            self._reused(f"{name}, with these and with those", [*found, *others[name]])
+            self._differ(f"{name}, with these and with those,", others[name], found)
 
     def isolation(self) -> None:
         """Plain requests behind blends that are far off: they find the blends' pages neither in vLLM nor in lmc."""

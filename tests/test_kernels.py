@@ -1,7 +1,11 @@
 """The kernels in Triton, run by Triton's interpreter, give what those in torch give."""
 
+import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -10,15 +14,30 @@ from apart import PYTEST, TESTS, run_apart
 from lmc.blend.kernels.choice import TORCH, kernels_of
 from lmc.errors import ConfigError
 
+BENCH = TESTS.parent / "bench"
+without_vllm = pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is installed")
+
 
 def test_they_give_what_those_in_torch_give() -> None:
     pytest.importorskip("triton")
     run_apart(*PYTEST, "kernels")
 
 
+@without_vllm
 def test_the_checks_for_a_gpu_run() -> None:
     pytest.importorskip("triton")
-    run_apart("gpu_accept.py", "--smoke", folder=TESTS.parent / "bench")
+    said = run_apart("gpu_accept.py", "--smoke", folder=BENCH).splitlines()
+    found = json.loads(said[-1])
+    assert (found["tiers"], found["short"]) == (["A"], [])
+    assert any(line.startswith("Tier B was left out, because vLLM is not installed") for line in said)
+
+
+@without_vllm
+def test_the_checks_inside_vllm_say_what_they_need() -> None:
+    command = [sys.executable, "gpu_accept.py", "--smoke", "--tier", "B"]
+    done = subprocess.run(command, cwd=BENCH, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("tier B needs vLLM, which is not installed in this Python: pip install")
 
 
 def test_a_gpu_has_them_launched_on_itself_whatever_the_current_one_is(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,16 +8,20 @@ from pathlib import Path
 
 BENCH = Path(__file__).parents[2] / "bench"
 BACKEND = "CPU_ATTN"
-ANSWERS = [
-    "the self-test passed, and this is the backend",
-    "exact hits differ by",
-    "tokens of exact hits that are others",
-    "tokens loaded for exact hits",
+BLENDS = [
     "blends at ratio 1 by all differ by",
     "document tokens reused by blends at ratio 1 by all",
     "blends at ratio 1 by union differ by",
     "document tokens reused by blends at ratio 1 by union",
     "the control, blind reuse, differs",
+]
+ANSWERS = [
+    "the self-test passed, and this is the backend",
+    "lmc's kernels are those in Triton",
+    "exact hits differ by",
+    "tokens of exact hits that are others",
+    "tokens loaded for exact hits",
+    *BLENDS,
     "plain requests behind blends differ by",
     "plain requests behind blends, from lmc's chunks differ by",
     "requests aborted in the middle of a load or blend",
@@ -28,7 +32,17 @@ ANSWERS = [
     "requests preempted while another one is blended",
     "these two differ by",
     "requests, blocks and chunks that are held behind the preemptions",
+    "lmc's kernels of the engine beside it are those in torch",
+    *(
+        line
+        for blend in ("blind reuse", "a blend at 0.15 by chance")
+        for line in (
+            f"document tokens reused by {blend}, with these and with those",
+            f"{blend}, with these and with those, differ by",
+        )
+    ),
 ]
+LARGE_STEPS = [*BLENDS, "rows in a call of the compiled model", "calls of the compiled model by blends"]
 TIMES = [
     "the self-test of the large shape passed",
     "tokens per second of vLLM, of its second start",
@@ -48,20 +62,30 @@ TIMES = [
     "TTFT of 288 tokens: exact hit",
     "KV loaded by an exact hit of 288 tokens",
     "that, of one large page-locked copy",
-    "worst gap between tokens beside a prefill of vLLM alone, 192 tokens",
-    "worst gap between tokens beside a prefill, 192 tokens",
-    "worst gap between tokens beside a blend, 192 tokens",
-    "the gap beside a blend",
-    "the gap beside a blend, of vLLM without lmc",
-    "the gap beside a prefill, of vLLM without lmc",
+    *(
+        f"steps of {step}: {line}"
+        for step in (512, 64)
+        for line in (
+            "worst gap between tokens beside a prefill of vLLM alone, 192 tokens",
+            "worst gap between tokens beside a prefill, 192 tokens",
+            "worst gap between tokens beside a blend, 192 tokens",
+            "the gap beside a blend",
+            "the gap beside a blend, of vLLM without lmc",
+            "the gap beside a prefill, of vLLM without lmc",
+        )
+    ),
 ]
 
 
 def test_the_checks_for_vllm_on_a_gpu_run() -> None:
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("LMC_", "VLLM_"))}
-    command = [sys.executable, "gpu_accept_vllm.py", "--smoke"]
+    command = [sys.executable, "gpu_accept.py", "--smoke", "--tier", "B"]
     done = subprocess.run(command, cwd=BENCH, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{done.stdout[-5000:]}\n{done.stderr[-3000:]}"
     found = json.loads(done.stdout.splitlines()[-1])
-    assert found["short"] == []
-    assert [line["what"] for line in found["lines"]] == [*(f"{BACKEND}: {what}" for what in ANSWERS), *TIMES]
+    assert (found["tiers"], found["short"]) == (["B"], [])
+    answers = [
+        *(f"{BACKEND}: {what}" for what in ANSWERS),
+        *(f"{BACKEND}, steps of 512: {what}" for what in LARGE_STEPS),
+    ]
+    assert [line["what"] for line in found["lines"]] == [*answers, *TIMES]
