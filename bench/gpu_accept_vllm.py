@@ -107,10 +107,9 @@ class Cases:
 def inside_vllm(report: Report) -> dict[str, Any]:
     """Print a line for each number; return the sizes."""
     sizes, timed = (SMOKE, TINY) if report.smoke else (Sizes(), Times())
-    with report.part("lmc's plugin"):
+    with report.part("tier B"), in_folder() as folder:
         if "lmc" not in entry_points(group="vllm.general_plugins").names:
             raise LookupError("lmc is not installed in this Python, so that vLLM does not find it: pip install .")
-    with report.part("tier B"), in_folder() as folder:
         model = make_model(folder, sizes.layers, sizes.hidden, sizes.head_dim, sizes.group)
         for backend in sizes.backends:
             with report.part(f"the checks with {backend}"):
@@ -132,7 +131,7 @@ def answers(report: Report, sizes: Sizes, model: str, backend: str) -> None:
         blends = not found["refused"] and found["backends"] == [backend]
         report.line(f"{backend}: the self-test passed, and this is the backend", float(blends), "", least=1)
         least = None if report.smoke else 1  # A CPU has none of them.
-        report.line(f"{backend}: lmc's kernels are those in Triton", float(found["triton"]), "", least=least)
+        report.line(f"{backend}: the kernels are those in Triton", float(found["triton"]), "", least=least)
         checks = Checks(report, backend, engine, cases, wanted, sizes.block)
         checks.exact_hits()
         checks.blends()
@@ -142,9 +141,7 @@ def answers(report: Report, sizes: Sizes, model: str, backend: str) -> None:
         checks.preemption()
     with engine_with_lmc(model, sizes, options, "torch") as engine:
         in_torch = not engine.setup()["triton"]
-        report.line(
-            f"{backend}: lmc's kernels of the engine beside it are those in torch", float(in_torch), "", least=1
-        )
+        report.line(f"{backend}: the kernels of another engine are those in torch", float(in_torch), "", least=1)
         Checks(report, backend, engine, cases, wanted, sizes.block).compare_placed(placed)
 
 
@@ -274,8 +271,8 @@ class Checks:
     def compare_placed(self, others: dict[str, list[Answer]]) -> None:
         """The same answers against those of an engine with other kernels."""
         for name, found in self.placed().items():
-            self._reused(f"{name}, with these and with those", [*found, *others[name]])
-            self._differ(f"{name}, with these and with those,", others[name], found)
+            self._reused(f"{name}, in both engines", [*found, *others[name]])
+            self._differ(f"answers of both engines by {name}", others[name], found)
 
     def isolation(self) -> None:
         """Plain requests behind blends that are far off: they find the blends' pages neither in vLLM nor in lmc."""

@@ -17,7 +17,7 @@ BLENDS = [
 ]
 ANSWERS = [
     "the self-test passed, and this is the backend",
-    "lmc's kernels are those in Triton",
+    "the kernels are those in Triton",
     "exact hits differ by",
     "tokens of exact hits that are others",
     "tokens loaded for exact hits",
@@ -32,13 +32,13 @@ ANSWERS = [
     "requests preempted while another one is blended",
     "these two differ by",
     "requests, blocks and chunks that are held behind the preemptions",
-    "lmc's kernels of the engine beside it are those in torch",
+    "the kernels of another engine are those in torch",
     *(
         line
         for blend in ("blind reuse", "a blend at 0.15 by chance")
         for line in (
-            f"document tokens reused by {blend}, with these and with those",
-            f"{blend}, with these and with those, differ by",
+            f"document tokens reused by {blend}, in both engines",
+            f"answers of both engines by {blend} differ by",
         )
     ),
 ]
