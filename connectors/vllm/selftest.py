@@ -24,10 +24,11 @@ log = logging.getLogger(__name__)
 FIRST_SHARE = 8  # An eighth of a full batch is run before it.
 
 
-def prove_model(layers: NativeLayers, vocabulary: int, blocks: int) -> bool:
+def prove_model(layers: NativeLayers, vocabulary: int, blocks: int, stream: "torch.cuda.Stream | None" = None) -> bool:
     """Raise `UnsupportedModel` if lmc leaves other keys and values in the pages than the model's own forward pass.
 
-    Returns whether the model can also be called as the engine has compiled it.
+    On a GPU, a stored document is copied on `stream` from page-locked memory, as those of blends are. Returns whether
+    the model can also be called as the engine has compiled it.
     """
     need = -(-TOKENS // layers.block_size)
     if blocks <= need:
@@ -40,11 +41,13 @@ def prove_model(layers: NativeLayers, vocabulary: int, blocks: int) -> bool:
             whole, in_two = (_prefill(layers, tokens, table, chunks) for chunks in ([TOKENS], [MOVED, TOKENS]))
             alone = _prefill_alone(layers, tokens[MOVED:], table)
             part = torch.stack(alone[0]).flatten().view(torch.uint8)
+            if stream is not None:
+                part = part.cpu().pin_memory()
             canvas = _canvas(layers, tokens, table, (), torch.empty(0))
-            _agree(lambda: prove(canvas, _canvas(layers, tokens, table, (document,), part), whole, in_two))
+            _agree(lambda: prove(canvas, _canvas(layers, tokens, table, (document,), part, stream), whole, in_two))
             if layers.device.type == "cuda":  # Nothing is compiled for a CPU.
                 moved = replace(document, piece=replace(piece, tokens=piece.tokens - ASKING))
-                rehearse(lambda: _canvas(layers, tokens, table, (moved,), part), moved.piece)
+                rehearse(lambda: _canvas(layers, tokens, table, (moved,), part, stream), moved.piece)
             return layers.compiled and on_all_ranks(good=_as_compiled(canvas, whole, in_two))
         finally:
             _clear(layers, table)
@@ -107,7 +110,12 @@ def _bytes_of(layers: NativeLayers, rows: int) -> int:
 
 
 def _canvas(
-    layers: NativeLayers, tokens: list[int], table: tuple[int, ...], documents: Any, part: torch.Tensor
+    layers: NativeLayers,
+    tokens: list[int],
+    table: tuple[int, ...],
+    documents: Any,
+    part: torch.Tensor,
+    stream: "torch.cuda.Stream | None" = None,
 ) -> PagedCanvas:
     job = BlendJob(
         request="self-test",
@@ -117,7 +125,7 @@ def _canvas(
         documents=documents,
         policy=RecomputePolicy(strategy="all"),
     )
-    return PagedCanvas(layers, job, BatchRows(TOKENS, TOKENS), lambda *_: part, lambda _: True)
+    return PagedCanvas(layers, job, BatchRows(TOKENS, TOKENS), lambda *_: part, lambda _: True, stream=stream)
 
 
 def _prefill(layers: NativeLayers, tokens: list[int], table: tuple[int, ...], stops: list[int]) -> list[KV]:

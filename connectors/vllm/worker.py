@@ -128,7 +128,8 @@ class Worker:
             if layers.depth != self._pages.layers:
                 raise UnsupportedModel("the engine has other KV caches than one for each of its layers")
             vocabulary, blocks = self._config.model_config.get_vocab_size(), self._kv_cache_config.num_blocks
-            if prove_model(layers, vocabulary, blocks) and self._step_tokens >= BLENDS * LEAST_ROWS:
+            as_compiled = prove_model(layers, vocabulary, blocks, self._streams.load)
+            if as_compiled and self._step_tokens >= BLENDS * LEAST_ROWS:
                 self._rows = self._rows._replace(through=self._step_tokens // BLENDS)
             if self._device.type == "cuda":  # On a CPU it takes seconds, and more memory can be had.
                 self._batch_bytes = run_full_batch(
