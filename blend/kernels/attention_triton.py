@@ -295,7 +295,7 @@ def tile(tokens: int, heads: int, group: int, dim: int, itemsize: int, *, hides:
     elif triton.cdiv(tokens * group, 128) * heads >= FILLED:
         found = 128, 64, 8
     else:
-        found = 64, 32 if hides and wide <= 64 else 64, 4
+        found = 64, 32 if hides else 64, 4
     return max(found[0], triton.next_power_of_2(group)), *found[1:]
 
 
