@@ -47,7 +47,7 @@ class Slice(NamedTuple):
 
     layer: int
     cost: int  # rows through a layer; 0 if the blend waits for stored parts to arrive
-    coming: int = 0  # the most that one of the next slices costs, where that is known
+    coming: int | None = None  # what the next slice costs, where that is known; 0 behind the last one
 
 
 @dataclass(slots=True, kw_only=True)
@@ -142,7 +142,9 @@ class Blender(Generic[R]):
                 repaired = self._repaired(rows.positions)
             for batch, shift in zip_longest(canvas.batches(rows), shifts):
                 canvas.run(layer, rows, batch, shift.attention(layer) if shift else None)
-                yield self._slice_of(layer, batch, shift.cost if shift else 0)
+                is_last = layer == canvas.depth - 1 and batch.stop == len(rows.positions)
+                done = self._slice_of(layer, batch, shift.cost if shift else 0)
+                yield done._replace(coming=0) if is_last else done
 
     def _pass_through(self, rows: R, shifts: Sequence[Shift], repaired: torch.Tensor) -> Iterator[Slice]:
         """Compute these rows in all layers, batch after batch: no row sees one of a later batch."""
@@ -151,10 +153,10 @@ class Blender(Generic[R]):
             self._charge(layer, len(rows.positions), repaired)
         batches = list(zip_longest(self._canvas.batches(rows), shifts))
         costs = [depth * self._slice_of(0, batch, shift.cost if shift else 0).cost for batch, shift in batches]
-        yield Slice(0, max(1, self._canvas.call_cost), coming=max(costs))
-        for (batch, shift), cost in zip(batches, costs, strict=True):
+        yield Slice(0, max(1, self._canvas.call_cost), coming=costs[0])
+        for (batch, shift), cost, coming in zip(batches, costs, [*costs[1:], 0], strict=True):
             self._canvas.run_through(rows, batch, shift.attention if shift else lambda layer: None)
-            yield Slice(depth - 1, cost)
+            yield Slice(depth - 1, cost, coming)
 
     def _shifts(self, rows: R | None) -> list[Shift]:
         """Return what corrects the tokens that are not repaired, for each batch of rows."""

@@ -6,6 +6,7 @@ Blending stays off for a model that fails.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import product
 
 import torch
 
@@ -18,7 +19,8 @@ from lmc.errors import UnsupportedModel
 TOKENS = 64  # in the prompt
 MOVED = 37  # the position to which a document that was computed alone is moved
 ASKING = 8  # tokens of the question in a rehearsal
-LONG = 2048  # tokens of a context whose keys are shared by several programs of a kernel
+LONG, LONGEST = 2048, 16384  # tokens of contexts whose keys are shared by several programs of a kernel, and are not
+QUESTIONS = (ASKING, 24, 64)  # tokens of questions for which kernels are of different sizes
 # Differences, relative to the largest value, that are always allowed.
 FLOOR = {torch.float64: 1e-5, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 # Allowed are so many times the model's own noise, which is the difference between a prefill in one chunk and in two.
@@ -78,29 +80,33 @@ def rehearse(canvas_of: Callable[[], Canvas[R]], document: Placement) -> None:
 
 
 def _attend_long(canvas: Canvas[R]) -> None:
-    """Attend with a few rows and with many over a long context, whose keys are the same ones again and again."""
-    kernels, scale, pages = canvas.kernels, canvas.scale, canvas.paged(0)
-    (_, heads, size, dim), table = pages.keys.shape, pages.table
-    if table is None:
-        zeros = pages.keys.new_zeros(heads, LONG, dim)
-        pages = Paged.of((zeros, zeros))
-    else:
-        pages = pages._replace(table=table[:1].repeat(-(-LONG // size)))
-    present = torch.ones(LONG, dtype=torch.bool, device=canvas.device)
+    """Attend over long contexts, whose keys are the same ones again and again, and score with questions of any size."""
+    kernels, scale, device = canvas.kernels, canvas.scale, canvas.device
 
     def attention(query: torch.Tensor, write: Callable[[], None], own: object) -> None:
+        def given(count: int, length: int) -> tuple[torch.Tensor, Paged, torch.Tensor, float]:
+            some = query[:1].expand(count, -1, -1).contiguous()
+            return some, _repeated(canvas.paged(0), length), torch.arange(length - count, length, device=device), scale
+
+        for length in (LONG, LONGEST):
+            present = torch.ones(length, dtype=torch.bool, device=device)
+            for count, over_heads in product(QUESTIONS, set(NEEDS_QUESTION.values())):
+                kernels.attend_and_score(*given(count, length), present, over_heads)
         for count in (ASKING, LONG):
-            some, at = (
-                query[:1].expand(count, -1, -1).contiguous(),
-                torch.arange(LONG - count, LONG, device=canvas.device),
-            )
-            kernels.attend(some, pages, at, scale)
-            kernels.attend(some, pages, at, scale, present)
-            for over_heads in set(NEEDS_QUESTION.values()) if count == ASKING else ():
-                kernels.attend_and_score(some, pages, at, scale, present, over_heads)
+            kernels.attend(*given(count, LONG))
+            kernels.attend(*given(count, LONG), torch.ones(LONG, dtype=torch.bool, device=device))
 
     rows = canvas.begin(torch.arange(1, device=canvas.device))
     canvas.run(0, rows, canvas.batches(rows)[0], attention)
+
+
+def _repeated(pages: Paged, length: int) -> Paged:
+    """Return pages for a context of a length, with the same keys and values again and again."""
+    (_, heads, size, dim), table = pages.keys.shape, pages.table
+    if table is not None:
+        return pages._replace(table=table[:1].repeat(-(-length // size)))
+    zeros = pages.keys.new_zeros(heads, length, dim)
+    return Paged.of((zeros, zeros))
 
 
 def _largest(found: Iterable[KV], wanted: Iterable[KV]) -> float:

@@ -158,6 +158,8 @@ def test_a_directory_without_a_tokenizer_is_named_with_what_is_missing(caplog, t
         "no/such/tokenizer": missing,
         "tokenizers/": missing,
         str(tmp_path): "the directory has no files of a tokenizer, such as tokenizer.json",
+        "~nosuchuser/tokenizer": missing,
+        "x" * 300 + "/": missing,
         "no/tokenizer": f"{missing}, and as the name of a model on a hub: We couldn't connect",
     }
     models = {f"model {number}": path for number, path in enumerate(wrong)}

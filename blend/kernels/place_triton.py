@@ -168,22 +168,23 @@ def padded(dim: int) -> int:
 
 def stage(parts: Sequence[torch.Tensor], into: torch.Tensor) -> None:
     """See `lmc.blend.kernels.place.stage`. The parts are copied in one call if the device has one."""
-    counts = np.array([part.shape[1] for part in parts], np.int64)
-    copies, submit = _copies(parts, into, np.cumsum(counts) - counts), submit_of(into.device)
-    if submit is None or copies is None:
-        torch_place.stage(parts, into)
-    else:
+    counts, submit = np.array([part.shape[1] for part in parts], np.int64), submit_of(into.device)
+    copies = _copies(parts, into, np.cumsum(counts) - counts) if submit else None
+    if submit and copies:
         submit(copies)
+    else:
+        torch_place.stage(parts, into)
 
 
 def spread(keys: torch.Tensor, values: torch.Tensor, parts: Sequence[torch.Tensor], firsts: Sequence[int]) -> None:
     """See `lmc.blend.kernels.place.spread`. The parts are copied in one call if the device has one."""
-    whole, submit = torch.stack((keys, values)), submit_of(keys.device)
-    copies = _copies(parts, whole, np.array(firsts, np.int64))
-    if submit is None or copies is None:
-        torch_place.spread(keys, values, parts, firsts)
-    else:
+    submit = submit_of(keys.device)
+    whole = torch.stack((keys, values)) if submit else keys
+    copies = _copies(parts, whole, np.array(firsts, np.int64)) if submit else None
+    if submit and copies:
         submit(Copies(copies.targets, copies.sources, copies.sizes))
+    else:
+        torch_place.spread(keys, values, parts, firsts)
 
 
 def _copies(parts: Sequence[torch.Tensor], whole: torch.Tensor, firsts: Addresses) -> Copies | None:

@@ -325,9 +325,11 @@ class CachedModel(AbstractContextManager["CachedModel"]):
             filled = True
         finally:
             if not filled:
-                self._settle()  # No copy into a slot may be under way when another chunk gets it.
-            for slot in begun if not filled else ():
-                store.abort(slot)
+                try:
+                    self._settle()  # No copy into a slot may be under way when another chunk gets it.
+                finally:
+                    for slot in begun:
+                        store.abort(slot)
         return len(begun)
 
     # -- the model ---------------------------------------------------------------------------------------------------

@@ -2,16 +2,15 @@
 
 Work is a queue of generators, oldest first, which yield their cost in token-layers. In each step, lmc may compute as
 much as the engine's own limit leaves: `max_num_batched_tokens` through all layers, less the tokens that the engine
-computes itself. So a running request does not wait longer for its next token than behind a chunked prefill. A job that
-fails is reported, and the engine computes its tokens. An error ends the engine only where other ranks would wait for
-this one for ever (tensor parallelism), and where the slab cannot be opened. With several ranks, all that could make
-their steps differ is agreed upon: what has arrived, by the scheduler's plan, and whether there is memory for a job's
-next step, by a vote.
+computes itself, and a tenth of that in any case. So a running request waits a tenth longer at most for its next token
+than behind a full step of chunked prefill, if the model has ten layers or more. A job that fails is reported, and the
+engine computes its tokens. An error ends the engine only where other ranks would wait for this one for ever (tensor
+parallelism), and where the slab cannot be opened. With several ranks, all that could make their steps differ is agreed
+upon: what has arrived, by the scheduler's plan, and whether there is memory for a job's next step, by a vote.
 """
 
 import logging
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -38,6 +37,7 @@ from lmc.connectors.vllm.rank_slab import RankSlab
 from lmc.connectors.vllm.selftest import prove_model, run_full_batch
 from lmc.connectors.vllm.streams import LayerLoads, Streams, divided, seconds_of
 from lmc.connectors.vllm.vllm_api import get_pp_group, get_tensor_model_parallel_rank, get_tp_group
+from lmc.connectors.vllm.work import Cost, Work
 from lmc.errors import ChunkLost, NoMemory, StorageError, UnsupportedModel
 from lmc.keys import chunk_bounds
 from lmc.storage.slab import LOST, SlabAddress
@@ -45,26 +45,9 @@ from lmc.storage.slab import LOST, SlabAddress
 log = logging.getLogger(__name__)
 
 # Blends get at least a tenth of a step, whatever the engine computes, and the compiled model at most that in one call.
-BLENDS = 10
-LEARNING = 4  # Learning gets at most a fourth of a step while requests run.
+BLEND_SHARE = 10
+LEARN_SHARE = 4  # Learning gets at most a fourth of a step while requests run.
 LEAST_ROWS = 512  # in one call of a layer on a CPU, or of the compiled model, because it reads all of the weights
-
-
-@dataclass(slots=True)
-class Work:
-    """A job that is under way."""
-
-    steps: Generator[int, None, None]
-    request: str = ""  # the request that waits for it
-    blocks: tuple[int, ...] = ()  # whose contents are wrong if it fails
-    job: int = -1  # the number of a job that learns
-    computes: str = ""  # what it computes; "" if it only copies
-    memory: int = 0  # bytes that it may still take beside those for a batch of rows
-    slice: int = 0  # the largest cost that one of its slices has had, or is known to have
-
-    def know(self, cost: int) -> None:
-        """Note the cost of a slice."""
-        self.slice = max(self.slice, cost)
 
 
 class Worker:
@@ -129,8 +112,8 @@ class Worker:
                 raise UnsupportedModel("the engine has other KV caches than one for each of its layers")
             vocabulary, blocks = self._config.model_config.get_vocab_size(), self._kv_cache_config.num_blocks
             as_compiled = prove_model(layers, vocabulary, blocks, self._streams.load)
-            if as_compiled and self._step_tokens >= BLENDS * LEAST_ROWS:
-                self._rows = self._rows._replace(through=self._step_tokens // BLENDS)
+            if as_compiled and self._step_tokens >= BLEND_SHARE * LEAST_ROWS:
+                self._rows = self._rows._replace(through=self._step_tokens // BLEND_SHARE)
             if self._device.type == "cuda":  # On a CPU it takes seconds, and more memory can be had.
                 self._batch_bytes = run_full_batch(
                     layers, min(self._rows.layer, self._config.model_config.max_model_len - 1)
@@ -155,13 +138,15 @@ class Worker:
             self._loading[job.request] = self._load_or_blend(job)
         for document in plan.learn:
             what = f"a document of {len(document.tokens)} tokens"
-            self._learning.append(Work(self._learn(document), job=document.job, computes=what))
+            batch = self._pages.layers * min(self._rows.through, len(document.tokens))
+            self._learning.append(Work(self._learn(document), job=document.job, computes=what, coming=batch))
         whole = self._step_tokens * self._pages.layers
-        left = whole - plan.scheduled * self._pages.layers
+        most = max(whole - plan.scheduled * self._pages.layers, whole // BLEND_SHARE)
         with torch.inference_mode():
-            left = self._do(list(self._loading.values()), max(left, whole // BLENDS))
+            left = most - self._do(list(self._loading.values()), most)
             # Learning comes last, and gets little of a step while requests are running.
-            self._do(self._learning, left if not plan.scheduled else min(left, whole // LEARNING))
+            some = left if not plan.scheduled else min(left, whole // LEARN_SHARE)
+            self._do(self._learning, some, alone=left == most)
 
     def _find_slab(self, plan: StepPlan) -> None:
         """Map the slab. That of a cache server may be another one than before, or have gone.
@@ -218,27 +203,29 @@ class Worker:
 
     # -- inside: slices ----------------------------------------------------------------------------------------------
 
-    def _do(self, queue: list[Work], left: int) -> int:
-        """Do what costs no more than `left` token-layers, but one slice at least; return how much of that is left."""
+    def _do(self, queue: list[Work], left: int, *, alone: bool = True) -> int:
+        """Do what costs no more than `left` token-layers, and return what it has cost.
+
+        If lmc has done nothing else in this step (`alone`), it is one slice at least, however much that costs.
+        """
         done = 0
         for work in list(queue):
-            if done + (work.slice if done else 0) < left:
+            if (alone and not done and left > 0) or done + work.coming <= left:
                 done += self._advance(work, left - done)
-        return left - done
+        return done
 
     def _advance(self, work: Work, left: int) -> int:
-        """Go on with a job, and return what it has cost.
+        """Do a slice of a job and those that still fit into `left` behind it, and return what they have cost.
 
-        It stops where it waits for bytes or ends, and where a slice like its largest one would cost more than is left.
+        It stops where the job waits for bytes or ends.
         """
         done, among_ranks = 0, work.computes and self._ranks > 1
         try:
             if among_ranks:  # Until it goes on, the engine may use what it had asked for before.
                 make_room(self._batch_bytes + max(work.memory, 0), self._device, work.computes)
             before = allocated(self._device) if among_ranks else 0
-            while (not done or done + work.slice <= left) and (cost := next(work.steps)):
+            while (not done or done + work.coming <= left) and (cost := work.next_slice()):
                 done += cost
-                work.know(cost)
             if among_ranks:
                 work.memory -= allocated(self._device) - before
         except StopIteration:
@@ -279,13 +266,13 @@ class Worker:
         what, blocks = f"a blend of {len(job.tokens)} tokens", job.blocks[job.start // self._block_size :]
         return Work(self._blend(job), job.request, blocks, computes=what, memory=memory_for(self._layers, job))
 
-    def _load(self, job: LoadJob) -> Generator[int, None, None]:
-        loads = self._page_loads(job)
+    def _load(self, job: LoadJob) -> Generator[Cost, None, None]:
+        loads, last = self._page_loads(job), self._pages.layers - 1
         for layer in range(self._pages.layers):
             while not (job.ready or self._has_arrived(job.request, job.copies, layer)):
-                yield 0
+                yield Cost(0)
             loads.begin(layer)
-            yield loads.cost
+            yield Cost(loads.cost, loads.cost if layer < last else 0)
         self._check(job.copies)
 
     def _page_loads(self, job: LoadJob | BlendJob) -> LayerLoads:
@@ -296,7 +283,7 @@ class Worker:
 
         return LayerLoads(load, len(_blocks(job.copies)) * self._block_size // COPY_COST + 1, self._streams)
 
-    def _blend(self, job: BlendJob) -> Generator[int, None, None]:
+    def _blend(self, job: BlendJob) -> Generator[Cost, None, None]:
         assert self._layers is not None
         wanted: list[PageCopy | DocumentPart] = [*job.copies, *job.documents]
 
@@ -311,19 +298,19 @@ class Worker:
         )
         blender = Blender(canvas, given, job.policy)
         for done in blender.slices():
-            self._loading[job.request].know(done.coming)
-            yield done.cost
+            yield Cost(done.cost, done.coming)
         self._check(wanted)
         self._report.blended[job.request] = _facts(job, blender.result)
 
-    def _learn(self, job: LearnJob) -> Generator[int, None, None]:
+    def _learn(self, job: LearnJob) -> Generator[Cost, None, None]:
         assert self._layers is not None
         tokens, blocks = (torch.tensor(one, device=self._device) for one in (job.tokens, job.blocks))
         behind = self._layers.slots(blocks, torch.arange(job.document, device=self._device))
         for access, kv in zip(self._layers.access, self._prefix_kv, strict=False):
             access.scatter(behind, *kv)
         known = job.document if self._prefix_kv else 0
-        yield from prefill_alone(self._layers, tokens, blocks, self._rows, known)
+        for cost in prefill_alone(self._layers, tokens, blocks, self._rows, known):
+            yield Cost(cost)
         if job.document > known:
             self._prefix_kv = [access.gather(behind) for access in self._layers.access]
         begin, count = job.document, len(job.tokens) - job.document
@@ -331,7 +318,8 @@ class Worker:
             if slot >= 0:
                 with self._streams.behind(self._streams.save, blocks):  # Steps of the engine need not wait for the bus.
                     self._save_tokens(slot, blocks, begin + start, begin + stop)
-            yield (stop - start) * self._layers.depth // COPY_COST + 1
+            cost = (stop - start) * self._layers.depth // COPY_COST + 1
+            yield Cost(cost, cost if stop < count else 0)
 
     def _save(self, job: SaveJob) -> None:
         for layer in range(self._pages.layers):

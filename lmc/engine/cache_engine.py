@@ -232,12 +232,12 @@ class CacheEngine:
                 for layer in range(shape.layers):
                     pairs = zip(pieces, pins, strict=True)
                     yield layer, [self._part(piece, pin, layer, shape, loaded) for piece, pin in pairs]
-                # A cache server takes slots from a process that it thinks to be dead, which this one may not notice.
-                if lost := [pin.key for pin in pins if self.store.state(pin) is PinState.LOST]:
-                    raise ChunkLost(list(lost))
             finally:
                 if self._device.type == "cuda":  # Copies out of slots end before the pins do, whatever their stream.
                     torch.cuda.synchronize(self._device)
+            # A cache server takes slots from a process that it thinks to be dead, which this one may not notice.
+            if lost := [pin.key for pin in pins if self.store.state(pin) is PinState.LOST]:
+                raise ChunkLost(list(lost))
 
     def begin_exact(self, chain: ExactChain, chunks: Sequence[NewChunk], salt: str = "") -> list[Reservation | None]:
         """Return a slot for each chunk, or None for one that is stored or for which there is no room.

@@ -168,7 +168,10 @@ class DocumentIndex:
 
 
 class Worth:
-    """What things that were sent to a cache are worth, by tenant, as the answers of engines have shown it."""
+    """What things that were sent to a cache are worth, by tenant, as the answers of engines have shown it.
+
+    Beginnings of prompts have a certainty only; documents have a place, too.
+    """
 
     def __init__(self) -> None:
         self._shown: OrderedDict[str, Found] = OrderedDict()  # the last ones

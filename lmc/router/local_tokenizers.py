@@ -119,20 +119,33 @@ def _begin(paths: Mapping[str, str]) -> None:
 
 def _found(path: str) -> str:
     """Return a directory that is there, or the name of a model on a hub; raise `InputError` for another path."""
-    folder = Path(path).expanduser()
-    if not folder.is_dir() and not ON_A_HUB.fullmatch(path):
+    folder = _folder(path)
+    if folder is None and not ON_A_HUB.fullmatch(path):
         raise InputError("there is no such directory")
-    return str(folder) if folder.is_dir() else path
+    return path if folder is None else str(folder)
+
+
+def _folder(path: str) -> Path | None:
+    """Return the directory of a path; None if there is none, or if this process may not look."""
+    try:
+        folder = Path(path).expanduser()
+        return folder if folder.is_dir() else None
+    except (OSError, RuntimeError):  # no such user, a name that is too long, no permission
+        return None
 
 
 def _why(path: str, error: Exception) -> str:
     """Return why nothing could be read. What transformers says of a directory without files helps nobody."""
-    folder, said = Path(path).expanduser(), next(iter(str(error).splitlines()), type(error).__name__)[:200]
-    if not folder.is_dir():
+    folder, said = _folder(path), next(iter(str(error).splitlines()), type(error).__name__)[:200]
+    if isinstance(error, InputError):
+        return said
+    if folder is None:
         return f"there is no such directory, and as the name of a model on a hub: {said}"
-    return (
-        said if any(folder.glob("tokenizer*")) else "the directory has no files of a tokenizer, such as tokenizer.json"
-    )
+    try:
+        has_files = any(folder.glob("tokenizer*"))
+    except OSError as refused:
+        return f"the directory cannot be read: {refused.strerror}"
+    return said if has_files else "the directory has no files of a tokenizer, such as tokenizer.json"
 
 
 def _end_with_the_router() -> None:

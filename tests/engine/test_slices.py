@@ -7,11 +7,13 @@ import torch
 
 from lmc.connectors.vllm.messages import StepPlan
 from lmc.connectors.vllm.streams import Streams
-from lmc.connectors.vllm.worker import BLENDS, LEARNING, Work, Worker
+from lmc.connectors.vllm.work import Cost, Work
+from lmc.connectors.vllm.worker import BLEND_SHARE, LEARN_SHARE, Worker
 
 STEP, LAYERS = 1000, 32
 WHOLE = STEP * LAYERS  # token-layers of a full step
-LAYERWISE, COMPILED = range(1, 400), range(2000, WHOLE // BLENDS + 1)  # what slices of a blend cost
+LAYERWISE, COMPILED = range(1, 400), range(2000, WHOLE // BLEND_SHARE + 1)  # what slices of a blend cost
+COPY = 401  # what the copy of a chunk costs
 
 
 class Pages:
@@ -31,24 +33,20 @@ def worker():
 
 
 class Job:
-    """A job whose slices cost what they are given to cost. Those of the compiled model are announced, as blends do."""
+    """A job whose slices cost what they are given to cost. Batches of the compiled model and copies are announced."""
 
-    def __init__(self, worker: Worker, name: str, costs: list[int]) -> None:
+    def __init__(self, worker: Worker, name: str, costs: list[int], **known: int) -> None:
         self.done: list[int] = []
-        self._work = Work(self._steps(costs), name)
+        work = Work(self._steps(costs), name, **known)
         if name:
-            worker._loading[name] = self._work
+            worker._loading[name] = work
         else:
-            worker._learning.append(self._work)
+            worker._learning.append(work)
 
     def _steps(self, costs: list[int]):
-        for at, cost in enumerate(costs):
-            if cost in COMPILED and costs[at - 1] in LAYERWISE:
-                self._work.know(max(costs))
-                self.done.append(1)
-                yield 1
+        for cost, following in zip(costs, [*costs[1:], 0], strict=True):
             self.done.append(cost)
-            yield cost
+            yield Cost(cost, None if following in LAYERWISE else following)
 
 
 def step(worker: Worker, jobs: list[Job], scheduled: int) -> list[int]:
@@ -62,13 +60,13 @@ def step(worker: Worker, jobs: list[Job], scheduled: int) -> list[int]:
 @pytest.mark.parametrize("scheduled", [0, 500, 950, STEP])
 def test_a_step_takes_a_tenth_longer_at_most_than_a_full_one_of_the_engine(worker, scheduled, seed):
     draw = random.Random(seed)
-    left = max(WHOLE - scheduled * LAYERS, WHOLE // BLENDS)
+    left = max(WHOLE - scheduled * LAYERS, WHOLE // BLEND_SHARE)
     costs = [[draw.choice(kind) for kind in (LAYERWISE, COMPILED) for _ in range(10)] for _ in range(3)]
     jobs = [Job(worker, f"r{n}", some) for n, some in enumerate(costs)]
     for _ in range(100):
         cost = step(worker, jobs, scheduled)
         assert sum(cost) <= left + LAYERWISE.stop, "what is not announced may be larger than was known"
-    assert [sum(job.done) for job in jobs] == [sum(some) + 1 for some in costs]
+    assert [job.done for job in jobs] == costs
 
 
 def test_a_slice_that_is_larger_than_what_is_left_waits_for_the_next_step(worker):
@@ -77,14 +75,35 @@ def test_a_slice_that_is_larger_than_what_is_left_waits_for_the_next_step(worker
     assert step(worker, [job], STEP) == [1500]
 
 
+def test_a_job_ends_in_the_step_of_its_last_slice(worker):
+    Job(worker, "r", [1500, WHOLE // BLEND_SHARE])
+    worker.work(StepPlan(scheduled=STEP))
+    assert worker._loading
+    worker.work(StepPlan(scheduled=STEP))
+    assert not worker._loading
+
+
+def test_a_document_beside_a_blend_does_not_make_a_step_longer(worker):
+    blend, document = Job(worker, "r", [300] * 30), Job(worker, "", [2000] * 9, coming=2000)
+    for _ in range(3):
+        assert step(worker, [blend, document], STEP) == [300] * 10
+    assert step(worker, [blend, document], STEP) == [2000]
+
+
+def test_copies_of_a_document_do_not_wait_for_the_room_that_its_batches_took(worker):
+    document = Job(worker, "", [WHOLE // BLEND_SHARE, *[COPY] * 9])
+    assert step(worker, [document], STEP) == [WHOLE // BLEND_SHARE]
+    assert step(worker, [document], STEP) == [COPY] * 7
+
+
 def test_a_full_step_does_one_slice_however_large_it_is(worker):
     assert step(worker, [Job(worker, "r", [WHOLE, WHOLE])], STEP) == [WHOLE]
 
 
 def test_learning_gets_what_is_left_and_little_while_requests_run(worker):
     document = Job(worker, "", [200] * 500)
-    assert sum(step(worker, [document], STEP)) == WHOLE // BLENDS
-    assert sum(step(worker, [document], 100)) == WHOLE // LEARNING
+    assert sum(step(worker, [document], STEP)) == WHOLE // BLEND_SHARE
+    assert sum(step(worker, [document], 100)) == WHOLE // LEARN_SHARE
     assert sum(step(worker, [document], 0)) == WHOLE
     blend = Job(worker, "r", [200] * 30)
     assert sum(step(worker, [blend, document], 0)) == WHOLE

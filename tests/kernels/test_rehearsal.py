@@ -15,8 +15,9 @@ from lmc.connectors.transformers.layers import DecoderLayers
 
 @pytest.mark.parametrize("layers", [1, 3])
 def test_a_rehearsal_runs_every_kernel(monkeypatch, layers):
-    """Also those of rows that share their keys, though the context is short here."""
+    """Also those of rows that share their keys, and of scores whose tokens are shared; contexts are short here."""
     monkeypatch.setattr(selftest, "LONG", 96)
+    monkeypatch.setattr(selftest, "LONGEST", 120)
     monkeypatch.setattr(attention_triton, "SHARE", 16)
     watch, model = watch_kernels(monkeypatch), DecoderLayers(random_model(layers=layers))
     document = Placement(at=MOVED, tokens=TOKENS - MOVED - ASKING, first=0)
@@ -26,8 +27,22 @@ def test_a_rehearsal_runs_every_kernel(monkeypatch, layers):
         reader = ((layer, [part]) for layer in range(layers))
         return DenseCanvas(model, random_tokens(TOKENS, 0), [document], reader)
 
+    paid, scored = attention_triton._paid, set()
+
+    class Noted:
+        """The kernel of scores; what a program of it is compiled for is noted."""
+
+        def __getitem__(self, grid):
+            def run(*given, **constants):
+                scored.add((constants["SHARED"], constants["OVER_ALL"]))
+                paid[grid](*given, **constants)
+
+            return run
+
+    monkeypatch.setattr(attention_triton, "_paid", Noted())
     with torch.inference_mode():
         rehearse(canvas, document)
+    assert scored == {(False, False), (False, True), (True, False), (True, True)}
     launched, names = set(watch.launched), {name for _, name in KERNELS}
     of_later_layers = {"_deviation", "_rotated", "_mean", "_alike", "_changes", "_correct"}
     elsewhere = {"_gather"}  # A canvas over pages reads with it.

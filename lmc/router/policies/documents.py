@@ -114,14 +114,14 @@ class Documents:
         """Take note of how many tokens a prompt has turned out to have, and how many of those assumed were reused."""
         if said.prompt_tokens and request.tokens is None and not request.media:
             self.cutter.counted(request.scope, len(request.text), said.prompt_tokens)
-        cache, of = self._cache_of.get(choice.engine, choice.engine), tenant(request)
+        cache, asking = self._cache_of.get(choice.engine, choice.engine), tenant(request)
         reused: float | None = said.document_tokens
         if said.cached_tokens is not None:
             beginning = said.cached_tokens - (reused or 0)  # If nobody says which, the first ones are of the beginning.
-            self.index.answered_beginning(cache, of, choice.assumed_beginning, beginning)
+            self.index.answered_beginning(cache, asking, choice.assumed_beginning, beginning)
             reused = max(0.0, said.cached_tokens - choice.beginning_tokens) if reused is None else reused
         if reused is not None:
-            self.index.answered(cache, of, choice.assumed_tokens, reused, said.places)
+            self.index.answered(cache, asking, choice.assumed_tokens, reused, said.places)
 
     def scores(self, request: PromptRequest, candidates: Sequence[Candidate]) -> dict[str, float]:
         """Return the tokens that each engine is expected to reuse."""
@@ -174,8 +174,8 @@ class Documents:
         work = candidate.backlog + max(cost - coming * (1 - ratio), 1.0)
         work += self._surcharge * excess * cut.tokens + self._displacement * displaced
         reused = min(beginning + blended, cut.tokens)
-        settled = min(start.assumed, most)
-        return EngineOffer(candidate, work / candidate.rate, cost, reused, sent, documents, assumed, settled)
+        assumed_beginning = min(start.assumed, most)
+        return EngineOffer(candidate, work / candidate.rate, cost, reused, sent, documents, assumed, assumed_beginning)
 
     def _home(self, request: PromptRequest, cut: Cut, offers: Sequence["EngineOffer"]) -> "EngineOffer | None":
         """Return the engine where a conversation is: that of its session, or the only one with most of the prompt."""
