@@ -6,10 +6,11 @@ import time
 from array import array
 
 import pytest
-from lab import DOCUMENTS, PLAIN, PROMPT, agree, answer, engine, facts
+from lab import DOCUMENTS, PLAIN, PROMPT, Prompt, agree, answer, engine, facts
 from stepping import SECONDS, Clock, Gate, Steps, only_on_disk, poison, threads_are_done, worker
 from tier_wrappers import Delayed
 
+from lmc.connectors.vllm.canvas import PagedCanvas
 from lmc.storage import loader
 
 EXACT = {"ratio": 1.0}
@@ -121,6 +122,29 @@ def test_a_slow_disk_within_the_deadline_is_used_layer_by_layer(lab, steps, monk
     out = lab.ask(PROMPT.tokens, PROMPT.blend(**EXACT))
     assert facts(out)["tokens_from"] == {"disk": sum(map(len, DOCUMENTS))}
     assert right(lab, out, PROMPT.tokens)
+
+
+def test_the_exact_beginning_of_a_blend_is_waited_for_layer_by_layer_beside_its_documents(lab, steps, monkeypatch):
+    """The first layer is computed when only that has arrived."""
+    monkeypatch.setattr(loader, "READ_AHEAD_BYTES", 1)
+    prompt = Prompt([DOCUMENTS[2], DOCUMENTS[0]], system=300)
+    lab.ask(prompt.tokens[:300])
+    lab.forget_prefixes()
+    poison()
+    only_on_disk(lab)
+    ran, run = [], PagedCanvas.run
+    monkeypatch.setattr(PagedCanvas, "run", lambda canvas, layer, *more: [ran.append(layer), run(canvas, layer, *more)])
+    gate = Gate(lab, parts=1)
+    name = steps.add(prompt.tokens, prompt.blend(**EXACT))
+    steps.until(lambda: ran)
+    steps.step(5)
+    assert set(ran) == {0}
+    assert steps.loading(name)
+    gate.open()
+    steps.run()
+    found = facts(steps.outputs[name])
+    assert (found["exact_tokens"], found["reused_tokens"]) == (288, 300)
+    assert agree(steps.outputs[name], lab.vanilla(prompt.tokens))
 
 
 # -- a full slab ------------------------------------------------------------------------------------------------------
