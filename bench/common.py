@@ -1,10 +1,8 @@
-"""What the benchmarks share: prompts of known documents, arguments, the environment, and the closing line of JSON."""
+"""What the benchmarks share: prompts of known documents, arguments, and the closing line of JSON."""
 
 import argparse
 import json
-import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -29,21 +27,6 @@ def prompt_of(documents: Sequence[Sequence[int]], order: Sequence[int], question
         random_tokens(question, 2_000_000 + seed),
         SEPARATOR,
     )
-
-
-@contextmanager
-def environment(**variables: str) -> Iterator[None]:
-    """Set variables of the environment, which the processes that are started inside of the block inherit."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
 
 
 def closing_line(result: dict[str, object], name: str | None = None, also: dict[str, object] | None = None) -> None:

@@ -12,6 +12,7 @@ device.
 """
 
 import gc
+import os
 import random
 import statistics
 import sys
@@ -23,9 +24,10 @@ from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
-from common import environment, parser, prompt_of
+from common import parser, prompt_of
 from gpu_accept_vllm import inside_vllm
 from gpu_kernels import SMOKE, Sizes, kernels, scattered
 from report import Report
@@ -103,7 +105,7 @@ def without_vllm(report: Report, sizes: Sizes) -> dict[str, Any]:
     # The interpreter would take minutes for the answers.
     tried, fast = ({"LMC_KERNELS": "triton"}, {"LMC_KERNELS": "torch"}) if report.smoke else ({}, {})
     torch.manual_seed(0)
-    with environment(**tried):
+    with patch.dict(os.environ, tried):
         with torch.inference_mode():
             with report.part("copies"):
                 copies(report, sizes)
@@ -114,7 +116,7 @@ def without_vllm(report: Report, sizes: Sizes) -> dict[str, Any]:
                 scattered(report, sizes)
         with report.part("the large shape"):
             models(report, sizes)
-    with environment(**fast), report.part("answers"):
+    with patch.dict(os.environ, fast), report.part("answers"):
         answered(report)
     return asdict(sizes)
 

@@ -12,13 +12,14 @@ that keep what was placed are compared with those of an engine whose kernels are
 """
 
 import math
+import os
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import entry_points
 from typing import Any
+from unittest.mock import patch
 
-from common import environment
 from engine import SYSTEM, in_folder, make_model, prompt_of, words
 from engine_probe import Probe, Request
 from gpu_vllm_times import TINY, Times, measure_times
@@ -172,7 +173,7 @@ def wanted_of(model: str, sizes: Sizes, cases: "Cases", name: str, options: dict
 def engine_with_lmc(model: str, sizes: Sizes, options: dict[str, Any], kernels: str) -> Probe:
     """Start an engine with the kernels that `LMC_KERNELS` then chooses."""
     least = min(256, sizes.tokens)  # tokens that are worth a blend
-    with environment(LMC_KERNELS=kernels):
+    with patch.dict(os.environ, LMC_KERNELS=kernels):  # The child inherits it.
         return Probe(model, lmc={"blend_min_tokens": least, "max_local_cpu_size": 1.0}, **options)
 
 

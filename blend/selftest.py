@@ -19,8 +19,9 @@ from lmc.errors import UnsupportedModel
 TOKENS = 64  # in the prompt
 MOVED = 37  # the position to which a document that was computed alone is moved
 ASKING = 8  # tokens of the question in a rehearsal
-LONG, LONGEST = 2048, 16384  # tokens of contexts whose keys are shared by several programs of a kernel, and are not
-QUESTIONS = (ASKING, 24, 64)  # tokens of questions for which kernels are of different sizes
+LONG = 2048  # tokens of a context whose keys are shared by several programs of a kernel
+LONGEST = 16384  # tokens of a context that has enough keys for all programs, so that none share the rows of a question
+QUESTIONS = (ASKING, 24, 64)  # tokens of questions for which a GPU needs different programs
 # Differences, relative to the largest value, that are always allowed.
 FLOOR = {torch.float64: 1e-5, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 # Allowed are so many times the model's own noise, which is the difference between a prefill in one chunk and in two.

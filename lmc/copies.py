@@ -26,6 +26,10 @@ class Copies(NamedTuple):
     targets: Addresses
     sizes: Addresses  # bytes
 
+    def reversed(self) -> "Copies":
+        """Return the copies in the other direction."""
+        return Copies(self.targets, self.sources, self.sizes)
+
 
 Submit = Callable[[Copies], None]
 

@@ -229,6 +229,19 @@ def event(kind: str, digest: str, medium: str = "CPU") -> dict[str, object]:
     return {"type": f"Document{kind}", "digest": digest, "document": "id", "medium": medium, "salt": "", "tenant": ""}
 
 
+def test_an_engine_that_says_nothing_is_not_followed_again_and_again():
+    async def follow():
+        one = address("http://127.0.0.1:1", ["m"])
+        follower = Follower(Documents(), None, "", lambda *_: None)
+        following = asyncio.create_task(follower.follow(Engine(one, Candidate(one.url), one.models)))
+        await asyncio.sleep(0.01)
+        ended = following.done()
+        following.cancel()
+        return ended
+
+    assert not asyncio.run(follow())
+
+
 @pytest.mark.parametrize("replays", [True, False])
 def test_the_index_follows_the_listing_and_the_events_of_an_engine(replays):
     policy, lags = Documents(), []

@@ -114,8 +114,8 @@ def _attend(
             D, WIDE, SIZE, BN, PAGED, PRESENT, False,
         )  # fmt: skip
     total = tl.where(total == 0.0, 1.0, total)  # of rows that are not there, or see nothing of this share
-    # Where rows are stored is computed anew, with a 0 that the compiler does not know. It would keep it in registers
-    # during the loops otherwise, and some GPUs have too few of them (`tests/test_kernels_compile.py`).
+    # The compiler would keep the places of the rows in registers during the loops, and some GPUs have too few of them
+    # (`tests/test_kernels_compile.py`). So they are computed again, from a 0 that it does not know to be one.
     t, head, there = _queries(row + tl.minimum(tl.load(positions), 0), tile, tokens, h, BM, GROUP)
     wanted = there[:, None] & (d < D)[None, :]
     result = sums / total[:, None]

@@ -16,9 +16,10 @@ def stage(parts: Sequence[torch.Tensor], into: torch.Tensor) -> None:
 
 
 def spread(keys: torch.Tensor, values: torch.Tensor, parts: Sequence[torch.Tensor], firsts: Sequence[int]) -> None:
-    """Copy rows of keys and values `[T, H, D]` to parts `[K, T, H, D]`, for each from one of the rows `firsts` on.
+    """Copy rows of keys and values `[T, H, D]` to parts `[K, T, H, D]`.
 
-    The parts may be in the memory of the host, which has to wait before it reads them.
+    `firsts` has for each part the first of the rows that it gets. The parts may be in the memory of the host, which has
+    to wait for the GPU before it reads them.
     """
     for part, first in zip(parts, firsts, strict=True):
         for there, whole in zip(part, (keys, values), strict=True):

@@ -168,29 +168,31 @@ def padded(dim: int) -> int:
 
 def stage(parts: Sequence[torch.Tensor], into: torch.Tensor) -> None:
     """See `lmc.blend.kernels.place.stage`. The parts are copied in one call if the device has one."""
-    counts, submit = np.array([part.shape[1] for part in parts], np.int64), submit_of(into.device)
-    copies = _copies(parts, into, np.cumsum(counts) - counts) if submit else None
-    if submit and copies:
-        submit(copies)
-    else:
+    submit = submit_of(into.device)
+    if submit is None or not _can_copy(*parts, into):
         torch_place.stage(parts, into)
+        return
+    counts = np.array([part.shape[1] for part in parts], np.int64)
+    submit(_copies(parts, into, np.cumsum(counts) - counts))
 
 
 def spread(keys: torch.Tensor, values: torch.Tensor, parts: Sequence[torch.Tensor], firsts: Sequence[int]) -> None:
     """See `lmc.blend.kernels.place.spread`. The parts are copied in one call if the device has one."""
     submit = submit_of(keys.device)
-    whole = torch.stack((keys, values)) if submit else keys
-    copies = _copies(parts, whole, np.array(firsts, np.int64)) if submit else None
-    if submit and copies:
-        submit(Copies(copies.targets, copies.sources, copies.sizes))
-    else:
+    if submit is None or not _can_copy(*parts):
         torch_place.spread(keys, values, parts, firsts)
+        return
+    whole = torch.stack((keys, values)).contiguous()
+    submit(_copies(parts, whole, np.array(firsts, np.int64)).reversed())
 
 
-def _copies(parts: Sequence[torch.Tensor], whole: torch.Tensor, firsts: Addresses) -> Copies | None:
-    """Return copies of parts `[K, T, H, D]` to the rows of `whole` from `firsts` on; None if a GPU cannot make them."""
-    if not all(can_submit(part) and part.stride()[1:] == whole.stride()[1:] for part in parts):
-        return None
+def _can_copy(*parts: torch.Tensor) -> bool:
+    """Whether a GPU can copy the rows of parts `[K, T, H, D]` by itself, and they follow each other without gaps."""
+    return all(can_submit(part) and part[0].is_contiguous() for part in parts)
+
+
+def _copies(parts: Sequence[torch.Tensor], whole: torch.Tensor, firsts: Addresses) -> Copies:
+    """Return copies of parts `[K, T, H, D]` to the rows of `whole` from `firsts` on."""
     row = whole.stride(1) * whole.element_size()
     sizes = np.array([part.shape[1] for part in parts] * KV, np.int64) * row
     of_parts = [part[kind].data_ptr() for kind in range(KV) for part in parts]

@@ -109,7 +109,7 @@ class Pages:
     def _issue(self, copies: Copies, *, to_gpu: bool) -> None:
         """Issue copies from the GPU's memory to parts, or with `to_gpu` the same in the other direction."""
         assert self._submit is not None
-        self._submit(merged(Copies(copies.targets, copies.sources, copies.sizes) if to_gpu else copies))
+        self._submit(merged(copies.reversed() if to_gpu else copies))
 
     def _in_stages(self, layer: int, moves: Sequence[Move], *, to_pages: bool) -> None:
         view, size = _wide(self._views[layer]), self.page_bytes[layer]

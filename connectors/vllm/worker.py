@@ -210,7 +210,7 @@ class Worker:
         """
         done = 0
         for work in list(queue):
-            if (alone and not done and left > 0) or done + work.coming <= left:
+            if (alone and not done) or done + work.coming <= left:
                 done += self._advance(work, left - done)
         return done
 

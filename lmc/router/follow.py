@@ -44,8 +44,10 @@ class Follower:
         self._headers = {"authorization": f"Bearer {token}"} if token else {}
 
     async def follow(self, engine: Engine) -> None:
-        """Follow an engine until cancelled."""
+        """Follow an engine until cancelled, also if it says nothing."""
         policy = self._policy
+        if not (engine.address.admin or engine.address.kv_events):
+            await asyncio.Event().wait()
         async with asyncio.TaskGroup() as following:
             following.create_task(self._follow_documents(engine))
             if engine.address.kv_events:

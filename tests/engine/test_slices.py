@@ -100,6 +100,14 @@ def test_a_full_step_does_one_slice_however_large_it_is(worker):
     assert step(worker, [Job(worker, "r", [WHOLE, WHOLE])], STEP) == [WHOLE]
 
 
+def test_a_job_goes_on_however_small_a_step_is(worker, monkeypatch):
+    """A tenth of it is nothing."""
+    worker._step_tokens = 1
+    monkeypatch.setattr(Pages, "layers", 4)
+    job = Job(worker, "r", [4, 4])
+    assert [step(worker, [job], 1) for _ in range(2)] == [[4], [4]]
+
+
 def test_learning_gets_what_is_left_and_little_while_requests_run(worker):
     document = Job(worker, "", [200] * 500)
     assert sum(step(worker, [document], STEP)) == WHOLE // BLEND_SHARE
