@@ -6,17 +6,28 @@ reads it). Taking a free slot evicts the chunk in it. The order in which slots a
 block pool in release 0.32.0, as long as no documents are there, which have their share of the slots (`eviction.py`).
 
 Where memory is taken slot by slot, a free slot may also be *unused* (it has no memory yet), *preparing* (memory for it
-is being taken), or *ready* (it has memory, and no chunk was in it since).
+is being taken), or *ready* (it has memory, and no chunk was in it since). A slot that was unused until it was reserved
+is *bare* until its memory has been taken.
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import NewType
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import NewType, Protocol
 
 from lmc.keys import ChunkKey
 from lmc.storage.eviction import EvictionOrder, Standing
 from lmc.storage.fairness import FairShares, Owner
 
 Slot = NewType("Slot", int)
+
+
+class MemoryClaims(Protocol):
+    """How many slots may have memory. Both methods are called with the store's lock held, and return at once."""
+
+    def claim(self) -> bool:
+        """Claim the memory of one slot more; return whether there may be so much."""
+
+    def unclaim(self) -> None:
+        """Give the claim of a slot back, whose memory was not taken."""
 
 
 class Ledger:
@@ -28,11 +39,11 @@ class Ledger:
         document_share: float = 0.0,
         *,
         pins_yield: bool = False,
-        room: Callable[[Slot], bool] | None = None,
+        claims: MemoryClaims | None = None,
         unsafe: Collection[Slot] = (),
         fair: FairShares | None = None,
     ) -> None:
-        """With `room`, all slots are unused at first, and a call of `room` takes memory for one, and says if it could.
+        """With `claims`, all slots are unused at first, and are used as they allow.
 
         Slots that are `unsafe` are not used until `make_safe` is called. With `fair`, owners of chunks have shares.
         """
@@ -46,11 +57,12 @@ class Ledger:
         self._standing, self._owners = [Standing.OTHER] * slots, list[Owner | None]([None]) * slots
         # Free slots that have memory, but for the ready ones.
         self._queue: EvictionOrder[Slot] = EvictionOrder(slots * document_share, pins_yield=pins_yield, fair=fair)
-        self._room, self._unsafe = room, set(unsafe)
+        self._claims, self._unsafe = claims, set(unsafe)
         self._preparing: set[Slot] = set()
         self._ready: list[Slot] = []
+        self._bare: set[Slot] = set()
         self._unused = [slot for slot in map(Slot, reversed(range(slots))) if slot not in self._unsafe]  # last one next
-        while room is None and self._unused:
+        while claims is None and self._unused:
             self._queue.add(self._unused.pop())
 
     @property
@@ -100,14 +112,23 @@ class Ledger:
         full = slot is None or self._keys[slot] is not None
         if full and self._ready:
             slot = self._ready.pop()
-        elif full and self._unused and not used and self._room and self._room(self._unused[-1]):
+        elif full and self._unused and not used and self._claims and self._claims.claim():
             slot = self._unused.pop()
+            self._bare.add(slot)
         elif slot is None:
             return None
         else:
             self._queue.remove(slot)
         self._evict(slot)
         return slot
+
+    def is_bare(self, slot: Slot) -> bool:
+        """Return whether the memory of a reserved slot has still to be taken."""
+        return slot in self._bare
+
+    def furnished(self, slots: Iterable[Slot]) -> None:
+        """Note that the memory of bare slots has been taken. A slot that is released before is unused again."""
+        self._bare.difference_update(slots)
 
     def evictable(self, owners: Collection[Owner]) -> Iterator[Slot]:
         """Yield the slots of some owners that may be evicted, those that were used longest ago first."""
@@ -183,8 +204,15 @@ class Ledger:
         for slot in reversed(slots):
             assert self._holders[slot] > 0, f"slot {slot} is not held"
             self._holders[slot] -= 1
-            if self._holders[slot] == 0:
-                self._writing.discard(slot)
+            if self._holders[slot] > 0:
+                continue
+            self._writing.discard(slot)
+            if slot in self._bare:
+                assert self._claims is not None
+                self._bare.remove(slot)
+                self._unused.append(slot)
+                self._claims.unclaim()
+            else:
                 self._queue.add(slot, self._standing[slot], owner=self._owners[slot], first=self._keys[slot] is None)
 
     def protect(self, key: ChunkKey, standing: Standing) -> None:

@@ -3,7 +3,7 @@
 The store's lock guards all of this. Threads do the work outside of the lock, and report each step to the state.
 """
 
-from collections.abc import Collection, Container
+from collections.abc import Collection, Container, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple, Protocol
@@ -13,7 +13,7 @@ from lmc.storage.change_log import ChangeLog
 from lmc.storage.contract import PinState
 from lmc.storage.eviction import Standing
 from lmc.storage.fairness import FairShares, Owner
-from lmc.storage.ledger import Ledger, Slot
+from lmc.storage.ledger import Ledger, MemoryClaims, Slot
 from lmc.storage.record import RecordMeta
 from lmc.storage.slab import Slab
 from lmc.storage.tier import Tier
@@ -42,16 +42,19 @@ class Level:
         are used as it allows. With `fair`, the owners of chunks have shares.
         """
         self.name, self.slab, self.changes, self._pinned, self._backing = name, slab, changes, pinned, backing
-        room, unsafe = (backing.room, backing.unsafe) if backing else (None, ())
-        self.fair = fair
-        self.ledger = Ledger(slab.slots, document_share, pins_yield=pins_yield, room=room, unsafe=unsafe, fair=fair)
+        self.fair, unsafe = fair, backing.unsafe if backing else ()
+        self.ledger = Ledger(
+            slab.slots, document_share, pins_yield=pins_yield, claims=backing, unsafe=unsafe, fair=fair
+        )
         self.metas: dict[Slot, RecordMeta] = {}
 
-    def reserve(self, evicted: "list[Held]", *, used: bool = False) -> Slot | None:
-        """Reserve a slot, and add the chunk that was in it, if any, to `evicted`; None if every slot is held."""
+    def reserve(self, todo: "Todo", *, used: bool = False) -> Slot | None:
+        """Reserve a slot, and note what follows from that; None if every slot is held."""
         slot = self.ledger.reserve(used=used)
         if slot is not None:
-            self._emptied(slot, evicted)
+            self._emptied(slot, todo.evicted)
+            if self.ledger.is_bare(slot):
+                todo.bare.append(slot)
         return slot
 
     def evict(self, owners: Collection[Owner], size: int, evicted: "list[Held]") -> list[Slot]:
@@ -103,13 +106,17 @@ class Level:
         self.changes.left(self.name, key)
 
 
-class Backing(Protocol):
+class Backing(MemoryClaims, Protocol):
     """What stands behind a slab whose memory is taken slot by slot, and may outlive the process."""
 
     unsafe: Collection[Slot]  # Others may still write into these slots.
 
-    def room(self, slot: Slot) -> bool:
-        """Take memory for a slot that is used for the first time; return whether there was some."""
+    def furnish(self, slots: Sequence[Slot]) -> set[Slot]:
+        """Take the memory of slots that are used for the first time; return those for which the system has none.
+
+        If there are such slots, `claim` refuses for a while. This takes milliseconds, and is called without the store's
+        lock.
+        """
 
     def filled(self, slot: Slot, meta: RecordMeta) -> None:
         """Note that a slot has been filled. This is called with the store's lock held, and returns at once."""
@@ -130,6 +137,7 @@ class Load:
     key: ChunkKey
     tier: Tier
     slot: Slot
+    bare: bool  # The slot's memory has to be taken first.
     readers: int = 1
     ready: int = 0  # parts that have arrived and been verified
     started: bool = False  # A thread works on it.
@@ -152,6 +160,7 @@ class Todo:
     """What has to be done outside of the lock after a step of the state, in this order."""
 
     evicted: list[Held] = field(default_factory=list)  # with write_back saved before their slots are written
+    bare: list[Slot] = field(default_factory=list)  # whose memory has to be taken before they are written
     loads: list[Load] = field(default_factory=list)
     copies: list[tuple[Held, Level, int]] = field(default_factory=list)  # to another level, each with its ticket
     outgoing: list[Outgoing] = field(default_factory=list)

@@ -21,6 +21,7 @@ from lmc.storage.contract import PinState
 from lmc.storage.cost_model import CostModel, LoadTiming, Spent
 from lmc.storage.level import Load
 from lmc.storage.state import StoreState
+from lmc.storage.supply import SlotSupply
 from lmc.storage.tier import RecordReader, Tier
 from lmc.storage.tier_guard import T, TierGuard, logged
 
@@ -39,10 +40,10 @@ class Job(NamedTuple):
 class Loader:
     """A pool of threads that load."""
 
-    def __init__(self, state: StoreState, guard: TierGuard, threads: int, clients: int = 1) -> None:
+    def __init__(self, state: StoreState, supply: SlotSupply, guard: TierGuard, threads: int, clients: int = 1) -> None:
         """There are `threads` for each of so many clients that load at once."""
         self.cost = CostModel()
-        self._state, self._guard, self._slab = state, guard, state.host.slab
+        self._state, self._supply, self._guard, self._slab = state, supply, guard, state.host.slab
         self._threads, self._all = max(1, threads), max(1, threads) * clients
         self._pool = ThreadPoolExecutor(self._all, thread_name_prefix="lmc-load")
         self._mutex = threading.Lock()
@@ -104,7 +105,7 @@ class Loader:
     def _load_together(self, loads: Sequence[Load], spent: Spent) -> None:
         readers: dict[Load, RecordReader] = {}
         try:
-            loads = [load for load in loads if self._state.wanted(load)]
+            loads = self._furnished([load for load in loads if self._state.wanted(load)])
             self._announce(loads, spent)
             for load in loads:
                 reader = self._timed(load.tier, "opening", spent, self._open, load)
@@ -117,6 +118,14 @@ class Loader:
         finally:
             for load, reader in readers.items():
                 self._guard(load.tier, "read", reader.close)
+
+    def _furnished(self, loads: Sequence[Load]) -> list[Load]:
+        """Take the memory of the slots that have none yet; return the loads whose slots have some."""
+        lacking = self._supply.furnish([load.slot for load in loads if load.bare])
+        for load in loads:
+            if load.slot in lacking:
+                self._state.ended(load, None)
+        return [load for load in loads if load.slot not in lacking]
 
     def _announce(self, loads: Sequence[Load], spent: Spent) -> None:
         """Tell each tier which records will be opened, and where their first parts go."""

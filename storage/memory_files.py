@@ -57,6 +57,15 @@ def is_in_memory(directory: Path) -> bool:
     return bool(statfs(str(directory).encode(), about)) or about[0] in IN_MEMORY
 
 
+def take_pages(file: int, start: int, size: int) -> bool:
+    """Take pages of a file in memory, which read as zeros; return whether the system had them."""
+    try:
+        os.posix_fallocate(file, start, size)
+    except OSError:
+        return False
+    return True
+
+
 def punch(file: int, start: int, size: int) -> None:
     """Give the pages of a file in memory back to the system; of huge ones those that are in these bytes as a whole."""
     fallocate = ctypes.CDLL(None, use_errno=True).fallocate

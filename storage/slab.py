@@ -32,7 +32,7 @@ from lmc.storage.host_memory import (
     room_on,
 )
 from lmc.storage.ledger import Slot
-from lmc.storage.memory_files import locked, punch, seal_size, whole_pages
+from lmc.storage.memory_files import locked, punch, seal_size, take_pages, whole_pages
 from lmc.storage.shares import Share, Shares
 
 log = logging.getLogger(__name__)
@@ -95,7 +95,6 @@ class Slab:
         self.device = torch.device(device)
         self.bytes = slots * self.parts * self.stride
         self.labels: memoryview | None = None  # int64, two for each slot: the chunk's tag, and the parts that are there
-        self._mapped: mmap.mmap | None = None
         self._sparse, self._at_address, self._kept_in = sparse, at, file
         room = UNLIMITED if at or sparse else room_on(self.device)
         if self.bytes > room:
@@ -107,7 +106,6 @@ class Slab:
             self._view = memoryview(memory)
             flat = torch.frombuffer(memory, dtype=torch.uint8, count=self.bytes)
             if shared or at:
-                self._mapped = memory
                 self.labels = self._view[self.bytes : self.bytes + self.slots * LABEL_BYTES].cast("q")
             # The workers that attach to a shared slab copy to and from the GPU. Its owner does not, and page-locking
             # would make it create a CUDA context for nothing.
@@ -241,13 +239,13 @@ class Slab:
     def take(self, slot: Slot) -> bool:
         """Take the memory of a slot of a sparse slab now; return whether the system had it.
 
-        A process that writes to a page for which a tmpfs has no memory would be killed. And the first touch of a page
-        costs ten times what a copy does (1.7 against 16 GB/s), which would be a step of an engine otherwise.
+        A process that writes to a page for which a tmpfs has no memory would be killed. The pages are not touched here,
+        which would cost two to three times as much: the process that fills them has to map them anyway.
         """
-        assert self._mapped is not None
         for share in self._shares.all:
             start, size = self._stretch(share)[0], share.count * self.stride
-            if not populate(self._mapped, start + slot * size, start + (slot + 1) * size):
+            if not take_pages(self.file, start + slot * size, size):
+                self.give_back(slot)
                 return False
         return True
 

@@ -312,7 +312,7 @@ class StoreState:
         if slot is None:
             return None
         self.host.slab.label(slot, key, 0)
-        load = self._loads[key] = Load(key, tier, slot)
+        load = self._loads[key] = Load(key, tier, slot, bare=slot in todo.bare)
         todo.loads.append(load)
         return self._pin_of(key, self.host, slot, tier.name, load)
 
@@ -349,7 +349,7 @@ class StoreState:
     def _reserve(self, level: Level, todo: Todo) -> Slot | None:
         if self._closed:
             return None
-        slot = level.reserve(todo.evicted)
+        slot = level.reserve(todo)
         self._no_room += slot is None
         if not self._tiers and level.ledger.document_evictions and level is self.host and not self._told:
             self._told = True

@@ -21,6 +21,7 @@ from lmc.storage.change_log import ChangeLog
 from lmc.storage.contract import ChunkStore, Pin, PinState, Reservation
 from lmc.storage.eviction import Standing
 from lmc.storage.fairness import FairShares, Owner
+from lmc.storage.ledger import Slot
 from lmc.storage.level import Backing, Level
 from lmc.storage.loader import Loader
 from lmc.storage.places import MEMORY
@@ -70,8 +71,8 @@ class Store(ChunkStore):
         ]
         self._tiers, self._guard = list(tiers), TierGuard()
         self._state = StoreState(self._levels, self._tiers, policy, pinned)
-        self.supply = SlotSupply(self._state)
-        self._loader = Loader(self._state, self._guard, load_threads, LOADING_CLIENTS if backing else 1)
+        self.supply = SlotSupply(self._state, backing)
+        self._loader = Loader(self._state, self.supply, self._guard, load_threads, LOADING_CLIENTS if backing else 1)
         self._writer = Writer(self._state, self._tiers, policy, self._guard)
         self.cost, self.slab, self.slots = self._loader.cost, host, host.slots
         self.shared_places = frozenset(tier.name for tier in tiers if tier.shared)
@@ -131,9 +132,11 @@ class Store(ChunkStore):
 
     # -- storing -----------------------------------------------------------------------------------------------------
 
-    def begin(self, metas: Sequence[RecordMeta]) -> list[Reservation | None]:
-        """Reserve slots for new chunks."""
-        slab, found = self._levels[0].slab, list[Reservation | None]()
+    def begin(
+        self, metas: Sequence[RecordMeta], may: Callable[[RecordMeta], bool] = lambda _: True
+    ) -> list[Reservation | None]:
+        """Reserve slots for new chunks that `may` be stored, which is asked when a slot is reserved."""
+        slab, found, bare = self._levels[0].slab, list[Reservation | None](), list[Slot]()
         try:
             for meta in metas:
                 assert meta.parts == slab.parts
@@ -141,11 +144,22 @@ class Store(ChunkStore):
                 reservation, todo = self._state.begin(meta)
                 found.append(reservation)
                 self._writer.do(todo)
+                if reservation is not None and not may(meta):
+                    self.abort(reservation)
+                    found[-1] = None
+                else:
+                    bare += todo.bare
+            lacking = self.supply.furnish(bare)
         except BaseException:
             for begun in filter(None, found):
                 self.abort(begun)
             raise
-        return found
+        without = [one for one in found if one is not None and one.slot in lacking]
+        for reservation in without:
+            self.abort(reservation)
+        # Nothing is claimed for a while now, so these get slots that have memory.
+        again = iter(self.begin([one.meta for one in without], may) if without else ())
+        return [next(again) if one in without else one for one in found]
 
     def view(self, reservation: Reservation) -> torch.Tensor:
         """Return the slot to fill: uint8 `[L, stride]`."""

@@ -1,13 +1,13 @@
 """The supply of slots: how a store's host memory grows and shrinks, and takes over what was in it before.
 
-Each method of `SlotSupply` is one step of the store's state, under its lock, like those in `state.py`.
+Each method of `SlotSupply` but `furnish` is one step of the store's state, under its lock, like those in `state.py`.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from lmc.storage.fairness import Owner
 from lmc.storage.ledger import Slot
-from lmc.storage.level import Todo
+from lmc.storage.level import Backing, Todo
 from lmc.storage.record import RecordMeta
 from lmc.storage.state import StoreState
 
@@ -15,13 +15,26 @@ from lmc.storage.state import StoreState
 class SlotSupply:
     """The slots of one store's host memory."""
 
-    def __init__(self, state: StoreState) -> None:
-        self._state, self._host = state, state.host
+    def __init__(self, state: StoreState, backing: Backing | None) -> None:
+        self._state, self._host, self._backing = state, state.host, backing
 
     @property
     def ready(self) -> int:
         """How many slots have memory, and no chunk yet."""
         return self._host.ledger.ready
+
+    def furnish(self, bare: Sequence[Slot]) -> set[Slot]:
+        """Take the memory of bare slots; return those for which the system has none, and which stay bare.
+
+        The lock is not held meanwhile: the first touch of a chunk's pages takes milliseconds.
+        """
+        if not bare:
+            return set()
+        assert self._backing is not None, "without a backing, all slots have memory"
+        lacking = self._backing.furnish(bare)
+        with self._state.step():
+            self._host.ledger.furnished(slot for slot in bare if slot not in lacking)
+        return lacking
 
     def evict(self, covers: Callable[[Owner], bool], size: int) -> tuple[list[Slot], Todo]:
         """Reserve the slots of chunks of some owners, which were used longest ago; see `Level.evict`."""
@@ -35,7 +48,7 @@ class SlotSupply:
         """Reserve a slot whose memory can be given back: a ready one, or the one that is evicted next."""
         todo = Todo()
         with self._state.step():
-            return None if self._state.closed else self._host.reserve(todo.evicted, used=True), todo
+            return None if self._state.closed else self._host.reserve(todo, used=True), todo
 
     def retired(self, slots: Iterable[Slot], *, unused: bool) -> None:
         """Let slots that were retired be used again, or be `unused` because their memory was given back."""

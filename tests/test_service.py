@@ -306,7 +306,8 @@ def test_slots_that_were_unsafe_are_emptied_before_they_are_used(monkeypatch):
     """They were emptied when the first chunk was in one of them, which was read as zeros."""
 
     class All(Backing):
-        unsafe, room, filled = [0, 1], lambda self, slot: True, lambda self, slot, meta: None
+        unsafe, filled = [0, 1], lambda self, slot, meta: None
+        claim, furnish = lambda self: True, lambda self, slots: set()
 
     slab = Slab(2, PARTS, PART_BYTES, shared=True, sparse=True)
     store, begun = Store(slab, backing=All()), []
@@ -366,6 +367,56 @@ def test_a_tmpfs_that_is_full_stores_nothing_and_kills_nobody(tmp_path, monkeypa
         assert len(filled(store, [key_of(i) for i in range(1, 8)])) == 7, "in the slots that are there"
         assert server.arenas.budget.taken[SIZES] == 2 * SIZES.slot_bytes
         assert caplog.text.count("the system has no memory for chunks") == 1
+        store.close()
+
+
+def test_nobody_waits_while_the_system_takes_memory_for_another_client(tmp_path, monkeypatch):
+    """The first use of a chunk's pages takes milliseconds. Pins and stores of others waited for it behind the lock."""
+    with serving(tmp_path, 32) as server:
+        one, other, arena = attached(server), attached(server), arena_of(server)
+        assert put(one, K0)
+        eventually(lambda: arena.store.supply.ready == 4)  # taken ahead
+        slow, going, begun, take = threading.Event(), threading.Event(), [], arena.store.slab.take
+
+        def take_slowly(slot):
+            if threading.current_thread().name != "lmc-ahead" and not slow.is_set():
+                slow.set()
+                assert going.wait(60)
+            return take(slot)
+
+        monkeypatch.setattr(arena.store.slab, "take", take_slowly)
+        keys = [key_of(i) for i in range(1, 12)]  # more than are ready
+        client = threading.Thread(target=lambda: begun.extend(one.begin([meta_of(key) for key in keys])))
+        client.start()
+        assert slow.wait(60)
+        assert get(other, K0) == expected(K0)
+        assert put(other, key_of(20))
+        assert not begun
+        going.set()
+        client.join()
+        assert [reservation.meta.key for reservation in begun] == keys
+        assert len({reservation.slot for reservation in begun}) == len(keys)
+        for reservation in begun:
+            one.abort(reservation)
+        assert one.held() == 0
+        one.close()
+        other.close()
+
+
+def test_a_slot_whose_memory_was_not_taken_is_unused_again_and_costs_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr("lmc.service.arena.PAUSE_SECONDS", 0.0)
+    tier = DictTier()
+    tier.write(meta_of(K0), [stored(meta_of(K0))])
+    with serving(tmp_path, 8, [tier]) as server:
+        store, arena = attached(server), arena_of(server)
+        take, arena.store.slab.take = arena.store.slab.take, lambda slot: False
+        (pin,) = store.pin([K0])
+        eventually(lambda: store.state(pin) is PinState.LOST)
+        store.release([pin])
+        eventually(lambda: store.held() == 0)
+        assert server.arenas.budget.taken[SIZES] == 0
+        arena.store.slab.take = take
+        assert get(store, K0) == expected(K0), "it is loaded when there is memory again"
         store.close()
 
 

@@ -1,7 +1,9 @@
 """An arena: the chunks of one geometry in a cache server, of all models that have it, and their documents."""
 
 import threading
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from itertools import chain
@@ -19,6 +21,7 @@ from lmc.service.sizes import Sizes
 from lmc.shapes import GIB
 from lmc.storage.change_log import ChangeLog
 from lmc.storage.fairness import FairShares, Owner
+from lmc.storage.host_memory import THREADS
 from lmc.storage.ledger import Slot
 from lmc.storage.level import Backing
 from lmc.storage.record import RecordMeta
@@ -31,6 +34,7 @@ from lmc.storage.tier_guard import TierGuard
 
 AHEAD_BYTES, AHEAD_SHARE = GIB, 8  # memory that an arena takes ahead, and the largest part of the budget for that
 NAMESPACES = 1 << 14  # that are remembered
+PAUSE_SECONDS = 5.0  # for which an arena uses the slots that it has, when the system has had no memory
 CHUNK_SIZES = 64  # in tokens, that are tried for a document
 
 complain = TierGuard().complain  # at most once a minute about the same
@@ -224,6 +228,7 @@ class ArenaBacking(Backing):
         self._budget, self._sizes, self._slab, self._journal, self.unsafe = budget, sizes, slab, journal, unsafe
         goal = min(AHEAD_BYTES, budget.size // AHEAD_SHARE) // sizes.slot_bytes
         self._ahead, self._wanted, self._stopped = goal, threading.Event(), False
+        self._pause = 0.0  # until when no memory is claimed
         self._thread: threading.Thread | None = None
 
     def restored(self) -> list[tuple[Slot, RecordMeta]]:
@@ -242,10 +247,28 @@ class ArenaBacking(Backing):
         self._thread = threading.Thread(target=self._take_ahead, args=(supply,), name="lmc-ahead", daemon=True)
         self._thread.start()
 
-    def room(self, slot: Slot) -> bool:
-        """See `Backing.room`."""
+    def claim(self) -> bool:
+        """See `MemoryClaims.claim`. Where the system has just had no memory, nothing is claimed for a while."""
         self._wanted.set()
-        return self._take(slot)
+        return time.monotonic() >= self._pause and self._budget.take(self._sizes)
+
+    def unclaim(self) -> None:
+        """See `MemoryClaims.unclaim`."""
+        self._budget.count(self._sizes, -1)
+
+    def furnish(self, slots: Sequence[Slot]) -> set[Slot]:
+        """See `Backing.furnish`. Several threads do it, because a client waits."""
+        try:
+            with ThreadPoolExecutor(min(THREADS, len(slots))) as pool:
+                taken = list(pool.map(self._slab.take, slots))
+        except BaseException:  # There are too many threads.
+            for slot in slots:
+                self._slab.give_back(slot)
+            raise
+        lacking = {slot for slot, there in zip(slots, taken, strict=True) if not there}
+        if lacking:
+            self._no_memory()
+        return lacking
 
     def filled(self, slot: Slot, meta: RecordMeta) -> None:
         """See `Backing.filled`."""
@@ -270,20 +293,25 @@ class ArenaBacking(Backing):
         if self._journal is not None:
             self._journal.remove()
 
-    def _take(self, slot: Slot, *, ahead: bool = False) -> bool:
-        if not self._budget.take(self._sizes, ahead=ahead):
+    def _take(self, slot: Slot) -> bool:
+        """Take memory for a slot that nobody uses yet; return whether there is some."""
+        if time.monotonic() < self._pause or not self._budget.take(self._sizes, ahead=True):
             return False
         there = self._slab.take(slot)
         if not there:
-            self._budget.count(self._sizes, -1)
-            complain("memory", "the system has no memory for chunks within max_local_cpu_size: lower it")
+            self.unclaim()
+            self._no_memory()
         return there
+
+    def _no_memory(self) -> None:
+        self._pause = time.monotonic() + PAUSE_SECONDS
+        complain("memory", "the system has no memory for chunks within max_local_cpu_size: lower it")
 
     def _take_ahead(self, supply: SlotSupply) -> None:
         while self._wanted.wait() and not self._stopped:
             self._wanted.clear()
             while not self._stopped and (slot := supply.prepare(self._ahead)) is not None:
-                taken = self._take(slot, ahead=True)
+                taken = self._take(slot)
                 supply.prepared(slot, ready=taken)
                 if not taken:
                     break

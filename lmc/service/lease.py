@@ -81,8 +81,17 @@ class Lease:
             raise BrokenProtocol("leases to release that it does not have")
         self.store.release([self._pins.pop(lease) for lease in leases], wait=False)
 
-    def begin(self, meta: RecordMeta) -> Reservation | None:
+    def begin(self, metas: Sequence[RecordMeta]) -> list[Reservation | None]:
         """See `ChunkStore.begin`; raise `BrokenProtocol` for metadata that no client of ours sends."""
+        wanted = [meta for meta in metas if self._may_be_stored(meta)]
+        held = wanted[: max(0, self._may_hold)]
+        self.refused += len(wanted) - len(held)
+        begun: dict[ChunkKey, Reservation] = {}  # A key that is given twice is reserved once.
+        for reservation in filter(None, self.store.begin(held, self.arena.make_room)):
+            self._reservations[reservation.lease] = begun[reservation.meta.key] = reservation
+        return [begun.pop(meta.key, None) for meta in metas]
+
+    def _may_be_stored(self, meta: RecordMeta) -> bool:
         slab = self.store.slab
         fits = meta.parts == slab.parts and 0 < meta.part_bytes <= slab.part_bytes
         plain = not meta.sizes and not meta.checksums and meta.codec == NO_CODEC
@@ -90,18 +99,8 @@ class Lease:
         named &= len(meta.model) <= LONGEST_MODEL and len(meta.tenant) <= TENANT_DIGITS
         if not (fits and plain and named and meta.tokens > 0 and meta.first >= 0):
             raise BrokenProtocol("metadata of an impossible chunk")
-        if meta.label and len(json.dumps(meta.label)) > LONGEST_LABEL:
-            return None  # It would not fit into the header of a record.
-        if self._may_hold < 1:
-            self.refused += 1
-            return None
-        (reservation,) = self.store.begin([meta])
-        if reservation is not None and not self.arena.make_room(meta):
-            self.store.abort(reservation)
-            return None
-        if reservation is not None:
-            self._reservations[reservation.lease] = reservation
-        return reservation
+        # A longer label would not fit into the header of a record.
+        return not meta.label or len(json.dumps(meta.label)) <= LONGEST_LABEL
 
     def commit(self, leases: Sequence[int]) -> None:
         """See `ChunkStore.commit`; raise `BrokenProtocol` for a reservation that the client does not have."""

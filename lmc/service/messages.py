@@ -162,7 +162,7 @@ class Begin(Request, frozen=True):
 
     def asked(self, lease: "Lease") -> list[Reservation | None]:
         """Reserve slots."""
-        return [lease.begin(meta) for meta in self.metas]
+        return lease.begin(self.metas)
 
 
 class Commit(Request, frozen=True):
