@@ -1,6 +1,6 @@
 """How much of the gap to full prefill a blend closes: strategies × ratios × tasks, on real and on small models.
 
-    python bench/quality.py [--tasks …] [--size medium] [--words held-out] [--prompts 24] [--matrix] [--ratios …]
+    python bench/quality.py [--tasks …] [--size medium] [--words held-out] [--inside] [--prompts 24] [--matrix] …
     python bench/quality.py --quick       # a minute or two; fails if the default closes less than 93 % of the gap
 
 Tasks are those of `bench/quality/tasks.py` with SmolLM2-135M-Instruct in its chat template; `real`, the demo's
@@ -48,6 +48,9 @@ def main() -> int:
     arguments.add_argument("--tasks", default=",".join([*MAIN, *CONTROLS, REAL_TASK]))
     arguments.add_argument("--size", choices=FILLERS, default="medium", help="of the documents of made prompts")
     arguments.add_argument("--words", choices=WORDS, default="held-out", help="of made prompts")
+    arguments.add_argument(
+        "--inside", action="store_true", help="made facts stand inside of their documents, and not first"
+    )
     arguments.add_argument("--prompts", type=int, default=24, help="of each task")
     arguments.add_argument("--matrix", action="store_true", help="all ways, and not only the default and the presets")
     arguments.add_argument("--ratios", default="0.05,0.1,0.15,0.3")
@@ -102,7 +105,8 @@ def measure(rows: Rows, options: Any, settings: Settings) -> None:
         is_small = SMALL_TASK in tasks
         cached, tokenizer = load(tasks[0], settings)
         lab, seen = Lab(cached, tokenizer, settings), dict.fromkeys(tasks, 0)
-        for case in cases(tasks, tokenizer, settings.blend_special_str, options.size, options.words, options.prompts):
+        asked_for = options.size, options.words, options.prompts
+        for case in cases(tasks, tokenizer, settings.blend_special_str, *asked_for, inside=options.inside):
             seen[case.task] += 1
             missing = rows.missing(case.key, [*wanted, *([] if is_small or options.quick else [ROUNDED])])
             if not missing or time.monotonic() > until:

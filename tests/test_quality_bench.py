@@ -62,6 +62,20 @@ def test_no_word_of_the_made_prompts_is_one_with_which_the_default_was_chosen(qu
         assert not set(kept) & set(used), field.name
 
 
+def test_facts_stand_first_in_their_documents_or_inside_of_them(quality: None) -> None:
+    from quality.tasks import HELD_OUT, MAIN, Draw
+
+    for name, make in MAIN.items():
+        first, inside = (make(Draw(HELD_OUT, name, 6, 10, inside=place)) for place in (False, True))
+        assert (inside.question, inside.answer) == (first.question, first.answer)
+        for one, other in zip(first.documents, inside.documents, strict=True):
+            assert sorted(other.split()) == sorted(one.split()), "the same sentences in another order"
+            says_something = not one.startswith(HELD_OUT.fillers)
+            assert other.startswith(HELD_OUT.fillers)
+            assert other.endswith(HELD_OUT.fillers)
+            assert (one != other) == says_something
+
+
 def test_gap_closed_is_the_share_of_the_kl_of_blind_reuse_that_a_way_removes(quality: None) -> None:
     from quality.rows import summary
 

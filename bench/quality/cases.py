@@ -26,7 +26,7 @@ class Case:
     """One prompt."""
 
     task: str
-    variant: str  # of the task: the size of documents, and which words
+    variant: str  # of the task: the size of documents, which words, and whether facts stand inside
     name: str  # one of its kind within the variant
     question: str
     prompt: list[int]
@@ -49,11 +49,17 @@ def load(task: str, settings: Settings) -> tuple[CachedModel, Any]:
     return CachedModel.load(SHIPPED / "model" if task == SMALL_TASK else smollm2(), settings)
 
 
-def cases(tasks: Sequence[str], tokenizer: Any, special: str, size: str, words: str, count: int) -> Iterator[Case]:
-    """Yield `count` prompts of each task, or as many as it has; a prompt of each task in turn."""
+def cases(
+    tasks: Sequence[str], tokenizer: Any, special: str, size: str, words: str, count: int, *, inside: bool = False
+) -> Iterator[Case]:
+    """Yield `count` prompts of each task, or as many as it has; a prompt of each task in turn.
+
+    With `inside`, what made documents have to say stands inside of them, and not at their beginnings.
+    """
     builder = PromptBuilder(tokenizer, SYSTEM, special)
     sources = [
-        _asked(task, tokenizer, special) if task in ASKED else _made(builder, task, size, words) for task in tasks
+        _asked(task, tokenizer, special) if task in ASKED else _made(builder, task, size, words, inside)
+        for task in tasks
     ]
     for _ in range(count):
         for source in sources:
@@ -88,14 +94,14 @@ def _asked(task: str, tokenizer: Any, special: str) -> Iterator[Case]:
         )
 
 
-def _made(builder: PromptBuilder, task: str, size: str, words: str) -> Iterator[Case]:
+def _made(builder: PromptBuilder, task: str, size: str, words: str, inside: bool) -> Iterator[Case]:
     number = 0
     while True:
-        item = TASKS[task](Draw(WORDS[words], f"{task} {number}", DOCUMENTS, FILLERS[size]))
+        item = TASKS[task](Draw(WORDS[words], f"{task} {number}", DOCUMENTS, FILLERS[size], inside=inside))
         documents = [builder.encode(document) for document in item.documents]
         yield Case(
             task=task,
-            variant=f"{size}, {words}",
+            variant=f"{size}, {words}{', inside' if inside else ''}",
             name=str(number),
             question=f"{item.question} {item.lead}",
             prompt=builder.prompt(documents, item.question, item.lead),

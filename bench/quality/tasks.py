@@ -126,13 +126,24 @@ HELD_OUT = Words(
 class Draw:
     """One prompt's draws."""
 
-    def __init__(self, words: Words, seed: str, documents: int, fillers: int) -> None:
-        self.words, self.documents, self._fillers = words, documents, fillers
-        self.random = random.Random(seed)
+    def __init__(self, words: Words, seed: str, documents: int, fillers: int, *, inside: bool = False) -> None:
+        """What a document has to say stands at its beginning, or `inside` of its `fillers` sentences."""
+        self.words, self.documents, self._fillers, self._inside = words, documents, fillers, inside
+        self.random, self._place = random.Random(seed), random.Random(f"{seed} inside")
 
     def filler(self) -> str:
         """Return sentences that say nothing of the question."""
-        return " ".join(self.random.sample(self.words.fillers, self._fillers))
+        return " ".join(self._sentences())
+
+    def among(self, text: str, apart: str = " ") -> str:
+        """Return a text before sentences that say nothing, or among them."""
+        sentences = self._sentences()
+        before = self._place.randint(1, self._fillers - 1) if self._inside else 0
+        parts = " ".join(sentences[:before]), text, " ".join(sentences[before:])
+        return apart.join(part for part in parts if part)
+
+    def _sentences(self) -> list[str]:
+        return self.random.sample(self.words.fillers, self._fillers)
 
     def pairs(self, one: tuple[str, ...], other: tuple[str, ...], count: int) -> list[tuple[str, str]]:
         """Return different items of one kind with different items of another."""
@@ -183,7 +194,7 @@ def subject(draw: Draw) -> Item:
     picked = draw.random.sample(subjects, min(len(subjects), draw.documents // 2))
     documents = []
     for first, second, _, _, answer in picked:
-        documents += [f"{first} {draw.filler()}", f"{second.format(answer)} {draw.filler()}"]
+        documents += [draw.among(first), draw.among(second.format(answer))]
     while len(documents) < draw.documents:
         documents.append(draw.filler())
     _, _, question, lead, answer = choose(picked)
@@ -195,10 +206,10 @@ def pronoun(draw: Draw) -> Item:
     (name, he_or_she), (other, of_other) = draw.random.sample(draw.words.people, 2)
     job, city, animal = (draw.random.choice(kind) for kind in (draw.words.jobs, draw.words.cities, draw.words.animals))
     documents = [
-        f"{name} worked as a {job} for many years. {draw.filler()}",
-        f"{he_or_she} moved to {city} later. {draw.filler()}",
-        f"{other} lived alone for many years. {draw.filler()}",
-        f"{of_other} bought a {animal} later. {draw.filler()}",
+        draw.among(f"{name} worked as a {job} for many years."),
+        draw.among(f"{he_or_she} moved to {city} later."),
+        draw.among(f"{other} lived alone for many years."),
+        draw.among(f"{of_other} bought a {animal} later."),
     ]
     while len(documents) < draw.documents:
         documents.append(draw.filler())
@@ -213,9 +224,9 @@ def pronoun(draw: Draw) -> Item:
 def correction(draw: Draw) -> Item:
     """The last document corrects one of the others."""
     *pairs, (_, new) = draw.pairs(draw.words.firms, draw.words.cities, draw.documents)
-    documents = [f"The office of {firm} is in {city}. {draw.filler()}" for firm, city in pairs]
+    documents = [draw.among(f"The office of {firm} is in {city}.") for firm, city in pairs]
     firm, _ = draw.random.choice(pairs)
-    documents.append(f"News: {firm} has moved. Its office is now in {new}. {draw.filler()}")
+    documents.append(draw.among(f"News: {firm} has moved. Its office is now in {new}."))
     return Item(documents, f"Where is the office of {firm} now?", f"The office of {firm} is now in", new)
 
 
@@ -223,9 +234,9 @@ def update(draw: Draw) -> Item:
     """The last document says what has changed since one of the others was written."""
     names = draw.random.sample([name for name, _ in draw.words.people], draw.documents - 1)
     *jobs, new = draw.random.sample(draw.words.jobs, draw.documents)
-    documents = [f"{name} works as a {job}. {draw.filler()}" for name, job in zip(names, jobs, strict=True)]
+    documents = [draw.among(f"{name} works as a {job}.") for name, job in zip(names, jobs, strict=True)]
     name = draw.random.choice(names)
-    documents.append(f"Correction: {name} now works as a {new}. {draw.filler()}")
+    documents.append(draw.among(f"Correction: {name} now works as a {new}."))
     return Item(documents, f"What does {name} work as now?", f"{name} now works as a", new)
 
 
@@ -242,7 +253,7 @@ def scope(draw: Draw) -> Item:
         ("user", "name", name),
     ):
         about = f"[{section}]\nThis section is about the {section.split()[0]}."
-        documents += [f"{about} {draw.filler()}", f"{key} = {value}\n{draw.filler()}"]
+        documents += [draw.among(about), draw.among(f"{key} = {value}", "\n")]
     while len(documents) < draw.documents:
         documents.append(draw.filler())
     return draw.random.choice(
@@ -264,8 +275,8 @@ def rivals(draw: Draw) -> Item:
     pairs = draw.pairs(draw.words.firms, draw.words.cities, draw.documents // 2)
     documents = []
     for firm, city in pairs:
-        documents.append(f"This text is about the company {firm}. {draw.filler()}")
-        documents.append(f"The company has its headquarters in {city}. {draw.filler()}")
+        documents.append(draw.among(f"This text is about the company {firm}."))
+        documents.append(draw.among(f"The company has its headquarters in {city}."))
     firm, city = draw.random.choice(pairs)
     question = f"In which city does the company {firm} have its headquarters?"
     return Item(documents, question, f"The company {firm} has its headquarters in", city)
@@ -275,11 +286,9 @@ def price(draw: Draw) -> Item:
     """A control: prices, one of which is corrected in the last document."""
     goods = draw.random.sample([*draw.words.goods, *draw.words.animals], draw.documents - 1)
     *prices, new = draw.random.sample(range(11, 99), draw.documents)
-    documents = [
-        f"The price of {one} is {cost} dollars. {draw.filler()}" for one, cost in zip(goods, prices, strict=True)
-    ]
+    documents = [draw.among(f"The price of {one} is {cost} dollars.") for one, cost in zip(goods, prices, strict=True)]
     again = draw.random.choice(goods)
-    documents.append(f"Correction: the new price of {again} is {new} dollars. {draw.filler()}")
+    documents.append(draw.among(f"Correction: the new price of {again} is {new} dollars."))
     return Item(documents, f"What is the new price of {again}?", f"The new price of {again} is", str(new))
 
 
@@ -287,7 +296,7 @@ def fact(draw: Draw) -> Item:
     """A control: one document answers, and the others do not matter."""
     names = tuple(name for name, _ in draw.words.people)
     pairs = draw.pairs(names, draw.words.jobs, draw.documents)
-    documents = [f"{name} is a {job}. {draw.filler()}" for name, job in pairs]
+    documents = [draw.among(f"{name} is a {job}.") for name, job in pairs]
     name, job = draw.random.choice(pairs)
     return Item(documents, f"What is the job of {name}?", f"{name} is a", job)
 
