@@ -26,7 +26,7 @@ class SlotSupply:
     def furnish(self, bare: Sequence[Slot]) -> set[Slot]:
         """Take the memory of bare slots; return those for which the system has none, and which stay bare.
 
-        The lock is not held meanwhile: the first touch of a chunk's pages takes milliseconds.
+        The lock is not held meanwhile, because that takes milliseconds.
         """
         if not bare:
             return set()
