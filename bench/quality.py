@@ -105,8 +105,8 @@ def measure(rows: Rows, options: Any, settings: Settings) -> None:
         is_small = SMALL_TASK in tasks
         cached, tokenizer = load(tasks[0], settings)
         lab, seen = Lab(cached, tokenizer, settings), dict.fromkeys(tasks, 0)
-        asked_for = options.size, options.words, options.prompts
-        for case in cases(tasks, tokenizer, settings.blend_special_str, *asked_for, inside=options.inside):
+        made, special = (options.size, options.words, options.prompts), settings.blend_special_str
+        for case in cases(tasks, tokenizer, special, *made, inside=options.inside):
             seen[case.task] += 1
             missing = rows.missing(case.key, [*wanted, *([] if is_small or options.quick else [ROUNDED])])
             if not missing or time.monotonic() > until:

@@ -1,7 +1,6 @@
-"""Host memory, disk and Redis against what each could do at most: bytes a second, ours over raw, side by side.
+"""Host memory, disk and Redis against what each could do at most (a long file: they share rounds, checks and profile).
 
-Long, as each of three places has its raw way, ours and the peers' beside one another, and all share rounds, checks and
-profile.
+Bytes a second, ours over raw, side by side. Each place has its raw way, ours and the peers' beside one another.
 
     python bench/tiers.py [--only host|disk|redis] [--readers N] [--writers N]
 

@@ -239,8 +239,8 @@ class Slab:
     def take(self, slot: Slot) -> bool:
         """Take the memory of a slot of a sparse slab now; return whether the system had it.
 
-        A process that writes to a page for which a tmpfs has no memory would be killed. The pages are not touched here,
-        which would cost two to three times as much: the process that fills them has to map them anyway.
+        A process that writes to a page for which a tmpfs has no memory would be killed. The pages are not touched,
+        because that takes two to three times as long, and the process that fills the slot has to map them in any case.
         """
         for share in self._shares.all:
             start, size = self._stretch(share)[0], share.count * self.stride

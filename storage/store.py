@@ -157,7 +157,7 @@ class Store(ChunkStore):
         without = [one for one in found if one is not None and one.slot in lacking]
         for reservation in without:
             self.abort(reservation)
-        # Nothing is claimed for a while now, so these get slots that have memory.
+        # For a while nothing more is claimed. So these chunks get slots that have memory, or none.
         again = iter(self.begin([one.meta for one in without], may) if without else ())
         return [next(again) if one in without else one for one in found]
 

@@ -250,7 +250,7 @@ class ArenaBacking(Backing):
     def claim(self) -> bool:
         """See `MemoryClaims.claim`. Where the system has just had no memory, nothing is claimed for a while."""
         self._wanted.set()
-        return time.monotonic() >= self._pause and self._budget.take(self._sizes)
+        return self._claimed(ahead=False)
 
     def unclaim(self) -> None:
         """See `MemoryClaims.unclaim`."""
@@ -295,13 +295,16 @@ class ArenaBacking(Backing):
 
     def _take(self, slot: Slot) -> bool:
         """Take memory for a slot that nobody uses yet; return whether there is some."""
-        if time.monotonic() < self._pause or not self._budget.take(self._sizes, ahead=True):
+        if not self._claimed(ahead=True):
             return False
         there = self._slab.take(slot)
         if not there:
             self.unclaim()
             self._no_memory()
         return there
+
+    def _claimed(self, *, ahead: bool) -> bool:
+        return time.monotonic() >= self._pause and self._budget.take(self._sizes, ahead=ahead)
 
     def _no_memory(self) -> None:
         self._pause = time.monotonic() + PAUSE_SECONDS

@@ -92,6 +92,7 @@ class Lease:
         return [begun.pop(meta.key, None) for meta in metas]
 
     def _may_be_stored(self, meta: RecordMeta) -> bool:
+        """Return whether a chunk fits into a record; raise `BrokenProtocol` for metadata of an impossible chunk."""
         slab = self.store.slab
         fits = meta.parts == slab.parts and 0 < meta.part_bytes <= slab.part_bytes
         plain = not meta.sizes and not meta.checksums and meta.codec == NO_CODEC
