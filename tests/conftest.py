@@ -14,9 +14,12 @@ os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="lmc-tests-")
 
 os.environ["LMC_CHECK_LOCKS"] = "1"  # Locks check the order in which they are taken.
 
+import pytest
 import torch
 from hypothesis import settings
 from vllm_fakes import make  # noqa: F401 - a fixture
+
+pytest.register_assert_rewrite("tier_contract")  # Its assertions say what they compared.
 
 atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 

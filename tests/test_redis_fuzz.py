@@ -267,6 +267,20 @@ def test_names_that_are_not_ours_are_no_reason_to_stop_and_are_never_removed(red
         assert redis.client().mget(list(foreign)) == list(foreign.values())
 
 
+def test_a_record_whose_name_is_listed_twice_is_one_entry():
+    """SCAN may name a key in two of its answers, and twice in one of them."""
+    pages = iter([(b"7", 2), (b"0", 1)])
+
+    def answer(words: list[bytes]) -> bytes:
+        if words[0] != b"SCAN":
+            return honest(words)
+        cursor, times = next(pages)
+        return b"*2\r\n%s*%d\r\n%s" % (bulk(cursor), times, bulk(header_name(KEY)) * times)
+
+    with FakeServer(answer) as server, contextlib.closing(RedisTier(parse_redis_url(server.url), deadline=5)) as tier:
+        assert [entry.key for entry in tier.entries()] == [KEY]
+
+
 # -- servers ---------------------------------------------------------------------------------------------------------
 
 Answer = Callable[[list[bytes]], "bytes | None"]

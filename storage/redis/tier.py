@@ -142,19 +142,21 @@ class RedisTier:
 
     def entries(self) -> Iterator[Entry]:
         """Return what the servers that answer hold, least recently used first. Redis counts whole seconds."""
-        found, now = [], time.time()
+        found: dict[ChunkKey, Entry] = {}
         for server in self._servers.all():
             for names in self._names(server) if server.usable else []:
-                headers = [name for name in names if not name["value"]]
+                headers = {_key(name): name[0] for name in names if not name["value"] and _key(name) not in found}
+                now = time.time()
                 # Reading a header is a use of it, so its idle time is asked for before.
-                asked = [command(*verb, name[0]) for name in headers for verb in (("OBJECT", "IDLETIME"), ("GET",))]
+                verbs = (("OBJECT", "IDLETIME"), ("GET",))
+                asked = [command(*verb, header) for header in headers.values() for verb in verbs]
                 with server.connection() as connection:
                     answers = connection.call_all(asked)
-                for name, seconds, blob in zip(headers, answers[::2], answers[1::2], strict=True):
+                for key, seconds, blob in zip(headers, answers[::2], answers[1::2], strict=True):
                     if isinstance(blob, bytes):
                         used = now - seconds if isinstance(seconds, int) else 0.0  # It may count uses instead.
-                        found.append(Entry(key=_key(name), bytes=_record_bytes(blob), used=used))
-        return iter(sorted(found, key=lambda entry: entry.used))
+                        found[key] = Entry(key=key, bytes=_record_bytes(blob), used=used)
+        return iter(sorted(found.values(), key=lambda entry: entry.used))
 
     def headers(self) -> Iterator[RecordMeta]:
         """Return none, because Redis has the records of many processes."""
