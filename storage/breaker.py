@@ -74,7 +74,8 @@ class Breaker:
             self._thread = thread
             if logs:
                 self._logged = now
-                log.warning("lmc: no answer from %s (%s); its chunks are misses until it answers", self.name, error)
+                why = str(error).removeprefix(f"{self.name}: ")
+                log.warning("lmc: no answer from %s (%s); its chunks are misses until it answers", self.name, why)
 
     def close(self, seconds: float = 0.0) -> None:
         """Let nobody ask any more, and wait for the thread for at most `seconds`."""

@@ -296,8 +296,10 @@ class Servers:
 
 def _as_os_error(name: str, error: BaseException, secret: str | None) -> OSError:
     """Translate an error of a connection, without the password."""
+    below = error.__cause__ or error.__context__  # The library's text has the address again, which the name has.
+    said = below.strerror if isinstance(error, redis.ConnectionError) and isinstance(below, OSError) else None
     # A server that does not know a command repeats its arguments, which for AUTH include the password.
-    said = str(error).partition(", with args beginning with")[0]
+    said = said or str(error).partition(", with args beginning with")[0]
     kind = TimeoutError if isinstance(error, TimeoutError | redis.TimeoutError) else OSError
     return kind(f"{name}: {said.replace(secret, '***') if secret else said}")
 
