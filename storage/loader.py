@@ -13,6 +13,7 @@ import threading
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from itertools import zip_longest
 from typing import NamedTuple
 
@@ -74,7 +75,8 @@ class Loader:
         while (turn := self._next()) is not None:
             client, job = turn
             try:
-                self._work(job.loads, job.timing)
+                with suppress(Exception):  # It has been logged, and other jobs wait for this thread.
+                    self._work(job.loads, job.timing)
             finally:
                 with self._mutex:
                     self._busy[client] -= 1

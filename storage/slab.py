@@ -203,6 +203,11 @@ class Slab:
         starts = [(row + slot * step) * self.stride for row, step in self._at[first : first + count]]
         return [self._view[start : start + size] for start in starts]
 
+    def read(self, slot: Slot, part: int, size: int) -> bytes:
+        """Return a copy of the first `size` bytes of a part of a shared slab. Memory that is not there is not taken."""
+        row, step = self._at[part]
+        return os.pread(self.file, size, (row + slot * step) * self.stride)
+
     def seal(self, slot: Slot, size: int) -> None:
         """Note that a slot was filled with parts of `size` bytes.
 

@@ -312,7 +312,7 @@ class StoreState:
         if slot is None:
             return None
         self.host.slab.label(slot, key, 0)
-        load = self._loads[key] = Load(key, tier, slot, bare=slot in todo.bare)
+        load = self._loads[key] = Load(key, tier, slot, bare=self.host.ledger.is_bare(slot))
         todo.loads.append(load)
         return self._pin_of(key, self.host, slot, tier.name, load)
 

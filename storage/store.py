@@ -154,12 +154,22 @@ class Store(ChunkStore):
             for begun in filter(None, found):
                 self.abort(begun)
             raise
-        without = [one for one in found if one is not None and one.slot in lacking]
-        for reservation in without:
+        if not lacking:
+            return found
+        without = {at: one for at, one in enumerate(found) if one is not None and one.slot in lacking}
+        for reservation in without.values():
             self.abort(reservation)
         # For a while nothing more is claimed. So these chunks get slots that have memory, or none.
-        again = iter(self.begin([one.meta for one in without], may) if without else ())
-        return [next(again) if one in without else one for one in found]
+        try:
+            again = self.begin([one.meta for one in without.values()], may)
+        except BaseException:
+            for at, kept in enumerate(found):
+                if kept is not None and at not in without:
+                    self.abort(kept)
+            raise
+        for at, other in zip(without, again, strict=True):
+            found[at] = other
+        return found
 
     def view(self, reservation: Reservation) -> torch.Tensor:
         """Return the slot to fill: uint8 `[L, stride]`."""

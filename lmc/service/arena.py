@@ -3,7 +3,6 @@
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from itertools import chain
@@ -21,7 +20,6 @@ from lmc.service.sizes import Sizes
 from lmc.shapes import GIB
 from lmc.storage.change_log import ChangeLog
 from lmc.storage.fairness import FairShares, Owner
-from lmc.storage.host_memory import THREADS
 from lmc.storage.ledger import Slot
 from lmc.storage.level import Backing
 from lmc.storage.record import RecordMeta
@@ -184,6 +182,7 @@ class Arena:
         for place, meta in self.store.in_memory():
             self.store.changes.left(place, meta.key)
         self._backing.remove()
+        self.keeper.begin_anew()  # Its pins take no room any more.
 
     def _keys(self, meta: RecordMeta, tokens: Sequence[int]) -> Sequence[ChunkKey]:
         """Return the keys of a document; raise `ValueError` if its last chunk is not the record's.
@@ -257,11 +256,10 @@ class ArenaBacking(Backing):
         self._budget.count(self._sizes, -1)
 
     def furnish(self, slots: Sequence[Slot]) -> set[Slot]:
-        """See `Backing.furnish`. Several threads do it, because a client waits."""
+        """See `Backing.furnish`. One thread does it: the system does it for one at a time, whoever asks."""
         try:
-            with ThreadPoolExecutor(min(THREADS, len(slots))) as pool:
-                taken = list(pool.map(self._slab.take, slots))
-        except BaseException:  # There are too many threads.
+            taken = [self._slab.take(slot) for slot in slots]
+        except BaseException:
             for slot in slots:
                 self._slab.give_back(slot)
             raise

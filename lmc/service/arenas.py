@@ -82,9 +82,11 @@ class Arenas:
         """Return the arena of a geometry, for one client more.
 
         Raises `NoMemory` if the budget does not hold one chunk of it, or `StorageError` if clients have too many others
-        already.
+        already, or the server ends.
         """
         with self._lock:
+            if self._closed:
+                raise StorageError("the cache server ends")
             if sizes not in self._arenas:
                 self._close_unused(MOST_ARENAS - 1)
                 self._arenas = {**self._arenas, sizes: self._made(sizes)}
@@ -204,10 +206,19 @@ class Arenas:
             held: set[Sizes] = set()
             while (owing := self.budget.owing(held)) and not self._closed:
                 sizes, slots = owing
-                given = self._arenas[sizes].store.shrink(slots)
+                given = self._shrunk(sizes, slots)
                 self.budget.count(sizes, -given)
                 if not given:
                     held.add(sizes)
+
+    def _shrunk(self, sizes: Sizes, slots: int) -> int:
+        """Take up to so many slots from an arena; return how many it has given. One that is being closed gives none."""
+        arena = self._arenas.get(sizes)
+        try:
+            return arena.store.shrink(slots) if arena is not None else 0
+        except Exception:  # Other arenas have memory as well.
+            log.exception("no memory can be taken from the chunks of one geometry now")
+            return 0
 
 
 def _room(memory: Path | None) -> int:

@@ -56,9 +56,10 @@ class Budget:
             self.wanting.discard(sizes)
 
     def count(self, sizes: Sizes, slots: int) -> None:
-        """Count the bytes of so many slots more, or of fewer."""
+        """Count the bytes of so many slots more, or of fewer. An arena that was forgotten has nothing to give back."""
         with self._lock:
-            self.taken[sizes] += slots * sizes.slot_bytes
+            if slots >= 0 or sizes in self.taken:
+                self.taken[sizes] += slots * sizes.slot_bytes
 
     def owing(self, held: Collection[Sizes] = ()) -> tuple[Sizes, int] | None:
         """Return the arena that should give slots to others, and how many; None if none wants any, or none has to.

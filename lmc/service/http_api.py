@@ -17,6 +17,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.exceptions import HTTPException as AnyHTTPException
+from starlette.types import Receive, Scope, Send
 
 from lmc import __version__
 from lmc.engine.document_desk import LISTED, LONGEST
@@ -138,17 +139,23 @@ def _add_probes(app: FastAPI, of: Overview, registry: CollectorRegistry) -> None
     async def events(request: Request) -> StreamingResponse:
         if of.subscribers >= MOST_SUBSCRIBERS:
             raise HTTPException(503, f"there are {MOST_SUBSCRIBERS} subscribers already")
-        last = request.headers.get("last-event-id", "")
-        return StreamingResponse(_stream(of, last), media_type="text/event-stream")
+        return Subscription(of, request.headers.get("last-event-id", ""))
 
 
-async def _stream(of: Overview, last: str) -> AsyncIterator[str]:
-    of.subscribers += 1
-    try:
-        async for text in _events(of, last):
-            yield text
-    finally:
-        of.subscribers -= 1
+class Subscription(StreamingResponse):  # type: ignore[misc]
+    """Events for one subscriber, who counts from the request on, however the response ends."""
+
+    def __init__(self, of: Overview, last: str) -> None:
+        super().__init__(_events(of, last), media_type="text/event-stream")
+        self._of = of
+        of.subscribers += 1
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send events until the subscriber has gone."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._of.subscribers -= 1
 
 
 async def _events(of: Overview, last: str) -> AsyncIterator[str]:

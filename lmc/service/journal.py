@@ -144,8 +144,10 @@ class Journal:
         return fits and self._sums(slot, meta) == meta.checksums
 
     def _sums(self, slot: Slot, meta: RecordMeta) -> tuple[int, ...]:
-        parts = (self._slab.memory(slot, part, 1, meta.stored_part)[0] for part in range(meta.parts))
-        return tuple(map(checksum, parts))
+        """Return the checksums of the parts. The chunk may have been evicted meanwhile, and its memory given back: it
+        must not be touched, because that would take it again, beyond the budget.
+        """
+        return tuple(checksum(self._slab.read(slot, part, meta.stored_part)) for part in range(meta.parts))
 
 
 def _frame(slot: Slot, meta: RecordMeta) -> bytes:

@@ -5,12 +5,18 @@ when the last of them has ended, however it ends. A server that comes later find
 """
 
 import fcntl
+import logging
 import os
 import secrets
+import time
 from contextlib import suppress
 from pathlib import Path
 
 from lmc.storage.memory_files import locked
+
+log = logging.getLogger(__name__)
+
+RETRY_SECONDS = 1.0
 
 
 class Lifelines:
@@ -36,10 +42,21 @@ class Lifelines:
 
 
 def wait_until_gone(path: Path) -> None:
-    """Return when no process has locked a lifeline any more, and remove it."""
-    with suppress(FileNotFoundError), path.open() as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        path.unlink(missing_ok=True)
+    """Return when no process has locked a lifeline any more, and remove it. Nothing else says that it is safe to go on,
+    so an error, such as too many open files, is waited out.
+    """
+    complained = False
+    while True:
+        try:
+            with suppress(FileNotFoundError), path.open() as file:
+                fcntl.flock(file, fcntl.LOCK_EX)
+                path.unlink(missing_ok=True)
+            return
+        except OSError as error:
+            if not complained:
+                log.warning("cannot see whether a client has ended (%s): its slots stay unused until that works", error)
+            complained = True
+            time.sleep(RETRY_SECONDS)
 
 
 def _removed(path: Path) -> bool:

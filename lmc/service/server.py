@@ -224,10 +224,13 @@ class Session:
             log.exception("the connection to a client is closed, because of an error of the server")
         finally:
             self._channel.close()
-            if self._lease is not None:
-                self._lease.end()
-                self._server.arenas.left(self._lease.arena)
-            self._server.ended(self)
+            try:
+                if self._lease is not None:
+                    self._lease.end()
+            finally:
+                if self._lease is not None:
+                    self._server.arenas.left(self._lease.arena)
+                self._server.ended(self)
 
     @property
     def attached(self) -> bool:
@@ -285,10 +288,14 @@ class Session:
             raise BrokenProtocol("impossible sizes of chunks")
         try:
             arena = self._server.arenas.open(sizes)
+            try:
+                self._lease = Lease(arena, self._server.lifelines.new(), self._server.introduced)
+            except BaseException:
+                self._server.arenas.left(arena)
+                raise
         except (LmcError, OSError) as error:
             self._channel.send(ERROR + str(error).encode())
             raise
-        self._lease = Lease(arena, self._server.lifelines.new(), self._server.introduced)
         answer = m.Attached(arena.store.slots, arena.store.shared_places, str(self._lease.lifeline))
         self._channel.send(ANSWER + _encode(answer), (arena.store.slab.file,))
         return self._lease

@@ -1,0 +1,236 @@
+"""What fails inside of a cache server leaves nothing held, ends no thread that others need, and is said."""
+
+import asyncio
+import errno
+import logging
+import os
+import threading
+from array import array
+from collections import Counter
+
+import pytest
+from service_fakes import SIZES, Child, arena_of, attached, eventually, filled, put, serving
+from storage_fakes import NAMESPACE, PART_BYTES, PARTS, DictTier, key_of, meta_of, stored
+
+from lmc.errors import StorageError, TierUnusable
+from lmc.service import arenas, lifelines
+from lmc.service.http_api import MOST_SUBSCRIBERS, application
+from lmc.service.journal import Journal
+from lmc.service.messages import Described, Keep
+from lmc.service.overview import Overview
+from lmc.service.sizes import Sizes
+from lmc.storage.contract import PinState
+from lmc.storage.level import Backing
+from lmc.storage.shares import Shares
+from lmc.storage.slab import Slab
+from lmc.storage.store import Store
+
+OTHER, THIRD = (Sizes(Shares((PARTS + more,)), PART_BYTES, 1) for more in (1, 2))
+
+
+def refused(number):
+    raise OSError(number, os.strerror(number))
+
+
+class Scarce(Backing):
+    """Memory of which the system lacks some when it is asked first; the second time fails, and then there is enough."""
+
+    unsafe, asked = (), 0
+
+    def __init__(self):
+        pass
+
+    def claim(self):
+        return True
+
+    def unclaim(self):
+        pass
+
+    def furnish(self, slots):
+        self.asked += 1
+        if self.asked == 2:
+            raise RuntimeError("can't start new thread")
+        return set(slots[:1]) if self.asked == 1 else set()
+
+    def filled(self, slot, meta):
+        pass
+
+
+def test_chunks_that_have_memory_are_given_up_when_memory_for_the_others_fails():
+    store = Store(Slab(8, PARTS, PART_BYTES, shared=True, sparse=True), [], backing=Scarce())
+    metas = [meta_of(key_of(number)) for number in range(3)]
+    with pytest.raises(RuntimeError, match="new thread"):
+        store.begin(metas)
+    assert store.held() == 0
+    assert None not in store.begin(metas)  # Otherwise these chunks would still be said to be written.
+    store.close()
+
+
+def test_loads_that_fail_do_not_hold_up_those_behind_them(tmp_path):
+    tier, keys = DictTier(), [key_of(number) for number in range(600)]
+    for key in keys:
+        tier.write(meta_of(key), [stored(meta_of(key))])
+    with serving(tmp_path, 4096, [tier]) as server:
+        store, backing = attached(server), arena_of(server)._backing
+        real, failures = backing.furnish, [1, 1]
+
+        def furnish(slots):
+            if failures:
+                raise RuntimeError(f"can't start new thread {failures.pop()}")
+            return real(slots)
+
+        backing.furnish = furnish
+        pins = store.pin(keys)
+        eventually(lambda: all(store.state(pin) is not PinState.COMING for pin in pins))
+        states = Counter(store.state(pin) for pin in pins)
+        assert states[PinState.READY] > 0
+        assert states[PinState.LOST] > 0
+        store.release(pins)
+        store.close()
+
+
+def test_a_client_that_cannot_be_taken_hears_why_and_counts_no_more(tmp_path, monkeypatch):
+    with serving(tmp_path, 8) as server:
+        with monkeypatch.context() as full:
+            full.setattr(server.lifelines, "new", lambda: refused(errno.ENOSPC))
+            for _ in range(3):
+                with pytest.raises((StorageError, TierUnusable), match="No space left"):
+                    attached(server)
+        eventually(lambda: not server._sessions)
+        assert server.arenas.budget.users(SIZES) == 0
+
+
+def test_a_lease_ends_although_there_are_too_many_open_files_for_a_moment(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(lifelines, "RETRY_SECONDS", 0.01)
+    with serving(tmp_path, 8) as server:
+        child = Child(server)
+        assert child.ask("begin 1") == "0"
+        real, failures = type(tmp_path).open, [1, 1]
+
+        def opened(path, *args, **named):
+            if path.parent.name == "clients" and failures:
+                refused(failures.pop() and errno.EMFILE)
+            return real(path, *args, **named)
+
+        monkeypatch.setattr(type(tmp_path), "open", opened)
+        child.kill()
+        eventually(lambda: not server._sessions)
+        assert failures == []
+        assert [record.message for record in caplog.records if "Too many open files" in record.message] == [
+            "cannot see whether a client has ended ([Errno 24] Too many open files): its slots stay unused until that "
+            "works"
+        ]
+        two = attached(server)
+        assert two.held() == 0
+        assert put(two, key_of(1))
+        two.close()
+
+
+def test_memory_moves_on_when_an_arena_is_being_closed_or_fails(tmp_path, monkeypatch):
+    monkeypatch.setattr(arenas, "MOST_ARENAS", 2)
+    with serving(tmp_path, 12) as server:
+        first = attached(server)
+        assert len(filled(first, [key_of(number) for number in range(12)])) == 12
+        arena = server.arenas._arenas[SIZES]
+        first.close()
+        eventually(lambda: not server.arenas.budget.used(SIZES))
+        second = attached(server, OTHER)
+        closing, go, real = threading.Event(), threading.Event(), arena.close
+
+        def slowly():
+            closing.set()
+            assert go.wait(60)
+            real()
+
+        arena.close = slowly
+        third = []
+        thread = threading.Thread(target=lambda: third.append(attached(server, THIRD, deadline=60.0)))
+        thread.start()
+        assert closing.wait(60)
+        put(second, key_of(1))  # It wants memory, which only the arena has that is being closed.
+        go.set()
+        thread.join(60)
+        monkeypatch.setattr(server.arenas._arenas[OTHER].store, "shrink", lambda slots: refused(errno.EIO))
+        assert server.arenas._shrunk(OTHER, 1) == 0
+        assert server.arenas._mover.is_alive()
+        assert min(server.arenas.budget.taken.values()) >= 0
+        for one in (second, *third):
+            one.close()
+
+
+def test_a_geometry_that_was_forgotten_gives_nothing_back(tmp_path):
+    with serving(tmp_path, 8) as server:
+        server.arenas.budget.count(OTHER, -3)
+        assert server.arenas.budget.taken[OTHER] == 0
+
+
+def test_a_server_that_ends_opens_no_arena(tmp_path):
+    with serving(tmp_path, 8) as server:
+        server.close()
+        with pytest.raises(StorageError, match="the cache server ends"):
+            server.arenas.open(SIZES)
+
+
+def test_pins_of_an_arena_that_was_closed_take_no_room(tmp_path, monkeypatch):
+    monkeypatch.setattr(arenas, "MOST_ARENAS", 1)
+    with serving(tmp_path, 16, document_share=0.5) as server:
+        one = attached(server)
+        keys = filled(one, [key_of(number) for number in range(3)])
+        document = Described(NAMESPACE, array("I", range(3)).tobytes(), keys, "doc", "m", "")
+        one.ask_slowly(Keep([document], "pin"), None)
+        assert server.arenas._pinned._taken > 0
+        one.close()
+        eventually(lambda: not server.arenas.budget.used(SIZES))
+        attached(server, OTHER).close()
+        assert server.arenas._pinned._taken == pytest.approx(0)
+
+
+def test_the_journal_does_not_take_memory_that_was_given_back(tmp_path):
+    slab = Slab(4, PARTS, 1 << 16, shared=True, sparse=True)
+    journal = Journal(tmp_path / "journal", slab)
+    journal.restore()
+    slab.label(0, key_of(1), PARTS)
+    before = os.fstat(slab.file).st_blocks
+    journal.filled(0, meta_of(key_of(1), PARTS, 1 << 16))
+    journal.close()
+    assert journal._frames  # Its checksums were computed.
+    assert os.fstat(slab.file).st_blocks == before
+
+
+def test_no_more_subscribers_are_taken_than_there_may_be(tmp_path):
+    scope = {
+        "type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "http_version": "1.1", "method": "GET",
+        "path": "/v1/events", "raw_path": b"/v1/events", "query_string": b"", "root_path": "", "scheme": "http",
+        "headers": [(b"host", b"localhost")], "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 80),
+    }  # fmt: skip
+
+    async def ask(app, statuses):
+        received = asyncio.Event()
+
+        async def receive():
+            if received.is_set():
+                await asyncio.sleep(600)
+            received.set()
+            return {"type": "http.request", "body": b"", "more_body": False}
+
+        async def send(message):
+            if message["type"] == "http.response.start":
+                statuses.append(message["status"])
+
+        await app(scope, receive, send)
+
+    async def many(of):
+        app, statuses = application(of, "", {}), []
+        asking = [asyncio.create_task(ask(app, statuses)) for _ in range(3 * MOST_SUBSCRIBERS)]
+        while len(statuses) < len(asking):
+            await asyncio.sleep(0.01)
+        assert Counter(statuses) == {200: MOST_SUBSCRIBERS, 503: 2 * MOST_SUBSCRIBERS}
+        assert of.subscribers == MOST_SUBSCRIBERS
+        for one in asking:
+            one.cancel()
+        await asyncio.gather(*asking, return_exceptions=True)
+        assert of.subscribers == 0
+
+    with serving(tmp_path, 8) as server:
+        logging.getLogger("asyncio").setLevel(logging.ERROR)
+        asyncio.run(many(Overview(server)))
