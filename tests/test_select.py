@@ -54,7 +54,7 @@ def test_the_query_strategy_takes_what_the_question_attends_to() -> None:
 def test_the_union_spends_a_fourth_on_heads_at_most_and_the_rest_on_the_question() -> None:
     offsets = torch.cat([torch.arange(30), torch.arange(30)])
     attention = torch.full((60,), 0.6)
-    attention[[0, 15, 43]] = torch.tensor([0.9, 0.7, 0.7])
+    attention[[0, 15, 43]] = torch.tensor([0.9, 0.95, 0.95])
     scores = Evidence(offset=offsets, attention=attention)
 
     assert STRATEGIES["union"](scores, 1).tolist() == [0]
@@ -70,6 +70,16 @@ def test_the_union_reads_on_behind_what_the_question_finds_and_not_into_the_next
     assert STRATEGIES["union"](scores, 3).tolist() == [3, 4, 5], "token 5 inherits from token 4"
     scores = evidence(attention=[0.1, 0.1, 0.1, 0.9, 0.2, 0.1, 0.1, 0.5, 0.1, 0.1])
     assert STRATEGIES["union"](scores, 3).tolist() == [3, 7, 8], "token 4 stands in another document than token 3"
+
+
+@pytest.mark.parametrize("learned_behind", [0, 90])
+def test_the_union_prefers_what_stands_earlier_in_its_document(learned_behind: int) -> None:
+    offsets = torch.cat([torch.arange(30), torch.arange(30)]) + learned_behind
+    attention = torch.zeros(60)
+    attention[[20, 34]] = torch.tensor([0.5, 0.45])
+    assert STRATEGIES["union"](Evidence(offset=offsets, attention=attention), 1).tolist() == [34]
+    attention[34] = 0.35
+    assert STRATEGIES["union"](Evidence(offset=offsets, attention=attention), 1).tolist() == [20]
 
 
 def test_controls() -> None:
