@@ -53,6 +53,7 @@ def main() -> int:
     )
     arguments.add_argument("--prompts", type=int, default=24, help="of each task")
     arguments.add_argument("--matrix", action="store_true", help="all ways, and not only the default and the presets")
+    arguments.add_argument("--default", action="store_true", help="only the default and blind reuse")
     arguments.add_argument("--ratios", default="0.05,0.1,0.15,0.3")
     arguments.add_argument("--rows", type=Path, default=Path(".demo/quality.jsonl"), help="a line for each prompt")
     arguments.add_argument("--page", type=Path, default=Path(".demo/quality.html"))
@@ -96,8 +97,8 @@ def measure(rows: Rows, options: Any, settings: Settings) -> None:
     until = time.monotonic() + options.minutes * 60
     ratios = [float(ratio) for ratio in options.ratios.split(",")]
     wanted = {way.name: way for way in ways(settings, ratios, options.matrix)}
-    if options.quick:
-        wanted = {name: wanted[name] for name in (BLIND, default(settings).name)}
+    if options.quick or options.default:
+        wanted = {name: wanted[name] for name in (BLIND, *(default(settings, ratio).name for ratio in ratios))}
     names = options.tasks.split(",")
     for tasks in ([name for name in names if name != SMALL_TASK], [name for name in names if name == SMALL_TASK]):
         if not tasks:
@@ -108,7 +109,8 @@ def measure(rows: Rows, options: Any, settings: Settings) -> None:
         made, special = (options.size, options.words, options.prompts), settings.blend_special_str
         for case in cases(tasks, tokenizer, special, *made, inside=options.inside):
             seen[case.task] += 1
-            missing = rows.missing(case.key, [*wanted, *([] if is_small or options.quick else [ROUNDED])])
+            rounded = not (is_small or options.quick or options.default)
+            missing = rows.missing(case.key, [*wanted, *([ROUNDED] if rounded else [])])
             if not missing or time.monotonic() > until:
                 continue
             asked = [wanted[name] for name in missing if name in wanted]
