@@ -5,12 +5,15 @@ always have the same tokens.
 """
 
 import re
-from collections.abc import Callable, Sequence
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 
 from lmc.blend.markers import Tokens, tokens_inside
 from lmc.blend.segments import Span
 
 FEW = 32  # tokens that the first or the last word of a text may have
+PLACES = 100  # that are looked at: an engine makes no step meanwhile
 
 
 def find_text(
@@ -26,30 +29,35 @@ def find_text(
         return None
     first, inner, last = parts.groups()
     core = tokens_inside(encode, ("a", "b"), inner, (" a", "\nb"))
-    at = _find(prompt, core, start)
-    while at is not None:
-        begin, end = _extend_left(prompt, at, first, decode), _extend_right(prompt, at + len(core), last, decode)
-        if begin is not None and end is not None and begin >= start:
+    for at in islice(_places(prompt, core, start), PLACES):
+        begin = _extend_left(prompt, at, first, decode)
+        end = None if begin is None or begin < start else _extend_right(prompt, at + len(core), last, decode)
+        if begin is not None and end is not None:
             return Span(begin, end)
-        at = _find(prompt, core, at + 1)
     return None
 
 
-def _find(prompt: Sequence[int], core: Tokens, start: int) -> int | None:
-    wanted = list(core)
-    for at in range(start, len(prompt) - len(wanted) + 1 if wanted else 0):
-        if prompt[at] == wanted[0] and list(prompt[at : at + len(wanted)]) == wanted:
-            return at
-    return None
+def _places(prompt: Sequence[int], core: Tokens, start: int) -> Iterator[int]:
+    """Yield where the tokens `core` stand in a prompt; `bytes.find` takes time in proportion to the prompt."""
+    text, wanted = array("I", prompt).tobytes(), array("I", core).tobytes()
+    at = text.find(wanted, 4 * start) if wanted else -1
+    while at >= 0:
+        if at % 4 == 0:
+            yield at // 4
+        at = text.find(wanted, at + 1)
 
 
 def _extend_left(prompt: Sequence[int], at: int, word: str, decode: Callable[[list[int]], str]) -> int | None:
     """Return the last position from which on the text before `at` has a word in it."""
+    if word not in decode(list(prompt[max(0, at - FEW) : at])):
+        return None
     begins = range(at - 1, max(-1, at - FEW - 1), -1)
     return next((begin for begin in begins if word in decode(list(prompt[begin:at]))), None)
 
 
 def _extend_right(prompt: Sequence[int], at: int, word: str, decode: Callable[[list[int]], str]) -> int | None:
     """Return the first position up to which the text from `at` on has a word in it."""
+    if word not in decode(list(prompt[at : at + FEW])):
+        return None
     ends = range(at + 1, min(len(prompt), at + FEW) + 1)
     return next((end for end in ends if word in decode(list(prompt[at:end]))), None)

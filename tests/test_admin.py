@@ -569,3 +569,14 @@ def test_without_an_endpoint_the_commands_say_how_to_get_one():
     code, _, err = lmc("documents", "list", "--url", "127.0.0.1:1")
     assert code == 2
     assert "the address is that of LMC_ADMIN, with which the engine has to be started" in err
+
+
+def test_a_data_parallel_engine_says_where_it_publishes_itself(monkeypatch):
+    """A router followed the documents of the first one for all of them."""
+    lab = Lab()
+    setup, requests = lab.scheduler._setup, lab.scheduler.recent
+    monkeypatch.setenv("LMC_DOCUMENT_EVENTS", "tcp://*:5558, tcp://*:6558")
+    assert Administration(setup, requests, 2).routing()["document_events"] == "tcp://*:5560,tcp://*:6560"
+    assert Administration(setup, requests).routing()["document_events"] == "tcp://*:5558,tcp://*:6558"
+    monkeypatch.delenv("LMC_DOCUMENT_EVENTS")
+    assert Administration(setup, requests, 2).routing()["document_events"] == ""

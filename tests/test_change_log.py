@@ -348,6 +348,17 @@ def test_what_other_processes_keep_in_a_shared_tier_is_not_in_the_log(make):
     assert steps(store.changes) == [(K0, "host", True)]
 
 
+def test_nothing_is_kept_of_tenants_whose_chunks_have_gone():
+    """There is one for each session of an application that gives each its own salt."""
+    log = ChangeLog()
+    for number in range(100):
+        log.appeared("host", replace(meta_of(K0), tenant=str(number)))
+        log.left("host", K0)
+    assert log.taken("host") == 0
+    assert not log._bytes
+    assert not log._held
+
+
 actions = st.lists(st.tuples(st.sampled_from([put, put, get, Store.forget]), st.sampled_from(KEYS)), max_size=25)
 
 

@@ -212,6 +212,7 @@ class Publisher:
         self._buffer: deque[tuple[int, bytes]] = deque(maxlen=buffer)
         self._number, self._time = 0, 0.0
         self.replays: list[int] = []
+        self.at_once = 1 << 30  # messages of a replay that its queue has room for; it drops the others
         self._task = asyncio.create_task(self._serve())
 
     def _bind(self, socket: Any) -> str:
@@ -241,11 +242,11 @@ class Publisher:
         while True:
             client, _, start = await self._router.recv_multipart()
             self.replays.append(int.from_bytes(start, "big"))
-            for number, payload in list(self._buffer):
-                if number >= self.replays[-1]:
-                    message = [client, b"", TOPIC.encode(), number.to_bytes(8, "big"), payload]
-                    await self._router.send_multipart(message)
-            await self._router.send_multipart([client, b"", b"", (-1).to_bytes(8, "big", signed=True), b""])
+            again = [(number, payload) for number, payload in self._buffer if number >= self.replays[-1]]
+            for number, payload in again[: self.at_once]:
+                await self._router.send_multipart([client, b"", TOPIC.encode(), number.to_bytes(8, "big"), payload])
+            if len(again) < self.at_once:
+                await self._router.send_multipart([client, b"", b"", (-1).to_bytes(8, "big", signed=True), b""])
 
     async def close(self) -> None:
         self._task.cancel()
@@ -374,6 +375,23 @@ def test_what_cannot_be_replayed_is_dropped(replay: bool) -> None:
             await until(lambda: sorted(index.blocks(ENGINE)) == (list(range(7, 12)) if replay else [11]))
 
     with_publisher(scenario, buffer=5)
+
+
+def test_a_replay_that_is_dropped_in_part_is_asked_for_again_until_it_is_complete() -> None:
+    """vLLM answers into a queue of a thousand messages, and drops the others, its last one among them."""
+
+    async def scenario(publisher: Publisher) -> None:
+        index, publisher.at_once = BlockIndex(), 10
+        for number in range(35):
+            await publisher.publish(stored([number], None, [number] * 4))
+        async with following(publisher, index, quiet_seconds=20.0, replay_seconds=0.05):
+            await until(lambda: len(publisher.replays) == 1)
+            await asyncio.sleep(0.2)
+            await publisher.publish(stored([35], None, [35] * 4))
+            await until(lambda: sorted(index.blocks(ENGINE)) == list(range(36)))
+        assert publisher.replays == [0, 9, 19, 29] or publisher.replays[:2] == [0, 9]
+
+    with_publisher(scenario)
 
 
 def test_what_cannot_be_read_ends_what_is_known_and_nothing_else(caplog: pytest.LogCaptureFixture) -> None:

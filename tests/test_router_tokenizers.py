@@ -5,6 +5,7 @@ import logging
 import os
 import shutil
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -128,6 +129,43 @@ def test_a_process_that_ends_is_replaced_and_no_request_fails(built, monkeypatch
     before = asked_for_tokens(built)
     assert built.ask(EXPLAIN, {"model": "echo", "prompt": PROMPT})[1]["prompt"]["exact"]
     assert asked_for_tokens(built) == before
+
+
+def test_prompts_behind_one_that_is_not_answered_are_answered_by_an_engine(built, monkeypatch, caplog):
+    """They were answered with an error of the router: what waits for a process that is killed is cancelled."""
+    monkeypatch.setattr(local_tokenizers, "AGAIN_SECONDS", 0.01)
+    tokenizers = built.router.application.proxy.tokenizers
+    eventually(lambda: "echo" in tokenizers)
+    (process,) = tokenizers._pool._processes.values()
+    os.kill(process.pid, signal.SIGSTOP)
+    monkeypatch.setattr(local_tokenizers, "SECONDS", 0.3)
+    with ThreadPoolExecutor(8) as pool:
+        asked = {"model": "echo", "prompt": PROMPT}
+        assert set(pool.map(lambda _: built.ask(ASK, asked)[0], range(8))) == {200}
+    monkeypatch.setattr(local_tokenizers, "SECONDS", 5.0)
+    eventually(lambda: "echo" in tokenizers)
+    assert built.ask(EXPLAIN, asked)[1]["prompt"]["exact"]
+
+
+def test_a_process_that_has_much_to_do_is_not_replaced(built, monkeypatch):
+    """The prompts that wait for it are cut otherwise."""
+    tokenizers = built.router.application.proxy.tokenizers
+    eventually(lambda: "echo" in tokenizers)
+    (process,) = tokenizers._pool._processes.values()
+    monkeypatch.setattr(local_tokenizers, "SECONDS", 0.5)
+
+    async def take_turn():
+        await tokenizers._turns.acquire()
+
+    built.router.call(take_turn())  # as another prompt has it
+    try:
+        assert built.ask(ASK, {"model": "echo", "prompt": PROMPT})[0] == 200
+    finally:
+        built.router.loop.call_soon_threadsafe(tokenizers._turns.release)
+    assert "echo" in tokenizers
+    assert process.is_alive()
+    monkeypatch.setattr(local_tokenizers, "SECONDS", 5.0)
+    assert built.ask(EXPLAIN, {"model": "echo", "prompt": PROMPT})[1]["prompt"]["exact"]
 
 
 def test_too_many_prompts_at_once_do_not_wait(built, monkeypatch):

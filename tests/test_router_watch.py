@@ -175,7 +175,7 @@ def test_an_engine_that_comes_without_an_address_of_its_events_is_warned_about(c
         )
         assert built.ask("/engines", {"url": new.url, "kv_events": "tcp://127.0.0.1:1"})[0] == 201
         watch = built.router.application._watch
-        eventually(lambda: watch._following[new.url][0].kv_events)
+        eventually(lambda: watch._following[new.url].address.kv_events)
     assert caplog.text.count("which blocks") == 2, "once for each, and no more when there is one"
 
 

@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from lmc.blend.locate import find_text
+from lmc.blend.locate import PLACES, find_text
 from lmc.blend.markers import Markers
 from lmc.blend.segments import Span, document_tokens, join, split, without_separators
 from lmc.chat_template import with_documents
@@ -147,6 +147,29 @@ def test_a_text_is_found_wherever_it_stands(tokenizer) -> None:
             at = found.stop
         assert find_text(prompt, texts[0], encode, tokenizer.decode) is None
         assert find_text(prompt, "two words", encode, tokenizer.decode) is None
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ("the " * 4000, "zebra the quagga"),  # The middle is everywhere, the ends are nowhere.
+        ("the " * 4000, "zebra " + "the " * 2000 + "quagga"),
+        ("a zebra the " * 1000, "zebra the quagga"),
+    ],
+)
+def test_a_text_that_is_nowhere_is_looked_for_in_few_places(words: str, text: str) -> None:
+    """An engine makes no step meanwhile."""
+    tokenizer, decoded = byte_level(), []
+
+    def decode(tokens: list[int]) -> str:
+        decoded.append(len(tokens))
+        return str(tokenizer.decode(tokens))
+
+    def encode(text: str) -> list[int]:
+        return list(tokenizer.encode(text).ids)
+
+    assert find_text(encode(words), text, encode, decode) is None
+    assert len(decoded) <= 40 * PLACES
 
 
 def test_a_text_behind_a_blank_has_the_tokens_that_it_has_between_separators(tokenizer) -> None:

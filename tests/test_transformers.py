@@ -836,6 +836,19 @@ def kv_of(cached: CachedModel, document: list[int]) -> list[torch.Tensor]:
         return [torch.cat(parts, dim=1).clone() for _, parts in reader]
 
 
+def test_a_document_that_does_not_fit_behind_the_primer_stops_no_later_prompt(caplog: pytest.LogCaptureFixture) -> None:
+    with CachedModel(random_model(), settings(), SEPARATOR, learn_prefix=random_tokens(40, 1)) as cached:
+        longest = random_tokens(cached.layers.positions - 30, 2)
+        ids = join([SINK], [longest], random_tokens(7, 3), SEPARATOR)
+        assert len(ids) <= cached.layers.positions
+        cached.prefill(ids)
+        cached.prefill(random_tokens(10, 4))
+        assert not cached.engine.learning
+        (warning,) = (one.getMessage() for one in caplog.records if one.levelname == "WARNING")
+        assert warning.startswith("a document of an earlier prompt is not learned: the document has ")
+        assert len(cached.generate(ids, max_new_tokens=1)[0]) == 1
+
+
 @pytest.mark.parametrize("prefix", [[], [SINK], [SINK, *PRIMER]])
 @pytest.mark.parametrize("start", [SYSTEM, [SINK], [SINK, *PRIMER], []])
 @pytest.mark.parametrize("way", ["blend", "reuse", "exact", "full", "generate", "keep", "learn_documents"])

@@ -149,7 +149,10 @@ class CachedModel(AbstractContextManager["CachedModel"]):
         for _ in range(count):
             document = self.engine.learning.popleft()
             if document.namespace == own:
-                self.learn(document.tokens, document.name)
+                try:
+                    self.learn(document.tokens, document.name)
+                except InputError as error:  # The prompt that brought it is not the one that is asked now.
+                    log.warning("a document of an earlier prompt is not learned: %s", error)
         return count
 
     def knows(self, document_ids: Sequence[int]) -> bool:

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from lmc import http_server
-from lmc.admin_address import ADDRESS, DOCUMENT_EVENTS, TOKEN, url_of
+from lmc.admin_address import ADDRESS, DOCUMENT_EVENTS, TOKEN, address_of_engine, url_of
 from lmc.background import Background
 from lmc.blend.segments import Span, document_tokens
 from lmc.connectors.vllm.claims import Claims
@@ -39,8 +39,11 @@ log = logging.getLogger(__name__)
 class Administration:
     """Answers questions about one engine. Its methods may be called by any thread."""
 
-    def __init__(self, setup: Setup, requests: "OrderedDict[str, Facts]") -> None:
-        """`requests` are the facts of the last requests, by the engine's id."""
+    def __init__(self, setup: Setup, requests: "OrderedDict[str, Facts]", number: int = 0) -> None:
+        """`requests` are the facts of the last requests, by the engine's id. With data parallelism, engines have a
+        `number`.
+        """
+        self._number = number
         self._setup, self._engine, self._tokenizer, self._requests = setup, setup.engine, setup.tokenizer, requests
         self._claims, self.background = Claims(setup), setup.engine.background
         self.desk = DocumentDesk(lambda: [setup.engine], lambda tokens, _: self._text(tokens), self.background)
@@ -73,6 +76,7 @@ class Administration:
     def routing(self) -> Facts:
         """Return what a router has to know, so that it cuts prompts as this engine does."""
         settings, markers = self._engine.settings, self._setup.markers if self._setup.blends else None
+        events = os.environ.get(DOCUMENT_EVENTS, "")
         return {
             "special_string": settings.blend_special_str,
             "separators": markers.separators if markers else (),
@@ -84,7 +88,7 @@ class Administration:
             "chunk_size": self._engine.chunk_size,
             # Engines of one cache server have the same documents.
             "cache": f"{BOOT.read_text().strip()}:{settings.server}" if settings.server else "",
-            "document_events": os.environ.get(DOCUMENT_EVENTS, ""),
+            "document_events": ",".join(address_of_engine(one.strip(), self._number) for one in events.split(",")),
         }
 
     def request(self, name: str) -> Facts:

@@ -198,9 +198,10 @@ class LMCConnector(vllm_api.KVConnectorBase_V1):
             trace=_trace if self._config.observability_config.otlp_traces_endpoint else None,
             counts_images=self._counts_images(),
         )
-        self._publisher = publisher_if_wanted(engine, parallel.data_parallel_index)
+        number = parallel.data_parallel_index
+        self._publisher = publisher_if_wanted(engine, number)
         self._scheduler = Scheduler(setup)
-        self._stop_admin = serve_if_wanted(Administration(setup, self._scheduler.recent), parallel.data_parallel_index)
+        self._stop_admin = serve_if_wanted(Administration(setup, self._scheduler.recent, number), number)
 
     def _counts_images(self) -> bool:
         """Return whether images are numbered instead of hashed, because neither they nor prefixes are cached."""

@@ -1,6 +1,8 @@
 """The names under which an engine's chunks are stored: a namespace for each kind of records and each tenant."""
 
 import os
+import threading
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,8 +23,11 @@ class Names:
         """
         self._namespace, self._prefix = namespace, tuple(prefix)
         self.model = (Path(model).name if model.startswith(("/", ".")) else model)[:LONGEST_MODEL]
-        self._digests: dict[tuple[RecordKind, str], bytes] = {}
+        self._digests: OrderedDict[tuple[RecordKind, str], bytes] = (
+            OrderedDict()
+        )  # the one that was used last at the end
         self._salts: dict[bytes, str] = {}  # by namespace of documents
+        self._mutex = threading.Lock()
         self.of(RecordKind.DOCUMENT, "")
 
     @property
@@ -36,14 +41,16 @@ class Names:
 
     def of(self, kind: RecordKind, salt: str) -> bytes:
         """Return the digest from which the keys of a tenant's chunks start."""
-        digest = self._digests.get((kind, salt))
-        if digest is None:
-            digest = self._digest(kind, salt)
-            if len(self._digests) < len(RecordKind) * SALTS:
-                self._digests[kind, salt] = digest
+        with self._mutex:
+            if (kind, salt) not in self._digests:
+                digest = self._digests[kind, salt] = self._digest(kind, salt)
                 if kind is RecordKind.DOCUMENT:
                     self._salts[digest] = salt
-        return digest
+            self._digests.move_to_end((kind, salt))
+            while len(self._digests) > len(RecordKind) * SALTS:
+                _, digest = self._digests.popitem(last=False)
+                self._salts.pop(digest, None)
+            return self._digests[kind, salt]
 
     def salt_of(self, namespace: bytes) -> str | None:
         """Return the salt of the tenant whose documents have this namespace; None if it has not asked for anything."""
@@ -58,7 +65,8 @@ class Names:
         """Use other names from now on, which no later process finds."""
         salts = self.salts
         self._namespace = replace(self._namespace, model=self._namespace.model + os.urandom(16).hex())
-        self._digests, self._salts = {}, {}
+        with self._mutex:
+            self._digests, self._salts = OrderedDict(), {}
         for salt in salts:
             self.of(RecordKind.DOCUMENT, salt)
 

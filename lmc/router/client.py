@@ -11,6 +11,7 @@ from lmc.router.headers import read_headers
 LATER = (429, 503)  # answers that ask a client to come back
 RETRY_AFTER = b"1"  # seconds
 UPLOAD_SECONDS, UPLOAD_RATE = 30.0, 64 << 10  # for a body, and the bytes of each second more that it may take
+STALLED_SECONDS = 60.0  # for which a client may read nothing of an answer
 KINDS = {
     400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "NotFoundError",
     408: "timeout_error", 413: "invalid_request_error", 429: "rate_limit_error",
@@ -24,6 +25,10 @@ class Refusal(Exception):
         """`parameter` is the field of the request that is wrong."""
         super().__init__(why)
         self.status, self.why, self.parameter = status, why, parameter
+
+
+class Stalled(Exception):
+    """A client does not read its answer."""
 
 
 class Room:
@@ -86,8 +91,15 @@ class Client:
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
     async def write(self, part: bytes) -> None:
-        """Send a part of the answer; waits while the client does not read."""
-        await self._send({"type": "http.response.body", "body": part, "more_body": True})
+        """Send a part of the answer; wait while the client does not read, and raise `Stalled` if it does not for long.
+
+        Its request has a place among those that are answered at once, and its engine computes for it.
+        """
+        try:
+            async with asyncio.timeout(STALLED_SECONDS):
+                await self._send({"type": "http.response.body", "body": part, "more_body": True})
+        except TimeoutError:
+            raise Stalled(f"the client has read nothing for {STALLED_SECONDS:g} s") from None
 
     async def end(self) -> None:
         """End the answer."""

@@ -16,6 +16,7 @@ from lmc.errors import ConfigError, InputError
 from lmc.router.engines import EngineAddress, address
 from lmc.router.watch import Discovery
 
+ASKING = aiohttp.ClientTimeout(total=30.0)
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")  # where a pod finds its token
 FIELDS = set(EngineAddress._fields)  # of an engine in a file
 HINT = "give file:/path/engines.yaml, dns:host:port, or kubernetes:namespace/label=value:port"
@@ -76,7 +77,8 @@ async def in_kubernetes(
     trusted = ssl.create_default_context(cafile=str(account / "ca.crt")) if scheme == "https" else True
     selected = f"pods?labelSelector={quote(labels, safe='')}"
     url = URL(f"{scheme}://{host}:{api}/api/v1/namespaces/{quote(namespace)}/{selected}", encoded=True)
-    async with session.get(url, headers={"authorization": f"Bearer {token}"}, ssl=trusted) as answer:
+    headers = {"authorization": f"Bearer {token}"}
+    async with session.get(url, headers=headers, ssl=trusted, timeout=ASKING) as answer:
         if answer.status != 200:
             raise InputError(f"the Kubernetes API answers {answer.status} {answer.reason}")
         pods = (await answer.json())["items"]

@@ -83,13 +83,13 @@ class DocumentIndex:
         `places` has the tokens of the prompt that came from the cache, by place. Where events say what is in the cache,
         nothing is assumed.
         """
-        if assumed > 0 and not self.is_told(cache):
-            self._of(cache).documents.learn(tenant, min(reused / assumed, 1.0), places)
+        if assumed > 0 and cache in self._caches and not self.is_told(cache):  # Its engine may have gone meanwhile.
+            self._caches[cache].documents.learn(tenant, min(reused / assumed, 1.0), places)
 
     def answered_beginning(self, cache: str, tenant: str, assumed: float, reused: float) -> None:
         """Note the same of the beginning of a prompt."""
-        if assumed > 0:
-            self._of(cache).beginnings.learn(tenant, min(max(reused, 0.0) / assumed, 1.0))
+        if assumed > 0 and cache in self._caches:
+            self._caches[cache].beginnings.learn(tenant, min(max(reused, 0.0) / assumed, 1.0))
 
     def beginning(self, cache: str, cut: Cut) -> Beginning:
         """Return what is known of the beginning of a prompt in a cache, from what was sent there."""

@@ -15,12 +15,13 @@ from lmc.blend.markers import Markers
 from lmc.blend.segments import split
 from lmc.errors import InputError
 from lmc.keys import tokens_digest
+from lmc.router.cut import MOST_LETTERS
 from lmc.router.prefix_hashes import encoded
 
 log = logging.getLogger(__name__)
 
 REMEMBERED = 100_000  # documents
-WAITING = 1000  # documents; others are asked for when they come again
+WAITING, WAITING_LETTERS = 1000, 1 << 26  # documents, at most; others are asked for when they come again
 AT_ONCE = 2  # questions
 PAUSE = 1.0  # seconds after a question without an answer
 
@@ -38,20 +39,33 @@ class DocumentTokens:
         self._tokenize, self._markers, self._special_string_of = tokenize, markers, special_string_of
         self._known: OrderedDict[bytes, tuple[str, int] | None] = OrderedDict()  # None: no document to the engines
         self._waiting: OrderedDict[bytes, tuple[str, str]] = OrderedDict()
+        self._letters = 0  # of those that wait
+        self._seeds: dict[str, tuple[Markers, str, int]] = {}  # by model, and of which markers and special string
         self._wake, self._failed = asyncio.Event(), False  # whether the last question had no answer
 
     def find(self, model: str, text: str) -> tuple[str, int] | None:
         """Return the digest and the number of tokens of a text, with white space, between two separators, if known."""
         if model not in self._markers:
             return None
-        key = xxhash.xxh3_128_digest(encoded(text), seed=xxhash.xxh3_64_intdigest(model.encode()))
+        key = xxhash.xxh3_128_digest(encoded(text), seed=self._seed(model))
         if key in self._known:
             self._known.move_to_end(key)
             return self._known[key]
-        if len(self._waiting) < WAITING:
+        room = len(self._waiting) < WAITING and self._letters + len(text) <= WAITING_LETTERS
+        if room and len(text) < MOST_LETTERS and key not in self._waiting:
             self._waiting[key] = model, text
+            self._letters += len(text)
             self._wake.set()
         return None
+
+    def _seed(self, model: str) -> int:
+        """Return what tells documents of a model apart, as it is cut now: another tokenizer has other markers."""
+        markers, special = self._markers[model], self._special_string_of(model)
+        known = self._seeds.get(model)
+        if known is None or known[:2] != (markers, special):
+            seed = xxhash.xxh3_64_intdigest(repr((model, special, markers.separators, markers.answer)).encode())
+            known = self._seeds[model] = markers, special, seed
+        return known[2]
 
     async def run(self) -> None:
         """Ask for the tokens of documents until cancelled."""
@@ -65,6 +79,7 @@ class DocumentTokens:
                 self._wake.clear()
                 await self._wake.wait()
             key, (model, text) = self._waiting.popitem(last=False)
+            self._letters -= len(text)
             try:
                 self._known[key] = await self._look_up(model, text)
                 self._failed = False

@@ -115,8 +115,10 @@ class EngineBreaker:
         self.failures, self.pause, self.trying = 0, FIRST_PAUSE, False
 
     def passed(self) -> None:
-        """Note that it has passed a health check: a request may try it now."""
+        """Note that it has passed a health check: a request may try it now, and others if one is trying it already."""
         self.until = 0.0
+        if self.trying:  # It is up and at work; the next failure opens the breaker again.
+            self.failures, self.trying = FAILURES - 1, False
 
     def failed(self, now: float, *, trial: bool = False) -> None:
         """Note that it has not answered a request, which was perhaps the one that tried."""
@@ -144,7 +146,9 @@ class Engine:
     draining: bool = False
     missing: bool = False  # whether the last lookup of the engines has missed it
     failed_checks: int = 0  # in a row
-    awaited: set[asyncio.Timeout] = field(default_factory=set)  # of requests that wait for it to say something
+    failing_since: float = 0.0  # when the first of them was noted
+    # Limits of requests that wait for it to say something, and since when they do.
+    awaited: dict[asyncio.Timeout, float] = field(default_factory=dict)
     rate: float = 0.0  # measured; 0 if it has not been
     requests: int = 0  # that it has been sent
 
@@ -164,16 +168,19 @@ class Engine:
     def checked(self, up: bool, *, ended: bool = False) -> None:
         """Note whether it has passed a health check, or has even `ended`.
 
-        Requests that wait for an engine which is down are given up. A single check that fails means little: an engine
-        that cuts long prompts into tokens may be late.
+        Requests that wait for an engine which is down are given up, but not those that it has answered something since
+        checks fail. A single check that fails means little: an engine that cuts long prompts into tokens may be late.
         """
         self.healthy, self.gone = up, self.gone or ended
+        if not up and not self.failed_checks:
+            self.failing_since = time.monotonic()
         self.failed_checks = 0 if up else self.failed_checks + 1
         if up:
             self.breaker.passed()
         elif ended or self.failed_checks >= FAILED_CHECKS:
-            for limit in self.awaited:
-                limit.reschedule(0.0)
+            for limit, since in self.awaited.items():
+                if ended or since < self.failing_since:
+                    limit.reschedule(0.0)
 
     def measured(self, tokens: float, seconds: float) -> None:
         """Take note of how long it took to compute tokens, while nothing else waited there."""
@@ -246,6 +253,7 @@ class Engines:
             alike = not one.rate or usual / ALIKE < one.rate < usual * ALIKE
             one.candidate.rate = usual if alike else one.rate
         up = [one for one in found if one.healthy] or found
+        up = [one for one in up if model in one.models] or up  # before those that have not said which ones they have
         return [one.candidate for one in [one for one in up if not one.missing] or up]
 
     def sent(self, url: str, cost: float) -> Engine:

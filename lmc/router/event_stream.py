@@ -101,8 +101,14 @@ class EventStream:
         else:
             yield Lost()
             self._wanted, again = None, await self._asked_again(context, 0)
-        for one in again or ():
-            yield self._taken(*one)
+        while again:
+            for one in again:
+                yield self._taken(*one)
+            if number is None or self._wanted is None or number <= self._wanted:
+                break
+            again = await self._asked_again(context, self._wanted)  # A publisher drops what its queue has no room for.
+            if again and again[0][0] != self._wanted:
+                break
         if number is None or (self._wanted is not None and number < self._wanted):
             return
         if self._wanted is not None and number != self._wanted:
@@ -131,13 +137,15 @@ class EventStream:
                     return found
                 found.append((number or 0, payload))
                 await asyncio.sleep(0)  # What is there already is received without a pause.
-        return None
+        return found or None  # The last message may have been dropped as well.
 
 
 def _connected(context: Context, kind: int, address: str) -> Socket:
     """Return a socket; raise `ConfigError` if an address is none."""
     socket = context.socket(kind)
     socket.linger = 0
+    if kind == DEALER:
+        socket.rcvhwm = 0
     try:
         socket.connect(address)
     except ZMQError as error:

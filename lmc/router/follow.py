@@ -62,8 +62,6 @@ class Follower:
                 log.warning(
                     "lmc router: %s does not say what %s has: %s", where, engine.url, error or type(error).__name__
                 )
-            finally:
-                self._policy.index.untold(engine.candidate.cache, engine.url)
             await asyncio.sleep(AGAIN_SECONDS)
 
     async def _follow(self, engine: Engine) -> None:
@@ -93,12 +91,15 @@ class Follower:
             await asyncio.Event().wait()
             return
         log.info("lmc router: follows the documents of %s", engine.url)
-        async for event in stream.batches():
-            if isinstance(event, Lost):
-                index.untold(candidate.cache, engine.url)
-                index.listed(candidate.cache, await self._listing(engine), engine.url)
-            else:
-                self._take(engine, event)
+        try:
+            async for event in stream.batches():
+                if isinstance(event, Lost):
+                    index.untold(cache, engine.url)
+                    index.listed(cache, await self._listing(engine), engine.url)
+                else:
+                    self._take(engine, cache, event)
+        finally:  # From now on, nobody says what changes.
+            index.untold(cache, engine.url)
 
     async def _listing(self, engine: Engine) -> list[tuple[Told, str]]:
         found = await self._ask(engine, f"/v1/documents?limit={1 << 30}")
@@ -109,7 +110,7 @@ class Follower:
             if (medium := place_of(place).medium)
         ]
 
-    def _take(self, engine: Engine, batch: Batch) -> None:
+    def _take(self, engine: Engine, cache: str, batch: Batch) -> None:
         sent, events = decoded(batch.payload)
         self._lag(engine.url, max(0.0, time.time() - sent))
         for event in events:
@@ -117,7 +118,7 @@ class Follower:
             if kind in (STORED, REMOVED):
                 told = Told(str(event["tenant"]), str(event["digest"]))
                 medium, stored = str(event["medium"]), kind == STORED
-                self._policy.index.moved(engine.candidate.cache, told, medium, stored=stored, source=engine.url)
+                self._policy.index.moved(cache, told, medium, stored=stored, source=engine.url)
 
     async def _ask(self, engine: Engine, path: str) -> Any:
         url = engine.address.admin + path

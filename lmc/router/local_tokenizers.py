@@ -12,8 +12,9 @@ import re
 import signal
 import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -41,6 +42,7 @@ class LocalTokenizers:
         """`paths` are directories, or names of a hub, by model."""
         self._paths, self._processes = dict(paths), processes
         self._waiting, self._pool = 0, self._started()
+        self._turns = asyncio.Semaphore(processes)
         self._ready: set[str] = set()  # models whose tokenizers have been read
         self._broken = asyncio.Event()
 
@@ -77,11 +79,33 @@ class LocalTokenizers:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     async def _do(self, seconds: float, work: Callable[..., T], *arguments: object) -> T:
-        pool = self._pool
+        """Have a process do some work within so many seconds, after no more of them in which others come first."""
         self._waiting += 1
         try:
             async with asyncio.timeout(seconds):
-                return await asyncio.get_running_loop().run_in_executor(pool, work, *arguments)
+                await self._turns.acquire()
+            return await self._begun(seconds, work, *arguments)
+        except TimeoutError:
+            raise InputError("the tokenizers of the router have too much to do") from None
+        finally:
+            self._waiting -= 1
+
+    async def _begun(self, seconds: float, work: Callable[..., T], *arguments: object) -> T:
+        pool, loop = self._pool, asyncio.get_running_loop()
+
+        def end_turn(_: Future[T]) -> None:  # A process goes on with what nobody waits for any more.
+            with suppress(RuntimeError):  # The router ends.
+                loop.call_soon_threadsafe(self._turns.release)
+
+        try:
+            doing = pool.submit(work, *arguments)
+        except BaseException:
+            self._turns.release()
+            raise
+        doing.add_done_callback(end_turn)
+        try:
+            async with asyncio.timeout(seconds):
+                return await asyncio.wrap_future(doing)
         except (TimeoutError, BrokenProcessPool) as error:
             if pool is self._pool:  # The first one to see it
                 why = "does not answer" if isinstance(error, TimeoutError) else "has ended"
@@ -90,8 +114,11 @@ class LocalTokenizers:
                 self._ready, self._pool = set(), self._started()
                 self._broken.set()
             raise InputError("the process has ended, or does not answer") from None
-        finally:
-            self._waiting -= 1
+        except asyncio.CancelledError:  # `close` cancels what waits in the pool, and no request has to end with that.
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            raise InputError("the process has ended") from None
 
     def _started(self) -> ProcessPoolExecutor:
         context = multiprocessing.get_context("spawn")

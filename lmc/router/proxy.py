@@ -20,7 +20,7 @@ from yarl import URL
 from lmc.errors import InputError
 from lmc.http_server import Receive, Send
 from lmc.router import router_metrics as numbers
-from lmc.router.client import Client, Refusal, Room
+from lmc.router.client import Client, Refusal, Room, Stalled
 from lmc.router.cut import MOST_LETTERS
 from lmc.router.engines import Engines
 from lmc.router.headers import REQUEST, sent_back, sent_on
@@ -110,6 +110,9 @@ class Proxy:
             await client.refuse(Refusal(400, str(error)))
         except Refusal as refusal:
             await client.refuse(refusal)
+        except Stalled as stalled:
+            self._metrics.count(numbers.LEFT)
+            log.info("lmc router: an answer is given up: %s", stalled)
         except Exception:
             log.exception("lmc router: a request to %s could not be answered", scope["path"])
             await client.refuse(Refusal(500, "something unexpected has happened in the router; its log says what"))
@@ -298,10 +301,10 @@ class Proxy:
         if client.path == RESPONSES:
             self._homes.note(part, url)
         try:
-            async with visit.while_up():
-                while part:
-                    await client.write(part)
-                    tail = (tail + part)[-TAIL:]
+            while part:
+                await client.write(part)
+                tail = (tail + part)[-TAIL:]
+                async with visit.while_up():
                     part = await answer.content.readany()
         except EngineFailed as error:
             self._metrics.count(numbers.BROKEN, visit.engine.url)

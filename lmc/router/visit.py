@@ -1,6 +1,7 @@
 """One request at one engine: it is sent there, and its answer begins, or the engine has failed."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -66,14 +67,14 @@ class Visit:
 
     @asynccontextmanager
     async def while_up(self) -> AsyncIterator[None]:
-        """Talk to the engine; raise `EngineFailed` if it fails, or if health checks find that it is down."""
+        """Wait for the engine; raise `EngineFailed` if it fails, or if health checks find that it is down."""
         try:
             async with asyncio.timeout(None) as limit:
-                self.engine.awaited.add(limit)
+                self.engine.awaited[limit] = time.monotonic()
                 try:
                     yield
                 finally:
-                    self.engine.awaited.discard(limit)
+                    del self.engine.awaited[limit]
         except (aiohttp.ClientError, OSError) as error:
             why = "health checks have found it down" if limit.expired() else error
             raise EngineFailed(self.engine, why) from None

@@ -4,7 +4,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Collection, Coroutine
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import aiohttp
 
@@ -23,6 +23,14 @@ Follow = Callable[[Engine], Coroutine[Any, Any, None]]
 Discovery = Callable[[aiohttp.ClientSession], Awaitable[Collection[EngineAddress]]]
 
 
+class Following(NamedTuple):
+    """What follows an engine, which had this address when that began."""
+
+    engine: Engine
+    address: EngineAddress
+    task: asyncio.Task[None]
+
+
 class Watch:
     """Looks at all engines again and again."""
 
@@ -39,7 +47,7 @@ class Watch:
 
         What `follow` does runs for each engine, from when it is up until it has ended or gone.
         """
-        self._follow, self._following = follow, dict[str, tuple[EngineAddress, asyncio.Task[None]]]()
+        self._follow, self._following = follow, dict[str, Following]()
         self._settings, self._engines, self._policy = settings, engines, policy
         self._session, self._discovery = session, discovery
         self._found: dict[str, EngineAddress] = {}  # engines that discovery has found
@@ -60,7 +68,7 @@ class Watch:
 
     async def close(self) -> None:
         """End what this has begun."""
-        tasks: list[asyncio.Future[Any]] = [task for _, task in self._following.values()]
+        tasks: list[asyncio.Future[Any]] = [one.task for one in self._following.values()]
         tasks += [self._lookup] if self._lookup else []
         for task in tasks:
             task.cancel()
@@ -128,16 +136,17 @@ class Watch:
             self._unfollow(engine.url)
         if up and not engine.address.models:  # Adapters come and go while it is up.
             await self._ask_models(engine)
-        followed, _ = self._following.get(engine.url, (engine.address, None))
-        if followed != engine.address:
+        followed = self._following.get(engine.url)
+        # It may have been removed and added again since the last look.
+        if followed and (followed.engine is not engine or followed.address != engine.address):
             self._unfollow(engine.url)
         if up and engine.models and self._follow and engine.url not in self._following:
             following = keep_up(partial(self._follow, engine), f"following {engine.url}", AGAIN_SECONDS)
-            self._following[engine.url] = engine.address, following
+            self._following[engine.url] = Following(engine, engine.address, following)
 
     def _unfollow(self, url: str) -> None:
         if url in self._following:
-            self._following.pop(url)[1].cancel()
+            self._following.pop(url).task.cancel()
 
     async def _ask_models(self, engine: Engine) -> None:
         try:

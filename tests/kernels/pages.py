@@ -5,6 +5,8 @@ import torch
 from lmc.blend.canvas import Canvas, Paged, dense
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3}  # The interpreter computes products of bfloat16 wrongly.
+# Memory orders are handled before numbers are read, so one is enough for the other type of numbers.
+LAYOUTS = [(torch.float32, "NHD"), (torch.float32, "HND"), (torch.float32, "apart"), (torch.float16, "NHD")]
 FREQUENCIES = 0.7 ** torch.arange(64)
 
 

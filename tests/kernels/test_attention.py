@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from pages import TOLERANCE, as_dense, pages_of
+from pages import LAYOUTS, TOLERANCE, as_dense, pages_of
 
 from lmc.blend.kernels import attention, attention_triton
 from lmc.blend.kernels.attention_triton import tile
@@ -35,8 +35,7 @@ def agree(found: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype) -> bool
     return bool((found.float() - wanted.float()).abs().max() <= TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("layout", ["NHD", "HND", "apart"])
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize(("dtype", "layout"), LAYOUTS, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_outputs_are_those_of_torch(shape, dtype, layout):
     query, pages, positions, scale = problem(shape, dtype, layout)
@@ -45,11 +44,7 @@ def test_outputs_are_those_of_torch(shape, dtype, layout):
     assert agree(attention_triton.attend(query, as_dense(pages, 150), positions, scale), wanted, dtype)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "layout"),
-    [(torch.float32, "NHD"), (torch.float32, "HND"), (torch.float32, "apart"), (torch.float16, "NHD")],
-    ids=str,
-)
+@pytest.mark.parametrize(("dtype", "layout"), LAYOUTS, ids=str)
 @pytest.mark.parametrize("over_heads", ["mean", "max"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_scores_are_those_of_torch_and_absent_keys_get_none(shape, dtype, over_heads, layout):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from pages import TOLERANCE, OneLayer, copied, pages_of
+from pages import LAYOUTS, TOLERANCE, OneLayer, copied, pages_of
 
 from lmc.blend.kernels import shift, shift_triton
 from lmc.blend.kernels.shift import MOST_EXAMPLES, Spans
@@ -27,9 +27,8 @@ def problem(shape, dtype, tokens=TOKENS, examples=EXAMPLES, *, interleaved=False
     return canvas, known, others, stored
 
 
-@pytest.mark.parametrize("layout", ["NHD", "HND", "apart"])
+@pytest.mark.parametrize(("dtype", "layout"), LAYOUTS, ids=str)
 @pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("shape", [*SHAPES, LONG], ids=str)
 def test_changes_and_corrections_are_those_of_torch(shape, dtype, interleaved, layout):
     canvas, examples, others, stored = problem(shape, dtype, interleaved=interleaved, layout=layout)
@@ -60,9 +59,8 @@ def weights(kernels, tokens, examples, shape, dtype, *, interleaved, layout="NHD
     return kernels.weights_of(canvas, 0, stored, canvas.slots(others), turns, spans)
 
 
-@pytest.mark.parametrize("layout", ["NHD", "HND", "apart"])
+@pytest.mark.parametrize(("dtype", "layout"), LAYOUTS, ids=str)
 @pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_weights_are_those_of_torch(shape, dtype, interleaved, layout):
     """Also with a document of which no token is shifted, and one with a single example."""
