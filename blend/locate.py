@@ -17,13 +17,16 @@ PLACES = 100  # that are looked at: an engine makes no step meanwhile
 
 
 def find_text(
-    prompt: Sequence[int],
+    prompt: "array[int]",
     text: str,
     encode: Callable[[str], Tokens],
     decode: Callable[[list[int]], str],
     start: int = 0,
 ) -> Span | None:
-    """Return where a text first stands in a prompt from `start` on; None if it does not, or has fewer than 3 words."""
+    """Return where a text first stands in a prompt from `start` on; None if it does not, or has fewer than 3 words.
+
+    The prompt is one of unsigned integers of 4 bytes (`"I"`).
+    """
     parts = re.fullmatch(r"\s*(\S+)(\s.*\S)\s+(\S+)\s*", text, re.DOTALL)
     if parts is None:
         return None
@@ -37,13 +40,13 @@ def find_text(
     return None
 
 
-def _places(prompt: Sequence[int], core: Tokens, start: int) -> Iterator[int]:
+def _places(prompt: "array[int]", core: Tokens, start: int) -> Iterator[int]:
     """Yield where the tokens `core` stand in a prompt; `bytes.find` takes time in proportion to the prompt."""
-    text, wanted = array("I", prompt).tobytes(), array("I", core).tobytes()
-    at = text.find(wanted, 4 * start) if wanted else -1
+    text, wanted, size = prompt.tobytes(), array("I", core).tobytes(), prompt.itemsize
+    at = text.find(wanted, size * start) if wanted else -1
     while at >= 0:
-        if at % 4 == 0:
-            yield at // 4
+        if at % size == 0:
+            yield at // size
         at = text.find(wanted, at + 1)
 
 

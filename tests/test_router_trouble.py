@@ -40,12 +40,12 @@ class Slow(EchoEngine):
 
     async def __call__(self, scope, receive, send):
         if scope["type"] == "http" and scope["path"] == "/health" and self.late:
-            await asyncio.sleep(0.3)
+            await asyncio.sleep(1.0)
         await super().__call__(scope, receive, send)
 
 
 def test_an_answer_that_comes_is_not_given_up_because_health_checks_are_late(monkeypatch):
-    monkeypatch.setattr(watching, "LOOK", aiohttp.ClientTimeout(total=0.1))
+    monkeypatch.setattr(watching, "LOOK", aiohttp.ClientTimeout(total=0.3))
     slow = Slow()
     with served(slow) as engine:
         known = Engines()
@@ -56,12 +56,12 @@ def test_an_answer_that_comes_is_not_given_up_because_health_checks_are_late(mon
         ) as router:  # fmt: skip
             slow.late = True
             connection = HTTPConnection("127.0.0.1", router.port, timeout=60)
-            asked = {"model": "echo", "prompt": "x", "stream": True, "echo": {"parts": 60, "pause": 0.03}}
+            asked = {"model": "echo", "prompt": "x", "stream": True, "echo": {"parts": 100, "pause": 0.03}}
             connection.request("POST", ASK, json.dumps(asked), {"content-type": "application/json"})
             said = connection.getresponse().read()
             connection.close()
     assert known[engine.url].failed_checks >= FAILED_CHECKS
-    assert said.count(b"data: ") == 62
+    assert said.count(b"data: ") == 102
     assert said.endswith(b"[DONE]\n\n")
 
 
@@ -226,7 +226,7 @@ def test_a_lookup_in_kubernetes_that_is_not_answered_is_asked_again(tmp_path, mo
             watch = watching.Watch(RouterSettings(), engines, make("documents"), session, find)
             while not len(engines):
                 await watch.discover()
-        assert len(asked) == 2
+        assert len(asked) >= 2
 
     with served(api) as server:
         asyncio.run(asyncio.wait_for(run(server.port), 60))

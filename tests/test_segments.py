@@ -5,6 +5,7 @@ import functools
 import itertools
 import random
 import string
+from array import array
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -139,14 +140,14 @@ def test_a_text_is_found_wherever_it_stands(tokenizer) -> None:
         prompt = encode(f"Who? {before}{texts[1]}{behind} or {before}{texts[3]}{behind}{before}{texts[2]}{behind}")
         at = 0
         for text in (texts[1], texts[3], texts[2]):
-            found = find_text(prompt, text, encode, tokenizer.decode, at)
+            found = find_text(array("I", prompt), text, encode, tokenizer.decode, at)
             assert found is not None
             said = tokenizer.decode(prompt[found.start : found.stop])
             assert " ".join(text.split()) in " ".join(said.split())
             assert len(said.strip()) <= len(text) + 3
             at = found.stop
-        assert find_text(prompt, texts[0], encode, tokenizer.decode) is None
-        assert find_text(prompt, "two words", encode, tokenizer.decode) is None
+        assert find_text(array("I", prompt), texts[0], encode, tokenizer.decode) is None
+        assert find_text(array("I", prompt), "two words", encode, tokenizer.decode) is None
 
 
 @pytest.mark.parametrize(
@@ -168,7 +169,7 @@ def test_a_text_that_is_nowhere_is_looked_for_in_few_places(words: str, text: st
     def encode(text: str) -> list[int]:
         return list(tokenizer.encode(text).ids)
 
-    assert find_text(encode(words), text, encode, decode) is None
+    assert find_text(array("I", encode(words)), text, encode, decode) is None
     assert len(decoded) <= 40 * PLACES
 
 
@@ -188,7 +189,7 @@ def tokens_behind(tokenizer, blank: str, text: str) -> list[int]:
     """The tokens that a text has in a prompt, where it is looked for."""
     prompt = tokenizer.encode(f"Read this.{blank}{text} Who sat?")
     encode = functools.partial(tokenizer.encode, add_special_tokens=False)
-    found = find_text(prompt, text, encode, tokenizer.decode)
+    found = find_text(array("I", prompt), text, encode, tokenizer.decode)
     assert found is not None
     return prompt[found.start : found.stop]
 

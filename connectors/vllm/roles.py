@@ -2,6 +2,7 @@
 
 import logging
 import reprlib
+from array import array
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -76,13 +77,14 @@ class Roles:
     def _spans_of(self, prompt: Sequence[int], documents: Sequence[Span | str]) -> tuple[Span, ...]:
         """Return where documents stand in a prompt that may be given as texts; raise `InputError` if one does not."""
         spans: list[Span] = []
+        packed = array("I", prompt)
         for given in documents:
             found: Span | None = given if isinstance(given, Span) else None
             if isinstance(given, str):
                 tokenizer, behind = self._setup.tokenizer, spans[-1].stop if spans else 0
                 if tokenizer is None:
                     raise InputError("lmc.documents as texts need a tokenizer, which this engine does not have")
-                found = find_text(prompt, given, tokenizer.encode, tokenizer.decode, behind)
+                found = find_text(packed, given, tokenizer.encode, tokenizer.decode, behind)
             if found is None:
                 wrong = f"lmc.documents: {reprlib.repr(given)} is not in the prompt behind the text before it"
                 raise InputError(f"{wrong}, or has fewer than 3 words")

@@ -23,9 +23,8 @@ class Names:
         """
         self._namespace, self._prefix = namespace, tuple(prefix)
         self.model = (Path(model).name if model.startswith(("/", ".")) else model)[:LONGEST_MODEL]
-        self._digests: OrderedDict[tuple[RecordKind, str], bytes] = (
-            OrderedDict()
-        )  # the one that was used last at the end
+        # The one that was used last stands at the end.
+        self._digests: OrderedDict[tuple[RecordKind, str], bytes] = OrderedDict()
         self._salts: dict[bytes, str] = {}  # by namespace of documents
         self._mutex = threading.Lock()
         self.of(RecordKind.DOCUMENT, "")

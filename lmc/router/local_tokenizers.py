@@ -84,28 +84,33 @@ class LocalTokenizers:
         try:
             async with asyncio.timeout(seconds):
                 await self._turns.acquire()
-            return await self._begun(seconds, work, *arguments)
+            return await self._done(seconds, work, *arguments)
         except TimeoutError:
             raise InputError("the tokenizers of the router have too much to do") from None
         finally:
             self._waiting -= 1
 
-    async def _begun(self, seconds: float, work: Callable[..., T], *arguments: object) -> T:
-        pool, loop = self._pool, asyncio.get_running_loop()
+    def _begun(self, work: Callable[..., T], *arguments: object) -> "Future[T]":
+        """Begin some work, whose turn ends with it: a process goes on with what nobody waits for any more."""
+        loop = asyncio.get_running_loop()
 
-        def end_turn(_: Future[T]) -> None:  # A process goes on with what nobody waits for any more.
+        def end_turn(_: "Future[T]") -> None:
             with suppress(RuntimeError):  # The router ends.
                 loop.call_soon_threadsafe(self._turns.release)
 
         try:
-            doing = pool.submit(work, *arguments)
+            doing = self._pool.submit(work, *arguments)
         except BaseException:
             self._turns.release()
             raise
         doing.add_done_callback(end_turn)
+        return doing
+
+    async def _done(self, seconds: float, work: Callable[..., T], *arguments: object) -> T:
+        pool = self._pool
         try:
             async with asyncio.timeout(seconds):
-                return await asyncio.wrap_future(doing)
+                return await asyncio.wrap_future(self._begun(work, *arguments))
         except (TimeoutError, BrokenProcessPool) as error:
             if pool is self._pool:  # The first one to see it
                 why = "does not answer" if isinstance(error, TimeoutError) else "has ended"
