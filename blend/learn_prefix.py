@@ -35,6 +35,9 @@ def sink_of(tokenizer: Any) -> tuple[int, ...]:
         return (tokenizer.bos_token_id,)
     if not getattr(tokenizer, "chat_template", None):
         return ()
-    chat = tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False)
+    try:
+        chat = tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False)
+    except Exception:  # noqa: BLE001 - A template raises whatever it likes, for example without a system text.
+        return ()
     first = tuple(tokenizer.encode(chat, add_special_tokens=False)[:1])
     return first if set(first) <= set(tokenizer.all_special_ids) else ()

@@ -6,7 +6,7 @@ document. What the model has answered is no document either.
 """
 
 import itertools
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -53,7 +53,13 @@ class Placement:
 def split(tokens: Tokens, markers: Markers) -> Segments:
     """Cut a prompt at every separator. Without separators, all of it is the question."""
     answers = _answers(tokens, markers)
-    cuts = [cut for cut in _find(tokens, markers.separators) if not any(cut.start in answer for answer in answers)]
+    starts = [answer.start for answer in answers]  # ascending; none begins before the one before it has ended
+
+    def answered(at: int) -> bool:
+        before = bisect_right(starts, at)
+        return before > 0 and at in answers[before - 1]
+
+    cuts = [cut for cut in _find(tokens, markers.separators) if not answered(cut.start)]
     if not cuts:
         return Segments(system=Span(0, 0), documents=(), question=Span(0, len(tokens)))
     special = [at for at, token in enumerate(tokens) if token in markers.special]

@@ -1,6 +1,7 @@
 """`lmc explain` and `lmc documents`: ask the administration endpoint of an engine that is running."""
 
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -202,18 +203,18 @@ def _tokenized(server: str, body: dict[str, Any]) -> dict[str, Any]:
     if "messages" in asked:
         asked["add_generation_prompt"] = True
     if "documents" in body:  # which a request for tokens does not have of its own
-        asked["chat_template_kwargs"] = {**asked.get("chat_template_kwargs", {}), "documents": body["documents"]}
+        asked["chat_template_kwargs"] = {**(asked.get("chat_template_kwargs") or {}), "documents": body["documents"]}
     done = _with_field("tokens", server, client.ask("/tokenize", {"model": model, **asked}), "a vLLM server")
     return body | {"prompt_token_ids": done["tokens"]}
 
 
 def _body(source: str) -> dict[str, Any]:
-    from lmc.learn.sources import STANDARD_INPUT, read_text
+    from lmc.learn.sources import STANDARD_INPUT, read_standard_input, read_text
 
-    if source != STANDARD_INPUT and not Path(source).exists():
+    if source != STANDARD_INPUT and not os.path.exists(source):  # which takes a name of any length
         wanted = "give one with a request as JSON or a text, or - for standard input"
         raise InputError(f"there is no file {source}: {wanted}")
-    text = sys.stdin.read() if source == STANDARD_INPUT else read_text(Path(source))
+    text = read_standard_input() if source == STANDARD_INPUT else read_text(Path(source))
     if not text.strip():
         raise InputError(f"{source} is empty: it must hold a request as JSON, or the text of a prompt")
     try:

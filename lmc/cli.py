@@ -195,7 +195,7 @@ def clear(
         removed = sum(tier.delete(key) for place, tier in tiers for key in doomed[place.name])
         for place, tier in tiers:
             if isinstance(tier, DiskTier):  # Otherwise pinned documents would be learned again.
-                forget_noted(tier.root, {key.hex() for key in doomed[place.name]})
+                forget_noted(tier.root, {key.hex() for key in doomed[place.name]}, namespace or "")
     console().print(Text(f"{removed} records removed from {where}"))
 
 

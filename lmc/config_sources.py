@@ -94,7 +94,7 @@ class Source:
         """Take in LMCache's mapping of further settings. Those that lmc does not know are ignored with a warning."""
         try:  # as JSON, which is YAML too
             nested = yaml.safe_load(given.value) if isinstance(given.value, str) else given.value
-        except yaml.YAMLError:
+        except (yaml.YAMLError, ValueError):  # A date that there is not is a ValueError.
             nested = given.value
         if not isinstance(nested, Mapping | None):
             self.problems.append(f"{NESTED} ({given.origin}) must be a mapping of settings")

@@ -25,12 +25,17 @@ def with_scheme(address: str) -> str:
     """Return the URL of an address that may be given as `host:port`, or as the path of a unix socket."""
     if "://" in address:
         return address
-    return f"{UNIX}{address}" if address.startswith("/") else f"http://{address}"
+    host = "127.0.0.1" if address.startswith(":") else ""  # as for who listens there
+    return f"{UNIX}{address}" if address.startswith("/") else f"http://{host}{address}"
 
 
 def bearer(variable: str) -> dict[str, str]:
-    """Return the header with the key that a variable of the environment holds, if it does."""
-    key = os.environ.get(variable)
+    """Return the header with the key that a variable of the environment holds, if it does; raise `InputError` if it
+    holds anything that no header may.
+    """
+    key = os.environ.get(variable, "").strip()  # Files of secrets often end with a new line.
+    if not (key.isascii() and key.isprintable()):
+        raise InputError(f"{variable} has letters that a key cannot have")
     return {"authorization": f"Bearer {key}"} if key else {}
 
 

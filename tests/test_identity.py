@@ -469,3 +469,12 @@ def test_an_adapter_that_is_not_on_this_host_has_a_new_stamp_each_time(adapter):
     for path in ("somebody/adapter", str(adapter / "adapter_config.json")):
         assert adapter_stamp(path) != adapter_stamp(path)
         assert len(adapter_stamp(path)) == 32
+
+
+def test_an_adapter_is_not_identified_by_its_files(tmp_path):
+    """The weights of its base, and how much the adapter adds to them, stand elsewhere."""
+    for name in ("adapter_model.safetensors", "model.safetensors", "config.json"):
+        (tmp_path / name).write_text("{}")
+    assert checkpoint_files(tmp_path)
+    (tmp_path / "adapter_config.json").write_text('{"lora_alpha": 16}')
+    assert checkpoint_files(tmp_path) == []

@@ -1,5 +1,6 @@
 """What people want for documents: pins, time limits and names, over a real store and a real disk."""
 
+import errno
 import gc
 import json
 import logging
@@ -387,6 +388,96 @@ def test_half_a_line_about_a_removed_document_does_not_stay(tmp_path):
     keeper.forget_noted(path.parent, {gone.id})
     (line,) = path.read_text().splitlines()
     assert json.loads(line)["id"] != gone.id
+
+
+def test_what_is_noted_is_whole_or_as_before_when_the_disk_is_full(tmp_path, monkeypatch):
+    with closing(engine_of(tmp_path)) as engine:
+        gone = learn(engine, A)
+        engine.keeper.pin([gone, learn(engine, B)])
+    path = tmp_path / "disk" / keeper.FILE
+    before = path.read_text()
+
+    def full(self, target):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(path), "replace", full)
+        with pytest.raises(OSError, match="No space"):
+            keeper.forget_noted(path.parent, {gone.id})
+    assert path.read_text() == before
+
+
+def test_all_pins_can_be_forgotten_also_of_documents_whose_records_are_gone(tmp_path):
+    with closing(engine_of(tmp_path)) as engine:
+        engine.keeper.pin([learn(engine, A), learn(engine, B)])
+        namespace = engine.namespace(RecordKind.DOCUMENT, "").hex()
+    path = tmp_path / "disk" / keeper.FILE
+    keeper.forget_noted(path.parent, (), "ff" if namespace[:2] != "ff" else "00")
+    assert len(path.read_text().splitlines()) == 2
+    keeper.forget_noted(path.parent, (), namespace[:8])
+    assert not path.exists()
+
+
+def test_a_pin_behind_one_that_could_not_be_noted_is_noted(tmp_path, monkeypatch):
+    """Half a line was left, and the next one stood behind it."""
+
+    class Full:
+        def __init__(self, file):
+            self._file = file
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            self._file.close()
+
+        def writelines(self, lines):
+            self._file.write("".join(lines)[:100])
+            self._file.flush()
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    with closing(engine_of(tmp_path)) as engine:
+        first, second = learn(engine, A), learn(engine, B)
+        with monkeypatch.context() as patch:
+            opened = lambda *given, **more: Full(open(*given, **more))  # noqa: E731, SIM115
+            patch.setattr(keeper, "open", opened, raising=False)
+            engine.keeper.pin([first])
+        engine.keeper.pin([second])
+    with closing(engine_of(tmp_path)) as engine:
+        assert [known(engine, tokens).pinned for tokens in (A, B)] == [True, True]
+
+
+def test_a_name_that_was_given_later_is_noted_with_the_next_line(tmp_path):
+    with closing(engine_of(tmp_path)) as engine:
+        document = learn(engine, A)
+        engine.keeper.pin([document])
+        document.name = "contract"
+        engine.keeper.expire([document], 1e6)
+        path = tmp_path / "disk" / keeper.FILE
+        assert json.loads(path.read_text().splitlines()[-1])["name"] == "contract"
+
+
+def test_documents_with_another_chunk_size_are_not_listed(tmp_path):
+    """They were, under ids that nobody has, and to remove them removed nothing."""
+    with closing(engine_of(tmp_path)) as engine:
+        learn(engine, A)
+    with closing(engine_of(tmp_path, chunk_size=8)) as engine:
+        assert engine.known.list() == []
+    with closing(engine_of(tmp_path)) as engine:
+        assert [list(one.tokens) for one in engine.known.list()] == [A]
+
+
+def test_documents_whose_time_is_over_are_forgotten_before_others(monkeypatch):
+    monkeypatch.setattr(known_documents, "REMEMBERED", 100)
+    with closing(engine_of(slots=64)) as engine:
+        limited = []
+        for number in range(20):
+            limited.append(learn(engine, [number * 20 + i for i in range(20)]))
+            engine.keeper.expire(limited[-1:], 1e6)
+        for one in limited:
+            engine.keeper.expire([one], None)
+        others(engine, 5)
+        assert {one.tokens[0] for one in engine.known.list()} == {5000, 5020, 5040, 5060, 5080}
 
 
 def test_the_capacity_of_an_engine_that_does_not_blend_is_that_of_exact_chunks(tmp_path):

@@ -51,7 +51,7 @@ def test_lines_of_json_are_read_from_a_file_and_from_standard_input(tmp_path: Pa
     (tmp_path / "d.jsonl").write_text(lines)
     found = [Document("7", "one"), Document("b", "two\u2028three")]
     assert read_documents(str(tmp_path / "d.jsonl")) == found
-    monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(lines.encode())))
     assert read_documents("-") == found
     (tmp_path / "e.jsonl").write_text('{"key": "a", "body": "one"}')
     assert read_documents(str(tmp_path / "e.jsonl"), "key", "body") == [Document("a", "one")]

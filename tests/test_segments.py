@@ -11,6 +11,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from lmc.blend import segments
 from lmc.blend.locate import PLACES, find_text
 from lmc.blend.markers import Markers
 from lmc.blend.segments import Span, document_tokens, join, split, without_separators
@@ -171,6 +172,19 @@ def test_a_text_that_is_nowhere_is_looked_for_in_few_places(words: str, text: st
 
     assert find_text(array("I", encode(words)), text, encode, decode) is None
     assert len(decoded) <= 40 * PLACES
+
+
+def test_what_the_model_has_said_is_found_among_many_answers() -> None:
+    """Against the definition; each separator was compared with each answer."""
+    dice = random.Random(0)
+    markers = Markers(separators=((7, 7), (8,)), special=frozenset({1, 2}), answer=(1, 3))
+    for _ in range(300):
+        tokens = [dice.choice([1, 2, 3, 4, 7, 7, 8]) for _ in range(dice.randrange(40))]
+        answers = segments._answers(tokens, markers)
+        found = split(tokens, markers)
+        cuts = [one for one in segments._find(tokens, markers.separators) if not any(one.start in a for a in answers)]
+        assert found.question.start == (cuts[-1].stop if cuts else 0)
+        assert all(not any(span.start in answer for answer in answers) for span in found.documents)
 
 
 def test_a_text_behind_a_blank_has_the_tokens_that_it_has_between_separators(tokenizer) -> None:

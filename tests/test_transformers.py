@@ -836,6 +836,19 @@ def kv_of(cached: CachedModel, document: list[int]) -> list[torch.Tensor]:
         return [torch.cat(parts, dim=1).clone() for _, parts in reader]
 
 
+@pytest.mark.parametrize("how", ["blend", "reuse"])
+@pytest.mark.parametrize("prefix", [[SINK, *PRIMER], [SINK], []])
+def test_a_system_text_that_is_a_document_is_never_stored_as_exact(how: How, prefix: list[int]) -> None:
+    """It is reused like a document, and so its KV may be approximate."""
+    document = DOCUMENTS[3]
+    ids = [SINK, *document, *SEPARATOR, *random_tokens(7, 80)]
+    with CachedModel(random_model(), settings(), SEPARATOR, learn_prefix=prefix) as cached:
+        cached.learn(document)
+        cached.prefill(ids, how)
+        exact, full = cached.prefill(ids, "exact"), cached.prefill(ids, "full")
+        assert (exact.logits - full.logits).abs().max() <= 1e-4
+
+
 def test_a_document_that_does_not_fit_behind_the_primer_stops_no_later_prompt(caplog: pytest.LogCaptureFixture) -> None:
     with CachedModel(random_model(), settings(), SEPARATOR, learn_prefix=random_tokens(40, 1)) as cached:
         longest = random_tokens(cached.layers.positions - 30, 2)

@@ -9,6 +9,7 @@ It serves one prompt at a time and is not thread-safe, because the model is not.
 """
 
 import logging
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -141,7 +142,8 @@ class CachedModel(AbstractContextManager["CachedModel"]):
 
     def learn_documents(self, prompt_ids: Sequence[int]) -> int:
         """Learn what stands between the separators of a prompt; return how many chunks are new."""
-        return sum(self.learn(prompt_ids[one.start : one.stop]) for one in split(prompt_ids, self.markers).documents)
+        prompt = checked_tokens(prompt_ids, "prompt", sys.maxsize, self.layers.vocabulary)  # Only parts are computed.
+        return sum(self.learn(prompt[one.start : one.stop]) for one in split(prompt, self.markers).documents)
 
     def learn_pending(self) -> int:
         """Learn the documents that wait for it, such as unknown ones of earlier prompts; return how many there were."""
@@ -170,8 +172,8 @@ class CachedModel(AbstractContextManager["CachedModel"]):
         if getattr(cache, "lmc_approximate", False):
             raise InputError("this cache was blended or blindly reused: it must not be stored as exact")
         tokens, held = self._checked(token_ids, "prompt"), cache.get_seq_length()
-        if cache.layers[0].keys.shape[0] != 1 or held not in (len(tokens) - 1, len(tokens)):
-            there = f"{held} tokens of {len(cache.layers[0].keys)} sequences"
+        if not held or cache.layers[0].keys.shape[0] != 1 or held not in (len(tokens) - 1, len(tokens)):
+            there = f"{held} tokens of {len(cache.layers[0].keys)} sequences" if held else "nothing"
             raise InputError(f"the cache holds {there}, which are not these {len(tokens)} tokens")
         return self._store_exact(tokens[:held], rows_of(cache))
 
@@ -215,7 +217,7 @@ class CachedModel(AbstractContextManager["CachedModel"]):
         """
         check_options(options)
         done = self.prefill(prompt_ids, how)
-        prompt = list(prompt_ids)
+        prompt = self._checked(prompt_ids, "prompt")
         ids = torch.tensor([prompt], device=self.layers.device)
         options = {"attention_mask": torch.ones_like(ids), cache_argument(self.model): done.cache, **options}
         out = self.model.generate(input_ids=ids, **options)[0].tolist()
@@ -242,8 +244,10 @@ class CachedModel(AbstractContextManager["CachedModel"]):
         elif how != "full" and self.settings.blend_learn:
             self.engine.learn_later(prompt, plan.unknown, self._salt)
         if how != "full":
-            # The KV of the text before the first document is exact in any case, and is stored for the next prompt.
-            self._store_exact(prompt[: segments.system.stop], rows_of(cache))
+            # The KV of the text before the first document is exact, unless it is one itself, and is stored for the next
+            # prompt. What stands behind the beginning of something approximate is approximate, too.
+            exact = min([segments.system.stop, *(piece.at for piece in plan.approximate)])
+            self._store_exact(prompt[:exact], rows_of(cache))
         cache.crop(-1)
         return Prefilled(logits=logits, cache=cache, report=report)
 

@@ -19,6 +19,8 @@ from lmc.keys import check_tokens
 
 log = logging.getLogger(__name__)
 
+MOST_TEXTS = 1000  # that are looked for in a prompt: the engine makes no step meanwhile
+
 
 class Roles:
     """Classifies requests. Those that are refused are served exactly and counted, and each reason is logged once."""
@@ -78,6 +80,10 @@ class Roles:
         """Return where documents stand in a prompt that may be given as texts; raise `InputError` if one does not."""
         spans: list[Span] = []
         packed = array("I", prompt)
+        if sum(isinstance(given, str) for given in documents) > MOST_TEXTS:
+            raise InputError(
+                f"lmc.documents: a prompt may name {MOST_TEXTS} texts at most; give the others as positions"
+            )
         for given in documents:
             found: Span | None = given if isinstance(given, Span) else None
             if isinstance(given, str):

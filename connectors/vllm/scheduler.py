@@ -157,8 +157,8 @@ class Scheduler:
             self._saves.save_tail(state, blocks)
             self._forget(state)
         if state.role is Role.BLEND and request.num_computed_tokens:
-            documents = [one for one in state.documents if one.learnable]
-            stored = [one for one in documents if one.span not in state.unknown]
+            documents, unknown = [one for one in state.documents if one.learnable], set(state.unknown)
+            stored = [one for one in documents if one.span not in unknown]
             self.counts["documents_known"] += len(stored)
             self.counts["documents_unknown"] += len(documents) - len(stored)
             self.engine.note(request.prompt_token_ids, stored, state.salt, used=True)
@@ -323,10 +323,12 @@ class Scheduler:
             self._ran = self._setup.clock()  # An engine that asks is awake, and can learn.
             fitting = [span for span in state.unknown if self.engine.fits(len(span))]
             state.unknown = ()
-            for span in fitting:
+            for number, span in enumerate(fitting):
                 queued = self.engine.learn_later(state.request.prompt_token_ids, [span], state.salt, state.name)
+                if not queued:  # There is no room for more now.
+                    state.unknown = tuple(fitting[number:])
+                    break
                 state.queued += queued
-                state.unknown += () if queued else (span,)
             if state.unknown or any(map(self._saves.learns, state.queued)):
                 return False
             state.queued = ()

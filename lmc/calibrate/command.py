@@ -56,10 +56,10 @@ def calibrate(
 
 
 def calibration_settings() -> "Settings":
-    """Return the user's settings with blending, and without tiers: a calibration leaves nothing in them."""
+    """Return the user's settings with blending, without tiers and cache server: a calibration leaves nothing there."""
     from lmc.config import Settings
 
-    alone = {"local_disk": None, "remote_url": None}
+    alone = {"local_disk": None, "remote_url": None, "server": None}
     return Settings.load({"enable_blending": True, "blend_calibration": "ignore", **alone})
 
 

@@ -120,7 +120,7 @@ def beside(settings: Settings, **changes: object) -> Settings:
     values = {
         name: value
         for name, value in settings.model_dump().items()
-        if name not in ("local_disk", "remote_url", "blend_preset")
+        if name not in ("local_disk", "remote_url", "server", "blend_preset")
     }
     return Settings(**{**values, "max_local_cpu_size": 1.5, **changes})
 

@@ -381,7 +381,8 @@ class CacheEngine:
             if meta.kind is RecordKind.DOCUMENT and meta.label:
                 with suppress(ValueError, IndexError):
                     tokens, name = parted_label(meta.label)
-                    keys = self.document_keys(tokens, meta.namespace)
+                    if (keys := self.document_keys(tokens, meta.namespace))[-1] != meta.key:
+                        continue  # chunk_size has changed, and with it the chunks.
                     document = self.known.note(meta.namespace, tokens, keys, model=meta.model, tenant=meta.tenant)
                     document.name, document.used = name, uses.get(meta.key, document.used)
             # Another model's pages have the same block hashes, but its token chunks have other keys.
@@ -392,9 +393,6 @@ class CacheEngine:
                     if details:
                         self.recalled[meta.key] = details
         for place, count in (+old).items():
-            log.warning(
-                "%d records on the %s tier were written by lmc 0.1.0, which named chunks differently. They are not "
-                "used, and are evicted when room is needed; `lmc clear` removes them now.",
-                count,
-                place,
-            )
+            unused = "They are not used, and are evicted when room is needed; `lmc clear` removes them now."
+            which = "%d records on the %s tier were written by lmc 0.1.0, which named chunks differently. %s"
+            log.warning(which, count, place, unused)

@@ -48,6 +48,8 @@ def checkpoint_files(name: str | Path, revision: str | None = None) -> list[Path
     if path.is_file():
         return [path]
     folder = path if path.is_dir() else _snapshot(str(name), revision)
+    if folder and (folder / "adapter_config.json").exists():  # The weights of its base lie elsewhere.
+        return []
     weights = next((found for pattern in WEIGHTS if (found := sorted(folder.glob(pattern)))), []) if folder else []
     return [*weights, *sorted(folder.glob("*.py")), *folder.glob("config.json")] if folder and weights else []
 

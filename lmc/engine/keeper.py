@@ -107,6 +107,7 @@ class Keeper(DocumentKeeper):
         self._kept: dict[str, KnownDocument] = {}  # those that are pinned or have a time limit, by id
         self._pins: Counter[ChunkKey] = Counter()  # documents that begin alike share chunks
         self._foreign: list[str] = []  # lines about documents of other settings, which may come back
+        self._torn = False  # whether the file may end with half a line
         self._mutex = threading.Lock()  # for what is above; held for moments only
         # So that nothing that is removed is written again, or pinned meanwhile. It is taken before the others.
         self.moving = threading.RLock()
@@ -161,6 +162,7 @@ class Keeper(DocumentKeeper):
         with self.moving:
             self._unpin(documents)
             self._note(documents)
+        self._known.may_forget(documents)
 
     def expire(self, documents: Sequence[KnownDocument], seconds: float | None) -> None:
         """Remove documents `seconds` from now, pinned or not; never, if it is None."""
@@ -168,6 +170,7 @@ class Keeper(DocumentKeeper):
             for document in documents:
                 document.expires = time.time() + seconds if seconds is not None else 0.0
         self._note(documents)
+        self._known.may_forget(documents)
 
     def remove(self, documents: Sequence[KnownDocument]) -> None:
         """Remove documents from memory and all tiers, and from the queue of those that are to be learned."""
@@ -184,6 +187,7 @@ class Keeper(DocumentKeeper):
                 document.removed, document.expires = why, 0.0
             with self._mutex:
                 noted = [self._kept.pop(document.id, None) for document in documents]
+        self._known.may_forget(documents)
         if any(noted):
             self._rewrite()  # Nothing of them is left in the file.
 
@@ -289,7 +293,10 @@ class Keeper(DocumentKeeper):
                         self._kept[document.id] = document
                     else:
                         self._kept.pop(document.id, None)
-            self._write("a", [_line(document, whole=document.id in new) for document in noted])
+            if self._torn:  # A line behind half of one would not be read.
+                self._write("w", self._lines())
+            else:
+                self._write("a", [_line(document, whole=document.id in new) for document in noted])
         if self._path is None and new:
             log.warning("there is no disk tier (local_disk): pins and time limits end with this process")
         self._start()
@@ -297,21 +304,25 @@ class Keeper(DocumentKeeper):
     def _rewrite(self) -> None:
         """Replace the file by one with a line for each document."""
         with self._file:
-            self._write("w", [*(_line(document, whole=True) for document in self._all()), *self._foreign])
+            self._write("w", self._lines())
+
+    def _lines(self) -> list[str]:
+        return [*(_line(document, whole=True) for document in self._all()), *self._foreign]
 
     def _write(self, mode: str, lines: Sequence[str]) -> None:
         if self._path is None or (mode == "a" and not lines):
             return
-        path = self._path if mode == "a" else self._path.with_suffix(".tmp")
         try:
-            # Nobody else on this machine may read what tenants have stored.
-            with open(path, mode, encoding="utf-8", opener=lambda name, how: os.open(name, how, 0o600)) as file:
-                file.writelines(lines)
-            if mode == "w":
-                path.replace(self._path)
+            if mode == "a":
+                with open(self._path, mode, encoding="utf-8", opener=_private) as file:
+                    file.writelines(lines)
+            else:
+                _replace(self._path, lines)
+                self._torn = False
         except OSError as error:
+            self._torn |= mode == "a"
             wrong = "cannot write %s (%s): what is pinned or limited in time now ends with this process"
-            log.warning(wrong, path, error.strerror)
+            log.warning(wrong, self._path, error.strerror)
 
     def _start(self) -> None:
         with self._mutex:
@@ -341,9 +352,9 @@ def _look_after(found: "weakref.ref[Keeper]", ended: threading.Event) -> None:
 
 def _line(document: KnownDocument, *, whole: bool = False) -> str:
     """Return what is noted of a document; its tokens stand in the first line about it only."""
-    noted = {"id": document.id, "pinned": document.pinned, "expires": document.expires}
+    noted = {"id": document.id, "pinned": document.pinned, "expires": document.expires, "name": document.name}
     if whole:
-        noted |= {"name": document.name, "namespace": document.namespace.hex()}
+        noted["namespace"] = document.namespace.hex()
         noted |= {"tokens": pack_tokens(document.tokens), "model": document.model, "tenant": document.tenant}
         noted |= {"keys": b"".join(document.keys).hex()}
     return json.dumps(noted) + "\n"
@@ -358,12 +369,31 @@ def _parsed(line: str) -> dict[str, Any] | None:
     return None
 
 
-def forget_noted(directory: Path, ids: Collection[str]) -> None:
-    """Remove what is noted about documents in the directory of a disk tier that no engine uses."""
+def forget_noted(directory: Path, ids: Collection[str], namespace: str | None = None) -> None:
+    """Remove what is noted about documents in the directory of a disk tier that no engine uses: those with these ids,
+    and those of each namespace that begins with some digits, or with none.
+    """
     path = directory / FILE
     if path.exists():
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
-        kept = [line for line in lines if (noted := _parsed(line)) and noted["id"] not in ids]
-        path.write_text("".join(kept), encoding="utf-8")
+        noted = list(filter(None, map(_parsed, lines)))
+        gone = set(ids)
+        if namespace is not None:
+            gone |= {one["id"] for one in noted if str(one.get("namespace", "")).startswith(namespace)}
+        kept = [json.dumps(one) + "\n" for one in noted if one["id"] not in gone]
+        _replace(path, kept)
         if not kept:
             path.unlink()
+
+
+def _replace(path: Path, lines: Sequence[str]) -> None:
+    """Write a file as a whole, or leave the old one."""
+    new = path.with_suffix(".tmp")
+    with open(new, "w", encoding="utf-8", opener=_private) as file:
+        file.writelines(lines)
+    new.replace(path)
+
+
+def _private(name: str, how: int) -> int:
+    """Open a file that nobody else on this machine may read: it has what tenants have stored."""
+    return os.open(name, how, 0o600)

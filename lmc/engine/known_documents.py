@@ -115,6 +115,16 @@ class KnownDocuments:
                     if document.id in self._forgettable:
                         self._forgettable.move_to_end(document.id)
 
+    def may_forget(self, documents: Iterable[KnownDocument]) -> None:
+        """Note that these documents are not kept any more. They are forgotten before those that may be forgotten
+        already.
+        """
+        with self._mutex:
+            for document in documents:
+                if not document.kept and document.id in self._documents and document.id not in self._forgettable:
+                    self._forgettable[document.id] = None
+                    self._forgettable.move_to_end(document.id, last=False)
+
     def clear(self) -> None:
         """Forget all documents."""
         with self._mutex:

@@ -1,7 +1,6 @@
 """The documents that wait to be learned, the one that has waited longest first."""
 
 import threading
-from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -30,7 +29,7 @@ class LearnQueue:
 
     def __init__(self, room: int) -> None:
         """`room` is how many tokens all documents may have together: no more than memory holds."""
-        self._room, self._waiting = room, deque[Unlearned]()
+        self._room, self._tokens, self._waiting = room, 0, dict[Unlearned, None]()
         self.under_way: set[Unlearned] = set()  # that are being computed; whoever does it notes them here
         self._mutex = threading.Lock()
 
@@ -39,26 +38,33 @@ class LearnQueue:
         with self._mutex:
             if document in self._waiting:
                 return True
-            tokens = len(document.tokens) + sum(len(waiting.tokens) for waiting in self._waiting)
-            fits = len(self._waiting) < WAITING and tokens <= self._room
+            fits = len(self._waiting) < WAITING and self._tokens + len(document.tokens) <= self._room
             if fits:
-                self._waiting.append(document)
+                self._waiting[document] = None
+                self._tokens += len(document.tokens)
             return fits
 
     def discard(self, document: Unlearned) -> None:
         """Take a document out of the queue, if it is there."""
-        with self._mutex, suppress(ValueError):
-            self._waiting.remove(document)
+        with self._mutex, suppress(KeyError):
+            self._waiting.pop(document)
+            self._tokens -= len(document.tokens)
 
     def popleft(self) -> Unlearned:
         """Take the first document; raise `IndexError` if there is none."""
         with self._mutex:
-            return self._waiting.popleft()
+            if not self._waiting:
+                raise IndexError("no document waits")
+            document = next(iter(self._waiting))
+            del self._waiting[document]
+            self._tokens -= len(document.tokens)
+            return document
 
     def clear(self) -> None:
         """Remove all documents."""
         with self._mutex:
             self._waiting.clear()
+            self._tokens = 0
 
     def __len__(self) -> int:
         return len(self._waiting)

@@ -47,8 +47,11 @@ class Names:
                     self._salts[digest] = salt
             self._digests.move_to_end((kind, salt))
             while len(self._digests) > len(RecordKind) * SALTS:
-                _, digest = self._digests.popitem(last=False)
-                self._salts.pop(digest, None)
+                named, digest = self._digests.popitem(last=False)
+                if named[1]:
+                    self._salts.pop(digest, None)
+                else:  # Those without a salt stay known.
+                    self._digests[named] = digest
             return self._digests[kind, salt]
 
     def salt_of(self, namespace: bytes) -> str | None:

@@ -1,5 +1,6 @@
 """Opens the chunk store that the settings name: one in this process, or that of a cache server."""
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,8 @@ from lmc.storage.tier import Tier
 if TYPE_CHECKING:
     from lmc.service.remote_store import RemoteStore
 
+log = logging.getLogger(__name__)
+
 
 def open_store(
     settings: Settings,
@@ -43,6 +46,8 @@ def open_store(
         return _attached(settings, geometry, model, tokenizer)
     budget, size = settings.max_local_cpu_size * GIB, geometry.part_bytes
     slab = Slab.of_size(budget, geometry.shares, size, shared=shared)
+    if shared and settings.max_local_device_size:
+        log.warning("max_local_device_size is for transformers only: vLLM has the memory of its GPU")
     on_device = 0 if shared else settings.max_local_device_size * GIB
     device_slab = Slab.of_size(on_device, geometry.parts, size, device) if on_device else None
     tiers = open_tiers(settings, geometry.item_bytes) if tiers is None else tiers

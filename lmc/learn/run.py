@@ -119,11 +119,11 @@ class LearnRun:
                     self._note(learner, asked[future], future.result(), result)
                     bar.advance(task)
             except BaseException as error:
-                pool.shutdown(cancel_futures=True)
                 how = "again, without --again," if self.again else "again"
                 wrong = isinstance(error, InputError) and not isinstance(error, Unreachable)
                 hint = "" if wrong else f"; run the same command {how} to go on"
                 screen.print(Text(f"{result.learned} of {all_of(len(self.new), 'document')} learned{hint}"))
+                pool.shutdown(cancel_futures=True)  # This waits for those that are being learned.
                 raise
         result.seconds, result.dropped, result.held = time.monotonic() - started, learner.dropped(), learner.held()
         return result

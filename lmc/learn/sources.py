@@ -1,6 +1,7 @@
 """Where documents come from: a directory of text files, or lines of JSON."""
 
 import json
+import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -33,13 +34,14 @@ def read_documents(source: str, id_field: str = "id", text_field: str = "text") 
     Documents of white space alone are left out. Raises `InputError`, which names the file, or the line, and its fault.
     """
     path = Path(source)
+    is_file = os.path.isfile(source)  # These take a name of any length.
     if source == STANDARD_INPUT:
-        found = _from_lines(sys.stdin.read(), "standard input", id_field, text_field)
-    elif path.is_dir():
+        found = _from_lines(read_standard_input(), "standard input", id_field, text_field)
+    elif os.path.isdir(source):
         found = _from_files(path)
-    elif path.is_file() and path.suffix in ENDINGS:
+    elif is_file and path.suffix in ENDINGS:
         found = iter([Document(path.name, read_text(path).strip())])
-    elif path.is_file():
+    elif is_file:
         found = _from_lines(read_text(path), source, id_field, text_field)
     else:
         raise InputError(
@@ -79,11 +81,28 @@ def _from_lines(text: str, source: str, id_field: str, text_field: str) -> Itera
                 raise InputError(
                     f"{where}: no field {field!r} (--id and --text name the fields); there are {', '.join(entry)}"
                 )
-        if not isinstance(entry[text_field], str):
+        if not isinstance(entry[text_field], str) or not _is_text(entry[text_field]):
             raise InputError(f"{where}: {text_field!r} is no text")
         if not isinstance(entry[id_field], str | int):
             raise InputError(f"{where}: {id_field!r} is no text and no whole number")
         yield Document(str(entry[id_field]), entry[text_field].strip())
+
+
+def _is_text(text: str) -> bool:
+    """Return whether a text of JSON has no halves of letters, such as \\ud800."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def read_standard_input() -> str:
+    """Return what comes on standard input; raise `InputError` if it is no text."""
+    try:
+        return sys.stdin.buffer.read().decode()
+    except UnicodeDecodeError as error:
+        raise InputError(f"cannot read standard input as UTF-8 text: {error}") from None
 
 
 def read_text(path: Path) -> str:

@@ -1,0 +1,26 @@
+"""Requests of commands to servers: addresses, and keys that nobody should read in an error."""
+
+import pytest
+
+from lmc.errors import InputError
+from lmc.http_client import bearer, with_scheme
+
+
+def test_addresses() -> None:
+    assert with_scheme("host:1") == "http://host:1"
+    assert with_scheme(":9180") == "http://127.0.0.1:9180", "where an engine listens that was given this"
+    assert with_scheme("/run/lmc.sock") == "unix:///run/lmc.sock"
+    assert with_scheme("https://host") == "https://host"
+
+
+def test_a_key_with_a_new_line_is_sent_without_and_another_wrong_one_is_not_shown(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("LMC_ADMIN_TOKEN", "s3cret\n")
+    assert bearer("LMC_ADMIN_TOKEN") == {"authorization": "Bearer s3cret"}
+    monkeypatch.setenv("LMC_ADMIN_TOKEN", "s3c\nret")
+    with pytest.raises(InputError, match="LMC_ADMIN_TOKEN has letters that a key cannot have") as error:
+        bearer("LMC_ADMIN_TOKEN")
+    assert "s3c" not in str(error.value)
+    monkeypatch.delenv("LMC_ADMIN_TOKEN")
+    assert bearer("LMC_ADMIN_TOKEN") == {}
