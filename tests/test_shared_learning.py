@@ -161,3 +161,21 @@ def test_of_engines_that_begin_a_document_at_once_one_gets_all_of_it(tmp_path):
                     one.store.abort(slot)
             for one in engines:
                 one.store.held()
+
+
+def test_the_queue_has_each_document_once_and_as_many_tokens_as_there_is_room_for():
+    queue = LearnQueue(room=10)
+    one, two, three = (Unlearned(b"n", (number,) * 4) for number in range(3))
+    assert [queue.add(document) for document in (one, two, one, three)] == [True, True, True, False]
+    queue.discard(one)
+    queue.discard(one)
+    assert queue.add(three)
+    assert (list(queue), len(queue), two in queue, one in queue) == ([two, three], 2, True, False)
+    assert queue.popleft() == two
+    assert queue.add(one)
+    assert not queue.add(two)
+    queue.clear()
+    assert all(map(queue.add, (one, two)))
+    queue.clear()
+    with pytest.raises(IndexError):
+        queue.popleft()
