@@ -1,11 +1,18 @@
 """The address of the administration endpoint, as LMC_ADMIN names it, and the names of variables with addresses."""
 
+import os
+
 from lmc.errors import ConfigError
 
 ADDRESS, TOKEN = "LMC_ADMIN", "LMC_ADMIN_TOKEN"  # variables of the environment
 DOCUMENT_EVENTS = "LMC_DOCUMENT_EVENTS"  # says where events of documents are published
 LOCAL, UNIX = ("127.0.0.1", "localhost", "::1"), "unix://"
 LAST_PORT = 65535
+
+
+def admin_token() -> str:
+    """Return the token of administration without white space around it: files of secrets often end with a new line."""
+    return os.environ.get(TOKEN, "").strip()
 
 
 def host_and_port(address: str, token: str, setting: str = ADDRESS) -> tuple[str, int]:

@@ -2,6 +2,7 @@
 
 import pytest
 
+from lmc.admin_address import admin_token
 from lmc.errors import InputError
 from lmc.http_client import bearer, with_scheme
 
@@ -18,6 +19,7 @@ def test_a_key_with_a_new_line_is_sent_without_and_another_wrong_one_is_not_show
 ) -> None:
     monkeypatch.setenv("LMC_ADMIN_TOKEN", "s3cret\n")
     assert bearer("LMC_ADMIN_TOKEN") == {"authorization": "Bearer s3cret"}
+    assert admin_token() == "s3cret", "which servers want"
     monkeypatch.setenv("LMC_ADMIN_TOKEN", "s3c\nret")
     with pytest.raises(InputError, match="LMC_ADMIN_TOKEN has letters that a key cannot have") as error:
         bearer("LMC_ADMIN_TOKEN")

@@ -17,6 +17,7 @@ from storage_fakes import DictTier
 from lmc.blend.segments import Span
 from lmc.config import Settings
 from lmc.engine import CacheEngine, Geometry, keeper, known_documents
+from lmc.engine.document_desk import DocumentDesk
 from lmc.errors import InputError
 from lmc.keys import Namespace, RecordKind
 from lmc.shapes import GIB, KVShape
@@ -447,14 +448,16 @@ def test_a_pin_behind_one_that_could_not_be_noted_is_noted(tmp_path, monkeypatch
         assert [known(engine, tokens).pinned for tokens in (A, B)] == [True, True]
 
 
-def test_a_name_that_was_given_later_is_noted_with_the_next_line(tmp_path):
+def test_a_name_that_is_given_to_a_pinned_document_survives_a_restart(tmp_path):
+    def desk(engine):
+        return DocumentDesk(lambda: [engine], lambda tokens, model: "", engine.background)
+
     with closing(engine_of(tmp_path)) as engine:
         document = learn(engine, A)
         engine.keeper.pin([document])
-        document.name = "contract"
-        engine.keeper.expire([document], 1e6)
-        path = tmp_path / "disk" / keeper.FILE
-        assert json.loads(path.read_text().splitlines()[-1])["name"] == "contract"
+        assert desk(engine).change(document.id, {"name": "contract"})["documents"][0]["name"] == "contract"
+    with closing(engine_of(tmp_path)) as engine:
+        assert [(one.name, one.pinned) for one in engine.known.list()] == [("contract", True)]
 
 
 def test_documents_with_another_chunk_size_are_not_listed(tmp_path):

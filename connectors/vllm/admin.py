@@ -16,7 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from lmc import http_server
-from lmc.admin_address import ADDRESS, DOCUMENT_EVENTS, TOKEN, address_of_engine, url_of
+from lmc.admin_address import ADDRESS, DOCUMENT_EVENTS, address_of_engine, admin_token, url_of
 from lmc.background import Background
 from lmc.blend.segments import Span, document_tokens
 from lmc.connectors.vllm.claims import Claims
@@ -243,7 +243,7 @@ def _limit(request: Any) -> int:
 
 def serve_if_wanted(of: Administration, engine: int) -> Callable[[], None] | None:
     """Open the endpoint that the environment asks for, if it does, for one of several data-parallel engines."""
-    address, token = os.environ.get(ADDRESS, ""), os.environ.get(TOKEN, "")
+    address, token = os.environ.get(ADDRESS, ""), admin_token()
     if not address:
         return None
     stop = serve(of, address, token, engine)

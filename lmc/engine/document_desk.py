@@ -95,6 +95,8 @@ class DocumentDesk:
                 (shelf.keeper.pin if pinned else shelf.keeper.unpin)(some)
             if "ttl" in wanted:
                 shelf.keeper.expire(some, ttl)
+            if title:
+                shelf.keeper.renamed(some)
         return {"documents": [self._described(one) for one in found]}
 
     def remove(self, name: str, tenant: str | None = None) -> Facts:

@@ -50,6 +50,9 @@ class DocumentKeeper(Protocol):
     def remove(self, documents: Sequence[KnownDocument]) -> None:
         """Remove documents from memory and all tiers, and from the queue of those that are to be learned."""
 
+    def renamed(self, documents: Sequence[KnownDocument]) -> None:
+        """Keep the new names of those documents that are kept."""
+
     def refresh(self, documents: Sequence[KnownDocument]) -> None:
         """Let documents say what is kept of them now."""
 
@@ -215,6 +218,10 @@ class Keeper(DocumentKeeper):
                     return
                 for document in {owners[key].id: owners[key] for key in nowhere}.values():
                     self._learn(document)
+
+    def renamed(self, documents: Sequence[KnownDocument]) -> None:
+        """Note the new names of those documents that are kept."""
+        self._note(documents)
 
     def refresh(self, documents: Sequence[KnownDocument]) -> None:
         """Do nothing: documents of this process are changed here only."""

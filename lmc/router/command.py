@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from lmc.admin_address import LOCAL, TOKEN
+from lmc.admin_address import LOCAL, TOKEN, admin_token
 from lmc.errors import ConfigError
 from lmc.router.arguments import (
     addresses,
@@ -260,7 +260,7 @@ def router(
     settings = RouterSettings(
         session_key=session_key, special_string=special_string, exact_tokens=exact_tokens or policy == "precise",
         api_key=api_key, tokenizers=paths_of_models(tokenizers), tokenizer_processes=tokenizer_processes,
-        admin_token=os.environ.get(TOKEN, ""), open_admin=host in LOCAL, max_requests=max_requests,
+        admin_token=admin_token(), open_admin=host in LOCAL, max_requests=max_requests,
         client_tokens=frozenset(items(client_tokens)), allowed_paths=frozenset(items(allowed_paths)),
         max_body=max_body_mib << 20, max_held=max_held_mib << 20,
         health_seconds=health_seconds, answer_seconds=answer_seconds,

@@ -13,7 +13,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from lmc.admin_address import ADDRESS, DOCUMENT_EVENTS, TOKEN, UNIX, host_and_port
+from lmc.admin_address import ADDRESS, DOCUMENT_EVENTS, TOKEN, UNIX, admin_token, host_and_port
 from lmc.errors import ConfigError, InputError, TierUnusable
 from lmc.shapes import GIB
 from lmc.storage.places import fastest_first, place_of
@@ -161,7 +161,7 @@ def _checked(address: str, tenants: Path | None, certificate: Path | None, key: 
     """Return the cache salts of tenants, by token; raise `ConfigError` for options that do not go together."""
     from lmc.http_server import Certificate
 
-    token = os.environ.get(TOKEN, "")
+    token = admin_token()
     if not address and (tenants or certificate or key):
         raise ConfigError("--tenants, --certificate and --key need --http")
     if (certificate is None) != (key is None):
@@ -187,7 +187,7 @@ def _administered(
     from lmc.service.http_api import application
     from lmc.service.overview import Overview
 
-    token = os.environ.get(TOKEN, "")
+    token = admin_token()
     files = Certificate(certificate, key) if certificate and key else None
     return serve_http(
         application(Overview(server), token, tenants), address, token, setting="--http", certificate=files

@@ -53,6 +53,9 @@ class RemoteKeeper(DocumentKeeper):
         for document in documents:
             document.removed, document.pinned, document.expires = BY_A_PERSON, False, 0.0
 
+    def renamed(self, documents: Sequence[KnownDocument]) -> None:
+        """Do nothing: the server has names of its own, which its administration changes."""
+
     def refresh(self, documents: Sequence[KnownDocument]) -> None:
         """Let documents say what the server keeps of them now."""
         found = self._store.ask_slowly(m.Kept([document.id for document in documents]), [])
