@@ -344,7 +344,7 @@ class Simulation:
             )
 
 
-def known(_: str, text: str) -> tuple[str, int]:
+def known(_: str, text: str, __: str) -> tuple[str, int]:
     """Return the digest and the tokens of a document, as a router that has asked an engine for them."""
     return xxhash.xxh3_128_hexdigest(text.strip().encode()), len(text.strip()) // LETTERS
 

@@ -110,7 +110,7 @@ def test_tokens_are_cut_as_an_engine_cuts_them_and_have_its_digest():
 
 
 def test_a_document_whose_tokens_are_known_has_their_number_and_digest():
-    cutter = Cutter(find=lambda model, text: ("d", 7) if (model, text) == ("m", " a b ") else None)
+    cutter = Cutter(find=lambda model, text, _: ("d", 7) if (model, text) == ("m", " a b ") else None)
     one, other = cutter.cut(PromptRequest(text="s # # a b # # c d # # q", model="m")).documents
     assert (one.tokens, one.digest) == (7, "d")
     assert (other.tokens, other.digest) == (3 / 4, "")
@@ -399,7 +399,7 @@ def test_events_say_where_documents_are():
     now = [0.0]
     index = DocumentIndex(1000, clock=lambda: now[0])
     digests = {TEXTS["one"].strip(): ("d1", 100), TEXTS["two"].strip(): ("d2", 100)}
-    cutter = Cutter(find=lambda _, text: digests.get(text.strip()))
+    cutter = Cutter(find=lambda _, text, __: digests.get(text.strip()))
     one, two = cutter.cut(prompt("one", "two")).documents
     index.moved("a", Told("", "d1"), "CPU", stored=True)
     assert index.find("a", one).weight == 0, "without a listing, nobody knows what else is there"
@@ -416,7 +416,7 @@ def test_events_say_where_documents_are():
 def test_a_document_that_was_sent_is_on_its_way_until_it_should_have_been_learned():
     now = [100.0]
     index = DocumentIndex(1000, clock=lambda: now[0])
-    cutter = Cutter(find=lambda _, text: ("d", 100) if text.strip() == TEXTS["two"].strip() else None)
+    cutter = Cutter(find=lambda _, text, __: ("d", 100) if text.strip() == TEXTS["two"].strip() else None)
     cut = cutter.cut(prompt("two", "three"))
     known, unknown = cut.documents
     index.listed("a", [])
@@ -644,7 +644,7 @@ def test_an_engine_reuses_no_documents_that_are_too_few_for_a_blend():
 
 def test_documents_that_an_engine_will_have_soon_draw_prompts_and_are_not_expected_in_this_one():
     policy, (a, b) = Documents(), engines()
-    policy.cutter.find = lambda _, text: (text.strip()[:3], 100)
+    policy.cutter.find = lambda _, text, __: (text.strip()[:3], 100)
     for engine in (a, b):
         policy.index.listed(engine.name, [])
     asked = prompt("one", "two")

@@ -280,10 +280,15 @@ def test_documents_that_wait_for_their_tokens_take_a_bounded_amount_of_memory(mo
         assert known.find("m", f"{number:0100d}") is None
         assert known.find("m", f"{number:0100d}") is None, "it waits already"
     assert len(known._waiting) == 10
-    monkeypatch.setattr(document_tokens, "MOST_LETTERS", 10)
     monkeypatch.setattr(document_tokens, "WAITING_LETTERS", 1 << 20)
-    known.find("m", "more than ten letters")
-    assert len(known._waiting) == 10
+    for number in range(500):
+        known.find("m", f"{number:0100d}", "greedy")
+    assert len(known._waiting) == 110
+    known.find("m", "a text", "modest")
+    assert len(known._waiting) == 111
+    monkeypatch.setattr(document_tokens, "MOST_LETTERS", 10)
+    known.find("m", "more than ten letters", "another")
+    assert len(known._waiting) == 111
 
 
 def test_the_tokens_of_documents_are_asked_for_again_when_a_model_is_cut_otherwise():

@@ -18,7 +18,7 @@ from lmc.keys import tenant_of, tokens_digest
 from lmc.router.policy import PromptRequest
 from lmc.router.prefix_hashes import CHARACTERS_PER_TOKEN, byte_blocks, chained, encoded
 
-Find = Callable[[str, str], tuple[str, int] | None]  # of a model and a text
+Find = Callable[[str, str, str], tuple[str, int] | None]  # of a model and a text, for a tenant
 
 ROLE = "\0"  # stands before and behind the role of a message, in the text of a conversation
 BLOCK_LETTERS = 512  # of a text
@@ -121,7 +121,8 @@ class Cutter:
             stripped = part.strip()
             if stripped and ROLE not in stripped:
                 key = xxhash.xxh3_128_digest(encoded(stripped), seed=seed)
-                digest, tokens = (self.find and self.find(request.model, part)) or ("", len(stripped) / rate)
+                known = self.find and self.find(request.model, part, request.salt)
+                digest, tokens = known or ("", len(stripped) / rate)
                 yield CutDocument(key, tokens, stop / rate, digest)
 
     def _parts(self, request: PromptRequest) -> list[tuple[str, int]]:

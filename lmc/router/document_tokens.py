@@ -5,7 +5,7 @@ It is asked while no request waits for the answer. Until it has answered, a docu
 
 import asyncio
 import logging
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
@@ -21,7 +21,8 @@ from lmc.router.prefix_hashes import encoded
 log = logging.getLogger(__name__)
 
 REMEMBERED = 100_000  # documents
-WAITING, WAITING_LETTERS = 1000, 1 << 26  # documents, at most; others are asked for when they come again
+# Documents of all tenants and of one, and letters of all, at most. Others are asked for when they come again.
+WAITING, WAITING_OF_ONE, WAITING_LETTERS = 1000, 100, 1 << 26
 AT_ONCE = 2  # questions
 PAUSE = 1.0  # seconds after a question without an answer
 
@@ -38,23 +39,28 @@ class DocumentTokens:
         """`markers` and special strings are those of models, as they become known."""
         self._tokenize, self._markers, self._special_string_of = tokenize, markers, special_string_of
         self._known: OrderedDict[bytes, tuple[str, int] | None] = OrderedDict()  # None: no document to the engines
-        self._waiting: OrderedDict[bytes, tuple[str, str]] = OrderedDict()
-        self._letters = 0  # of those that wait
+        self._waiting: OrderedDict[bytes, tuple[str, str, str]] = OrderedDict()  # model, text, and who asked first
+        self._letters, self._of = 0, Counter[str]()  # of those that wait, and how many of them each tenant has
         self._seeds: dict[str, tuple[Markers, str, int]] = {}  # by model, and of which markers and special string
         self._wake, self._failed = asyncio.Event(), False  # whether the last question had no answer
 
-    def find(self, model: str, text: str) -> tuple[str, int] | None:
-        """Return the digest and the number of tokens of a text, with white space, between two separators, if known."""
+    def find(self, model: str, text: str, asking: str = "") -> tuple[str, int] | None:
+        """Return the digest and the number of tokens of a text, with white space, between two separators, if known.
+
+        The tenant `asking` can let only some documents wait at once.
+        """
         if model not in self._markers:
             return None
         key = xxhash.xxh3_128_digest(encoded(text), seed=self._seed(model))
         if key in self._known:
             self._known.move_to_end(key)
             return self._known[key]
-        room = len(self._waiting) < WAITING and self._letters + len(text) <= WAITING_LETTERS
-        if room and len(text) < MOST_LETTERS and key not in self._waiting:
-            self._waiting[key] = model, text
+        room = len(self._waiting) < WAITING and self._of[asking] < WAITING_OF_ONE
+        room = room and len(text) < MOST_LETTERS and self._letters + len(text) <= WAITING_LETTERS
+        if room and key not in self._waiting:
+            self._waiting[key] = model, text, asking
             self._letters += len(text)
+            self._of[asking] += 1
             self._wake.set()
         return None
 
@@ -78,8 +84,11 @@ class DocumentTokens:
             while not self._waiting:
                 self._wake.clear()
                 await self._wake.wait()
-            key, (model, text) = self._waiting.popitem(last=False)
+            key, (model, text, asking) = self._waiting.popitem(last=False)
             self._letters -= len(text)
+            self._of[asking] -= 1
+            if not self._of[asking]:
+                del self._of[asking]
             try:
                 self._known[key] = await self._look_up(model, text)
                 self._failed = False
