@@ -179,7 +179,7 @@ def clear(
     yes: Annotated[bool, typer.Option("--yes", help="do not ask")] = False,
 ) -> None:
     """Remove records from a tier: those of one namespace, or all, with their pins. Other files stay."""
-    from lmc.engine.keeper import forget_noted
+    from lmc.engine.documents_file import forget_noted
     from lmc.inspect import places
     from lmc.storage.disk import DiskTier
 

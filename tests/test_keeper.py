@@ -16,7 +16,7 @@ from storage_fakes import DictTier
 
 from lmc.blend.segments import Span
 from lmc.config import Settings
-from lmc.engine import CacheEngine, Geometry, keeper, known_documents
+from lmc.engine import CacheEngine, Geometry, documents_file, keeper, known_documents
 from lmc.engine.document_desk import DocumentDesk
 from lmc.errors import InputError
 from lmc.keys import Namespace, RecordKind
@@ -207,7 +207,7 @@ def test_documents_that_begin_alike_share_chunks_and_do_not_lose_them(tmp_path):
 def test_a_file_with_damage_is_read_as_far_as_it_goes(tmp_path, caplog):
     with closing(engine_of(tmp_path)) as engine:
         engine.keeper.pin([learn(engine, A), learn(engine, B)])
-    path = tmp_path / "disk" / keeper.FILE
+    path = tmp_path / "disk" / documents_file.FILE
     first, second = path.read_text().splitlines()
     wrong = json.dumps(json.loads(second) | {"id": "00"})
     path.write_text("\n".join(["[]", "{", first, wrong, second[:50]]))
@@ -219,7 +219,7 @@ def test_a_file_with_damage_is_read_as_far_as_it_goes(tmp_path, caplog):
 
 def test_a_file_that_cannot_be_written_is_said_and_the_pin_holds(tmp_path, caplog):
     with closing(engine_of(tmp_path)) as engine:
-        (tmp_path / "disk" / keeper.FILE).mkdir()
+        (tmp_path / "disk" / documents_file.FILE).mkdir()
         with caplog.at_level(logging.WARNING):
             engine.keeper.pin([learn(engine, A)])
         assert "ends with this process" in caplog.text
@@ -330,7 +330,7 @@ def test_new_weights_forget_pins_and_their_room(tmp_path):
 def test_the_file_is_for_this_user_alone_and_has_nothing_of_removed_documents(tmp_path):
     with closing(engine_of(tmp_path)) as engine:
         engine.keeper.pin([learn(engine, A), learn(engine, B)])
-        path = tmp_path / "disk" / keeper.FILE
+        path = tmp_path / "disk" / documents_file.FILE
         engine.keeper.remove([known(engine, A)])
         assert path.stat().st_mode & 0o777 == 0o600
         assert len(path.read_text().splitlines()) == 1
@@ -384,9 +384,9 @@ def test_half_a_line_about_a_removed_document_does_not_stay(tmp_path):
     with closing(engine_of(tmp_path)) as engine:
         gone = learn(engine, A)
         engine.keeper.pin([gone, learn(engine, B)])
-    path = tmp_path / "disk" / keeper.FILE
+    path = tmp_path / "disk" / documents_file.FILE
     path.write_text(path.read_text() + path.read_text()[:90])  # as a process leaves it that is killed while it writes
-    keeper.forget_noted(path.parent, {gone.id})
+    documents_file.forget_noted(path.parent, {gone.id})
     (line,) = path.read_text().splitlines()
     assert json.loads(line)["id"] != gone.id
 
@@ -395,7 +395,7 @@ def test_what_is_noted_is_whole_or_as_before_when_the_disk_is_full(tmp_path, mon
     with closing(engine_of(tmp_path)) as engine:
         gone = learn(engine, A)
         engine.keeper.pin([gone, learn(engine, B)])
-    path = tmp_path / "disk" / keeper.FILE
+    path = tmp_path / "disk" / documents_file.FILE
     before = path.read_text()
 
     def full(self, target):
@@ -404,7 +404,7 @@ def test_what_is_noted_is_whole_or_as_before_when_the_disk_is_full(tmp_path, mon
     with monkeypatch.context() as patch:
         patch.setattr(type(path), "replace", full)
         with pytest.raises(OSError, match="No space"):
-            keeper.forget_noted(path.parent, {gone.id})
+            documents_file.forget_noted(path.parent, {gone.id})
     assert path.read_text() == before
 
 
@@ -412,10 +412,10 @@ def test_all_pins_can_be_forgotten_also_of_documents_whose_records_are_gone(tmp_
     with closing(engine_of(tmp_path)) as engine:
         engine.keeper.pin([learn(engine, A), learn(engine, B)])
         namespace = engine.namespace(RecordKind.DOCUMENT, "").hex()
-    path = tmp_path / "disk" / keeper.FILE
-    keeper.forget_noted(path.parent, (), "ff" if namespace[:2] != "ff" else "00")
+    path = tmp_path / "disk" / documents_file.FILE
+    documents_file.forget_noted(path.parent, (), "ff" if namespace[:2] != "ff" else "00")
     assert len(path.read_text().splitlines()) == 2
-    keeper.forget_noted(path.parent, (), namespace[:8])
+    documents_file.forget_noted(path.parent, (), namespace[:8])
     assert not path.exists()
 
 
@@ -441,7 +441,7 @@ def test_a_pin_behind_one_that_could_not_be_noted_is_noted(tmp_path, monkeypatch
         first, second = learn(engine, A), learn(engine, B)
         with monkeypatch.context() as patch:
             opened = lambda *given, **more: Full(open(*given, **more))  # noqa: E731, SIM115
-            patch.setattr(keeper, "open", opened, raising=False)
+            patch.setattr(documents_file, "open", opened, raising=False)
             engine.keeper.pin([first])
         engine.keeper.pin([second])
     with closing(engine_of(tmp_path)) as engine:

@@ -20,9 +20,10 @@ import torch
 from lmc.background import Background
 from lmc.blend.segments import Span
 from lmc.config import Settings
+from lmc.engine.documents_file import FILE
 from lmc.engine.geometry import Geometry
 from lmc.engine.index import BlockChain, CacheIndex, ExactChain, NewChunk, TokenChain, find_run
-from lmc.engine.keeper import FILE, DocumentKeeper, Keeper
+from lmc.engine.keeper import DocumentKeeper, Keeper
 from lmc.engine.known_documents import KnownDocument, KnownDocuments, document_label, parted_label
 from lmc.engine.learn_queue import LearnQueue, Unlearned
 from lmc.engine.names import Names

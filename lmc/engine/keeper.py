@@ -6,24 +6,22 @@ removes documents whose time is over, and once a minute brings pinned documents 
 
 import json
 import logging
-import os
 import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from lmc.engine.known_documents import BY_A_PERSON, KnownDocument, KnownDocuments, pack_tokens, unpack_tokens
+from lmc.engine import documents_file
+from lmc.engine.known_documents import BY_A_PERSON, KnownDocument, KnownDocuments, unpack_tokens
 from lmc.errors import InputError
 from lmc.keys import ChunkKey
 from lmc.storage.store import Store
 
 log = logging.getLogger(__name__)
 
-FILE = "documents.jsonl"  # in the directory of the disk tier
 EXPIRY_SECONDS = 1.0  # between two looks for documents whose time is over
 RESTORE_SECONDS = 60.0  # between two looks for pinned documents that a tier has lost
 AT_ONCE = 8  # chunks that a tier is asked for together; nothing is removed meanwhile
@@ -133,7 +131,7 @@ class Keeper(DocumentKeeper):
             log.warning("cannot read %s (%s): no document is pinned", self._path, error.strerror)
             return
         noted: dict[str, dict[str, Any]] = {}
-        for one in filter(None, map(_parsed, lines)):
+        for one in filter(None, map(documents_file.parsed, lines)):
             noted[one["id"]] = noted.get(one["id"], {}) | one
         given_up = sum(not self._take_over(one) for one in noted.values())
         if given_up:
@@ -303,7 +301,7 @@ class Keeper(DocumentKeeper):
             if self._torn:  # A line behind half of one would not be read.
                 self._write("w", self._lines())
             else:
-                self._write("a", [_line(document, whole=document.id in new) for document in noted])
+                self._write("a", [documents_file.line_about(document, whole=document.id in new) for document in noted])
         if self._path is None and new:
             log.warning("there is no disk tier (local_disk): pins and time limits end with this process")
         self._start()
@@ -314,17 +312,16 @@ class Keeper(DocumentKeeper):
             self._write("w", self._lines())
 
     def _lines(self) -> list[str]:
-        return [*(_line(document, whole=True) for document in self._all()), *self._foreign]
+        return [*(documents_file.line_about(document, whole=True) for document in self._all()), *self._foreign]
 
     def _write(self, mode: str, lines: Sequence[str]) -> None:
         if self._path is None or (mode == "a" and not lines):
             return
         try:
             if mode == "a":
-                with open(self._path, mode, encoding="utf-8", opener=_private) as file:
-                    file.writelines(lines)
+                documents_file.append(self._path, lines)
             else:
-                _replace(self._path, lines)
+                documents_file.replace(self._path, lines)
                 self._torn = False
         except OSError as error:
             self._torn |= mode == "a"
@@ -355,52 +352,3 @@ def _look_after(found: "weakref.ref[Keeper]", ended: threading.Event) -> None:
         except Exception:
             log.exception("lmc: looking after pinned documents failed unexpectedly; it is tried again")
         del keeper
-
-
-def _line(document: KnownDocument, *, whole: bool = False) -> str:
-    """Return what is noted of a document; its tokens stand in the first line about it only."""
-    noted = {"id": document.id, "pinned": document.pinned, "expires": document.expires, "name": document.name}
-    if whole:
-        noted["namespace"] = document.namespace.hex()
-        noted |= {"tokens": pack_tokens(document.tokens), "model": document.model, "tenant": document.tenant}
-        noted |= {"keys": b"".join(document.keys).hex()}
-    return json.dumps(noted) + "\n"
-
-
-def _parsed(line: str) -> dict[str, Any] | None:
-    """Return what a line notes; None for half a line, which a process that was killed leaves."""
-    with suppress(ValueError):
-        noted = json.loads(line)
-        if isinstance(noted, dict) and isinstance(noted.get("id"), str):
-            return noted
-    return None
-
-
-def forget_noted(directory: Path, ids: Collection[str], namespace: str | None = None) -> None:
-    """Remove what is noted about documents in the directory of a disk tier that no engine uses: those with these ids,
-    and those of each namespace that begins with some digits, or with none.
-    """
-    path = directory / FILE
-    if path.exists():
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
-        noted = list(filter(None, map(_parsed, lines)))
-        gone = set(ids)
-        if namespace is not None:
-            gone |= {one["id"] for one in noted if str(one.get("namespace", "")).startswith(namespace)}
-        kept = [json.dumps(one) + "\n" for one in noted if one["id"] not in gone]
-        _replace(path, kept)
-        if not kept:
-            path.unlink()
-
-
-def _replace(path: Path, lines: Sequence[str]) -> None:
-    """Write a file as a whole, or leave the old one."""
-    new = path.with_suffix(".tmp")
-    with open(new, "w", encoding="utf-8", opener=_private) as file:
-        file.writelines(lines)
-    new.replace(path)
-
-
-def _private(name: str, how: int) -> int:
-    """Open a file that nobody else on this machine may read: it has what tenants have stored."""
-    return os.open(name, how, 0o600)
