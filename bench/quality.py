@@ -74,7 +74,7 @@ def main() -> int:
     )
     if options.quick:
         options.tasks, options.prompts, options.rows = ",".join(QUICK_TASKS), QUICK_PROMPTS, Path("/dev/null")
-        options.ratios = f"{default(settings).ratio:g}"
+        options.default, options.ratios = True, f"{default(settings).ratio:g}"
     print(machine())
     rows = Rows(options.rows)
     if rows.outdated:
@@ -97,7 +97,7 @@ def measure(rows: Rows, options: Any, settings: Settings) -> None:
     until = time.monotonic() + options.minutes * 60
     ratios = [float(ratio) for ratio in options.ratios.split(",")]
     wanted = {way.name: way for way in ways(settings, ratios, options.matrix)}
-    if options.quick or options.default:
+    if options.default:
         wanted = {name: wanted[name] for name in (BLIND, *(default(settings, ratio).name for ratio in ratios))}
     names = options.tasks.split(",")
     for tasks in ([name for name in names if name != SMALL_TASK], [name for name in names if name == SMALL_TASK]):
@@ -109,7 +109,7 @@ def measure(rows: Rows, options: Any, settings: Settings) -> None:
         made, special = (options.size, options.words, options.prompts), settings.blend_special_str
         for case in cases(tasks, tokenizer, special, *made, inside=options.inside):
             seen[case.task] += 1
-            rounded = not (is_small or options.quick or options.default)
+            rounded = not (is_small or options.default)
             missing = rows.missing(case.key, [*wanted, *([ROUNDED] if rounded else [])])
             if not missing or time.monotonic() > until:
                 continue

@@ -153,8 +153,8 @@ class ChangeLog(Changes):
             if not held[0]:
                 del self._held[owner]
             for whose in _covering(chunk.model, chunk.tenant):
-                left = self._bytes[place, *whose] = self._bytes[place, *whose] + sign * chunk.bytes
-                if not left:
+                self._bytes[place, *whose] += sign * chunk.bytes
+                if not self._bytes[place, *whose]:
                     del self._bytes[place, *whose]
             self._number += 1
             self._changes.append(Change(self._number, chunk, place, meta is not None))

@@ -448,12 +448,13 @@ def test_a_pin_behind_one_that_could_not_be_noted_is_noted(tmp_path, monkeypatch
         assert [known(engine, tokens).pinned for tokens in (A, B)] == [True, True]
 
 
-def test_a_name_that_is_given_to_a_pinned_document_survives_a_restart(tmp_path):
+@pytest.mark.parametrize("before", ["", "draft"])
+def test_a_name_that_is_given_to_a_pinned_document_survives_a_restart(tmp_path, before):
     def desk(engine):
         return DocumentDesk(lambda: [engine], lambda tokens, model: "", engine.background)
 
     with closing(engine_of(tmp_path)) as engine:
-        document = learn(engine, A)
+        document = learn(engine, A, name=before)
         engine.keeper.pin([document])
         assert desk(engine).change(document.id, {"name": "contract"})["documents"][0]["name"] == "contract"
     with closing(engine_of(tmp_path)) as engine:

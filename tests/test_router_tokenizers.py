@@ -104,12 +104,24 @@ def test_an_empty_prompt_leaves_no_load(built):
     assert built.numbers("engine_requests") == 0
 
 
-def test_a_process_that_does_not_answer_is_replaced(built, monkeypatch):
-    monkeypatch.setattr(local_tokenizers, "AGAIN_SECONDS", 0.01)
+def ready(built):
+    """The tokenizers, when they can be asked, and their only process."""
     tokenizers = built.router.application.proxy.tokenizers
     eventually(lambda: "echo" in tokenizers)
     (process,) = tokenizers._pool._processes.values()
+    return tokenizers, process
+
+
+def stopped(built, monkeypatch):
+    """The same, of a process that does not answer any more."""
+    monkeypatch.setattr(local_tokenizers, "AGAIN_SECONDS", 0.01)
+    tokenizers, process = ready(built)
     os.kill(process.pid, signal.SIGSTOP)
+    return tokenizers, process
+
+
+def test_a_process_that_does_not_answer_is_replaced(built, monkeypatch):
+    tokenizers, process = stopped(built, monkeypatch)
     monkeypatch.setattr(local_tokenizers, "SECONDS", 0.2)
     assert built.ask(ASK, {"model": "echo", "prompt": PROMPT})[0] == 200
     monkeypatch.setattr(local_tokenizers, "SECONDS", 5.0)
@@ -120,8 +132,7 @@ def test_a_process_that_does_not_answer_is_replaced(built, monkeypatch):
 
 def test_a_process_that_ends_is_replaced_and_no_request_fails(built, monkeypatch):
     monkeypatch.setattr(local_tokenizers, "AGAIN_SECONDS", 0.01)
-    tokenizers = built.router.application.proxy.tokenizers
-    (process,) = tokenizers._pool._processes.values()
+    tokenizers, process = ready(built)
     os.kill(process.pid, signal.SIGKILL)
     eventually(lambda: built.ask(ASK, {"model": "echo", "prompt": PROMPT})[0] == 200 and "echo" not in tokenizers)
     assert built.ask(EXPLAIN, {"model": "echo", "prompt": PROMPT})[0] == 200
@@ -131,13 +142,9 @@ def test_a_process_that_ends_is_replaced_and_no_request_fails(built, monkeypatch
     assert asked_for_tokens(built) == before
 
 
-def test_prompts_behind_one_that_is_not_answered_are_answered_by_an_engine(built, monkeypatch, caplog):
+def test_prompts_behind_one_that_is_not_answered_are_answered_by_an_engine(built, monkeypatch):
     """They were answered with an error of the router: what waits for a process that is killed is cancelled."""
-    monkeypatch.setattr(local_tokenizers, "AGAIN_SECONDS", 0.01)
-    tokenizers = built.router.application.proxy.tokenizers
-    eventually(lambda: "echo" in tokenizers)
-    (process,) = tokenizers._pool._processes.values()
-    os.kill(process.pid, signal.SIGSTOP)
+    tokenizers, _ = stopped(built, monkeypatch)
     monkeypatch.setattr(local_tokenizers, "SECONDS", 0.3)
     with ThreadPoolExecutor(8) as pool:
         asked = {"model": "echo", "prompt": PROMPT}
@@ -149,9 +156,7 @@ def test_prompts_behind_one_that_is_not_answered_are_answered_by_an_engine(built
 
 def test_a_process_that_has_much_to_do_is_not_replaced(built, monkeypatch):
     """The prompts that wait for it are cut otherwise."""
-    tokenizers = built.router.application.proxy.tokenizers
-    eventually(lambda: "echo" in tokenizers)
-    (process,) = tokenizers._pool._processes.values()
+    tokenizers, process = ready(built)
     monkeypatch.setattr(local_tokenizers, "SECONDS", 0.5)
 
     async def take_turn():

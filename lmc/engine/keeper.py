@@ -278,7 +278,7 @@ class Keeper(DocumentKeeper):
             return True
         model, tenant = str(noted.get("model", "")), str(noted.get("tenant", ""))
         document = self._known.note(namespace, tokens, keys, model=model, tenant=tenant)
-        document.name, document.expires = document.name or str(noted.get("name", "")), expires
+        document.name, document.expires = str(noted.get("name", "")) or document.name, expires
         fits = not pinned or self._share.take(self._size(document)) <= 1
         if pinned and fits:
             self._pin(document)
@@ -298,10 +298,8 @@ class Keeper(DocumentKeeper):
                         self._kept[document.id] = document
                     else:
                         self._kept.pop(document.id, None)
-            if self._torn:  # A line behind half of one would not be read.
-                self._write("w", self._lines())
-            else:
-                self._write("a", [documents_file.line_about(document, whole=document.id in new) for document in noted])
+            if noted:
+                self._write([documents_file.line_about(document, whole=document.id in new) for document in noted])
         if self._path is None and new:
             log.warning("there is no disk tier (local_disk): pins and time limits end with this process")
         self._start()
@@ -309,22 +307,21 @@ class Keeper(DocumentKeeper):
     def _rewrite(self) -> None:
         """Replace the file by one with a line for each document."""
         with self._file:
-            self._write("w", self._lines())
+            self._write()
 
-    def _lines(self) -> list[str]:
-        return [*(documents_file.line_about(document, whole=True) for document in self._all()), *self._foreign]
-
-    def _write(self, mode: str, lines: Sequence[str]) -> None:
-        if self._path is None or (mode == "a" and not lines):
+    def _write(self, more: Sequence[str] | None = None) -> None:
+        """Write `more` lines behind the others, or all of them anew: a line behind half of one would not be read."""
+        if self._path is None:
             return
         try:
-            if mode == "a":
-                documents_file.append(self._path, lines)
-            else:
-                documents_file.replace(self._path, lines)
+            if more is None or self._torn:
+                whole = [documents_file.line_about(document, whole=True) for document in self._all()]
+                documents_file.replace(self._path, [*whole, *self._foreign])
                 self._torn = False
+            else:
+                documents_file.append(self._path, more)
         except OSError as error:
-            self._torn |= mode == "a"
+            self._torn |= more is not None
             wrong = "cannot write %s (%s): what is pinned or limited in time now ends with this process"
             log.warning(wrong, self._path, error.strerror)
 

@@ -168,8 +168,9 @@ class Engine:
     def checked(self, up: bool, *, ended: bool = False) -> None:
         """Note whether it has passed a health check, or has even `ended`.
 
-        Requests that wait for an engine which is down are given up, but not those that it has answered something since
-        checks fail. A single check that fails means little: an engine that cuts long prompts into tokens may be late.
+        Requests that wait for an engine which is down are given up, unless something of their answers has come since
+        the first of the checks that failed. A single check that fails means little: an engine that cuts long prompts
+        into tokens may be late.
         """
         self.healthy, self.gone = up, self.gone or ended
         if not up and not self.failed_checks:

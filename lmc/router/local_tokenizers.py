@@ -84,7 +84,7 @@ class LocalTokenizers:
         try:
             async with asyncio.timeout(seconds):
                 await self._turns.acquire()
-            return await self._done(seconds, work, *arguments)
+            return await self._result(seconds, work, *arguments)
         except TimeoutError:
             raise InputError("the tokenizers of the router have too much to do") from None
         finally:
@@ -106,7 +106,8 @@ class LocalTokenizers:
         doing.add_done_callback(end_turn)
         return doing
 
-    async def _done(self, seconds: float, work: Callable[..., T], *arguments: object) -> T:
+    async def _result(self, seconds: float, work: Callable[..., T], *arguments: object) -> T:
+        """Wait for some work. If it does not end in time, or a process ends, all processes are started anew."""
         pool = self._pool
         try:
             async with asyncio.timeout(seconds):

@@ -5,7 +5,6 @@ when the last of them has ended, however it ends. A server that comes later find
 """
 
 import fcntl
-import logging
 import os
 import secrets
 import time
@@ -13,10 +12,11 @@ from contextlib import suppress
 from pathlib import Path
 
 from lmc.storage.memory_files import locked
-
-log = logging.getLogger(__name__)
+from lmc.storage.tier_guard import TierGuard
 
 RETRY_SECONDS = 1.0
+
+complain = TierGuard().complain  # at most once a minute about the same
 
 
 class Lifelines:
@@ -42,10 +42,10 @@ class Lifelines:
 
 
 def wait_until_gone(path: Path) -> None:
-    """Return when no process has locked a lifeline any more, and remove it. Nothing else says that it is safe to go on,
-    so an error, such as too many open files, is waited out.
+    """Return when no process has locked a lifeline any more, and remove it.
+
+    Nothing else says that it is safe to go on, so an error, such as too many open files, is waited out.
     """
-    complained = False
     while True:
         try:
             with suppress(FileNotFoundError), path.open() as file:
@@ -53,9 +53,8 @@ def wait_until_gone(path: Path) -> None:
                 path.unlink(missing_ok=True)
             return
         except OSError as error:
-            if not complained:
-                log.warning("cannot see whether a client has ended (%s): its slots stay unused until that works", error)
-            complained = True
+            unseen = f"cannot see whether a client has ended ({error})"
+            complain("lifelines", f"{unseen}: its slots stay unused until that works")
             time.sleep(RETRY_SECONDS)
 
 

@@ -225,12 +225,16 @@ class Session:
         finally:
             self._channel.close()
             try:
-                if self._lease is not None:
-                    self._lease.end()
+                self._end_lease()
             finally:
-                if self._lease is not None:
-                    self._server.arenas.left(self._lease.arena)
                 self._server.ended(self)
+
+    def _end_lease(self) -> None:
+        if self._lease is not None:
+            try:
+                self._lease.end()
+            finally:
+                self._server.arenas.left(self._lease.arena)
 
     @property
     def attached(self) -> bool:
