@@ -12,8 +12,18 @@ from hypothesis import strategies as st
 from lmc.blend.markers import Markers
 from lmc.errors import InputError
 from lmc.keys import tenant_of
-from lmc.router.cut import BLOCK_LETTERS, LEAST_RATE, MOST_DOCUMENTS, MOST_LETTERS, MOST_TOKENS, ROLE, SCOPES, Cutter
-from lmc.router.document_index import COMING, LEARNING_SECONDS, DocumentIndex, Told
+from lmc.router.cut import (
+    BLOCK_LETTERS,
+    LEAST_RATE,
+    MOST_DOCUMENTS,
+    MOST_LETTERS,
+    MOST_TOKENS,
+    ROLE,
+    SCOPES,
+    CutDocument,
+    Cutter,
+)
+from lmc.router.document_index import COMING, LEARNING_SECONDS, DocumentIndex, Found, Told
 from lmc.router.fair_lru import FairLru
 from lmc.router.kv_index import CacheSource
 from lmc.router.policies.documents import STAY, Documents
@@ -31,6 +41,10 @@ def prompt(*names: str, question: str = "why?") -> PromptRequest:
 
 def engines(count: int = 2, **fields) -> list[Candidate]:
     return [Candidate(f"http://{number}", **fields) for number in range(count)]
+
+
+def found_in(index: DocumentIndex, cache: str, document: CutDocument, *tenant: str) -> Found:
+    return index.find(cache, [document], *tenant)[0]
 
 
 # -- cutting ----------------------------------------------------------------------------------------------------------
@@ -244,12 +258,12 @@ def test_what_an_engine_was_sent_is_taken_to_be_there_until_others_take_its_room
     index, cutter = DocumentIndex(250), Cutter()
     cut = cutter.cut(prompt("one", "two"))  # 100 tokens each
     index.note("a", cut)
-    assert [index.find("a", one).weight for one in cut.documents] == [1, 1]
-    assert [index.find("b", one).weight for one in cut.documents] == [0, 0]
+    assert [found_in(index, "a", one).weight for one in cut.documents] == [1, 1]
+    assert [found_in(index, "b", one).weight for one in cut.documents] == [0, 0]
     index.note("a", cutter.cut(prompt("three")))
-    assert [index.find("a", one).weight for one in cut.documents] == [0, 1]
+    assert [found_in(index, "a", one).weight for one in cut.documents] == [0, 1]
     index.resize("a", 110)
-    assert [index.find("a", one).weight for one in cut.documents] == [0, 0]
+    assert [found_in(index, "a", one).weight for one in cut.documents] == [0, 0]
     index.resize("a", 300, 128)  # tokens of a chunk
     index.note("a", cut)
     assert index.room("a") == 300 - 2 * 128
@@ -392,7 +406,7 @@ def test_answers_change_nothing_where_events_say_what_is_there():
     index.answered("a", "", 100, 0, {})
     index.untold("a")
     index.note("a", Cutter().cut(prompt("one")))
-    assert index.find("a", one).certainty == 1
+    assert found_in(index, "a", one).certainty == 1
 
 
 def test_events_say_where_documents_are():
@@ -402,15 +416,15 @@ def test_events_say_where_documents_are():
     cutter = Cutter(find=lambda _, text, __: digests.get(text.strip()))
     one, two = cutter.cut(prompt("one", "two")).documents
     index.moved("a", Told("", "d1"), "CPU", stored=True)
-    assert index.find("a", one).weight == 0, "without a listing, nobody knows what else is there"
+    assert found_in(index, "a", one).weight == 0, "without a listing, nobody knows what else is there"
     index.listed("a", [(Told("", "d1"), "STORAGE")])
-    assert (index.find("a", one).weight, index.find("a", two).weight) == (0.7, 0)
-    assert index.find("a", one, tenant_of("other")).weight == 0
+    assert (found_in(index, "a", one).weight, found_in(index, "a", two).weight) == (0.7, 0)
+    assert found_in(index, "a", one, tenant_of("other")).weight == 0
     index.moved("a", Told("", "d1"), "CPU", stored=True)
     index.moved("a", Told("", "d2"), "CPU", stored=True)
-    assert (index.find("a", one).weight, index.find("a", two).weight) == (1, 1)
+    assert (found_in(index, "a", one).weight, found_in(index, "a", two).weight) == (1, 1)
     index.moved("a", Told("", "d2"), "CPU", stored=False)
-    assert index.find("a", two).weight == 0
+    assert found_in(index, "a", two).weight == 0
 
 
 def test_a_document_that_was_sent_is_on_its_way_until_it_should_have_been_learned():
@@ -421,25 +435,27 @@ def test_a_document_that_was_sent_is_on_its_way_until_it_should_have_been_learne
     known, unknown = cut.documents
     index.listed("a", [])
     index.note("a", cut)
-    assert index.find("a", known) == COMING
-    assert index.find("a", unknown).weight == 1, "events cannot name it"
+    assert found_in(index, "a", known) == COMING
+    assert found_in(index, "a", unknown).weight == 1, "events cannot name it"
     now[0] += LEARNING_SECONDS
     index.note("a", cut)
-    assert (index.find("a", known).weight, index.find("a", unknown).weight) == (0, 1), "it was not, for whatever reason"
+    assert (found_in(index, "a", known).weight, found_in(index, "a", unknown).weight) == (0, 1), (
+        "it was not, for whatever reason"
+    )
     index.moved("a", Told("", "d"), "CPU", stored=True)
-    assert index.find("a", known).weight == 1
+    assert found_in(index, "a", known).weight == 1
     index.moved("a", Told("", "d"), "CPU", stored=False)
-    assert index.find("a", known).weight == 0
+    assert found_in(index, "a", known).weight == 0
     now[0] += 1
     index.note("a", cut)
-    assert index.find("a", known) == COMING, "it is learned again"
+    assert found_in(index, "a", known) == COMING, "it is learned again"
     index.moved("a", Told("", "d"), "CPU", stored=True)
     now[0] += 1
     index.moved("a", Told("", "d"), "CPU", stored=False)
-    assert not index.find("a", known).is_coming, "it was, and has left again"
+    assert not found_in(index, "a", known).is_coming, "it was, and has left again"
     index.untold("a")
     assert index.told("a") == {}
-    assert index.find("a", known).weight == 1, "it was sent there"
+    assert found_in(index, "a", known).weight == 1, "it was sent there"
 
 
 @given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 9), st.integers(1, 60)), max_size=60))
@@ -461,7 +477,7 @@ def test_a_tenant_displaces_its_own_documents_and_not_those_of_another():
     for number in range(100):
         flood = PromptRequest(text=SEPARATOR.join(["s", f"{number} " * 200, "q"]), salt="another")
         index.note("a", cutter.cut(flood))
-    assert [index.find("a", one, mine.tenant).weight for one in mine.documents] == [1, 1]
+    assert [found_in(index, "a", one, mine.tenant).weight for one in mine.documents] == [1, 1]
     assert index.room("a") >= 0
 
 

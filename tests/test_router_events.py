@@ -343,7 +343,7 @@ def test_a_document_is_known_by_its_text_while_no_engine_answers(monkeypatch):
             (document,) = policy.cutter.cut(request).documents
             assert document.digest == ""
         policy.index.note("a", policy.cutter.cut(request))
-        assert policy.index.find("a", document).weight == 1
+        assert policy.index.find("a", [document])[0].weight == 1
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
 

@@ -7,7 +7,7 @@ How much of that turns out to be there, and in which place, their answers say.
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import ceil
 from typing import NamedTuple
 
@@ -72,10 +72,10 @@ class DocumentIndex:
         """Say how many tokens fit into a cache, and into each of the chunks in which it keeps documents."""
         self._of(cache).resize(tokens, chunk_tokens)
 
-    def find(self, cache: str, document: CutDocument, tenant: str = "") -> Found:
-        """Return what is known of a document of a tenant in a cache."""
+    def find(self, cache: str, documents: Sequence[CutDocument], tenant: str = "") -> list[Found]:
+        """Return what is known of documents of a tenant in a cache."""
         known = self._caches.get(cache)
-        return known.find(document, tenant, self._clock()) if known else NOTHING
+        return known.find(documents, tenant, self._clock()) if known else [NOTHING] * len(documents)
 
     def answered(self, cache: str, tenant: str, assumed: float, reused: float, places: Mapping[str, int]) -> None:
         """Note how many tokens of a tenant's documents were assumed to be in a cache, and how many of them were reused.
@@ -218,13 +218,18 @@ class _Cache:
         self._sent.resize(tokens)
         self._blocks.resize(tokens * PREFIX_SHARE)
 
-    def find(self, document: CutDocument, tenant: str, now: float) -> Found:
-        if not self.told or not document.digest:
-            came = self._sent.get(tenant, document.key)
-            if came is None:
-                return NOTHING
-            # What was sent a moment ago may not have been learned, which shows nothing about the others.
-            return self.documents.of(tenant)._replace(is_assumed=now - came >= LEARNING_SECONDS)
+    def find(self, documents: Sequence[CutDocument], tenant: str, now: float) -> list[Found]:
+        found, is_told = [], bool(self.told)
+        for document in documents:
+            if is_told and document.digest:
+                found.append(self._find_told(document, tenant, now))
+            elif (came := self._sent.get(tenant, document.key)) is None:
+                found.append(NOTHING)
+            else:  # What was sent a moment ago may not have been learned, which shows nothing about the others.
+                found.append(self.documents.of(tenant)._replace(is_assumed=now - came >= LEARNING_SECONDS))
+        return found
+
+    def _find_told(self, document: CutDocument, tenant: str, now: float) -> Found:
         told = Told(tenant, document.digest)
         if media := self.media(told):
             return Found(1.0, max(WEIGHTS.get(medium, 0.0) for medium in media))

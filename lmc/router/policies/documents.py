@@ -21,7 +21,7 @@ from typing import NamedTuple
 import xxhash
 
 from lmc.router.cut import Cut, Cutter, tenant
-from lmc.router.document_index import LEARNING_SECONDS, Beginning, DocumentIndex
+from lmc.router.document_index import LEARNING_SECONDS, NOTHING, Beginning, DocumentIndex
 from lmc.router.fair_lru import FairLru
 from lmc.router.kv_index import BlockIndex, chains
 from lmc.router.policies.options import check, check_count
@@ -151,11 +151,14 @@ class Documents:
         beginning = sent * start.certainty
         blended = worth = coming = new = assumed = 0.0
         documents = 0
-        for document in cut.documents:
+        all_found = self.index.find(candidate.cache, cut.documents, cut.tenant)
+        for document, found in zip(cut.documents, all_found, strict=True):
             behind = min(document.tokens, document.stop - beginning)  # tokens that are not in the beginning
             if behind <= 0:
                 continue
-            found = self.index.find(candidate.cache, document, cut.tenant)
+            if found is NOTHING:  # as in most engines
+                new += document.tokens
+                continue
             blended += behind * found.certainty
             worth += behind * found.certainty * found.weight
             coming += behind * found.is_coming
