@@ -483,7 +483,8 @@ def test_a_geometry_of_which_no_chunk_fits_is_refused_and_the_reason_reaches_the
         attached(server, Sizes(Shares((100,)), 1 << 20, 2))
 
 
-def test_more_memory_than_there_is_is_refused(tmp_path):
+def test_more_memory_than_there_is_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(arenas, "MEMORY_SECONDS", 0.1)
     with pytest.raises(NoMemory, match="max_local_cpu_size = 1e\\+06 GB"):
         CacheServer(Settings(max_local_cpu_size=1e6), tmp_path / "lmc.sock")
     with serving(tmp_path, 4):
@@ -492,6 +493,7 @@ def test_more_memory_than_there_is_is_refused(tmp_path):
 
 def test_more_memory_than_a_tmpfs_has_is_refused(tmp_path, monkeypatch):
     """A client that wrote into a slot for which the tmpfs has no page would be killed by the system."""
+    monkeypatch.setattr(arenas, "MEMORY_SECONDS", 0.1)
     small = SimpleNamespace(f_bavail=1, f_frsize=4096)
     monkeypatch.setattr(os, "statvfs", lambda path: small)
     with pytest.raises(NoMemory, match=r"0\.00 GiB of memory are available in .*/memory; lower it"):

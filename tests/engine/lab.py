@@ -29,8 +29,12 @@ from vllm import LLM, SamplingParams  # noqa: E402
 from vllm.config import KVTransferConfig  # noqa: E402
 from vllm.distributed import cleanup_dist_env_and_memory  # noqa: E402
 from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown  # noqa: E402
+from vllm.model_executor.models import registry  # noqa: E402
 
 from lmc.keys import RecordKind  # noqa: E402
+
+# vLLM looks at a class of models in a process of its own, lest CUDA be initialized here. That takes many seconds.
+registry._run_in_subprocess = lambda look: look()
 
 BLOCK = 32
 SAME = 1e-5  # logprobs, float32

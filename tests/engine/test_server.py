@@ -74,6 +74,7 @@ class Server:
     def run(self, command: list[str], **options) -> subprocess.Popen:
         environment = {key: value for key, value in os.environ.items() if not key.startswith(("LMC_", "VLLM_"))}
         environment |= {"PATH": f"{Path(os.sys.executable).parent}:{os.environ['PATH']}", "HF_HUB_OFFLINE": "1"}
+        environment |= {"VLLM_CACHE_ROOT": f"{os.environ['XDG_CACHE_HOME']}/vllm"}  # what it knows of classes of models
         environment |= {"XDG_CACHE_HOME": str(self.folder / "cache"), **self.variables}
         return subprocess.Popen(command, cwd=ROOT, env=environment, text=True, **options)
 

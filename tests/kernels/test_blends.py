@@ -24,14 +24,14 @@ def blended(monkeypatch, kernels: str, family: str, **more):
         return found.logits, found.report.charged_budget
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2"])
 @pytest.mark.parametrize(
-    "more",
+    ("family", "more"),
     [
-        {},
-        {"blend_strategy": "query"},
-        {"blend_strategy": "deviation", "blend_check_layers": [1]},
-        {"blend_recompute_ratios": [0.4], "blend_learn_prefix": "sink"},
+        ("llama", {}),
+        ("qwen2", {}),
+        ("qwen2", {"blend_strategy": "query"}),
+        ("llama", {"blend_strategy": "deviation", "blend_check_layers": [1]}),
+        ("qwen2", {"blend_recompute_ratios": [0.4], "blend_learn_prefix": "sink"}),
     ],
     ids=str,
 )

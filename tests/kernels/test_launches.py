@@ -54,7 +54,7 @@ def blended(monkeypatch, documents: int, **policy):
     return watched(watch, Blender(canvas, given, RecomputePolicy(**policy)).slices())
 
 
-@pytest.mark.parametrize("documents", [1, 3, 9, 20])
+@pytest.mark.parametrize("documents", [1, 10])
 @pytest.mark.parametrize(
     "policy",
     [{"strategy": "union", "ratios": (0.3,), "correction": "shift"}, {"strategy": "query", "ratios": (0.3,)},

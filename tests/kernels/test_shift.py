@@ -72,7 +72,7 @@ def test_weights_are_those_of_torch(shape, dtype, interleaved, layout):
     assert wanted.abs().sum() > 0
 
 
-@pytest.mark.parametrize("documents", [1, 20, 40])
+@pytest.mark.parametrize("documents", [1, 20])
 def test_weights_of_many_documents_are_those_of_torch(documents):
     torch.manual_seed(documents)
     tokens = torch.randint(1, 30, (documents,)).tolist()

@@ -1,0 +1,19 @@
+"""Triton's interpreter, without what it does again at each call of a function inside of a kernel."""
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")
+from triton import language
+from triton.runtime import interpreter
+
+
+def _call(function: Any, *given: Any, **named: Any) -> Any:
+    """Call a function with the interpreter's operations in the place of Triton's, which they may have taken already."""
+    if language.core.is_builtin(language.load) or language.core.is_builtin(language.core.load):
+        interpreter._patch_lang(function.fn)
+    return function.rewrite()(*given, **named)
+
+
+interpreter.InterpretedFunction.__call__ = _call
