@@ -82,6 +82,7 @@ class LearnJob:
     blocks: tuple[int, ...]
     chunk: int  # tokens in a full chunk
     slots: tuple[int, ...]  # -1 for a chunk that is stored already
+    resets: int = 0  # after how many resets of the caches; the weights may have changed with each of them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,6 +29,7 @@ class SaveQueue:
         self._longest = setup.longest
         self._spare = -(-setup.batch_tokens // setup.block_size)  # blocks that learning leaves free for a prompt
         self._saves: list[SaveJob] = []
+        self.resets = 0  # of the caches, until now
 
     @property
     def saving(self) -> bool:
@@ -99,6 +100,7 @@ class SaveQueue:
             blocks=tuple(block.block_id for block in blocks),
             chunk=self._chunk,
             slots=tuple(slot.slot if slot else -1 for slot in slots),
+            resets=self.resets,
         )
 
     # -- inside ------------------------------------------------------------------------------------------------------

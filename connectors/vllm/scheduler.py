@@ -209,6 +209,7 @@ class Scheduler:
     def reset(self) -> None:
         """Forget everything that was computed until now, for example because the weights have changed."""
         self.engine.begin_anew()
+        self._saves.resets += 1
         self.forget_all(wait=False)
         self.engine.learning.clear()
         for state in self._states.values():

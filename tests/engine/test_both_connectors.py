@@ -86,6 +86,19 @@ def test_transformers_finds_what_vllm_has_learned(models, place):
     assert set(report.loaded) == {tier}
 
 
+def note_what_is_known(monkeypatch, prefix):
+    """Learn documents behind a prefix; return a list to which each of them adds how many tokens are known before it."""
+    monkeypatch.setattr("lmc.connectors.vllm.connector.learn_prefix", lambda *_: prefix)
+    known = []
+
+    def noted(*given):
+        known.append(given[-1])
+        return prefill_alone(*given)
+
+    monkeypatch.setattr("lmc.connectors.vllm.worker.prefill_alone", noted)
+    return known
+
+
 @pytest.mark.parametrize("primer", [(), (9, 11, 12, 5)])
 def test_documents_behind_a_sink_are_the_same_in_both(tmp_path, monkeypatch, primer):
     """They are learned by a request that begins with the sink, by one that does not, and from a prompt."""
@@ -98,14 +111,7 @@ def test_documents_behind_a_sink_are_the_same_in_both(tmp_path, monkeypatch, pri
             tokenizer.encode(text, add_special_tokens=False)
             for text in ("at the abbey , owner of goose", " # # ", *texts)
         )
-    monkeypatch.setattr("lmc.connectors.vllm.connector.learn_prefix", lambda *_: prefix)
-    known = []
-
-    def noted(*given):
-        known.append(given[-1])
-        return prefill_alone(*given)
-
-    monkeypatch.setattr("lmc.connectors.vllm.worker.prefill_alone", noted)
+    known = note_what_is_known(monkeypatch, prefix)
     with engine(SMALL / "model", settings, skip_tokenizer_init=False) as lab:
         told = [facts(lab.ask(tokens, {"learn": True})) for tokens in ([sink, *documents[0]], documents[1])]
         lab.ask(join([sink], documents[2:], question, separator))
@@ -149,3 +155,16 @@ def test_what_was_learned_with_something_else_is_no_hit(models, tmp_path, change
         assert all(cached.learn(document) for document in DOCUMENTS)
     with cached_model(models("llama"), settings) as cached:
         assert not any(cached.knows(document) for document in DOCUMENTS)
+
+
+def test_after_a_reset_what_documents_are_learned_behind_is_computed_anew(monkeypatch):
+    """The weights may have changed, and keys and values of the old ones must not stand before new documents."""
+    known = note_what_is_known(monkeypatch, (7, 9, 11, 12, 5))
+    with engine(SMALL / "model", skip_tokenizer_init=False) as lab:
+        for seed in (1, 2):
+            lab.learn([words(50, seed)])
+        assert lab.llm.reset_prefix_cache(reset_connector=True)
+        for seed in (1, 2):
+            lab.learn([words(50, seed)])
+        lab.check()
+    assert known == [0, 5, 0, 5]
