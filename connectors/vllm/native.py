@@ -283,7 +283,7 @@ class NativeLayers:
         lengths = (at[edges[1:] - 1] + 1).to(torch.int32)
         runs = len(lengths)
         table = blocks[: -(-int(lengths.max()) // self.block_size)].to(torch.int32)
-        table = self.kernel_blocks(table)
+        table = self.kernel_blocks(table)[None].expand(runs, -1)
         return vllm_api.CommonAttentionMetadata(
             query_start_loc=sent(starts, self.device),
             query_start_loc_cpu=starts,
@@ -293,7 +293,8 @@ class NativeLayers:
             num_actual_tokens=len(at),
             max_query_len=int((edges[1:] - edges[:-1]).max()),
             max_seq_len=int(lengths.max()),
-            block_table_tensor=table[None].expand(runs, -1).contiguous(),
+            # lmc's own attention reads one row. Thousands of copies of a long table would take hundreds of megabytes.
+            block_table_tensor=table if self.kernels.in_pages else table.contiguous(),
             slot_mapping=self.slots(blocks, positions),
             positions=positions,
             causal=True,

@@ -367,3 +367,15 @@ def test_rows_are_described_with_one_wait_however_many_batches_they_are(monkeypa
         rows = layers.begin(torch.arange(LENGTH), positions, blocks, 3)
     assert [batch.common.num_reqs for batch in rows.batches] == [2, 2, 2]
     assert watch.take()[1].count("cpu") == 1
+
+
+def test_rows_of_a_long_prompt_share_one_block_table(monkeypatch):
+    """A table for each run of 8,192 rows in a prompt of 128k tokens would take 268 MB a batch, of several at once."""
+    monkeypatch.setenv("LMC_KERNELS", "triton")
+    layers, length = layers_over(kernels_of(torch.device("cpu")), 1, monkeypatch), 40 * BLOCK
+    positions, blocks = torch.arange(1, length, 2), torch.arange(40)
+    rows = layers.begin(torch.arange(length), positions, blocks, 100)
+    tables = [batch.common.block_table_tensor for batch in rows.batches]
+    assert [len(table) for table in tables] == [100, 100, 100, 20]
+    assert all(torch.equal(row, blocks[: len(row)].int()) for table in tables for row in table)
+    assert sum(table.untyped_storage().nbytes() for table in tables) <= len(tables) * len(blocks) * 4
