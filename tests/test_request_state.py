@@ -32,6 +32,22 @@ def test_the_blocks_of_a_request_with_lora_are_hashed_once(monkeypatch: pytest.M
     assert len(set(state.hashes)) == 101
 
 
+@pytest.mark.parametrize("kept", [0, 1, 2])
+def test_the_hash_of_a_block_that_gets_another_last_token_is_stamped_again(kept: int) -> None:
+    """A session that gets more input drops its last token, which has no KV, and the hashes from its block on."""
+    request = SimpleNamespace(block_hashes=[b"a", b"b", b"c"])
+    state = RequestState(request=request, role=Role.EXACT, stamp=b"adapter")
+    first = list(state.hashes)
+    del request.block_hashes[kept:]
+    assert list(state.hashes) == first[:kept]
+    request.block_hashes += [b"other", b"c"]
+    fresh = RequestState(request=request, role=Role.EXACT, stamp=b"adapter")
+    assert state.hashes == fresh.hashes
+    del request.block_hashes[kept:]
+    request.block_hashes += [b"third"]
+    assert state.hashes == [*first[:kept], hashlib.sha256(b"adapterthird").digest()]
+
+
 def test_a_request_without_a_stamp_has_the_engine_s_hashes() -> None:
     request = SimpleNamespace(block_hashes=[b"a", b"b"])
     assert RequestState(request=request, role=Role.EXACT).hashes is request.block_hashes

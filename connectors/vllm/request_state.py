@@ -72,6 +72,7 @@ class RequestState:
     blended: dict[str, object] = field(default_factory=dict)
     loading_since: float = 0.0  # when its job was made
     answered: bool = False  # Its first token has come.
+    _of: list[bytes] = field(default_factory=list)  # the engine's hashes that have been stamped
     _stamped: list[bytes] = field(default_factory=list)
 
     @property
@@ -89,12 +90,17 @@ class RequestState:
     def hashes(self) -> Sequence[bytes]:
         """The hashes of its exact blocks: the engine's, joined with the stamp if there is one.
 
-        A stamped request is never blended, so hashes are only ever added, and each of them is computed once.
+        A stamped request is never blended, so hashes are added at the end, and each of them is computed once. Only a
+        session that gets more input drops its last token, and with it the hash of a block that had just been full.
         """
         found: Sequence[bytes] = self.request.block_hashes
         if not self.stamp:
             return found
-        new = found[len(self._stamped) :]
+        # A hash covers all blocks before its own, so that those before one that has stayed have stayed as well.
+        while self._of and self._of[-1:] != found[len(self._of) - 1 : len(self._of)]:
+            del self._of[-1], self._stamped[-1]
+        new = found[len(self._of) :]
+        self._of += new
         self._stamped += [hashlib.sha256(self.stamp + block).digest() for block in new]
         return self._stamped
 
