@@ -37,7 +37,7 @@ PROVEN = {
     "Qwen3MoeForCausalLM": "plain RoPE",
 }
 
-MOST_RUNS = 4096  # of consecutive rows in one batch, for backends on GPUs that have buffers for them
+MOST_RUNS = 4096  # of consecutive rows in one batch that goes to a backend on a GPU, which has buffers for them
 
 
 class _EndOfLayer(Exception):
@@ -106,15 +106,16 @@ class NativeLayers:
         spec = group.kv_cache_spec
         if self._ratio > 1:
             spec = spec.copy_with_new_block_size(self.block_size // self._ratio)
-        # The runner's own builders hold plans and buffers of the step that is under way.
-        own = _for_many_runs(config)
+        kernels = kernels_of(self.device)
+        self.access = [TokenAccess(a, caches[a.layer_name], kernels) for a in self.attention]
+        self.kernels = self.access[0].kernels
+        # The runner's own builders hold plans and buffers of the step that is under way. Where lmc's own attention
+        # takes the batches of several runs, buffers for one are enough; otherwise they are for as many as there may be.
+        own = _own_config(config, 1 if self.kernels.in_pages else max(MOST_RUNS, config.scheduler_config.max_num_seqs))
         with vllm_api.set_current_vllm_config(own):
             builder = self.attention[0].attn_backend.get_builder_cls()
             self._builder = builder(spec, group.layer_names, own, self.device)
         self._built: RowBatch | None = None
-        kernels = kernels_of(self.device)
-        self.access = [TokenAccess(a, caches[a.layer_name], kernels) for a in self.attention]
-        self.kernels = self.access[0].kernels
         # On a GPU, builders have buffers for so many requests.
         few = self.device.type != "cpu" and not self.kernels.in_pages
         self.most_runs = own.scheduler_config.max_num_seqs if few else 1 << 30
@@ -301,14 +302,14 @@ class NativeLayers:
         )
 
 
-def _for_many_runs(config: Any) -> Any:
-    """Return the engine's configuration for a metadata builder of lmc's own: many requests, and no CUDA graphs."""
+def _own_config(config: Any, runs: int) -> Any:
+    """Return the engine's configuration for a metadata builder of lmc's own: so many requests, and no CUDA graphs."""
     own = copy.copy(config)
     own.scheduler_config, own.compilation_config = (
         copy.copy(config.scheduler_config),
         copy.copy(config.compilation_config),
     )
-    own.scheduler_config.max_num_seqs = max(MOST_RUNS, config.scheduler_config.max_num_seqs)
+    own.scheduler_config.max_num_seqs = runs
     own.compilation_config.cudagraph_mode = vllm_api.CUDAGraphMode.NONE
     return own
 

@@ -14,10 +14,11 @@ pytest.importorskip("vllm")
 from lmc.blend.blender import Blender, BlendInput
 from lmc.blend.kernels.choice import TORCH, kernels_of
 from lmc.blend.strategies import RecomputePolicy
+from lmc.connectors.vllm import vllm_api
 from lmc.connectors.vllm.canvas import BatchRows, PagedCanvas
 from lmc.connectors.vllm.memory import memory_for
 from lmc.connectors.vllm.messages import BlendJob, DocumentPart
-from lmc.connectors.vllm.native import NativeLayers
+from lmc.connectors.vllm.native import MOST_RUNS, NativeLayers
 from lmc.connectors.vllm.paged import TokenAccess
 from lmc.engine import Piece
 from lmc.keys import ChunkKey, RecordKind
@@ -379,3 +380,35 @@ def test_rows_of_a_long_prompt_share_one_block_table(monkeypatch):
     assert [len(table) for table in tables] == [100, 100, 100, 20]
     assert all(torch.equal(row, blocks[: len(row)].int()) for table in tables for row in table)
     assert sum(table.untyped_storage().nbytes() for table in tables) <= len(tables) * len(blocks) * 4
+
+
+@pytest.mark.parametrize(("kernels", "requests"), [("triton", 1), ("torch", MOST_RUNS)])
+def test_the_backend_has_buffers_for_the_runs_that_go_to_it_and_no_more(monkeypatch, kernels, requests):
+    """FlashInfer's builder takes 4 bytes for each request and page: 4096 of 128k tokens are 134 MB."""
+    monkeypatch.setenv("LMC_KERNELS", kernels)
+    made, scheduler = [], SimpleNamespace(max_num_seqs=256)
+    backend = SimpleNamespace(
+        get_name=lambda: "FLASHINFER", get_builder_cls=lambda: lambda spec, names, own, device: made.append(own)
+    )
+    for name, one in (
+        ("Attention", Attention),
+        ("set_current_vllm_config", nullcontext),
+        ("CUDAGraphMode", SimpleNamespace(NONE="none")),
+    ):
+        monkeypatch.setitem(vars(vllm_api), name, one)
+    for name, one in (("attn_backend", backend), ("sliding_window", None)):
+        monkeypatch.setattr(Attention, name, one, raising=False)
+    monkeypatch.setattr(Implementation, "scale", 1.0, raising=False)
+    rope = SimpleNamespace(cos_sin_cache=torch.zeros(10, DIM), is_neox_style=True)
+    layer = SimpleNamespace(modules=lambda: [Attention(lambda on: nullcontext()), rope])
+    model = type("LlamaForCausalLM", (), {"config": SimpleNamespace(), "model": SimpleNamespace(layers=[layer])})()
+    config = SimpleNamespace(
+        parallel_config=SimpleNamespace(pipeline_parallel_size=1, data_parallel_size=1),
+        scheduler_config=scheduler, compilation_config=SimpleNamespace(cudagraph_mode="full"),
+    )  # fmt: skip
+    group = SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=BLOCK), layer_names=["layer"])
+    caches = {"layer": torch.zeros(4, HEADS, BLOCK, 2 * DIM)}
+    layers = NativeLayers(model, config, SimpleNamespace(kv_cache_groups=[group], num_blocks=4), caches)
+    assert layers.kernels.in_pages == (kernels == "triton")
+    assert [one.scheduler_config.max_num_seqs for one in made] == [requests]
+    assert (scheduler.max_num_seqs, made[0].compilation_config.cudagraph_mode) == (256, "none")
