@@ -100,6 +100,15 @@ def can_submit(memory: torch.Tensor) -> bool:
     return memory.is_cuda or memory.is_pinned()
 
 
+def settle(device: torch.device) -> None:
+    """Wait until everything is done that was issued to a device, of whatever kind; a CPU does it at once.
+
+    No GPU lets the host wait for a copy that is issued with `non_blocking`.
+    """
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
 class _Location(ctypes.Structure):
     _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
 

@@ -105,3 +105,14 @@ def test_a_cpu_has_no_streams():
     streams = Streams(torch.device("cpu"))
     with streams.behind(streams.save, torch.zeros(1)):
         assert streams.event() is None
+
+
+def test_copies_of_a_gpu_without_cuda_are_done_when_no_event_is_left_to_wait_for(monkeypatch):
+    """Chunks are let go of, and slots given to others, when there is no event. An Intel GPU copies beside the host."""
+    waited = []
+    monkeypatch.setattr(torch.accelerator, "synchronize", waited.append)
+    for kind, wanted in (("cpu", 0), ("xpu", 1)):
+        streams = Streams(torch.device(kind))
+        with streams.behind(streams.save):
+            assert streams.event() is None
+        assert len(waited) == wanted

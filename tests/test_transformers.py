@@ -894,3 +894,25 @@ def test_no_way_in_lets_a_prompt_change_what_a_document_is_for_others(
 def test_a_sink_that_is_no_token_is_refused(prefix: list) -> None:
     with pytest.raises(InputError, match="learn_prefix"):
         CachedModel(random_model(), settings(), SEPARATOR, learn_prefix=prefix)
+
+
+@pytest.mark.parametrize("kind", ["mps", "xpu", "cuda"])
+def test_copies_to_and_from_any_gpu_are_waited_for(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """Before chunks that were copied are found by others, and before slots that were read are given back."""
+    waited: list[str] = []
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda device: waited.append(device.type))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: waited.append(device.type))
+    with CachedModel(random_model(), settings(), SEPARATOR) as cached:
+        device = torch.device(kind)
+        cached.learn(DOCUMENTS[0])
+        start = len(SYSTEM) + len(SEPARATOR)
+        (document,) = cached.engine.documents(prompt(0), [Span(start, start + len(DOCUMENTS[0]))])
+        assert not waited, "nothing waits on a CPU"
+        monkeypatch.setattr(cached.engine, "_device", device)
+        with closing(cached.engine.layers(document.pieces, cached.layers.shape)) as layers:
+            next(layers)
+        assert waited == [kind]
+        monkeypatch.setattr(cached.layers, "device", device)
+        cached._settle()
+        assert waited == [kind] * 2
+        monkeypatch.undo()

@@ -35,6 +35,7 @@ from lmc.connectors.transformers.hf import cache_argument, cache_of, forward, id
 from lmc.connectors.transformers.layers import DecoderLayers
 from lmc.connectors.transformers.report import How, Prefilled, Report
 from lmc.connectors.transformers.selftest import prove_model
+from lmc.copies import settle
 from lmc.engine import CacheEngine, Geometry, NewChunk, Plan, PromptView, Wish
 from lmc.engine.calibration import calibration_objection
 from lmc.engine.identity import rope_name
@@ -368,8 +369,7 @@ class CachedModel(AbstractContextManager["CachedModel"]):
 
     def _settle(self) -> None:
         """Wait for everything that was issued to a GPU."""
-        if self.layers.device.type == "cuda":
-            torch.cuda.synchronize(self.layers.device)
+        settle(self.layers.device)
 
     def _elapsed(self, started: float) -> float:
         self._settle()

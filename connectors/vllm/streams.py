@@ -1,10 +1,15 @@
-"""The streams of a GPU on which a worker copies beside the model's work. On a CPU there are none."""
+"""The streams of a GPU on which a worker copies beside the model's work. On a CPU there are none.
+
+"GPU" means one of CUDA or ROCm here. On others, copies go where the model's work goes.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
+
+from lmc.copies import settle
 
 E = TypeVar("E", bound=tuple[Any, ...])
 
@@ -38,7 +43,12 @@ class Streams:
             torch.cuda.current_stream(self._device).wait_event(event)
 
     def event(self) -> "torch.cuda.Event | None":
-        """Return an event that is over when the copies issued until now are done; None if they are done already."""
+        """Return an event that is over when the copies issued until now are done; None if they are done already.
+
+        On GPUs of other kinds than CUDA's, the host waits for them.
+        """
+        if not self._cuda:
+            settle(self._device)
         return torch.cuda.current_stream(self._device).record_event() if self._cuda else None
 
 

@@ -20,6 +20,7 @@ import torch
 from lmc.background import Background
 from lmc.blend.segments import Span
 from lmc.config import Settings
+from lmc.copies import settle
 from lmc.engine.documents_file import FILE
 from lmc.engine.geometry import Geometry
 from lmc.engine.index import BlockChain, CacheIndex, ExactChain, NewChunk, TokenChain, find_run
@@ -234,8 +235,7 @@ class CacheEngine:
                     pairs = zip(pieces, pins, strict=True)
                     yield layer, [self._part(piece, pin, layer, shape, loaded) for piece, pin in pairs]
             finally:
-                if self._device.type == "cuda":  # Copies out of slots end before the pins do, whatever their stream.
-                    torch.cuda.synchronize(self._device)
+                settle(self._device)  # Copies out of slots end before the pins do, whatever their stream.
             # A cache server takes slots from a process that it thinks to be dead, which this one may not notice.
             if lost := [pin.key for pin in pins if self.store.state(pin) is PinState.LOST]:
                 raise ChunkLost(list(lost))
