@@ -138,7 +138,6 @@ def test_engines_of_a_node_find_its_server_and_their_lifelines_at_the_same_paths
     (inside,), (vllm,) = server["containers"], engine["containers"]
     options = served(inside["command"])
     given = {one["name"]: one["value"] for one in vllm["env"]}
-    given |= {"VLLM_SERVICE_HOST": "10.0.0.7", "VLLM_PORT": "tcp://10.0.0.7:80"}  # what Kubernetes adds
     settings = Settings.load(environ=given)
     assert settings.enable_blending
     assert str(settings.server) == options["--socket"]
@@ -152,6 +151,17 @@ def test_engines_of_a_node_find_its_server_and_their_lifelines_at_the_same_paths
     assert is_checked(inside["readinessProbe"]["exec"]["command"], options["--socket"])
     assert server["terminationGracePeriodSeconds"] >= STOP_SECONDS
     assert f"lmc stat --server {options['--socket']}" in engine["initContainers"][0]["command"][-1]
+
+
+@pytest.mark.parametrize("documents", [DOCUMENTS, SERVED], ids=["kubernetes.yaml", "lmc-serve.yaml"])
+def test_no_engine_gets_variables_of_vllm_from_the_name_of_a_service(documents: list[dict[str, Any]]) -> None:
+    """A vLLM whose VLLM_PORT is the address of a Service, as Kubernetes sets it, ends at its start."""
+    services = [one["metadata"]["name"] for one in documents if one["kind"] == "Service"]
+    for one in documents:
+        pod = one.get("spec", {}).get("template", {}).get("spec", {})
+        for inside in pod.get("containers", []):
+            if inside["image"] == "vllm-lmc" and "command" not in inside and pod.get("enableServiceLinks", True):
+                assert not [name for name in services if name.startswith("vllm")]
 
 
 def test_no_service_has_a_name_from_which_kubernetes_makes_variables_of_ours() -> None:
