@@ -146,8 +146,8 @@ def test_engines_of_a_node_find_its_server_and_their_lifelines_at_the_same_paths
     assert mounts(server)[options["--memory"]].startswith("/dev/shm/"), "memory is on tmpfs"
     own = Settings.load(environ={one["name"]: one["value"] for one in inside["env"]})
     assert str(own.local_disk) in mounts(server)
-    for limits in (inside["resources"]["limits"], vllm["resources"]["limits"]):
-        assert float(limits["memory"].removesuffix("Gi")) > own.max_local_cpu_size
+    gib = [float(one["resources"]["limits"]["memory"].removesuffix("Gi")) for one in (inside, vllm)]
+    assert gib[0] > own.max_local_cpu_size > gib[1], "the server takes all of the memory, and it counts for nobody else"
     assert is_checked(inside["readinessProbe"]["exec"]["command"], options["--socket"])
     assert server["terminationGracePeriodSeconds"] >= STOP_SECONDS
     assert f"lmc stat --server {options['--socket']}" in engine["initContainers"][0]["command"][-1]
