@@ -104,6 +104,7 @@ def stored(store: ChunkStore) -> int:
         (["--http", "127.0.0.1:1234", "--certificate", "none.pem", "--key", "none.key"], "the certificate and the key"),
         (["--group", "there is none"], "this host has no such group"),
         (["--http", "127.0.0.1:123456"], "--http"),
+        (["--document-events", "*:5558"], "is no address of ZeroMQ"),
     ],
     ids=lambda one: one[0] if isinstance(one, list) else "",
 )

@@ -28,6 +28,24 @@ KEPT = 10_000  # batches that can be asked for again
 WAITING = 100_000  # batches for a subscriber that is slow; others are lost to it
 LAST = (-1).to_bytes(8, "big", signed=True)  # the number in the last message of an answer
 MOST_CHANGES = 1000  # in a batch
+HINT = "give one such as tcp://*:5558"
+
+
+def event_addresses(address: str) -> list[str]:
+    """Return where events are published, and where they are sent again, if that is wanted.
+
+    Raises `ConfigError` if these are no addresses, or without pyzmq and msgspec.
+    """
+    try:
+        import msgspec  # noqa: F401
+        import zmq  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(f"{DOCUMENT_EVENTS} needs {error.name}: pip install pyzmq msgspec") from None
+    addresses = [one for one in address.replace(" ", "").split(",") if one]
+    named = all(re.fullmatch(r"tcp://.+:\d+|(ipc|inproc)://.+", one) for one in addresses)
+    if not named or len(addresses) not in (1, 2):
+        raise ConfigError(f"{DOCUMENT_EVENTS} = {address} is no address of ZeroMQ: {HINT}")
+    return addresses
 
 
 class DocumentPublisher:
@@ -37,17 +55,11 @@ class DocumentPublisher:
     """
 
     def __init__(self, address: str, events: DocumentEvents, engine: int = 0) -> None:
-        """Raise `ConfigError` if the addresses cannot be had, or without pyzmq and msgspec."""
-        try:
-            import msgspec
-            import zmq
-        except ImportError as error:
-            raise ConfigError(f"{DOCUMENT_EVENTS} needs {error.name}: pip install pyzmq msgspec") from None
-        hint = "give one such as tcp://*:5558"
-        addresses = [one for one in address.replace(" ", "").split(",") if one]
-        named = all(re.fullmatch(r"tcp://.+:\d+|(ipc|inproc)://.+", one) for one in addresses)
-        if not named or len(addresses) not in (1, 2):
-            raise ConfigError(f"{DOCUMENT_EVENTS} = {address} is no address of ZeroMQ: {hint}")
+        """Raise `ConfigError` if the addresses cannot be had, or as `event_addresses`."""
+        addresses = event_addresses(address)
+        import msgspec
+        import zmq
+
         self._pack, self._engine = msgspec.msgpack.Encoder().encode, engine
         self._number, self._kept = 0, deque[tuple[bytes, bytes]](maxlen=KEPT)
         with ExitStack() as opened:
@@ -61,7 +73,7 @@ class DocumentPublisher:
                     one.linger = 0
                     one.bind(address_of_engine(where, engine))
             except zmq.ZMQError as error:
-                raise ConfigError(f"{DOCUMENT_EVENTS} = {address} cannot be had ({error}): {hint}") from error
+                raise ConfigError(f"{DOCUMENT_EVENTS} = {address} cannot be had ({error}): {HINT}") from error
             self._close_sockets = opened.pop_all().close
         self._events, self._ended = events, threading.Event()
         self._thread = threading.Thread(target=self._run, name="lmc-document-events", daemon=True)

@@ -71,6 +71,7 @@ def serve(
         os.environ["LMC_CONFIG_FILE"] = str(config)
     from lmc.config import Settings
     from lmc.config_sources import log_level
+    from lmc.engine.document_publisher import event_addresses
     from lmc.engine.tiers import described
     from lmc.service.server import CacheServer
 
@@ -78,6 +79,8 @@ def serve(
     path, group_number = _path_of(socket, settings.server), _number_of(group)
     logging.basicConfig(level=log_level(logging.INFO), format="%(asctime)s %(levelname)s %(message)s")
     sys.setswitchinterval(SWITCH_SECONDS)
+    if document_events:  # A server that is taken over goes on if these are no addresses.
+        event_addresses(document_events)
     if http:
         _http_modules()  # which take seconds, for which the server that is taken over goes on
     if takeover:
