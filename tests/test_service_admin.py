@@ -159,6 +159,20 @@ def test_a_document_that_is_pinned_stays_when_its_engine_has_ended_and_the_serve
         assert (known(engine, A).pinned, known(engine, A).expires) == (False, 0.0)
 
 
+def test_all_is_cleared_from_the_disk_of_a_server_with_its_pins(tmp_path):
+    disk = {"local_disk": tmp_path / "disk", "max_local_disk_size": 1.0}
+    with administered(tmp_path, **disk) as service:
+        engine = service.engine()
+        engine.keeper.pin([learn(engine, A, name="a.txt")])
+        (file,) = disk["local_disk"].glob("documents-*.jsonl")
+    (mine := disk["local_disk"] / "documents-of-mine.jsonl").write_text('{"id": "a", "text": "b"}\n')
+    assert lmc("clear", str(disk["local_disk"]), "--all", "--yes")[0] == 0
+    assert (file.exists(), mine.exists()) == (False, True)
+    with administered(tmp_path, **disk) as service:
+        service.engine()
+        assert service.documents() == []
+
+
 def test_pins_of_all_engines_share_one_room(service):
     one, other = service.engine(), service.engine()
     one.keeper.pin([learn(one, tokens) for tokens in (A, B)])

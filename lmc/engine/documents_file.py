@@ -5,6 +5,7 @@ Each line is an object of JSON about one document. A later line about a document
 
 import json
 import os
+import re
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 from lmc.engine.known_documents import KnownDocument, pack_tokens
 
 FILE = "documents.jsonl"
+OF_SERVER = re.compile(r"documents-[\d.]+x\d+-\d+-\d+\.jsonl")  # A cache server has one for each geometry.
 
 
 def line_about(document: KnownDocument, *, whole: bool = False) -> str:
@@ -52,8 +54,9 @@ def forget_noted(directory: Path, ids: Collection[str], namespace: str | None = 
     """Remove what is noted about documents in the directory of a disk tier that no engine uses: those with these ids,
     and those of each namespace that begins with some digits, or with none.
     """
-    path = directory / FILE
-    if path.exists():
+    for path in [
+        one for one in directory.glob("documents*.jsonl") if one.name == FILE or OF_SERVER.fullmatch(one.name)
+    ]:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
         noted = list(filter(None, map(parsed, lines)))
         gone = set(ids)
