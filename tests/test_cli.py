@@ -301,6 +301,15 @@ def test_clear_refuses_a_tier_that_another_process_uses(tmp_path: Path) -> None:
     assert paths[0].exists()
 
 
+@pytest.mark.parametrize("words", [["stat", "--server"], ["serve", "--socket"]], ids=lambda words: words[0])
+def test_without_its_package_a_cache_server_is_an_error_of_one_line(
+    tmp_path: Path, words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "msgspec", None)
+    code, _, err = lmc(*words, tmp_path / "lmc.sock")
+    assert (code, err) == (2, "error: a cache server needs the package msgspec: pip install msgspec\n")
+
+
 @pytest.mark.parametrize("words", [["check"], ["stat"], ["clear", "--all", "--yes"]])
 def test_without_a_directory_the_settings_say_where(
     tmp_path: Path, words: list[str], unset: pytest.MonkeyPatch

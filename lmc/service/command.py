@@ -1,5 +1,6 @@
 """`lmc serve`: one store for all engines of a host."""
 
+import importlib.util
 import logging
 import os
 import signal
@@ -67,14 +68,14 @@ def serve(
     SIGTERM or Ctrl-C, after it has written down what is in memory only. Engines go on without it. With --http it shows
     what it has and does to browsers, Prometheus and `lmc documents`; LMC_ADMIN_TOKEN is the token that it wants.
     """
-    if config is not None:
-        os.environ["LMC_CONFIG_FILE"] = str(config)
+    _need_msgspec()
     from lmc.config import Settings
     from lmc.config_sources import log_level
     from lmc.engine.document_publisher import event_addresses
     from lmc.engine.tiers import described
     from lmc.service.server import CacheServer
 
+    os.environ |= {"LMC_CONFIG_FILE": str(config)} if config is not None else {}
     settings, visitors = Settings.load(), _checked(http, tenants, certificate, key)
     path, group_number = _path_of(socket, settings.server), _number_of(group)
     logging.basicConfig(level=log_level(logging.INFO), format="%(asctime)s %(levelname)s %(message)s")
@@ -128,6 +129,7 @@ def socket_at(path: Path) -> Path:
 
 def show_status(path: Path, *, as_json: bool) -> None:
     """Print what a cache server has and does; raise `TierUnusable` if there is none."""
+    _need_msgspec()
     import msgspec
 
     from lmc.service.attachment import status
@@ -206,6 +208,12 @@ def _published(server: "CacheServer", address: str) -> Callable[[], None]:
     arenas = server.arenas
     events = DocumentEvents(arenas.changes, arenas.document, lambda _: None, Background())
     return DocumentPublisher(address, events).close
+
+
+def _need_msgspec() -> None:
+    """Raise `ConfigError` without the package in which a server and its clients write messages."""
+    if importlib.util.find_spec("msgspec") is None:
+        raise ConfigError("a cache server needs the package msgspec: pip install msgspec")
 
 
 def _http_modules() -> None:
