@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -57,6 +58,12 @@ def test_lines_of_json_are_read_from_a_file_and_from_standard_input(tmp_path: Pa
     assert read_documents(str(tmp_path / "e.jsonl"), "key", "body") == [Document("a", "one")]
 
 
+def test_a_file_whose_name_is_no_unicode_is_a_document_with_a_name_that_can_be_sent(tmp_path: Path) -> None:
+    Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff.txt")).write_text("one")
+    found = [Document("\\xff.txt", "one")]
+    assert read_documents(str(tmp_path)) == read_documents(str(next(tmp_path.iterdir()))) == found
+
+
 @pytest.mark.parametrize(
     ("lines", "said"),
     [
@@ -70,6 +77,7 @@ def test_lines_of_json_are_read_from_a_file_and_from_standard_input(tmp_path: Pa
         ),
         ('{"id": "a", "text": 3}', "line 1: 'text' is no text"),
         ('{"id": null, "text": "one"}', "line 1: 'id' is no text and no whole number"),
+        ('{"id": "\\ud800", "text": "one"}', "line 1: 'id' is no text and no whole number"),
         ('{"id": "a", "text": " "}', "there is no document with text"),
     ],
 )

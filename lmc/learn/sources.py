@@ -40,7 +40,7 @@ def read_documents(source: str, id_field: str = "id", text_field: str = "text") 
     elif os.path.isdir(source):
         found = _from_files(path)
     elif is_file and path.suffix in ENDINGS:
-        found = iter([Document(path.name, read_text(path).strip())])
+        found = iter([Document(os.fsencode(path.name).decode(errors="backslashreplace"), read_text(path).strip())])
     elif is_file:
         found = _from_lines(read_text(path), source, id_field, text_field)
     else:
@@ -60,7 +60,8 @@ def read_documents(source: str, id_field: str = "id", text_field: str = "text") 
 
 def _from_files(folder: Path) -> Iterator[Document]:
     for path in sorted(path for path in folder.rglob("*") if path.suffix in ENDINGS and path.is_file()):
-        yield Document(str(path.relative_to(folder)), read_text(path).strip())
+        # A name that is no UTF-8 could not be sent to a server, or printed.
+        yield Document(os.fsencode(path.relative_to(folder)).decode(errors="backslashreplace"), read_text(path).strip())
 
 
 def _from_lines(text: str, source: str, id_field: str, text_field: str) -> Iterator[Document]:
@@ -83,7 +84,7 @@ def _from_lines(text: str, source: str, id_field: str, text_field: str) -> Itera
                 )
         if not isinstance(entry[text_field], str) or not _is_text(entry[text_field]):
             raise InputError(f"{where}: {text_field!r} is no text")
-        if not isinstance(entry[id_field], str | int):
+        if not isinstance(entry[id_field], str | int) or not _is_text(str(entry[id_field])):
             raise InputError(f"{where}: {id_field!r} is no text and no whole number")
         yield Document(str(entry[id_field]), entry[text_field].strip())
 
