@@ -1,5 +1,6 @@
 """The demo on a pretrained model: its documents answer its questions, and its page says what was wrong."""
 
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -8,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from lmc.demo import REAL
-from lmc.demo.outcome import Answer, Asked, Outcome
+from lmc.demo.outcome import Answer, Asked, Outcome, Picture
 from lmc.demo.page import write_page
 from lmc.demo.pretrained import smollm2
 from lmc.demo.questions import (
@@ -177,6 +178,24 @@ def test_the_page_and_the_printed_lines_mark_what_is_wrong(tmp_path) -> None:  #
     assert "<b>Who &lt;b&gt;?</b><br>Ada" in page
     assert "<td><i>It was</i> Ada.<small>250 ms, 7 tokens computed, 50% as full</small></td>" in page
     assert "<td class='wrong'><i>It was</i> Bob &amp; Co." in page
+
+
+def test_no_text_of_a_prompt_becomes_a_part_of_the_page(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    question = Question(question="What is {{DATA}}?", answer="{{BODY}}")
+    asked = Asked(
+        example=Example(question=question, order=("a",), answer="{{BODY}}", prompt=[1]),
+        ways={"full": answer("{{DATA}}")},
+    )
+    facts = dict.fromkeys(("questions", "documents", "documents_retrieved", "documents_found", "threads"), 1)
+    facts |= {"disk": "d", "strategy": "union", "ratio": 0.15, "seconds": 2.0, "learn_seconds": 1.0}  # type: ignore[dict-item]
+    tokens = ["<img src=x onerror=alert(1)>", "<!--<script>", "</script>"]
+    picture = Picture(title="", answered="", tokens=tokens, documents=[], deviation=[[0.0] * 3], recomputed=[[]])
+    write_page(tmp_path / "page.html", Outcome(facts=facts, models={}, asked=[asked], pictures=[picture]))
+    page = (tmp_path / "page.html").read_text()
+    assert "What is {{DATA}}?" in page
+    assert [token in page for token in tokens[:2]] == [False, False]
+    (data,) = re.findall(r"^const pictures = (.*);$", page, re.M)
+    assert json.loads(data)[0]["tokens"] == tokens
 
 
 def test_the_pretrained_model_answers_real_questions_in_four_ways(collection: Collection, tmp_path) -> None:  # type: ignore[no-untyped-def]

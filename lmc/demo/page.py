@@ -2,6 +2,7 @@
 
 import html
 import json
+import re
 from pathlib import Path
 
 from lmc.demo.outcome import Asked, Outcome
@@ -12,19 +13,19 @@ TEMPLATE = Path(__file__).with_name("page.html")
 def write_page(path: Path, outcome: Outcome) -> None:
     """Write the page; every text in it is escaped."""
     columns, rows = outcome.table()
-    data = json.dumps([picture.data() for picture in outcome.pictures]).replace("</", "<\\/")  # the script goes on
-    page = TEMPLATE.read_text()
-    for name, content in {
+    data = json.dumps([picture.data() for picture in outcome.pictures]).replace("<", "\\u003c")  # the script goes on
+    contents = {
         "HEADING": html.escape(outcome.heading()),
         "HEAD": "".join(f"<th>{html.escape(column)}</th>" for column in columns),
         "BODY": "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows),
         "WAYS": "".join(f"<th>{how}</th>" for how in (outcome.asked[0].ways if outcome.asked else ())),
         "ANSWERS": "".join(map(_answers, outcome.asked)),
         "DATA": data,
-    }.items():
-        page = page.replace("{{" + name + "}}", content)
+    }
+    # In one pass: an answer may have {{DATA}} in it, which is no place for the script's data.
+    page = re.sub(r"\{\{(\w+)\}\}", lambda found: contents[found[1]], TEMPLATE.read_text(encoding="utf-8"))
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(page)
+    path.write_text(page, encoding="utf-8")
 
 
 def _answers(asked: Asked) -> str:
