@@ -202,7 +202,7 @@ def clear(
 @app.command()
 def top(
     url: Annotated[str, typer.Argument(help="where a vLLM server or serve_metrics shows its metrics")] = tops.URL,
-    interval: Annotated[float, typer.Option(min=0.1, help="seconds between two looks")] = 2.0,
+    interval: Annotated[float, typer.Option(min=0.1, max=86400, help="seconds between two looks")] = 2.0,
     once: Annotated[bool, typer.Option("--once", help="print the totals and end")] = False,
     as_json: AsJson = False,
 ) -> None:

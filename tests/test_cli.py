@@ -301,6 +301,11 @@ def test_clear_refuses_a_tier_that_another_process_uses(tmp_path: Path) -> None:
     assert paths[0].exists()
 
 
+def test_an_interval_for_which_nobody_can_sleep_is_refused() -> None:
+    code, _, err = lmc("top", "--interval", "1e30", "127.0.0.1:1")
+    assert (code, "'--interval'" in err) == (2, True)
+
+
 @pytest.mark.parametrize("words", [["stat", "--server"], ["serve", "--socket"]], ids=lambda words: words[0])
 def test_without_its_package_a_cache_server_is_an_error_of_one_line(
     tmp_path: Path, words: list[str], monkeypatch: pytest.MonkeyPatch
