@@ -40,7 +40,7 @@ from lmc.metrics import (
     register,
     serve_metrics,
 )
-from lmc.router.router_metrics import OF_ROUTERS
+from lmc.router.router_metrics import OF_ROUTERS, REFUSED
 from lmc.shapes import GIB
 from lmc.storage.slab import Slab
 from lmc.storage.stats import StoreStats
@@ -478,6 +478,14 @@ def test_the_board_has_what_the_model_asks_for():
     variables = {variable["name"]: variable for variable in board["templating"]["list"]}
     assert (variables["DS_PROMETHEUS"]["type"], variables["DS_PROMETHEUS"]["query"]) == ("datasource", "prometheus")
     assert variables["instance"]["datasource"] == DATASOURCE
+
+
+def test_engines_programs_and_routers_can_be_chosen():
+    (variable,) = (one for one in board["templating"]["list"] if one["name"] == "instance")
+    for text in (variable["definition"], variable["query"]["query"]):
+        (names,) = re.findall(r'^label_values\(\{__name__=~"(.+)"\}, instance\)$', text)
+        shown = "lmc:misses_total", "lmc_misses_total", f"lmc_{REFUSED.name}_total"
+        assert all(re.fullmatch(names, name) for name in shown)
 
 
 def test_the_panels_of_the_router_are_in_a_row_of_their_own():
