@@ -248,6 +248,17 @@ def test_memory_on_a_disk_is_warned_of(memory, tmp_path, monkeypatch, caplog):
     assert start("other.sock")
 
 
+def test_a_directory_of_another_user_is_not_taken_for_memory(memory, tmp_path, monkeypatch):
+    memory.mkdir(exist_ok=True)
+    if os.getuid() == 0:
+        os.chown(memory, 65534, -1)
+    else:  # as if we were somebody else
+        owner = os.getuid()
+        monkeypatch.setattr(os, "getuid", lambda: owner + 1)
+    with pytest.raises(TierUnusable, match="belongs to user"):
+        CacheServer(Settings(max_local_cpu_size=MEMORY), tmp_path / "lmc.sock", memory=memory, tiers=[])
+
+
 def test_a_second_server_is_refused_and_memory_of_another_size_is_removed(tmp_path, serve, memory):
     server = serve("--memory", str(memory))
     store = attached(server)

@@ -323,9 +323,14 @@ class Session:
 
 
 def _owned(memory: Path) -> int:
-    """Take a directory for memory; raise `TierUnusable` if it cannot be used, or another server has it."""
+    """Take a directory for memory; raise `TierUnusable` if it cannot be used, or another server has it.
+
+    Whoever owns the directory can put other files in it, and everybody may make one in /dev/shm.
+    """
     try:
         memory.mkdir(mode=0o711, parents=True, exist_ok=True)
+        if (owner := memory.stat().st_uid) not in (0, os.getuid()):
+            raise TierUnusable(f"{memory} belongs to user {owner}, who could change what is in memory: remove it first")
         if not is_in_memory(memory):
             log.warning("%s is on a disk, to which all of the memory will be written: choose one on tmpfs", memory)
         return locked(memory / "lock", alone=True)
