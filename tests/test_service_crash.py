@@ -248,6 +248,25 @@ def test_memory_on_a_disk_is_warned_of(memory, tmp_path, monkeypatch, caplog):
     assert start("other.sock")
 
 
+def test_a_server_that_is_told_to_end_while_it_starts_ends(tmp_path):
+    """In a container it would get no other signal than the one that kills it, minutes later."""
+    code = """
+import os, signal, sys
+from lmc.cli import main
+from lmc.service import server
+
+def starting(*_, **__):
+    os.kill(os.getpid(), signal.SIGTERM)
+    raise AssertionError("it goes on")
+
+server.CacheServer = starting
+sys.argv[1:] = ["serve", "--socket", sys.argv[1]]
+main()
+"""
+    done = subprocess.run([sys.executable, "-c", code, tmp_path / "lmc.sock"], capture_output=True, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
 def test_a_directory_of_another_user_is_not_taken_for_memory(memory, tmp_path, monkeypatch):
     memory.mkdir(exist_ok=True)
     if os.getuid() == 0:

@@ -68,7 +68,7 @@ def serve(
     SIGTERM or Ctrl-C, after it has written down what is in memory only. Engines go on without it. With --http it shows
     what it has and does to browsers, Prometheus and `lmc documents`; LMC_ADMIN_TOKEN is the token that it wants.
     """
-    _need_msgspec()
+    _begin()
     from lmc.config import Settings
     from lmc.config_sources import log_level
     from lmc.engine.document_publisher import event_addresses
@@ -208,6 +208,15 @@ def _published(server: "CacheServer", address: str) -> Callable[[], None]:
     arenas = server.arenas
     events = DocumentEvents(arenas.changes, arenas.document, lambda _: None, Background())
     return DocumentPublisher(address, events).close
+
+
+def _begin() -> None:
+    """Let SIGTERM end a server that starts; raise `ConfigError` without a package that it needs.
+
+    Without a handler, a process with the number 1, as in a container, ignores the signal.
+    """
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+    _need_msgspec()
 
 
 def _need_msgspec() -> None:
