@@ -68,22 +68,20 @@ def serve(
     SIGTERM or Ctrl-C, after it has written down what is in memory only. Engines go on without it. With --http it shows
     what it has and does to browsers, Prometheus and `lmc documents`; LMC_ADMIN_TOKEN is the token that it wants.
     """
-    _begin()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # Without a handler, process 1 of a container ignores it.
+    _need_msgspec()
     from lmc.config import Settings
     from lmc.config_sources import log_level
-    from lmc.engine.document_publisher import event_addresses
     from lmc.engine.tiers import described
     from lmc.service.server import CacheServer
 
-    os.environ |= {"LMC_CONFIG_FILE": str(config)} if config is not None else {}
+    if config is not None:
+        os.environ["LMC_CONFIG_FILE"] = str(config)
     settings, visitors = Settings.load(), _checked(http, tenants, certificate, key)
     path, group_number = _path_of(socket, settings.server), _number_of(group)
     logging.basicConfig(level=log_level(logging.INFO), format="%(asctime)s %(levelname)s %(message)s")
     sys.setswitchinterval(SWITCH_SECONDS)
-    if document_events:  # A server that is taken over goes on if these are no addresses.
-        event_addresses(document_events)
-    if http:
-        _http_modules()  # which take seconds, for which the server that is taken over goes on
+    _prepare(http, document_events)  # The server that is taken over goes on meanwhile, and if something is wrong.
     if takeover:
         _take_over(path)
     server = CacheServer(settings, path, group=group_number, memory=memory.absolute() if memory else None)
@@ -210,27 +208,26 @@ def _published(server: "CacheServer", address: str) -> Callable[[], None]:
     return DocumentPublisher(address, events).close
 
 
-def _begin() -> None:
-    """Let SIGTERM end a server that starts; raise `ConfigError` without a package that it needs.
-
-    Without a handler, a process with the number 1, as in a container, ignores the signal.
-    """
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
-    _need_msgspec()
-
-
 def _need_msgspec() -> None:
     """Raise `ConfigError` without the package in which a server and its clients write messages."""
     if importlib.util.find_spec("msgspec") is None:
         raise ConfigError("a cache server needs the package msgspec: pip install msgspec")
 
 
-def _http_modules() -> None:
-    """Import what answers over HTTP; raise `ConfigError` if a package for it is missing."""
-    try:
-        import uvicorn  # noqa: F401
+def _prepare(http: str, document_events: str) -> None:
+    """Import what answers over HTTP, which takes seconds, and read where events are published.
 
-        from lmc.service import http_api  # noqa: F401
+    Raises `ConfigError` if a package is missing, or these are no addresses.
+    """
+    from lmc.engine.document_publisher import event_addresses
+
+    if document_events:
+        event_addresses(document_events)
+    try:
+        if http:
+            import uvicorn  # noqa: F401
+
+            from lmc.service import http_api  # noqa: F401
     except ImportError as error:
         raise ConfigError(f"--http needs the package {error.name}: pip install fastapi uvicorn") from None
 
