@@ -463,6 +463,8 @@ def test_the_socket_of_a_server_may_be_named_as_a_path_or_as_engines_name_it(tmp
         for named in (f"unix://{server.path}", server.path):
             code, out, _ = lmc("stat", "--server", named, "--json", token="")
             assert (code, json.loads(out)["clients"]) == (0, 0)
+    code, _, err = lmc("stat", "--server", "http://127.0.0.1:9180", token="")
+    assert (code, "`lmc top URL` shows what is told by HTTP" in err) == (2, True)
 
 
 @pytest.mark.parametrize("text", ["[a]", "t: 3", "t: ''", "t: same\nu: same", f"t: {TOKEN}", "a: [", "\xff"])

@@ -120,8 +120,13 @@ def _take_over(path: Path) -> None:
 
 
 def socket_at(path: Path) -> Path:
-    """Return where a socket is, of which a command line has the path, also as unix://PATH."""
+    """Return where a socket is, of which a command line has the path, also as unix://PATH.
+
+    Raises `InputError` for an address of HTTP.
+    """
     said = str(path)  # A Path has made unix:/path of unix:///path.
+    if said.startswith(("http:/", "https:/")):
+        raise InputError(f"{said} is no socket: give that of LMC_SERVER; `lmc top URL` shows what is told by HTTP")
     return Path(said.removeprefix("unix:")) if said.startswith("unix:/") else path.absolute()
 
 
