@@ -36,7 +36,7 @@ from vllm_fakes import (
 from lmc.blend.segments import Span
 from lmc.connectors.vllm import claims
 from lmc.connectors.vllm.messages import BlendJob, LoadJob, StepReport
-from lmc.connectors.vllm.model_identity import model_identity
+from lmc.connectors.vllm.model_identity import layout_of, model_identity
 from lmc.connectors.vllm.request_state import Role
 from lmc.engine import CacheEngine, NewChunk
 from lmc.engine.identity import adapter_stamp
@@ -179,6 +179,28 @@ def test_a_model_with_two_tables_of_angles_is_another_model_with_the_other_table
 
     assert of(4096) == of(4096)
     assert (of(4096) == of(32768)) is same
+
+
+def test_pages_of_another_draft_model_are_not_found(tmp_path):
+    """Some of its layers may be in the cache. A model that drafts for itself adds nothing."""
+
+    def of(draft):
+        model = SimpleNamespace(model=tmp_path / "model", revision=None, dtype="bf16")
+        drafts = draft and SimpleNamespace(draft_model_config=SimpleNamespace(model=tmp_path / draft, revision=None))
+        config = SimpleNamespace(
+            model_config=model,
+            speculative_config=drafts,
+            cache_config=SimpleNamespace(cache_dtype="auto"),
+            compilation_config=SimpleNamespace(static_forward_context={}),
+        )
+        return layout_of(config, SimpleNamespace(kv_cache_groups=[]), "NHD")
+
+    for name in ("one", "other", "same as one"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.safetensors").write_bytes(name.removeprefix("same as ").encode())
+    assert of(None) == of("model") != of("one")
+    assert of("one") == of("same as one")
+    assert len({of(name) for name in ("one", "other", "elsewhere")}) == 3
 
 
 def test_an_adapter_whose_files_cannot_be_seen_is_kept_for_this_process_only(make):

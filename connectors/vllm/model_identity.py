@@ -42,4 +42,17 @@ def layout_of(config: Any, kv_cache_config: Any, pages: str) -> str:
         for name in group.layer_names
         if name in layers and hasattr(layers[name], "attn_backend")
     }
-    return f"{','.join(sorted(found))} {pages} {config.cache_config.cache_dtype} {config.model_config.dtype}"
+    numbers = f"{config.cache_config.cache_dtype} {config.model_config.dtype}"
+    return f"{','.join(sorted(found))} {pages} {numbers}{_draft(config)}"
+
+
+def _draft(config: Any) -> str:
+    """Return the identity of the model that drafts tokens, some of whose layers may be in the cache, too.
+
+    With another one's pages, fewer of its tokens would be accepted. It is nothing if no other model drafts.
+    """
+    draft = config.speculative_config and config.speculative_config.draft_model_config
+    if not draft or draft.model == config.model_config.model:
+        return ""
+    files = checkpoint_files(draft.model, draft.revision)
+    return f" drafted by {identity_of_files(files) if files else draft.model}"
