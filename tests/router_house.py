@@ -5,7 +5,7 @@ import json
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from http.client import HTTPConnection, HTTPResponse
 from typing import Any
@@ -85,27 +85,30 @@ class House:
 
     def send(self, path: str, body: Any = None, headers: Any = None, method: str | None = None) -> HTTPResponse:
         """Send a request to the router, and return its answer, of which nothing has been read."""
-        connection = HTTPConnection("127.0.0.1", self.router.port, timeout=SECONDS)
+        connection = self._sent(path, body, headers, method)
         self.connections.append(connection)
-        data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
-        given = {"content-type": "application/json", **(headers or {})}
-        connection.request(method or ("GET" if body is None else "POST"), path, data, given)
         return connection.getresponse()
 
     def ask(self, path: str, body: Any = None, headers: Any = None, method: str | None = None) -> tuple[int, Any]:
         """Send a request, and return the status and the JSON of the answer."""
-        answer = self.send(path, body, headers, method)
-        found = answer.status, json.loads(answer.read() or b"null")
-        self.connections.pop().close()
-        return found
+        with closing(self._sent(path, body, headers, method)) as connection:
+            answer = connection.getresponse()
+            return answer.status, json.loads(answer.read() or b"null")
 
     def numbers(self, name: str) -> float:
         """Return the sum of a metric over its labels."""
-        text = self.send("/metrics").read().decode()
-        self.connections.pop().close()
+        with closing(self._sent("/metrics")) as connection:
+            text = connection.getresponse().read().decode()
         begins = tuple(f"lmc_router_{name}{end}" for end in " {") if "{" not in name else f"lmc_router_{name} "
         lines = [line for line in text.splitlines() if line.startswith(begins)]
         return sum(float(line.rpartition(" ")[2]) for line in lines)
+
+    def _sent(self, path: str, body: Any = None, headers: Any = None, method: str | None = None) -> HTTPConnection:
+        connection = HTTPConnection("127.0.0.1", self.router.port, timeout=SECONDS)
+        data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
+        given = {"content-type": "application/json", **(headers or {})}
+        connection.request(method or ("GET" if body is None else "POST"), path, data, given)
+        return connection
 
 
 @contextmanager
