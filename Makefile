@@ -20,7 +20,8 @@ demo: $(VENV)/ready
 # with a core for itself, as the two environments are made. Those of the engine take longer than the others, so the last files of
 # them wait for the core that is free first.
 test:
-	@$(MAKE) --no-print-directory --jobs 2 --output-sync=line $(ENGINE)/ready redis browser
+	@$(MAKE) --no-print-directory --jobs 2 --output-sync=line $(VENV)/ready $(ENGINE)/ready
+	@$(MAKE) --no-print-directory --jobs 1 redis browser
 	@$(MAKE) --no-print-directory --keep-going --jobs 2 --output-sync=line FAST="nice -n 10" REDIS= \
 		test-engine-first test-fast test-engine-last
 
