@@ -43,7 +43,7 @@ class Coded(Wrapped):
         assert item_bytes in ITEMS
         self.planes = planes[codec]
         if self.planes:
-            _lz4()
+            lz4_block()
 
     def open(self, key: ChunkKey) -> RecordReader | None:
         """Open a record; one with a codec or with sizes that lmc never writes is deleted."""
@@ -56,7 +56,7 @@ class Coded(Wrapped):
             # An encoded part is larger than a raw one by at most its lengths.
             if reader.meta.stored_part > PART_LIMIT or max(reader.meta.stored) > reader.meta.stored_part + ALIGN:
                 raise CorruptRecord("impossible sizes of encoded parts")
-            _lz4()
+            lz4_block()
         except ConfigError as error:  # The record is right, and cannot be read here.
             reader.close()
             raise OSError(str(error)) from error
@@ -120,7 +120,7 @@ def encode_part(view: memoryview, planes: int) -> list[memoryview | bytes]:
 
     The blocks may lie in `view` and in this thread's `scratch`, and are good until that is used again.
     """
-    compress, length = _lz4().compress, len(view) // planes
+    compress, length = lz4_block().compress, len(view) // planes
     split = view if planes == 1 else _split(view, planes)
     blocks: list[memoryview | bytes] = []
     for start in range(0, len(view), length):
@@ -149,7 +149,7 @@ def _plane(block: memoryview, length: int) -> torch.Tensor:
     """Return one plane: uint8 `[length]`."""
     if len(block) == length:
         return torch.frombuffer(block, dtype=torch.uint8)
-    lz4 = _lz4()
+    lz4 = lz4_block()
     try:
         plane = lz4.decompress(block, uncompressed_size=length, return_bytearray=True)
     except lz4.LZ4BlockError as error:
@@ -190,7 +190,7 @@ def _record_bytes(meta: RecordMeta) -> int:
     return len(encode_header(replace(meta, checksums=(0,) * meta.parts))) + meta.offset(meta.parts)
 
 
-def _lz4() -> Any:
+def lz4_block() -> Any:
     """Return the module `lz4.block`, whose functions release the GIL."""
     try:
         import lz4.block

@@ -22,7 +22,7 @@ def test_a_tier_whose_codec_is_missing_does_not_stay_open(tmp_path: Path, monkey
     def missing() -> None:
         raise ConfigError("no lz4 here")
 
-    monkeypatch.setattr(codec, "_lz4", missing)
+    monkeypatch.setattr(codec, "lz4_block", missing)
     with pytest.raises(ConfigError) as caught:
         open_tiers(Settings(local_disk=tmp_path, local_disk_serde="lz4", max_local_disk_size=0.01), 2)
     DiskTier(tmp_path, UNBOUNDED).close()

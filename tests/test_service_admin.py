@@ -5,6 +5,7 @@ import os
 import socket
 import ssl
 import subprocess
+import sys
 import threading
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
@@ -111,6 +112,23 @@ def stored(store: ChunkStore) -> int:
 def test_a_server_that_cannot_start_does_not_end_the_one_that_it_would_take_over(service, wrong, said):
     code, _, err = lmc("serve", "--socket", str(service.server.path), "--takeover", *wrong)
     assert (code, said in " ".join(err.split())) == (2, True)
+    assert not service.server.ends
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "package"),
+    [("LMC_LOCAL_DISK_SERDE", "lz4", "lz4"), ("LMC_REMOTE_URL", "redis://127.0.0.1:1", "redis")],
+    ids=["codec", "Redis"],
+)
+def test_a_missing_package_does_not_end_the_server_that_would_be_taken_over(
+    service, monkeypatch, setting, value, package
+):
+    monkeypatch.setenv(setting, value)
+    for name in [name for name in sys.modules if name.startswith(("lmc.storage.redis", package))]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, package, None)
+    code, _, err = lmc("serve", "--socket", str(service.server.path), "--takeover")
+    assert (code, f"package {package}" in err) == (2, True)
     assert not service.server.ends
 
 

@@ -3,15 +3,19 @@
 import logging
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
+from typing import TYPE_CHECKING
 
 from lmc.config import Settings
 from lmc.errors import ConfigError
 from lmc.redis_url import parse_redis_url
 from lmc.shapes import GIB
-from lmc.storage.codec import Coded
+from lmc.storage.codec import Coded, lz4_block
 from lmc.storage.disk import DiskTier
 from lmc.storage.record import NO_CODEC
 from lmc.storage.tier import Tier
+
+if TYPE_CHECKING:
+    from lmc.storage.redis import RedisTier
 
 log = logging.getLogger(__name__)
 
@@ -64,9 +68,21 @@ def open_plain_tiers(settings: Settings) -> list[Tier]:
 def open_redis(settings: Settings) -> Tier:
     """Return the Redis tier; raise `TierUnusable`, or `ConfigError` if a package for it is missing."""
     assert settings.remote_url is not None
+    tier, remote = _redis_tier(), parse_redis_url(settings.remote_url)
+    return tier(remote, deadline=settings.remote_deadline, ttl=settings.remote_ttl, prefix=settings.remote_prefix)
+
+
+def check_packages(settings: Settings) -> None:
+    """Raise `ConfigError` if a package is missing for the tiers of the settings, or for their codecs."""
+    if settings.remote_url is not None:
+        _redis_tier()
+    if {settings.local_disk_serde, settings.remote_serde} != {NO_CODEC}:
+        lz4_block()
+
+
+def _redis_tier() -> "type[RedisTier]":
     try:
         from lmc.storage.redis import RedisTier
     except ImportError as error:
         raise ConfigError(f"remote_url needs the package {error.name}: pip install 'redis[hiredis]' lz4") from None
-    remote = parse_redis_url(settings.remote_url)
-    return RedisTier(remote, deadline=settings.remote_deadline, ttl=settings.remote_ttl, prefix=settings.remote_prefix)
+    return RedisTier

@@ -72,7 +72,7 @@ def serve(
     _need_msgspec()
     from lmc.config import Settings
     from lmc.config_sources import log_level
-    from lmc.engine.tiers import described
+    from lmc.engine.tiers import check_packages, described
     from lmc.service.server import CacheServer
 
     if config is not None:
@@ -81,6 +81,7 @@ def serve(
     path, group_number = _path_of(socket, settings.server), _number_of(group)
     logging.basicConfig(level=log_level(logging.INFO), format="%(asctime)s %(levelname)s %(message)s")
     sys.setswitchinterval(SWITCH_SECONDS)
+    check_packages(settings)
     _prepare(http, document_events)  # The server that is taken over goes on meanwhile, and if something is wrong.
     if takeover:
         _take_over(path)
