@@ -26,6 +26,14 @@ def needs_transformers(what: str, error: ImportError) -> ConfigError:
     return ConfigError(f"{what} needs {error.name}: pip install transformers bm25s")
 
 
+def need_msgspec() -> None:
+    """Raise `ConfigError` without the package in which a cache server and its clients write messages."""
+    try:
+        import msgspec  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(f"a cache server needs the package {error.name}: pip install msgspec") from None
+
+
 class InputError(LmcError, ValueError):
     """A prompt or document that cannot be served."""
 

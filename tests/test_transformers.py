@@ -913,6 +913,6 @@ def test_copies_to_and_from_any_gpu_are_waited_for(monkeypatch: pytest.MonkeyPat
             next(layers)
         assert waited == [kind]
         monkeypatch.setattr(cached.layers, "device", device)
-        cached._settle()
+        cached._elapsed(0.0)
         assert waited == [kind] * 2
         monkeypatch.undo()

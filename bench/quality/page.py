@@ -1,11 +1,11 @@
 """The page: a plot and a table for each task, and prompts with the tokens that were chosen, in one HTML file."""
 
 import html
-import json
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+from lmc.demo.page import script_data, write_filled
 from quality.rows import MEAN, Row
 from quality.ways import BLIND, FULL, ROUNDED, family
 
@@ -21,15 +21,12 @@ def write_page(path: Path, found: dict[str, Any], groups: dict[str, list[Row]], 
     order = sorted(found, key=lambda group: not group.startswith(MEAN))
     pictured = [[row for row in rows if "chosen" in row] for rows in groups.values()]
     prompts = [_prompt(rows[0], best) for rows in pictured if rows]  # one of each task, so that the page stays small
-    page = Path(__file__).with_name("page.html").read_text()
-    for name, content in {
+    contents = {
         "MACHINE": html.escape(machine),
         "GROUPS": "".join(_group(group, found[group], best) for group in order),
-        "PROMPTS": json.dumps(prompts).replace("</", "<\\/"),
-    }.items():
-        page = page.replace("{{" + name + "}}", content)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(page)
+        "PROMPTS": script_data(prompts),
+    }
+    write_filled(path, Path(__file__).with_name("page.html"), contents)
 
 
 def _group(name: str, numbers: dict[str, Any], best: str) -> str:

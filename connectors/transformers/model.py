@@ -277,7 +277,9 @@ class CachedModel(AbstractContextManager["CachedModel"]):
                 result = Blender(canvas, given, policy).run()
                 next(reader, None)  # At its end the reader finds out whether all chunks were right until now.
             finally:
-                self._settle()  # The slots may be taken by other chunks now, so no copy from them may be under way.
+                settle(
+                    self.layers.device
+                )  # The slots may be taken by other chunks now, so no copy from them may be under way.
         exact = plan.tokens - result.reused
         if not result.reused and loaded.keys() <= MEMORY:
             self._note_speed(length - exact, exact, begun)
@@ -328,13 +330,13 @@ class CachedModel(AbstractContextManager["CachedModel"]):
             for layer, (keys, values) in enumerate(kv if begun else ()):
                 raw = [(view[layer], slot.meta.tokens) for view, slot in zip(views, begun, strict=True)]
                 self._kernels.spread(keys, values, [shape.part(*one) for one in raw], firsts)
-            self._settle()
+            settle(self.layers.device)
             store.commit(begun)
             filled = True
         finally:
             if not filled:
                 try:
-                    self._settle()  # No copy into a slot may be under way when another chunk gets it.
+                    settle(self.layers.device)  # No copy into a slot may be under way when another chunk gets it.
                 finally:
                     for slot in begun:
                         store.abort(slot)
@@ -367,12 +369,8 @@ class CachedModel(AbstractContextManager["CachedModel"]):
         if behind <= tokens:
             self.engine.store.cost.computed(tokens, seconds, length=2 * behind + tokens)
 
-    def _settle(self) -> None:
-        """Wait for everything that was issued to a GPU."""
-        settle(self.layers.device)
-
     def _elapsed(self, started: float) -> float:
-        self._settle()
+        settle(self.layers.device)
         return time.perf_counter() - started
 
     def _checked(self, token_ids: Sequence[int], what: str, behind: int = 0) -> list[int]:

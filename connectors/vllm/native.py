@@ -305,10 +305,8 @@ class NativeLayers:
 def _own_config(config: Any, runs: int) -> Any:
     """Return the engine's configuration for a metadata builder of lmc's own: so many requests, and no CUDA graphs."""
     own = copy.copy(config)
-    own.scheduler_config, own.compilation_config = (
-        copy.copy(config.scheduler_config),
-        copy.copy(config.compilation_config),
-    )
+    own.scheduler_config = copy.copy(config.scheduler_config)
+    own.compilation_config = copy.copy(config.compilation_config)
     own.scheduler_config.max_num_seqs = runs
     own.compilation_config.cudagraph_mode = vllm_api.CUDAGraphMode.NONE
     return own

@@ -72,7 +72,7 @@ class RequestState:
     blended: dict[str, object] = field(default_factory=dict)
     loading_since: float = 0.0  # when its job was made
     answered: bool = False  # Its first token has come.
-    _of: list[bytes] = field(default_factory=list)  # the engine's hashes that have been stamped
+    _unstamped: list[bytes] = field(default_factory=list)  # the engine's hashes, of which `_stamped` are made
     _stamped: list[bytes] = field(default_factory=list)
 
     @property
@@ -97,10 +97,10 @@ class RequestState:
         if not self.stamp:
             return found
         # A hash covers all blocks before its own, so that those before one that has stayed have stayed as well.
-        while self._of and self._of[-1:] != found[len(self._of) - 1 : len(self._of)]:
-            del self._of[-1], self._stamped[-1]
-        new = found[len(self._of) :]
-        self._of += new
+        while self._unstamped and self._unstamped[-1:] != found[len(self._unstamped) - 1 : len(self._unstamped)]:
+            del self._unstamped[-1], self._stamped[-1]
+        new = found[len(self._unstamped) :]
+        self._unstamped += new
         self._stamped += [hashlib.sha256(self.stamp + block).digest() for block in new]
         return self._stamped
 

@@ -60,8 +60,8 @@ class Worker:
         self._slab: RankSlab | None = None
         self._loading: dict[str, Work] = {}  # by request, oldest first
         self._learning: list[Work] = []
-        # By layer, of the tokens behind which all documents are learned, and after how many resets it was computed.
-        self._prefix_kv: tuple[int, list[KV]] = 0, []
+        # By layer, of the tokens behind which all documents are learned; by the resets after which it was computed.
+        self._prefix_kv: dict[int, list[KV]] = {}
         self._arrived: dict[str, int] = {}  # by request, see `StepPlan.arrived`
         self._report = StepReport()
         self._copied: list[tuple[Any, int]] = []  # (event, job) of copies that may be under way
@@ -307,14 +307,14 @@ class Worker:
         assert self._layers is not None
         tokens, blocks = (torch.tensor(one, device=self._device) for one in (job.tokens, job.blocks))
         behind = self._layers.slots(blocks, torch.arange(job.document, device=self._device))
-        resets, prefix = self._prefix_kv
-        known = job.document if prefix and resets == job.resets else 0
-        for access, kv in zip(self._layers.access, prefix if known else (), strict=False):
+        prefix = self._prefix_kv.get(job.resets, [])
+        known = job.document if prefix else 0
+        for access, kv in zip(self._layers.access, prefix, strict=False):
             access.scatter(behind, *kv)
         for cost in prefill_alone(self._layers, tokens, blocks, self._rows, known):
             yield Cost(cost)
         if job.document > known:
-            self._prefix_kv = job.resets, [access.gather(behind) for access in self._layers.access]
+            self._prefix_kv = {job.resets: [access.gather(behind) for access in self._layers.access]}
         begin, count = job.document, len(job.tokens) - job.document
         for slot, (start, stop) in zip(job.slots, chunk_bounds(count, job.chunk), strict=True):
             if slot >= 0:

@@ -3,6 +3,7 @@
 import html
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 from lmc.demo.outcome import Asked, Outcome
@@ -13,17 +14,25 @@ TEMPLATE = Path(__file__).with_name("page.html")
 def write_page(path: Path, outcome: Outcome) -> None:
     """Write the page; every text in it is escaped."""
     columns, rows = outcome.table()
-    data = json.dumps([picture.data() for picture in outcome.pictures]).replace("<", "\\u003c")  # the script goes on
     contents = {
         "HEADING": html.escape(outcome.heading()),
         "HEAD": "".join(f"<th>{html.escape(column)}</th>" for column in columns),
         "BODY": "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows),
         "WAYS": "".join(f"<th>{how}</th>" for how in (outcome.asked[0].ways if outcome.asked else ())),
         "ANSWERS": "".join(map(_answers, outcome.asked)),
-        "DATA": data,
+        "DATA": script_data([picture.data() for picture in outcome.pictures]),
     }
-    # In one pass: an answer may have {{DATA}} in it, which is no place for the script's data.
-    page = re.sub(r"\{\{(\w+)\}\}", lambda found: contents[found[1]], TEMPLATE.read_text(encoding="utf-8"))
+    write_filled(path, TEMPLATE, contents)
+
+
+def script_data(data: object) -> str:
+    """Return data as a script of a page may have them: nothing in them ends the script."""
+    return json.dumps(data).replace("<", "\\u003c")
+
+
+def write_filled(path: Path, template: Path, contents: Mapping[str, str]) -> None:
+    """Write a template with contents in its places, {{NAME}} each. What looks like a place in a content is none."""
+    page = re.sub(r"\{\{(\w+)\}\}", lambda found: contents[found[1]], template.read_text(encoding="utf-8"))
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(page, encoding="utf-8")
 

@@ -14,7 +14,12 @@ from typing import Any
 from lmc.engine.known_documents import KnownDocument, pack_tokens
 
 FILE = "documents.jsonl"
-OF_SERVER = re.compile(r"documents-[\d.]+x\d+-\d+-\d+\.jsonl")  # A cache server has one for each geometry.
+OF_GEOMETRY = re.compile(r"documents-[\d.]+x\d+-\d+-\d+\.jsonl")  # what `file_of_geometry` returns
+
+
+def file_of_geometry(name: str) -> str:
+    """Return the name of the file of a geometry. A cache server has one for each."""
+    return f"documents-{name}.jsonl"
 
 
 def line_about(document: KnownDocument, *, whole: bool = False) -> str:
@@ -54,9 +59,8 @@ def forget_noted(directory: Path, ids: Collection[str], namespace: str | None = 
     """Remove what is noted about documents in the directory of a disk tier that no engine uses: those with these ids,
     and those of each namespace that begins with some digits, or with none.
     """
-    for path in [
-        one for one in directory.glob("documents*.jsonl") if one.name == FILE or OF_SERVER.fullmatch(one.name)
-    ]:
+    found = [one for one in directory.glob("documents*.jsonl") if one.name == FILE or OF_GEOMETRY.fullmatch(one.name)]
+    for path in found:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
         noted = list(filter(None, map(parsed, lines)))
         gone = set(ids)

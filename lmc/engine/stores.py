@@ -12,7 +12,7 @@ from lmc.engine.keeper import DocumentKeeper
 from lmc.engine.known_documents import KnownDocument
 from lmc.engine.learn_queue import LearnQueue, Unlearned
 from lmc.engine.tiers import open_tiers
-from lmc.errors import ConfigError
+from lmc.errors import need_msgspec
 from lmc.shapes import GIB
 from lmc.storage.contract import ChunkStore
 from lmc.storage.slab import Slab
@@ -98,11 +98,10 @@ def _in_server(store: ChunkStore) -> "RemoteStore | None":
 
 
 def _attached(settings: Settings, geometry: Geometry, model: str, tokenizer: str) -> ChunkStore:
-    try:
-        from lmc.service.remote_store import RemoteStore
-        from lmc.service.sizes import Sizes
-    except ImportError as error:
-        raise ConfigError(f"a cache server needs the package {error.name}: pip install msgspec") from None
+    need_msgspec()
+    from lmc.service.remote_store import RemoteStore
+    from lmc.service.sizes import Sizes
+
     assert settings.server is not None
     sizes = Sizes(geometry.shares, geometry.part_bytes, geometry.item_bytes)
     return RemoteStore(

@@ -1,9 +1,8 @@
 """Opens the tiers that the settings name."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
-from typing import TYPE_CHECKING
 
 from lmc.config import Settings
 from lmc.errors import ConfigError
@@ -13,9 +12,6 @@ from lmc.storage.codec import Coded, lz4_block
 from lmc.storage.disk import DiskTier
 from lmc.storage.record import NO_CODEC
 from lmc.storage.tier import Tier
-
-if TYPE_CHECKING:
-    from lmc.storage.redis import RedisTier
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +76,7 @@ def check_packages(settings: Settings) -> None:
         lz4_block()
 
 
-def _redis_tier() -> "type[RedisTier]":
+def _redis_tier() -> Callable[..., Tier]:
     try:
         from lmc.storage.redis import RedisTier
     except ImportError as error:

@@ -40,7 +40,7 @@ def read_documents(source: str, id_field: str = "id", text_field: str = "text") 
     elif os.path.isdir(source):
         found = _from_files(path)
     elif is_file and path.suffix in ENDINGS:
-        found = iter([Document(os.fsencode(path.name).decode(errors="backslashreplace"), read_text(path).strip())])
+        found = iter([_from_file(path, path.name)])
     elif is_file:
         found = _from_lines(read_text(path), source, id_field, text_field)
     else:
@@ -60,8 +60,12 @@ def read_documents(source: str, id_field: str = "id", text_field: str = "text") 
 
 def _from_files(folder: Path) -> Iterator[Document]:
     for path in sorted(path for path in folder.rglob("*") if path.suffix in ENDINGS and path.is_file()):
-        # A name that is no UTF-8 could not be sent to a server, or printed.
-        yield Document(os.fsencode(path.relative_to(folder)).decode(errors="backslashreplace"), read_text(path).strip())
+        yield _from_file(path, path.relative_to(folder))
+
+
+def _from_file(path: Path, name: str | Path) -> Document:
+    """Read a document. What of its name is no UTF-8 could not be sent or printed, and is written with backslashes."""
+    return Document(os.fsencode(name).decode(errors="backslashreplace"), read_text(path).strip())
 
 
 def _from_lines(text: str, source: str, id_field: str, text_field: str) -> Iterator[Document]:

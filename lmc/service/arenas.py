@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lmc.config import Settings
+from lmc.engine.documents_file import file_of_geometry
 from lmc.engine.keeper import PinnedShare
 from lmc.engine.known_documents import KnownDocument
 from lmc.engine.tiers import coded, open_plain_tiers
@@ -177,7 +178,7 @@ class Arenas:
     def _notes(self, sizes: Sizes) -> Path | None:
         """Return the file in which pins of an arena are noted; None if nothing outlives the server."""
         place = self._settings.local_disk or self._memory
-        return place / f"documents-{sizes.name}.jsonl" if place else None
+        return place / file_of_geometry(sizes.name) if place else None
 
     def _kept(self) -> list[Sizes]:
         """Return the geometries of which there is memory; remove memory of another size than it would have now."""

@@ -1,6 +1,5 @@
 """`lmc serve`: one store for all engines of a host."""
 
-import importlib.util
 import logging
 import os
 import signal
@@ -15,12 +14,13 @@ from rich.table import Table
 from rich.text import Text
 
 from lmc.admin_address import ADDRESS, DOCUMENT_EVENTS, TOKEN, UNIX, admin_token, host_and_port
-from lmc.errors import ConfigError, InputError, TierUnusable
+from lmc.errors import ConfigError, InputError, TierUnusable, need_msgspec
 from lmc.shapes import GIB
 from lmc.storage.places import fastest_first, place_of
 from lmc.terminal import console, counted, print_json
 
 if TYPE_CHECKING:
+    from lmc.config import Settings
     from lmc.service.server import CacheServer
 
 log = logging.getLogger(__name__)
@@ -69,10 +69,10 @@ def serve(
     what it has and does to browsers, Prometheus and `lmc documents`; LMC_ADMIN_TOKEN is the token that it wants.
     """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # Without a handler, process 1 of a container ignores it.
-    _need_msgspec()
+    need_msgspec()
     from lmc.config import Settings
     from lmc.config_sources import log_level
-    from lmc.engine.tiers import check_packages, described
+    from lmc.engine.tiers import described
     from lmc.service.server import CacheServer
 
     if config is not None:
@@ -81,8 +81,7 @@ def serve(
     path, group_number = _path_of(socket, settings.server), _number_of(group)
     logging.basicConfig(level=log_level(logging.INFO), format="%(asctime)s %(levelname)s %(message)s")
     sys.setswitchinterval(SWITCH_SECONDS)
-    check_packages(settings)
-    _prepare(http, document_events)  # The server that is taken over goes on meanwhile, and if something is wrong.
+    _prepare(settings, http, document_events)
     if takeover:
         _take_over(path)
     server = CacheServer(settings, path, group=group_number, memory=memory.absolute() if memory else None)
@@ -133,7 +132,7 @@ def socket_at(path: Path) -> Path:
 
 def show_status(path: Path, *, as_json: bool) -> None:
     """Print what a cache server has and does; raise `TierUnusable` if there is none."""
-    _need_msgspec()
+    need_msgspec()
     import msgspec
 
     from lmc.service.attachment import status
@@ -214,19 +213,16 @@ def _published(server: "CacheServer", address: str) -> Callable[[], None]:
     return DocumentPublisher(address, events).close
 
 
-def _need_msgspec() -> None:
-    """Raise `ConfigError` without the package in which a server and its clients write messages."""
-    if importlib.util.find_spec("msgspec") is None:
-        raise ConfigError("a cache server needs the package msgspec: pip install msgspec")
-
-
-def _prepare(http: str, document_events: str) -> None:
+def _prepare(settings: "Settings", http: str, document_events: str) -> None:
     """Import what answers over HTTP, which takes seconds, and read where events are published.
 
-    Raises `ConfigError` if a package is missing, or these are no addresses.
+    The server that would be taken over goes on meanwhile, and stays if something is wrong. Raises `ConfigError` if a
+    package is missing, or these are no addresses.
     """
     from lmc.engine.document_publisher import event_addresses
+    from lmc.engine.tiers import check_packages
 
+    check_packages(settings)
     if document_events:
         event_addresses(document_events)
     try:

@@ -33,7 +33,7 @@ from vllm.model_executor.models import registry  # noqa: E402
 
 from lmc.keys import RecordKind  # noqa: E402
 
-# vLLM looks at a class of models in a process of its own, lest CUDA be initialized here. That takes many seconds.
+# vLLM starts a process to look at each class of models, so that CUDA stays uninitialized here. It takes many seconds.
 registry._run_in_subprocess = lambda look: look()
 
 BLOCK = 32

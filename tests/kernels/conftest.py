@@ -10,7 +10,7 @@ from triton.runtime import interpreter
 
 
 def _call(function: Any, *given: Any, **named: Any) -> Any:
-    """Call a function with the interpreter's operations in the place of Triton's, which they may have taken already."""
+    """Call a function of a kernel. The kernel's launch has mostly put the interpreter's operations in place before."""
     if language.core.is_builtin(language.load) or language.core.is_builtin(language.core.load):
         interpreter._patch_lang(function.fn)
     return function.rewrite()(*given, **named)

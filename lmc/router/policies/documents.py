@@ -21,7 +21,7 @@ from typing import NamedTuple
 import xxhash
 
 from lmc.router.cut import Cut, Cutter, tenant
-from lmc.router.document_index import LEARNING_SECONDS, NOTHING, Beginning, DocumentIndex
+from lmc.router.document_index import LEARNING_SECONDS, Beginning, DocumentIndex
 from lmc.router.fair_lru import FairLru
 from lmc.router.kv_index import BlockIndex, chains
 from lmc.router.policies.options import check, check_count
@@ -156,7 +156,7 @@ class Documents:
             behind = min(document.tokens, document.stop - beginning)  # tokens that are not in the beginning
             if behind <= 0:
                 continue
-            if found is NOTHING:  # as in most engines
+            if not (found.is_there or found.is_coming):  # as in most engines
                 new += document.tokens
                 continue
             blended += behind * found.certainty
@@ -165,7 +165,6 @@ class Documents:
             documents += found.is_there
             if found.is_assumed:
                 assumed += max(0.0, min(behind, document.stop - sent))
-            new += document.tokens * (not found.is_there and not found.is_coming)
         if blended < candidate.blend_min_tokens:
             blended = worth = assumed = 0.0
             documents = 0
