@@ -46,7 +46,7 @@ def main() -> None:
     print(f"{machine()}\nmedian ms of each fifty: {', '.join(f'{ms:.1f}' for ms in fifties)}")
     line = {
         "bench": "vllm_decay",
-        "last_over_first": round(first / last, 3),
+        "first_over_last": round(first / last, 3),
         "new_chunks": numbers["stored_chunks"] - before,
     }
     closing_line(line, "vllm_decay" if options.keep else None)

@@ -4,7 +4,9 @@ A command raises what the library raises, and `Commands` turns every `LmcError` 
 command needs is imported when it runs, because `lmc --help` should not wait for torch.
 """
 
+import errno
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
@@ -58,12 +60,21 @@ class Commands(TyperGroup):
         """Run the chosen command."""
         try:
             with _errors_in_one_line():
-                return super().invoke(ctx)
+                answer = super().invoke(ctx)
+                sys.stdout.flush()
+                return answer
         except LmcError as error:
             lines = str(error).splitlines()
             # Settings may be wrong in many ways, each of which has a line.
             for line in lines if isinstance(error, ConfigError) else [" ".join(lines)]:
                 typer.echo(f"error: {line}", err=True)
+            raise typer.Exit(FAILED) from None
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            typer.echo(f"error: cannot write {error.filename or 'the output'}: {error.strerror}", err=True)
+            if error.filename is None:  # Python would try once more at its end.
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise typer.Exit(FAILED) from None
 
 

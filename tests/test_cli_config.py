@@ -124,3 +124,12 @@ def test_the_entry_point_runs_as_a_process() -> None:
     assert done.stderr.decode().splitlines() == [
         "error: unknown setting LMC_CHNK_SIZE (environment LMC_CHNK_SIZE): did you mean LMC_CHUNK_SIZE?"
     ]
+
+
+@pytest.mark.parametrize("words", [("config",), ("config", "--json")], ids=" ".join)
+def test_output_to_a_full_disk_is_an_error_of_one_line(words: tuple[str, ...]) -> None:
+    command = [sys.executable, "-c", "from lmc.cli import main; main()", *words]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, check=False)
+    assert done.returncode == 2
+    assert done.stderr.decode() == "error: cannot write the output: No space left on device\n"

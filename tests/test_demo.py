@@ -21,6 +21,7 @@ from lmc.demo.questions import (
     Retriever,
     passages,
     read_collection,
+    read_texts,
     sample,
 )
 from lmc.demo.run import ask, common, demo_settings, run
@@ -48,6 +49,12 @@ def test_text_without_blanks_is_cut_too() -> None:
     text = "文" * 100
     assert [len(passage) for passage in passages(text, 2)] == [40, 40, 20]
     assert "".join(passages(text, 2)) == text
+
+
+def test_a_directory_that_is_called_as_a_text_is_none(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one")
+    (tmp_path / "b.txt").mkdir()
+    assert read_texts(tmp_path) == {"a": "one"}
 
 
 def test_every_answer_stands_in_a_passage_that_bm25_finds(collection: Collection) -> None:

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,9 @@ from lmc.config import Settings
 from lmc.connectors.transformers import CachedModel
 from lmc.demo import SHIPPED
 from lmc.errors import InputError
+from lmc.learn.learners import Retention, Stored
 from lmc.learn.manifest import Manifest
+from lmc.learn.run import LearnRun
 from lmc.learn.sources import Document, read_documents
 from lmc.rag import messages
 from lmc.terminal import seconds_of
@@ -311,6 +314,33 @@ def test_a_manifest_that_ends_in_half_a_line_is_gone_on_with(tmp_path: Path) -> 
         assert not manifest.has(Document("one", "another text"))
 
 
+def test_an_interrupted_run_says_how_to_go_on_and_what_it_waits_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    begun, told = threading.Event(), threading.Event()
+
+    class Slow:
+        def learn(self, document: Document) -> Stored:
+            if document.id == "slow":
+                begun.set()
+                assert told.wait(60)
+                return Stored([])
+            assert begun.wait(60)
+            raise KeyboardInterrupt
+
+    class Pool(ThreadPoolExecutor):
+        def shutdown(self, *arguments: Any, **named: Any) -> None:
+            told.set()
+            super().shutdown(*arguments, **named)
+
+    monkeypatch.setattr("lmc.learn.run.ThreadPoolExecutor", Pool)
+    documents = [Document("slow", "one"), Document("fast", "two")]
+    with Manifest(tmp_path / "learned.jsonl") as manifest, pytest.raises(KeyboardInterrupt):
+        LearnRun(documents, manifest, Retention(pinned=False, ttl=None)).learn(Slow(), 2)  # type: ignore[arg-type]
+    said = "0 of 2 documents were learned; run the same command again to go on; waiting for what has begun (1 document)"
+    assert capfd.readouterr().err == f"{said}\n"
+
+
 def test_to_learn_again_forgets_nothing_before_something_is_learned(tmp_path: Path) -> None:
     """The server may not even be there."""
     one, two = Document("one", "one"), Document("two", "two")
@@ -393,7 +423,7 @@ def test_the_variable_lmc_admin_names_the_endpoint_that_is_asked(server: Any, tm
 
 def test_a_terminal_is_shown_how_many_documents_are_learned(server: Any, tmp_path: Path, monkeypatch) -> None:
     screen = io.StringIO()
-    monkeypatch.setattr("lmc.learn.run.Console", lambda **_: Console(file=screen, force_terminal=True, width=80))
+    monkeypatch.setattr("lmc.learn.run.console", lambda **_: Console(file=screen, force_terminal=True, width=80))
     monkeypatch.setenv("TERM", "xterm")
     server.answers["/v1/completions"] = 200, {"kv_transfer_params": {"lmc": {"learned": True}}}
     for name in ("a.txt", "b.txt", "c.txt"):

@@ -122,6 +122,8 @@ def read_texts(folder: Path) -> dict[str, str]:
     """Return the texts of a directory, `a.txt` as `a` and `a.md` as `a.md`; raise `InputError` if there are none."""
     texts = {}
     for path in sorted([*folder.glob("*.txt"), *folder.glob("*.md")]) if folder.is_dir() else []:
+        if path.is_dir():
+            continue
         name = path.stem if path.suffix == ".txt" else path.name
         texts[name] = read_text(path).strip()
     texts = {name: text for name, text in texts.items() if text}

@@ -6,7 +6,6 @@ from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
@@ -15,7 +14,7 @@ from lmc.http_client import Unreachable
 from lmc.learn.learners import Learner, Retention, Stored
 from lmc.learn.manifest import Manifest
 from lmc.learn.sources import Document
-from lmc.terminal import all_of
+from lmc.terminal import all_of, console, counted
 
 SAMPLE = 16  # documents whose tokens are counted beforehand
 
@@ -109,7 +108,7 @@ class LearnRun:
         """Learn the new documents, `jobs` at a time."""
         result, started = self.result, time.monotonic()
         columns = TextColumn("learning"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-        screen = Console(stderr=True)
+        screen = console(error=True)
         bar = Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal)
         with ThreadPoolExecutor(jobs) as pool, bar:
             task = bar.add_task("learning", total=len(self.new))
@@ -122,7 +121,9 @@ class LearnRun:
                 how = "again, without --again," if self.again else "again"
                 wrong = isinstance(error, InputError) and not isinstance(error, Unreachable)
                 hint = "" if wrong else f"; run the same command {how} to go on"
-                screen.print(Text(f"{result.learned} of {all_of(len(self.new), 'document')} learned{hint}"))
+                under_way = sum(future.running() for future in asked)
+                waits = f"; waiting for what has begun ({counted(under_way, 'document')})" if under_way else ""
+                screen.print(Text(f"{result.learned} of {all_of(len(self.new), 'document')} learned{hint}{waits}"))
                 pool.shutdown(cancel_futures=True)  # This waits for those that are being learned.
                 raise
         result.seconds, result.dropped, result.held = time.monotonic() - started, learner.dropped(), learner.held()
