@@ -9,13 +9,14 @@ it. Two real engines behind a real router are in `bench/router_vllm.py`.
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from inspect import signature
 from statistics import quantiles
 from typing import Any, NamedTuple
 
 from common import closing_line, parser
-from router_sim import Death, Fleet, Outcome, simulate
+from router_sim import Clock, Death, Fleet, Outcome, simulate
 from router_traces import Arrival, Traffic, chat, rag
 
 from lmc.router.policies import POLICIES, make
@@ -65,16 +66,16 @@ def traces(requests: int) -> dict[str, Trace]:
 def run(name: str, trace: Trace, **more: Any) -> Outcome:
     """Return the outcome of a policy."""
     fleet = replace(trace.fleet, pooled=name == POOLED, events=name == TOLD)
-    return simulate(policy_of(name, fleet), trace.arrivals, fleet, **more)
+    clock = Clock()
+    return simulate(policy_of(name, fleet, clock), trace.arrivals, fleet, clock, **more)
 
 
-def policy_of(name: str, fleet: Fleet) -> Policy:
-    """Return a policy, which knows how much an engine keeps if it asks for that."""
-    if name == POOLED:
-        return make("least_loaded")
-    if name in (DOCUMENTS, TOLD):
-        return make("documents", cache_tokens=max(fleet.memory, fleet.disk))
-    return make(name)
+def policy_of(name: str, fleet: Fleet, clock: Callable[[], float]) -> Policy:
+    """Return a policy. One that asks how much an engine keeps, for the time or for a seed is given it."""
+    kind = {POOLED: "least_loaded", TOLD: DOCUMENTS}.get(name, name)
+    given = {"cache_tokens": max(fleet.memory, fleet.disk), "clock": clock, "seed": 0}
+    wanted = signature(POLICIES[kind]).parameters
+    return make(kind, **{option: value for option, value in given.items() if option in wanted})
 
 
 def compared(traced: Mapping[str, Trace], policies: Sequence[str]) -> dict[str, dict[str, Outcome]]:
@@ -143,14 +144,14 @@ def recovery(trace: Trace, down: float, suffix: str = "") -> dict[str, float]:
 
 
 def decision_times(trace: Trace, engines: int) -> dict[str, float]:
-    """Return how long a choice takes, with all that the policy notes for it, among engines that are warm."""
-    policy, times = policy_of(DOCUMENTS, trace.fleet), []
+    """Return how long a choice takes, with all that the policy notes for it, when it has sent all requests before."""
+    policy, times = policy_of(DOCUMENTS, trace.fleet, time.monotonic), []
     candidates = [Candidate(f"http://engine-{number}:8000") for number in range(engines)]
-    for arrival in trace.arrivals[-DECISIONS:]:
+    for arrival in trace.arrivals:
         began = time.perf_counter()
         policy.sent(arrival.request, policy.choose(arrival.request, candidates).engine)
         times.append(1e3 * (time.perf_counter() - began))
-    cuts = quantiles(times, n=100)
+    cuts = quantiles(times[-DECISIONS:], n=100)
     return {"decision_p50_ms": round(cuts[49], 3), "decision_p99_ms": round(cuts[98], 3)}
 
 

@@ -47,6 +47,16 @@ class Fleet:
     events: bool = False  # whether they publish where their documents are
 
 
+class Clock:
+    """The virtual time. Policies that look at a clock get this one."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
 class Death(NamedTuple):
     """An engine that ends and is started again."""
 
@@ -197,11 +207,11 @@ class _Engine:
         places = {MEMORY: 0.0, DISK: 0.0}
         whole = learned = 0.0
         for one in cut.documents:
-            if one.stop <= beginning:
-                whole += one.tokens
-            elif place := self.cache.place(one):
-                places[place] += one.tokens
-            else:
+            behind = max(0.0, min(one.tokens, one.stop - beginning))  # tokens that are not in the beginning
+            whole += one.tokens - behind
+            if behind and (place := self.cache.place(one)):
+                places[place] += behind
+            elif behind:
                 learned += one.tokens
         loaded = sum(places.values())
         cost = cut.tokens - beginning - loaded * (1 - self._fleet.ratio)
@@ -231,16 +241,16 @@ class _Engine:
 class Simulation:
     """Requests at engines, one run of a policy."""
 
-    def __init__(self, policy: Policy, fleet: Fleet, counted_from: float) -> None:
-        """Requests that come before `counted_from` are not in the outcome."""
-        self._policy, self._fleet, self._counted_from = policy, fleet, counted_from
+    def __init__(self, policy: Policy, fleet: Fleet, counted_from: float, clock: Clock) -> None:
+        """Requests that come before `counted_from` are not in the outcome. The `clock` is the policy's, too."""
+        self._policy, self._fleet, self._counted_from, self._clock = policy, fleet, counted_from, clock
         pool = _Cache(fleet, lambda *_: None, fleet.engines) if fleet.pooled else None
         self._engines: dict[str, _Engine] = {}
         for name in (f"http://engine-{number}:8000" for number in range(fleet.engines)):
             cache = pool or _Cache(fleet, partial(self._moved, name))
             self._engines[name] = _Engine(name, fleet, cache, "pool" if pool else name)
         self._happenings: list[tuple[float, int, Callable[[], None]]] = []
-        self._numbers, self._now = count(), 0.0
+        self._numbers = count()
         self._lost: set[Hashable] = set()  # documents that have died with an engine
         self._cutter, self.outcome = Cutter(SPECIAL, find=known), Outcome(engines=list(self._engines))
         self._told = policy if isinstance(policy, Documents) and fleet.events else None
@@ -256,7 +266,7 @@ class Simulation:
         if death is not None:
             self._at(death.at, partial(self._die, next(iter(self._engines.values())), death.seconds))
         while self._happenings:
-            self._now, _, happens = heapq.heappop(self._happenings)
+            self._clock.now, _, happens = heapq.heappop(self._happenings)
             happens()
         return self.outcome
 
@@ -275,7 +285,7 @@ class Simulation:
         if engine.waiting and engine.computing is None:
             sent = engine.computing = engine.waiting.popleft()
             work = engine.work(sent.cut)
-            self._at(self._now + engine.seconds(work), partial(self._begin_answer, engine, sent, work))
+            self._at(self._clock.now + engine.seconds(work), partial(self._begin_answer, engine, sent, work))
 
     def _begin_answer(self, engine: _Engine, sent: _Sent, work: _Work) -> None:
         if engine.computing is not sent:
@@ -287,12 +297,12 @@ class Simulation:
         self._lost.difference_update(one.digest for one in lost)
         if sent.arrival.at >= self._counted_from:
             documents, away = (sum(one.tokens for one in of) for of in (sent.cut.documents, lost))
-            reused, ttft = work.beginning + sum(work.places.values()), self._now - sent.arrival.at
+            reused, ttft = work.beginning + sum(work.places.values()), self._clock.now - sent.arrival.at
             self.outcome.answered.append(
                 Answered(sent.arrival.at, ttft, reused, documents, work.documents, away, engine.candidate.name)
             )
-        self._at(self._now + work.learned / self._fleet.rate, partial(self._end_computing, engine, sent))
-        self._at(self._now + self._fleet.answer, partial(self._end_answer, engine, sent, work))
+        self._at(self._clock.now + work.learned / self._fleet.rate, partial(self._end_computing, engine, sent))
+        self._at(self._clock.now + self._fleet.answer, partial(self._end_answer, engine, sent, work))
 
     def _end_computing(self, engine: _Engine, sent: _Sent) -> None:
         if engine.computing is sent:
@@ -316,7 +326,7 @@ class Simulation:
             self._told.index.untold(engine.candidate.cache, engine.candidate.name)
         self._lost = set(engine.cache.memory)
         engine.cache.start()
-        self._at(self._now + seconds, partial(self._come_back, engine))
+        self._at(self._clock.now + seconds, partial(self._come_back, engine))
         for sent in gone:
             if sent.began:
                 self.outcome.broken += 1
@@ -350,7 +360,13 @@ def known(_: str, text: str, __: str) -> tuple[str, int]:
 
 
 def simulate(
-    policy: Policy, arrivals: Sequence[Arrival], fleet: Fleet, *, warm: float = 0.3, death: Death | None = None
+    policy: Policy,
+    arrivals: Sequence[Arrival],
+    fleet: Fleet,
+    clock: Clock,
+    *,
+    warm: float = 0.3,
+    death: Death | None = None,
 ) -> Outcome:
-    """Return what becomes of requests after the first share `warm` of them."""
-    return Simulation(policy, fleet, arrivals[int(warm * len(arrivals))].at).run(arrivals, death)
+    """Return what becomes of requests after the first share `warm` of them. The `clock` is the policy's, too."""
+    return Simulation(policy, fleet, arrivals[int(warm * len(arrivals))].at, clock).run(arrivals, death)

@@ -15,6 +15,7 @@ Documents that no engine has go to the one that the heaviest of them hashes to, 
 several routers agree.
 """
 
+import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -49,6 +50,7 @@ class Documents:
         stay: float = STAY,
         conversations: int = CONVERSATIONS,
         ranks: int = 1,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`cache_tokens` fit into an engine's cache, unless it says otherwise, and `conversations` are remembered.
 
@@ -62,7 +64,7 @@ class Documents:
         check_count("conversations", conversations)
         check_count("ranks", ranks)
         self.blocks, self.ranks = BlockIndex(), ranks  # what KV events say of the beginnings of prompts
-        self.cutter, self.index = Cutter(special_string), DocumentIndex(cache_tokens)
+        self.cutter, self.index = Cutter(special_string), DocumentIndex(cache_tokens, clock)
         self._ratio, self._surcharge, self._displacement = ratio, surcharge, displacement
         self._stay = stay
         self._engine_of = FairLru[str, str](conversations)  # by scope and session
