@@ -18,6 +18,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -131,14 +132,11 @@ def run(store: Store, metas: Sequence[RecordMeta], busy: int, seconds: float) ->
     ends = time.perf_counter() + seconds
     tallies = [Tally() for _ in range(busy + 1)]
     prompt = [meta.key for meta in metas[:PROMPT]]
-    threads = [threading.Thread(target=ask, args=(store, prompt, ends, tallies[0]))]
-    threads += [
-        threading.Thread(target=mix, args=(store, metas, seed, ends, tallies[seed])) for seed in range(1, busy + 1)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(busy + 1) as threads:
+        running = [threads.submit(ask, store, prompt, ends, tallies[0])]
+        running += [threads.submit(mix, store, metas, seed, ends, tallies[seed]) for seed in range(1, busy + 1)]
+    for one in running:
+        one.result()  # An error in a thread is one of the benchmark.
     tallies[0].wrong = sum(tally.wrong for tally in tallies)
     return tallies[0], sum((tally.done for tally in tallies), Counter())
 
