@@ -14,6 +14,7 @@ import os
 import random
 import re
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -106,6 +107,8 @@ class Clients:
 
     def kill(self, number: int, *, again: bool = True) -> None:
         process = self._processes[number]
+        if process.exitcode not in (None, -signal.SIGKILL):
+            raise SystemExit(f"a client has ended by itself, with status {process.exitcode}")
         process.kill()
         process.join()
         if again:
@@ -194,6 +197,8 @@ def main() -> None:
     finally:
         shutil.rmtree(memory, ignore_errors=True)
     said = {what: clients.said(what) for what in SAID}
+    assert not said["wrong"]
+    assert not held
     kills = {"client_kills": given.client_kills, "server_kills": given.server_kills, "held": held}
     closing_line({"bench": "serve_kills", **kills, **result, **said}, "serve_kills" if given.keep else None)
 

@@ -2,8 +2,9 @@
 
     python bench/serve_soak.py [--clients 16] [--minutes 10] [--keep]
 
-All of them do the same, as fast as they get answers, with as many keys as do not fit into memory. A tenth of the time
-is for warming up. The server's memory is what it has beside chunks.
+All of them do the same, a millisecond after each answer, with as many keys as do not fit into memory. A tenth of the
+time is for warming up: `turns` and the shares of clients are without it, and what became of turns is with it. The
+server's memory is what it has beside chunks.
 """
 
 import time
@@ -42,6 +43,9 @@ def main() -> None:
         store = RemoteStore(server.path, SIZES, deadline=10.0)
         held = store.held()
         store.close()
+    said = {what: clients.said(what) for what in SAID}
+    assert not said["wrong"]
+    assert not held
     result = {
         "clients": given.clients,
         "minutes": given.minutes,
@@ -52,7 +56,7 @@ def main() -> None:
         "memory_growth_mib": round(memory[-1] - memory[0], 1),
         "memory_growth_later_mib": round(memory[-1] - memory[len(memory) // 2], 1),  # in the second half
         "held": held,
-        **{what: clients.said(what) for what in SAID},
+        **said,
     }
     closing_line({"bench": "serve_soak", **result}, "serve_soak" if given.keep else None)
 
