@@ -35,6 +35,7 @@ CHAOS_RATE = 100.0  # requests a second: a new engine takes much of the core tha
 HUNG = 60.0  # seconds
 EXACT_WORDS = 155  # of a document, so that a prompt has 2,000 tokens of SmolLM2
 PAUSE = 0.02  # seconds between the parts of an answer, in chaos
+END = b"data: [DONE]\n\n"  # of a whole answer
 
 
 class Process:
@@ -76,10 +77,11 @@ async def ask(session: aiohttp.ClientSession, url: str, text: str, pause: float 
         async with session.post(f"{url}/v1/completions", json=body) as answer:
             if answer.status != 200:
                 return f"answered {answer.status}", 0.0, 0.0
-            await answer.content.readany()
+            said = await answer.content.readany()
             first = time.perf_counter() - began
-            await answer.content.read()
-            return "served", first, time.perf_counter() - began
+            said += await answer.content.read()
+            what = "served" if said.endswith(END) else "cut short"
+            return what, first, time.perf_counter() - began
     except TimeoutError:
         return "hung", 0.0, 0.0
     except aiohttp.ClientError:
@@ -196,6 +198,8 @@ async def measure_exact(given: argparse.Namespace) -> dict[str, float]:
             if prompt["exact"] and prompt["tokens"] < len(question["prompt"]):  # The echo engines have letters.
                 break
             await asyncio.sleep(0.1)
+        else:
+            raise RuntimeError("the router's own tokenizer does not become ready")
         print(f"with a tokenizer of its own; prompts of about {prompt['tokens']} tokens")
         found = await overhead(session, texts, given.exact_rate, given.rounds)
     return {f"exact_{name}": value for name, value in found.items()} | {"exact_tokens": prompt["tokens"]}
