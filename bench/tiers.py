@@ -479,6 +479,7 @@ def compete(arena: Arena, verbs: tuple[str, str], ratios: dict[str, list[float]]
         )
     if low:
         print(f"    {profile(arena)}", flush=True)
+    arena.ways.clear()  # They are its own methods, and would keep its memory beside that of the next size.
 
 
 def redis_servers() -> Any:
@@ -493,7 +494,9 @@ def run(only: str | None, threads: Turn, ratios: dict[str, list[float]]) -> None
     folder = Path(tempfile.mkdtemp(dir=".", prefix=".bench-")).resolve()
     try:
         for mib in SHAPES if only in (None, "host") else ():
-            compete(Host(mib, threads), ("host_store", "host_retrieve"), ratios)
+            host = Host(mib, threads)
+            with closing(host.store):
+                compete(host, ("host_store", "host_retrieve"), ratios)
         for mib in SHAPES if only in (None, "disk") else ():
             arena = Disk(mib, threads, folder)
             with closing(arena.tier):
