@@ -139,7 +139,7 @@ def copies(report: Report, sizes: Sizes) -> None:
     started = time.perf_counter()
     slab = Slab(SLOTS, parts, 64 * page_bytes)  # It is page-locked by several threads, in stretches of whole slots.
     seconds = time.perf_counter() - started
-    report.line("make and page-lock a slab", 1000 * seconds * GIB / slab.bytes, "ms")
+    report.line("make and page-lock a slab, for each GiB", 1000 * seconds * GIB / slab.bytes, "ms")
     whole, there = slab.slot(0), torch.zeros(parts, 64 * page_bytes, dtype=torch.uint8, device=report.device)
     bandwidth = {}
     for name, target, source in (("in", there, whole), ("out", whole, there)):
@@ -282,7 +282,7 @@ def answered(report: Report) -> None:
 
 
 def _answers(report: Report, model: str, checkpoint: Path, texts: Path, count: int, least: float) -> None:
-    """How many questions a model answers rightly by a blend, of those that it answers by full prefill."""
+    """How many questions a model answers rightly by a blend, of how many it answers so by full prefill."""
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     loaded = AutoModelForCausalLM.from_pretrained(checkpoint).to(report.device)
     collection = sample(read_collection(texts / "documents", texts / "questions.json"), count)
