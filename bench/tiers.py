@@ -5,13 +5,13 @@ Bytes a second, ours over raw, side by side. Each place has its raw way, ours an
     python bench/tiers.py [--only host|disk|redis] [--readers N] [--writers N]
 
 Raw is the same bytes with nothing around them: the same copies between the same memories (whole chunks in, single parts
-out); whole files by direct I/O with requests of the same size, from as many threads; the plainest RESP exchange of
-values of the same sizes over as many connections. Chunks of 1, 4 and 32 MiB, more of them than a processor's caches
-hold, and none in the page cache. All ways take turns inside every round, in another order each time; a ratio is the
-median of the rounds' own ratios, since the machine's speed drifts more between rounds than inside one. The last line
-has the mean of the three sizes; a size below the goal of its place goes once more with a clock around its steps. Peers'
-ways beside it: one `torch.save` a chunk through the page cache (its writes end in memory), and redis-py's `set` and
-`get`.
+out); whole files by direct I/O with requests of the same size, from as many threads; the plainest RESP exchange of the
+same values, read in ranges of the same size, over as many connections. Chunks of 1, 4 and 32 MiB, more of them than a
+processor's caches hold, and none in the page cache. All ways take turns inside every round, in another order each time;
+a ratio is the median of the rounds' own ratios, since the machine's speed drifts more between rounds than inside one.
+The last line has the mean of the three sizes; a size below the goal of its place goes once more with a clock around its
+steps. Peers' ways beside it: one `torch.save` a chunk through the page cache (its writes end in memory), and
+redis-py's `set` and `get`.
 """
 
 import argparse
@@ -52,7 +52,7 @@ from lmc.storage.writer import WRITERS
 SHAPES = {1: (4, MIB // 4), 4: (8, MIB // 2), 32: (32, MIB)}  # MiB of a chunk: parts, bytes of each
 GOALS = {"host": 0.95, "disk": 0.9, "redis": 0.9}
 READERS = 2  # threads of the store's loads
-AHEAD = 2  # values that the raw exchange asks for before it reads one: fastest; with more the server's buffers grow
+AHEAD = 2  # ranges that the raw exchange asks for before it reads one; with more the server's buffers grow
 TOGETHER = 16  # records that one thread reads in step
 MOVED = {"host": 512 * MIB, "disk": 256 * MIB, "redis": 128 * MIB}  # in each turn
 ROUNDS = {"host": 11, "disk": 11, "redis": 7}  # after one that is not counted
@@ -332,20 +332,22 @@ class Redis(Arena):
                     send(server, views)
                     receive(server, memoryview(bytearray(5 * len(self.values))))  # +OK
 
-        def ask(server: socket.socket, name: bytes) -> None:
-            server.sendall(b"*2\r\n$3\r\nGET\r\n$%d\r\n%s\r\n" % (len(name), name))
+        def ask(server: socket.socket, name: bytes, first: int, into: memoryview) -> None:
+            words = (name, b"%d" % first, b"%d" % (first + len(into) - 1))
+            server.sendall(b"*4\r\n$8\r\nGETRANGE\r\n" + b"".join(b"$%d\r\n%s\r\n" % (len(one), one) for one in words))
 
         def get(chunks: Sequence[int]) -> None:
-            scratch = memoryview(bytearray(64))
+            scratch, step = memoryview(bytearray(64)), READ_AHEAD_BYTES
             values = [value for chunk in chunks for value in self.cut(self.target, chunk)]
+            ranges = [(name, at, value[at : at + step]) for name, value in values for at in range(0, len(value), step)]
             with self.connection() as server:
-                for name, _ in values[:AHEAD]:
-                    ask(server, name)
-                for (_, value), ahead in zip_longest(values, values[AHEAD:]):
+                for one in ranges[:AHEAD]:
+                    ask(server, *one)
+                for (_, _, into), ahead in zip_longest(ranges, ranges[AHEAD:]):
                     if ahead is not None:
-                        ask(server, ahead[0])
-                    receive(server, scratch[: len(b"$%d\r\n" % len(value))])
-                    receive(server, value)
+                        ask(server, *ahead)
+                    receive(server, scratch[: len(b"$%d\r\n" % len(into))])
+                    receive(server, into)
                     receive(server, scratch[:2])
 
         return self.emptied(Turn(self.spread(put, int(self.threads.put)), self.spread(get, int(self.threads.get))))
