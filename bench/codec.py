@@ -6,7 +6,7 @@ Reading a record of R raw bytes takes R/B from a tier of B bytes/s; encoded it t
 other in one thread. So a codec pays below B = (1 − ratio)·decode; a record that does not get smaller is kept raw, and
 pays nowhere. The entropy of the planes' bytes is shown beside the ratio: what a coder of single bytes could reach. KV
 is that of the shipped model on its documents, of a model with random weights, and of normals with a scale per channel;
-one part per layer and chunk, as a store has them.
+one part per layer and chunk, as a store has them. Parts come from memory that is in no cache, and go to such memory.
 """
 
 import mmap
@@ -27,6 +27,7 @@ from lmc.storage.codec import decode_part, encode_part
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 CODECS = {"lz4": lambda _: 1, "planes": lambda dtype: dtype.itemsize}
 TIERS = (0.5, 1.0, 2.0)  # GB/s
+COLD = 1 << 28  # bytes, more than a processor's caches hold
 Part = torch.Tensor  # [K, T, H, D] of one layer
 
 
@@ -74,6 +75,16 @@ def side_by_side(pieces: list[memoryview | bytes]) -> memoryview:
     return view
 
 
+def copies(views: list[memoryview], times: int) -> list[memoryview]:
+    """All of them so many times, one behind the other as in a slab."""
+    whole, found = memory(times * sum(map(len, views))), []
+    for view in times * views:
+        found.append(whole[: len(view)])
+        found[-1][:] = view
+        whole = whole[len(view) :]
+    return found
+
+
 def best(repeats: int, run: Callable[[], object]) -> float:
     """Seconds of the fastest of several runs: the machine may be busy with something else."""
     seconds = []
@@ -97,26 +108,27 @@ def entropy(views: list[memoryview], planes: int) -> float:
 
 
 def measured(views: list[memoryview], planes: int, repeats: int) -> dict[str, float]:
-    into = memory(len(views[0]))
+    raw = sum(map(len, views))
     encoded = [side_by_side(encode_part(view, planes)) for view in views]
-    for view, part in zip(views, encoded, strict=True):
-        decode_part(part, into, planes)
-        assert into == view
+    ratio, times = sum(map(len, encoded)) / raw, -(-COLD // raw)
+    empty = [memory(len(view)) for view in views]
+    sources, parts, targets = (copies(some, times) for some in (views, encoded, empty))
 
     def encode() -> None:
-        for view in views:
-            encode_part(view, planes)
+        for source in sources:
+            encode_part(source, planes)
 
     def decode() -> None:
-        for part in encoded:
-            decode_part(part, into, planes)
+        for part, target in zip(parts, targets, strict=True):
+            decode_part(part, target, planes)
 
-    raw = sum(map(len, views))
-    ratio, decode_rate = sum(map(len, encoded)) / raw, raw / best(repeats, decode)
+    decode()
+    assert all(target == source for target, source in zip(targets, sources, strict=True))
+    decode_rate = times * raw / best(repeats, decode)
     row = {
         "ratio": min(1.0, ratio),
         "entropy": entropy(views, planes),
-        "encode_mb_s": raw / best(repeats, encode) / 1e6,
+        "encode_mb_s": times * raw / best(repeats, encode) / 1e6,
         "decode_mb_s": decode_rate / 1e6,
         "pays_below_gb_s": max(0.0, 1 - ratio) * decode_rate / 1e9,
     }
