@@ -47,7 +47,7 @@ TIMES = [
     "the self-test of the large shape passed",
     "tokens per second of vLLM, of its second start",
     "tokens per second without hits",
-    "prompt tokens that were stored meanwhile",
+    "tokens that were stored meanwhile",
     *(
         line
         for length in (192, 288)
