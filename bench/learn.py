@@ -69,6 +69,7 @@ def learn(folder: Path, *more: str, kill_at: int = 0) -> dict[str, Any]:
         time.sleep(0.05)
     process.send_signal(signal.SIGKILL)
     process.communicate()
+    assert process.returncode == -signal.SIGKILL, "it has ended before"
     return {"learned": manifest.read_bytes().count(b"\n")}
 
 
@@ -136,6 +137,7 @@ def measure(count: int) -> dict[str, Any]:
         print(f"killed after {killed['learned']} documents", flush=True)
         lost_by_kill, before = lost(folder, tokenizer), written(folder / "disk")
         done = learn(folder)
+        assert not done["failed"], done["failed"]
         after = written(folder / "disk")
         print(done, flush=True)
         seconds, pinned = [], {}
