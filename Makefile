@@ -68,6 +68,7 @@ bench: $(VENV)/ready
 	$(BIN)/python bench/learn.py --keep
 	$(BIN)/python bench/serve.py --keep
 	$(BIN)/python bench/serve_kills.py --keep
+	$(BIN)/python bench/serve_soak.py --keep
 	$(BIN)/python bench/router.py --keep
 	$(BIN)/python bench/router_proxy.py --exact-rate 50 --chaos 600 --keep
 	$(BIN)/lmc demo --small --json bench/results/demo.json

@@ -7,7 +7,8 @@ It starts `vllm serve MODEL` with lmc (the CPU build, one thread), learns passag
 `lmc learn`, and asks through the `openai` client, streaming or not, six passages at a time: single questions, and
 conversations of three turns, each turn with six passages of its own. What is measured:
 
-    reused      of the tokens of all documents in all prompts, the share that came from the store (first requests too)
+    reused      of as many tokens as all documents in all prompts have, the share that the store or the engine's own
+                cache had (first requests too); the beginning of a prompt may stand in for a document that is short
     not found   documents in prompts that the store did not have, as the engine counts them
     strange     documents that the engine knows in the end and that were not given to it: texts of conversations
     right       share of answers to questions of the demo that begin with an accepted one: through chat, through
