@@ -183,14 +183,14 @@ class Host(Arena):
         return Turn(half - started, time.perf_counter() - half)
 
     def ours(self, turn: int) -> Turn:
-        """Through the store: chunk by chunk in, a plan of several chunks out."""
+        """Through the store: the chunks of a step in, as engines save them, and a plan of several chunks out."""
         store, metas = self.store, [self.meta(turn, chunk) for chunk in self.chunks]
         started = time.perf_counter()
-        for meta, given in zip(metas, self.given, strict=True):
-            (writing,) = store.begin([meta])
-            assert writing is not None
-            store.view(writing).copy_(given)
-            store.commit([writing])
+        for first in range(0, self.count, TOGETHER):
+            begun = [one for one in store.begin(metas[first : first + TOGETHER]) if one]
+            for one, given in zip(begun, self.given[first : first + TOGETHER], strict=True):
+                store.view(one).copy_(given)
+            store.commit(begun)
         half = time.perf_counter()
         for first in range(0, self.count, TOGETHER):
             pins = [pin for pin in store.pin([meta.key for meta in metas[first : first + TOGETHER]]) if pin]

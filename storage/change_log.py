@@ -5,7 +5,7 @@ the last number that it has seen. If the log does not reach back so far, the rea
 the list of the chunks that are present.
 """
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -80,8 +80,8 @@ class ChangeLog(Changes):
         self._changes: deque[Change] = deque(maxlen=kept)
         self._number = 0
         self._present: dict[str, dict[ChunkKey, Chunk]] = {}  # by place
-        self._bytes: Counter[tuple[str, str | None, str | None]] = Counter()  # by place, and model or tenant or both
         self._held: dict[tuple[str, str, str], list[int]] = {}  # chunks, tokens, bytes, by place, model and tenant
+        self._bytes: dict[tuple[str, str | None, str | None], int] = {}  # by place, and model or tenant
 
     def appeared(self, place: str, meta: RecordMeta) -> None:
         """Note that a chunk can be found in a place from now on."""
@@ -116,7 +116,9 @@ class ChangeLog(Changes):
         """Return how many bytes a place has of a model, of a tenant, or of a tenant's chunks of one model."""
         with self._lock:
             self._work_out()
-            return self._bytes[place, model, tenant]
+            if model is not None and tenant is not None:
+                return self._held.get((place, model, tenant), (0, 0, 0))[2]
+            return self._bytes.get((place, model, tenant), 0)
 
     def counts(self) -> dict[str, Amount]:
         """Return how much each place has."""
@@ -143,26 +145,22 @@ class ChangeLog(Changes):
                 chunk = there.pop(key)
             else:
                 continue
-            owner, sign = (place, chunk.model, chunk.tenant), 1 if meta is not None else -1
-            held = self._held.get(owner)
+            model, tenant, sign = chunk.model, chunk.tenant, 1 if meta is not None else -1
+            size = sign * chunk.bytes
+            held = self._held.get((place, model, tenant))
             if held is None:
-                held = self._held[owner] = [0, 0, 0]
+                held = self._held[place, model, tenant] = [0, 0, 0]
             held[0] += sign
             held[1] += sign * chunk.tokens
-            held[2] += sign * chunk.bytes
+            held[2] += size
             if not held[0]:
-                del self._held[owner]
-            for whose in _covering(chunk.model, chunk.tenant):
-                self._bytes[place, *whose] += sign * chunk.bytes
-                if not self._bytes[place, *whose]:
-                    del self._bytes[place, *whose]
+                del self._held[place, model, tenant]
+            for whose in ((place, model, None), (place, None, tenant)):
+                taken = self._bytes[whose] = self._bytes.get(whose, 0) + size
+                if not taken:
+                    del self._bytes[whose]
             self._number += 1
             self._changes.append(Change(self._number, chunk, place, meta is not None))
-
-
-def _covering(model: str, tenant: str) -> tuple[tuple[str | None, str | None], ...]:
-    """Return all pairs of a model and a tenant, or None for any, to which a chunk belongs."""
-    return (model, tenant), (model, None), (None, tenant)
 
 
 def media_steps(

@@ -11,7 +11,7 @@ than a fair share (`fairness.py`): then the oldest one of an owner that has more
 import heapq
 import itertools
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Collection, Hashable, Iterator
+from collections.abc import Collection, Hashable, Iterator, Sequence
 from enum import IntEnum
 from typing import Generic, TypeVar
 
@@ -83,6 +83,8 @@ class EvictionOrder(Generic[T]):
 
         Several have to be moved in the order of their use, which they keep.
         """
+        if before is standing:
+            return
         self.count(before, -size)
         self.count(standing, size)
         queued, owner = self._entries.get(entry, (standing, None))
@@ -143,12 +145,13 @@ class EvictionOrder(Generic[T]):
         if self.fair is not None and owner is not None:
             self.fair.use(owner)
 
-    def _queues_of(self, standing: Standing, owner: Owner | None) -> Iterator[OrderedDict[T, int]]:
-        yield self._queues[standing]
-        if owner is not None:
-            yield self._owned[owner][standing]
+    def _queues_of(self, standing: Standing, owner: Owner | None) -> tuple[OrderedDict[T, int], ...]:
+        queue = self._queues[standing]
+        return (queue, self._owned[owner][standing]) if owner is not None else (queue,)
 
 
-def _oldest(queues: dict[Standing, OrderedDict[T, int]], standings: Collection[Standing]) -> T | None:
+def _oldest(queues: dict[Standing, OrderedDict[T, int]], standings: Sequence[Standing]) -> T | None:
+    if len(standings) == 1:
+        return next(iter(queues[standings[0]]), None)
     heads = [next(iter(queue.items())) for standing in standings if (queue := queues[standing])]
     return min(heads, key=lambda head: head[1])[0] if heads else None

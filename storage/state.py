@@ -118,17 +118,19 @@ class StoreState:
 
     def begin(self, meta: RecordMeta, level: Level | None = None) -> tuple[Reservation | None, Todo]:
         """Reserve a slot for a chunk that is not in memory, or on `level` for one that is not on that level."""
-        todo = Todo()
+        todo, key = Todo(), meta.key
         with self._changed:
-            loading = level is None and meta.key in self._loads
             levels = [level] if level else self.levels
-            there = any(one.ledger.find(meta.key) is not None for one in levels)
-            known = there or loading or meta.key in self._writing
+            for one in levels:
+                if one.ledger.find(key) is not None:
+                    return None, todo
+            if key in self._writing or (level is None and key in self._loads):
+                return None, todo
             # The slots of a small device may all be held, by chunks on their way to the host.
-            for one in levels if not known else ():
+            for one in levels:
                 slot = self._reserve(one, todo)
                 if slot is not None:
-                    self._writing.add(meta.key)
+                    self._writing.add(key)
                     return Reservation(meta, slot, one.name, next(self._leases)), todo
         return None, todo
 
