@@ -89,6 +89,13 @@ def test_first_tokens_must_agree_as_well() -> None:
     assert judge(found, 0.98).ratio == 0.15
 
 
+def test_one_first_token_of_ten_may_differ_by_chance() -> None:
+    found = measured(dict.fromkeys(RATIOS, 1.0))
+    found.ways[0.05].first[0] = False
+    assert found.ways[0.05].agreement == pytest.approx(0.9 + 0.3 / 10**0.5)
+    assert judge(found, 0.98).ratio == 0.05
+
+
 def test_the_answer_is_no_if_no_ratio_is_good_enough() -> None:
     verdict = judge(measured({0.3: 0.9, 0.5: 0.97}), 0.98)
     assert verdict.ratio is None
@@ -237,7 +244,7 @@ def test_they_are_kept_in_the_cache_directory_of_the_home(tmp_path: Path, monkey
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"\xff\xfe", b"[1]", b'{"a": 7}', b'{"a": {"version": 1}}', json.dumps({"a": {"version": 2}}).encode()],
+    [b"", b"\xff\xfe", b"[1]", b'{"a": 7}', b'{"a": {"version": 2}}', json.dumps({"a": {"version": 1}}).encode()],
 )
 def test_a_file_or_an_entry_that_cannot_be_read_counts_as_empty(content: bytes) -> None:
     calibrations_file().parent.mkdir(parents=True)
@@ -354,9 +361,9 @@ def test_the_small_model_is_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("shares", "code", "said"),
-    [({0.15: 0.979, 0.3: 0.98, 0.5: 1.0}, 0, "is worth it at ratio 0.3"), ({0.5: 0.979}, 1, "is not worth it")],
+    [({0.15: 0.899, 0.3: 0.9, 0.5: 1.0}, 0, "is worth it at ratio 0.3"), ({0.5: 0.899}, 1, "is not worth it")],
 )
-def test_without_a_target_blends_have_to_agree_at_98_percent(
+def test_without_a_target_blends_have_to_agree_at_90_percent(
     shares: dict[float, float], code: int, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lmc.calibrate.command._measure", lambda *_: ("a", measured(shares)))
@@ -366,7 +373,7 @@ def test_without_a_target_blends_have_to_agree_at_98_percent(
     assert ("enable_blending: true" in out) == (code == 0)
     kept = calibration_of("a")
     assert kept is not None
-    assert (kept.target, kept.worth_it) == (0.98, code == 0)
+    assert (kept.target, kept.worth_it) == (0.9, code == 0)
 
 
 def test_random_weights_are_not_worth_it(random_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:

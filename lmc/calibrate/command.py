@@ -28,7 +28,7 @@ def calibrate(
     ] = None,
     agreement: Annotated[
         float, typer.Option(help="share of full prefill's tokens, and of its first tokens, that blends must give")
-    ] = 0.98,
+    ] = 0.9,
     prompts: Annotated[int | None, typer.Option(min=2, help="how many; default: as many as 4 minutes allow")] = None,
 ) -> None:
     """Measure whether blending is worth it for a model and documents. Exit code 0: it is; 1: it is not."""

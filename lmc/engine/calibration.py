@@ -26,7 +26,7 @@ class Calibration(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    version: Literal[1] = 1  # Increased when blending has changed so much that earlier results say nothing any more.
+    version: Literal[2] = 2  # Increased when earlier results say nothing any more about what blends are, or are to be.
     date: str
     worth_it: bool
     reason: str  # in words
