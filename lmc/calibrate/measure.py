@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from math import sqrt
 from statistics import fmean, median
 
 import torch
@@ -45,7 +46,7 @@ class Numbers:
         There are few first tokens. So they get what chance may have taken, one standard error.
         """
         first = self.first_same
-        return min(self.tokens_same, first + (first * (1 - first) / len(self.first)) ** 0.5)
+        return min(self.tokens_same, first + sqrt(first * (1 - first) / len(self.first)))
 
     @property
     def ttft(self) -> float:
