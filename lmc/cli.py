@@ -61,7 +61,8 @@ class Commands(TyperGroup):
         try:
             with _errors_in_one_line():
                 answer = super().invoke(ctx)
-                sys.stdout.flush()
+                if sys.stdout is not None:  # as it is if whoever started us had closed it
+                    sys.stdout.flush()
                 return answer
         except LmcError as error:
             lines = str(error).splitlines()
@@ -73,7 +74,7 @@ class Commands(TyperGroup):
             if error.errno != errno.ENOSPC:
                 raise
             typer.echo(f"error: cannot write {error.filename or 'the output'}: {error.strerror}", err=True)
-            if error.filename is None:  # Python would try once more at its end.
+            if error.filename is None:  # At its end Python writes what is left, and would fail again.
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise typer.Exit(FAILED) from None
 

@@ -20,7 +20,7 @@ LONGEST = 100 * 365 * 86400  # seconds of a time limit
 def console(*, error: bool = False) -> Console:
     """Return standard output, or standard error: as wide as the terminal, or as each line if it is a file or a pipe."""
     stream = sys.stderr if error else sys.stdout
-    return Console(width=None if stream.isatty() else UNCUT, stderr=error)
+    return Console(width=None if stream is not None and stream.isatty() else UNCUT, stderr=error)
 
 
 def seconds_of(text: str) -> float:

@@ -133,3 +133,11 @@ def test_output_to_a_full_disk_is_an_error_of_one_line(words: tuple[str, ...]) -
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, check=False)
     assert done.returncode == 2
     assert done.stderr.decode() == "error: cannot write the output: No space left on device\n"
+
+
+@pytest.mark.parametrize("words", [("config",), ("config", "--json")], ids=" ".join)
+def test_a_command_without_an_output_says_nothing(words: tuple[str, ...]) -> None:
+    """Python has no standard output if whoever starts it has closed that, as some daemons do."""
+    command = [sys.executable, "-c", "from lmc.cli import main; main()", *words]
+    done = subprocess.run(["sh", "-c", 'exec "$@" >&-', "sh", *command], stderr=subprocess.PIPE, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
