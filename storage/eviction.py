@@ -81,7 +81,7 @@ class EvictionOrder(Generic[T]):
     def move(self, entry: T, before: Standing, standing: Standing, size: float) -> None:
         """Change the standing of an entry, and count its `size` under the new one instead of the one `before`.
 
-        Several have to be moved in the order of their use, which they keep.
+        An entry that is here has that one. Several have to be moved in the order of their use, which they keep.
         """
         if before is standing:
             return
@@ -151,7 +151,7 @@ class EvictionOrder(Generic[T]):
 
 
 def _oldest(queues: dict[Standing, OrderedDict[T, int]], standings: Sequence[Standing]) -> T | None:
-    if len(standings) == 1:
+    if len(standings) == 1:  # as mostly, when documents take less than their share
         return next(iter(queues[standings[0]]), None)
     heads = [next(iter(queue.items())) for standing in standings if (queue := queues[standing])]
     return min(heads, key=lambda head: head[1])[0] if heads else None

@@ -277,9 +277,8 @@ class CachedModel(AbstractContextManager["CachedModel"]):
                 result = Blender(canvas, given, policy).run()
                 next(reader, None)  # At its end the reader finds out whether all chunks were right until now.
             finally:
-                settle(
-                    self.layers.device
-                )  # The slots may be taken by other chunks now, so no copy from them may be under way.
+                # The slots may be taken by other chunks now, so no copy from them may be under way.
+                settle(self.layers.device)
         exact = plan.tokens - result.reused
         if not result.reused and loaded.keys() <= MEMORY:
             self._note_speed(length - exact, exact, begun)

@@ -43,7 +43,7 @@ class Numbers:
     def agreement(self) -> float:
         """The smaller one of the two. Behind given tokens the next one is often easy, and the first one never is.
 
-        There are few first tokens. So they get what chance may have taken, one standard error.
+        There are only as many first tokens as prompts, so one standard error is added to their share.
         """
         first = self.first_same
         return min(self.tokens_same, first + sqrt(first * (1 - first) / len(self.first)))

@@ -26,7 +26,7 @@ class Calibration(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    version: Literal[2] = 2  # Increased when earlier results say nothing any more about what blends are, or are to be.
+    version: Literal[2] = 2  # Increased when blending, or how it is judged, has changed too much for earlier results.
     date: str
     worth_it: bool
     reason: str  # in words
