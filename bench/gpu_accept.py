@@ -16,6 +16,7 @@ import os
 import random
 import statistics
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -42,7 +43,7 @@ from lmc.connectors.transformers import CachedModel, Prefilled
 from lmc.connectors.transformers.report import How
 from lmc.connectors.vllm.paged import Move, Pages
 from lmc.connectors.vllm.streams import Streams
-from lmc.copies import merged
+from lmc.copies import can_submit, merged
 from lmc.demo import REAL, SHIPPED
 from lmc.demo.pretrained import smollm2
 from lmc.demo.questions import Prompts, read_collection, sample
@@ -164,6 +165,26 @@ def copies(report: Report, sizes: Sizes) -> None:
         merged(pages.copies(0, some))
     report.line("list of copies for 1,024 pages", 10 * (time.perf_counter() - started), "ms", most=1.0)
     _ordered(report, pages, cache, moves)
+    _served(report, sizes, there, bandwidth["in"])
+
+
+def _served(report: Report, sizes: Sizes, there: torch.Tensor, bandwidth: float) -> None:
+    """The memory of `lmc serve --page-locked`, as a worker maps it: it is locked in a thread, while it is used."""
+    parts, part_bytes = there.shape
+    owner = Slab(SLOTS, parts, part_bytes, shared=True, sparse=True, page_locked=True)
+    worker = Slab.attach(owner.address, owner.address.shares.of(0, 0))
+    for thread in threading.enumerate():
+        if thread.name == "lmc-lock":
+            thread.join()
+    locked = sum(can_submit(worker.part(slot, part)) for slot in range(SLOTS) for part in range(parts))
+    if report.device.type == "cuda":
+        report.line("a cache server's memory: parts that are page-locked", locked / (SLOTS * parts), "", least=1.0)
+    owner.slot(SLOTS - 1).fill_(7)
+    there.zero_()
+    took = report.milliseconds(lambda: there.copy_(worker.slot(SLOTS - 1), non_blocking=True))
+    report.wait()
+    report.line("a chunk from there, wrong bytes", float((there != 7).sum()), "", most=0)
+    report.line("a chunk from there", there.numel() / took / 1e6 / bandwidth, "of copies", least=0.8)
 
 
 def _ordered(report: Report, pages: Pages, cache: torch.Tensor, moves: list[Move]) -> None:

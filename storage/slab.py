@@ -6,13 +6,10 @@ that maps it, however that process ends. Behind its slots such a slab has a labe
 the slot holds and how many of its parts have arrived.
 """
 
-import ctypes
-import logging
 import mmap
 import os
 import threading
 import weakref
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -23,7 +20,6 @@ from lmc.errors import NoMemory, StorageError
 from lmc.keys import ChunkKey
 from lmc.shapes import GIB, MIB, aligned
 from lmc.storage.host_memory import (
-    THREADS,
     UNLIMITED,
     in_huge_pages,
     new_memory,
@@ -33,11 +29,9 @@ from lmc.storage.host_memory import (
 )
 from lmc.storage.ledger import Slot
 from lmc.storage.memory_files import locked, punch, seal_size, take_pages, whole_pages
+from lmc.storage.page_lock import lock, lock_beside
 from lmc.storage.shares import Share, Shares
 
-log = logging.getLogger(__name__)
-
-LOCKED_AT_ONCE = GIB
 LABEL_BYTES = 16  # of a slot
 LOST = -1  # stands in a label instead of a number of parts: the rest of the chunk will not arrive
 
@@ -51,6 +45,7 @@ class SlabAddress:
     shares: Shares
     part_bytes: int
     sparse: bool = False  # see `Slab`
+    page_locked: bool = False  # see `Slab`
     serial: int = 0  # tells slabs apart whose descriptors have had the same number, one after the other
     lifeline: str = ""  # a file that each process which maps the slab locks, so that its owner sees them end
     owner: str = ""  # a file that its owner has locked alone for as long as it lives
@@ -77,6 +72,7 @@ class Slab:
         *,
         shared: bool = False,
         sparse: bool = False,
+        page_locked: bool = False,
         file: Path | None = None,
         at: SlabAddress | None = None,
         share: Share | None = None,
@@ -84,8 +80,9 @@ class Slab:
         """Allocate the memory, or map the slab of another process `at` its address, to use one `share` of it.
 
         The memory of a `sparse` slab is taken when it is first written, slot by slot; its owner watches how much that
-        may be, and gives back slots that are not needed. Such a slab is not page-locked. A `file` on tmpfs keeps the
-        memory for the next process.
+        may be, and gives back slots that are not needed. Such a slab is not page-locked, unless it is `page_locked`:
+        then nothing is given back, and workers lock their shares of it. A `file` on tmpfs keeps the memory for the next
+        process.
         Raises `NoMemory`, which says how much was asked for and how much there is.
         """
         self._shares = parts if isinstance(parts, Shares) else Shares((parts,))
@@ -95,7 +92,7 @@ class Slab:
         self.device = torch.device(device)
         self.bytes = slots * self.parts * self.stride
         self.labels: memoryview | None = None  # int64, two for each slot: the chunk's tag, and the parts that are there
-        self._sparse, self._at_address, self._kept_in = sparse, at, file
+        self._sparse, self._page_locked, self._at_address, self._kept_in = sparse, page_locked, at, file
         room = UNLIMITED if at or sparse else room_on(self.device)
         if self.bytes > room:
             lower = "max_local_cpu_size" if self.device.type == "cpu" else "max_local_device_size"
@@ -107,16 +104,13 @@ class Slab:
             flat = torch.frombuffer(memory, dtype=torch.uint8, count=self.bytes)
             if shared or at:
                 self.labels = self._view[self.bytes : self.bytes + self.slots * LABEL_BYTES].cast("q")
-            # The workers that attach to a shared slab copy to and from the GPU. Its owner does not, and page-locking
-            # would make it create a CUDA context for nothing.
-            if torch.cuda.is_available() and not (shared or sparse):
-                start, stop = self._stretch(share) if share else (0, self.bytes)
-                for address in _page_lock(flat[start:stop], self.stride * (share.count if share else self.parts)):
-                    # An address that is still registered could not be page-locked again for the next slab.
-                    weakref.finalize(self, torch.cuda.cudart().cudaHostUnregister, address).atexit = False
         else:
             flat = torch.zeros(self.bytes, dtype=torch.uint8, device=self.device)
         self._rows = flat.view(slots * self.parts, self.stride)
+        # The workers that attach to a shared slab copy to and from the GPU. Its owner does not, and page-locking would
+        # make it create a CUDA context for nothing.
+        if self.device.type == "cpu" and not shared and torch.cuda.is_available():
+            self._page_lock(share)
         self._at = [(0, 0)] * self.parts  # by part: its row in slot 0, and how many rows there are to the next slot
         self._of_shares: list[tuple[Share, torch.Tensor]] = []  # each with its memory [slots, its parts, stride]
         for one in self._shares.all:
@@ -151,7 +145,7 @@ class Slab:
 
         Raises `StorageError` if it cannot be opened.
         """
-        return cls(at.slots, at.shares, at.part_bytes, sparse=at.sparse, at=at, share=share)
+        return cls(at.slots, at.shares, at.part_bytes, sparse=at.sparse, page_locked=at.page_locked, at=at, share=share)
 
     @property
     def address(self) -> SlabAddress:
@@ -162,6 +156,7 @@ class Slab:
             shares=self._shares,
             part_bytes=self.part_bytes,
             sparse=self._sparse,
+            page_locked=self._page_locked,
         )
 
     def label(self, slot: Slot, key: ChunkKey, ready: int) -> None:
@@ -194,6 +189,10 @@ class Slab:
         """Return a view of part `part` of `slot`: uint8 `[stride]`, of which the first `part_bytes` have a meaning."""
         row, step = self._at[part]
         return self._rows[row + slot * step]
+
+    def stretch(self, start: int, stop: int) -> torch.Tensor:
+        """See `page_lock.HostMemory.stretch`."""
+        return self._rows.view(-1)[start:stop]
 
     def memory(self, slot: Slot, first: int, count: int, size: int) -> list[memoryview]:
         """Return writable views of the first `size` bytes of `count` parts of a host slab, one view if they adjoin."""
@@ -255,8 +254,11 @@ class Slab:
         return True
 
     def give_back(self, slot: Slot) -> None:
-        """Give the memory of a slot of a sparse slab back to the system; it reads as zeros from then on."""
-        for share in self._shares.all:
+        """Give the memory of a slot of a sparse slab back to the system; it reads as zeros from then on.
+
+        A slab that is page-locked keeps it: a GPU would go on to use the pages that were there before.
+        """
+        for share in () if self._page_locked else self._shares.all:
             start, size = self._stretch(share)[0], share.count * self.stride
             punch(self.file, start + slot * size, size)
 
@@ -280,6 +282,13 @@ class Slab:
         before = self._shares.all[: self._shares.all.index(share)]
         start = sum(one.count for one in before) * self.slots * self.stride
         return start, start + share.count * self.slots * self.stride
+
+    def _page_lock(self, share: Share | None) -> None:
+        whole = self.stride * (share.count if share else self.parts)
+        if not self._sparse:
+            lock(self, *(self._stretch(share) if share else (0, self.bytes)), whole)
+        elif self._page_locked and share:
+            lock_beside(self, *self._stretch(share), whole)
 
     def _shared_memory(self, at: SlabAddress | None, share: Share | None) -> mmap.mmap:
         size = self.bytes + self.slots * LABEL_BYTES
@@ -312,39 +321,3 @@ class Slab:
         stretch = self._stretch(share) if share else (0, size)
         threading.Thread(target=populate, args=(memory, *stretch), name="lmc-map", daemon=True).start()
         return memory
-
-
-def _page_lock(memory: torch.Tensor, whole: int) -> list[int]:
-    """Page-lock host memory, so that copies to and from the GPU run beside the model's work.
-
-    That takes about a second for each GiB, so several threads do it, for stretches of a multiple of `whole` bytes:
-    no copy may reach from one stretch into the next. Returns the addresses of those that are locked. If there are
-    others, copies from and to them are slower, which is said once.
-    """
-    register, size = torch.cuda.cudart().cudaHostRegister, -(-LOCKED_AT_ONCE // whole) * whole
-    stretches = [memory[at : at + size] for at in range(0, memory.numel(), size)]
-
-    def lock(stretch: torch.Tensor) -> int:
-        status = int(register(stretch.data_ptr(), stretch.numel(), 0))
-        if status:
-            _clear_cuda_error()
-        return status
-
-    here = (torch.cuda.current_device(),)  # A new thread would lock for device 0, and take memory there.
-    with ThreadPoolExecutor(min(THREADS, len(stretches)), initializer=torch.cuda.set_device, initargs=here) as pool:
-        found = list(pool.map(lock, stretches))
-    failed = [(stretch.numel(), status) for stretch, status in zip(stretches, found, strict=True) if status]
-    if failed:
-        size = sum(size for size, _ in failed)
-        what = f"{size / GIB:.2f} GiB of memory cannot be page-locked (CUDA error {failed[0][1]})"
-        cure = "raise the limit of locked memory (ulimit -l), or lower max_local_cpu_size"
-        log.warning("lmc: %s, so copies to and from the GPU are slower; %s", what, cure)
-    return [stretch.data_ptr() for stretch, status in zip(stretches, found, strict=True) if not status]
-
-
-def _clear_cuda_error() -> None:
-    """Reset the error that a failed call leaves behind: one of torch's kernels would report it as its own."""
-    maps = Path("/proc/self/maps")
-    paths = {line.split()[-1] for line in maps.read_text().splitlines() if "libcudart" in line} if maps.exists() else ()
-    for path in paths:
-        ctypes.CDLL(path).cudaGetLastError()

@@ -453,6 +453,27 @@ def test_geometries_without_clients_make_room_for_others(tmp_path, monkeypatch):
             store.close()
 
 
+def test_a_server_whose_memory_is_page_locked_has_one_geometry(tmp_path):
+    with serving(tmp_path, 8, page_locked=True) as server:
+        store = attached(server)
+        assert store.slab.address.page_locked
+        put(store, K0)
+        (arena,) = server.arenas.all()
+        file = arena.store.slab.file
+        with pytest.raises(StorageError, match=r"clients have 1 geometries.*another server.*without --page-locked"):
+            attached(server, OTHER)
+        full = os.fstat(file).st_blocks
+        assert arena.store.shrink(1) == 1
+        assert os.fstat(file).st_blocks == full, "a GPU would go on to use the pages that were there before"
+        assert get(store, K0) == expected(K0)
+        store.close()
+        eventually(lambda: not server.arenas.budget.used(SIZES))
+        other = attached(server, OTHER)
+        assert [arena.sizes for arena in server.arenas.all()] == [OTHER]
+        assert other.lookup([K0]) == [None]
+        other.close()
+
+
 def test_writing_down_ends_while_another_client_stores(tmp_path):
     """It waited until nothing at all was queued."""
     slow = Delayed(DictTier(), per_write=0.05)

@@ -5,6 +5,7 @@ import logging
 import os
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -358,7 +359,7 @@ class Registered:
 def test_a_worker_page_locks_its_own_share_in_stretches_of_whole_slots(monkeypatch):
     owner = Slab(20, Shares(STAGES, RANKS), 4096, shared=True)
     found = Registered(monkeypatch)
-    monkeypatch.setattr("lmc.storage.slab.LOCKED_AT_ONCE", 4 * 4096)
+    monkeypatch.setattr("lmc.storage.page_lock.LOCKED_AT_ONCE", 4 * 4096)
     share = owner.address.shares.of(0, 1)
     attached = Slab.attach(owner.address, share)
     first = attached.part(0, share.first).data_ptr()
@@ -372,8 +373,8 @@ def test_a_worker_page_locks_its_own_share_in_stretches_of_whole_slots(monkeypat
 
 def test_stretches_that_are_locked_are_released_and_others_are_not(monkeypatch, caplog):
     found = Registered(monkeypatch, refused=1)
-    monkeypatch.setattr("lmc.storage.slab.LOCKED_AT_ONCE", 4096)
-    monkeypatch.setattr("lmc.storage.slab.THREADS", 1)
+    monkeypatch.setattr("lmc.storage.page_lock.LOCKED_AT_ONCE", 4096)
+    monkeypatch.setattr("lmc.storage.page_lock.THREADS", 1)
     with caplog.at_level(logging.WARNING):
         slab = Slab(4, 1, 4096)
     (line,) = caplog.messages
@@ -394,6 +395,82 @@ def test_memory_that_cannot_be_page_locked_is_used_as_it_is_and_that_is_said_onc
     (line,) = caplog.messages
     assert "cannot be page-locked (CUDA error 2)" in line
     assert "ulimit -l" in line
+
+
+def sparse_slab_of_a_server(monkeypatch, **refused):
+    """A slab whose workers lock it, the share of one of them, and what is locked from then on."""
+    owner = Slab(20, Shares(STAGES, RANKS), 4096, shared=True, sparse=True, page_locked=True)
+    found = Registered(monkeypatch, **refused)
+    monkeypatch.setattr("lmc.storage.page_lock.LOCKED_BESIDE", 4 * 4096)
+    return owner, owner.address.shares.of(0, 1), found
+
+
+def locking():
+    return [thread for thread in threading.enumerate() if thread.name == "lmc-lock"]
+
+
+def test_a_worker_page_locks_its_share_of_a_servers_memory_beside_its_steps(monkeypatch):
+    owner, share, found = sparse_slab_of_a_server(monkeypatch)
+    Slab.attach(owner.address)
+    assert not locking(), "a scheduler copies nothing to a GPU"
+    worker = Slab.attach(owner.address, share)
+    for thread in locking():
+        thread.join()
+    first, slots = worker.part(0, share.first).data_ptr(), 2 * 3 * 4096
+    assert found.locked == [(first + i * slots, slots) for i in range(10)]
+    assert found.devices == [3]
+    del worker
+    gc.collect()
+    assert sorted(found.released) == sorted(address for address, _ in found.locked)
+
+
+def test_a_worker_whose_slab_has_gone_locks_no_more_of_it(monkeypatch):
+    owner, share, found = sparse_slab_of_a_server(monkeypatch)
+    reached, go_on, register = threading.Event(), threading.Event(), found.cudaHostRegister
+
+    def slowly(*asked):
+        if found.locked:
+            reached.set()
+            assert go_on.wait(60)
+        return register(*asked)
+
+    found.cudaHostRegister = slowly
+    worker = Slab.attach(owner.address, share)
+    (thread,) = locking()
+    assert reached.wait(60)
+    del worker
+    gc.collect()
+    assert not found.released, "its memory stays while some of it is being locked"
+    go_on.set()
+    thread.join()
+    gc.collect()
+    assert len(found.locked) == 2
+    assert sorted(found.released) == sorted(address for address, _ in found.locked)
+
+
+def test_a_servers_memory_that_cannot_be_page_locked_is_used_as_it_is(monkeypatch, caplog):
+    owner, share, found = sparse_slab_of_a_server(monkeypatch, refused=1)
+    with caplog.at_level(logging.WARNING):
+        worker = Slab.attach(owner.address, share)
+        for thread in locking():
+            thread.join()
+    (line,) = caplog.messages
+    assert "cannot be page-locked (CUDA error 2)" in line
+    assert not found.locked, "what comes behind it is not tried"
+    worker.part(1, share.first).fill_(7)
+    assert bool((owner.part(1, share.first) == 7).all())
+
+
+def test_memory_that_workers_lock_is_not_given_back_to_the_system():
+    taken = {}
+    for page_locked in (False, True):
+        slab = Slab(4, 2, 4096, shared=True, sparse=True, page_locked=page_locked)
+        assert all(slab.take(Slot(slot)) for slot in range(4))
+        slab.part(S1, 1).fill_(7)
+        slab.give_back(S1)
+        taken[page_locked] = os.fstat(slab.file).st_blocks
+        assert bool((slab.part(S1, 1) == 7).all()) is page_locked
+    assert taken[True] > taken[False]
 
 
 @pytest.fixture

@@ -27,8 +27,9 @@ class RankSlab:
         self._share = at.shares.of(get_pp_group().rank_in_group, get_tp_group().rank_in_group)
         self._slab = Slab.attach(at, self._share)
         if at.owner:
-            if torch.cuda.is_available():
-                log.warning("the memory of a cache server is not page-locked: copies to the GPU are slower")
+            if torch.cuda.is_available() and not at.page_locked:
+                text = "the memory of the cache server is not page-locked, and copies to the GPU are slower"
+                log.warning("%s: start `lmc serve` with --page-locked if all of its engines have one model", text)
             threading.Thread(target=_wait_for, args=(at, gone), name="lmc-server", daemon=True).start()
 
     def part(self, slot: int, layer: int) -> torch.Tensor:

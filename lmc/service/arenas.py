@@ -51,14 +51,17 @@ class Arenas:
         *,
         tiers: Sequence[Tier] | None = None,
         memory: Path | None = None,
+        page_locked: bool = False,
         group: int | None = None,
     ) -> None:
         """Open the tiers, by default those of the settings, and what is left in `memory`, a directory on tmpfs.
 
+        With `page_locked`, workers on GPUs may page-lock memory. So none of it is given back, and there is one arena.
         Raises `TierUnusable` or `ConfigError`, or `NoMemory` if there is less memory than the budget.
         """
         self._settings, self.budget = settings, Budget(int(settings.max_local_cpu_size * GIB))
         self._lifelines, self._memory, self._group = lifelines, memory, group
+        self.page_locked, self._most = page_locked, 1 if page_locked else MOST_ARENAS
         kept = sum(path.stat().st_blocks * BLOCK for path in memory.glob("*.slab")) if memory else 0
         until = time.monotonic() + MEMORY_SECONDS  # Clients have the memory of a server that has ended for a moment.
         while self.budget.size > (room := _room(memory) + kept) and time.monotonic() < until:
@@ -88,8 +91,8 @@ class Arenas:
         with self._lock:
             if self._closed:
                 raise StorageError("the cache server ends")
+            self._make_room_for(sizes)
             if sizes not in self._arenas:
-                self._close_unused(MOST_ARENAS - 1)
                 self._arenas = {**self._arenas, sizes: self._made(sizes)}
             self.budget.use(sizes, 1)
             return self._arenas[sizes]
@@ -98,10 +101,12 @@ class Arenas:
         """Note that a client has left an arena."""
         self.budget.use(arena.sizes, -1)
 
-    def _close_unused(self, most: int) -> None:
-        """Close arenas that no client has, if there are more than `most`; raise `StorageError` if there still are."""
-        unused = [sizes for sizes in self._arenas if not self.budget.used(sizes)]
-        for sizes in unused[: max(0, len(self._arenas) - most)]:
+    def _make_room_for(self, wanted: Sizes) -> None:
+        """Close arenas that no client has, if there are too many; raise `StorageError` if that is not enough."""
+        others = [sizes for sizes in self._arenas if sizes != wanted]
+        unused = [sizes for sizes in others if not self.budget.used(sizes)]
+        too_many = max(0, len(others) + 1 - self._most)
+        for sizes in unused[:too_many]:
             arena = self._arenas[sizes]
             self._arenas = {other: one for other, one in self._arenas.items() if other != sizes}
             arena.close()
@@ -109,9 +114,10 @@ class Arenas:
             self.budget.forget(sizes)
             for _, logs in self._tiers:
                 logs.remove(arena.store.changes)
-            log.info("there are many geometries of chunks: one that no client has is closed, with its memory")
-        if len(self._arenas) > most:
-            raise StorageError(f"clients have {len(self._arenas)} geometries of chunks already, which is the most")
+            log.info("there are too many geometries of chunks: one that no client has is closed, with its memory")
+        if len(unused) < too_many:
+            cure = ": start another server for this one, or this server without --page-locked" * self.page_locked
+            raise StorageError(f"clients have {self._most} geometries of chunks already, which is the most{cure}")
 
     def all(self) -> list[Arena]:
         """Return the arenas that are open."""
@@ -141,7 +147,9 @@ class Arenas:
             raise NoMemory(f"{self.budget.size / MIB:.3f} MiB of memory hold no chunk: {taken}")
         file = self._memory / f"{sizes.name}-{slots}.slab" if self._memory else None
         found = file is not None and file.exists()
-        slab = Slab(slots, sizes.shares, sizes.part_bytes, shared=True, sparse=True, file=file)
+        slab = Slab(
+            slots, sizes.shares, sizes.part_bytes, shared=True, sparse=True, page_locked=self.page_locked, file=file
+        )
         if file is not None and self._group is not None:
             os.chown(file, -1, self._group)
             file.chmod(0o660)

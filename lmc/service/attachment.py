@@ -199,6 +199,7 @@ class Attachment:
                     shares=sizes.shares,
                     part_bytes=sizes.part_bytes,
                     sparse=True,
+                    page_locked=attached.page_locked,
                     lifeline=attached.lifeline,
                     owner=str(lock_of(path)),
                     serial=serial,

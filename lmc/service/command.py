@@ -37,6 +37,10 @@ EventAddresses = Annotated[
         help="where events of documents are published: tcp://*:5558, and behind a comma where they are sent again",
     ),
 ]
+PageLocked = Annotated[
+    bool,
+    typer.Option("--page-locked", help="vLLM's workers on GPUs page-lock the memory, which is for one geometry then"),
+]
 
 
 def serve(
@@ -49,6 +53,7 @@ def serve(
         Path | None,
         typer.Option(help="a directory on tmpfs, such as /dev/shm/lmc, for memory that outlives the server"),
     ] = None,
+    page_locked: PageLocked = False,
     takeover: Annotated[bool, typer.Option("--takeover", help="end the server that runs there, and go on")] = False,
     http: Annotated[
         str,
@@ -84,7 +89,8 @@ def serve(
     _prepare(settings, http, document_events)
     if takeover:
         _take_over(path)
-    server = CacheServer(settings, path, group=group_number, memory=memory.absolute() if memory else None)
+    kept = memory.absolute() if memory else None
+    server = CacheServer(settings, path, group=group_number, memory=kept, page_locked=page_locked)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: server.stop())
     log.info(

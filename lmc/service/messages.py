@@ -27,7 +27,7 @@ Digest = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 WholeKey = Annotated[ChunkKey, msgspec.Meta(min_length=32, max_length=32)]
 Keys = Annotated[list[WholeKey], msgspec.Meta(max_length=1 << 16)]  # so that nobody waits long behind one question
 Leases = Annotated[list[int], msgspec.Meta(max_length=1 << 16)]
-PROTOCOL = 3  # changes whenever a message does
+PROTOCOL = 3  # changes whenever the messages of one side mean nothing, or something else, to the other
 LISTED = 500  # records in one answer
 MOST_OFFERED = 64  # documents in one message
 
@@ -73,6 +73,7 @@ class Attached(msgspec.Struct, frozen=True):
     slots: int
     shared_places: frozenset[str]
     lifeline: str  # a file, see `lifelines.py`
+    page_locked: bool = False  # see `Slab`; servers before this was sent had no such memory
 
 
 class Beat(msgspec.Struct, frozen=True):

@@ -58,12 +58,13 @@ class CacheServer:
         *,
         group: int | None = None,
         memory: Path | None = None,
+        page_locked: bool = False,
         tiers: Sequence[Tier] | None = None,
     ) -> None:
         """Listen at `path`, for processes of this user, of root, and of a `group`.
 
-        What is in `memory`, a directory on tmpfs, outlives the server. Raises `TierUnusable` if another server listens
-        there or has this memory, and as `Arenas`.
+        What is in `memory`, a directory on tmpfs, outlives the server. See `Arenas` for `page_locked`.
+        Raises `TierUnusable` if another server listens there or has this memory, and as `Arenas`.
         """
         self.path, self._group = path, group
         with ExitStack() as opened:
@@ -74,7 +75,9 @@ class CacheServer:
             if memory:
                 opened.callback(os.close, _owned(memory))
             self.lifelines = Lifelines((memory or path.with_suffix(".d")) / "clients", group)
-            self.arenas = Arenas(settings, self.lifelines, tiers=tiers, memory=memory, group=group)
+            self.arenas = Arenas(
+                settings, self.lifelines, tiers=tiers, memory=memory, page_locked=page_locked, group=group
+            )
             self._opened = opened.pop_all()
         self._sessions: set[Session] = set()
         self._tokenizers: OrderedDict[str, str] = OrderedDict()  # by model, the one that was named last at the end
@@ -300,7 +303,8 @@ class Session:
         except (LmcError, OSError) as error:
             self._channel.send(ERROR + str(error).encode())
             raise
-        answer = m.Attached(arena.store.slots, arena.store.shared_places, str(self._lease.lifeline))
+        shared, lifeline = arena.store.shared_places, str(self._lease.lifeline)
+        answer = m.Attached(arena.store.slots, shared, lifeline, self._server.arenas.page_locked)
         self._channel.send(ANSWER + _encode(answer), (arena.store.slab.file,))
         return self._lease
 
