@@ -27,7 +27,7 @@ from common import closing_line, parser
 
 from lmc.errors import ChunkLost, TierUnusable
 from lmc.keys import ChunkKey
-from lmc.service.attachment import status
+from lmc.service.connection import status
 from lmc.service.remote_store import RemoteStore
 from lmc.service.sizes import Sizes
 from lmc.shapes import GIB

@@ -13,7 +13,7 @@ import psutil
 from common import closing_line, parser
 from serve_kills import SAID, SIZES, served, wait_for
 
-from lmc.service.attachment import status
+from lmc.service.connection import status
 from lmc.service.remote_store import RemoteStore
 from lmc.shapes import MIB
 

@@ -29,7 +29,7 @@ from lmc.errors import ConfigError, InputError, LmcError
 from lmc.learn.command import learn
 from lmc.learn.size import size
 from lmc.router.command import router
-from lmc.service.command import serve
+from lmc.service.command import serve, show_status
 from lmc.terminal import AsJson, console, print_json, time_text
 
 if TYPE_CHECKING:
@@ -165,12 +165,11 @@ def stat(
 
     Of a tier, only headers are read.
     """
-    from lmc.inspect import places, survey
-    from lmc.service.command import show_status
-
     if server is not None:
         show_status(server, as_json=as_json)
         return
+    from lmc.inspect import places, survey
+
     if as_json:
         print_json([holdings_summary(place.name, *survey(place)) for place in places(directory)])
         return

@@ -32,6 +32,14 @@ def lmc(*words: str | Path) -> tuple[int, str, str]:
     return result.exit_code, result.stdout, result.stderr
 
 
+def without_torch(*words: str | Path, **variables: str) -> tuple[int, str, str]:
+    """Run a command in a process of its own, in which torch cannot be imported."""
+    program = "import sys; sys.modules['torch'] = None; from lmc.cli import main; main()"
+    command = [sys.executable, "-c", program, *map(str, words)]
+    done = subprocess.run(command, env={**os.environ, **variables}, capture_output=True, text=True, check=False)
+    return done.returncode, done.stdout, done.stderr
+
+
 @pytest.fixture
 def tier(tmp_path: Path) -> Path:
     """A disk tier with five documents."""

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from test_cli import lmc
+from test_cli import lmc, without_torch
 
 from lmc.config import Settings
 from lmc.connectors.transformers import CachedModel
@@ -419,6 +419,14 @@ def test_the_variable_lmc_admin_names_the_endpoint_that_is_asked(server: Any, tm
     (tmp_path / "a.txt").write_text("a text")
     for _ in range(2):
         assert "1 document learned" in lmc("learn", tmp_path, "--url", server.url)[1]
+
+
+def test_documents_are_sent_to_a_server_without_torch(server: Any, tmp_path: Path) -> None:
+    """Its import takes seconds."""
+    server.answers["/v1/completions"] = 200, {"kv_transfer_params": {"lmc": {"learned": True, "documents": ["0a"]}}}
+    (tmp_path / "a.txt").write_text("a text")
+    code, out, err = without_torch("learn", tmp_path, "--url", server.url, "--admin", server.url)
+    assert (code, "1 document learned" in out) == (0, True), err
 
 
 def test_a_terminal_is_shown_how_many_documents_are_learned(server: Any, tmp_path: Path, monkeypatch) -> None:

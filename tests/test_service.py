@@ -39,13 +39,13 @@ from lmc.blend.segments import join
 from lmc.config import Settings
 from lmc.connectors.transformers import CachedModel
 from lmc.errors import ChunkLost, ConfigError, NoMemory, StorageError, TierUnusable
-from lmc.service import arenas, attachment, remote_store
+from lmc.service import arenas, remote_store
 from lmc.service import server as servers
-from lmc.service.attachment import Gone, ServerConnection, retire, status
 from lmc.service.channel import LARGEST, Channel
+from lmc.service.connection import Gone, ServerConnection, retire, status
+from lmc.service.greeting import PROTOCOL, Hello
 from lmc.service.lifelines import Lifelines
 from lmc.service.messages import (
-    PROTOCOL,
     Abort,
     Attached,
     Begin,
@@ -54,7 +54,6 @@ from lmc.service.messages import (
     Described,
     Forget,
     HeldSlots,
-    Hello,
     Introduce,
     Keep,
     Kept,
@@ -616,7 +615,7 @@ def test_a_client_that_has_too_many_open_files_attaches_when_it_has_fewer(tmp_pa
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
     with monkeypatch.context() as patch:
-        patch.setattr(attachment.socket, "socket", exhausted)
+        patch.setattr("lmc.service.connection.socket.socket", exhausted)
         eventually(lambda: len(tried) > 1)
     with serving(tmp_path, 4):
         eventually(lambda: store.attachment is not None)
@@ -669,7 +668,7 @@ def test_only_its_own_user_ends_a_server(server, monkeypatch):
 def test_a_server_of_another_protocol_is_taken_over_and_ends_quietly(server, attach, monkeypatch, caplog):
     """An upgrade is what a takeover is for."""
     put(attach(), K0)
-    monkeypatch.setattr("lmc.service.attachment.PROTOCOL", PROTOCOL + 1)
+    monkeypatch.setattr("lmc.service.connection.PROTOCOL", PROTOCOL + 1)
     with pytest.raises(TierUnusable, match="has not ended"):  # It is in this process.
         retire(server.path, 0.1)
     assert server.ends
@@ -728,7 +727,7 @@ def greeted(server):
 
 
 def test_another_protocol_is_refused_and_both_versions_are_named(server, monkeypatch):
-    monkeypatch.setattr("lmc.service.attachment.PROTOCOL", PROTOCOL + 1)
+    monkeypatch.setattr("lmc.service.connection.PROTOCOL", PROTOCOL + 1)
     with pytest.raises(
         ConfigError, match=rf"protocol {PROTOCOL}\).*protocol {PROTOCOL + 1}\): install the same version"
     ):

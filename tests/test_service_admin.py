@@ -22,6 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from service_fakes import arena_of, eventually, serving
 from storage_fakes import key_of, meta_of
 from test_admin import free_port
+from test_cli import without_torch
 from test_keeper import RECORD, A, B, C, D, engine_of, known, learn, places
 from vllm_fakes import DOC_A, DOC_B, Lab, prompt
 from vllm_fakes import learn as learn_in
@@ -130,6 +131,29 @@ def test_a_missing_package_does_not_end_the_server_that_would_be_taken_over(
     code, _, err = lmc("serve", "--socket", str(service.server.path), "--takeover")
     assert (code, f"package {package}" in err) == (2, True)
     assert not service.server.ends
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["stat", "--server"], "connection"),
+        (["stat", "--json", "--server"], '"arenas"'),
+        (["top", "--once"], "hits"),
+        (["documents", "list", "--url"], "1 of 1 document"),
+        (["documents", "pin", "a.txt", "--url"], "pinned"),
+        (["documents", "remove", "a.txt", "--url"], "is removed"),
+        (["explain", "prompt.txt", "--url"], "start one with an LMC_ADMIN of its own"),
+    ],
+    ids=lambda one: " ".join(one[:2]) if isinstance(one, list) else "",
+)
+def test_a_command_that_asks_a_running_server_does_not_wait_for_torch(service, tmp_path, words, said):
+    """Its import takes seconds."""
+    learn(service.engine(), A, name="a.txt")
+    (tmp_path / "prompt.txt").write_text("a text")
+    words = [tmp_path / word if word == "prompt.txt" else word for word in words]
+    at = service.server.path if "--server" in words else service.url
+    _, out, err = without_torch(*words, at, LMC_ADMIN_TOKEN=TOKEN)
+    assert said in out + err
 
 
 # -- documents ---------------------------------------------------------------------------------------------------------

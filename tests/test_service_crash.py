@@ -22,7 +22,7 @@ from storage_fakes import PART_BYTES, PARTS, expected, get, key_of, meta_of
 
 from lmc.config import Settings
 from lmc.errors import TierUnusable
-from lmc.service.attachment import status
+from lmc.service.connection import status
 from lmc.service.server import CacheServer
 from lmc.shapes import GIB
 

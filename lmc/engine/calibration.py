@@ -12,7 +12,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from lmc.config import Settings
-from lmc.engine.identity import replace_text, user_cache
+from lmc.small_files import replace_text, user_cache
 
 log = logging.getLogger(__name__)
 

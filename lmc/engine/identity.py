@@ -20,6 +20,8 @@ from pathlib import Path
 import torch
 import xxhash
 
+from lmc.small_files import replace_text, user_cache
+
 WEIGHTS = ("*.safetensors", "*.bin", "*.gguf", "*.pt")  # All files of the first kind that a checkpoint has.
 DIGESTS = "checkpoints.json"  # where digests of files are remembered
 READ_BYTES = 8 << 20  # at a time
@@ -90,19 +92,6 @@ def adapter_stamp(path: str) -> bytes:
         return os.urandom(32)
     known = [(name, status.st_size, status.st_mtime_ns) for name, status in found]
     return hashlib.sha256(repr((path, known)).encode()).digest()
-
-
-def user_cache() -> Path:
-    """Return lmc's directory in the user's cache directory."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lmc"
-
-
-def replace_text(file: Path, text: str) -> None:
-    """Write a whole file so that other processes see the old one or the new one."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    aside = file.with_suffix(f".{os.getpid()}")
-    aside.write_text(text)
-    aside.replace(file)
 
 
 def _remembered() -> dict[str, list[object]]:

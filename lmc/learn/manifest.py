@@ -10,9 +10,9 @@ from hashlib import sha256
 from pathlib import Path
 from typing import TextIO
 
-from lmc.engine.identity import user_cache
 from lmc.errors import InputError
 from lmc.learn.sources import Document
+from lmc.small_files import user_cache
 
 
 def manifest_path(*target: str) -> Path:

@@ -116,7 +116,7 @@ def _path_of(socket: Path | None, setting: Path | None) -> Path:
 
 def _take_over(path: Path) -> None:
     """End the server that listens at a path, if there is one."""
-    from lmc.service.attachment import retire
+    from lmc.service.connection import retire
 
     try:
         if path.exists():
@@ -141,7 +141,7 @@ def show_status(path: Path, *, as_json: bool) -> None:
     need_msgspec()
     import msgspec
 
-    from lmc.service.attachment import status
+    from lmc.service.connection import status
 
     found = status(socket_at(path))
     if as_json:

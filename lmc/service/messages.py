@@ -1,7 +1,7 @@
 """The questions that a client asks a cache server, one after the other, and how the server answers them.
 
-Messages are msgpack in frames (`channel.py`). A frame that is none of these messages ends the connection. Bytes of
-chunks are never sent: they lie in slots of a slab that both sides have mapped.
+Messages are msgpack in frames (`channel.py`), and come after a greeting (`greeting.py`). A frame that is none of these
+messages ends the connection. Bytes of chunks are never sent: they lie in slots of a slab that both sides have mapped.
 """
 
 from array import array
@@ -14,7 +14,6 @@ from lmc.engine.known_documents import KnownDocument, KnownDocuments
 from lmc.engine.learn_queue import Unlearned
 from lmc.keys import LONGEST_MODEL, LONGEST_NAME, TENANT_DIGITS, ChunkKey
 from lmc.service.channel import BrokenProtocol
-from lmc.service.sizes import Sizes
 from lmc.storage.change_log import Change, Chunk
 from lmc.storage.contract import Pin, Reservation
 from lmc.storage.record import RecordMeta
@@ -27,44 +26,8 @@ Digest = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 WholeKey = Annotated[ChunkKey, msgspec.Meta(min_length=32, max_length=32)]
 Keys = Annotated[list[WholeKey], msgspec.Meta(max_length=1 << 16)]  # so that nobody waits long behind one question
 Leases = Annotated[list[int], msgspec.Meta(max_length=1 << 16)]
-PROTOCOL = 3  # changes whenever the messages of one side mean nothing, or something else, to the other
 LISTED = 500  # records in one answer
 MOST_OFFERED = 64  # documents in one message
-
-
-class Hello(msgspec.Struct, frozen=True):
-    """The first frame of both sides. Its form never changes, so that each side knows what the other speaks."""
-
-    protocol: int
-    version: str  # of lmc
-    refused: str = ""  # why the server closes the connection
-
-
-class Status(msgspec.Struct, frozen=True, tag=True):
-    """The second frame of somebody who wants to know how the server is, and nothing else."""
-
-
-class Retire(msgspec.Struct, frozen=True, tag=True):
-    """The second frame of another server, which wants to take over. Its form never changes, as that of `Hello`."""
-
-
-class ArenaStatus(msgspec.Struct, frozen=True):
-    """What an arena has."""
-
-    parts: int  # of a chunk
-    part_bytes: int
-    memory: int  # bytes that it takes
-    held: int  # slots
-    stats: StoreStats
-
-
-class ServerStatus(msgspec.Struct, frozen=True):
-    """How a server is."""
-
-    version: str
-    memory: int  # bytes that all arenas may take
-    clients: int  # connections with a lease, and leases that wait for processes to end
-    arenas: list[ArenaStatus]
 
 
 class Attached(msgspec.Struct, frozen=True):
@@ -338,7 +301,6 @@ def _uint32(tokens: bytes) -> "array[int]":
     return array("I", tokens)
 
 
-Opening = Sizes | Status | Retire
 Question = (
     Ping | LookUp | PinKeys | Release | Begin | Commit | Abort | Forget | CopiesOf | Introduce | Keep | Kept
     | Records | LastUses | KnownKeys | HeldSlots | Flush | Since | Present

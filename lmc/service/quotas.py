@@ -6,8 +6,8 @@ from pathlib import Path
 
 import msgspec
 
-from lmc.engine.identity import replace_text
 from lmc.errors import InputError
+from lmc.small_files import replace_text
 from lmc.storage.change_log import ChangeLog
 from lmc.storage.fairness import Weights
 

@@ -20,7 +20,8 @@ import torch
 from lmc.errors import ChunkLost, LmcError, StorageError, TierUnusable
 from lmc.keys import ChunkKey
 from lmc.service import messages as m
-from lmc.service.attachment import Attachment, Gone
+from lmc.service.attachment import Attachment
+from lmc.service.connection import Gone
 from lmc.service.remote_learning import RemoteLearning
 from lmc.service.sizes import Sizes
 from lmc.storage.change_log import Change, Changes, Chunk

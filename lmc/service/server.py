@@ -23,8 +23,9 @@ from lmc.config import Settings
 from lmc.errors import LmcError, TierUnusable
 from lmc.service import messages as m
 from lmc.service.arenas import Arenas
-from lmc.service.attachment import lock_of
 from lmc.service.channel import ANSWER, ERROR, BrokenProtocol, Channel, decoded
+from lmc.service.connection import lock_of
+from lmc.service.greeting import PROTOCOL, ArenaStatus, Hello, Opening, Retire, ServerStatus, Status
 from lmc.service.lease import Lease
 from lmc.service.lifelines import Lifelines
 from lmc.service.sizes import Sizes
@@ -41,8 +42,8 @@ LOCK_SECONDS = 1.0  # for which a server waits for the lock beside its socket
 PAUSE_SECONDS = 0.1  # after a connection that could not be accepted
 
 _question: msgspec.msgpack.Decoder[m.Request] = msgspec.msgpack.Decoder(m.Question)
-_hello: msgspec.msgpack.Decoder[m.Hello] = msgspec.msgpack.Decoder(m.Hello)
-_opening: msgspec.msgpack.Decoder[Sizes | m.Status | m.Retire] = msgspec.msgpack.Decoder(m.Opening)
+_hello: msgspec.msgpack.Decoder[Hello] = msgspec.msgpack.Decoder(Hello)
+_opening: msgspec.msgpack.Decoder[Sizes | Status | Retire] = msgspec.msgpack.Decoder(Opening)
 _encode = msgspec.msgpack.Encoder().encode
 
 complain = TierGuard().complain  # at most once a minute about the same
@@ -161,11 +162,11 @@ class CacheServer:
             if len(self._tokenizers) > MOST_MODELS:
                 self._tokenizers.popitem(last=False)
 
-    def status(self) -> m.ServerStatus:
+    def status(self) -> ServerStatus:
         """Return how the server is."""
         budget = self.arenas.budget
         arenas = [
-            m.ArenaStatus(
+            ArenaStatus(
                 one.sizes.shares.parts,
                 one.sizes.part_bytes,
                 budget.taken[one.sizes],
@@ -174,7 +175,7 @@ class CacheServer:
             )
             for one in self.arenas.all()
         ]
-        return m.ServerStatus(__version__, budget.size, self.clients, arenas)
+        return ServerStatus(__version__, budget.size, self.clients, arenas)
 
     def ended(self, session: "Session") -> None:
         """Forget a client."""
@@ -204,14 +205,14 @@ class Session:
             self._channel.set_timeout(SILENT_SECONDS)
             refused = self._greet()
             opening = self._opening(refused)
-            if isinstance(opening, m.Retire):
+            if isinstance(opening, Retire):
                 if self.peer[1] not in (0, os.getuid()):
                     raise BrokenProtocol("only the server's own user may end it")
                 log.info("another server takes over")
                 self._channel.send(ANSWER + _encode(None))
                 self._server.stop()
                 return
-            if isinstance(opening, m.Status):
+            if isinstance(opening, Status):
                 self._channel.send(ANSWER + _encode(self._server.status()))
                 return
             lease = self._attach(opening)
@@ -274,18 +275,18 @@ class Session:
         """Say which version this is, and return why the client is refused; nothing if it is not."""
         theirs = decoded(_hello, self._received())
         refused = ""
-        if theirs.protocol != m.PROTOCOL:
-            both = f"the cache server is lmc {__version__} (protocol {m.PROTOCOL}), the client {theirs.version}"
+        if theirs.protocol != PROTOCOL:
+            both = f"the cache server is lmc {__version__} (protocol {PROTOCOL}), the client {theirs.version}"
             refused = f"{both} (protocol {theirs.protocol}): install the same version for both"
-        self._channel.send(_encode(m.Hello(m.PROTOCOL, __version__, refused)))
+        self._channel.send(_encode(Hello(PROTOCOL, __version__, refused)))
         return refused
 
-    def _opening(self, refused: str) -> Sizes | m.Status | m.Retire:
+    def _opening(self, refused: str) -> Sizes | Status | Retire:
         """Return what the connection is for. A server of another version may take over, and a client may not attach."""
         if not refused:
             return decoded(_opening, self._received())
         with suppress(OSError, BrokenProtocol):  # A client that was refused hangs up.
-            if isinstance(opening := decoded(_opening, self._received()), m.Retire):
+            if isinstance(opening := decoded(_opening, self._received()), Retire):
                 return opening
         raise BrokenProtocol(refused)
 

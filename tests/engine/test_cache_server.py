@@ -8,7 +8,7 @@ import pytest
 from lab import DOCUMENTS, PLAIN, PROMPT, agree, answer, engine, facts, words
 from other_engine import OtherEngine
 
-from lmc.service.attachment import status
+from lmc.service.connection import status
 
 RATIOS = 0.0, 0.15, 1.0
 

@@ -15,7 +15,7 @@ from other_engine import OtherEngine
 sys.path.append(str(Path(__file__).parent.parent))
 from service_process import ServerProcess
 
-from lmc.service.attachment import status
+from lmc.service.connection import status
 
 TOKENS = 16  # of an answer
 DECODER = {"blend_learn": False, "save_decode_cache": False}
