@@ -1,8 +1,10 @@
 """Files that several processes use: locks that end with their processes, and memory that is given back."""
 
 import ctypes
+import errno
 import fcntl
 import os
+from contextlib import suppress
 from pathlib import Path
 
 KEEP_SIZE, PUNCH_HOLE = 1, 2  # of fallocate(2)
@@ -12,15 +14,24 @@ IN_MEMORY = 0x01021994, 0x958458F6, 0x858458F6  # of statfs(2): tmpfs, hugetlbfs
 def locked(path: Path | str, *, alone: bool = False, new: bool = True) -> int:
     """Open a file, which may be `new`, and lock it, together with others or `alone`; return the descriptor.
 
-    The lock ends when the descriptor is closed. Raises `BlockingIOError` if others are in the way.
+    The lock ends when the descriptor is closed. Raises `BlockingIOError` if others are in the way, or have removed the
+    file meanwhile, and somebody else may lock another one.
     """
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | (os.O_CREAT if new else 0), 0o600)
     try:
         fcntl.flock(file, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+        if not _is_at(path, file):
+            raise BlockingIOError(errno.EAGAIN, "the file was removed while it was locked", str(path))
     except BaseException:
         os.close(file)
         raise
     return file
+
+
+def _is_at(path: Path | str, file: int) -> bool:
+    with suppress(FileNotFoundError):
+        return os.path.samestat(os.stat(path), os.fstat(file))
+    return False
 
 
 def wait_until_unlocked(path: str) -> bool:

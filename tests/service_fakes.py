@@ -21,11 +21,11 @@ SIZES = Sizes(Shares((PARTS,)), PART_BYTES, 1)
 
 
 @contextmanager
-def serving(folder, slots, tiers=(), page_locked=False, **settings):
+def serving(folder, slots, tiers=(), memory=None, page_locked=False, **settings):
     """A server in a thread of this process, with memory for so many small chunks."""
     budget = slots * PARTS * aligned(PART_BYTES) / GIB
-    given = Settings(**{"max_local_cpu_size": budget, **settings})
-    server = CacheServer(given, folder / "lmc.sock", tiers=tiers, page_locked=page_locked)
+    settings = Settings(**{"max_local_cpu_size": budget, **settings})
+    server = CacheServer(settings, folder / "lmc.sock", tiers=tiers, memory=memory, page_locked=page_locked)
     thread = threading.Thread(target=server.serve, daemon=True)
     thread.start()
     try:

@@ -2,24 +2,31 @@
 
 import asyncio
 import errno
+import fcntl
 import logging
 import os
+import socket
 import threading
 from array import array
 from collections import Counter
+from contextlib import ExitStack, closing
 
 import pytest
 from service_fakes import SIZES, Child, arena_of, attached, eventually, filled, put, serving
 from storage_fakes import NAMESPACE, PART_BYTES, PARTS, DictTier, key_of, meta_of, stored
+from test_cli import lmc
 
+from lmc.config import Settings
 from lmc.errors import StorageError, TierUnusable
-from lmc.service import arenas, lifelines
+from lmc.service import arenas, lifelines, own_files
 from lmc.service.http_api import MOST_SUBSCRIBERS, application
 from lmc.service.journal import Journal
 from lmc.service.messages import Described, Keep
 from lmc.service.overview import Overview
+from lmc.service.server import CacheServer
 from lmc.service.sizes import Sizes
 from lmc.storage.contract import PinState
+from lmc.storage.disk import UNBOUNDED, DiskTier
 from lmc.storage.level import Backing
 from lmc.storage.shares import Shares
 from lmc.storage.slab import Slab
@@ -234,3 +241,74 @@ def test_no_more_subscribers_are_taken_than_there_may_be(tmp_path):
     with serving(tmp_path, 8) as server:
         logging.getLogger("asyncio").setLevel(logging.ERROR)
         asyncio.run(many(Overview(server)))
+
+
+# -- a start that is refused -------------------------------------------------------------------------------------------
+
+
+def below(folder):
+    return sorted(folder.rglob("*"))
+
+
+@pytest.mark.parametrize("before", ["nothing", "a server", "a server and its memory"])
+@pytest.mark.parametrize("why", ["address", "memory", "disk"])
+def test_a_start_that_is_refused_leaves_nothing_of_its_own_and_all_that_was_there(tmp_path, monkeypatch, before, why):
+    """It left a lock beside the socket, and a directory for clients."""
+    monkeypatch.setattr(arenas, "MEMORY_SECONDS", 0.0)
+    monkeypatch.setenv("LMC_MAX_LOCAL_CPU_SIZE", "0.001" if why != "memory" else "1e9")
+    path, memory = tmp_path / "lmc.sock", tmp_path / "new" / "memory"
+    if before != "nothing":
+        kept = memory if "memory" in before else None
+        with serving(tmp_path, 0, memory=kept, max_local_cpu_size=0.001) as server:
+            attached(server).close()
+    with ExitStack() as opened:
+        taken = opened.enter_context(socket.create_server(("127.0.0.1", 0)))
+        if why == "disk":
+            opened.callback(DiskTier(tmp_path / "disk", UNBOUNDED).close)
+            monkeypatch.setenv("LMC_LOCAL_DISK", str(tmp_path / "disk"))
+        there = below(tmp_path)
+        http = [] if why != "address" else ["--http", f"127.0.0.1:{taken.getsockname()[1]}"]
+        assert lmc("serve", "--socket", path, "--memory", memory, *http)[0] == 2
+        assert below(tmp_path) == there
+
+
+def test_a_second_server_takes_nothing_from_the_first_one_when_it_is_refused(tmp_path):
+    memory = tmp_path / "memory"
+    with serving(tmp_path, 8, memory=memory) as server:
+        client = attached(server)
+        there = below(tmp_path)
+        for path in (server.path, tmp_path / "other.sock"):
+            with pytest.raises(TierUnusable, match=r"listens at|has the memory"):
+                CacheServer(Settings(max_local_cpu_size=0.001), path, memory=memory)
+        assert below(tmp_path) == there
+        with closing(client), closing(attached(server)) as other:
+            assert put(client, key_of(1))
+            assert other.lookup([key_of(1)]) == ["host"]
+
+
+def test_a_socket_that_cannot_be_given_to_its_group_does_not_stay(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "chown", lambda *_: refused(errno.EPERM))
+    with pytest.raises(TierUnusable, match="not permitted"):
+        CacheServer(Settings(max_local_cpu_size=0.001), tmp_path / "lmc.sock", group=os.getgid())
+    assert below(tmp_path) == []
+
+
+def test_a_lock_that_a_refused_start_has_removed_is_not_taken_for_one(tmp_path, monkeypatch):
+    """A server had opened the file when it was removed, and would have had a lock that nobody else sees."""
+    monkeypatch.setattr(own_files, "LOCK_SECONDS", 0.05)
+    path, real, others = tmp_path / "lmc.sock", fcntl.flock, []
+    first = own_files.OwnFiles(path, None, None)
+
+    def late(file, how):
+        if not others:
+            others.append(first)
+            first.close()
+            others.append(own_files.OwnFiles(path, None, None))
+        real(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with pytest.raises(TierUnusable, match=r"listens at .* already"):
+        own_files.OwnFiles(path, None, None)
+    assert path.exists()
+    others[1].close()
+    assert below(tmp_path) == []

@@ -25,14 +25,14 @@ class Lifelines:
     def __init__(self, folder: Path, group: int | None = None) -> None:
         """Those of clients that have ended are removed. Processes of a `group` may lock new ones, too."""
         self._folder, self._group = folder, group
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if group is not None:
-            os.chown(folder, -1, group)
-            folder.chmod(0o750)
-        self.older = [path for path in folder.iterdir() if not _removed(path)]
+        self.older = [path for path in folder.iterdir() if not _removed(path)] if folder.exists() else []
 
     def new(self) -> Path:
         """Make one for a client, with a name that no other one has had: in a container, every server is process 1."""
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # Not before: a server may be refused at its start.
+        if self._group is not None:
+            os.chown(self._folder, -1, self._group)
+            self._folder.chmod(0o750)
         path = self._folder / secrets.token_hex(16)
         path.touch(mode=0o600)
         if self._group is not None:

@@ -7,7 +7,6 @@ too long, or sends what it must not send loses its lease (`lease.py`), and nobod
 import logging
 import os
 import socket
-import stat
 import threading
 import time
 from collections import OrderedDict
@@ -20,16 +19,15 @@ import msgspec
 
 from lmc import __version__
 from lmc.config import Settings
-from lmc.errors import LmcError, TierUnusable
+from lmc.errors import LmcError
 from lmc.service import messages as m
 from lmc.service.arenas import Arenas
 from lmc.service.channel import ANSWER, ERROR, BrokenProtocol, Channel, decoded
-from lmc.service.connection import lock_of
 from lmc.service.greeting import PROTOCOL, ArenaStatus, Hello, Opening, Retire, ServerStatus, Status
 from lmc.service.lease import Lease
 from lmc.service.lifelines import Lifelines
+from lmc.service.own_files import OwnFiles
 from lmc.service.sizes import Sizes
-from lmc.storage.memory_files import is_in_memory, locked
 from lmc.storage.tier import Tier
 from lmc.storage.tier_guard import TierGuard
 
@@ -38,7 +36,6 @@ log = logging.getLogger(__name__)
 SILENT_SECONDS = 10.0  # after which a client counts as hung; it asks for something every second
 MOST_MODELS = 1000  # whose tokenizers are remembered
 MOST_SESSIONS = 1024  # with those of clients that have ended and whose processes still live
-LOCK_SECONDS = 1.0  # for which a server waits for the lock beside its socket
 PAUSE_SECONDS = 0.1  # after a connection that could not be accepted
 
 _question: msgspec.msgpack.Decoder[m.Request] = msgspec.msgpack.Decoder(m.Question)
@@ -68,24 +65,22 @@ class CacheServer:
         Raises `TierUnusable` if another server listens there or has this memory, and as `Arenas`.
         """
         self.path, self._group = path, group
+        self._files = OwnFiles(path, group, memory)
         with ExitStack() as opened:
-            opened.callback(os.close, _locked_socket(path, group))
-            self._listener = _listener(path, group)
-            opened.callback(path.unlink, missing_ok=True)  # Nobody else has it while the lock is held.
-            opened.callback(self._listener.close)
-            if memory:
-                opened.callback(os.close, _owned(memory))
+            opened.callback(self._files.close)
+            self._listener = self._files.listener
             self.lifelines = Lifelines((memory or path.with_suffix(".d")) / "clients", group)
             self.arenas = Arenas(
                 settings, self.lifelines, tiers=tiers, memory=memory, page_locked=page_locked, group=group
             )
-            self._opened = opened.pop_all()
+            opened.pop_all()
         self._sessions: set[Session] = set()
         self._tokenizers: OrderedDict[str, str] = OrderedDict()  # by model, the one that was named last at the end
         self._lock, self._closed = threading.Lock(), False
 
     def serve(self) -> None:
         """Answer clients until `close` is called."""
+        self._files.used = True
         while True:
             try:
                 connection, _ = self._listener.accept()
@@ -130,7 +125,7 @@ class CacheServer:
         for session in sessions:
             session.hang_up()
         self.arenas.close()
-        self._opened.close()
+        self._files.close()
 
     @property
     def clients(self) -> int:
@@ -325,67 +320,3 @@ class Session:
         if frame is None:
             raise BrokenProtocol("it ended before it had attached")
         return frame
-
-
-def _owned(memory: Path) -> int:
-    """Take a directory for memory; raise `TierUnusable` if it cannot be used, or another server has it.
-
-    Whoever owns the directory can put other files in it, and everybody may make one in /dev/shm.
-    """
-    try:
-        memory.mkdir(mode=0o711, parents=True, exist_ok=True)
-        if (owner := memory.stat().st_uid) not in (0, os.getuid()):
-            raise TierUnusable(f"{memory} belongs to user {owner}, who could change what is in memory: remove it first")
-        if not is_in_memory(memory):
-            log.warning("%s is on a disk, to which all of the memory will be written: choose one on tmpfs", memory)
-        return locked(memory / "lock", alone=True)
-    except BlockingIOError:
-        there = f"another cache server has the memory in {memory}"
-        raise TierUnusable(f"{there} (--takeover with its --socket takes it over)") from None
-    except OSError as error:
-        raise TierUnusable(f"cannot keep memory in {memory}: {error.strerror}") from error
-
-
-def _locked_socket(path: Path, group: int | None) -> int:
-    """Take the name of a socket for the life of a server; raise `TierUnusable` if another server has it.
-
-    The lock tells a server that lives from one that has died and left its socket, also while the two start and end.
-    Clients wait for it, and have it for a moment when a server has ended.
-    """
-    until = time.monotonic() + LOCK_SECONDS
-    while True:
-        try:
-            file = locked(lock_of(path), alone=True)
-            if group is not None:
-                os.fchown(file, -1, group)
-                os.fchmod(file, 0o640)
-            return file
-        except BlockingIOError:
-            if time.monotonic() > until:
-                raise TierUnusable(f"a cache server listens at {path} already (--takeover ends it)") from None
-            time.sleep(0.01)
-        except FileNotFoundError as error:
-            raise TierUnusable(f"cannot listen at {path}: make the directory {path.parent} first") from error
-        except OSError as error:
-            raise TierUnusable(f"cannot listen at {path}: {error.strerror or error}") from error
-
-
-def _listener(path: Path, group: int | None) -> socket.socket:
-    """Listen at a path, in the place of a server that has died; raise `TierUnusable` if that is not possible."""
-    try:
-        if path.exists() and stat.S_ISSOCK(path.stat().st_mode):
-            path.unlink()
-        with ExitStack() as opened:
-            listener = opened.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
-            before = os.umask(0o177 if group is None else 0o117)
-            try:
-                listener.bind(str(path))
-            finally:
-                os.umask(before)
-            if group is not None:
-                os.chown(path, -1, group)
-            listener.listen()
-            opened.pop_all()
-    except OSError as error:
-        raise TierUnusable(f"cannot listen at {path}: {error.strerror or error}") from error
-    return listener
