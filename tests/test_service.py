@@ -930,6 +930,21 @@ def test_an_answer_that_came_too_late_is_not_taken_for_that_to_another_question(
         connection.ask(HeldSlots())
 
 
+def test_each_client_counts_its_own_hits_and_misses_and_together_they_are_those_of_the_server(server, attach):
+    """Each had those of all clients, so that a sum over engines counted everything as often as there were engines."""
+    one, other = attach(), attach()
+    put(one, K0)
+    for store in (one, other, other):
+        assert get(store, K0) == expected(K0)
+    assert get(one, K1) is None
+    eventually(lambda: one.stats().misses == 1)
+    eventually(lambda: other.stats().hits == {"host": 2})
+    assert (one.stats().hits, other.stats().misses) == ({"host": 1}, 0)
+    total = arena_of(server).store.stats()
+    assert (total.hits, total.misses) == ({"host": 3}, 1)
+    eventually(lambda: {store.stats().present["host"] for store in (one, other)} == {total.present["host"]})
+
+
 def test_counts_only_grow_when_another_server_answers(tmp_path):
     with serving(tmp_path, 4) as server:
         store = attached(server)

@@ -4,6 +4,7 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from lmc.engine.known_documents import KnownDocument
@@ -15,6 +16,7 @@ from lmc.service.channel import BrokenProtocol
 from lmc.service.lifelines import wait_until_gone
 from lmc.storage.contract import Pin, Reservation
 from lmc.storage.record import HEADER_LIMIT, NO_CODEC, RecordMeta
+from lmc.storage.stats import StoreStats
 
 log = logging.getLogger(__name__)
 
@@ -128,6 +130,13 @@ class Lease:
         except InputError as error:
             return str(error)
         return ""
+
+    def stats(self) -> StoreStats:
+        """Return the counts of the store, with the client's own hits and misses, which can be added up over clients.
+
+        The others belong to no client: the store evicts, loads and writes for all of them.
+        """
+        return replace(self.store.stats(), hits=dict(self.hits), misses=self.misses)
 
     @property
     def _may_hold(self) -> int:

@@ -42,7 +42,7 @@ class Attached(msgspec.Struct, frozen=True):
 class Beat(msgspec.Struct, frozen=True):
     """What a client asks for every second."""
 
-    stats: StoreStats
+    stats: StoreStats  # see `Lease.stats`
     speeds: dict[str, tuple[float, float]]  # of tiers: seconds for each record and for each byte
     pinned: int  # chunks of pinned documents
     wanted: list[Unlearned]  # documents that the client should learn, if it can
@@ -80,10 +80,10 @@ class Ping(Request, frozen=True):
 
     def asked(self, lease: "Lease") -> Beat:
         """Return what changes all the time."""
-        store, arena = lease.store, lease.arena
+        arena = lease.arena
         lease.offer([(one.namespace, _uint32(one.tokens), one.name) for one in self.offered], self.namespaces)
         wanted = arena.waiting.take(lease, lease.namespaces, has_time=self.has_time)
-        return Beat(store.stats(), store.cost.speeds(), arena.keeper.pinned_chunks, wanted)
+        return Beat(lease.stats(), lease.store.cost.speeds(), arena.keeper.pinned_chunks, wanted)
 
 
 class LookUp(Request, frozen=True):

@@ -179,7 +179,10 @@ class RemoteStore(ChunkStore):
         return found
 
     def stats(self) -> StoreStats:
-        """Return the server's counts for all clients since this one is there, a second old at most."""
+        """Return hits and misses of this client, and the server's other counts, since this one is there.
+
+        They are a second old at most.
+        """
         return self._counts.total
 
     def administered_at(self, address: str) -> None:
