@@ -261,6 +261,7 @@ def test_a_start_that_is_refused_leaves_nothing_of_its_own_and_all_that_was_ther
         kept = memory if "memory" in before else None
         with serving(tmp_path, 0, memory=kept, max_local_cpu_size=0.001) as server:
             attached(server).close()
+            eventually(lambda: not any(path.parent.name == "clients" for path in below(tmp_path)))
     with ExitStack() as opened:
         taken = opened.enter_context(socket.create_server(("127.0.0.1", 0)))
         if why == "disk":
