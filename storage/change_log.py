@@ -5,7 +5,8 @@ the last number that it has seen. If the log does not reach back so far, the rea
 the list of the chunks that are present.
 """
 
-from collections import deque
+import itertools
+from collections import defaultdict, deque
 from collections.abc import Callable
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -67,29 +68,66 @@ class Changes(Protocol):
         """Return the number of the last change, and the chunks that are in each place after it."""
 
 
+class _Place:
+    """What is in one place, and how much of it models and tenants have."""
+
+    __slots__ = ("bytes_of_models", "bytes_of_tenants", "chunks", "held")
+
+    def __init__(self) -> None:
+        self.chunks: dict[ChunkKey, Chunk] = {}
+        self.held: dict[tuple[str, str], list[int]] = {}  # chunks, tokens, bytes, by model and tenant
+        self.bytes_of_models: dict[str, int] = {}
+        self.bytes_of_tenants: dict[str, int] = {}
+
+    def count(self, chunk: Chunk, sign: int) -> None:
+        """Count a chunk that has appeared (1), or has left (-1)."""
+        _, _, tokens, _, model, tenant, size = chunk
+        owner = (model, tenant)
+        held = self.held.get(owner)
+        if held is None:
+            held = self.held[owner] = [0, 0, 0]
+        held[0] += sign
+        held[1] += sign * tokens
+        held[2] += sign * size
+        if not held[0]:
+            del self.held[owner]
+        for taken, whose in ((self.bytes_of_models, model), (self.bytes_of_tenants, tenant)):
+            taken[whose] = taken.get(whose, 0) + sign * size
+            if not taken[whose]:
+                del taken[whose]
+
+
+EMPTY = _Place()
+
+
 class ChangeLog(Changes):
     """The newest changes, and what is present in each place after them.
 
-    Noting a change costs a tenth of a microsecond, because chunks are stored and evicted all the time. What follows
-    from it is worked out when somebody reads, or after `BATCH` changes.
+    Noting a change costs little, because chunks are stored and evicted all the time. What follows from it is worked out
+    when somebody reads, or after `BATCH` changes.
     """
 
     def __init__(self, kept: int = KEPT) -> None:
         self._lock = new_lock(Rank.LEAF)
-        self._noted: deque[tuple[str, ChunkKey, RecordMeta | None]] = deque()  # not worked out yet
-        self._changes: deque[Change] = deque(maxlen=kept)
+        self._noted: deque[tuple[str, ChunkKey, Chunk | None]] = deque()  # not worked out yet
+        self._changes: deque[tuple[Chunk, str, bool]] = deque(maxlen=kept)  # the rest of a `Change`, which has a number
         self._number = 0
-        self._present: dict[str, dict[ChunkKey, Chunk]] = {}  # by place
-        self._held: dict[tuple[str, str, str], list[int]] = {}  # chunks, tokens, bytes, by place, model and tenant
-        self._bytes: dict[tuple[str, str | None, str | None], int] = {}  # by place, and model or tenant
+        self._places: defaultdict[str, _Place] = defaultdict(_Place)
 
     def appeared(self, place: str, meta: RecordMeta) -> None:
         """Note that a chunk can be found in a place from now on."""
-        self._note(place, meta.key, meta)
+        self.note(place, meta.key, Chunk.of(meta))
 
     def left(self, place: str, key: ChunkKey) -> None:
         """Note that a chunk cannot be found in a place any more."""
-        self._note(place, key, None)
+        self.note(place, key, None)
+
+    def note(self, place: str, key: ChunkKey, chunk: Chunk | None) -> None:
+        """Note that a key's chunk is in a place from now on, or with None that it is not."""
+        self._noted.append((place, key, chunk))
+        if len(self._noted) >= BATCH:
+            with self._lock:
+                self._work_out()
 
     def since(self, number: int) -> tuple[list[Change], bool]:
         """Return the changes after `number`, and true; or none and false if the log does not reach back so far."""
@@ -98,69 +136,64 @@ class ChangeLog(Changes):
             if number == self._number:  # as in most steps of an engine
                 return [], True
             seen = len(self._changes) - (self._number - number)  # how many of the kept changes are older
-            return (list(self._changes)[seen:], True) if 0 <= seen <= len(self._changes) else ([], False)
+            if not 0 <= seen <= len(self._changes):
+                return [], False
+            after = itertools.islice(self._changes, seen, None)
+            return [Change(number + i, *change) for i, change in enumerate(after, 1)], True
 
     def present(self) -> tuple[int, dict[str, list[Chunk]]]:
         """Return the number of the last change, and the chunks that are in each place after it."""
         with self._lock:
             self._work_out()
-            return self._number, {place: list(chunks.values()) for place, chunks in self._present.items()}
+            return self._number, {name: list(place.chunks.values()) for name, place in self._places.items()}
 
     def held(self) -> dict[tuple[str, str, str], Amount]:
         """Return how much each place has of each model and tenant."""
         with self._lock:
             self._work_out()
-            return {owner: Amount(*held) for owner, held in self._held.items()}
+            return {
+                (name, *owner): Amount(*held)
+                for name, place in self._places.items()
+                for owner, held in place.held.items()
+            }
 
     def taken(self, place: str, model: str | None = None, tenant: str | None = None) -> int:
         """Return how many bytes a place has of a model, of a tenant, or of a tenant's chunks of one model."""
         with self._lock:
             self._work_out()
+            there = self._places.get(place, EMPTY)
             if model is not None and tenant is not None:
-                return self._held.get((place, model, tenant), (0, 0, 0))[2]
-            return self._bytes.get((place, model, tenant), 0)
+                return there.held.get((model, tenant), (0, 0, 0))[2]
+            if model is not None:
+                return there.bytes_of_models.get(model, 0)
+            return there.bytes_of_tenants.get(tenant, 0) if tenant is not None else 0
 
     def counts(self) -> dict[str, Amount]:
         """Return how much each place has."""
         held = self.held()
-        counts = dict.fromkeys(self._present, Amount())
+        counts = dict.fromkeys(self._places, Amount())
         for (place, _, _), amount in held.items():
             counts[place] = counts[place].plus(amount)
         return counts
 
-    def _note(self, place: str, key: ChunkKey, meta: RecordMeta | None) -> None:
-        self._noted.append((place, key, meta))
-        if len(self._noted) >= BATCH:
-            with self._lock:
-                self._work_out()
-
     def _work_out(self) -> None:
         """Number the noted changes. One that changes nothing gets no number."""
-        while self._noted:
-            place, key, meta = self._noted.popleft()
-            there = self._present.setdefault(place, {})
-            if meta is not None and key not in there:
-                chunk = there[key] = Chunk.of(meta)
-            elif meta is None and key in there:
-                chunk = there.pop(key)
-            else:
+        noted, places, changes = self._noted, self._places, self._changes
+        while noted:
+            name, key, new = noted.popleft()
+            place = places[name]
+            if new is None:
+                chunk = place.chunks.pop(key, None)
+                if chunk is None:
+                    continue
+                place.count(chunk, -1)
+            elif key in place.chunks:
                 continue
-            model, tenant, sign = chunk.model, chunk.tenant, 1 if meta is not None else -1
-            size = sign * chunk.bytes
-            held = self._held.get((place, model, tenant))
-            if held is None:
-                held = self._held[place, model, tenant] = [0, 0, 0]
-            held[0] += sign
-            held[1] += sign * chunk.tokens
-            held[2] += size
-            if not held[0]:
-                del self._held[place, model, tenant]
-            for whose in ((place, model, None), (place, None, tenant)):
-                taken = self._bytes[whose] = self._bytes.get(whose, 0) + size
-                if not taken:
-                    del self._bytes[whose]
+            else:
+                chunk = place.chunks[key] = new
+                place.count(chunk, 1)
             self._number += 1
-            self._changes.append(Change(self._number, chunk, place, meta is not None))
+            changes.append((chunk, name, new is not None))
 
 
 def media_steps(

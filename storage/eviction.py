@@ -10,7 +10,7 @@ than a fair share (`fairness.py`): then the oldest one of an owner that has more
 
 import heapq
 import itertools
-from collections import Counter, OrderedDict, defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Collection, Hashable, Iterator, Sequence
 from enum import IntEnum
 from typing import Generic, TypeVar
@@ -44,7 +44,7 @@ class EvictionOrder(Generic[T]):
         `fair`, owners have shares.
         """
         self._share, self._pins_yield, self.fair = share, pins_yield, fair
-        self._taken: Counter[Standing] = Counter()
+        self._taken = [0.0] * len(Standing)
         self._queues: dict[Standing, OrderedDict[T, int]] = {standing: OrderedDict() for standing in Standing}
         self._owned: defaultdict[Owner, dict[Standing, OrderedDict[T, int]]] = defaultdict(
             lambda: {standing: OrderedDict() for standing in Standing}
@@ -71,7 +71,7 @@ class EvictionOrder(Generic[T]):
 
     def count(self, standing: Standing, change: float) -> None:
         """Note that entries of this standing take so much more or less. Entries that are in use count too."""
-        self._taken[standing] += change  # type: ignore[assignment]
+        self._taken[standing] += change
 
     def own(self, owner: Owner | None, change: float) -> None:
         """Note that an owner's entries take so much more or less, in use or not."""

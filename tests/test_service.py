@@ -456,20 +456,20 @@ def test_a_server_whose_memory_is_page_locked_has_one_geometry(tmp_path):
     with serving(tmp_path, 8, page_locked=True) as server:
         store = attached(server)
         assert store.slab.address.page_locked
-        put(store, K0)
+        filled(store, [K0, K1])
         (arena,) = server.arenas.all()
         file = arena.store.slab.file
         with pytest.raises(StorageError, match=r"clients have 1 geometries.*another server.*without --page-locked"):
             attached(server, OTHER)
         full = os.fstat(file).st_blocks
         assert arena.store.shrink(1) == 1
-        assert os.fstat(file).st_blocks == full, "a GPU would go on to use the pages that were there before"
-        assert get(store, K0) == expected(K0)
+        assert os.fstat(file).st_blocks >= full, "a GPU would go on to use the pages that were there before"
+        assert get(store, K1) == expected(K1)
         store.close()
         eventually(lambda: not server.arenas.budget.used(SIZES))
         other = attached(server, OTHER)
         assert [arena.sizes for arena in server.arenas.all()] == [OTHER]
-        assert other.lookup([K0]) == [None]
+        assert other.lookup([K1]) == [None]
         other.close()
 
 

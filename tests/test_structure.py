@@ -28,7 +28,7 @@ ALLOWED = {
     "blend": {"lmc.blend"},
     "connectors": {"lmc.connectors", "lmc.blend", "lmc.engine", "lmc.metrics", "lmc.storage"},
 }
-CODE_LINES = 20_740  # of the package without the demo
+CODE_LINES = 20_765  # of the package without the demo
 NO_CODE = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER,
 }  # fmt: skip

@@ -18,7 +18,7 @@ from lmc.service.learning import WaitingDocuments
 from lmc.service.quotas import Owners, Quota, Quotas
 from lmc.service.sizes import Sizes
 from lmc.shapes import GIB
-from lmc.storage.change_log import ChangeLog
+from lmc.storage.change_log import ChangeLog, Chunk
 from lmc.storage.fairness import FairShares, Owner
 from lmc.storage.ledger import Slot
 from lmc.storage.level import Backing
@@ -32,6 +32,7 @@ from lmc.storage.tier_guard import TierGuard
 
 AHEAD_BYTES, AHEAD_SHARE = GIB, 8  # memory that an arena takes ahead, and the largest part of the budget for that
 NAMESPACES = 1 << 14  # that are remembered
+AHEAD_SECONDS = 0.005  # for which chunks are stored before memory for the next ones is looked for
 PAUSE_SECONDS = 5.0  # for which an arena uses the slots that it has, when the system has had no memory
 CHUNK_SIZES = 64  # in tokens, that are tried for a document
 
@@ -270,7 +271,8 @@ class ArenaBacking(Backing):
 
     def filled(self, slot: Slot, meta: RecordMeta) -> None:
         """See `Backing.filled`."""
-        self._wanted.set()
+        if not self._wanted.is_set():
+            self._wanted.set()
         if self._journal is not None:
             self._journal.filled(slot, meta)
 
@@ -309,7 +311,9 @@ class ArenaBacking(Backing):
         complain("memory", "the system has no memory for chunks within max_local_cpu_size: lower it")
 
     def _take_ahead(self, supply: SlotSupply) -> None:
-        while self._wanted.wait() and not self._stopped:
+        while not self._stopped:
+            self._wanted.wait()
+            time.sleep(AHEAD_SECONDS)
             self._wanted.clear()
             while not self._stopped and (slot := supply.prepare(self._ahead)) is not None:
                 taken = self._take(slot)
@@ -325,15 +329,10 @@ class _ArenaChanges(ChangeLog):
         super().__init__()
         self._everything = everything
 
-    def appeared(self, place: str, meta: RecordMeta) -> None:
-        """See `ChangeLog.appeared`."""
-        super().appeared(place, meta)
-        self._everything.appeared(place, meta)
-
-    def left(self, place: str, key: ChunkKey) -> None:
-        """See `ChangeLog.left`."""
-        super().left(place, key)
-        self._everything.left(place, key)
+    def note(self, place: str, key: ChunkKey, chunk: Chunk | None) -> None:
+        """See `ChangeLog.note`."""
+        super().note(place, key, chunk)
+        self._everything.note(place, key, chunk)
 
 
 class ArenaTier(Wrapped):

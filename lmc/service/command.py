@@ -1,5 +1,6 @@
 """`lmc serve`: one store for all engines of a host."""
 
+import gc
 import logging
 import os
 import signal
@@ -238,6 +239,9 @@ def _prepare(settings: "Settings", http: str, document_events: str) -> None:
             from lmc.service import http_api  # noqa: F401
     except ImportError as error:
         raise ConfigError(f"--http needs the package {error.name}: pip install fastapi uvicorn") from None
+    # Each full collection of garbage would look at all that was imported, and answer nobody for a tenth of a second.
+    gc.collect()
+    gc.freeze()
 
 
 def _tenants_in(file: Path) -> dict[str, str]:

@@ -89,6 +89,8 @@ class Quotas(Weights):
 
     def excess(self, model: str, tenant: str, size: int) -> list[tuple[Quota, int]]:
         """Return the quotas that so many bytes more of an owner exceed, and by how much."""
+        if not self._quotas:  # as mostly, and each chunk that is stored asks twice
+            return []
         covering = [quota for quota in self._quotas if quota.bytes is not None and quota.cover(model, tenant)]
         taken = [self._changes.taken("host", quota.model, quota.tenant) for quota in covering]
         over = [there + size - (quota.bytes or 0) for quota, there in zip(covering, taken, strict=True)]
