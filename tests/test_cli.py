@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -24,9 +25,17 @@ from lmc.demo.run import begins
 from lmc.engine import tiers as engine_tiers
 from lmc.storage.disk import UNBOUNDED, DiskTier
 
+SIGNALS = signal.SIGTERM, signal.SIGINT
+
 
 def lmc(*words: str | Path) -> tuple[int, str, str]:
-    result = CliRunner().invoke(app, [str(word) for word in words])
+    interval, handlers = sys.getswitchinterval(), {number: signal.getsignal(number) for number in SIGNALS}
+    try:
+        result = CliRunner().invoke(app, [str(word) for word in words])
+    finally:  # A server, which owns its process, sets both.
+        sys.setswitchinterval(interval)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
     if result.exception and not isinstance(result.exception, SystemExit):
         raise result.exception
     return result.exit_code, result.stdout, result.stderr

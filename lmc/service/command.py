@@ -103,8 +103,16 @@ def serve(
             opened.callback(_published(server, document_events))
         if http:
             opened.callback(_administered(server, http, visitors, certificate, key))
-        server.serve()
+        _answer(server)
     log.info("the cache server has ended, and everything is written")
+
+
+def _answer(server: "CacheServer") -> None:
+    # Each full collection of garbage would look at all that was imported, and nobody would be answered for a tenth of a
+    # second.
+    gc.collect()
+    gc.freeze()
+    server.serve()
 
 
 def _path_of(socket: Path | None, setting: Path | None) -> Path:
@@ -239,9 +247,6 @@ def _prepare(settings: "Settings", http: str, document_events: str) -> None:
             from lmc.service import http_api  # noqa: F401
     except ImportError as error:
         raise ConfigError(f"--http needs the package {error.name}: pip install fastapi uvicorn") from None
-    # Each full collection of garbage would look at all that was imported, and answer nobody for a tenth of a second.
-    gc.collect()
-    gc.freeze()
 
 
 def _tenants_in(file: Path) -> dict[str, str]:
