@@ -165,10 +165,10 @@ def copies(report: Report, sizes: Sizes) -> None:
         merged(pages.copies(0, some))
     report.line("list of copies for 1,024 pages", 10 * (time.perf_counter() - started), "ms", most=1.0)
     _ordered(report, pages, cache, moves)
-    _served(report, sizes, there, bandwidth["in"])
+    _served(report, there, bandwidth["in"])
 
 
-def _served(report: Report, sizes: Sizes, there: torch.Tensor, bandwidth: float) -> None:
+def _served(report: Report, there: torch.Tensor, bandwidth: float) -> None:
     """The memory of `lmc serve --page-locked`, as a worker maps it: it is locked in a thread, while it is used."""
     parts, part_bytes = there.shape
     owner = Slab(SLOTS, parts, part_bytes, shared=True, sparse=True, page_locked=True)

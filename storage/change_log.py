@@ -97,9 +97,6 @@ class _Place:
                 del taken[whose]
 
 
-EMPTY = _Place()
-
-
 class ChangeLog(Changes):
     """The newest changes, and what is present in each place after them.
 
@@ -161,7 +158,7 @@ class ChangeLog(Changes):
         """Return how many bytes a place has of a model, of a tenant, or of a tenant's chunks of one model."""
         with self._lock:
             self._work_out()
-            there = self._places.get(place, EMPTY)
+            there = self._places.get(place) or _Place()
             if model is not None and tenant is not None:
                 return there.held.get((model, tenant), (0, 0, 0))[2]
             if model is not None:

@@ -37,10 +37,12 @@ def lock(owner: HostMemory, start: int, stop: int, whole: int) -> None:
     here = (torch.cuda.current_device(),)  # A new thread would lock for device 0, and take memory there.
     with ThreadPoolExecutor(min(THREADS, len(stretches)), initializer=torch.cuda.set_device, initargs=here) as pool:
         found = list(pool.map(_registered, stretches))
-    for stretch, failed in zip(stretches, found, strict=True):
-        if not failed:
+    failed = [(stretch.numel(), error) for stretch, error in zip(stretches, found, strict=True) if error]
+    for stretch, error in zip(stretches, found, strict=True):
+        if not error:
             _release_with(owner, stretch)
-    _complain([(stretch.numel(), failed) for stretch, failed in zip(stretches, found, strict=True) if failed])
+    if failed:
+        _complain(sum(size for size, _ in failed), failed[0][1])
 
 
 def lock_beside(owner: HostMemory, start: int, stop: int, whole: int) -> None:
@@ -60,8 +62,8 @@ def _lock_each(owned: "weakref.ref[HostMemory]", stretches: Sequence[tuple[int, 
         if owner is None:
             return
         stretch = owner.stretch(start, stop)
-        if failed := _registered(stretch):
-            _complain([(stretches[-1][1] - start, failed)])
+        if error := _registered(stretch):
+            _complain(stretches[-1][1] - start, error)
             return
         _release_with(owner, stretch)
         del owner, stretch  # Otherwise it could not go before the next one is locked.
@@ -86,13 +88,11 @@ def _release_with(owner: HostMemory, stretch: torch.Tensor) -> None:
     weakref.finalize(owner, torch.cuda.cudart().cudaHostUnregister, stretch.data_ptr()).atexit = False
 
 
-def _complain(failed: Sequence[tuple[int, int]]) -> None:
-    """Say how many bytes cannot be locked, if there are some, with CUDA's error."""
-    if failed:
-        size = sum(size for size, _ in failed)
-        what = f"{size / GIB:.2f} GiB of memory cannot be page-locked (CUDA error {failed[0][1]})"
-        cure = "raise the limit of locked memory (ulimit -l), or lower max_local_cpu_size"
-        log.warning("lmc: %s, so copies to and from the GPU are slower; %s", what, cure)
+def _complain(size: int, error: int) -> None:
+    """Say how many bytes cannot be locked, with CUDA's error."""
+    what = f"{size / GIB:.2f} GiB of memory cannot be page-locked (CUDA error {error})"
+    cure = "raise the limit of locked memory (ulimit -l), or lower max_local_cpu_size"
+    log.warning("lmc: %s, so copies to and from the GPU are slower; %s", what, cure)
 
 
 def _clear_cuda_error() -> None:

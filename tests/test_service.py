@@ -459,7 +459,8 @@ def test_a_server_whose_memory_is_page_locked_has_one_geometry(tmp_path):
         filled(store, [K0, K1])
         (arena,) = server.arenas.all()
         file = arena.store.slab.file
-        with pytest.raises(StorageError, match=r"clients have 1 geometries.*another server.*without --page-locked"):
+        said = r"another geometry, and with --page-locked there is one: start another server.*without --page-locked"
+        with pytest.raises(StorageError, match=said):
             attached(server, OTHER)
         full = os.fstat(file).st_blocks
         assert arena.store.shrink(1) == 1

@@ -271,7 +271,7 @@ class ArenaBacking(Backing):
 
     def filled(self, slot: Slot, meta: RecordMeta) -> None:
         """See `Backing.filled`."""
-        if not self._wanted.is_set():
+        if not self._wanted.is_set():  # To set it takes a lock, and each chunk comes here.
             self._wanted.set()
         if self._journal is not None:
             self._journal.filled(slot, meta)

@@ -116,8 +116,10 @@ class Arenas:
                 logs.remove(arena.store.changes)
             log.info("there are too many geometries of chunks: one that no client has is closed, with its memory")
         if len(unused) < too_many:
-            cure = ": start another server for this one, or this server without --page-locked" * self.page_locked
-            raise StorageError(f"clients have {self._most} geometries of chunks already, which is the most{cure}")
+            there = f"clients have {self._most} geometries of chunks already, which is the most"
+            locked = "clients have chunks of another geometry, and with --page-locked there is one"
+            cure = "start another server for these, or this server without --page-locked"
+            raise StorageError(f"{locked}: {cure}" if self.page_locked else there)
 
     def all(self) -> list[Arena]:
         """Return the arenas that are open."""
