@@ -28,7 +28,10 @@ from lmc.blend.segments import Placement
 from lmc.blend.shift import Shift, shifts_of
 from lmc.blend.strategies import NEEDS_QUESTION, STRATEGIES, Evidence, RecomputePolicy, budget, by_deviation
 
-QUESTION_ROWS = 64  # The last tokens of the question score the documents; more rows cost time and change little.
+SCORING_ROWS = 64  # The last tokens of the question score the documents; more rows cost time and change little.
+# The last tokens of the question that run in the first pass, so that the scoring ones attend to them. What is before
+# them is computed in the second pass only.
+QUESTION_ROWS = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,11 +171,11 @@ class Blender(Generic[R]):
     def _ask(self, paid: torch.Tensor) -> Iterator[Slice]:
         """Run the question over the unrepaired KV, and note in `paid [L, N]` what it pays to each token.
 
-        Fresh tokens before all reused ones run with it; their KV is exact and finished afterwards. Separators and
-        unknown documents behind them are absent: to compute them here too would cost as much as the question itself,
-        and did not change any choice in the measurements.
+        Fresh tokens before all reused ones run with it; their KV is exact and finished afterwards. Separators, unknown
+        documents, and what a long question has before its last `QUESTION_ROWS` tokens are absent: to compute them here
+        too would cost as much as the question itself, and did not change any choice in the measurements.
         """
-        question = min(self._given.question, self._given.length - 1)
+        question = min(max(self._given.question, self._given.length - QUESTION_ROWS), self._given.length - 1)
         positions = self._fresh[(self._fresh < self._reused[0]) | (self._fresh >= question)]
         rows = self._canvas.begin(positions)
         probes = self._probes(positions, int((positions < question).sum()), self._canvas.batches(rows))
@@ -188,7 +191,7 @@ class Blender(Generic[R]):
         present = self._present.clone()
         present[positions] = True
         absent, where = (~present).nonzero().flatten(), positions.tolist()
-        scoring = max(question, len(where) - QUESTION_ROWS)
+        scoring = max(question, len(where) - SCORING_ROWS)
         return [
             _Probe(batch, positions[batch], max(scoring - batch.start, 0), absent[absent < stop], present[:stop])
             for batch, stop in ((batch, where[batch.stop - 1] + 1) for batch in batches)

@@ -128,6 +128,18 @@ class RecomputePolicy:
     thresholds: tuple[float, ...] | None = None
     correction: str = "none"  # or "shift" (`lmc.blend.shift`), which `deviation` does not have
 
+    def share(self, layers: int) -> float:
+        """Return which share of the reused tokens is computed, as a mean over layers."""
+        if self.strategy == "all":
+            return 1.0
+        if self.strategy != "deviation":
+            return self.ratios[0] if self.strategy != "none" else 0.0
+        bounds = [*(check + 1 for check in self.check_layers), layers]  # A check layer computes all that reached it.
+        return sum(
+            (stop - start) * ratio
+            for start, stop, ratio in zip([0, *bounds], bounds, [1.0, *self.ratios], strict=False)
+        ) / layers  # fmt: skip
+
     @classmethod
     def of(cls, settings: Settings, strategy: str | None = None, ratio: float | None = None) -> "RecomputePolicy":
         """Return the policy of the settings, or with another strategy or ratio; raise `ConfigError` as below."""

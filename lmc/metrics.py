@@ -59,6 +59,8 @@ OF_REQUESTS = (  # A vLLM server has all of them, and `Prefills` of the transfor
     Name("loads", "requests for which exact pages were loaded"),
     Name("loads_skipped", "loads that were not begun because computing was expected to be faster"),
     Name("blends", "requests whose documents were blended"),
+    Name("blends_continued", "requests that went on from an earlier blend in the engine's own cache"),
+    Name("blends_skipped", "requests that were not blended because prefill was expected to be faster"),
     Name("refused", "requests served exactly although they asked for more"),
     Name("failed_loads", "loads that failed and were computed by the engine instead"),
     *(Name(f"tokens_from_{place.name}", f"tokens whose KV came from {place.title}") for place in PLACES),

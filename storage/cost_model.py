@@ -19,6 +19,13 @@ LEAST_TOKENS = 32  # The time that fewer tokens take is mostly a fixed cost, and
 CLEARLY = 1.5
 TRIAL_CHOICES = 8  # A tier is tried again after so many choices against it,
 TRIAL_SECONDS = 10.0  # and not before so many seconds since the first of them.
+# A blend that is expected to be slower than prefill is tried again after so many choices against it. Each trial that
+# is slower again doubles the number.
+BLEND_TRIAL_CHOICES = 64
+MAX_BLEND_TRIAL_CHOICES = 4096
+# Until blends of a size were measured, they have to compute at least this much less than prefill.
+LESS_WORK = 0.9
+MAX_SURVEYS = 8  # times that a prompt is computed although a blend looks better, to measure prefill at its length
 
 # What threads have done, by tier: the numbers of "records" and "bytes", and the seconds of "opening" and "reading".
 Spent = defaultdict[tuple[str, str], float]
@@ -49,6 +56,21 @@ class Offer:
         This is an approximation: a blend's first layers, and the rows of the question in its first pass, are left out.
         """
         return self.exact + self.reused * (1 - self.ratio)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlendOffer:
+    """A blend that could be made, and the prefill that it would replace."""
+
+    rows: float  # tokens that the blend computes, in both of its passes
+    tokens: int  # tokens that prefill would compute instead
+    length: int  # of a prompt whose tokens cost as much on average, see `CostModel.computed`
+    records: Sequence[tuple[str, int]] = ()  # on tiers, which the blend would load: the tier and the bytes of each
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """The class of blends and prefills that take about as long per token."""
+        return self.length.bit_length(), int(self.rows).bit_length()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,6 +133,9 @@ class CostModel:
         self._reading: defaultdict[str, Rate] = defaultdict(Rate)  # by tier, for each byte
         self._computing: defaultdict[int, Rate] = defaultdict(Rate)  # by bit length of the prompt's length, per token
         self._passed_over: dict[str, tuple[float, int]] = {}  # by tier: since when, and how many times in a row
+        self._blending: defaultdict[tuple[int, int], Rate] = defaultdict(Rate)  # by `BlendOffer.size`, per row
+        self._not_blended: dict[tuple[int, int], tuple[int, int]] = {}  # choices against a size, and until a trial
+        self._surveys: dict[int, int] = {}  # by bit length of the prompt's length: how often a survey was due
         self._mutex = threading.Lock()
 
     def speeds(self) -> dict[str, tuple[float, float]]:
@@ -145,6 +170,52 @@ class CostModel:
             with self._mutex:
                 self._computing[int(length).bit_length()].add(seconds, tokens)
 
+    def blended(self, offer: BlendOffer, seconds: float) -> None:
+        """Add a blend, from the begin of its load until the first token of the answer."""
+        if offer.rows >= 1 and seconds > 0:
+            with self._mutex:
+                self._blending[offer.size].add(seconds, offer.rows)
+
+    def against_blend(self, offer: BlendOffer, policy: LoadPolicy) -> str:
+        """Return why prefill is expected to be faster than a blend; empty if the blend should be made.
+
+        Both are measured from the begin of the work until the first token of the answer, so that everything counts:
+        both passes, placement, attention, launches, and the step of the engine that follows. Loading overlaps with
+        the blend, so that the longer of both counts. Where blends of about this size were not measured yet, one is made
+        if it computes clearly less. Where prefill at this length was not measured yet, every second prompt is
+        computed, at most `MAX_SURVEYS` of them: that takes no longer than without lmc.
+        """
+        if policy is LoadPolicy.ALWAYS:
+            return ""
+        if offer.rows > LESS_WORK * offer.tokens:
+            return f"a blend would compute {offer.rows:.0f} tokens, and prefill computes {offer.tokens}"
+        with self._mutex:
+            prefill = self._computing[offer.length.bit_length()].value
+            if prefill is None:
+                return self._survey(offer.length.bit_length())
+            rate = self._blending[offer.size].value
+            if rate is None:
+                return ""
+            blending = max(rate * offer.rows, self._loading(offer.records) or 0.0)
+            if blending <= prefill * offer.tokens or self._is_trial(offer.size):
+                return ""
+        return f"prefill takes about {prefill * offer.tokens:.3g} s, and a blend about {blending:.3g} s"
+
+    def _is_trial(self, size: tuple[int, int]) -> bool:
+        """Count a choice against blends of this size; return whether one is made all the same, to measure it again."""
+        count, limit = self._not_blended.get(size, (0, BLEND_TRIAL_CHOICES))
+        due = count >= limit
+        self._not_blended[size] = (0, min(2 * limit, MAX_BLEND_TRIAL_CHOICES)) if due else (count + 1, limit)
+        return due
+
+    def _survey(self, length: int) -> str:
+        """Return why prefill is measured now; empty if a blend is made."""
+        due = self._surveys.get(length, 0)
+        self._surveys[length] = due + 1
+        if due >= 2 * MAX_SURVEYS or due % 2 == 0:
+            return ""
+        return "prefill was measured, because its speed at this length was not known yet"
+
     def choose(self, offer: Offer, policy: LoadPolicy) -> Choice:
         """Decide whether a request loads what is offered.
 
@@ -163,7 +234,7 @@ class CostModel:
             return Choice(load=policy is LoadPolicy.ALWAYS)
         with self._mutex:
             tiers = {tier for tier, _ in offer.records}
-            loading, computing = self._loading(offer), self._computing_of(offer)
+            loading, computing = self._loading(offer.records), self._computing_of(offer)
             slower = loading is not None and computing is not None and loading > CLEARLY * computing
             load = not slower or any(map(self._due, tiers))
             for tier in tiers:
@@ -172,9 +243,9 @@ class CostModel:
                     self._passed_over[tier] = since, times + 1
             return Choice(load=load, loading=loading, computing=computing)
 
-    def _loading(self, offer: Offer) -> float | None:
+    def _loading(self, records: Sequence[tuple[str, int]]) -> float | None:
         seconds = 0.0
-        for tier, size in offer.records:
+        for tier, size in records:
             record, byte = self._opening[tier].optimistic, self._reading[tier].optimistic
             if record is None or byte is None:
                 return None

@@ -447,6 +447,7 @@ def test_the_scheduler_s_steps_are_watched() -> None:
     lab.admit(request)
     for lab.now in (0.0, 1.0, 2.0, 3.0):
         lab.compute(request, 400)
+    lab.now = 4.0
     lab.decode(request, [1, 2])
     rates = lab.store.cost._computing
     assert {rate.newest for rate in rates.values()} >= {1 / 400}

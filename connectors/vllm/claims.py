@@ -6,6 +6,7 @@ to a deadline, and gives up those that are too late.
 
 from dataclasses import replace
 
+from lmc.blend.blender import QUESTION_ROWS
 from lmc.blend.strategies import NEEDS_QUESTION
 from lmc.connectors.vllm.request_state import Claim, RequestState, Role
 from lmc.connectors.vllm.start import Setup
@@ -38,15 +39,18 @@ class Claims:
     def wish(self, state: RequestState, local: int) -> Wish:
         """Return what the request wants behind the `local` tokens that the engine has."""
         prompt, policy = state.request.num_prompt_tokens, state.policy
+        asks = policy is not None and policy.strategy in NEEDS_QUESTION
         return Wish(
             prompt=prompt,
             local=local,
             exact_stop=state.request.num_tokens,
             document_stop=prompt - 1,  # The engine computes the last token.
             min_tokens=self._settings.blend_min_tokens if state.role is Role.BLEND else 0,
-            ratio=policy.ratios[-1] if policy else 0.0,
-            whole_prompt=policy is not None and policy.strategy in NEEDS_QUESTION,
+            ratio=policy.share(sum(self._setup.stages)) if policy else 0.0,
+            whole_prompt=asks,
+            twice=(min(prompt - state.question, QUESTION_ROWS) if asks else 0) if state.role is Role.BLEND else None,
             block_size=self._setup.block_size,
+            refused=state.slow,
             memory_only=state.memory_only,
             lost=frozenset(state.lost),
         )
@@ -58,6 +62,7 @@ class Claims:
         """
         plan, wish = self._engine.plan(found, self.wish(state, local))
         state.unknown, state.skipped, state.memory_only = plan.unknown, plan.skipped, wish.memory_only
+        state.slow, state.weighed = wish.refused, local
         state.note = "; ".join(filter(None, (state.note, plan.note)))
         away = list(dict.fromkeys(piece.key for piece in plan.pieces if piece.place not in MEMORY))
         room = self._engine.store.slots // 2 - self._engine.store.held()
@@ -70,16 +75,24 @@ class Claims:
         found, late, missing = self.look(state), self.is_late(state), frozenset[ChunkKey]()
         while True:
             wish = self.wish(state, local)
-            plan = make_plan(found, replace(wish, memory_only=wish.memory_only or late, lost=wish.lost | missing))
+            wish = replace(wish, memory_only=wish.memory_only or late, lost=wish.lost | missing)
+            plan = make_plan(found, wish)
             wanted = [piece.key for piece in plan.pieces]
             missing |= self._pin(state, [key for key in wanted if key not in state.pins])
             if not self._give_up(state, PinState.LOST) and missing.isdisjoint(wanted):
                 break
         if self.waits(state):
             return None
+        if local != state.weighed:  # The engine's cache has changed since the blend was weighed against prefill.
+            state.weighed = local
+            weighed, wish = self._engine.without_slow_blend(found, plan, wish)
+            if weighed is not plan:
+                state.slow, state.skipped = wish.refused, state.skipped + weighed.skipped
+                state.note = "; ".join(filter(None, (state.note, wish.refused)))
+                plan, wanted = weighed, [piece.key for piece in weighed.pieces]
         state.unknown = plan.unknown
         self._release(state, state.pins.keys() - set(wanted))
-        return Claim(local, plan)
+        return Claim(local, plan, self._engine.blend_offer(plan, wish))
 
     def is_late(self, state: RequestState) -> bool:
         """Return whether no part has arrived within a deadline, or not everything within `DEADLINES` of them."""

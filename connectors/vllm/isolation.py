@@ -1,17 +1,29 @@
-"""Isolation: approximate KV is never found by a request that did not ask for the same approximation.
+"""Isolation: approximate KV is found only by requests that ask for the same approximation.
 
 vLLM keeps a request's blocks in its prefix cache under the request's block hashes. From the first approximate block on,
 these are replaced by hashes that chain from a salt of everything that the blend depends on. So plain prompts do not
-find these blocks, and the same blend finds them again. Only public list operations of the request are used.
+find these blocks.
+
+`OwnBlends` remembers the salts of recent blends. A prompt that begins with a prompt which was blended, such as the next
+turn of a conversation, a retry or a step of a beam search, takes the salts over. Its hashes then continue the chain of
+the blend, and the engine finds the blocks of the blend and of everything that was computed after it, as if all of it
+were one long generation. Only public list operations of the request are used.
 """
 
 import hashlib
 from array import array
-from collections.abc import Sequence
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from lmc.blend.segments import Span
 from lmc.blend.strategies import NEEDS_QUESTION, RecomputePolicy
 from lmc.engine import Piece
+
+Salts = tuple[tuple[int, bytes], ...]  # (block, salt), ascending: the hashes from `block` on depend on `salt`
+
+MAX_BLENDS = 4096  # that are remembered; each takes about a kilobyte
 
 
 def salt_of(prompt: Sequence[int], reused: Sequence[Piece], policy: RecomputePolicy) -> bytes:
@@ -21,17 +33,134 @@ def salt_of(prompt: Sequence[int], reused: Sequence[Piece], policy: RecomputePol
     return hashlib.sha256(b"lmc-blend-2 %d " % len(given) + given + array("I", tokens).tobytes()).digest()
 
 
-def salt(request: Any, block: int, secret: bytes) -> None:
-    """Replace the request's hashes from `block` on by hashes that depend on `secret`."""
-    original = request.block_hashes[block]
-    del request.block_hashes[block:]
-    request.block_hashes.append(hashlib.sha256(secret + original).digest())
+def set_salts(request: Any, salts: Salts, *, replacing: Salts = ()) -> None:
+    """Make the request's block hashes depend on `salts`, and not on those that they depended on before."""
+    first = min([block for block, _ in (*salts, *replacing)], default=None)
+    if first is None:
+        return
+    del request.block_hashes[first:]
     request.update_block_hashes()
+    for block, secret in salts:
+        original = request.block_hashes[block]
+        del request.block_hashes[block:]
+        request.block_hashes.append(hashlib.sha256(secret + original).digest())
+        request.update_block_hashes()
 
 
-def cached_blocks(pool: Any, hashes: list[bytes]) -> int:
+def cached_blocks(pool: Any, hashes: Sequence[bytes]) -> int:
     """Return how many leading blocks are in the engine's own cache."""
     for count, found in enumerate(hashes):
         if not pool.get_cached_block(found, [0]):
             return count
     return len(hashes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class OwnBlend:
+    """A prompt that this engine has blended."""
+
+    request: str  # the engine's id of the request
+    policy: RecomputePolicy
+    pieces: tuple[Span, ...]  # where its approximate tokens are
+    salts: Salts
+    block: bytes  # the exact hash of the last full block among the tokens on which the blend depends
+    rest: tuple[int, ...]  # the tokens after this block on which it depends as well
+
+    @property
+    def first(self) -> int:
+        """The position of the first approximate token."""
+        return self.pieces[0].start
+
+
+class OwnBlends:
+    """The recent blends of one engine, by the prompts that they belong to.
+
+    The hashes of a prompt's blocks cover the tenant's salt, so that a tenant finds only its own blends.
+    """
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._by_block: defaultdict[bytes, list[OwnBlend]] = defaultdict(list)
+        self._of_tenant: defaultdict[str, OrderedDict[OwnBlend, None]] = defaultdict(OrderedDict)
+        self.changes = 0  # of what can be found, until now
+
+    def add(
+        self,
+        *,
+        request: str,
+        tenant: str,
+        prompt: Sequence[int],
+        hashes: Sequence[bytes],
+        end: int,
+        reused: Sequence[Piece],
+        policy: RecomputePolicy,
+        salts: Salts,
+    ) -> None:
+        """Remember a blend that depends on the tokens before `end`. `hashes` are the exact ones of the prompt."""
+        full = min(end // self._block_size, len(hashes))
+        if not full:
+            return
+        blend = OwnBlend(
+            request=request,
+            policy=policy,
+            pieces=tuple(Span(piece.at, piece.stop) for piece in reused),
+            salts=salts,
+            block=hashes[full - 1],
+            rest=tuple(prompt[full * self._block_size : end]),
+        )
+        same = [
+            other
+            for other in self._by_block[blend.block]
+            if (other.policy, other.rest, other.pieces) == (blend.policy, blend.rest, blend.pieces)
+        ]
+        for other in same:
+            self._remove(other, tenant)
+        self._by_block[blend.block].append(blend)
+        self._of_tenant[tenant][blend] = None
+        self.changes += 1
+        if sum(map(len, self._of_tenant.values())) > MAX_BLENDS:  # The tenant with the most blends loses one.
+            most = max(self._of_tenant, key=lambda name: len(self._of_tenant[name]))
+            self._remove(next(iter(self._of_tenant[most])), most)
+
+    def find(
+        self,
+        *,
+        tenant: str,
+        prompt: Sequence[int],
+        hashes: Sequence[bytes],
+        documents: Sequence[Span],
+        policy: RecomputePolicy,
+    ) -> Iterator[OwnBlend]:
+        """Yield the blends that a prompt goes on from, the longest first.
+
+        The prompt begins with all tokens on which the blend depends, asks for the same policy, and has what the blend
+        reused among its own `documents`. `hashes` are the exact ones of the prompt.
+        """
+        for full in range(len(hashes) if self._by_block else 0, 0, -1):
+            stop = full * self._block_size
+            for blend in sorted(self._by_block.get(hashes[full - 1], ()), key=lambda one: -len(one.rest)):
+                same = blend.policy == policy and tuple(prompt[stop : stop + len(blend.rest)]) == blend.rest
+                if same and all(any(span.start <= piece.start and piece.stop <= span.stop for span in documents)
+                                for piece in blend.pieces):  # fmt: skip
+                    self._of_tenant[tenant].move_to_end(blend)
+                    yield blend
+
+    def forget(self, request: str, tenant: str) -> None:
+        """Forget the blends of a request, for example because its load has failed."""
+        for blend in [one for one in self._of_tenant.get(tenant, ()) if one.request == request]:
+            self._remove(blend, tenant)
+
+    def clear(self) -> None:
+        """Forget all blends."""
+        self._by_block.clear()
+        self._of_tenant.clear()
+
+    def _remove(self, blend: OwnBlend, tenant: str) -> None:
+        of_block, of_tenant = self._by_block[blend.block], self._of_tenant[tenant]
+        of_block.remove(blend)
+        del of_tenant[blend]
+        if not of_block:
+            del self._by_block[blend.block]
+        if not of_tenant:
+            del self._of_tenant[tenant]
+        self.changes += 1

@@ -9,9 +9,11 @@ from typing import Any
 
 from lmc.blend.segments import Span
 from lmc.blend.strategies import RecomputePolicy
+from lmc.connectors.vllm.isolation import Salts
 from lmc.engine import DocumentLookup, Plan, Unlearned
 from lmc.keys import ChunkKey
 from lmc.storage.contract import Pin
+from lmc.storage.cost_model import BlendOffer
 
 
 class Role(Enum):
@@ -28,6 +30,7 @@ class Claim:
 
     local: int
     plan: Plan
+    blend: BlendOffer | None = None  # what its blend computes and loads
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -45,6 +48,8 @@ class RequestState:
     pins: dict[ChunkKey, Pin] = field(default_factory=dict)
     lost: set[ChunkKey] = field(default_factory=set)  # chunks that could not be loaded, and are not tried again
     memory_only: bool = False  # Nothing is loaded from tiers, because computing was expected to be faster.
+    slow: str = ""  # why it is not blended: prefill was expected to be faster
+    weighed: int = -1  # the engine's own tokens when a blend was weighed against prefill
     claim: Claim | None = None
     # How long it waits
     waiting_since: float | None = None  # since when the engine waits for its claim, or for its load
@@ -54,7 +59,11 @@ class RequestState:
     local: int = 0  # tokens that the engine's own cache had when the load began
     given_up: bool = False  # A load failed or was too late, and nothing more is loaded.
     # What is saved of it
-    salted: int | None = None  # the block from which on its hashes do not come from its tokens alone
+    exact_hashes: Sequence[bytes] = ()  # of its prompt's blocks, as they were when it arrived
+    salts: Salts = ()  # on which its block hashes depend
+    searched: int = -1  # the changes of the engine's own blends when one was looked for
+    scheduled: bool = False  # The engine has computed tokens of it.
+    continued: int = 0  # tokens from the engine's own blocks of an earlier blend
     approximate: int | None = None  # the position from which on its KV is not exact, and is not saved as exact
     saved: int = 0  # full chunks that are saved, or need not be
     blends: bool = True  # It does not say that nothing shall be blended.
@@ -72,6 +81,11 @@ class RequestState:
     blended: dict[str, object] = field(default_factory=dict)
     loading_since: float = 0.0  # when its job was made
     answered: bool = False  # Its first token has come.
+    # For the cost model
+    begun: float | None = None  # when the engine or a worker began to compute its prompt
+    alone: bool = True  # Nothing else has been computed since.
+    offer: BlendOffer | None = None  # what its blend computes
+    prefilled: int = 0  # tokens of its prompt that the engine computes; 0 if some are loaded
     _unstamped: list[bytes] = field(default_factory=list)  # the engine's hashes, of which `_stamped` are made
     _stamped: list[bytes] = field(default_factory=list)
 
@@ -122,6 +136,7 @@ class RequestState:
             "exact_tokens": self.exact_tokens,
             "tokens_from": dict(self.sources),
             "skipped_tokens": self.skipped,
+            "continued_tokens": self.continued,
             "unknown_documents": len(self.unknown),
             "note": self.note,
         }

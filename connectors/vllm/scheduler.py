@@ -12,10 +12,10 @@ from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from lmc.blend.strategies import RecomputePolicy
+from lmc.blend.strategies import NEEDS_QUESTION, RecomputePolicy
 from lmc.config_sources import is_on
 from lmc.connectors.vllm.claims import Claims
-from lmc.connectors.vllm.isolation import cached_blocks, salt, salt_of
+from lmc.connectors.vllm.isolation import OwnBlends, cached_blocks, salt_of, set_salts
 from lmc.connectors.vllm.jobs import job_of, sources_of
 from lmc.connectors.vllm.kv_events import KVEvents
 from lmc.connectors.vllm.messages import BlendJob, LoadJob, StepPlan, StepReport
@@ -25,9 +25,7 @@ from lmc.connectors.vllm.request_state import Claim, RequestState, Role
 from lmc.connectors.vllm.roles import Roles
 from lmc.connectors.vllm.save_queue import SaveQueue
 from lmc.connectors.vllm.start import Setup
-from lmc.engine import Lookup
 from lmc.engine.identity import adapter_stamp
-from lmc.engine.planner import make_plan
 from lmc.metrics import flat, key
 from lmc.storage.contract import PinState
 from lmc.storage.slab import SlabAddress
@@ -37,6 +35,7 @@ log = logging.getLogger(__name__)
 Tables = Callable[[str], Sequence[int]]  # returns the block table of a scheduled request
 
 RECENT = 1000  # requests whose facts are kept
+BEGUN = 16  # tokens, at most, that a chat template writes after the header of an answer that is to come
 SPARE = 0.5  # of an engine's blocks, that have to be free if it learns documents of other engines
 AWAKE_SECONDS = 1.0  # An engine that computed something within this time makes steps, and can learn in them.
 LEARN_SECONDS = 10.0  # for which an idle engine goes on learning; a shutdown or a pause may have to wait so long
@@ -70,6 +69,7 @@ class Scheduler:
         self._ran = setup.clock()  # when the engine last computed something
         if setup.blends and setup.settings.blend_learn:
             self.engine.share_learning(self._has_time)
+        self._own_blends = OwnBlends(setup.block_size)
         self._adapters: dict[tuple[int, str], bytes] = {}
         self._process = os.urandom(32)
         self._logs_requests = is_on(os.environ.get("LMC_LOG_REQUESTS", ""))
@@ -89,9 +89,11 @@ class Scheduler:
             return
         found = self._claims.look(state)
         if state.role is Role.BLEND:
-            self._find_own_blend(state, found)
-        self._claims.prefetch(state, found, cached_blocks(self._pool, request.block_hashes) * self._block_size)
-        if state.skipped:
+            state.exact_hashes = list(request.block_hashes)
+            stored = found.exact[-1].stop if found.exact else 0
+            self._continue_own_blend(state, max(stored, self._cached(request)))
+        self._claims.prefetch(state, found, self._cached(request))
+        if state.memory_only and state.skipped:
             self.counts["loads_skipped"] += 1
 
     def claim(self, request: Any, local: int) -> int | None:
@@ -106,8 +108,12 @@ class Scheduler:
         self._claims.note_progress(state)
         if state.claim is None and self._claims.waits(state):
             return None
+        if state.claim is None and self._waits_for_own_blend(state, local):
+            return None
         if state.claim is None or state.claim.local != local:
             state.claim = self._claims.make(state, local)
+        if state.salts:
+            state.continued = max(0, local - state.salts[0][0] * self._block_size)
         return None if state.claim is None else state.claim.plan.stop - local
 
     def allocated(self, request: Any, blocks: Sequence[int], tokens: int) -> None:
@@ -127,6 +133,7 @@ class Scheduler:
             request.prefill_stats.set(request.num_prompt_tokens, claim.local, claim.plan.tokens)
         state.exact_tokens += claim.plan.reach - claim.local
         ready = all(self.engine.store.state(pin) is PinState.READY for pin in state.pins.values())
+        state.begun, state.offer = self._setup.clock(), claim.blend
         if claim.plan.approximate:
             self._isolate(state, claim)
         self._jobs.append(job_of(state, claim, blocks, self._block_size, ready=ready))
@@ -165,6 +172,9 @@ class Scheduler:
         # Nothing is learned for a request that never ran: its engine may be asleep, without weights.
         if self._setup.settings.blend_learn and state.learns and request.num_computed_tokens:
             self.engine.learn_later(request.prompt_token_ids, state.unknown, state.salt)
+        if state.role is Role.BLEND:
+            self.counts["blends_continued"] += state.continued > 0
+            self.counts["blends_skipped"] += bool(state.slow)
         facts = state.facts()
         self.recent[state.id] = facts or {}
         if len(self.recent) > RECENT:
@@ -183,8 +193,12 @@ class Scheduler:
         for request, tokens in scheduled.items():
             state = self._states.get(request)
             if state is not None:
+                state.scheduled = True
                 self._claims.release(state)  # The engine did not use this claim.
                 self._note_answer(state)
+                if state.begun is None and not state.request.num_preemptions:
+                    state.begun = self._setup.clock()
+                    state.prefilled = state.request.num_prompt_tokens - state.request.num_computed_tokens
                 computed = state.request.num_computed_tokens + tokens
                 self._saves.save_due(state, computed, lambda request=request: tables(request))  # type: ignore[misc]
         loading = [state for state in self._states.values() if state.loading]
@@ -201,6 +215,9 @@ class Scheduler:
             learn=[learn] if learn else [],
         )
         self._jobs = []
+        if len(loading) + len(scheduled) + len(plan.learn) + len(self.engine.learning.under_way) > 1:
+            for state in (*loading, *(self._states[name] for name in scheduled if name in self._states)):
+                state.alone = False
         blending = any(state.approximate is not None for state in loading)
         requests = {name: self._states[name].request for name in scheduled if name in self._states}
         self._pace.planned(self._setup.clock(), scheduled, requests, alone=not (blending or plan.learn))
@@ -210,6 +227,7 @@ class Scheduler:
         """Forget everything that was computed until now, for example because the weights have changed."""
         self.engine.begin_anew()
         self._saves.resets += 1
+        self._own_blends.clear()
         self.forget_all(wait=False)
         self.engine.learning.clear()
         for state in self._states.values():
@@ -233,8 +251,9 @@ class Scheduler:
         """Take in what workers have done; `received` are requests whose load has ended on all ranks."""
         for request in report.lost & self._states.keys():
             state = self._states[request]
-            state.given_up, state.exact_tokens = True, 0
+            state.given_up, state.exact_tokens, state.alone = True, 0, False
             state.sources.clear()
+            self._own_blends.forget(request, state.salt)
             stats = state.request.prefill_stats
             if stats and not state.request.num_preemptions:  # For `cached_tokens`: what was lost is computed.
                 stats.set(state.request.num_prompt_tokens, state.local, 0)
@@ -314,6 +333,17 @@ class Scheduler:
             state.answered = True
             seconds = time.time() - state.request.arrival_time
             self._observed[key("ttft_seconds", (state.way,))].append(seconds)
+            self._measure(state)
+
+    def _measure(self, state: RequestState) -> None:
+        """Report to the cost model how long it took to compute a prompt, if nothing else was computed meanwhile."""
+        if state.begun is None or not state.alone or state.role is Role.LEARN or state.request.num_preemptions:
+            return
+        seconds, cost = self._setup.clock() - state.begun, self.engine.store.cost
+        if state.offer is not None:
+            cost.blended(state.offer, seconds)
+        elif state.prefilled:
+            cost.computed(state.prefilled, seconds, 2 * state.request.num_prompt_tokens - state.prefilled)
 
     def _has_learned(self, state: RequestState) -> bool:
         """Return whether the documents of a request to learn are stored, as far as they can be.
@@ -351,31 +381,79 @@ class Scheduler:
             self._adapters[named] = adapter_stamp(lora.lora_path)
         return self._adapters[named]
 
-    def _find_own_blend(self, state: RequestState, found: Lookup) -> None:
-        """Let the engine find the blocks of the same blend, if its own cache still has them."""
-        request, exact = state.request, list(state.request.block_hashes)
-        cached = cached_blocks(self._pool, exact)
-        reused = make_plan(found, self._claims.wish(state, cached * self._block_size)).approximate
-        block = reused[0].at // self._block_size if reused else len(exact)
-        if block >= len(exact):
-            return
-        assert state.policy is not None
-        salt(request, block, salt_of(request.prompt_token_ids, reused, state.policy))
-        if cached_blocks(self._pool, request.block_hashes) > max(block, cached):
-            state.approximate, state.salted = reused[0].at, block
-        else:
-            request.block_hashes[:] = exact
+    def _cached(self, request: Any) -> int:
+        """Return how many leading tokens of a request are in the engine's own cache."""
+        return cached_blocks(self._pool, request.block_hashes) * self._block_size
+
+    def _waits_for_own_blend(self, state: RequestState, local: int) -> bool:
+        """Return whether a request waits for a blend that is under way, or has just found one to go on from.
+
+        In both cases the engine asks again in its next step, and then finds the blocks of that blend.
+        """
+        if state.role is not Role.BLEND or state.salts or state.searched == self._own_blends.changes:
+            return False
+        return self._continue_own_blend(state, local)
+
+    def _continue_own_blend(self, state: RequestState, exact: int) -> bool:
+        """Salt the hashes of a request so that it goes on from an earlier blend of the engine.
+
+        It does so if the engine has more blocks of that blend than the `exact` tokens which can be had otherwise.
+        Returns true if it does so, or if it has to wait for a blend that is under way.
+        """
+        request, policy = state.request, state.policy
+        assert policy is not None
+        for blend in self._own_blends.find(
+            tenant=state.salt,
+            prompt=request.prompt_token_ids,
+            hashes=state.exact_hashes,
+            documents=[document.span for document in state.documents],
+            policy=policy,
+        ):
+            first = self._states.get(blend.request)
+            # The engine caches the blocks of a load when it schedules the request for the first time.
+            if first is not None and not first.scheduled and first is not state:
+                return True
+            set_salts(request, blend.salts)
+            if self._cached(request) > max(exact, blend.first):
+                state.salts, state.approximate = blend.salts, blend.first
+                return True
+            set_salts(request, (), replacing=blend.salts)
+        state.searched = self._own_blends.changes
+        return False
 
     def _isolate(self, state: RequestState, claim: Claim) -> None:
-        reused = claim.plan.approximate
+        """Salt the hashes of a request that is blended, and remember the blend for requests that go on from it."""
+        reused, request, policy = claim.plan.approximate, state.request, state.policy
+        assert policy is not None
         first = reused[0].at
         state.approximate = first if state.approximate is None else min(first, state.approximate)
-        block = first // self._block_size
-        # The salt of its arrival may begin too late, if exact blocks before it have been evicted since.
-        if state.salted is None or block < state.salted:
-            assert state.policy is not None
-            salt(state.request, block, salt_of(state.request.prompt_token_ids, reused, state.policy))
-            state.salted = block
+        # Blocks of an earlier blend that the engine still has stay what they are; the others are blended anew.
+        kept = tuple(one for one in state.salts if one[0] * self._block_size < claim.local)
+        salts = (*kept, (first // self._block_size, salt_of(request.prompt_token_ids, reused, policy)))
+        set_salts(request, salts, replacing=state.salts)
+        state.salts = salts
+        self._own_blends.add(
+            request=state.id,
+            tenant=state.salt,
+            prompt=request.prompt_token_ids,
+            hashes=state.exact_hashes,
+            end=self._end_of_question(state) if policy.strategy in NEEDS_QUESTION else reused[-1].stop,
+            reused=reused,
+            policy=policy,
+            salts=salts,
+        )
+
+    def _end_of_question(self, state: RequestState) -> int:
+        """Return where the question of a prompt ends: before what a chat template writes to begin the answer.
+
+        Templates may write something else there when the answer is a part of the history, for example no empty
+        thoughts.
+        """
+        prompt, header = state.request.prompt_token_ids, self._setup.markers.answer if self._setup.markers else ()
+        for at in range(len(prompt) - len(header), max(state.question, len(prompt) - len(header) - BEGUN) - 1, -1):
+            if header and tuple(prompt[at : at + len(header)]) == header:
+                return at + len(header)
+        return len(prompt)
 
     def _forget(self, state: RequestState) -> None:
         self._claims.release(state)

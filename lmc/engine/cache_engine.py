@@ -29,13 +29,13 @@ from lmc.engine.known_documents import KnownDocument, KnownDocuments, document_l
 from lmc.engine.learn_queue import LearnQueue, Unlearned
 from lmc.engine.names import Names
 from lmc.engine.pieces import Piece
-from lmc.engine.planner import DocumentLookup, Lookup, Plan, Wish, choose_plan
+from lmc.engine.planner import DocumentLookup, Lookup, Plan, Wish, blend_offer, choose_plan, without_slow_blend
 from lmc.engine.stores import keeper_in_server, open_store, share_learning
 from lmc.errors import ChunkLost
 from lmc.keys import ChunkKey, Namespace, RecordKind, chunk_bounds, document_keys, tenant_of
 from lmc.shapes import GIB, KVShape
 from lmc.storage.contract import Pin, PinState, Reservation
-from lmc.storage.cost_model import LoadPolicy
+from lmc.storage.cost_model import BlendOffer, LoadPolicy
 from lmc.storage.record import RecordMeta
 from lmc.storage.stats import StoreStats
 from lmc.storage.store import Store
@@ -212,6 +212,15 @@ class CacheEngine:
     def plan(self, found: Lookup, wish: Wish) -> tuple[Plan, Wish]:
         """Decide what is taken of what was found; see `choose_plan`."""
         return choose_plan(found, wish, self._record_bytes, self.store.cost, LoadPolicy(self.settings.load_policy))
+
+    def without_slow_blend(self, found: Lookup, plan: Plan, wish: Wish) -> tuple[Plan, Wish]:
+        """Return a plan as it is, or without its blend if prefill is expected to be faster; see the planner."""
+        policy = LoadPolicy(self.settings.load_policy)
+        return without_slow_blend(found, plan, wish, self._record_bytes, self.store.cost, policy)
+
+    def blend_offer(self, plan: Plan, wish: Wish) -> BlendOffer | None:
+        """Return what the blend of a plan computes and loads; None without a blend."""
+        return blend_offer(plan, wish, self._record_bytes)
 
     # -- KV ----------------------------------------------------------------------------------------------------------
 

@@ -2,8 +2,9 @@
 
 One snapshot of lookups goes in, one plan comes out, and nothing else is asked or changed.
 
-A plan has an exact part, from the start of the prompt, and behind it parts of documents anywhere. It uses everything
-that is stored; or, if loading would take longer than computing, only what is in memory.
+A plan has an exact part, from the start of the prompt, and after it parts of documents anywhere. It uses everything
+that is stored; or, if loading would take longer than computing, only what is in memory; or, if a blend would take
+longer than prefill, only the exact part.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,7 +14,7 @@ from itertools import dropwhile, takewhile
 from lmc.blend.segments import Span
 from lmc.engine.pieces import Piece, trim
 from lmc.keys import ChunkKey
-from lmc.storage.cost_model import CostModel, LoadPolicy, Offer
+from lmc.storage.cost_model import BlendOffer, CostModel, LoadPolicy, Offer
 from lmc.storage.places import MEMORY
 
 
@@ -51,6 +52,9 @@ class Wish:
     min_tokens: int = 0  # of stored documents, below which there is no blend
     ratio: float = 0.0  # of the reused tokens, the share that is computed all the same
     whole_prompt: bool = True  # A blend computes the prompt to its end, where the question chooses tokens to repair.
+    # Tokens of the question that a blend computes in both of its passes. None: a blend is made without asking whether
+    # prefill would be faster.
+    twice: int | None = None
     block_size: int = 1  # Approximate KV must begin in a block that the prompt fills.
     refused: str = ""  # why documents are not reused; empty if they may be
     memory_only: bool = False  # Chunks on tiers are not loaded.
@@ -116,22 +120,52 @@ def make_plan(found: Lookup, wish: Wish) -> Plan:
 def choose_plan(
     found: Lookup, wish: Wish, size_of: Callable[[Piece], int], cost: CostModel, policy: LoadPolicy
 ) -> tuple[Plan, Wish]:
-    """Return the plan with everything that is stored, or with what is in memory if loading would take longer.
+    """Return the plan with everything that is stored, or without what is expected to take longer than to compute it.
 
     The wish that led to it is returned as well. `size_of` is the number of bytes that a piece's chunk has on a tier.
     """
     plan = make_plan(found, wish)
     offer = _offer(plan, wish, size_of)
     choice = cost.choose(offer, policy)
-    if choice.load:
+    if not choice.load:
+        near = replace(wish, memory_only=True)
+        if offer.records:
+            rest = make_plan(found, near)
+            note = "; ".join(filter(None, (rest.note, choice.why)))
+            # Without the exact chunks on tiers, documents may be worth a blend that are not with them.
+            plan = replace(rest, skipped=max(0, plan.tokens - rest.tokens), note=note)
+        wish = near
+    return without_slow_blend(found, plan, wish, size_of, cost, policy)
+
+
+def without_slow_blend(
+    found: Lookup, plan: Plan, wish: Wish, size_of: Callable[[Piece], int], cost: CostModel, policy: LoadPolicy
+) -> tuple[Plan, Wish]:
+    """Return a plan as it is, or without its blend if prefill is expected to be faster, and the wish for it."""
+    offer = blend_offer(plan, wish, size_of)
+    why = cost.against_blend(offer, policy) if offer is not None else ""
+    if not why:
         return plan, wish
-    near = replace(wish, memory_only=True)
-    if not offer.records:
-        return plan, near
-    rest = make_plan(found, near)
-    note = "; ".join(filter(None, (rest.note, choice.why)))
-    # Without the exact chunks on tiers, documents may be worth a blend that are not with them.
-    return replace(rest, skipped=max(0, plan.tokens - rest.tokens), note=note), near
+    exact = replace(wish, refused=f"stored documents were computed: {why}")
+    rest = make_plan(found, exact)
+    note = "; ".join(filter(None, dict.fromkeys((plan.note, rest.note))))
+    return replace(rest, skipped=plan.skipped + plan.tokens - rest.tokens, note=note), exact
+
+
+def blend_offer(plan: Plan, wish: Wish, size_of: Callable[[Piece], int]) -> BlendOffer | None:
+    """Return what the blend of a plan computes and loads; None if it has none, or if that is not asked."""
+    reused = sum(piece.tokens for piece in plan.approximate)
+    if not reused or wish.twice is None:
+        return None
+    tokens = wish.prompt - plan.reach
+    fresh = tokens - sum(piece.tokens for piece in plan.documents)
+    away = {piece.key: piece for piece in plan.pieces if piece.place not in MEMORY}
+    return BlendOffer(
+        rows=fresh + wish.ratio * reused + min(wish.twice, fresh),
+        tokens=tokens,
+        length=wish.prompt + plan.reach,
+        records=[(str(piece.place), size_of(piece)) for piece in away.values()],
+    )
 
 
 def _offer(plan: Plan, wish: Wish, size_of: Callable[[Piece], int]) -> Offer:
