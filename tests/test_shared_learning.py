@@ -171,11 +171,11 @@ def test_the_queue_has_each_document_once_and_as_many_tokens_as_there_is_room_fo
     queue.discard(one)
     assert queue.add(three)
     assert (list(queue), len(queue), two in queue, one in queue) == ([two, three], 2, True, False)
-    assert queue.popleft() == two
+    assert queue.take(lambda document: document != two) is None
+    assert queue.take() == two
     assert queue.add(one)
     assert not queue.add(two)
     queue.clear()
     assert all(map(queue.add, (one, two)))
     queue.clear()
-    with pytest.raises(IndexError):
-        queue.popleft()
+    assert queue.take() is None

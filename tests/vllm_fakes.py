@@ -77,6 +77,11 @@ class Pool:
         if block.block_hash is None and block_hash not in self.cached:
             block.block_hash, self.cached[block_hash] = block_hash, block
 
+    def cache_full_blocks(self, request, blocks, num_cached_blocks, num_full_blocks, block_size, kv_cache_group_id):
+        assert (block_size, kv_cache_group_id) == (BLOCK, 0)
+        for i in range(num_cached_blocks, num_full_blocks):
+            self.enter(blocks[i], request.block_hashes[i])
+
     def forget(self):
         """As `reset_prefix_cache`."""
         self.cached.clear()
@@ -173,7 +178,8 @@ class Workers:
 
     def __init__(self, blocks):
         self.pages = torch.zeros((LAYERS, blocks, PAGE), dtype=torch.uint8)
-        self.loading, self.documents = {}, {}
+        self.loading, self.documents, self.backfills = {}, {}, []
+        self.slow = False  # Backfill is not ended.
         self.held_back, self.failing = False, False
         self.slab = None
 
@@ -197,7 +203,9 @@ class Workers:
                 del self.loading[job.request]
         for save in plan.saves:
             self.save(save)
-        for work in (*plan.saves, *plan.learn):
+        backfilled = self.backfill(plan)
+        report.failed |= {job.job for job in backfilled if job.job in plan.cancel}
+        for work in (*plan.saves, *plan.learn, *backfilled):
             report.done[work.job] = 1
             if self.failing:
                 report.failed.add(work.job)
@@ -209,6 +217,17 @@ class Workers:
                     part = token_bytes(learn.tokens, start, stop, layer)
                     self.slab.part(slot, layer)[: len(part)] = part
         return report, received, bad
+
+    def backfill(self, plan: StepPlan):
+        """The backfill jobs that end in this step."""
+        self.backfills += plan.backfill
+        ended = [job for job in self.backfills if not self.slow or job.job in plan.cancel]
+        self.backfills = [job for job in self.backfills if job not in ended]
+        for job in ended:
+            for i in range(job.known // BLOCK, len(job.blocks)):
+                for layer in range(LAYERS):
+                    self.pages[layer, job.blocks[i]] = page(job.tokens, i, layer)
+        return ended
 
     def load(self, job: LoadJob | BlendJob):
         wanted = [*job.copies, *(job.documents if isinstance(job, BlendJob) else ())]
@@ -258,6 +277,7 @@ class Lab:
         settings=None,
         prefix=(),
         special=frozenset({1}),
+        answer=(),
         trace=None,
     ):
         self.now = 0.0
@@ -286,7 +306,7 @@ class Lab:
             block_size=BLOCK,
             stages=layers_of_stages(facts),
             ranks=ranks,
-            markers=Markers(separators=(SEPARATOR,), special=special),
+            markers=Markers(separators=(SEPARATOR,), special=special, answer=answer),
             blends=blends,
             trace=trace,
             batch_tokens=batch_tokens,

@@ -150,8 +150,8 @@ class CachedModel(AbstractContextManager["CachedModel"]):
         """Learn the documents that wait for it, such as unknown ones of earlier prompts; return how many there were."""
         own, count = self.engine.namespace(RecordKind.DOCUMENT, self._salt), len(self.engine.learning)
         for _ in range(count):
-            document = self.engine.learning.popleft()
-            if document.namespace == own:
+            document = self.engine.learning.take()
+            if document is not None and document.namespace == own:
                 try:
                     self.learn(document.tokens, document.name)
                 except InputError as error:  # The prompt that brought it is not the one that is asked now.

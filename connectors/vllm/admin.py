@@ -39,10 +39,17 @@ log = logging.getLogger(__name__)
 class Administration:
     """Answers questions about one engine. Its methods may be called by any thread."""
 
-    def __init__(self, setup: Setup, requests: "OrderedDict[str, Facts]", number: int = 0) -> None:
+    def __init__(
+        self,
+        setup: Setup,
+        requests: "OrderedDict[str, Facts]",
+        number: int = 0,
+        status: Callable[[], str] = lambda: "ok",
+    ) -> None:
         """`requests` are the facts of the last requests, by the engine's id. With data parallelism, engines have a
-        `number`.
+        `number`. `status` returns the state of lmc in the engine: "ok", or why it is off.
         """
+        self.status = status
         self._number = number
         self._setup, self._engine, self._tokenizer, self._requests = setup, setup.engine, setup.tokenizer, requests
         self._claims, self.background = Claims(setup), setup.engine.background
@@ -196,7 +203,7 @@ def application(of: Administration, token: str) -> Any:
 
     desk = of.desk
     routes: list[tuple[str, str, Callable[[Request, Any], Facts]]] = [
-        ("GET", "/health", lambda _, __: {"status": "ok"}),
+        ("GET", "/health", lambda _, __: {"status": of.status()}),
         ("GET", "/v1/stat", lambda _, __: of.stat()),
         ("GET", "/v1/routing", lambda _, __: of.routing()),
         ("POST", "/v1/explain", lambda _, body: of.explain(body)),

@@ -9,8 +9,8 @@ and nothing else, even where both are in one process.
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, TypeVar
 
 import torch
 
@@ -20,6 +20,7 @@ from lmc.blend.markers import Markers
 from lmc.config import Settings
 from lmc.connectors.vllm import vllm_api
 from lmc.connectors.vllm.admin import Administration, serve_if_wanted
+from lmc.connectors.vllm.guard import Guard
 from lmc.connectors.vllm.messages import StepPlan, StepReport, WorkerFacts
 from lmc.connectors.vllm.model_identity import files_of, model_identity
 from lmc.connectors.vllm.plugin import join_log, loaded_model
@@ -32,7 +33,10 @@ from lmc.engine.calibration import calibration_objection
 from lmc.engine.document_publisher import DocumentPublisher, publisher_if_wanted
 from lmc.engine.tiers import described
 from lmc.errors import ConfigError, InputError
+from lmc.metrics import key
 from lmc.storage.places import place_of
+
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -83,6 +87,10 @@ class LMCConnector(vllm_api.KVConnectorBase_V1):
         self._publisher: DocumentPublisher | None = None
         self._worker: Worker
         self._counted: dict[str, float] = {}
+        self._bad_blocks: set[int] = set()
+        # A worker that goes on after an error, while others wait for it, would let them hang.
+        among_ranks = parallel.tensor_parallel_size > 1 and role is vllm_api.KVConnectorRole.WORKER
+        self._guard = Guard(raises=among_ranks)
         if role is vllm_api.KVConnectorRole.WORKER:
             self._worker = Worker(vllm_config, kv_cache_config, blends=self.settings.enable_blending)
         elif transfer.kv_load_failure_policy != "recompute":
@@ -110,7 +118,8 @@ class LMCConnector(vllm_api.KVConnectorBase_V1):
 
     def start_load_kv(self, forward_context: Any, **named: Any) -> None:
         """Do a slice of the loads, blends and learning that are under way."""
-        self._worker.work(self._get_connector_metadata().plan)
+        plan = self._get_connector_metadata().plan
+        self._guard.run("start_load_kv", lambda: self._worker.work(plan), None, lambda: self._worker.fail_work(plan))
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Do nothing: loads run between the engine's forward passes."""
@@ -120,12 +129,15 @@ class LMCConnector(vllm_api.KVConnectorBase_V1):
 
     def wait_for_save(self) -> None:
         """Copy the blocks that the forward pass has completed."""
-        self._worker.save(self._get_connector_metadata().plan.saves)
+        saves = self._get_connector_metadata().plan.saves
+        self._guard.run("wait_for_save", lambda: self._worker.save(saves), None, lambda: self._worker.fail_saves(saves))
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Return the requests whose load has ended, including those that were aborted during it."""
-        self._worker.cancel(finished_req_ids)
-        received, self._bad_blocks = self._worker.outcome()
+        worker = self._worker
+        self._guard.run("get_finished", lambda: worker.cancel(finished_req_ids), None)
+        nothing: tuple[set[str], set[int]] = set(), set()
+        received, self._bad_blocks = self._guard.run("get_finished", worker.outcome, nothing)
         return None, received
 
     def get_block_ids_with_load_errors(self) -> set[int]:
@@ -134,7 +146,7 @@ class LMCConnector(vllm_api.KVConnectorBase_V1):
 
     def build_connector_worker_meta(self) -> WorkerMetadata | None:
         """Return what was saved, learned and blended since the last report."""
-        report = self._worker.report()
+        report = self._guard.run("build_connector_worker_meta", self._worker.report, StepReport())
         return WorkerMetadata(report) if report else None
 
     # -- scheduler ---------------------------------------------------------------------------------------------------
@@ -201,7 +213,8 @@ class LMCConnector(vllm_api.KVConnectorBase_V1):
         number = parallel.data_parallel_index
         self._publisher = publisher_if_wanted(engine, number)
         self._scheduler = Scheduler(setup)
-        self._stop_admin = serve_if_wanted(Administration(setup, self._scheduler.recent, number), number)
+        administration = Administration(setup, self._scheduler.recent, number, lambda: self._guard.status)
+        self._stop_admin = serve_if_wanted(administration, number)
 
     def _counts_images(self) -> bool:
         """Return whether images are numbered instead of hashed, because neither they nor prefixes are cached."""
@@ -235,65 +248,118 @@ class LMCConnector(vllm_api.KVConnectorBase_V1):
         except InputError as error:
             raise ConfigError(str(error)) from error
 
+    def _guarded(self, hook: str, do: Callable[[], T], otherwise: T, repair: Callable[[], object] | None = None) -> T:
+        """Run a hook of the scheduler's side. After too many errors, lmc is switched off."""
+        result = self._guard.run(hook, do, otherwise, repair)
+        if self._guard.off and self._scheduler is not None and not self._scheduler.off:
+            self._guard.run("switch off", self._scheduler.switch_off, None)
+        return result
+
     def on_new_request(self, request: Any) -> None:
         """Look at a request that has arrived."""
-        if self._scheduler is not None:
-            self._scheduler.arrive(request)
+        scheduler = self._scheduler
+        if scheduler is not None:
+            name = request.request_id
+            self._guarded("on_new_request", lambda: scheduler.arrive(request), None, lambda: scheduler.abandon(name))
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Return how many tokens will be loaded, and that this happens asynchronously; None means ask again later."""
-        if self._scheduler is None:
+        scheduler = self._scheduler
+        if scheduler is None:
             return 0, False
-        tokens = self._scheduler.claim(request, num_computed_tokens)
+        nothing: int | None = 0
+        tokens = self._guarded(
+            "get_num_new_matched_tokens",
+            lambda: scheduler.claim(request, num_computed_tokens),
+            nothing,
+            lambda: scheduler.abandon(request.request_id),
+        )
         return tokens, bool(tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Prepare the load into the blocks that the engine has allocated."""
-        if self._scheduler is not None and num_external_tokens:
-            self._scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
+        scheduler = self._scheduler
+        if scheduler is None or not num_external_tokens:
+            return
+        numbers = blocks.get_block_ids()[0]
+        self._guarded(
+            "update_state_after_alloc",
+            lambda: scheduler.allocated(request, numbers, num_external_tokens),
+            None,
+            lambda: scheduler.fail_load(request.request_id, numbers),
+        )
 
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
         """Return the loaded tokens by the place they come from, which is a `CacheHitSource`."""
         found: Counter[Any] = Counter()
-        places = self._scheduler.sources(request, num_external_tokens) if self._scheduler else {}
+        places: dict[str, int] = {}
+        if (scheduler := self._scheduler) is not None:
+            places = self._guarded(
+                "get_external_cache_hit_sources", lambda: scheduler.sources(request, num_external_tokens), places
+            )
         for place, count in places.items():
             found[vllm_api.CacheHitSource[place_of(place).hit_source]] += count
         return dict(found)
 
     def build_connector_meta(self, scheduler_output: Any) -> Metadata:
         """Return the step's plan."""
-        if self._scheduler is None:
+        scheduler = self._scheduler
+        if scheduler is None:
             return Metadata(StepPlan())
         state = scheduler_output.kv_connector_block_state
         assert state is not None
         scheduled = scheduler_output.num_scheduled_tokens
-        return Metadata(self._scheduler.plan(scheduled, lambda request: (state.get_block_ids(request) or ([],))[0]))
+        plan = self._guarded(
+            "build_connector_meta",
+            lambda: scheduler.plan(scheduled, lambda request: (state.get_block_ids(request) or ([],))[0]),
+            None,
+        )
+        return Metadata(scheduler.take_plan() if plan is None else plan)
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Take in what the workers have done."""
-        if self._scheduler is None:
+        scheduler = self._scheduler
+        if scheduler is None:
             return
         metadata = connector_output.kv_connector_worker_meta
         report = metadata.report if isinstance(metadata, WorkerMetadata) else StepReport()
-        self._scheduler.reported(report, connector_output.finished_recving or set())
+        received = connector_output.finished_recving or set()
+        self._guarded(
+            "update_connector_output",
+            lambda: scheduler.reported(report, received),
+            None,
+            lambda: scheduler.loads_ended(received),
+        )
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Save the last blocks of a request that has ended, and return facts for its response.
 
         The engine may free its blocks at once: blocks that are still being copied are held by their reference count.
         """
-        facts = self._scheduler.finished(request, block_ids) if self._scheduler else None
+        facts: dict[str, Any] | None = None
+        if (scheduler := self._scheduler) is not None:
+            name = request.request_id
+            facts = self._guarded(
+                "request_finished", lambda: scheduler.finished(request, block_ids), facts, lambda: scheduler.drop(name)
+            )
         return False, {"lmc": facts} if facts else None
 
     def has_pending_push_work(self) -> bool:
         """Return whether lmc needs steps although there is no request, to save or to learn."""
-        return self._scheduler is not None and self._scheduler.busy
+        scheduler = self._scheduler
+        return scheduler is not None and self._guarded("has_pending_push_work", lambda: scheduler.busy, False)
 
     def reset_cache(self) -> bool | None:
-        """Remove every chunk."""
-        if self._scheduler is not None:
-            self._scheduler.reset()
-        return True
+        """Remove every chunk. If that fails, lmc is switched off: what it has may be of other weights."""
+        scheduler = self._scheduler
+        if scheduler is None:
+            return True
+
+        def reset() -> bool:
+            scheduler.reset()
+            return True
+
+        return self._guarded("reset_cache", reset, False, scheduler.switch_off)
 
     def shutdown(self) -> None:
         """Write to the tiers what is not there yet, and close the store."""
@@ -308,7 +374,12 @@ class LMCConnector(vllm_api.KVConnectorBase_V1):
     def take_events(self) -> Iterable[Any]:
         """Return events for blocks that appeared in memory ("CPU") or on disk ("STORAGE"), or left."""
         if self._scheduler is None or self._scheduler.events is None:
-            return
+            return ()
+        return self._guarded("take_events", lambda: list(self._events()), [])
+
+    def _events(self) -> Iterator[Any]:
+        assert self._scheduler is not None
+        assert self._scheduler.events is not None
         size = self._config.cache_config.block_size
         for change in self._scheduler.events.take():
             details, hashes = change.details, [vllm_api.maybe_convert_block_hash(h) for h in change.details.hashes]
@@ -334,10 +405,14 @@ class LMCConnector(vllm_api.KVConnectorBase_V1):
         """Return what has been counted since the last time."""
         if self._scheduler is None:
             return None
-        before, self._counted = self._counted, self._scheduler.numbers()
+        nothing: dict[str, float] = {}
+        numbers = self._guarded("get_kv_connector_stats", self._scheduler.numbers, nothing)
+        numbers |= {key("errors", (hook,)): count for hook, count in self._guard.errors.items()}
+        before, self._counted = self._counted, {**self._counted, **numbers}
         # Zeros are reported once, because a rate needs a value before the first count.
-        found = {key: count - before.get(key, 0) for key, count in self._counted.items() if count != before.get(key)}
-        return LmcStats(data=found | self._scheduler.take_observed())
+        counted = self._counted.items()
+        changes = {name: count - before.get(name, 0) for name, count in counted if count != before.get(name)}
+        return LmcStats(data=changes | self._scheduler.take_observed())
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> LmcStats:

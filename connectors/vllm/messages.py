@@ -86,6 +86,17 @@ class LearnJob:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BackfillJob:
+    """Tokens to prefill exactly in idle steps, in borrowed blocks."""
+
+    job: int
+    tokens: tuple[int, ...]
+    known: int  # leading tokens whose KV is in their blocks already
+    blocks: tuple[int, ...]
+    resets: int = 0  # as in `LearnJob`
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SaveJob:
     """Pages to copy into a slot after the forward pass that completes them."""
 
@@ -102,10 +113,14 @@ class StepPlan:
     scheduled: int = 0  # tokens that the engine itself computes in this step
     loads: list[LoadJob | BlendJob] = field(default_factory=list)
     late: list[str] = field(default_factory=list)  # requests whose loads have failed because chunks did not arrive
+    # Requests whose load cannot be made after an error, and the blocks that the engine has to compute.
+    failed: dict[str, tuple[int, ...]] = field(default_factory=dict)
     # How many parts of each chunk of a request are there, for tensor parallelism; `LOST` if the rest never comes.
     arrived: dict[str, int] = field(default_factory=dict)
     saves: list[SaveJob] = field(default_factory=list)
     learn: list[LearnJob] = field(default_factory=list)
+    backfill: list[BackfillJob] = field(default_factory=list)
+    cancel: list[int] = field(default_factory=list)  # numbers of backfill jobs that are given up
 
 
 @dataclass(slots=True, kw_only=True)

@@ -1,11 +1,19 @@
 """Pending transfers: reserved slots that workers are filling. Chunks become visible when every rank has reported."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from lmc.keys import RecordKind
 from lmc.storage.contract import ChunkStore, Reservation
+
+
+class Done(Protocol):
+    """Called when every rank has ended a job."""
+
+    def __call__(self, *, failed: bool) -> None:
+        """Return the engine's blocks; with `failed`, they do not hold what they should."""
 
 
 @dataclass(slots=True)
@@ -13,7 +21,7 @@ class Transfer:
     """Slots that one job of the workers fills."""
 
     slots: list[Reservation]
-    done: Callable[[], None]  # returns the engine's blocks
+    done: "Done"  # returns the engine's blocks
     ranks: int = 0  # how many have reported
     failed: bool = False
 
@@ -26,7 +34,7 @@ class PendingTransfers:
         self.under_way: dict[int, Transfer] = {}
         self.stored: Counter[str] = Counter()  # chunks, their tokens, and documents
 
-    def begin(self, slots: list[Reservation], done: Callable[[], None]) -> int:
+    def begin(self, slots: list[Reservation], done: Done) -> int:
         """Return a job number, with which the workers will report."""
         self._last += 1
         self.under_way[self._last] = Transfer(slots, done)
@@ -59,13 +67,16 @@ class PendingTransfers:
 
     def _end(self, transfers: Sequence[Transfer]) -> None:
         filled = [slot for transfer in transfers for slot in transfer.slots if not transfer.failed]
-        self._store.commit(filled)
-        for slot in filled:
-            self.stored["chunks"] += 1
-            self.stored["tokens"] += slot.meta.tokens
-            # The last chunk of a document has its tokens in the label.
-            self.stored["documents"] += slot.meta.kind is RecordKind.DOCUMENT and bool(slot.meta.label)
-        for transfer in transfers:
-            for slot in transfer.slots if transfer.failed else ():
-                self._store.abort(slot)
-            transfer.done()
+        try:
+            self._store.commit(filled)
+            for slot in filled:
+                self.stored["chunks"] += 1
+                self.stored["tokens"] += slot.meta.tokens
+                # The last chunk of a document has its tokens in the label.
+                self.stored["documents"] += slot.meta.kind is RecordKind.DOCUMENT and bool(slot.meta.label)
+            for transfer in transfers:
+                for slot in transfer.slots if transfer.failed else ():
+                    self._store.abort(slot)
+        finally:  # The engine's blocks are returned, whatever becomes of the slots.
+            for transfer in transfers:
+                transfer.done(failed=transfer.failed)

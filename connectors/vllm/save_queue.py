@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from lmc.connectors.vllm.kv_events import KVEvents
 from lmc.connectors.vllm.messages import LearnJob, SaveJob
-from lmc.connectors.vllm.pending import PendingTransfers
+from lmc.connectors.vllm.pending import Done, PendingTransfers
 from lmc.connectors.vllm.request_state import RequestState, Role
 from lmc.connectors.vllm.start import Setup
 from lmc.engine import NewChunk, Unlearned
@@ -69,25 +69,22 @@ class SaveQueue:
     def learn_next(self) -> LearnJob | None:
         """Return the next document to learn, if none is under way and the engine has blocks to spare."""
         waiting = self._engine.learning
-        document = next(iter(waiting), None)
-        if document is None or waiting.under_way:
+        if waiting.under_way:
+            return None
+        document = waiting.take(self._can_learn_now)
+        if document is None:
             return None
         tokens = (*self._engine.prefix, *document.tokens)
-        need = -(-len(tokens) // self._block_size)
-        # The null block is never free.
-        if len(tokens) > self._longest or need + self._spare >= len(self._pool.blocks):
-            waiting.popleft()
+        need = self._blocks_for(document)
+        if self._never_fits(document):
             log.warning("a document of %d tokens is too long to be learned", len(document.tokens))
             return None
-        if need + self._spare > self._pool.get_num_free_blocks():
-            return None
-        waiting.popleft()
         slots = self._engine.begin_document(document.namespace, document.tokens, document.name)
         if slots is None:
             return None
         blocks = self._pool.get_new_blocks(need)
 
-        def done() -> None:
+        def done(*, failed: bool) -> None:
             self._pool.free_blocks(blocks)
             waiting.under_way.discard(document)
 
@@ -104,6 +101,20 @@ class SaveQueue:
         )
 
     # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _blocks_for(self, document: Unlearned) -> int:
+        """Return how many blocks it takes to learn a document."""
+        return -(-(len(self._engine.prefix) + len(document.tokens)) // self._block_size)
+
+    def _never_fits(self, document: Unlearned) -> bool:
+        """Return whether a document is too long to be learned in this engine. The null block is never free."""
+        too_long = len(self._engine.prefix) + len(document.tokens) > self._longest
+        return too_long or self._blocks_for(document) + self._spare >= len(self._pool.blocks)
+
+    def _can_learn_now(self, document: Unlearned) -> bool:
+        """Return whether the first document leaves the queue: it can be learned now, or never."""
+        free: int = self._pool.get_num_free_blocks()
+        return self._never_fits(document) or self._blocks_for(document) + self._spare <= free
 
     def _storable(self, state: RequestState, computed: int) -> int:
         request = state.request
@@ -135,8 +146,12 @@ class SaveQueue:
             job = self._pending.begin([slot], self._hold(blocks))
             self._saves.append(SaveJob(job=job, slot=slot.slot, blocks=blocks))
 
-    def _hold(self, blocks: Sequence[int]) -> Callable[[], None]:
+    def _hold(self, blocks: Sequence[int]) -> Done:
         """Keep the engine from reusing blocks; return the function that releases them."""
         held = [self._pool.blocks[block] for block in blocks]
         self._pool.touch(held)
-        return lambda: self._pool.free_blocks(reversed(held))
+
+        def done(*, failed: bool) -> None:
+            self._pool.free_blocks(reversed(held))
+
+        return done

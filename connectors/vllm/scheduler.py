@@ -9,16 +9,17 @@ import logging
 import os
 import time
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from lmc.blend.strategies import NEEDS_QUESTION, RecomputePolicy
 from lmc.config_sources import is_on
+from lmc.connectors.vllm.backfill import Backfill
 from lmc.connectors.vllm.claims import Claims
 from lmc.connectors.vllm.isolation import OwnBlends, cached_blocks, salt_of, set_salts
 from lmc.connectors.vllm.jobs import job_of, sources_of
 from lmc.connectors.vllm.kv_events import KVEvents
-from lmc.connectors.vllm.messages import BlendJob, LoadJob, StepPlan, StepReport
+from lmc.connectors.vllm.messages import StepPlan, StepReport
 from lmc.connectors.vllm.pending import PendingTransfers
 from lmc.connectors.vllm.prefill_pace import PrefillPace
 from lmc.connectors.vllm.request_state import Claim, RequestState, Role
@@ -64,12 +65,14 @@ class Scheduler:
         self._saves = SaveQueue(setup, self.pending, self.events)
         self._states: dict[str, RequestState] = {}
         self.recent: OrderedDict[str, Mapping[str, Any]] = OrderedDict()  # facts of requests that have ended
-        self._jobs: list[LoadJob | BlendJob] = []
+        self._next = StepPlan()  # what workers will have to do from the next step on, as far as that is known
         self._introduced: SlabAddress | None = None  # the slab that workers know of
         self._ran = setup.clock()  # when the engine last computed something
+        self.off = False  # lmc is switched off: nothing is loaded, saved or learned for requests that arrive now.
         if setup.blends and setup.settings.blend_learn:
             self.engine.share_learning(self._has_time)
         self._own_blends = OwnBlends(setup.block_size)
+        self._backfill = Backfill(setup, self.pending)
         self._adapters: dict[tuple[int, str], bytes] = {}
         self._process = os.urandom(32)
         self._logs_requests = is_on(os.environ.get("LMC_LOG_REQUESTS", ""))
@@ -78,6 +81,8 @@ class Scheduler:
 
     def arrive(self, request: Any) -> None:
         """Look up what is stored for a new request, and begin to load what is on slower tiers."""
+        if self.off:
+            return
         state = self._roles.classify(request)
         if request.lora_request is not None:
             state.stamp = self._adapter(request.lora_request)
@@ -99,7 +104,7 @@ class Scheduler:
     def claim(self, request: Any, local: int) -> int | None:
         """Return how many tokens behind the `local` first ones will be loaded, or None if that is not known yet."""
         state = self._states.get(request.request_id)
-        if state is None or state.given_up or request.skip_reading_prefix_cache:
+        if state is None or state.given_up or self.off or request.skip_reading_prefix_cache:
             return 0
         if state.role is Role.LEARN and not self._has_learned(state):
             return None
@@ -112,6 +117,7 @@ class Scheduler:
             return None
         if state.claim is None or state.claim.local != local:
             state.claim = self._claims.make(state, local)
+        state.local = local
         if state.salts:
             state.continued = max(0, local - state.salts[0][0] * self._block_size)
         return None if state.claim is None else state.claim.plan.stop - local
@@ -125,7 +131,6 @@ class Scheduler:
         assert claim is not None
         assert claim.plan.stop - claim.local == tokens, "the engine loads another number of tokens than was claimed"
         state.claim, state.loading, state.loading_since = None, True, self._setup.clock()
-        state.local = claim.local
         self._claims.wait_from_now(state)
         state.sources = sources_of(claim.plan.pieces, state.pins)
         if request.prefill_stats and not request.num_preemptions:
@@ -136,7 +141,7 @@ class Scheduler:
         state.begun, state.offer = self._setup.clock(), claim.blend
         if claim.plan.approximate:
             self._isolate(state, claim)
-        self._jobs.append(job_of(state, claim, blocks, self._block_size, ready=ready))
+        self._next.loads.append(job_of(state, claim, blocks, self._block_size, ready=ready))
         if state.role is not Role.LEARN:
             self.counts["blends" if claim.plan.approximate else "loads"] += 1
             for place, count in state.sources.items():
@@ -162,6 +167,11 @@ class Scheduler:
             self._observed[key("reused_tokens", (state.way,))].append(sum(state.sources.values()))
         if not state.loading:  # Otherwise a worker may be reading, and reports when it has stopped.
             self._saves.save_tail(state, blocks)
+            if state.salts and request.num_computed_tokens and self._end_of_question(state)[1]:
+                salted = list(request.block_hashes)
+                set_salts(request, (), replacing=state.salts)
+                self._backfill.add(request, list(request.block_hashes))
+                request.block_hashes[:] = salted
             self._forget(state)
         if state.role is Role.BLEND and request.num_computed_tokens:
             documents, unknown = [one for one in state.documents if one.learnable], set(state.unknown)
@@ -203,31 +213,86 @@ class Scheduler:
                 self._saves.save_due(state, computed, lambda request=request: tables(request))  # type: ignore[misc]
         loading = [state for state in self._states.values() if state.loading]
         late = [state.id for state in loading if self._claims.give_up_late(state)]
-        self._introduced = self._slab
-        learn = self._saves.learn_next() if self._runs else None
-        plan = StepPlan(
-            slab=self._introduced,
-            scheduled=sum(scheduled.values()),
-            loads=self._jobs,
-            late=late,
-            arrived={state.id: self._claims.arrived(state) for state in loading} if self._setup.ranks > 1 else {},
-            saves=self._saves.take_saves(),
-            learn=[learn] if learn else [],
-        )
-        self._jobs = []
+        plan = self._next
+        plan.slab = self._introduced = self._slab
+        plan.scheduled, plan.late = sum(scheduled.values()), late
+        if self._setup.ranks > 1:
+            plan.arrived = {state.id: self._claims.arrived(state) for state in loading}
+        learn = self._saves.learn_next() if self._runs and not self.off else None
+        plan.learn += [learn] if learn else []
+        idle = not scheduled and not loading and not plan.loads and not self.engine.learning.under_way
+        plan.cancel = self._backfill.to_cancel(idle=idle)
+        if idle and not self.off and (backfill := self._backfill.next_job(self._saves.resets)) is not None:
+            plan.backfill.append(backfill)
         if len(loading) + len(scheduled) + len(plan.learn) + len(self.engine.learning.under_way) > 1:
             for state in (*loading, *(self._states[name] for name in scheduled if name in self._states)):
                 state.alone = False
         blending = any(state.approximate is not None for state in loading)
         requests = {name: self._states[name].request for name in scheduled if name in self._states}
         self._pace.planned(self._setup.clock(), scheduled, requests, alone=not (blending or plan.learn))
+        return self.take_plan()
+
+    def take_plan(self) -> StepPlan:
+        """Return what workers have to do, as far as it is known. After an error in `plan`, that is enough for them."""
+        plan, self._next = self._next, StepPlan()
+        plan.slab = self._introduced
+        plan.saves += self._saves.take_saves()
         return plan
+
+    # -- after an error ----------------------------------------------------------------------------------------------
+
+    def abandon(self, request: str) -> None:
+        """Serve a request without lmc from now on, and release what is held for it.
+
+        If workers are loading for it, they report a failure, because what they read is not pinned any more.
+        """
+        state = self._states.get(request)
+        if state is not None:
+            state.role, state.given_up, state.learns = Role.EXACT, True, False
+            state.approximate, state.documents, state.unknown, state.queued = 0, (), (), ()
+            self._own_blends.forget(request, state.salt)
+            self._claims.release(state)
+
+    def fail_load(self, request: str, blocks: Sequence[int]) -> None:
+        """Report to the engine that the load of a request has failed; `blocks` is its block table."""
+        state = self._states[request]
+        self._next.loads = [job for job in self._next.loads if job.request != request]
+        self._next.failed[request] = tuple(blocks[state.local // self._block_size :])
+        state.loading = True
+        self.abandon(request)
+
+    def drop(self, request: str) -> None:
+        """Forget a request that has ended."""
+        self.abandon(request)
+        state = self._states.get(request)
+        if state is not None and not state.loading:
+            del self._states[request]
+
+    def loads_ended(self, requests: Iterable[str]) -> None:
+        """Take in that the loads of requests have ended, although their reports could not be read."""
+        for request in requests:
+            self.abandon(request)
+            state = self._states.get(request)
+            if state is not None:
+                state.loading = False
+                if state.request.is_finished():
+                    del self._states[request]
+
+    def switch_off(self) -> None:
+        """Serve the engine without lmc from now on. What is under way is finished."""
+        self.off = True
+        self.engine.learning.clear()
+        self._backfill.clear()
+        for request in list(self._states):
+            if not self._states[request].loading:
+                self.abandon(request)
 
     def reset(self) -> None:
         """Forget everything that was computed until now, for example because the weights have changed."""
         self.engine.begin_anew()
         self._saves.resets += 1
         self._own_blends.clear()
+        self._backfill.clear()
         self.forget_all(wait=False)
         self.engine.learning.clear()
         for state in self._states.values():
@@ -249,6 +314,7 @@ class Scheduler:
 
     def reported(self, report: StepReport, received: set[str]) -> None:
         """Take in what workers have done; `received` are requests whose load has ended on all ranks."""
+        self.pending.report(report.done, report.failed)
         for request in report.lost & self._states.keys():
             state = self._states[request]
             state.given_up, state.exact_tokens, state.alone = True, 0, False
@@ -274,13 +340,14 @@ class Scheduler:
                 self._forget(state)
             else:
                 self._claims.release(state)
-        self.pending.report(report.done, report.failed)
 
     @property
     def busy(self) -> bool:
         """Whether lmc needs the engine to make steps. One lets the workers open a slab, or let go of one."""
         news = self._introduced != self._slab
-        return news or self._saves.saving or (self._runs and bool(len(self.engine.learning)))
+        learns = self._runs and not self.off and bool(len(self.engine.learning))
+        backfills = self._runs and not self.off and self._backfill.waiting
+        return news or bool(self._next.failed) or self._saves.saving or learns or backfills
 
     @property
     def _slab(self) -> SlabAddress | None:
@@ -307,6 +374,8 @@ class Scheduler:
             "stored_tokens": self.pending.stored["tokens"],
             "documents_learned": self.pending.stored["documents"],
             "layers": self._layers,
+            "backfills": self._backfill.done,
+            "switched_off": float(self.off),
             **{key("capacity_tokens", (place,)): tokens for place, tokens in self.engine.capacity().items()},
         }
 
@@ -409,6 +478,8 @@ class Scheduler:
             documents=[document.span for document in state.documents],
             policy=policy,
         ):
+            if state.searched < 0:
+                self._backfill.followed()
             first = self._states.get(blend.request)
             # The engine caches the blocks of a load when it schedules the request for the first time.
             if first is not None and not first.scheduled and first is not state:
@@ -437,14 +508,14 @@ class Scheduler:
             tenant=state.salt,
             prompt=request.prompt_token_ids,
             hashes=state.exact_hashes,
-            end=self._end_of_question(state) if policy.strategy in NEEDS_QUESTION else reused[-1].stop,
+            end=self._end_of_question(state)[0] if policy.strategy in NEEDS_QUESTION else reused[-1].stop,
             reused=reused,
             policy=policy,
             salts=salts,
         )
 
-    def _end_of_question(self, state: RequestState) -> int:
-        """Return where the question of a prompt ends: before what a chat template writes to begin the answer.
+    def _end_of_question(self, state: RequestState) -> tuple[int, bool]:
+        """Return where the question of a prompt ends, and whether a chat template begins an answer there.
 
         Templates may write something else there when the answer is a part of the history, for example no empty
         thoughts.
@@ -452,8 +523,8 @@ class Scheduler:
         prompt, header = state.request.prompt_token_ids, self._setup.markers.answer if self._setup.markers else ()
         for at in range(len(prompt) - len(header), max(state.question, len(prompt) - len(header) - BEGUN) - 1, -1):
             if header and tuple(prompt[at : at + len(header)]) == header:
-                return at + len(header)
-        return len(prompt)
+                return at + len(header), True
+        return len(prompt), False
 
     def _forget(self, state: RequestState) -> None:
         self._claims.release(state)

@@ -1,8 +1,10 @@
 """A worker's jobs: they are done slice by slice, and say what slices cost."""
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
+
+from lmc.connectors.vllm.messages import DocumentPart, PageCopy
 
 
 class Cost(NamedTuple):
@@ -19,6 +21,7 @@ class Work:
     steps: Generator[Cost, None, None]
     request: str = ""  # the request that waits for it
     blocks: tuple[int, ...] = ()  # whose contents are wrong if it fails
+    wanted: Sequence[PageCopy | DocumentPart] = ()  # the slots that it reads
     job: int = -1  # the number of a job that learns
     computes: str = ""  # what it computes; "" if it only copies
     memory: int = 0  # bytes that it may still take beside those for a batch of rows

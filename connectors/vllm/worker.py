@@ -11,7 +11,7 @@ upon: what has arrived, by the scheduler's plan, and whether there is memory for
 
 import logging
 from collections.abc import Generator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,6 +20,7 @@ from lmc.blend.canvas import KV
 from lmc.connectors.vllm.canvas import COPY_COST, BatchRows, PagedCanvas, prefill_alone, read_tokens
 from lmc.connectors.vllm.memory import allocated, make_room, memory_for
 from lmc.connectors.vllm.messages import (
+    BackfillJob,
     BlendJob,
     DocumentPart,
     LearnJob,
@@ -50,6 +51,16 @@ LEARN_SHARE = 4  # Learning gets at most a fourth of a step while requests run.
 LEAST_ROWS = 512  # in one call of a layer on a CPU, or of the compiled model, because it reads all of the weights
 
 
+class EndedLoad(NamedTuple):
+    """A load that has been issued, or has failed."""
+
+    event: Any  # It is over when its copies are.
+    request: str
+    bad: tuple[int, ...]  # blocks that the engine has to compute
+    blocks: tuple[int, ...] = ()  # all that it filled
+    wanted: Sequence[PageCopy | DocumentPart] = ()  # the slots that it read
+
+
 class Worker:
     """One rank's side of the connector."""
 
@@ -60,12 +71,13 @@ class Worker:
         self._slab: RankSlab | None = None
         self._loading: dict[str, Work] = {}  # by request, oldest first
         self._learning: list[Work] = []
+        self._backfills: list[Work] = []  # exact prefill in idle steps
         # By layer, of the tokens behind which all documents are learned; by the resets after which it was computed.
         self._prefix_kv: dict[int, list[KV]] = {}
         self._arrived: dict[str, int] = {}  # by request, see `StepPlan.arrived`
         self._report = StepReport()
         self._copied: list[tuple[Any, int]] = []  # (event, job) of copies that may be under way
-        self._ended: list[tuple[Any, str, tuple[int, ...]]] = []  # the same, for loads
+        self._ended: list[EndedLoad] = []  # loads whose copies may be under way
         self._step_tokens = int(config.scheduler_config.max_num_batched_tokens)
         self._rows = BatchRows(layer=self._step_tokens)
         self._batch_bytes = 0  # on a GPU, that a layer takes for a batch of full size
@@ -133,6 +145,8 @@ class Worker:
         """Take in new jobs, and do a slice of all jobs."""
         self._find_slab(plan)
         self._arrived = plan.arrived
+        for request, blocks in plan.failed.items():
+            self._fail(request, blocks)
         for request in self._loading.keys() & plan.late:
             self._end(self._loading[request], self._loading[request].blocks)
         for job in plan.loads:
@@ -141,6 +155,12 @@ class Worker:
             what = f"a document of {len(document.tokens)} tokens"
             batch = self._pages.layers * min(self._rows.through, len(document.tokens))
             self._learning.append(Work(self._learn(document), job=document.job, computes=what, coming=batch))
+        for backfill in plan.backfill:
+            what = f"the exact KV of {len(backfill.tokens)} tokens"
+            rows = self._pages.layers * min(self._rows.through, len(backfill.tokens))
+            self._backfills.append(Work(self._backfill(backfill), job=backfill.job, computes=what, coming=rows))
+        for given_up in [one for one in self._backfills if one.job in plan.cancel]:
+            self._end(given_up, (), failed=True)
         whole = self._step_tokens * self._pages.layers
         most = max(whole - plan.scheduled * self._pages.layers, whole // BLEND_SHARE)
         with torch.inference_mode():
@@ -148,6 +168,36 @@ class Worker:
             # Learning comes last, and gets little of a step while requests are running.
             some = left if not plan.scheduled else min(left, whole // LEARN_SHARE)
             self._do(self._learning, some, alone=left == most)
+            if not plan.scheduled and not self._loading and not self._learning:
+                self._do(self._backfills, 0)  # One slice, so that a request that comes now waits no longer.
+
+    def fail_work(self, plan: StepPlan) -> None:
+        """Report every load and every document as failed, after an error in `work`."""
+        for work in list(self._loading.values()):
+            self._end(work, work.blocks)
+        for work in [*self._learning, *self._backfills]:
+            self._end(work, (), failed=True)
+        for job in plan.loads:
+            self._fail(job.request, _blocks(job.copies) if isinstance(job, LoadJob) else self._blocks_to_fill(job))
+        for request, blocks in plan.failed.items():
+            self._fail(request, blocks)
+        known = {job for _, job in self._copied}
+        numbers = {document.job for document in plan.learn} | {backfill.job for backfill in plan.backfill}
+        for number in numbers - known:
+            self._report.failed.add(number)
+            self._copied.append((self._streams.event(), number))
+
+    def fail_saves(self, jobs: Sequence[SaveJob]) -> None:
+        """Report saves as failed, after an error in `save`."""
+        reported = {job for _, job in self._copied}
+        self._report.failed |= {job.job for job in jobs}
+        self._copied += [(self._streams.event(), job.job) for job in jobs if job.job not in reported]
+
+    def _fail(self, request: str, blocks: tuple[int, ...]) -> None:
+        """Report the load of a request as failed, unless that has been done."""
+        if request not in {ended.request for ended in self._ended}:
+            self._report.lost.add(request)
+            self._ended.append(EndedLoad(self._streams.event(), request, blocks))
 
     def _find_slab(self, plan: StepPlan) -> None:
         """Map the slab. That of a cache server may be another one than before, or have gone.
@@ -167,7 +217,8 @@ class Worker:
 
     def _let_go(self, at: SlabAddress) -> None:
         """Unmap the slab of a cache server that has gone, also if the engine is idle: its memory would stay taken."""
-        if self._slab is not None and self._slab.at == at and not self._loading and not self._learning:
+        under_way = self._loading or self._learning or self._copied or self._ended
+        if self._slab is not None and self._slab.at == at and not under_way:
             self._slab = None
 
     def save(self, jobs: list[SaveJob]) -> None:
@@ -188,12 +239,18 @@ class Worker:
     def cancel(self, requests: set[str]) -> None:
         """Stop the work for requests that have ended. The engine frees their blocks when they are reported."""
         for request in requests & self._loading.keys():
+            self._loading[request].wanted = ()  # Its blocks will not be read.
             self._end(self._loading[request], ())
 
     def outcome(self) -> tuple[set[str], set[int]]:
         """Return for the engine the requests whose load has ended, and the blocks whose contents are wrong."""
         over, self._ended = divided(self._ended)
-        return {request for _, request, _ in over}, {block for _, _, bad in over for block in bad}
+        bad = {block for load in over for block in load.bad}
+        for load in over:
+            if not load.bad and self._is_lost(load.wanted):  # A slot was given to another chunk during the copies.
+                self._report.lost.add(load.request)
+                bad.update(load.blocks)
+        return {load.request for load in over}, bad
 
     def report(self) -> StepReport:
         """Return for lmc's scheduler what has ended since the last report."""
@@ -250,9 +307,9 @@ class Worker:
             if bad:
                 self._report.lost.add(work.request)
             with self._streams.behind(self._streams.load):
-                self._ended.append((self._streams.event(), work.request, bad))
+                self._ended.append(EndedLoad(self._streams.event(), work.request, bad, work.blocks, work.wanted))
         else:
-            self._learning.remove(work)
+            (self._learning if work in self._learning else self._backfills).remove(work)
             if failed:
                 self._report.failed.add(work.job)
             with self._streams.behind(self._streams.save):
@@ -262,10 +319,19 @@ class Worker:
 
     def _load_or_blend(self, job: LoadJob | BlendJob) -> Work:
         if isinstance(job, LoadJob):
-            return Work(self._load(job), job.request, _blocks(job.copies))
+            return Work(self._load(job), job.request, _blocks(job.copies), wanted=job.copies)
         assert self._layers is not None
-        what, blocks = f"a blend of {len(job.tokens)} tokens", job.blocks[job.start // self._block_size :]
-        return Work(self._blend(job), job.request, blocks, computes=what, memory=memory_for(self._layers, job))
+        return Work(
+            self._blend(job),
+            job.request,
+            self._blocks_to_fill(job),
+            wanted=(*job.copies, *job.documents),
+            computes=f"a blend of {len(job.tokens)} tokens",
+            memory=memory_for(self._layers, job),
+        )
+
+    def _blocks_to_fill(self, job: BlendJob) -> tuple[int, ...]:
+        return job.blocks[job.start // self._block_size :]
 
     def _load(self, job: LoadJob) -> Generator[Cost, None, None]:
         loads, last = self._page_loads(job), self._pages.layers - 1
@@ -323,6 +389,13 @@ class Worker:
             cost = (stop - start) * self._layers.depth // COPY_COST + 1
             yield Cost(cost, cost if stop < count else 0)
 
+    def _backfill(self, job: BackfillJob) -> Generator[Cost, None, None]:
+        assert self._layers is not None
+        tokens, blocks = (torch.tensor(one, device=self._device) for one in (job.tokens, job.blocks))
+        rows = self._rows._replace(layer=min(self._rows.layer, LEAST_ROWS))
+        for cost in prefill_alone(self._layers, tokens, blocks, rows, job.known):
+            yield Cost(cost)
+
     def _save(self, job: SaveJob) -> None:
         for layer in range(self._pages.layers):
             self._pages.save_all(layer, [Move(job.blocks, self._part(job.slot, layer))])
@@ -360,8 +433,12 @@ class Worker:
 
         This is asked at the end of a job, where ranks may differ: what one of them reports is wrong for all.
         """
-        if self._mapped.ready(wanted) == LOST:
+        if self._is_lost(wanted):
             raise ChunkLost([])
+
+    def _is_lost(self, wanted: Sequence[PageCopy | DocumentPart]) -> bool:
+        """Return whether a slot holds another chunk than the wanted one, or is not mapped any more."""
+        return bool(wanted) and (self._slab is None or self._slab.ready(wanted) == LOST)
 
     @property
     def _block_size(self) -> int:

@@ -1,7 +1,7 @@
 """The documents that wait to be learned, the one that has waited longest first."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -50,12 +50,15 @@ class LearnQueue:
             self._waiting.pop(document)
             self._tokens -= len(document.tokens)
 
-    def popleft(self) -> Unlearned:
-        """Take the first document; raise `IndexError` if there is none."""
+    def take(self, fits: Callable[[Unlearned], bool] = lambda document: True) -> Unlearned | None:
+        """Take the first document if it `fits`; None if it does not, or if the queue is empty.
+
+        Another thread cannot remove the document between the question and the answer. `fits` must not use the queue.
+        """
         with self._mutex:
-            if not self._waiting:
-                raise IndexError("no document waits")
-            document = next(iter(self._waiting))
+            document = next(iter(self._waiting), None)
+            if document is None or not fits(document):
+                return None
             del self._waiting[document]
             self._tokens -= len(document.tokens)
             return document

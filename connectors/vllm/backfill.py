@@ -1,0 +1,150 @@
+"""Backfill: while the engine is idle, the tokens of a blended conversation are computed exactly.
+
+A blend is made for one question. A later turn may ask about something that the first question did not choose, and then
+the KV of the blend is worse than that of a fresh blend (`bench/conversation.py`). Between two turns there is mostly
+time. So the prompt and its answer are prefilled exactly in steps in which the engine computes nothing else, one layer a
+step, and entered into vLLM's own prefix cache under the exact hashes. The next turn then finds exact blocks, as it
+would without lmc. A turn that comes earlier goes on from the blocks of the blend.
+
+It is done only for prompts that end where a chat template begins an answer, and only as long as a share of such prompts
+is really followed by another turn.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lmc.connectors.vllm.isolation import cached_blocks
+from lmc.connectors.vllm.messages import BackfillJob
+from lmc.connectors.vllm.pending import PendingTransfers
+from lmc.connectors.vllm.start import Setup
+
+MAX_WAITING = 64  # conversations; the one that has waited longest is dropped
+TRIALS = 16  # blends after which follow-ups have to be seen
+WORTHWHILE = 1 / 8  # follow-ups for each blend
+REMEMBERED = 256  # blends after which older ones count half
+MAX_PAUSE_SECONDS = 5.0  # for which a job that was begun holds its blocks while requests run
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """A prompt and its answer, of which some KV is approximate."""
+
+    request: Any  # the engine's request, which names the tenant in events
+    tokens: tuple[int, ...]  # of full blocks
+    hashes: tuple[bytes, ...]  # the exact hashes of these blocks
+
+
+@dataclass(frozen=True, slots=True)
+class CachedRequest:
+    """What vLLM's block pool asks of a request whose blocks are entered into the prefix cache."""
+
+    request_id: str
+    block_hashes: Sequence[bytes]
+    all_token_ids: Sequence[int]
+    cache_salt: str | None
+    lora_request: None = None
+    prompt_embeds: None = None
+    mm_features: tuple[()] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        """The number of its tokens."""
+        return len(self.all_token_ids)
+
+
+class Backfill:
+    """The conversations of one engine that wait to be computed exactly, at most one of them under way."""
+
+    def __init__(self, setup: Setup, pending: PendingTransfers) -> None:
+        self._pool, self._block_size, self._clock = setup.pool, setup.block_size, setup.clock
+        self._spare = -(-setup.batch_tokens // setup.block_size)  # blocks that are left free for a prompt
+        self._pending = pending
+        self._waiting: OrderedDict[bytes, Conversation] = OrderedDict()  # by the hash of the last block
+        self._under_way: BackfillJob | None = None
+        self._idle_at = 0.0  # when the job under way was last computed
+        self._blends = self._follow_ups = 0.0
+        self.done = 0  # conversations that were computed exactly
+
+    @property
+    def waiting(self) -> bool:
+        """Whether a conversation waits for an idle step."""
+        return bool(self._waiting)
+
+    def followed(self) -> None:
+        """Count a prompt that goes on from an earlier blend."""
+        self._follow_ups += 1
+
+    def add(self, request: Any, hashes: Sequence[bytes]) -> None:
+        """Queue a request that has ended; `hashes` are the exact ones of its blocks."""
+        self._blends += 1
+        if self._blends >= REMEMBERED:
+            self._blends, self._follow_ups = self._blends / 2, self._follow_ups / 2
+        if self._blends > TRIALS and self._follow_ups < self._blends * WORTHWHILE:
+            return
+        full = min(len(hashes), len(request.all_token_ids) // self._block_size)
+        if not full:
+            return
+        for earlier in [last for last in self._waiting if last in hashes[:full]]:
+            del self._waiting[earlier]  # It is the beginning of the same conversation.
+        tokens = tuple(request.all_token_ids[: full * self._block_size])
+        self._waiting[hashes[full - 1]] = Conversation(request, tokens, tuple(hashes[:full]))
+        if len(self._waiting) > MAX_WAITING:
+            self._waiting.popitem(last=False)
+
+    def next_job(self, resets: int) -> BackfillJob | None:
+        """Return the next job for an idle step; None if one is under way, or if there are too few free blocks."""
+        if self._under_way is not None:
+            self._idle_at = self._clock()
+            return None
+        while self._waiting:
+            last, one = next(iter(self._waiting.items()))
+            known = cached_blocks(self._pool, one.hashes)
+            need = len(one.hashes) - known
+            if need and need + self._spare > self._pool.get_num_free_blocks():
+                return None
+            del self._waiting[last]
+            if need:
+                return self._begin(one, known, resets)
+        return None
+
+    def to_cancel(self, *, idle: bool) -> list[int]:
+        """Return the job to give up, because requests need its blocks or have been running for a while."""
+        job = self._under_way
+        if job is None or idle:
+            return []
+        short = self._pool.get_num_free_blocks() < self._spare
+        return [job.job] if short or self._clock() - self._idle_at > MAX_PAUSE_SECONDS else []
+
+    def clear(self) -> None:
+        """Forget the conversations that wait."""
+        self._waiting.clear()
+
+    def _begin(self, one: Conversation, known: int, resets: int) -> BackfillJob:
+        held = [self._pool.get_cached_block(block, [0])[0] for block in one.hashes[:known]]
+        self._pool.touch(held)
+        blocks = [*held, *self._pool.get_new_blocks(len(one.hashes) - known)]
+
+        def done(*, failed: bool) -> None:
+            self._under_way = None
+            # A request may have computed and cached the same blocks meanwhile.
+            first = cached_blocks(self._pool, one.hashes)
+            if not failed and first == known:
+                request = CachedRequest(
+                    one.request.request_id, list(one.hashes), one.tokens, one.request.cache_salt or None
+                )
+                self._pool.cache_full_blocks(request, blocks, known, len(blocks), self._block_size, 0)
+                self.done += 1
+            self._pool.free_blocks(reversed(blocks))
+
+        job = self._pending.begin([], done)
+        self._idle_at = self._clock()
+        self._under_way = BackfillJob(
+            job=job,
+            tokens=one.tokens,
+            known=known * self._block_size,
+            blocks=tuple(block.block_id for block in blocks),
+            resets=resets,
+        )
+        return self._under_way

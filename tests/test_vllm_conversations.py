@@ -1,0 +1,301 @@
+"""Turns of a conversation, retries and beams go on from what the engine has of a blend; idle steps make it exact."""
+
+import pytest
+from vllm_fakes import BLOCK, DOC_A, DOC_B, Lab, Request, learn, prompt, state_of
+
+from lmc.connectors.vllm import backfill, isolation
+from lmc.connectors.vllm.isolation import OwnBlends, set_salts
+
+HEADER = (1, 2, 3)  # what the chat template writes before an answer
+DOC_C = [400 + i for i in range(12)]
+ANSWER = list(range(500, 511))
+NEXT = [80, 81, 82, 83, 84, 85, *HEADER]
+
+
+@pytest.fixture
+def lab(make) -> Lab:
+    """A lab that knows three documents, and has a chat template."""
+    lab = make(answer=HEADER, blocks=256, slots=32, settings={"load_policy": "always"})
+    learn(lab, DOC_A, DOC_B, DOC_C)
+    return lab
+
+
+def chat(*documents: list[int]) -> list[int]:
+    return [*prompt(*documents), *HEADER]
+
+
+def approximate(lab: Lab) -> int:
+    """How many blends workers have made."""
+    return lab.scheduler.counts["blends"]
+
+
+def later_turn(tokens: list[int]) -> list[int]:
+    return [*tokens, *ANSWER, *NEXT]
+
+
+def first_turn(lab: Lab, tokens: list[int], **more: object) -> None:
+    lab.serve("first", tokens, output=[*ANSWER, 9], **more)
+
+
+def give_up_backfill(lab: Lab) -> None:
+    lab.scheduler._backfill.clear()
+
+
+def test_a_later_turn_goes_on_from_the_blend_and_from_the_answer(lab: Lab) -> None:
+    tokens = chat(DOC_A, DOC_B)
+    first_turn(lab, tokens)
+    give_up_backfill(lab)
+    turn = later_turn(tokens)
+    request = lab.arrive("second", turn)
+    cached = (len(tokens) + len(ANSWER)) // BLOCK * BLOCK
+    assert lab.look(request) == cached
+    assert lab.admit(request) == 0
+    lab.compute(request, len(turn) - cached)
+    assert lab.finish(request) == {"continued_tokens": cached - BLOCK}  # One block of system text is exact.
+    assert (approximate(lab), lab.scheduler.counts["blends_continued"]) == (1, 1)
+
+
+def test_a_template_may_write_other_tokens_after_the_header_when_the_answer_is_history(lab: Lab) -> None:
+    """As Qwen3 without thinking: empty thoughts begin the answer, and are not in the history."""
+    first_turn(lab, [*chat(DOC_A, DOC_B), 60, 61])
+    give_up_backfill(lab)
+    request = lab.arrive("second", later_turn(chat(DOC_A, DOC_B)))
+    assert lab.look(request) == len(chat(DOC_A, DOC_B)) // BLOCK * BLOCK
+    lab.finish(request)
+
+
+def test_new_documents_of_a_later_turn_are_blended_after_the_earlier_blocks(lab: Lab) -> None:
+    tokens = chat(DOC_A, DOC_B)
+    first_turn(lab, tokens)
+    give_up_backfill(lab)
+    turn = [*tokens, *ANSWER, 1, 90, 91, *DOC_C, 90, 91, 81, *HEADER]
+    request = lab.arrive("second", turn)
+    local = lab.look(request)
+    assert local == (len(tokens) + len(ANSWER)) // BLOCK * BLOCK
+    lab.admit(request)
+    (job,) = lab.step().loads
+    assert (job.start, job.documents[0].piece.at) == (local, len(tokens) + len(ANSWER) + 3)
+    lab.compute(request, len(turn) - request.num_computed_tokens)
+    lab.finish(request)
+    give_up_backfill(lab)
+    again = lab.arrive("third", [*turn, *ANSWER, *NEXT])
+    assert lab.look(again) == len(turn) // BLOCK * BLOCK
+    lab.finish(again)
+    other = lab.arrive("another second turn", [*turn[:-4], 99, *HEADER])
+    first = len(tokens) + len(ANSWER) + 3
+    assert lab.look(other) == first // BLOCK * BLOCK, "its new document was blended for another question"
+    lab.finish(other)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"lmc": {"blend": False}}, {"lmc": {"ratio": 0.5}}, {"lmc": {"strategy": "none"}}, {"cache_salt": "other"}],
+)
+def test_nobody_else_goes_on_from_it(lab: Lab, change: dict) -> None:
+    tokens = chat(DOC_A, DOC_B)
+    first_turn(lab, tokens)
+    give_up_backfill(lab)
+    request = lab.arrive("second", later_turn(tokens), change.get("lmc"), cache_salt=change.get("cache_salt"))
+    assert lab.look(request) <= BLOCK
+    lab.finish(request)
+
+
+def test_another_question_does_not_go_on_from_it(lab: Lab) -> None:
+    first_turn(lab, chat(DOC_A, DOC_B))
+    give_up_backfill(lab)
+    request = lab.arrive("second", [*prompt(DOC_A, DOC_B, question=[70, 71, 72, 73, 79]), *HEADER])
+    assert lab.look(request) == BLOCK
+    lab.finish(request)
+
+
+def test_tenants_go_on_from_their_own_blends(lab: Lab) -> None:
+    learn(lab, DOC_A, DOC_B, cache_salt="one")
+    tokens = chat(DOC_A, DOC_B)
+    first_turn(lab, tokens, cache_salt="one")
+    give_up_backfill(lab)
+    own = lab.arrive("own", later_turn(tokens), cache_salt="one")
+    other = lab.arrive("other", later_turn(tokens), cache_salt="two")
+    assert lab.look(own) > len(tokens)
+    assert lab.look(other) == 0
+    for request in (own, other):
+        lab.finish(request)
+
+
+def test_a_turn_goes_on_from_the_blocks_that_are_left_and_blends_the_rest(lab: Lab) -> None:
+    tokens = chat(DOC_A, DOC_B)
+    first_turn(lab, tokens)
+    give_up_backfill(lab)
+    request = lab.arrive("second", later_turn(tokens))
+    kept = lab.look(request) // BLOCK // 2
+    for block in lab.requests["first"].block_hashes[kept:]:
+        lab.pool.cached.pop(block).block_hash = None
+    lab.finish(request)
+    again = lab.arrive("third", later_turn(tokens))
+    assert lab.look(again) == kept * BLOCK
+    lab.admit(again)
+    (job,) = lab.step().loads
+    assert (job.start, job.documents[0].piece.at) == (kept * BLOCK, kept * BLOCK)
+    assert len(state_of(lab, "third").salts) == 2
+    lab.compute(again, 1)
+    lab.finish(again)
+    assert approximate(lab) == 2
+
+
+def test_a_retry_while_the_blend_is_under_way_waits_for_it(lab: Lab) -> None:
+    """As the children of n=2, which arrive before the first of them is blended."""
+    tokens = chat(DOC_A, DOC_B)
+    one, two = lab.arrive("one", tokens), lab.arrive("two", tokens)
+    lab.workers.held_back = True
+    lab.admit(one)
+    lab.step()
+    assert lab.admit(two) is None
+    lab.workers.held_back = False
+    lab.step()
+    lab.compute(one, 1)
+    assert lab.wait(lambda: lab.admit(two)) == 0
+    assert two.num_computed_tokens == (len(tokens) - 1) // BLOCK * BLOCK
+    lab.compute(two, len(tokens) - two.num_computed_tokens)
+    for request in (one, two):
+        lab.finish(request)
+    assert approximate(lab) == 1
+
+
+def test_a_retry_is_blended_by_itself_if_the_first_blend_is_lost(lab: Lab) -> None:
+    tokens = chat(DOC_A, DOC_B)
+    one, two = lab.arrive("one", tokens), lab.arrive("two", tokens)
+    lab.workers.held_back = True
+    lab.admit(one)
+    lab.step()
+    assert lab.admit(two) is None
+    lab.finish(one)  # aborted
+    lab.workers.held_back = False
+    lab.step()
+    assert lab.wait(lambda: lab.admit(two)) == len(tokens)
+    lab.load(two)
+    lab.compute(two, 1)
+    lab.finish(two)
+
+
+# -- backfill ----------------------------------------------------------------------------------------------------------
+
+
+def test_idle_steps_compute_a_conversation_exactly(lab: Lab) -> None:
+    tokens = chat(DOC_A, DOC_B)
+    first_turn(lab, tokens)
+    lab.settle()
+    turn = later_turn(tokens)
+    request = lab.arrive("second", turn)
+    cached = (len(tokens) + len(ANSWER)) // BLOCK * BLOCK
+    assert lab.look(request) == cached
+    assert lab.admit(request) == 0
+    assert lab.right(request, cached)
+    lab.compute(request, len(turn) - cached)
+    assert lab.right(request, len(turn))
+    lab.finish(request)
+    assert lab.scheduler.numbers()["backfills"] == 1
+    plain = lab.arrive("plain", turn, {"blend": False})
+    assert lab.look(plain) >= cached, "it is exact, so that everybody finds it"
+    lab.finish(plain)
+
+
+def test_prompts_outside_of_a_chat_are_not_computed_again(make) -> None:
+    lab = make(settings={"load_policy": "always"})
+    learn(lab, DOC_A)
+    lab.serve("completion", prompt(DOC_A))
+    lab.settle()
+    assert lab.scheduler.numbers()["backfills"] == 0
+
+
+def test_nothing_is_computed_again_where_no_turn_follows(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backfill, "TRIALS", 2)
+    orders = [(DOC_A, DOC_B), (DOC_B, DOC_A), (DOC_C, DOC_A), (DOC_A, DOC_C), (DOC_B, DOC_C), (DOC_C, DOC_B)]
+    for number, order in enumerate(orders[:5]):
+        lab.serve(f"only {number}", chat(*order))
+        lab.settle()
+    assert lab.scheduler.numbers()["backfills"] == 2
+    lab.finish(lab.arrive("follow", later_turn(chat(*orders[4]))))
+    lab.serve("again", chat(*orders[5]))
+    lab.settle()
+    assert lab.scheduler.numbers()["backfills"] == 3
+
+
+def test_requests_that_run_stop_a_backfill_that_holds_their_blocks(lab: Lab) -> None:
+    first_turn(lab, chat(DOC_A, DOC_B))
+    lab.workers.slow = True
+    lab.step()
+    free = lab.pool.get_num_free_blocks()
+    request = lab.arrive("busy", list(range(900, 940)), {"blend": False})
+    lab.admit(request)
+    lab.compute(request, 16)
+    lab.now += backfill.MAX_PAUSE_SECONDS + 1
+    plan = lab.compute(request, 16)
+    assert plan.cancel
+    assert lab.pool.get_num_free_blocks() > free - 10
+    lab.workers.slow = False
+    lab.compute(request, 8)
+    lab.finish(request)
+    assert lab.scheduler.numbers()["backfills"] == 0
+
+
+def test_what_was_computed_before_a_reset_is_not_cached(lab: Lab) -> None:
+    tokens = chat(DOC_A, DOC_B)
+    first_turn(lab, tokens)
+    lab.workers.slow = True
+    lab.step()
+    lab.scheduler.reset()
+    lab.pool.forget()
+    lab.workers.slow = False
+    lab.settle()
+    request = lab.arrive("second", later_turn(tokens), {"blend": False})
+    assert lab.look(request) == 0
+    lab.finish(request)
+
+
+# -- the table of blends -----------------------------------------------------------------------------------------------
+
+
+def test_the_tenant_with_the_most_blends_loses_its_oldest_one(monkeypatch: pytest.MonkeyPatch, lab: Lab) -> None:
+    monkeypatch.setattr(isolation, "MAX_BLENDS", 3)
+    blends, policy = OwnBlends(BLOCK), state_of_a_blend(lab).policy
+    asked = {name: Request(name, [*chat(DOC_A), number]) for number, name in enumerate("abcd")}
+
+    def found(name: str, tenant: str) -> bool:
+        request = asked[name]
+        given = {"prompt": request.prompt_token_ids, "hashes": request.block_hashes}
+        return any(blends.find(tenant=tenant, documents=[], policy=policy, **given))
+
+    for name, tenant in zip("abcd", ("busy", "other", "busy", "busy"), strict=True):
+        request = asked[name]
+        blends.add(
+            request=name, tenant=tenant, prompt=request.prompt_token_ids, hashes=request.block_hashes,
+            end=len(request.prompt_token_ids), reused=[], policy=policy, salts=((1, b"salt"),),
+        )  # fmt: skip
+    assert [found("a", "busy"), found("b", "other"), found("c", "busy"), found("d", "busy")] == [False, *[True] * 3]
+    blends.forget("d", "busy")
+    assert not found("d", "busy")
+    blends.clear()
+    assert not found("b", "other")
+
+
+def state_of_a_blend(lab: Lab) -> object:
+    lab.arrive("state", chat(DOC_A))
+    state = state_of(lab, "state")
+    lab.finish(lab.requests["state"])
+    return state
+
+
+def test_salts_are_set_and_taken_away_again() -> None:
+    request = Request("one", list(range(40)))
+    exact = list(request.block_hashes)
+    one, two = (2, b"one"), (5, b"two")
+    set_salts(request, (one, two))
+    both = list(request.block_hashes)
+    assert both[:2] == exact[:2]
+    assert not set(both[2:]) & set(exact)
+    set_salts(request, (one,), replacing=(one, two))
+    assert request.block_hashes[:5] == both[:5]
+    assert request.block_hashes[5] != both[5]
+    set_salts(request, (), replacing=(one,))
+    assert request.block_hashes == exact
+    set_salts(request, ())
+    assert request.block_hashes == exact
