@@ -1,0 +1,134 @@
+"""An error in any hook of either side is a miss: the answers are right, nothing is held, and the engine lives."""
+
+import logging
+
+import pytest
+from lab import DOCUMENTS, PLAIN, PROMPT, agree, engine, words
+from stepping import Steps, poison, worker
+from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+from lmc.connectors.vllm import guard
+from lmc.connectors.vllm.scheduler import Scheduler
+
+EXACT = words(600, 77)
+EVERYTHING = PROMPT.blend(strategy="union", ratio=1.0)  # A blend that repairs everything is as full prefill.
+SCHEDULER = ["arrive", "claim", "allocated", "sources", "plan", "reported", "finished", "numbers"]
+WORKER = ["work", "save", "cancel", "outcome", "report"]
+
+
+class PlantedError(Exception):
+    """What no code of lmc expects."""
+
+
+@pytest.fixture(scope="module")
+def shared(models):
+    with engine(models("llama")) as lab:
+        wanted = {name: lab.vanilla(tokens) for name, tokens in ASKED.items()}
+        yield lab, wanted
+
+
+ASKED = {"exact": EXACT, "blend": PROMPT.tokens, "plain": PLAIN}
+
+
+@pytest.fixture
+def lab(shared):
+    """The engine, with documents and a prefix stored, and nothing in its own cache."""
+    lab, _ = shared
+    guards = lab.connector._guard, get_kv_transfer_group()._guard
+    lab.forget()
+    lab.learn(DOCUMENTS)
+    lab.ask(EXACT)
+    lab.forget_prefixes()
+    poison()
+    yield lab
+    for one in guards:
+        one.errors.clear()
+    lab.connector._scheduler.off = False
+    lab.check()
+
+
+def plant(monkeypatch, owner, name, when, times=1):
+    """Let the method raise `times` times, before or after it has done its work; return what counts the errors."""
+    original, raised = getattr(owner, name), []
+
+    def raising(*arguments, **named):
+        if len(raised) >= times:
+            return original(*arguments, **named)
+        raised.append(name)
+        if when == "after":
+            original(*arguments, **named)
+        raise PlantedError(name)
+
+    monkeypatch.setattr(owner, name, raising)
+    return raised
+
+
+def ask_all(lab):
+    return lab.ask_all([(EXACT, None), (PROMPT.tokens, EVERYTHING), (PLAIN, None), (words(300, 5), None)])[:3]
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("name", [*SCHEDULER, *WORKER])
+def test_an_error_in_a_hook_is_a_miss(shared, lab, monkeypatch, name, when):
+    side, owner = (
+        (lab.connector, lab.connector._scheduler) if name in SCHEDULER else (get_kv_transfer_group(), worker())
+    )
+    raised = plant(monkeypatch, owner, name, when)
+    found = ask_all(lab)
+    lab.settle()
+    if name in ("sources", "numbers") and not raised:
+        numbers = lab.connector.get_kv_connector_stats  # Statistics are off in this engine.
+        numbers() if name == "numbers" else lab.connector.get_external_cache_hit_sources(Request(), 1)
+    assert raised
+    assert side._guard.errors.total() == 1
+    assert all(agree(one, wanted) for one, wanted in zip(found, shared[1].values(), strict=True))
+    assert all(agree(one, wanted) for one, wanted in zip(ask_all(lab), shared[1].values(), strict=True))
+
+
+class Request:
+    """A request that the engine does not have."""
+
+    request_id = "unknown"
+
+
+@pytest.mark.parametrize("name", ["arrive", "claim", "allocated", "plan", "reported", "finished"])
+def test_lmc_switches_itself_off_if_errors_go_on(shared, lab, monkeypatch, caplog, name):
+    plant(monkeypatch, lab.connector._scheduler, name, "before", times=1000)
+    lab.connector._scheduler.engine.learning.clear()
+    with caplog.at_level(logging.ERROR, "lmc"):
+        for _ in range(guard.MAX_ERRORS):
+            found = ask_all(lab)
+            lab.forget_prefixes()
+            assert all(agree(one, wanted) for one, wanted in zip(found, shared[1].values(), strict=True))
+    assert lab.connector._scheduler.off
+    assert lab.connector._guard.status.startswith("off: ")
+    assert sum("switched itself off" in record.message for record in caplog.records) == 1
+    assert sum("lmc failed in" in record.message for record in caplog.records) == 1
+    monkeypatch.undo()
+    loads = lab.numbers.get("loads", 0)
+    found = ask_all(lab)
+    assert all(agree(one, wanted) for one, wanted in zip(found, shared[1].values(), strict=True))
+    assert lab.numbers.get("loads", 0) == loads
+    assert lab.numbers["switched_off"] == 1
+
+
+def test_a_reset_that_fails_switches_lmc_off_at_once(lab, monkeypatch):
+    """What it has may be of other weights."""
+    plant(monkeypatch, lab.connector._scheduler, "reset", "before")
+    lab.settle()
+    assert lab.connector.reset_cache() is False
+    assert lab.connector._scheduler.off
+
+
+def test_an_error_while_a_load_is_under_way_is_a_miss(shared, lab, monkeypatch):
+    steps = Steps(lab)
+    name = steps.add(PROMPT.tokens, EVERYTHING, 8)
+    steps.until(lambda: steps.loading(name))
+    plant(monkeypatch, worker(), "_advance", "before")
+    steps.run()
+    assert agree(steps.outputs[name], shared[1]["blend"])
+
+
+def test_whether_lmc_needs_steps_is_false_after_an_error(lab, monkeypatch):
+    monkeypatch.setattr(Scheduler, "busy", property(lambda self: 1 / 0))
+    assert lab.connector.has_pending_push_work() is False
