@@ -1,4 +1,4 @@
-"""vLLM with lmc beside vLLM without it, in the same run: TTFT and throughput of ten kinds of traffic. One thread, float32.
+"""vLLM with lmc beside vLLM without it: TTFT and throughput of ten kinds of traffic. One thread, float32.
 
     python bench/no_harm.py [--model small|smollm2|both] [--workloads conversation,beam] [--starts 5] [--repeats 3]
     python bench/no_harm.py --model small --starts 1 --repeats 1      # does it run? a few minutes
@@ -37,7 +37,7 @@ import os
 import random
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any
@@ -50,6 +50,7 @@ from lmc.demo.random_model import machine
 
 PLAIN, LMC, AGAIN = "plain", "lmc", "plain again"
 DOCUMENTS, KNOWN = 6, 12  # of a prompt, and of those that are known
+OTHERS = 8  # documents of whose words new texts are made
 LONG_PASSAGES, LONG_KNOWN = 4, 6  # passages that make a longer document, and how many such documents are known
 COUNT, ANSWER, TURNS = 16, 32, 6  # tokens of an answer, of one in a conversation, and turns of a conversation
 WIDTH, STEPS = 4, 6  # of a beam search
@@ -66,32 +67,19 @@ Round = dict[str, Measured]  # of each engine
 Work = Callable[[Engine], Measured]
 
 
-class Bench:
-    """The engines of one start, what lmc has learned, and prompts that no engine has seen."""
+class Traffic:
+    """Prompts in which documents are known or new, and which no engine has seen."""
 
-    def __init__(self, chats: ChatTokens, names: Sequence[str], seed: int) -> None:
-        """Start an engine for each name, of which one has lmc and learns the known documents."""
+    def __init__(self, chats: ChatTokens, seed: int) -> None:
         self.draw, self._chats = random.Random(seed), chats
-        texts = random.Random(0).sample(sorted(chats.collection.documents.values()), KNOWN + LONG_PASSAGES * 2)
+        texts = random.Random(0).sample(sorted(chats.collection.documents.values()), KNOWN + OTHERS)
         self._known, self._others = texts[:KNOWN], texts[KNOWN:]
         parts = [random.Random(i).sample(texts, LONG_PASSAGES) for i in range(LONG_KNOWN)]
         self._long = ["\n".join(chosen) for chosen in parts]
-        self.engines = {name: Engine(chats.path, lmc=DEFAULTS if name == LMC else None, **ROOM) for name in names}
-        for text in [*self._known, *self._long]:
-            said = self.engines[LMC].ask(chats.document(text), {"learn": True})
-            assert said["facts"]["learned"], said["facts"]
 
-    def both(self, work: Work) -> Round:
-        """Do the same with each engine, in a random order."""
-        names = self.draw.sample(list(self.engines), len(self.engines))
-        return {name: work(self.engines[name]) for name in names}
-
-    def close(self) -> None:
-        """End all processes."""
-        for engine in self.engines.values():
-            engine.close()
-
-    # -- prompts -----------------------------------------------------------------------------------------------------
+    def documents(self) -> list[list[int]]:
+        """Return the documents to learn ahead."""
+        return [self._chats.document(text) for text in [*self._known, *self._long]]
 
     def question(self) -> str:
         """Return a question of the collection."""
@@ -101,7 +89,7 @@ class Bench:
         """Return a prompt of known documents in a new order, with instructions of `behind` times their length."""
         chosen = self.draw.sample(self._known, DOCUMENTS)
         words = sum(len(text.split()) for text in chosen)
-        return self._chats.first(chosen, f"{self.new_text(round(behind * words))} {self.question()}".strip())
+        return self._chats.first(chosen, f"{self._new_text(round(behind * words))} {self.question()}")
 
     def same_documents(self, count: int) -> list[list[int]]:
         """Return prompts that differ in their questions only."""
@@ -121,14 +109,19 @@ class Bench:
     def nothing(self) -> list[int]:
         """Return a new text as long as a prompt of known documents."""
         words = sum(len(text.split()) for text in self.draw.sample(self._known, DOCUMENTS))
-        return self._chats.plain(f"{self.new_text(words)} {self.question()}")
+        return self._chats.plain(f"{self._new_text(words)} {self.question()}")
 
-    def next(self, question: str) -> list[int]:
-        """Return what follows an answer in a conversation."""
-        return self._chats.next(question)
+    def next(self) -> list[int]:
+        """Return what follows an answer in a conversation: a question, up to the next answer."""
+        return self._chats.next(self.question())
 
-    def new_text(self, words: int) -> str:
-        """Return a text of so many words that no engine has seen."""
+    @property
+    def no_end(self) -> dict[int, float]:
+        """The bias with which answers have no special token and no separator, and so the same length in all engines."""
+        separators = {token for variant in self._chats.markers.separators for token in variant}
+        return dict.fromkeys(sorted(self._chats.special | separators), -100.0)
+
+    def _new_text(self, words: int) -> str:
         texts: list[str] = []
         while len(texts) < words:
             texts += self._shuffled(self.draw.choice(self._others)).split()
@@ -138,11 +131,27 @@ class Bench:
         words = text.split()
         return " ".join(self.draw.sample(words, len(words)))
 
-    @property
-    def no_end(self) -> dict[int, float]:
-        """The bias with which answers have no special token and no separator, and so the same length in all engines."""
-        separators = {token for variant in self._chats.markers.separators for token in variant}
-        return dict.fromkeys(sorted(self._chats.special | separators), -100.0)
+
+class Bench:
+    """The engines of one start, of which one has lmc and knows documents, and their traffic."""
+
+    def __init__(self, chats: ChatTokens, names: Sequence[str], seed: int) -> None:
+        """Start an engine for each name."""
+        self.traffic = Traffic(chats, seed)
+        self.engines = {name: Engine(chats.path, lmc=DEFAULTS if name == LMC else None, **ROOM) for name in names}
+        for document in self.traffic.documents():
+            said = self.engines[LMC].ask(document, {"learn": True})
+            assert said["facts"]["learned"], said["facts"]
+
+    def both(self, work: Work) -> Round:
+        """Do the same with each engine, in a random order."""
+        names = self.traffic.draw.sample(list(self.engines), len(self.engines))
+        return {name: work(self.engines[name]) for name in names}
+
+    def close(self) -> None:
+        """End all processes."""
+        for engine in self.engines.values():
+            engine.close()
 
 
 # -- workloads ---------------------------------------------------------------------------------------------------------
@@ -163,13 +172,14 @@ def cold(engine: Engine, prompts: Sequence[Sequence[int]], **sampling: Any) -> M
 
 def conversation(bench: Bench) -> Round:
     """Six turns; TTFT and seconds are of those after the first."""
-    start, behind = bench.known(), [bench.next(bench.question()) for _ in range(TURNS - 1)]
+    traffic = bench.traffic
+    start, behind = traffic.known(), [traffic.next() for _ in range(TURNS - 1)]
 
     def work(engine: Engine) -> Measured:
         engine.forget_prefixes()
         prompt, turns = start, []
         for number in range(TURNS):
-            said = engine.serve([prompt], ANSWER, logit_bias=bench.no_end)
+            said = engine.serve([prompt], ANSWER, logit_bias=traffic.no_end)
             (answer,) = said["answers"]
             turns.append({TTFT: answer[TTFT], SECONDS: said["seconds"], "cached": answer["cached"]})
             engine.settle()  # A user reads the answer before the next turn.
@@ -205,9 +215,8 @@ def in_a_row(bench: Bench, prompts: Sequence[Sequence[int]]) -> Round:
 
     def work(engine: Engine) -> Measured:
         engine.forget_prefixes()
-        started, found = time.perf_counter(), []
-        for prompt in prompts:
-            found.append(served(engine, [prompt])[TTFT])
+        started = time.perf_counter()
+        found = [served(engine, [prompt])[TTFT] for prompt in prompts]
         seconds = time.perf_counter() - started
         return {TTFT: fmean(found), SECONDS: seconds, "behind_s": engine.settle()}
 
@@ -216,7 +225,7 @@ def in_a_row(bench: Bench, prompts: Sequence[Sequence[int]]) -> Round:
 
 def searched(bench: Bench) -> Round:
     """A beam search, of which only the whole time is known."""
-    prompt = bench.known()
+    prompt = bench.traffic.known()
 
     def work(engine: Engine) -> Measured:
         engine.forget_prefixes()
@@ -225,11 +234,11 @@ def searched(bench: Bench) -> Round:
     return bench.both(work)
 
 
-def alone(prompt: Callable[[Bench], list[int]], **sampling: Any) -> Callable[[Bench], Round]:
+def alone(prompt: Callable[[Traffic], list[int]], **sampling: Any) -> Callable[[Bench], Round]:
     """A workload of one request to a cold engine."""
 
     def run(bench: Bench) -> Round:
-        prompts = [prompt(bench)]
+        prompts = [prompt(bench.traffic)]
         return bench.both(lambda engine: cold(engine, prompts, **sampling))
 
     return run
@@ -237,28 +246,29 @@ def alone(prompt: Callable[[Bench], list[int]], **sampling: Any) -> Callable[[Be
 
 def burst(bench: Bench) -> Round:
     """Sixteen requests at once."""
-    kinds = [bench.known] * 6 + [bench.nothing] * 4 + [bench.one] * 3 + [bench.unknown] * 3
-    prompts = [make() for make in bench.draw.sample(kinds, len(kinds))]
+    make = bench.traffic
+    kinds = [make.known] * 6 + [make.nothing] * 4 + [make.one] * 3 + [make.unknown] * 3
+    prompts = [kind() for kind in make.draw.sample(kinds, len(kinds))]
     return bench.both(lambda engine: cold(engine, prompts))
 
 
 WORKLOADS: dict[str, Callable[[Bench], Round]] = {
-    "orders": alone(Bench.known),
+    "orders": alone(Traffic.known),
     "conversation": conversation,
-    "long_0.3": alone(lambda bench: bench.known(0.3)),
-    "long_1": alone(lambda bench: bench.known(1)),
-    "long_2": alone(lambda bench: bench.known(2)),
-    "one": alone(Bench.one),
-    "nothing": alone(Bench.nothing),
-    "cached": lambda bench: asked_before(bench, [bench.known()] * 7),
-    "unknown": alone(Bench.unknown),
+    "long_0.3": alone(lambda traffic: traffic.known(0.3)),
+    "long_1": alone(lambda traffic: traffic.known(1)),
+    "long_2": alone(lambda traffic: traffic.known(2)),
+    "one": alone(Traffic.one),
+    "nothing": alone(Traffic.nothing),
+    "cached": lambda bench: asked_before(bench, [bench.traffic.known()] * 7),
+    "unknown": alone(Traffic.unknown),
     "beam": searched,
-    "n4": alone(Bench.known, n=4, temperature=1.0, seed=0),
+    "n4": alone(Traffic.known, n=4, temperature=1.0, seed=0),
     "burst": burst,
 }
 SHOWN: dict[str, Callable[[Bench], Round]] = {
-    "other_question": lambda bench: asked_before(bench, bench.same_documents(4)),
-    "unknown_burst": lambda bench: in_a_row(bench, [bench.unknown() for _ in range(4)]),
+    "other_question": lambda bench: asked_before(bench, bench.traffic.same_documents(4)),
+    "unknown_burst": lambda bench: in_a_row(bench, [bench.traffic.unknown() for _ in range(4)]),
 }
 WARM_UP = ("orders", "nothing", "unknown", "n4")
 
@@ -340,7 +350,7 @@ def _over_starts(values: Sequence[Any]) -> Any:
     return [round(one, 4) for one in found] if isinstance(found, list) else round(found, 4)
 
 
-def worst_of(by_workload: Mapping[str, Mapping[str, Any]], not_counted: Sequence[str] = ()) -> tuple[float, str]:
+def worst_of(by_workload: Mapping[str, Mapping[str, Any]], not_counted: Collection[str] = ()) -> tuple[float, str]:
     """Return the smallest ratio, and of what it is. Workloads count whose last word is not among `not_counted`."""
     ratios = [
         (found[called], f"{called} of {name}")
@@ -363,7 +373,8 @@ def show(by_workload: Mapping[str, Mapping[str, Any]]) -> None:
         print(f"{name:24} {'   '.join(parts)}   {found['counts']}")
         if "turns" in found:
             for side in (PLAIN, LMC):
-                print(f"{'':24} TTFT by turn, {side}: {found[side]['turns_ttft']}, cached {found[side]['turns_cached']}")
+                ttft, cached = found[side]["turns_ttft"], found[side]["turns_cached"]
+                print(f"{'':24} TTFT by turn, {side}: {ttft}, cached {cached}")
             print(f"{'':24} ratio by turn: {found['turns']}")
 
 
@@ -390,7 +401,7 @@ def main() -> None:
         by_workload |= {f"{model} {name}": found for name, found in summary(starts).items()}
     print(f"\nmedians of {options.starts} starts")
     show(by_workload)
-    worst, what = worst_of(by_workload, list(SHOWN) if set(workloads) & set(WORKLOADS) else ())
+    worst, what = worst_of(by_workload, SHOWN if set(workloads) & set(WORKLOADS) else ())
     line = {
         "bench": "no_harm",
         "worst": worst,
