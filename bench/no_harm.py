@@ -298,6 +298,8 @@ def one_start(chats: ChatTokens, workloads: Sequence[str], repeats: int, names: 
                 before = bench.engines[LMC].numbers()
                 found.rounds[name].append(every[name](bench))
                 after = bench.engines[LMC].numbers()
+                took = {side: round(one.get(TTFT, one[SECONDS]), 3) for side, one in found.rounds[name][-1].items()}
+                print(f"{name}: {took}", flush=True)
                 found.counts[name].update({key: int(after.get(key, 0) - before.get(key, 0)) for key in COUNTED})
     finally:
         bench.close()
