@@ -1,5 +1,6 @@
-"""`bench/no_harm.py` and `bench/conversation.py`: what they ask, and what they make of the answers. Engines take part in
-`tests/engine/test_no_harm.py`.
+"""`bench/no_harm.py` and `bench/conversation.py`: what they ask, and what they make of the answers.
+
+`tests/engine/test_no_harm.py` runs both with real engines.
 """
 
 import math
