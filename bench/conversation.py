@@ -21,10 +21,9 @@ and given to all ways (teacher forcing):
     first       whether the likeliest first token is full prefill's
     agreement8, agreement16   how many of the first 8 and 16 tokens come before the first that differs
     cached      tokens of the prompt that were not computed as vLLM counts them: its own cache, and what lmc reused
-    reused      tokens of documents that were taken from lmc's store
+    reused      tokens of documents that were taken from lmc's store in this turn
+    blended     share of the turns in which there were such tokens: 1 for `goes on` means that it blends anew every time
     ttft        median seconds
-
-The ways `goes on` and `fresh` are equally good where `kl` is; `blended` is the share of turns that reused documents.
 """
 
 import json
