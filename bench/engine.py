@@ -122,6 +122,24 @@ class Engine:
         """Seconds of each step of a request that decodes `count` tokens alone."""
         return self._call("steps", list(tokens), count)["seconds"]
 
+    def serve(
+        self, prompts: Sequence[Sequence[int]], count: int, lmc: dict[str, Any] | None = None, **sampling: Any
+    ) -> dict[str, Any]:
+        """Serve several requests at once: `seconds` for all, and an answer for each.
+
+        An answer has `ttft` and `seconds` since the start, `tokens`, `cached` (tokens of the prompt that were not
+        computed, as vLLM counts them), `facts` of lmc and, if `sampling` has `logprobs`, these for each token.
+        """
+        return self._call("serve", [list(tokens) for tokens in prompts], count, lmc, sampling)
+
+    def beam_search(self, tokens: Sequence[int], width: int, steps: int) -> float:
+        """Seconds of a beam search. The engine needs a tokenizer for it."""
+        return self._call("beam_search", list(tokens), width, steps)["seconds"]
+
+    def settle(self) -> float:
+        """Do what is left to do behind the last response, such as learning, and return the seconds that it took."""
+        return self._call("settle")["seconds"]
+
     def forget_prefixes(self) -> None:
         """Do what is left to do, then empty the engine's own prefix cache."""
         self._call("forget_prefixes")
@@ -261,9 +279,38 @@ class Host:
             seconds.append(time.perf_counter() - started)
         return {"seconds": seconds}
 
-    def forget_prefixes(self) -> dict[str, Any]:
+    def serve(
+        self, prompts: list[list[int]], count: int, lmc: dict[str, Any] | None, sampling: dict[str, Any]
+    ) -> dict[str, Any]:
+        started, answers = time.perf_counter(), [dict[str, Any]() for _ in prompts]
+        for i, tokens in enumerate(prompts):
+            asked = parameters(lmc, count, **sampling)
+            self.engine.add_request(str(i), {"prompt_token_ids": tokens}, asked)
+        while self.engine.has_unfinished_requests():
+            for out in self.engine.step():
+                answer, now = answers[int(out.request_id)], time.perf_counter() - started
+                if any(said.token_ids for said in out.outputs):
+                    answer.setdefault("ttft", now)
+                if out.finished:
+                    answer |= told(out) | {"seconds": now}
+        return {"seconds": time.perf_counter() - started, "answers": answers}
+
+    def beam_search(self, tokens: list[int], width: int, steps: int) -> dict[str, Any]:
+        from vllm.sampling_params import BeamSearchParams
+
+        chosen = BeamSearchParams(beam_width=width, max_tokens=steps, ignore_eos=True)
+        started = time.perf_counter()
+        self.llm.beam_search([{"prompt_token_ids": tokens}], chosen)
+        return {"seconds": time.perf_counter() - started}
+
+    def settle(self) -> dict[str, Any]:
+        started = time.perf_counter()
         while self.core.scheduler.has_requests() or self.core.batch_queue:
             self.core.step_fn()
+        return {"seconds": time.perf_counter() - started}
+
+    def forget_prefixes(self) -> dict[str, Any]:
+        self.settle()
         assert self.llm.reset_prefix_cache()
         return {}
 
@@ -356,14 +403,26 @@ class _Parts:
             self._inside = outside + took
 
 
-def parameters(lmc: dict[str, Any] | None, count: int, logprobs: int | None = None) -> Any:
-    """Greedy, with so many of the likeliest logprobs of each token."""
+def parameters(lmc: dict[str, Any] | None, count: int, logprobs: int | None = None, **sampling: Any) -> Any:
+    """Greedy unless `sampling` says otherwise, with so many of the likeliest logprobs of each token."""
     from vllm import SamplingParams
 
-    extra = {"kv_transfer_params": {"lmc": lmc}} if lmc is not None else None
-    return SamplingParams(
-        max_tokens=count, temperature=0, detokenize=False, ignore_eos=True, extra_args=extra, logprobs=logprobs
-    )
+    extra = dict(sampling.pop("extra_args", {}))
+    if lmc is not None:
+        extra["kv_transfer_params"] = {"lmc": lmc}
+    chosen = {"temperature": 0, "detokenize": False, "ignore_eos": True, **sampling}
+    return SamplingParams(max_tokens=count, extra_args=extra or None, logprobs=logprobs, **chosen)
+
+
+def told(out: Any) -> dict[str, Any]:
+    """Return what a finished request says, of the first of its answers if it has several."""
+    said = out.outputs[0]
+    return {
+        "tokens": list(said.token_ids),
+        "cached": out.num_cached_tokens or 0,
+        "facts": (out.kv_transfer_params or {}).get("lmc", {}),
+        "logprobs": [{token: one.logprob for token, one in found.items()} for found in said.logprobs or []],
+    }
 
 
 def in_folder() -> "tempfile.TemporaryDirectory[str]":

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from engine import Engine, Host, parameters
+from engine import Engine, Host, parameters, told
 
 LIKELIEST = 8  # tokens whose logprobs are told
 SECONDS = 120.0  # Whatever takes longer hangs.
@@ -240,8 +240,4 @@ class ProbeHost(Host):
         return bool(state and state.loading)
 
     def _told(self, name: str) -> dict[str, Any]:
-        out = self._outputs.pop(name)
-        said = out.outputs[0]
-        logprobs = [{token: one.logprob for token, one in found.items()} for found in said.logprobs]
-        facts = (out.kv_transfer_params or {}).get("lmc", {})
-        return {"tokens": list(said.token_ids), "logprobs": logprobs, "facts": facts}
+        return told(self._outputs.pop(name))
