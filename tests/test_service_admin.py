@@ -23,7 +23,7 @@ from service_fakes import arena_of, eventually, serving
 from storage_fakes import key_of, meta_of
 from test_admin import free_port
 from test_cli import without_torch
-from test_keeper import RECORD, A, B, C, D, engine_of, known, learn, places
+from test_keeper import CHUNK, RECORD, A, B, C, D, engine_of, known, learn, places
 from vllm_fakes import DOC_A, DOC_B, Lab, prompt
 from vllm_fakes import learn as learn_in
 
@@ -224,6 +224,26 @@ def test_pins_of_all_engines_share_one_room(service):
     eventually(lambda: one.keeper.pinned_chunks == other.keeper.pinned_chunks == 8)
     one.keeper.unpin([known(one, A)])
     other.keeper.pin([known(other, [7] * 20)])
+
+
+def test_pins_on_the_disk_of_a_cache_server_take_no_memory_from_documents_to_learn(tmp_path):
+    """The pinned documents of a cache server exceeded its memory and lay on its disk; no engine learned any more.
+
+    Without a disk in the server they count, because they cannot leave its memory.
+    """
+    disk = {"local_disk": tmp_path / "disk", "max_local_disk_size": 40 * RECORD / GIB, "document_share": 1.0}
+    with administered(tmp_path, slots=5, **disk) as service:
+        engine = service.engine()
+        for tokens in (A, B, C, D):
+            engine.keeper.pin([learn(engine, tokens)])
+        eventually(lambda: engine.keeper.pinned_chunks == 8)
+        assert engine.store.slots == 5
+        assert (engine.fits(5 * CHUNK), engine.fits(6 * CHUNK)) == (True, False)
+    with administered(tmp_path, slots=5) as service:
+        engine = service.engine()
+        engine.keeper.pin([learn(engine, A)])
+        eventually(lambda: engine.keeper.pinned_chunks == 2)
+        assert (engine.fits(3 * CHUNK), engine.fits(4 * CHUNK)) == (True, False)
 
 
 def test_a_removed_document_is_nowhere(tmp_path):

@@ -37,6 +37,7 @@ class Attached(msgspec.Struct, frozen=True):
     shared_places: frozenset[str]
     lifeline: str  # a file, see `lifelines.py`
     page_locked: bool = False  # see `Slab`; servers before this was sent had no such memory
+    pins_yield: bool = False  # see `ChunkStore`
 
 
 class Beat(msgspec.Struct, frozen=True):

@@ -268,7 +268,8 @@ class RemoteStore(ChunkStore):
             self.learning.begin()
         self._counts.begin(beat.stats)
         self.pinned_chunks = beat.pinned
-        self.slab, self.slots, self.shared_places = at.slab, at.slab.slots, at.shared_places
+        self.slab, self.slots = at.slab, at.slab.slots
+        self.shared_places, self.pins_yield = at.shared_places, at.pins_yield
         with self._lock:
             self._last = self.attachment = at
 

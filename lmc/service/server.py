@@ -299,8 +299,13 @@ class Session:
         except (LmcError, OSError) as error:
             self._channel.send(ERROR + str(error).encode())
             raise
-        shared, lifeline = arena.store.shared_places, str(self._lease.lifeline)
-        answer = m.Attached(arena.store.slots, shared, lifeline, self._server.arenas.page_locked)
+        answer = m.Attached(
+            arena.store.slots,
+            arena.store.shared_places,
+            str(self._lease.lifeline),
+            self._server.arenas.page_locked,
+            arena.store.pins_yield,
+        )
         self._channel.send(ANSWER + _encode(answer), (arena.store.slab.file,))
         return self._lease
 
