@@ -182,14 +182,16 @@ class Guard:
         unguarded: Collection[str] = (),
         largest: int = LARGEST,
         larger: Mapping[str, int] | None = None,
+        path_tokens: Mapping[str, str] | None = None,
     ) -> None:
         """`tenants` are those whose own token lets them see what is theirs: tenant by token.
 
-        Paths that are `unguarded` need no token. A question may have `largest` bytes, or as many as `larger` has for
+        Paths that are `unguarded` need no token. `path_tokens` has a second token for some paths, which opens nothing
+        else. A question may have `largest` bytes, or as many as `larger` has for
         its path.
         """
         self._application, self._token, self._tenants, self._open = application, token, tenants or {}, unguarded
-        self._largest, self._larger = largest, larger or {}
+        self._largest, self._larger, self._path_tokens = largest, larger or {}, path_tokens or {}
 
     async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
         """Answer a question, or refuse it."""
@@ -224,7 +226,7 @@ class Guard:
             await refuse(send, 413, _too_large(largest))
 
     def _refusal(self, scope: Any, headers: Mapping[str, str]) -> tuple[int, str]:
-        visitor = self._visitor(headers.get("authorization", "").removeprefix("Bearer "))
+        visitor = self._visitor(bearer_token(headers.get("authorization", "")), scope["path"])
         if visitor is None and scope["path"] not in self._open:
             return 401, f"{TOKEN} is wanted as a bearer token"
         host = headers.get("host", "").rpartition("@")[2]
@@ -244,14 +246,21 @@ class Guard:
         """Return how many bytes a question may have."""
         return self._larger.get(scope["path"], self._largest)
 
-    def _visitor(self, given: str) -> Visitor | None:
-        if not self._token or hmac.compare_digest(given.encode(), self._token.encode()):
+    def _visitor(self, given: str, path: str) -> Visitor | None:
+        accepted = filter(None, (self._token, self._path_tokens.get(path)))
+        if not self._token or any(hmac.compare_digest(given.encode(), one.encode()) for one in accepted):
             return Visitor()
         found = None
         for token, tenant in self._tenants.items():
             if hmac.compare_digest(given.encode(), token.encode()):
                 found = Visitor(tenant)
         return found
+
+
+def bearer_token(authorization: str) -> str:
+    """Return the token of the header `authorization`, or "" if its scheme, in either case of letters, is not Bearer."""
+    scheme, _, token = authorization.partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else ""
 
 
 def _too_large(largest: int) -> str:

@@ -65,7 +65,15 @@ class Store(ChunkStore):
         assert (backing is None and fair is None) or device is None
         served: dict[str, Any] = {"backing": backing, "fair": fair}
         self._levels = [
-            Level(name, slab, self.changes, document_share, pinned, pins_yield=self.pins_yield or name == "device", **served)
+            Level(
+                name,
+                slab,
+                self.changes,
+                document_share,
+                pinned,
+                pins_yield=self.pins_yield or name == "device",
+                **served,
+            )
             for name, slab in slabs.items()
             if slab is not None
         ]

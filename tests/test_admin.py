@@ -19,7 +19,7 @@ from vllm_fakes import DOC_A, DOC_B, Adapter, Lab, hashes_of, learn, prompt
 from lmc.connectors.vllm.admin import Administration, serve, serve_if_wanted
 from lmc.engine.names import Names
 from lmc.errors import ConfigError, InputError
-from lmc.http_client import HttpClient, Refused
+from lmc.http_client import HttpClient, Refused, Unreachable, engine_client
 from lmc.keys import RecordKind
 
 OTHER_TENANT = "it was learned under another cache_salt, or without one, and tenants share nothing"
@@ -544,6 +544,29 @@ def test_a_token_is_wanted_and_asked_for(make, monkeypatch):
         assert (code, "set LMC_ADMIN_TOKEN to the key that it wants" in err) == (2, True)
         monkeypatch.setenv("LMC_ADMIN_TOKEN", "hunter2")
         assert lmc("documents", "list", "--url", f"127.0.0.1:{port}")[0] == 0
+    finally:
+        stop()
+
+
+def test_the_token_of_a_cache_server_opens_explanations_and_nothing_else(make):
+    """A cache server asks for explanations with a token that the engine has given to it, not the operator's."""
+    port = free_port()
+    ours = administration(make())
+    other = administration(make())
+    stop = serve(ours, f"127.0.0.1:{port}", "operator")
+    try:
+        body = {"prompt_token_ids": prompt(DOC_A)}
+        client = engine_client(f"http://127.0.0.1:{port}", ours.explain_token)
+        assert client.ask("/v1/explain", body)["tokens"] == len(prompt(DOC_A))
+        for path in ("/v1/documents", "/v1/stat", "/v1/explain/", "/v1/explain/../stat"):
+            with pytest.raises(Unreachable, match="401"):
+                client.ask(path)
+        with pytest.raises(Unreachable, match="401"):
+            client.ask("/v1/learn", {"texts": ["a"]})
+        for wrong in (other.explain_token, "", "operato"):
+            with pytest.raises(Unreachable, match="401"):
+                engine_client(f"http://127.0.0.1:{port}", wrong).ask("/v1/explain", body)
+        assert engine_client(f"http://127.0.0.1:{port}", "operator").ask("/v1/stat")
     finally:
         stop()
 

@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 import torch
 
+from lmc.admin_address import is_local_url
 from lmc.errors import ChunkLost, LmcError, StorageError, TierUnusable
 from lmc.keys import ChunkKey
 from lmc.service import messages as m
@@ -185,9 +186,14 @@ class RemoteStore(ChunkStore):
         """
         return self._counts.total
 
-    def administered_at(self, address: str) -> None:
-        """Tell the server where this process is administered, and explains prompts."""
-        self._introduction = msgspec.structs.replace(self._introduction, admin=address)
+    def administered_at(self, address: str, explain_token: str) -> None:
+        """Tell the server where this process is administered, and explains prompts if asked with the token."""
+        if not is_local_url(address):
+            log.warning(
+                "the cache server cannot ask for explanations at %s: LMC_ADMIN has no address of loopback", address
+            )
+            return
+        self._introduction = msgspec.structs.replace(self._introduction, admin=address, explain_token=explain_token)
         self._tell(self._introduction)
 
     def trim(self) -> None:

@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -44,6 +44,14 @@ _opening: msgspec.msgpack.Decoder[Sizes | Status | Retire] = msgspec.msgpack.Dec
 _encode = msgspec.msgpack.Encoder().encode
 
 complain = TierGuard().complain  # at most once a minute about the same
+
+
+class Explainer(NamedTuple):
+    """A client that explains prompts of its model."""
+
+    model: str
+    admin: str  # an address on this host
+    token: str  # which the client has made for this server
 
 
 class CacheServer:
@@ -144,6 +152,12 @@ class CacheServer:
             sessions = list(self._sessions)
         return [found for session in sessions if (found := session.described())]
 
+    def explainers(self) -> list[Explainer]:
+        """Return the clients that explain prompts, the one that has been attached longest first."""
+        with self._lock:
+            sessions = sorted(self._sessions, key=lambda session: session.since)
+        return [found for session in sessions if (found := session.explainer)]
+
     def tokenizers(self) -> dict[str, str]:
         """Return where the tokenizers of models lie, as clients have said."""
         with self._lock:
@@ -192,7 +206,7 @@ class Session:
     def __init__(self, server: CacheServer, channel: Channel) -> None:
         self._server, self._channel = server, channel
         self._lease: Lease | None = None
-        self.peer, self._since = channel.peer(), time.time()
+        self.peer, self.since = channel.peer(), time.time()
 
     def run(self) -> None:
         """Answer until the connection ends."""
@@ -253,7 +267,7 @@ class Session:
             "user": self.peer[1],
             "model": self._lease.model,
             "admin": self._lease.admin,
-            "attached": self._since,
+            "attached": self.since,
             "pinned": pinned,
             "reserved": reserved,
             "hits": dict(self._lease.hits),
@@ -261,6 +275,14 @@ class Session:
             "stored": self._lease.stored,
             "refused": self._lease.refused,
         }
+
+    @property
+    def explainer(self) -> Explainer | None:
+        """The client as one that explains prompts, if it does."""
+        lease = self._lease
+        if lease is None or lease.model is None or not lease.admin:
+            return None
+        return Explainer(lease.model, lease.admin, lease.explain_token)
 
     def hang_up(self) -> None:
         """End the connection from another thread."""
