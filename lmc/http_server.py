@@ -25,7 +25,8 @@ from lmc.shapes import KIB, MIB
 
 log = logging.getLogger(__name__)
 
-STARTED = 10.0  # seconds within which a server is up
+START_SECONDS = 60.0  # within which a server has to answer; more than enough while a model is being loaded beside it
+STOP_SECONDS = 10.0  # for which the end of a server is waited for
 LARGEST = 16 * MIB  # bytes of a question
 AT_ONCE = 256  # connections
 SILENT_SECONDS = 10.0  # for which a new connection may ask nothing
@@ -72,7 +73,7 @@ def serve(
 
     The address is `host:port`, where server `number` n has the port + n, or `unix:///path`, where n is added to the
     path if it is not 0. `setting` is what gave the address. Raises `ConfigError` if the address cannot be had, or can
-    be reached from elsewhere without a token.
+    be reached from elsewhere without a token, or if the server does not start.
     """
     try:
         import uvicorn
@@ -93,26 +94,45 @@ def serve(
     config.load()
     listening = _listening(address, token, setting, number)
     server = uvicorn.Server(config)
-    thread = threading.Thread(target=server.run, args=([listening],), name="lmc-admin", daemon=True)
-    thread.start()
     listening_at = listening.getsockname()
-    until = time.monotonic() + STARTED
-    while not server.started and thread.is_alive() and time.monotonic() < until:
-        time.sleep(0.01)
     scheme = "https" if certificate else "http"
     where = (
         f"unix://{listening_at}" if isinstance(listening_at, str) else "{}://{}:{}".format(scheme, *listening_at[:2])
     )
-    log.info("lmc: administration at %s", where)
+    errors: list[BaseException] = []  # that have ended the thread
+
+    def run() -> None:
+        try:
+            server.run([listening])
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - it is raised below, or logged
+            errors.append(error)
+            if server.started:
+                log.error("lmc: administration at %s has ended: %s", where, _said(error))
 
     def stop() -> None:
         server.should_exit = server.force_exit = True
-        thread.join(STARTED)
+        thread.join(STOP_SECONDS)
+        listening.close()
         if listening.family is socket.AF_UNIX:
             with suppress(FileNotFoundError):
                 os.unlink(listening_at)
 
+    thread = threading.Thread(target=run, name="lmc-admin", daemon=True)
+    thread.start()
+    until = time.monotonic() + START_SECONDS
+    while not server.started and thread.is_alive() and time.monotonic() < until:
+        time.sleep(0.01)
+    if not server.started:
+        stop()
+        why = _said(errors[0]) if errors else f"it did not start within {START_SECONDS:g} s"
+        raise ConfigError(f"{setting} = {address}: the server of the administration endpoint does not run: {why}")
+    log.info("lmc: administration at %s", where)
     return stop
+
+
+def _said(error: BaseException) -> str:
+    """Return an error in one line, with its type if it has no text."""
+    return str(error) or type(error).__name__
 
 
 def _listening(address: str, token: str, setting: str, number: int) -> socket.socket:

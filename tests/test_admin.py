@@ -1,6 +1,9 @@
 """The administration endpoint, over real HTTP, and the commands that ask it. The engine is a fake, the store is not."""
 
+import asyncio
+import errno
 import json
+import os
 import re
 import socket
 import threading
@@ -16,6 +19,7 @@ from test_cli import lmc
 from test_vllm_scheduler import counted, pretend
 from vllm_fakes import DOC_A, DOC_B, Adapter, Lab, hashes_of, learn, prompt
 
+from lmc import http_server
 from lmc.connectors.vllm.admin import Administration, serve, serve_if_wanted
 from lmc.engine.names import Names
 from lmc.errors import ConfigError, InputError
@@ -586,6 +590,30 @@ def test_an_address_that_cannot_be_had_is_refused(make):
     ):
         with pytest.raises(ConfigError, match=said):
             serve(administration(lab), address, "")
+
+
+@pytest.mark.parametrize("fails", [True, False], ids=["ends", "hangs"])
+def test_an_endpoint_that_does_not_start_is_an_error_and_gives_its_address_back(
+    make, tmp_path, monkeypatch, fails, caplog
+):
+    """The thread of the endpoint ended for lack of open files, or hung, and the log said that it listened."""
+    import uvicorn
+
+    async def startup(self, sockets=None):
+        if fails:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        while not self.should_exit:
+            await asyncio.sleep(0.01)
+
+    monkeypatch.setattr(http_server, "START_SECONDS", 60.0 if fails else 0.1)
+    path, said = tmp_path / "admin.sock", "Too many open files" if fails else "it did not start within 0.1 s"
+    with monkeypatch.context() as patch:
+        patch.setattr(uvicorn.Server, "startup", startup)
+        with pytest.raises(ConfigError, match=said):
+            serve(administration(make()), f"unix://{path}", "")
+    assert "administration at" not in caplog.text
+    assert not path.exists()
+    serve(administration(make()), f"unix://{path}", "")()
 
 
 def test_without_an_endpoint_the_commands_say_how_to_get_one():
