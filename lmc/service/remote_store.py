@@ -261,8 +261,11 @@ class RemoteStore(ChunkStore):
     def _attach(self) -> Attachment:
         return Attachment.open(self._path, self._sizes, deadline=self._deadline, patience=PATIENCE)
 
-    def _take(self, at: Attachment) -> None:
-        """Use a server from now on; raise `Gone` if it has gone already."""
+    def _take(self, at: Attachment) -> bool:
+        """Use a server from now on, and return whether this store is still open; raise `Gone` if it has gone already.
+
+        If the store was closed meanwhile, the server keeps no lease for it.
+        """
         try:
             beat = at.quick.ask(m.Ping())
             at.quick.tell(self._introduction)
@@ -274,10 +277,16 @@ class RemoteStore(ChunkStore):
             self.learning.begin()
         self._counts.begin(beat.stats)
         self.pinned_chunks = beat.pinned
-        self.slab, self.slots = at.slab, at.slab.slots
-        self.shared_places, self.pins_yield = at.shared_places, at.pins_yield
         with self._lock:
-            self._last = self.attachment = at
+            closed = self._ended.is_set()
+            if not closed:
+                self.slab, self.slots = at.slab, at.slab.slots
+                self.shared_places, self.pins_yield = at.shared_places, at.pins_yield
+                self._last = self.attachment = at
+        if closed:
+            at.hang_up()
+            at.let_go()
+        return not closed
 
     def _look_after(self) -> None:
         """Notice that the server has gone, and attach again."""
@@ -287,8 +296,7 @@ class RemoteStore(ChunkStore):
                 if at is not None:
                     with self._without(at):
                         self._beat(at)
-                elif self._unused():
-                    self._take(self._attach())
+                elif self._unused() and self._take(self._attach()):
                     log.info("the cache server at %s is back", self._path)
             except (TierUnusable, Gone) as error:  # It is not there yet, or has gone again.
                 log.debug("no cache server at %s: %s", self._path, str(error))
