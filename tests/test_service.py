@@ -1010,6 +1010,21 @@ def test_a_server_goes_on_when_a_connection_cannot_be_accepted(server, attach, m
         assert put(attach(), key_of(random.randrange(1 << 30)))
 
 
+def test_a_connection_whose_process_cannot_be_told_is_closed(server, monkeypatch):
+    """It stayed open until it was collected as garbage."""
+    ours, theirs = socket.socketpair()
+    channel = Channel(ours)
+
+    def gone():
+        raise OSError(errno.ENOTCONN, os.strerror(errno.ENOTCONN))
+
+    monkeypatch.setattr(channel, "peer", gone)
+    with theirs, pytest.raises(OSError, match="not connected"):
+        server._admit(channel)
+    assert ours.fileno() == -1
+    assert not server._sessions
+
+
 @pytest.mark.parametrize(
     "wrong",
     [{"parts": PARTS + 1}, {"part_bytes": 0}, {"part_bytes": PART_BYTES + 1}, {"key": b"k"}, {"tokens": 0},

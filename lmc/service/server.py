@@ -100,8 +100,9 @@ class CacheServer:
                 time.sleep(PAUSE_SECONDS)
 
     def _admit(self, channel: Channel) -> None:
-        session = Session(self, channel)
+        session = None
         try:
+            session = Session(self, channel)
             if not self._may_attach(session):
                 channel.close()
                 return
@@ -115,7 +116,8 @@ class CacheServer:
                 return
             threading.Thread(target=session.run, name="lmc-client", daemon=True).start()
         except BaseException:
-            self.ended(session)
+            if session is not None:
+                self.ended(session)
             channel.close()
             raise
 
