@@ -225,25 +225,30 @@ class Guard:
         received, whole, largest = 0, False, self._may_have(scope)
 
         async def receive_bounded() -> Message:
-            nonlocal received, whole
+            nonlocal received, whole, code, refused
             if not whole:
-                message = await asyncio.wait_for(receive(), BODY_SECONDS)
+                try:
+                    message = await asyncio.wait_for(receive(), BODY_SECONDS)
+                except TimeoutError:
+                    code, refused = 408, f"the body did not arrive within {BODY_SECONDS:g} s"
+                    raise _BadBody from None
             else:  # What comes now is that the visitor has gone.
                 message = await receive()
             whole = whole or not message.get("more_body", False)
             received += len(message.get("body", b""))
             if received > largest:
-                raise _TooLarge
+                code, refused = 413, _too_large(largest)
+                raise _BadBody
             return message
 
         async def send_if_bounded(message: Message) -> None:
-            if received <= largest:  # Otherwise this is what the application makes of the error above.
+            if not code:  # Otherwise this is what the application makes of the error above.
                 await send(message)
 
-        with suppress(_TooLarge):
+        with suppress(_BadBody):
             await self._application(scope, receive_bounded, send_if_bounded)
-        if received > largest:
-            await refuse(send, 413, _too_large(largest))
+        if code:
+            await refuse(send, code, refused, close=True)  # The rest of the body would be taken for a request.
 
     def _refusal(self, scope: Any, headers: Mapping[str, str]) -> tuple[int, str]:
         visitor = self._visitor(bearer_token(headers.get("authorization", "")), scope["path"])
@@ -287,13 +292,14 @@ def _too_large(largest: int) -> str:
     return f"a question may have {largest // KIB} KiB at most"
 
 
-class _TooLarge(Exception):
-    """A question is larger than it may be."""
+class _BadBody(Exception):
+    """The body of a request is too large, or does not arrive in time."""
 
 
-async def refuse(send: Send, code: int, why: str) -> None:
-    """Answer with an error."""
+async def refuse(send: Send, code: int, why: str, *, close: bool = False) -> None:
+    """Answer with an error, and `close` the connection if that is wanted."""
     body = json.dumps({"error": why}).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    headers += [(b"connection", b"close")] if close else []
     await send({"type": "http.response.start", "status": code, "headers": headers})
     await send({"type": "http.response.body", "body": body})

@@ -8,7 +8,9 @@ import re
 import socket
 import threading
 import time
+from contextlib import closing
 from dataclasses import replace
+from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
@@ -495,6 +497,38 @@ def test_why_nothing_is_blended_is_said_as_it_is(make):
     learn(lab, DOC_A)
     assert explained(lab, prompt(DOC_A), lmc={"blend": False})["why"] == "the request says blend: false"
     assert explained(lab, [*DOC_A])["why"] == "there is no special string ' # # ' in the prompt"
+
+
+def test_a_body_that_does_not_arrive_in_time_is_answered_408(served, monkeypatch, caplog):
+    """It was answered with 500, and the log had a traceback."""
+    monkeypatch.setattr(http_server, "BODY_SECONDS", 0.2)
+    host, port = served.url.split(":")
+    with socket.create_connection((host, int(port)), 30) as sent:
+        head = "POST /v1/explain HTTP/1.1", "host: localhost", "content-type: application/json", "content-length: 10"
+        sent.sendall("\r\n".join([*head, "", "{"]).encode())
+        answer = b""
+        while part := sent.recv(1000):  # until the server has closed the connection
+            answer += part
+    assert answer.startswith(b"HTTP/1.1 408 ")
+    assert json.loads(answer.partition(b"\r\n\r\n")[2]) == {"error": "the body did not arrive within 0.2 s"}
+    assert "Traceback" not in caplog.text
+    assert HttpClient(served.url, "NO_KEY").ask("/health") == {"status": "ok"}
+
+
+@pytest.mark.parametrize(
+    ("given", "code"), [("bearer hunter2", 200), ("BEARER hunter2", 200), ("hunter2", 401), ("Basic hunter2", 401)]
+)
+def test_the_scheme_of_a_token_may_be_in_any_case(make, given, code):
+    """A client that wrote `bearer` was refused, and a token without its scheme was accepted."""
+    port = free_port()
+    stop = serve(administration(make()), f"127.0.0.1:{port}", "hunter2")
+    try:
+        connection = HTTPConnection("127.0.0.1", port, timeout=30)
+        with closing(connection):
+            connection.request("GET", "/v1/stat", headers={"authorization": given})
+            assert connection.getresponse().status == code
+    finally:
+        stop()
 
 
 def test_a_web_page_of_elsewhere_cannot_ask(served):
