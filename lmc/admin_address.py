@@ -1,12 +1,14 @@
 """The address of the administration endpoint, as LMC_ADMIN names it, and the names of variables with addresses."""
 
 import os
+import re
 
 from lmc.errors import ConfigError
 
 ADDRESS, TOKEN = "LMC_ADMIN", "LMC_ADMIN_TOKEN"  # variables of the environment
 DOCUMENT_EVENTS = "LMC_DOCUMENT_EVENTS"  # says where events of documents are published
 LOCAL, UNIX = ("127.0.0.1", "localhost", "::1"), "unix://"
+LOCAL_URL = re.compile(r"http://(127\.0\.0\.1|localhost|\[::1\]):[0-9]{1,5}|unix:///[^?#\s]+")
 LAST_PORT = 65535
 
 
@@ -57,6 +59,11 @@ def url_of(address: str, token: str, engine: int = 0) -> str:
     host, port = host_and_port(address, token)
     host = {"0.0.0.0": LOCAL[0], "::": LOCAL[2]}.get(host, host)
     return f"http://[{host}]:{port + engine}" if ":" in host else f"http://{host}:{port + engine}"
+
+
+def is_local_url(url: str) -> bool:
+    """Return whether a URL names an administration endpoint that only this host can have: loopback or a unix socket."""
+    return LOCAL_URL.fullmatch(url) is not None
 
 
 def refusal(address: str, token: str) -> str:

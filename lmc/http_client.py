@@ -3,13 +3,15 @@
 import json
 import os
 import socket
+from collections.abc import Mapping
 from http.client import HTTPConnection, HTTPException
 from typing import Any
 from urllib.error import HTTPError, URLError
-from urllib.request import HTTPHandler, OpenerDirector, ProxyHandler, Request, build_opener
+from urllib.request import HTTPHandler, HTTPRedirectHandler, OpenerDirector, ProxyHandler, Request, build_opener
 
 from lmc.errors import InputError
 
+REDIRECTS = (301, 302, 303, 307, 308)  # status codes
 UNIX = "unix://"  # before the path of a unix socket
 
 
@@ -40,11 +42,18 @@ def bearer(variable: str) -> dict[str, str]:
 
 
 def opener(path: str = "") -> OpenerDirector:
-    """Return what opens URLs of servers on this host or near it, where a proxy does not lead.
+    """Return an opener for URLs of servers on this host or near it, which uses no proxy and follows no redirect.
 
     With the `path` of a unix socket, all URLs are asked of the server that listens there.
     """
-    return build_opener(ProxyHandler({}), *([_UnixHandler(path)] if path else []))
+    return build_opener(ProxyHandler({}), _NoRedirects(), *([_UnixHandler(path)] if path else []))
+
+
+class _NoRedirects(HTTPRedirectHandler):
+    """Treats a redirect as an error, because urllib sends the key of the first server to the second one too."""
+
+    def redirect_request(self, *_: Any) -> None:
+        """Return no request, so that the redirect's status is raised as `HTTPError`."""
 
 
 class _UnixHandler(HTTPHandler):
@@ -82,16 +91,30 @@ def admin_client(url: str, hint: str = "") -> "HttpClient":
     return HttpClient(url, "LMC_ADMIN_TOKEN", hint=hint)
 
 
+def engine_client(url: str, key: str) -> "HttpClient":
+    """Return a client of an engine's administration endpoint for a cache server, which sends this key or none."""
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    return HttpClient(url, hint="is this engine of the same version as the cache server?", headers=headers)
+
+
 class HttpClient:
     """One server. May be used by several threads."""
 
-    def __init__(self, url: str, key_variable: str, timeout: float = 30.0, hint: str = "is it running?") -> None:
+    def __init__(
+        self,
+        url: str,
+        key_variable: str = "",
+        timeout: float = 30.0,
+        hint: str = "is it running?",
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
         """`url` may be `unix:///path`; `key_variable` is the variable of the environment with the key, if any.
 
-        If the server does not answer as it should, the error ends with the `hint`.
+        With `headers`, these are sent and no key from the environment. If the server does not answer as it should, the
+        error ends with the `hint`.
         """
         self.url = with_scheme(url).rstrip("/")
-        self._key_variable, self._timeout, self._hint = key_variable, timeout, hint
+        self._key_variable, self._timeout, self._hint, self._headers = key_variable, timeout, hint, headers
         path = self.url.removeprefix(UNIX) if self.url.startswith(UNIX) else ""
         self._opener, self._base = opener(path), "http://localhost" if path else self.url
 
@@ -105,7 +128,8 @@ class HttpClient:
 
     def ask(self, path: str, body: Any = None, method: str | None = None) -> Any:
         """Return the answer; raise `Unreachable`, or `Refused` with what the server says about the question."""
-        headers = {"content-type": "application/json", **bearer(self._key_variable)}
+        own = bearer(self._key_variable) if self._headers is None else self._headers
+        headers = {"content-type": "application/json", **own}
         data = None if body is None else json.dumps(body).encode()
         try:
             with self._opener.open(
@@ -117,8 +141,10 @@ class HttpClient:
                 said = error.read().decode(errors="replace")
             if error.code in (400, 404, 422) and (reason := _reason(said)):
                 raise Refused(reason) from None
-            locked = error.code in (401, 403)
+            locked = error.code in (401, 403) and self._key_variable
             hint = f"; set {self._key_variable} to the key that it wants" if locked else f": {self._hint}"
+            if location := error.headers.get("location") if error.code in REDIRECTS else None:
+                hint = f": redirects are not followed; use the address {location} if you trust it"
             raise Unreachable(f"{self.url + path} answers {error.code} {error.reason}{hint}") from None
         except (OSError, HTTPException, ValueError) as error:
             cause: object = error.reason if isinstance(error, URLError) else error

@@ -25,7 +25,8 @@ from lmc.shapes import KIB, MIB
 
 log = logging.getLogger(__name__)
 
-STARTED = 10.0  # seconds within which a server is up
+START_SECONDS = 60.0  # within which a server has to answer; more than enough while a model is being loaded beside it
+STOP_SECONDS = 10.0  # for which the end of a server is waited for
 LARGEST = 16 * MIB  # bytes of a question
 AT_ONCE = 256  # connections
 SILENT_SECONDS = 10.0  # for which a new connection may ask nothing
@@ -72,7 +73,7 @@ def serve(
 
     The address is `host:port`, where server `number` n has the port + n, or `unix:///path`, where n is added to the
     path if it is not 0. `setting` is what gave the address. Raises `ConfigError` if the address cannot be had, or can
-    be reached from elsewhere without a token.
+    be reached from elsewhere without a token, or if the server does not start.
     """
     try:
         import uvicorn
@@ -93,26 +94,45 @@ def serve(
     config.load()
     listening = _listening(address, token, setting, number)
     server = uvicorn.Server(config)
-    thread = threading.Thread(target=server.run, args=([listening],), name="lmc-admin", daemon=True)
-    thread.start()
     listening_at = listening.getsockname()
-    until = time.monotonic() + STARTED
-    while not server.started and thread.is_alive() and time.monotonic() < until:
-        time.sleep(0.01)
     scheme = "https" if certificate else "http"
     where = (
         f"unix://{listening_at}" if isinstance(listening_at, str) else "{}://{}:{}".format(scheme, *listening_at[:2])
     )
-    log.info("lmc: administration at %s", where)
+    errors: list[BaseException] = []  # that have ended the thread
+
+    def run() -> None:
+        try:
+            server.run([listening])
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - it is raised below, or logged
+            errors.append(error)
+            if server.started:
+                log.error("lmc: administration at %s has ended: %s", where, _said(error))
 
     def stop() -> None:
         server.should_exit = server.force_exit = True
-        thread.join(STARTED)
+        thread.join(STOP_SECONDS)
+        listening.close()
         if listening.family is socket.AF_UNIX:
             with suppress(FileNotFoundError):
                 os.unlink(listening_at)
 
+    thread = threading.Thread(target=run, name="lmc-admin", daemon=True)
+    thread.start()
+    until = time.monotonic() + START_SECONDS
+    while not server.started and thread.is_alive() and time.monotonic() < until:
+        time.sleep(0.01)
+    if not server.started:
+        stop()
+        why = _said(errors[0]) if errors else f"it did not start within {START_SECONDS:g} s"
+        raise ConfigError(f"{setting} = {address}: the server of the administration endpoint does not run: {why}")
+    log.info("lmc: administration at %s", where)
     return stop
+
+
+def _said(error: BaseException) -> str:
+    """Return an error in one line, with its type if it has no text."""
+    return str(error) or type(error).__name__
 
 
 def _listening(address: str, token: str, setting: str, number: int) -> socket.socket:
@@ -182,14 +202,16 @@ class Guard:
         unguarded: Collection[str] = (),
         largest: int = LARGEST,
         larger: Mapping[str, int] | None = None,
+        path_tokens: Mapping[str, str] | None = None,
     ) -> None:
         """`tenants` are those whose own token lets them see what is theirs: tenant by token.
 
-        Paths that are `unguarded` need no token. A question may have `largest` bytes, or as many as `larger` has for
+        Paths that are `unguarded` need no token. `path_tokens` has a second token for some paths, which opens nothing
+        else. A question may have `largest` bytes, or as many as `larger` has for
         its path.
         """
         self._application, self._token, self._tenants, self._open = application, token, tenants or {}, unguarded
-        self._largest, self._larger = largest, larger or {}
+        self._largest, self._larger, self._path_tokens = largest, larger or {}, path_tokens or {}
 
     async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
         """Answer a question, or refuse it."""
@@ -203,28 +225,33 @@ class Guard:
         received, whole, largest = 0, False, self._may_have(scope)
 
         async def receive_bounded() -> Message:
-            nonlocal received, whole
+            nonlocal received, whole, code, refused
             if not whole:
-                message = await asyncio.wait_for(receive(), BODY_SECONDS)
+                try:
+                    message = await asyncio.wait_for(receive(), BODY_SECONDS)
+                except TimeoutError:
+                    code, refused = 408, f"the body did not arrive within {BODY_SECONDS:g} s"
+                    raise _BadBody from None
             else:  # What comes now is that the visitor has gone.
                 message = await receive()
             whole = whole or not message.get("more_body", False)
             received += len(message.get("body", b""))
             if received > largest:
-                raise _TooLarge
+                code, refused = 413, _too_large(largest)
+                raise _BadBody
             return message
 
         async def send_if_bounded(message: Message) -> None:
-            if received <= largest:  # Otherwise this is what the application makes of the error above.
+            if not code:  # Otherwise this is what the application makes of the error above.
                 await send(message)
 
-        with suppress(_TooLarge):
+        with suppress(_BadBody):
             await self._application(scope, receive_bounded, send_if_bounded)
-        if received > largest:
-            await refuse(send, 413, _too_large(largest))
+        if code:
+            await refuse(send, code, refused, close=True)  # The rest of the body would be taken for a request.
 
     def _refusal(self, scope: Any, headers: Mapping[str, str]) -> tuple[int, str]:
-        visitor = self._visitor(headers.get("authorization", "").removeprefix("Bearer "))
+        visitor = self._visitor(bearer_token(headers.get("authorization", "")), scope["path"])
         if visitor is None and scope["path"] not in self._open:
             return 401, f"{TOKEN} is wanted as a bearer token"
         host = headers.get("host", "").rpartition("@")[2]
@@ -244,8 +271,9 @@ class Guard:
         """Return how many bytes a question may have."""
         return self._larger.get(scope["path"], self._largest)
 
-    def _visitor(self, given: str) -> Visitor | None:
-        if not self._token or hmac.compare_digest(given.encode(), self._token.encode()):
+    def _visitor(self, given: str, path: str) -> Visitor | None:
+        accepted = filter(None, (self._token, self._path_tokens.get(path)))
+        if not self._token or any(hmac.compare_digest(given.encode(), one.encode()) for one in accepted):
             return Visitor()
         found = None
         for token, tenant in self._tenants.items():
@@ -254,17 +282,24 @@ class Guard:
         return found
 
 
+def bearer_token(authorization: str) -> str:
+    """Return the token of the header `authorization`, or "" if its scheme, in either case of letters, is not Bearer."""
+    scheme, _, token = authorization.partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else ""
+
+
 def _too_large(largest: int) -> str:
     return f"a question may have {largest // KIB} KiB at most"
 
 
-class _TooLarge(Exception):
-    """A question is larger than it may be."""
+class _BadBody(Exception):
+    """The body of a request is too large, or does not arrive in time."""
 
 
-async def refuse(send: Send, code: int, why: str) -> None:
-    """Answer with an error."""
+async def refuse(send: Send, code: int, why: str, *, close: bool = False) -> None:
+    """Answer with an error, and `close` the connection if that is wanted."""
     body = json.dumps({"error": why}).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    headers += [(b"connection", b"close")] if close else []
     await send({"type": "http.response.start", "status": code, "headers": headers})
     await send({"type": "http.response.body", "body": body})

@@ -58,6 +58,7 @@ class ChunkStore(Protocol):
     slab: Slab | None  # in host memory; None without the cache server, and another one after it has come back
     slots: int  # how many chunks fit in host memory
     shared_places: frozenset[str]  # the tiers that other processes use as well
+    pins_yield: bool  # whether pinned chunks may be evicted from host memory, because a tier of the store keeps them
 
     def lookup(self, keys: Sequence[ChunkKey], *, shared: bool = True) -> list[str | None]:
         """Return where each chunk is, or None. Nothing is held, so a chunk may have gone when it is pinned.

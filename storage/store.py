@@ -61,11 +61,19 @@ class Store(ChunkStore):
         """
         self.changes, pinned = changes or ChangeLog(), set[ChunkKey]()
         slabs = {"device": device, "host": host}
-        own = any(not tier.shared for tier in tiers)
+        self.pins_yield = any(not tier.shared for tier in tiers)
         assert (backing is None and fair is None) or device is None
         served: dict[str, Any] = {"backing": backing, "fair": fair}
         self._levels = [
-            Level(name, slab, self.changes, document_share, pinned, pins_yield=own or name == "device", **served)
+            Level(
+                name,
+                slab,
+                self.changes,
+                document_share,
+                pinned,
+                pins_yield=self.pins_yield or name == "device",
+                **served,
+            )
             for name, slab in slabs.items()
             if slab is not None
         ]

@@ -54,10 +54,7 @@ class Writer:
 
     def write_again(self, pin: Pin, tiers: Sequence[Tier]) -> "list[Future[None]]":
         """Write a pinned chunk to tiers that do not have it any more. It has to stay pinned until that is done."""
-        held = self._state.held_by(pin)
-        if held is None:
-            return []
-        return [self._submit(tier, pin.key, self._write_last, tier, held) for tier in tiers]
+        return [self._submit(tier, pin.key, self._write_pinned, tier, pin) for tier in tiers]
 
     def close(self) -> None:
         """Write what is in memory only, and stop the threads. The state must be closed before.
@@ -140,6 +137,15 @@ class Writer:
                 self._complain()
         finally:
             self._state.written(tier, meta, outcome, outgoing)
+
+    def _write_pinned(self, tier: Tier, pin: Pin) -> None:
+        """Write a pinned chunk, unless it has been forgotten.
+
+        This is asked here and not before: a chunk that is forgotten from now on is deleted after this write.
+        """
+        held = self._state.held_by(pin)
+        if held is not None:
+            self._write_last(tier, held)
 
     def _write_last(self, tier: Tier, held: Held) -> None:
         try:

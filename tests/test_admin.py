@@ -1,11 +1,16 @@
 """The administration endpoint, over real HTTP, and the commands that ask it. The engine is a fake, the store is not."""
 
+import asyncio
+import errno
 import json
+import os
 import re
 import socket
 import threading
 import time
+from contextlib import closing
 from dataclasses import replace
+from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
@@ -16,10 +21,11 @@ from test_cli import lmc
 from test_vllm_scheduler import counted, pretend
 from vllm_fakes import DOC_A, DOC_B, Adapter, Lab, hashes_of, learn, prompt
 
+from lmc import http_server
 from lmc.connectors.vllm.admin import Administration, serve, serve_if_wanted
 from lmc.engine.names import Names
 from lmc.errors import ConfigError, InputError
-from lmc.http_client import HttpClient, Refused
+from lmc.http_client import HttpClient, Refused, Unreachable, engine_client
 from lmc.keys import RecordKind
 
 OTHER_TENANT = "it was learned under another cache_salt, or without one, and tenants share nothing"
@@ -493,6 +499,38 @@ def test_why_nothing_is_blended_is_said_as_it_is(make):
     assert explained(lab, [*DOC_A])["why"] == "there is no special string ' # # ' in the prompt"
 
 
+def test_a_body_that_does_not_arrive_in_time_is_answered_408(served, monkeypatch, caplog):
+    """It was answered with 500, and the log had a traceback."""
+    monkeypatch.setattr(http_server, "BODY_SECONDS", 0.2)
+    host, port = served.url.split(":")
+    with socket.create_connection((host, int(port)), 30) as sent:
+        head = "POST /v1/explain HTTP/1.1", "host: localhost", "content-type: application/json", "content-length: 10"
+        sent.sendall("\r\n".join([*head, "", "{"]).encode())
+        answer = b""
+        while part := sent.recv(1000):  # until the server has closed the connection
+            answer += part
+    assert answer.startswith(b"HTTP/1.1 408 ")
+    assert json.loads(answer.partition(b"\r\n\r\n")[2]) == {"error": "the body did not arrive within 0.2 s"}
+    assert "Traceback" not in caplog.text
+    assert HttpClient(served.url, "NO_KEY").ask("/health") == {"status": "ok"}
+
+
+@pytest.mark.parametrize(
+    ("given", "code"), [("bearer hunter2", 200), ("BEARER hunter2", 200), ("hunter2", 401), ("Basic hunter2", 401)]
+)
+def test_the_scheme_of_a_token_may_be_in_any_case(make, given, code):
+    """A client that wrote `bearer` was refused, and a token without its scheme was accepted."""
+    port = free_port()
+    stop = serve(administration(make()), f"127.0.0.1:{port}", "hunter2")
+    try:
+        connection = HTTPConnection("127.0.0.1", port, timeout=30)
+        with closing(connection):
+            connection.request("GET", "/v1/stat", headers={"authorization": given})
+            assert connection.getresponse().status == code
+    finally:
+        stop()
+
+
 def test_a_web_page_of_elsewhere_cannot_ask(served):
     for headers, code in (
         ({"Host": "evil.example"}, 403),
@@ -548,6 +586,29 @@ def test_a_token_is_wanted_and_asked_for(make, monkeypatch):
         stop()
 
 
+def test_the_token_of_a_cache_server_opens_explanations_and_nothing_else(make):
+    """A cache server asks for explanations with a token that the engine has given to it, not the operator's."""
+    port = free_port()
+    ours = administration(make())
+    other = administration(make())
+    stop = serve(ours, f"127.0.0.1:{port}", "operator")
+    try:
+        body = {"prompt_token_ids": prompt(DOC_A)}
+        client = engine_client(f"http://127.0.0.1:{port}", ours.explain_token)
+        assert client.ask("/v1/explain", body)["tokens"] == len(prompt(DOC_A))
+        for path in ("/v1/documents", "/v1/stat", "/v1/explain/", "/v1/explain/../stat"):
+            with pytest.raises(Unreachable, match="401"):
+                client.ask(path)
+        with pytest.raises(Unreachable, match="401"):
+            client.ask("/v1/learn", {"texts": ["a"]})
+        for wrong in (other.explain_token, "", "operato"):
+            with pytest.raises(Unreachable, match="401"):
+                engine_client(f"http://127.0.0.1:{port}", wrong).ask("/v1/explain", body)
+        assert engine_client(f"http://127.0.0.1:{port}", "operator").ask("/v1/stat")
+    finally:
+        stop()
+
+
 def test_an_address_that_cannot_be_had_is_refused(make):
     lab = make()
     port = free_port()
@@ -563,6 +624,30 @@ def test_an_address_that_cannot_be_had_is_refused(make):
     ):
         with pytest.raises(ConfigError, match=said):
             serve(administration(lab), address, "")
+
+
+@pytest.mark.parametrize("fails", [True, False], ids=["ends", "hangs"])
+def test_an_endpoint_that_does_not_start_is_an_error_and_gives_its_address_back(
+    make, tmp_path, monkeypatch, fails, caplog
+):
+    """The thread of the endpoint ended for lack of open files, or hung, and the log said that it listened."""
+    import uvicorn
+
+    async def startup(self, sockets=None):
+        if fails:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        while not self.should_exit:
+            await asyncio.sleep(0.01)
+
+    monkeypatch.setattr(http_server, "START_SECONDS", 60.0 if fails else 0.1)
+    path, said = tmp_path / "admin.sock", "Too many open files" if fails else "it did not start within 0.1 s"
+    with monkeypatch.context() as patch:
+        patch.setattr(uvicorn.Server, "startup", startup)
+        with pytest.raises(ConfigError, match=said):
+            serve(administration(make()), f"unix://{path}", "")
+    assert "administration at" not in caplog.text
+    assert not path.exists()
+    serve(administration(make()), f"unix://{path}", "")()
 
 
 def test_without_an_endpoint_the_commands_say_how_to_get_one():

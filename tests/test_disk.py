@@ -890,6 +890,42 @@ def test_a_failed_write_leaves_nothing_behind(tier, monkeypatch):
     assert (tier.bytes, used(tier.root), tier.contains([K0])) == (0, 0, [False])
 
 
+@pytest.mark.parametrize("outcome", ["refused", "fails"])
+def test_a_write_that_ends_early_does_not_read_the_slot_any_more(tmp_path, monkeypatch, outcome):
+    """A thread still computed checksums of a slot when the write had been refused, and the slot was given to others."""
+    tier = DiskTier(tmp_path, ROOM if outcome == "fails" else RECORD_BYTES - 1)
+    begun, gate, events = threading.Event(), threading.Event(), []
+
+    def slow_checksum(view):
+        begun.set()
+        gate.wait(60)
+        events.append("read")
+        return checksum(view)
+
+    def fail(fd, views, offset):
+        raise OSError(errno.EIO, "I/O error")
+
+    def write_one():
+        try:
+            events.append(tier.write(meta_of(K0), [stored(meta_of(K0))]))
+        except OSError as error:
+            events.append(error.errno)
+
+    monkeypatch.setattr(disk, "BESIDE_BYTES", 0)
+    monkeypatch.setattr(disk, "checksum", slow_checksum)
+    header = disk._header  # is made when the thread reads already
+    monkeypatch.setattr(disk, "_header", lambda *given: begun.wait(60) and header(*given))
+    monkeypatch.setattr(os, "pwritev", fail)
+    writer = threading.Thread(target=write_one)
+    writer.start()
+    begun.wait(60)
+    writer.join(0.2)  # It would end now if it did not wait.
+    gate.set()
+    writer.join(60)
+    tier.close()
+    assert events == ["read"] * PARTS + [errno.EIO if outcome == "fails" else Written.REFUSED]
+
+
 def test_readers_give_back_their_files(tier):
     """Also when the record is wrong, or the time of its use cannot be written."""
     write(tier, K0)

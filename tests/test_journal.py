@@ -1,5 +1,6 @@
 """The journal of memory that outlives its server: bounded, private, in the order of uses, and no harm when it fails."""
 
+import errno
 import os
 import stat
 from dataclasses import replace
@@ -85,6 +86,9 @@ def test_a_full_file_system_costs_what_is_stored_then_and_nothing_else(
     fill(journal, slab, 0, key_of(0))
     eventually(lambda: (tmp_path / "j").stat().st_size)
 
+    def no_room(*_, **__):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
     class Full:
         def __enter__(self):
             return self
@@ -97,6 +101,7 @@ def test_a_full_file_system_costs_what_is_stored_then_and_nothing_else(
 
     with monkeypatch.context() as full:
         full.setattr(Journal, "_opened", lambda *_: Full())
+        full.setattr(journals, "replace_bytes", no_room)
         for number in (1, 2):
             fill(journal, slab, number, key_of(number))
         eventually(journal._filled.empty)

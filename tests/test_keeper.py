@@ -12,7 +12,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from storage_fakes import DictTier
+from storage_fakes import DictTier, Shared
+from tier_wrappers import Faulty
 
 from lmc.blend.segments import Span
 from lmc.config import Settings
@@ -280,6 +281,49 @@ def test_a_tier_that_is_away_makes_nobody_compute_pinned_documents_again(tmp_pat
         remote.usable = True
         engine.keeper.restore()
         assert all(places(engine, A))
+
+
+@pytest.mark.parametrize("removed", ["another one", "the same"])
+def test_nobody_waits_for_a_tier_from_which_a_pinned_document_is_restored(tmp_path, removed):
+    """Restoring held a lock while it waited for a slow tier, and everybody waited who pinned or removed something.
+
+    A document that is removed meanwhile is not written again.
+    """
+    reading, gate, events = threading.Event(), threading.Event(), []
+
+    def slow(verb, _):
+        if verb == "read":
+            reading.set()
+            gate.wait(60)
+
+    remote = Faulty(Shared(), slow)
+    disk = DiskTier(tmp_path / "disk", 40 * RECORD, document_share=0.5)
+    with closing(engine_of(tmp_path, records=40, tiers=[disk, remote])) as engine:
+        pinned, other = learn(engine, A), learn(engine, B)
+        engine.keeper.pin([pinned])
+        for key in pinned.keys:
+            disk.delete(key)
+            engine.store._state.drop(key)
+
+        def restore():
+            engine.keeper.restore()
+            events.append("restored")
+
+        thread = threading.Thread(target=restore)
+        thread.start()
+        assert reading.wait(60)
+        engine.keeper.pin([other])
+        engine.keeper.unpin([other])
+        engine.keeper.remove([other if removed == "another one" else pinned])
+        events.append("removed")
+        gate.set()
+        thread.join(60)
+        engine.store.flush()
+        assert events == ["removed", "restored"]
+        there = removed == "another one"
+        assert [bool(place) for place in places(engine, A)] == [there, there]
+        assert disk.contains(pinned.keys) == remote.inner.contains(pinned.keys) == [there, there]
+        assert places(engine, B) == [None, None] if there else all(places(engine, B))
 
 
 def test_pins_leave_room_for_others_if_there_is_a_disk(tmp_path):

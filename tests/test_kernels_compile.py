@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 
 triton = pytest.importorskip("triton")
 
@@ -15,7 +16,7 @@ from triton.compiler import ASTSource  # noqa: E402
 
 from lmc.blend.kernels import attention_triton, place_triton, shift_triton  # noqa: E402
 from lmc.blend.kernels.attention_triton import FEWEST, scored, tile  # noqa: E402
-from lmc.blend.kernels.place_triton import padded  # noqa: E402
+from lmc.blend.kernels.place_triton import CHANGING, padded  # noqa: E402
 from lmc.blend.kernels.shift_triton import corrected  # noqa: E402
 
 BINARIES = Path(triton.__file__).parent / "backends/nvidia/bin"
@@ -44,6 +45,16 @@ POINTERS = {
     "inverses": "*fp32", "documents": "*i32", "spans": "*i32",
 }  # fmt: skip
 SCALARS = {"factor": "fp32", "share": "fp32"}
+TENSORS = ("query", "keys", "values", "out", "stored", "old_keys", "old_values")  # of the model's dtype
+STRIDE = re.compile("_(block|head|token|kind)$")
+# Tensors that always begin at a multiple of 16 bytes, so that Triton may compile for that, and why.
+WHOLE, ROWS = "a tensor of its own", "rows of a head, whose numbers are a multiple of 16 bytes"
+ALIGNED = {
+    "query": ROWS, "keys": ROWS, "values": ROWS, "stored": ROWS, "old_keys": ROWS, "old_values": ROWS, "changes": ROWS,
+    "out": WHOLE, "table": WHOLE, "tiles": WHOLE, "documents": WHOLE, "spans": WHOLE, "parts": WHOLE,
+    "part_sums": WHOLE, "changed": WHOLE, "weights": WHOLE, "rows": WHOLE, "examples": WHOLE, "means": WHOLE,
+    "inverses": WHOLE, "cos": "rows of half a head in float32", "sin": "rows of half a head in float32",
+}  # fmt: skip
 
 
 class Case(NamedTuple):
@@ -70,8 +81,7 @@ def compiled(case: Case, capability: int) -> Any:
             continue
         kind = POINTERS.get(name) or SCALARS.get(name)
         if kind is None:
-            is_tensor = name in ("query", "keys", "values", "out", "stored", "old_keys", "old_values")
-            kind = f"*{dtype}" if is_tensor else "i64" if name.endswith(("_block", "_kind")) else "i32"
+            kind = f"*{dtype}" if name in TENSORS else "i64" if name.endswith(("_block", "_kind")) else "i32"
         if kernel.__module__ == shift_triton.__name__ and name == "out":
             kind = "*fp32"
         signature[name] = kind
@@ -188,5 +198,21 @@ def test_it_is_not_compiled_again_for_another_length(kernel: Any) -> None:
     changing = [one for one in kernel.params if one.name in ("tokens", "count", "shares", "size")]
     assert changing or kernel in (shift_triton._mean, shift_triton._alike, shift_triton._correct)
     assert all(one.do_not_specialize for one in changing)
-    views = [one for one in kernel.params if one.name in ("positions", "slots", "present")]
-    assert all(one.do_not_specialize_on_alignment for one in views)
+    pointers = {one.name: one for one in kernel.params if one.name in {*POINTERS, *TENSORS}}
+    others = {one.name for one in kernel.params if not one.is_constexpr} - pointers.keys()
+    others -= {one.name for one in changing} | SCALARS.keys()
+    assert all(map(STRIDE.search, others)), "a new argument: is it a tensor, or does it change from prompt to prompt?"
+    specialized = {name for name, one in pointers.items() if not one.do_not_specialize_on_alignment}
+    assert specialized <= ALIGNED.keys(), "say why it always begins at a multiple of 16 bytes, or add it to CHANGING"
+    assert not ALIGNED.keys() & CHANGING["do_not_specialize_on_alignment"]
+
+
+def test_a_tensor_that_begins_anywhere_does_not_compile_a_kernel_again() -> None:
+    """`magnitude` begins behind `changed`, of another length each time, and was not among those that may.
+
+    A request whose deviation had another number of tokens waited for the compiler.
+    """
+    starts = {torch.empty(2, count)[1].data_ptr() % 16 for count in range(1, 9)}
+    assert starts != {0}
+    (magnitude,) = [one for one in place_triton._deviation.params if one.name == "magnitude"]
+    assert magnitude.do_not_specialize_on_alignment

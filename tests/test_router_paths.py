@@ -1,14 +1,18 @@
 """Who may ask the router what: tokens of clients, paths that are sent on, responses that one engine has, and forms."""
 
+import json
 import re
+import socket
 import tomllib
 from pathlib import Path
 
 import pytest
 from router_house import house
 
+from lmc.router.engines import address
 from lmc.router.paths import REMEMBERED, ResponseHomes, response_of
 from lmc.router.questions import read
+from lmc.router.settings import RouterSettings
 
 ASK = "/v1/completions"
 ROOT = Path(__file__).parent.parent
@@ -35,7 +39,65 @@ def test_clients_have_tokens_of_their_own_which_no_engine_sees():
             assert built.ask(ASK, asked, {"authorization": f"Bearer {token}"})[0] == 200
             assert built.ask("/v1/models", headers={"authorization": f"bearer {token}"})[0] == 200
         assert all("authorization" not in seen["headers"] for seen in built.echoes[0].seen)
-        assert {built.send(path).status for path in ("/health", "/ready", "/metrics")} == {200}
+        assert {built.send(path).status for path in ("/health", "/ready")} == {200}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"client_tokens": frozenset(("first",))},
+        {"admin_token": "secret", "open_admin": False},
+        {"client_tokens": frozenset(("first",)), "admin_token": "secret"},
+    ],
+    ids=["clients", "administration", "both"],
+)
+def test_clients_do_not_get_to_know_the_addresses_of_engines(settings):
+    """Each answer named the address of an engine in a header, and so did metrics that needed no token."""
+    client, admin = {"authorization": "Bearer first"}, {"authorization": "Bearer secret"}
+    if "client_tokens" not in settings:
+        client = {}
+    with house(2, "round_robin", **settings) as built:
+        asked, urls = {"model": "echo", "prompt": "x"}, {one.url for one in built.engines}
+        names = {built.send(ASK, asked, client).headers["x-lmc-engine"] for _ in urls}
+        assert len(names) == 2
+        assert not names & urls
+        text = built.send("/metrics", headers=client).read().decode()
+        for one in built.engines:
+            assert str(one.port) not in text
+        assert all(f'lmc_router_requests_total{{engine="{name}"' in text for name in names)
+        if "client_tokens" in settings:
+            assert built.send("/metrics").status == 401
+            assert built.send("/metrics", headers={"authorization": "Bearer another"}).status == 401
+        if "admin_token" in settings:
+            listed = built.ask("/engines", headers=admin)[1]["engines"]
+            assert {(one["name"], one["url"]) for one in listed} == {
+                (RouterSettings(**settings).name_of(url), url) for url in urls
+            }, "after a restart, too"
+            assert names == {one["name"] for one in listed}
+            assert built.send("/metrics", headers=admin).status == 200
+            gone = listed[0]
+            built.ask("/engines", {"url": gone["url"]}, admin, method="DELETE")
+            assert gone["name"] not in built.send("/metrics", headers=admin).read().decode()
+
+
+def test_an_engine_that_has_failed_is_not_named_to_clients_with_tokens():
+    """The error of an engine that could not be reached had its host and port."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]  # where nobody answers when it is closed
+    client, asked = {"authorization": "Bearer first"}, {"model": "echo", "prompt": "x"}
+    for tokens, named in ((frozenset(("first",)), False), (frozenset[str](), True)):
+        with house(1, "round_robin", client_tokens=tokens, attempts=1, health_seconds=1000.0) as built:
+            added = built.router.application.engines.add(address(f"http://127.0.0.1:{port}", ["echo"]))
+            added.healthy = True
+            found = [built.ask(ASK, asked, client) for _ in range(2)]
+            (refused,) = [answer for status, answer in found if status != 200]
+            assert (str(port) in json.dumps(refused)) == named
+            assert "no engine has answered" in refused["error"]["message"]
+
+
+def test_without_any_token_engines_are_called_by_their_addresses(two):
+    assert two.send(ASK, {"model": "echo", "prompt": "x"}).headers["x-lmc-engine"] in {one.url for one in two.engines}
+    assert RouterSettings().name_of("http://a:8000") == "http://a:8000"
 
 
 def test_engines_get_their_own_key_behind_clients_with_tokens():

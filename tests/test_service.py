@@ -604,6 +604,35 @@ def test_what_a_server_cannot_do_is_a_miss_and_is_said_once(server, attach, monk
     assert store.held() == 0, "the connection goes on"
 
 
+def test_a_store_that_is_closed_while_it_attaches_again_keeps_no_lease(tmp_path, monkeypatch, caplog):
+    """The server that had come back kept the lease of a closed store until the process ended."""
+    caplog.set_level("INFO")
+    with serving(tmp_path, 4) as server:
+        store = attached(server)
+    eventually(lambda: store.attachment is None)
+    attach, reached, gate = store._attach, threading.Event(), threading.Event()
+
+    def attach_slowly():
+        at = attach()
+        reached.set()
+        gate.wait(60)
+        return at
+
+    monkeypatch.setattr(store, "_attach", attach_slowly)
+    with serving(tmp_path, 4) as server:
+        assert reached.wait(60)
+        closing_it = threading.Thread(target=store.close)
+        closing_it.start()
+        store._ended.wait(60)
+        time.sleep(0.2)  # It waits for the thread that attaches.
+        gate.set()
+        closing_it.join(60)
+        assert not closing_it.is_alive()
+        assert store.attachment is None
+        eventually(lambda: server.clients == 0, seconds=20.0)
+    assert not any(line.endswith("sock is back") for line in caplog.messages)
+
+
 def test_a_client_that_has_too_many_open_files_attaches_when_it_has_fewer(tmp_path, monkeypatch):
     """The thread that attaches again ended, and nobody attached any more."""
     with serving(tmp_path, 4) as server:
@@ -979,6 +1008,21 @@ def test_a_server_goes_on_when_a_connection_cannot_be_accepted(server, attach, m
     monkeypatch.setattr(server, "_listener", Listener())
     for _ in range(2):
         assert put(attach(), key_of(random.randrange(1 << 30)))
+
+
+def test_a_connection_whose_process_cannot_be_told_is_closed(server, monkeypatch):
+    """It stayed open until it was collected as garbage."""
+    ours, theirs = socket.socketpair()
+    channel = Channel(ours)
+
+    def gone():
+        raise OSError(errno.ENOTCONN, os.strerror(errno.ENOTCONN))
+
+    monkeypatch.setattr(channel, "peer", gone)
+    with theirs, pytest.raises(OSError, match="not connected"):
+        server._admit(channel)
+    assert ours.fileno() == -1
+    assert not server._sessions
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,12 @@ import threading
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from http.client import HTTPConnection
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
+import msgspec
 import pytest
 import test_cli
 from hypothesis import given
@@ -23,7 +25,7 @@ from service_fakes import arena_of, eventually, serving
 from storage_fakes import key_of, meta_of
 from test_admin import free_port
 from test_cli import without_torch
-from test_keeper import RECORD, A, B, C, D, engine_of, known, learn, places
+from test_keeper import CHUNK, RECORD, A, B, C, D, engine_of, known, learn, places
 from vllm_fakes import DOC_A, DOC_B, Lab, prompt
 from vllm_fakes import learn as learn_in
 
@@ -32,6 +34,7 @@ from lmc import http_server
 from lmc.connectors.vllm.admin import Administration, serve_if_wanted
 from lmc.engine.document_desk import DocumentDesk
 from lmc.errors import ConfigError, InputError
+from lmc.http_client import Unreachable, admin_client
 from lmc.keys import RecordKind, tenant_of, tokens_digest
 from lmc.service import http_api
 from lmc.service.events import Events
@@ -224,6 +227,26 @@ def test_pins_of_all_engines_share_one_room(service):
     eventually(lambda: one.keeper.pinned_chunks == other.keeper.pinned_chunks == 8)
     one.keeper.unpin([known(one, A)])
     other.keeper.pin([known(other, [7] * 20)])
+
+
+def test_pins_on_the_disk_of_a_cache_server_take_no_memory_from_documents_to_learn(tmp_path):
+    """The pinned documents of a cache server exceeded its memory and lay on its disk; no engine learned any more.
+
+    Without a disk in the server they count, because they cannot leave its memory.
+    """
+    disk = {"local_disk": tmp_path / "disk", "max_local_disk_size": 40 * RECORD / GIB, "document_share": 1.0}
+    with administered(tmp_path, slots=5, **disk) as service:
+        engine = service.engine()
+        for tokens in (A, B, C, D):
+            engine.keeper.pin([learn(engine, tokens)])
+        eventually(lambda: engine.keeper.pinned_chunks == 8)
+        assert engine.store.slots == 5
+        assert (engine.fits(5 * CHUNK), engine.fits(6 * CHUNK)) == (True, False)
+    with administered(tmp_path, slots=5) as service:
+        engine = service.engine()
+        engine.keeper.pin([learn(engine, A)])
+        eventually(lambda: engine.keeper.pinned_chunks == 2)
+        assert (engine.fits(3 * CHUNK), engine.fits(4 * CHUNK)) == (True, False)
 
 
 def test_a_removed_document_is_nowhere(tmp_path):
@@ -437,7 +460,7 @@ def test_connections_over_which_nothing_is_asked_are_closed(tmp_path, monkeypatc
             half = opened.enter_context(socket.create_connection(address, 30))
             half.sendall(head.encode())
             assert [one.recv(10) for one in (*silent, begun)] == [b""] * 21
-            assert half.recv(100)[:12] in (b"", b"HTTP/1.1 400"), "the rest of the question does not come"
+            assert half.recv(100)[:12] == b"HTTP/1.1 408", "the rest of the question does not come"
         assert service.ask("/health") == {"status": "ok"}
 
 
@@ -780,7 +803,7 @@ def test_events_arrive_over_http_and_go_on_where_a_subscriber_was(service):
 
 
 def test_a_prompt_is_explained_by_an_engine_of_its_model(service, monkeypatch):
-    monkeypatch.setenv("LMC_ADMIN_TOKEN", TOKEN)
+    monkeypatch.setenv("LMC_ADMIN_TOKEN", "of the engine, which the server does not know")
     code, error = service.refusal("/v1/explain", {"prompt_token_ids": A})
     assert (code, "start one with an LMC_ADMIN of its own" in error) == (400, True)
     silent = service.engine()
@@ -805,9 +828,122 @@ def test_a_prompt_is_explained_by_an_engine_of_its_model(service, monkeypatch):
 def test_it_must_be_said_of_which_of_several_models_a_prompt_is(service):
     engines = [service.engine(model=name) for name in ("one", "two")]
     for engine in engines:
-        engine.store.administered_at("http://127.0.0.1:9")
+        engine.store.administered_at("http://127.0.0.1:9", "")
     eventually(lambda: sum(bool(one["admin"]) for one in service.ask("/v1/clients")["clients"]) == 2)
     code, error = service.refusal("/v1/explain", {"prompt_token_ids": A, "model": "three"})
     assert (code, "model must be one of one, two" in error) == (400, True)
     code, error = service.refusal("/v1/explain", {"prompt_token_ids": A, "model": "two"})
     assert (code, "no server answers at http://127.0.0.1:9" in error) == (400, True)
+
+
+class Listener:
+    """An HTTP server of a client that is not to be trusted: it keeps the headers of what it is asked."""
+
+    def __init__(self, status=200, location=""):
+        asked = self.asked = []
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self):
+                self.rfile.read(int(self.headers["content-length"] or 0))
+                asked.append((self.path, dict(self.headers)))
+                self.send_response(status)
+                if location:
+                    self.send_header("location", location)
+                self.end_headers()
+                self.wfile.write(b"{}")
+
+            do_GET = do_POST
+
+            def log_message(self, *_):
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,))
+
+    def __enter__(self):
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_):
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
+
+
+def introduce(engine, admin, token="of-the-client"):
+    """Name an address for explanations as a client of another make might, which checks nothing."""
+    store = engine.store
+    store._introduction = msgspec.structs.replace(store._introduction, admin=admin, explain_token=token)
+    store._tell(store._introduction)
+    store.held()
+
+
+def test_a_client_of_the_socket_does_not_get_the_operator_s_token(service, monkeypatch):
+    """A process of `--group` named an address of its own, and `explain` sent LMC_ADMIN_TOKEN there.
+
+    Now the server sends the token that the client itself has given, and no list shows that one.
+    """
+    monkeypatch.setenv("LMC_ADMIN_TOKEN", TOKEN)
+    with Listener() as listener:
+        introduce(service.engine(model="m"), listener.url)
+        assert service.ask("/v1/explain", {"prompt_token_ids": A})["engine"] == listener.url
+        ((path, headers),) = listener.asked
+        assert (path, headers["Authorization"]) == ("/v1/explain", "Bearer of-the-client")
+        assert TOKEN not in str(headers)
+        assert "of-the-client" not in json.dumps(service.ask("/v1/clients"))
+
+
+@pytest.mark.parametrize(
+    "admin",
+    [
+        "http://192.0.2.1:9180",
+        "http://example.com:9180",
+        "http://127.0.0.1.example.com:80",
+        "http://127.0.0.1:1@192.0.2.1:80",
+        "http://me@127.0.0.1:80",
+        "http://127.0.0.1:80/elsewhere",
+        "http://127.0.0.1:80\n",
+        "https://192.0.2.1:443",
+        "192.0.2.1:9180",
+        "unix://relative",
+    ],
+)
+def test_explanations_are_asked_of_this_host_only(service, caplog, admin):
+    """A client named an address of another host, and the server sent the operator's prompts there."""
+    introduce(service.engine(model="m"), admin)
+    assert [one["admin"] for one in service.ask("/v1/clients")["clients"]] == [""]
+    code, error = service.refusal("/v1/explain", {"prompt_token_ids": A})
+    assert (code, "start one with an LMC_ADMIN of its own" in error) == (400, True)
+    assert "which is no address of this host" in caplog.text
+
+
+def test_an_engine_that_only_other_hosts_can_ask_does_not_name_its_address(service, caplog):
+    engine = service.engine(model="m")
+    engine.store.administered_at("http://192.0.2.1:9180", "token")
+    engine.store.held()
+    assert [one["admin"] for one in service.ask("/v1/clients")["clients"]] == [""]
+    assert "cannot ask for explanations at http://192.0.2.1:9180" in caplog.text
+
+
+def test_a_client_cannot_take_the_place_of_an_engine_of_its_model(service):
+    """A second client introduced itself under the model of an engine, and got the prompts that are explained."""
+    with Listener() as engine, Listener() as other:
+        for listener in (engine, other):
+            introduce(service.engine(model="m"), listener.url)
+        for model in ("m", "any"):
+            assert service.ask("/v1/explain", {"prompt_token_ids": A, "model": model})["engine"] == engine.url
+        assert other.asked == []
+
+
+def test_a_redirect_leads_to_nobody_else(service, monkeypatch):
+    """An address of this host redirected the server to another one, with all headers."""
+    monkeypatch.setenv("LMC_ADMIN_TOKEN", TOKEN)
+    with Listener() as other, Listener(302, f"{other.url}/v1/explain") as listener:
+        introduce(service.engine(model="m"), listener.url)
+        code, error = service.refusal("/v1/explain", {"prompt_token_ids": A})
+        assert (code, f"redirects are not followed; use the address {other.url}/v1/explain" in error) == (400, True)
+        with pytest.raises(Unreachable, match="redirects are not followed"):
+            admin_client(listener.url).ask("/v1/documents")
+        assert len(listener.asked) == 2
+        assert other.asked == []

@@ -1,25 +1,33 @@
 """Document events of a cache server over ZeroMQ: whoever follows them, as the router does, knows what is there."""
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import replace
 
 import msgspec
 import pytest
 import test_cli
 import zmq
 from service_process import ServerProcess
+from storage_fakes import key_of, meta_of
 from test_admin import free_port
 from test_keeper import RECORD, A, B, C, engine_of, learn
 
 from lmc.admin_address import DOCUMENT_EVENTS
+from lmc.background import Background
+from lmc.engine import document_publisher
+from lmc.engine.document_events import DocumentEvents
 from lmc.engine.document_publisher import TOPIC, DocumentPublisher
+from lmc.engine.known_documents import KnownDocuments
 from lmc.errors import ConfigError
-from lmc.keys import tenant_of, tokens_digest
+from lmc.keys import RecordKind, tenant_of, tokens_digest
 from lmc.router.event_stream import EventStream, Lost
 from lmc.router.follow import decoded
 from lmc.shapes import GIB
+from lmc.storage.change_log import ChangeLog
 
 SECONDS = 30.0
 
@@ -105,6 +113,67 @@ def test_batches_are_sent_again_to_any_client(tmp_path):
             sent, events, engine = msgspec.msgpack.decode(payload)
             assert (events, engine) == ([{"type": "b"}], 0)
             assert abs(time.time() - sent) < SECONDS
+
+
+@pytest.mark.parametrize("fails", ["while changes are read", "while events are encoded"])
+@pytest.mark.parametrize("again", [True, False])
+def test_a_reader_notices_events_that_an_error_has_lost(tmp_path, monkeypatch, again, fails):
+    """An error after changes had been taken lost their events, and the next batch had the next number.
+
+    Now a number is missing, also if nothing changes afterwards, and everything that is there is announced again.
+    """
+    monkeypatch.setattr("lmc.engine.document_publisher.AGAIN_SECONDS", 0.05)
+    addresses = [f"ipc://{tmp_path}/events", *([f"ipc://{tmp_path}/again"] if again else [])]
+    log, known, broken = ChangeLog(), KnownDocuments(), threading.Event()
+
+    def salt_of(_):
+        if fails == "while changes are read" and broken.is_set():
+            broken.clear()
+            raise ValueError("it failed once")
+        return ""
+
+    def message(moved):
+        if fails == "while events are encoded" and broken.is_set():
+            broken.clear()
+            raise ValueError("it failed once")
+        return encoded(moved)
+
+    def appeared(name):
+        known.note(bytes(32), [1, ord(name)], [key_of(name)])
+        log.appeared("host", replace(meta_of(key_of(name)), kind=RecordKind.DOCUMENT))
+
+    async def read(stream, seen):
+        async for event in stream.batches():
+            seen.append("lost" if isinstance(event, Lost) else {one["document"] for one in decoded(event.payload)[1]})
+
+    async def run():
+        seen = []
+        reading = asyncio.create_task(read(EventStream(*addresses, topic=TOPIC, quiet_seconds=0.2), seen))
+        ids = [key_of(name).hex() for name in "abc"]
+        while not any(isinstance(one, set) and one for one in seen):  # A subscription takes a moment.
+            log.left("host", key_of("a"))
+            appeared("a")
+            await asyncio.sleep(0.05)
+        before = len(seen)
+        broken.set()
+        appeared("b")
+        until = time.monotonic() + SECONDS
+        while set(ids[:2]) not in seen:
+            assert time.monotonic() < until, seen
+            await asyncio.sleep(0.02)
+        assert "lost" in seen[before : seen.index(set(ids[:2]))]
+        assert not broken.is_set()
+        appeared("c")
+        while {ids[2]} not in seen:
+            assert time.monotonic() < until, seen
+            await asyncio.sleep(0.02)
+        assert seen[before:].count("lost") == 1
+        reading.cancel()
+
+    encoded = document_publisher._message
+    monkeypatch.setattr(document_publisher, "_message", message)
+    with closing(DocumentPublisher(",".join(addresses), DocumentEvents(log, known.get, salt_of, Background()))):
+        asyncio.run(run())
 
 
 def test_something_that_is_no_question_is_not_answered_and_the_next_one_is(tmp_path):

@@ -9,6 +9,7 @@ import socket
 import threading
 from array import array
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 
 import pytest
@@ -163,6 +164,48 @@ def test_memory_moves_on_when_an_arena_is_being_closed_or_fails(tmp_path, monkey
         assert min(server.arenas.budget.taken.values()) >= 0
         for one in (second, *third):
             one.close()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_others_attach_while_an_arena_is_being_closed(tmp_path, monkeypatch, fails):
+    """The server closed an arena that nobody used under the lock that each attaching client takes.
+
+    Closing writes to tiers, so all engines that came meanwhile were refused when their deadline had passed.
+    """
+    monkeypatch.setattr(arenas, "MOST_ARENAS", 2)
+    with serving(tmp_path, 12) as server, ThreadPoolExecutor(2) as pool:
+        attached(server).close()
+        eventually(lambda: not server.arenas.budget.used(SIZES))
+        (leaving,) = server.arenas.all()
+        second = attached(server, OTHER)
+        closing, go, close = threading.Event(), threading.Event(), leaving.close
+
+        def slowly():
+            closing.set()
+            assert go.wait(60)
+            close()
+            if fails:
+                raise StorageError("it cannot be closed")
+
+        leaving.close = slowly
+        third = pool.submit(attached, server, THIRD, deadline=60.0)
+        assert closing.wait(60)
+        again = pool.submit(attached, server, OTHER, deadline=60.0)
+        again.result(20).close()
+        with pytest.raises(StorageError, match="clients have 2 geometries of chunks already"):
+            attached(server, Sizes(Shares((1,)), PART_BYTES, 1), deadline=60.0)
+        assert not third.done()
+        go.set()
+        if fails:
+            with pytest.raises(StorageError, match="cannot be closed"):
+                third.result(60)
+        else:
+            third.result(60).close()
+            assert {arena.sizes for arena in server.arenas.all()} == {OTHER, THIRD}
+            eventually(lambda: not server.arenas.budget.used(THIRD))
+        attached(server, SIZES, deadline=60.0).close()  # It is made anew.
+        assert leaving not in server.arenas.all()
+        second.close()
 
 
 def test_a_geometry_that_was_forgotten_gives_nothing_back(tmp_path):

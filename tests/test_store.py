@@ -1297,3 +1297,26 @@ def test_a_tier_that_hangs_holds_up_nobody_who_looks_after_pinned_chunks(make):
         assert time.monotonic() < end
         time.sleep(0.01)
     assert tier.inner.contains([K0]) == [True]
+
+
+def test_a_chunk_that_is_forgotten_while_it_is_spread_is_not_written_again(make):
+    """It was forgotten, and deleted on the tier, between the look at it and the order to write it there."""
+    tier = DictTier()
+    store = make(tier, slots=4)
+    put(store, K0)
+    store.flush()
+    tier.delete(K0)
+    submit, jobs = store._writer._submit, []
+
+    def submit_late(tier, key, job, *arguments):
+        jobs.append(job.__name__)
+        if len(jobs) == 1:
+            store.forget(K0, wait=False)
+        return submit(tier, key, job, *arguments)
+
+    store._writer._submit = submit_late
+    store.spread([K0])
+    store.flush()
+    assert len(jobs) == 2, "a write, and before it the deletion"
+    assert tier.contains([K0]) == [False]
+    assert store.held() == 0

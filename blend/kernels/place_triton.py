@@ -22,7 +22,7 @@ TOKENS = 16  # that a program moves
 # for tensors that begin elsewhere than at a multiple of 16 bytes.
 CHANGING = {
     "do_not_specialize": ["tokens", "count", "shares", "size"],
-    "do_not_specialize_on_alignment": ["positions", "slots", "present", "paid", "log_sums"],
+    "do_not_specialize_on_alignment": ["positions", "slots", "present", "paid", "log_sums", "magnitude"],
 }
 FUSED = {"enable_fp_fusion": True}  # multiply and add in one rounding; Triton 3.9 warns if nobody says so
 

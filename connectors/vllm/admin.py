@@ -8,6 +8,7 @@ choice of the cost model.
 import json
 import logging
 import os
+import secrets
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -31,6 +32,7 @@ from lmc.engine.stores import administered_at
 from lmc.errors import ConfigError, InputError, NotFound
 from lmc.metrics import flat
 
+EXPLAIN = "/v1/explain"
 BOOT = Path("/proc/sys/kernel/random/boot_id")  # tells hosts apart
 
 log = logging.getLogger(__name__)
@@ -54,10 +56,11 @@ class Administration:
         self._setup, self._engine, self._tokenizer, self._requests = setup, setup.engine, setup.tokenizer, requests
         self._claims, self.background = Claims(setup), setup.engine.background
         self.desk = DocumentDesk(lambda: [setup.engine], lambda tokens, _: self._text(tokens), self.background)
+        self.explain_token = secrets.token_urlsafe(32)  # with which a cache server may ask for explanations only
 
     def answers_at(self, url: str) -> None:
-        """Tell a cache server, if there is one, where this is asked."""
-        administered_at(self._engine.store, url)
+        """Tell a cache server, if there is one, where this is asked for explanations, and with which token."""
+        administered_at(self._engine.store, url, self.explain_token)
 
     def stat(self) -> Facts:
         """Return the store's numbers, by the keys of `lmc.metrics`."""
@@ -206,7 +209,7 @@ def application(of: Administration, token: str) -> Any:
         ("GET", "/health", lambda _, __: {"status": of.status()}),
         ("GET", "/v1/stat", lambda _, __: of.stat()),
         ("GET", "/v1/routing", lambda _, __: of.routing()),
-        ("POST", "/v1/explain", lambda _, body: of.explain(body)),
+        ("POST", EXPLAIN, lambda _, body: of.explain(body)),
         ("GET", "/v1/documents", lambda request, _: desk.listed(_limit(request))),
         ("GET", "/v1/documents/{name:path}", lambda request, _: desk.show(request.path_params["name"])),
         ("PATCH", "/v1/documents/{name:path}", lambda request, body: desk.change(request.path_params["name"], body)),
@@ -215,7 +218,7 @@ def application(of: Administration, token: str) -> Any:
         ("GET", "/v1/requests/{name}", lambda request, _: of.request(request.path_params["name"])),
     ]
     routed = Starlette(routes=[Route(path, answering(find), methods=[method]) for method, path, find in routes])
-    return http_server.Guard(routed, token)
+    return http_server.Guard(routed, token, path_tokens={EXPLAIN: of.explain_token})
 
 
 def _encoded(facts: Facts, background: Background) -> bytes:

@@ -304,8 +304,11 @@ class CacheEngine:
         return True
 
     def fits(self, tokens: int) -> bool:
-        """Return whether all chunks of a document can be in memory at once, which their use requires."""
-        pinned = 0 if self.settings.local_disk else self.keeper.pinned_chunks  # With a disk they need not be in memory.
+        """Return whether all chunks of a document can be in memory at once, which their use requires.
+
+        Pinned chunks take memory away only if no disk tier keeps them, neither here nor in the cache server.
+        """
+        pinned = 0 if self.store.pins_yield else self.keeper.pinned_chunks
         return len(chunk_bounds(tokens, self.chunk_size)) <= self.store.slots - pinned
 
     def capacity(self) -> dict[str, float]:

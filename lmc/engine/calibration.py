@@ -12,7 +12,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from lmc.config import Settings
-from lmc.small_files import replace_text, user_cache
+from lmc.small_files import replace_text, sole_writer, user_cache
 
 log = logging.getLogger(__name__)
 
@@ -58,8 +58,9 @@ def calibration_of(model: str) -> Calibration | None:
 
 def keep_calibration(model: str, calibration: Calibration) -> None:
     """Write the calibration of a model in place of its last one; raise `OSError` if that is not possible."""
-    everything = {**_kept(), model: calibration.model_dump(mode="json")}
-    replace_text(calibrations_file(), json.dumps(everything, indent=1) + "\n")
+    with sole_writer(calibrations_file()):
+        everything = {**_kept(), model: calibration.model_dump(mode="json")}
+        replace_text(calibrations_file(), json.dumps(everything, indent=1) + "\n")
 
 
 def calibration_objection(settings: Settings, model: str, checkpoint: str | Path | None) -> str:

@@ -15,6 +15,8 @@ from lmc.engine.known_documents import KnownDocument
 from lmc.keys import ChunkKey, RecordKind, tokens_digest
 from lmc.storage.change_log import Changes, media_steps
 
+UNREAD = -1  # A change log does not reach back so far, and lists what is there.
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DocumentMoved:
@@ -42,7 +44,11 @@ class DocumentEvents:
     ) -> None:
         """`find` returns a known document by its id, and `salt_of` the cache salt of its tenant, if that is known."""
         self._changes, self._find, self._salt_of, self._background = changes, find, salt_of, background
-        self._read = 0  # number of the last change that was read
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
+        """Let the next changes be those from an empty store to what is there: readers have lost some."""
+        self._read = UNREAD  # number of the last change that was read
         self._present: defaultdict[str, set[ChunkKey]] = defaultdict(set)  # chunks of documents by medium
         self._owners: defaultdict[ChunkKey, dict[str, KnownDocument]] = defaultdict(dict)  # documents of a chunk, by id
         self._announced: dict[tuple[str, str], DocumentMoved] = {}  # by medium and id

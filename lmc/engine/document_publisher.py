@@ -62,6 +62,7 @@ class DocumentPublisher:
 
         self._pack, self._engine = msgspec.msgpack.Encoder().encode, engine
         self._number, self._kept = 0, deque[tuple[bytes, bytes]](maxlen=KEPT)
+        self._lost = False  # whether readers have still to notice that a batch is missing
         with ExitStack() as opened:
             try:
                 self._sockets: list[Any] = [
@@ -89,7 +90,7 @@ class DocumentPublisher:
         while not self._ended.is_set():
             try:
                 logged(self._answer, then="whoever has asked for batches again has to ask once more")
-                logged(self._publish, then="documents that have changed now may not be announced")
+                logged(self._publish, then="all documents are announced again")
             except Exception:  # noqa: BLE001 - it is logged
                 self._ended.wait(AGAIN_SECONDS)
         logged(self._publish, then="the last changes of documents are not announced")
@@ -109,13 +110,23 @@ class DocumentPublisher:
                 asking.send_multipart((client, b"", b"", LAST, b""))
 
     def _publish(self) -> None:
-        moved = self._events.take()
-        for at in range(0, len(moved), MOST_CHANGES):
-            events = list(map(_message, moved[at : at + MOST_CHANGES]))
-            batch = self._number.to_bytes(8, "big"), self._pack([time.time(), events, self._engine])
+        """Send what has changed. An error costs a number, so that readers notice and ask for everything again."""
+        try:
+            moved = self._events.take()
+            for at in range(0, len(moved) or self._lost, MOST_CHANGES):  # An empty batch shows that one is missing.
+                self._send(list(map(_message, moved[at : at + MOST_CHANGES])))
+            self._lost = False
+        except Exception:
             self._number += 1
-            self._kept.append(batch)
-            self._sockets[0].send_multipart((TOPIC.encode(), *batch))
+            self._lost = True
+            self._events.begin_anew()
+            raise
+
+    def _send(self, events: list[dict[str, Any]]) -> None:
+        batch = self._number.to_bytes(8, "big"), self._pack([time.time(), events, self._engine])
+        self._sockets[0].send_multipart((TOPIC.encode(), *batch))
+        self._kept.append(batch)
+        self._number += 1
 
 
 def _message(moved: DocumentMoved) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lmc.engine.known_documents import KnownDocument, pack_tokens
+from lmc.small_files import replace_text
 
 FILE = "documents.jsonl"
 OF_GEOMETRY = re.compile(r"documents-[\d.]+x\d+-\d+-\d+\.jsonl")  # what `file_of_geometry` returns
@@ -42,17 +43,16 @@ def parsed(line: str) -> dict[str, Any] | None:
 
 
 def append(path: Path, lines: Sequence[str]) -> None:
-    """Write lines behind those that are there; raise `OSError`, after which the file may end with half of one."""
+    """Add lines to the file on the disk; raise `OSError`, after which the file may end with half of one."""
     with open(path, "a", encoding="utf-8", opener=_private) as file:
         file.writelines(lines)
+        file.flush()
+        os.fsync(file.fileno())  # A pin has to survive a power failure; pins change seldom.
 
 
 def replace(path: Path, lines: Sequence[str]) -> None:
     """Write the file as a whole; raise `OSError`, and leave the old one."""
-    new = path.with_suffix(".tmp")
-    with open(new, "w", encoding="utf-8", opener=_private) as file:
-        file.writelines(lines)
-    new.replace(path)
+    replace_text(path, "".join(lines))
 
 
 def forget_noted(directory: Path, ids: Collection[str], namespace: str | None = None) -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 import xxhash
 
-from lmc.small_files import replace_text, user_cache
+from lmc.small_files import replace_text, sole_writer, user_cache
 
 WEIGHTS = ("*.safetensors", "*.bin", "*.gguf", "*.pt")  # All files of the first kind that a checkpoint has.
 DIGESTS = "checkpoints.json"  # where digests of files are remembered
@@ -63,7 +63,7 @@ def identity_of_files(files: Sequence[Path], also: Sequence[str] = ()) -> str:
         found = list(pool.map(lambda file: _entry(file, remembered), files))
     changed = {path: entry for path, entry in found if path and remembered.get(path) != entry}
     if changed:
-        _remember({path: entry for path, entry in remembered.items() if os.path.exists(path)} | changed)
+        _remember(changed)
     for file, (_, entry) in zip(files, found, strict=True):
         digest.update(f"{file.name} {entry[-1]}\n".encode())
     return digest.hexdigest()
@@ -101,10 +101,13 @@ def _remembered() -> dict[str, list[object]]:
     return {}
 
 
-def _remember(known: Mapping[str, list[object]]) -> None:
+def _remember(changed: Mapping[str, list[object]]) -> None:
+    """Add digests to those that are remembered, and leave those of removed files out."""
     file = user_cache() / DIGESTS
-    with suppress(OSError):  # If the home is read-only, the next start reads the files again.
-        replace_text(file, json.dumps(known))
+    # If the home is read-only, the next start reads the files again.
+    with suppress(OSError), sole_writer(file):  # Engines of other checkpoints start at the same time.
+        there = {path: entry for path, entry in _remembered().items() if os.path.exists(path)}
+        replace_text(file, json.dumps(there | dict(changed)))
 
 
 def _entry(file: Path, remembered: Mapping[str, list[object]]) -> tuple[str, list[object]]:

@@ -24,13 +24,13 @@ log = logging.getLogger(__name__)
 
 EXPIRY_SECONDS = 1.0  # between two looks for documents whose time is over
 RESTORE_SECONDS = 60.0  # between two looks for pinned documents that a tier has lost
-AT_ONCE = 8  # chunks that a tier is asked for together; nothing is removed meanwhile
+AT_ONCE = 8  # chunks that a tier is asked for together
 
 
 class DocumentKeeper(Protocol):
     """Pins and time limits of documents, kept in this process or by a cache server. Any thread may call any method."""
 
-    moving: threading.RLock  # Nothing is removed or written again while somebody has it.
+    moving: threading.RLock  # Nothing is removed, pinned or learned again while somebody has it.
 
     @property
     def pinned_chunks(self) -> int:
@@ -110,7 +110,7 @@ class Keeper(DocumentKeeper):
         self._foreign: list[str] = []  # lines about documents of other settings, which may come back
         self._torn = False  # whether the file may end with half a line
         self._mutex = threading.Lock()  # for what is above; held for moments only
-        # So that nothing that is removed is written again, or pinned meanwhile. It is taken before the others.
+        # So that nothing that is removed is pinned meanwhile, or learned again. It is taken before the others.
         self.moving = threading.RLock()
         self._file = threading.Lock()  # for the file, which has to agree with `_kept`; taken before the mutex
         self._ended = threading.Event()
@@ -207,15 +207,22 @@ class Keeper(DocumentKeeper):
         for first in range(0, len(keys), AT_ONCE):
             if self._ended.is_set():
                 return
+            wanted = [key for key in keys[first : first + AT_ONCE] if owners[key].pinned]
+            nowhere, hangs = list[ChunkKey](), False
+            try:  # Without a lock: a tier may take long.
+                nowhere = self._store.spread(wanted)
+            except TimeoutError:
+                hangs = True
             with self.moving:
-                wanted = [key for key in keys[first : first + AT_ONCE] if owners[key].pinned]
-                try:
-                    nowhere = self._store.spread(wanted)
-                except TimeoutError:  # Nobody who removes or pins something should wait for this tier.
-                    log.warning("a tier hangs: pinned documents are not written there again until it answers")
-                    return
+                for key in wanted:
+                    if owners[key].removed and key not in self._pins:  # It may have been loaded, and written again.
+                        self._store.forget(key, wait=False)
                 for document in {owners[key].id: owners[key] for key in nowhere}.values():
-                    self._learn(document)
+                    if document.pinned:
+                        self._learn(document)
+            if hangs:
+                log.warning("a tier hangs: pinned documents are not written there again until it answers")
+                return
 
     def renamed(self, documents: Sequence[KnownDocument]) -> None:
         """Note the new names of those documents that are kept."""

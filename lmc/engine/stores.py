@@ -81,10 +81,13 @@ def share_learning(
         remote.learning = RemoteLearning(queue, namespaces, has_time, learn)
 
 
-def administered_at(store: ChunkStore, address: str) -> None:
-    """Tell a store's cache server, if it has one, where this process is administered, and explains prompts."""
+def administered_at(store: ChunkStore, address: str, explain_token: str) -> None:
+    """Tell a store's cache server, if it has one, where this process is administered, and explains prompts.
+
+    The server sends the token when it asks for an explanation.
+    """
     if (remote := _in_server(store)) is not None:
-        remote.administered_at(address)
+        remote.administered_at(address, explain_token)
 
 
 def _in_server(store: ChunkStore) -> "RemoteStore | None":

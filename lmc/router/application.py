@@ -1,6 +1,7 @@
 """The router as an ASGI application: requests for engines go to the proxy, and questions about the router are answered.
 
-GET /health, /ready and /metrics are for everybody, /v1/models for all clients. /engines and /lmc/… are administration.
+GET /health and /ready are for everybody, /v1/models and /metrics for all clients. /engines and /lmc/… are
+administration.
 """
 
 import asyncio
@@ -37,7 +38,8 @@ from lmc.router.watch import Discovery, Follow, Watch
 
 log = logging.getLogger(__name__)
 
-OPEN, MODELS, PRIVATE = ("/health", "/ready", "/metrics"), "/v1/models", ("/engines", "/lmc/")
+METRICS, MODELS, PRIVATE = "/metrics", "/v1/models", ("/engines", "/lmc/")
+OPEN = ("/health", "/ready", METRICS)
 NO_CLIENT = "this router answers those who have a token: give it as `Authorization: Bearer …`"
 NO_TOKEN = "administration of a router that other hosts can reach needs a token: start it with LMC_ADMIN_TOKEN"
 Answering = Callable[[Asked], Awaitable[Response]]
@@ -49,7 +51,8 @@ class Router:
     def __init__(
         self, settings: RouterSettings, policy: Policy, engines: Engines, discovery: Discovery | None = None
     ) -> None:
-        self.settings, self.policy, self.engines, self.metrics = settings, policy, engines, RouterMetrics()
+        self.settings, self.policy, self.engines = settings, policy, engines
+        self.metrics = RouterMetrics(settings.name_of)
         used = policy.answered if isinstance(policy, Documents) else None
         self.proxy = Proxy(settings, policy, engines, self.metrics, used=used)
         self._discovery, self._ready = discovery, False
@@ -65,12 +68,14 @@ class Router:
         elif scope["type"] != "http":
             return
         elif self.proxy.takes(scope) or scope["path"] == MODELS:
-            if not self.settings.admits(Headers(scope=scope).get("authorization", "")):
+            if not self.settings.admits(_authorization(scope)):
                 await Client(scope, receive, send).refuse(Refusal(401, NO_CLIENT))
             elif scope["path"] == MODELS:
                 await self._public(scope, receive, send)
             else:
                 await self.proxy(scope, receive, send)
+        elif scope["path"] == METRICS and not self.settings.may_read_metrics(_authorization(scope)):
+            await Client(scope, receive, send).refuse(Refusal(401, NO_CLIENT))
         elif scope["path"] in OPEN:
             await self._public(scope, receive, send)
         elif not scope["path"].startswith(PRIVATE):
@@ -185,7 +190,11 @@ class Router:
         return JSONResponse({"object": "list", "data": models})
 
     async def _listed(self, _: Asked) -> Response:
-        return JSONResponse({"engines": [_described(one) for one in self.engines]})
+        return JSONResponse({"engines": [self._described(one) for one in self.engines]})
+
+    def _described(self, engine: Engine) -> dict[str, Any]:
+        """Return how an engine is, with the name that clients and metrics have for it."""
+        return {"name": self.settings.name_of(engine.url), **_described(engine)}
 
     async def _added(self, asked: Asked) -> Response:
         body = await _body(asked, set(EngineAddress._fields))
@@ -194,7 +203,7 @@ class Router:
             raise InputError("url, cache, admin and kv_events must be texts, and models a list of names")
         engine = self.engines.add(address(body.pop("url", ""), models, **body))
         log.info("lmc router: engine %s was added", engine.url)
-        return JSONResponse({"engines": [_described(engine)]}, 201)
+        return JSONResponse({"engines": [self._described(engine)]}, 201)
 
     async def _removed(self, asked: Asked) -> Response:
         url = str((await _body(asked, {"url"})).get("url", ""))
@@ -209,7 +218,7 @@ class Router:
         if not isinstance(draining, bool):
             raise InputError("drain must be true or false")
         engine.draining = draining
-        return JSONResponse({"engines": [_described(engine)]})
+        return JSONResponse({"engines": [self._described(engine)]})
 
     async def _explained(self, asked: Asked) -> Response:
         """Say where a request would go, and what each engine would have to do for it."""
@@ -271,6 +280,10 @@ def _answering(answer: Answering) -> Answering:
             return JSONResponse({"error": "something unexpected has happened; the router's log says what"}, 500)
 
     return answered
+
+
+def _authorization(scope: Any) -> str:
+    return str(Headers(scope=scope).get("authorization", ""))
 
 
 def _described(engine: Engine) -> dict[str, Any]:

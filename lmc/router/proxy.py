@@ -178,9 +178,9 @@ class Proxy:
                     failed.add(visit.engine.url)
                     self._note_failure(visit, error)
                     if error.silent:
-                        raise Refusal(504, f"an engine has not answered in time: {error}") from None
+                        raise Refusal(504, f"an engine has not answered in time: {self._told(visit, error)}") from None
                     if len(failed) >= self._settings.attempts:
-                        raise Refusal(502, f"no engine has answered: {error}") from None
+                        raise Refusal(502, f"no engine has answered: {self._told(visit, error)}") from None
                     self._metrics.count(numbers.RETRIES, visit.engine.url)
                     continue
                 async with opened.answer:
@@ -267,8 +267,16 @@ class Proxy:
             raise Refusal(404, f"no engine behind this router is known to have made the response {response!r}")
         found = [one for one in candidates if not home or one.name == home]
         if not found:
-            raise Refusal(503, f"{home} has made the response {response!r}, and cannot be used now")
+            raise Refusal(
+                503, f"{self._settings.name_of(home)} has made the response {response!r}, and cannot be used now"
+            )
         return found
+
+    def _told(self, visit: Visit, error: EngineFailed) -> str:
+        """Return what a client is told about an engine that has failed; errors may name its address."""
+        if not self._settings.hides_engines:
+            return str(error)
+        return f"{self._settings.name_of(visit.engine.url)} has failed, and the router's log says why"
 
     @property
     def _connections(self) -> aiohttp.ClientSession:
@@ -296,7 +304,8 @@ class Proxy:
             visit.engine.measured(visit.cost, now - visit.began)
         visit.begun()
         url, expected = visit.engine.url, visit.choice.expected_tokens
-        await client.begin(answer.status, sent_back(answer.raw_headers, client.request_id, url, expected))
+        name = self._settings.name_of(url)
+        await client.begin(answer.status, sent_back(answer.raw_headers, client.request_id, name, expected))
         part, tail = opened.first, b""
         if client.path == RESPONSES:
             self._homes.note(part, url)

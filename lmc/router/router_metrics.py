@@ -1,5 +1,6 @@
 """The numbers of a router, for Prometheus."""
 
+from collections.abc import Callable
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -45,7 +46,9 @@ OF_ROUTERS = (
 class RouterMetrics:
     """Counts what a router does. Its names begin with `lmc_router_`."""
 
-    def __init__(self) -> None:
+    def __init__(self, name_of: Callable[[str], str] = str) -> None:
+        """`name_of` returns what an engine is called in labels, by its URL."""
+        self._name_of = name_of
         self.registry = CollectorRegistry()
         self._made = {name: self._make(name) for name in OF_ROUTERS}
         self._series: dict[tuple[Name, tuple[str, ...]], Any] = {}
@@ -66,7 +69,7 @@ class RouterMetrics:
         """Return all numbers as Prometheus reads them. Those of engines that are not there any more are dropped."""
         for name, labels in list(self._series):
             if name.labels[:1] == ENGINE and labels[0] not in engines:
-                self._made[name].remove(*labels)
+                self._made[name].remove(*self._shown(name, labels))
                 del self._series[name, labels]
         for one in engines:
             state = one.breaker.state(now)
@@ -77,8 +80,13 @@ class RouterMetrics:
 
     def _of(self, name: Name, labels: tuple[str, ...]) -> Any:
         if (name, labels) not in self._series:
-            self._series[name, labels] = self._made[name].labels(*labels) if labels else self._made[name]
+            shown = self._shown(name, labels)
+            self._series[name, labels] = self._made[name].labels(*shown) if labels else self._made[name]
         return self._series[name, labels]
+
+    def _shown(self, name: Name, labels: tuple[str, ...]) -> tuple[str, ...]:
+        """Return labels as they are shown."""
+        return (self._name_of(labels[0]), *labels[1:]) if name.labels[:1] == ENGINE else labels
 
     def _make(self, name: Name) -> Any:
         title = f"lmc_{name.name}"

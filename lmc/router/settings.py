@@ -1,10 +1,14 @@
 """The settings of a router: one frozen value."""
 
 import hmac
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from lmc.http_server import bearer_token
 from lmc.shapes import MIB
+
+NAME_DIGITS = 12  # of the name of an engine whose address is hidden
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,12 +32,38 @@ class RouterSettings:
     connect_seconds: float = 5.0
     answer_seconds: float = 600.0  # without a byte from an engine
     health_seconds: float = 5.0  # between two looks at an engine
+    name_key: bytes = field(default_factory=lambda: os.urandom(32), repr=False)  # without a token of administration
 
     def admits(self, given: str) -> bool:
         """Return whether a client may ask, who gives this in the header `authorization`."""
         kind, _, token = given.partition(" ")
         found = [hmac.compare_digest(token.strip().encode(), one.encode()) for one in self.client_tokens]
         return not found or (kind.lower() == "bearer" and any(found))
+
+    def may_read_metrics(self, given: str) -> bool:
+        """Return whether a caller may read the metrics, who gives this in the header `authorization`.
+
+        With tokens of clients, a caller needs one of them, or that of administration.
+        """
+        token = bearer_token(given).encode()
+        return self.admits(given) or bool(self.admin_token and hmac.compare_digest(token, self.admin_token.encode()))
+
+    @property
+    def hides_engines(self) -> bool:
+        """Whether clients and metrics get short names of engines instead of their addresses: as soon as there is a
+        token, which says that not all callers are trusted.
+        """
+        return bool(self.client_tokens or self.admin_token)
+
+    def name_of(self, url: str) -> str:
+        """Return what clients and metrics call an engine: its address, or a short name from which nobody can tell it.
+
+        With a token of administration, the name is the same in all routers that have it, and after a restart.
+        """
+        if not self.hides_engines:
+            return url
+        key = self.admin_token.encode() or self.name_key
+        return f"engine-{hmac.digest(key, url.encode(), 'sha256').hex()[:NAME_DIGITS]}"
 
     @property
     def login(self) -> dict[str, str]:

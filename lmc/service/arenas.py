@@ -10,6 +10,7 @@ import os
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 from lmc.config import Settings
@@ -76,7 +77,9 @@ class Arenas:
         for tier, logs in self._tiers:
             tier.report_to(logs)
         self._arenas: dict[Sizes, Arena] = {}
-        self._lock, self._closed = threading.Lock(), False
+        self._lock, self._closed = threading.Condition(threading.Lock()), False
+        self._making: set[Sizes] = set()  # geometries that wait until other arenas are closed for them
+        self._closing: set[Sizes] = set()  # geometries whose arena is being closed, outside of the lock
         for sizes in self._kept():
             self._arenas[sizes] = self._made(sizes)
         self._mover = threading.Thread(target=self._move, name="lmc-memory", daemon=True)
@@ -89,37 +92,67 @@ class Arenas:
         already, or the server ends.
         """
         with self._lock:
-            if self._closed:
-                raise StorageError("the cache server ends")
-            self._make_room_for(sizes)
-            if sizes not in self._arenas:
-                self._arenas = {**self._arenas, sizes: self._made(sizes)}
-            self.budget.use(sizes, 1)
-            return self._arenas[sizes]
+            self._lock.wait_for(lambda: self._closed or sizes not in self._making | self._closing)
+            leaving = self._taken_out_for(sizes)
+            if sizes in self._arenas and not leaving:
+                self.budget.use(sizes, 1)
+                return self._arenas[sizes]
+            self._making.add(sizes)
+        try:
+            with ExitStack() as closing:  # This may take long, and others attach meanwhile.
+                for arena in leaving:
+                    closing.callback(self._close, arena)
+            with self._lock:
+                if self._closed:
+                    raise StorageError("the cache server ends")
+                if sizes not in self._arenas:
+                    self._arenas = {**self._arenas, sizes: self._made(sizes)}
+                self.budget.use(sizes, 1)
+                return self._arenas[sizes]
+        finally:
+            with self._lock:
+                self._making.discard(sizes)
+                self._lock.notify_all()
 
     def left(self, arena: Arena) -> None:
         """Note that a client has left an arena."""
         self.budget.use(arena.sizes, -1)
 
-    def _make_room_for(self, wanted: Sizes) -> None:
-        """Close arenas that no client has, if there are too many; raise `StorageError` if that is not enough."""
-        others = [sizes for sizes in self._arenas if sizes != wanted]
-        unused = [sizes for sizes in others if not self.budget.used(sizes)]
+    def _taken_out_for(self, wanted: Sizes) -> list[Arena]:
+        """Take arenas that no client has out of the others, if there are too many, and return them to be closed.
+
+        Raises `StorageError` if that is not enough, or the server ends. The lock is held.
+        """
+        if self._closed:
+            raise StorageError("the cache server ends")
+        others = {*self._arenas, *self._making} - {wanted}
+        unused = [sizes for sizes in self._arenas if not self.budget.used(sizes)]
+        unused = [sizes for sizes in unused if sizes != wanted and sizes not in self._making]
         too_many = max(0, len(others) + 1 - self._most)
-        for sizes in unused[:too_many]:
-            arena = self._arenas[sizes]
-            self._arenas = {other: one for other, one in self._arenas.items() if other != sizes}
-            arena.close()
-            arena.leave()
-            self.budget.forget(sizes)
-            for _, logs in self._tiers:
-                logs.remove(arena.store.changes)
-            log.info("there are too many geometries of chunks: one that no client has is closed, with its memory")
         if len(unused) < too_many:
             there = f"clients have {self._most} geometries of chunks already, which is the most"
             locked = "clients have chunks of another geometry, and with --page-locked there is one"
             cure = "start another server for these, or this server without --page-locked"
             raise StorageError(f"{locked}: {cure}" if self.page_locked else there)
+        leaving = unused[:too_many]
+        self._closing.update(leaving)
+        closed = [self._arenas[sizes] for sizes in leaving]
+        self._arenas = {sizes: one for sizes, one in self._arenas.items() if sizes not in leaving}
+        return closed
+
+    def _close(self, arena: Arena) -> None:
+        """Close an arena that was taken out, with its memory. It writes down what is in memory only."""
+        log.info("there are too many geometries of chunks: one that no client has is closed, with its memory")
+        try:
+            arena.close()
+            arena.leave()
+        finally:
+            with self._lock:
+                self.budget.forget(arena.sizes)
+                for _, logs in self._tiers:
+                    logs.remove(arena.store.changes)
+                self._closing.discard(arena.sizes)
+                self._lock.notify_all()
 
     def all(self) -> list[Arena]:
         """Return the arenas that are open."""
@@ -134,6 +167,8 @@ class Arenas:
         with self._lock:
             self._closed = True
             self.budget.refused.set()
+            self._lock.notify_all()
+            self._lock.wait_for(lambda: not self._closing)
             for arena in self._arenas.values():
                 arena.close()
             for tier, _ in self._tiers:

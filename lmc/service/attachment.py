@@ -27,6 +27,7 @@ class Attachment:
     slow: ServerConnection
     slab: Slab
     shared_places: frozenset[str]
+    pins_yield: bool
     serial: int  # which no other attachment of this process has
 
     @classmethod
@@ -63,7 +64,7 @@ class Attachment:
                 raise StorageError(f"the memory of the cache server at {path} cannot be mapped: {error}") from error
             opened.pop_all()
         _close(slow.files)  # It holds nothing.
-        return cls(quick, slow, slab, attached.shared_places, serial)
+        return cls(quick, slow, slab, attached.shared_places, attached.pins_yield, serial)
 
     def hang_up(self) -> None:
         """End the connections. What is mapped stays so, because it may still be read or written."""

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import msgspec
 
+from lmc.small_files import replace_bytes
 from lmc.storage.ledger import Slot
 from lmc.storage.record import RecordMeta, checksum
 from lmc.storage.slab import Slab, tag_of
@@ -112,12 +113,9 @@ class Journal:
             self._fail(error)
 
     def _write_anew(self) -> None:
-        whole, content = self._path.with_suffix(".new"), b"".join(self._frames.values())
+        content = b"".join(self._frames.values())
         try:
-            with self._opened(whole, os.O_TRUNC) as file:
-                if file.write(content) < len(content):
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            whole.replace(self._path)
+            replace_bytes(self._path, content, durable=False)  # The slab is on tmpfs, and does not outlive the host.
             self._size, self._complained = len(content), False
         except OSError as error:
             self._fail(error)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from lmc.admin_address import is_local_url
 from lmc.engine.known_documents import KnownDocument
 from lmc.engine.learn_queue import Unlearned
 from lmc.errors import InputError
@@ -37,7 +38,8 @@ class Lease:
     def __init__(self, arena: Arena, lifeline: Path, introduced: Callable[[str, str], object]) -> None:
         self.arena, self.store, self.lifeline = arena, arena.store, lifeline
         self.model: str | None = None  # None until the client has introduced itself
-        self.admin = ""  # address at which the client is administered, if it is
+        self.admin = ""  # address on this host at which the client is administered, if it is
+        self.explain_token = ""  # with which the client is asked for explanations
         self._introduced = introduced
         self.namespaces: set[bytes] = set()  # of documents that the client can learn
         self._chunk_size = 0  # tokens; 0 if the client has not said how it cuts documents
@@ -47,9 +49,18 @@ class Lease:
         self._pins: dict[int, Pin] = {}
         self._reservations: dict[int, Reservation] = {}
 
-    def introduce(self, model: str, tokenizer: str, chunk_size: int, admin: str) -> None:
-        """Note what the client's model is called, where its tokenizer lies, how it cuts documents, and who explains."""
-        self.model, self._chunk_size, self.admin = model, chunk_size, admin
+    def introduce(self, model: str, tokenizer: str, chunk_size: int, admin: str, explain_token: str) -> None:
+        """Note what the client's model is called, where its tokenizer lies, how it cuts documents, and who explains.
+
+        An address of another host is left out: the server must not send operators' prompts where a client points.
+        """
+        self.model, self._chunk_size = model, chunk_size
+        if admin and not is_local_url(admin):
+            log.warning(
+                "a client of model %r named %r for explanations, which is no address of this host", model, admin
+            )
+            admin = ""
+        self.admin, self.explain_token = admin, explain_token
         self._introduced(model, tokenizer)
         self.arena.cut_into(chunk_size)
 

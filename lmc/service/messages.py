@@ -37,6 +37,7 @@ class Attached(msgspec.Struct, frozen=True):
     shared_places: frozenset[str]
     lifeline: str  # a file, see `lifelines.py`
     page_locked: bool = False  # see `Slab`; servers before this was sent had no such memory
+    pins_yield: bool = False  # see `ChunkStore`
 
 
 class Beat(msgspec.Struct, frozen=True):
@@ -176,7 +177,8 @@ class CopiesOf(Request, frozen=True):
 class Introduce(Request, frozen=True):
     """What the client's model is called, and where its tokenizer lies, for people; and how its documents are cut.
 
-    `admin` is the address at which the client is administered, and explains prompts.
+    `admin` is the address at which the client is administered, and explains prompts if it is asked with the
+    `explain_token`, which it has made for this server.
     """
 
     answered: ClassVar[bool] = False
@@ -184,10 +186,11 @@ class Introduce(Request, frozen=True):
     tokenizer: Annotated[str, msgspec.Meta(max_length=4096)]
     chunk_size: Annotated[int, msgspec.Meta(ge=0, le=1 << 20)] = 0  # tokens; 0 if it does not say
     admin: Annotated[str, msgspec.Meta(max_length=4096)] = ""
+    explain_token: Annotated[str, msgspec.Meta(max_length=128, pattern=r"^[A-Za-z0-9_-]*$")] = ""
 
     def asked(self, lease: "Lease") -> None:
         """Note it."""
-        lease.introduce(self.model, self.tokenizer, self.chunk_size, self.admin)
+        lease.introduce(self.model, self.tokenizer, self.chunk_size, self.admin, self.explain_token)
 
 
 class Described(msgspec.Struct, frozen=True):

@@ -14,7 +14,7 @@ from lmc import __version__
 from lmc.background import Background
 from lmc.engine.document_desk import DocumentDesk
 from lmc.errors import InputError
-from lmc.http_client import admin_client
+from lmc.http_client import engine_client
 from lmc.metrics import StoreCollector, flat
 from lmc.service.events import Events
 from lmc.service.quotas import Owners, Quota
@@ -95,14 +95,15 @@ class Overview:
 
         A request may call the model otherwise than the engine does, so with engines of one model any name will do.
         """
-        engines = [one for one in self.clients() if one["admin"]]
+        engines = self._server.explainers()
         if not engines:
             raise InputError("no engine explains prompts: start one with an LMC_ADMIN of its own (127.0.0.1:9181)")
-        models = {one["model"]: one["admin"] for one in engines}
-        model = asked.get("model") if len(models) > 1 else engines[0]["model"]
+        models = {one.model: one for one in reversed(engines)}  # A client that comes later replaces no earlier one.
+        model = asked.get("model") if len(models) > 1 else engines[0].model
         if model not in models:
             raise InputError(f"say of which model the prompt is: model must be one of {', '.join(sorted(models))}")
-        return {**admin_client(models[model]).ask("/v1/explain", dict(asked)), "engine": models[model]}
+        engine = models[model]
+        return {**engine_client(engine.admin, engine.token).ask("/v1/explain", dict(asked)), "engine": engine.admin}
 
     def clear(self, model: str | None, tenant: str | None) -> int:
         """Remove all chunks of a model, a tenant or both, or of everybody, and return how many there were."""

@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 import torch
 
+from lmc.admin_address import is_local_url
 from lmc.errors import ChunkLost, LmcError, StorageError, TierUnusable
 from lmc.keys import ChunkKey
 from lmc.service import messages as m
@@ -185,9 +186,14 @@ class RemoteStore(ChunkStore):
         """
         return self._counts.total
 
-    def administered_at(self, address: str) -> None:
-        """Tell the server where this process is administered, and explains prompts."""
-        self._introduction = msgspec.structs.replace(self._introduction, admin=address)
+    def administered_at(self, address: str, explain_token: str) -> None:
+        """Tell the server where this process is administered, and explains prompts if asked with the token."""
+        if not is_local_url(address):
+            log.warning(
+                "the cache server cannot ask for explanations at %s: LMC_ADMIN has no address of loopback", address
+            )
+            return
+        self._introduction = msgspec.structs.replace(self._introduction, admin=address, explain_token=explain_token)
         self._tell(self._introduction)
 
     def trim(self) -> None:
@@ -255,8 +261,11 @@ class RemoteStore(ChunkStore):
     def _attach(self) -> Attachment:
         return Attachment.open(self._path, self._sizes, deadline=self._deadline, patience=PATIENCE)
 
-    def _take(self, at: Attachment) -> None:
-        """Use a server from now on; raise `Gone` if it has gone already."""
+    def _take(self, at: Attachment) -> bool:
+        """Use a server from now on, and return whether this store is still open; raise `Gone` if it has gone already.
+
+        If the store was closed meanwhile, the server keeps no lease for it.
+        """
         try:
             beat = at.quick.ask(m.Ping())
             at.quick.tell(self._introduction)
@@ -268,9 +277,16 @@ class RemoteStore(ChunkStore):
             self.learning.begin()
         self._counts.begin(beat.stats)
         self.pinned_chunks = beat.pinned
-        self.slab, self.slots, self.shared_places = at.slab, at.slab.slots, at.shared_places
         with self._lock:
-            self._last = self.attachment = at
+            closed = self._ended.is_set()
+            if not closed:
+                self.slab, self.slots = at.slab, at.slab.slots
+                self.shared_places, self.pins_yield = at.shared_places, at.pins_yield
+                self._last = self.attachment = at
+        if closed:
+            at.hang_up()
+            at.let_go()
+        return not closed
 
     def _look_after(self) -> None:
         """Notice that the server has gone, and attach again."""
@@ -280,8 +296,7 @@ class RemoteStore(ChunkStore):
                 if at is not None:
                     with self._without(at):
                         self._beat(at)
-                elif self._unused():
-                    self._take(self._attach())
+                elif self._unused() and self._take(self._attach()):
                     log.info("the cache server at %s is back", self._path)
             except (TierUnusable, Gone) as error:  # It is not there yet, or has gone again.
                 log.debug("no cache server at %s: %s", self._path, str(error))

@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -44,6 +44,14 @@ _opening: msgspec.msgpack.Decoder[Sizes | Status | Retire] = msgspec.msgpack.Dec
 _encode = msgspec.msgpack.Encoder().encode
 
 complain = TierGuard().complain  # at most once a minute about the same
+
+
+class Explainer(NamedTuple):
+    """A client that explains prompts of its model."""
+
+    model: str
+    admin: str  # an address on this host
+    token: str  # which the client has made for this server
 
 
 class CacheServer:
@@ -92,8 +100,9 @@ class CacheServer:
                 time.sleep(PAUSE_SECONDS)
 
     def _admit(self, channel: Channel) -> None:
-        session = Session(self, channel)
+        session = None
         try:
+            session = Session(self, channel)
             if not self._may_attach(session):
                 channel.close()
                 return
@@ -107,7 +116,8 @@ class CacheServer:
                 return
             threading.Thread(target=session.run, name="lmc-client", daemon=True).start()
         except BaseException:
-            self.ended(session)
+            if session is not None:
+                self.ended(session)
             channel.close()
             raise
 
@@ -143,6 +153,12 @@ class CacheServer:
         with self._lock:
             sessions = list(self._sessions)
         return [found for session in sessions if (found := session.described())]
+
+    def explainers(self) -> list[Explainer]:
+        """Return the clients that explain prompts, the one that has been attached longest first."""
+        with self._lock:
+            sessions = sorted(self._sessions, key=lambda session: session.since)
+        return [found for session in sessions if (found := session.explainer)]
 
     def tokenizers(self) -> dict[str, str]:
         """Return where the tokenizers of models lie, as clients have said."""
@@ -192,7 +208,7 @@ class Session:
     def __init__(self, server: CacheServer, channel: Channel) -> None:
         self._server, self._channel = server, channel
         self._lease: Lease | None = None
-        self.peer, self._since = channel.peer(), time.time()
+        self.peer, self.since = channel.peer(), time.time()
 
     def run(self) -> None:
         """Answer until the connection ends."""
@@ -253,7 +269,7 @@ class Session:
             "user": self.peer[1],
             "model": self._lease.model,
             "admin": self._lease.admin,
-            "attached": self._since,
+            "attached": self.since,
             "pinned": pinned,
             "reserved": reserved,
             "hits": dict(self._lease.hits),
@@ -261,6 +277,14 @@ class Session:
             "stored": self._lease.stored,
             "refused": self._lease.refused,
         }
+
+    @property
+    def explainer(self) -> Explainer | None:
+        """The client as one that explains prompts, if it does."""
+        lease = self._lease
+        if lease is None or lease.model is None or not lease.admin:
+            return None
+        return Explainer(lease.model, lease.admin, lease.explain_token)
 
     def hang_up(self) -> None:
         """End the connection from another thread."""
@@ -299,8 +323,13 @@ class Session:
         except (LmcError, OSError) as error:
             self._channel.send(ERROR + str(error).encode())
             raise
-        shared, lifeline = arena.store.shared_places, str(self._lease.lifeline)
-        answer = m.Attached(arena.store.slots, shared, lifeline, self._server.arenas.page_locked)
+        answer = m.Attached(
+            arena.store.slots,
+            arena.store.shared_places,
+            str(self._lease.lifeline),
+            self._server.arenas.page_locked,
+            arena.store.pins_yield,
+        )
         self._channel.send(ANSWER + _encode(answer), (arena.store.slab.file,))
         return self._lease
 

@@ -128,7 +128,11 @@ def transfer(operation: VectoredIO, fd: int, views: Sequence[memoryview], offset
 
 
 def move(path: Path, to: Path) -> None:
-    """Rename a file, into a folder that usually exists."""
+    """Rename a file, into a folder that usually exists.
+
+    Neither the file nor the folder is synced: a record that a power failure has cut or lost is a miss, which checksums
+    tell, and a sync for each would make writing wait for the disk.
+    """
     try:
         path.rename(to)
     except FileNotFoundError:  # Looking first would cost another system call every time.

@@ -17,7 +17,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from pathlib import Path
 
@@ -156,8 +156,17 @@ class DiskTier:
             return Written.PRESENT
         if self.read_only or not self.usable or time.monotonic() < self._paused_until:
             return Written.REFUSED
-        beside = meta.offset(meta.parts) >= BESIDE_BYTES
-        sums = self._sums.submit(_checksums, meta, parts) if beside else None
+        if meta.offset(meta.parts) < BESIDE_BYTES:
+            return self._store(meta, parts, None)
+        sums = self._sums.submit(_checksums, meta, parts)
+        try:
+            return self._store(meta, parts, sums)
+        finally:  # `parts` may lie in a slot, which others may fill as soon as this returns, for whatever reason.
+            if not sums.cancel():
+                wait([sums])
+
+    def _store(self, meta: RecordMeta, parts: Sequence[memoryview], sums: "Future[tuple[int, ...]] | None") -> Written:
+        """Write a record, with checksums that a thread computes meanwhile if `sums` are given."""
         header = _header(meta, (0,) * meta.parts if sums else _checksums(meta, parts))
         size = len(header) + meta.offset(meta.parts)
         with self._lock:
