@@ -6,19 +6,26 @@ way before a word that takes the last blank with it; each of these ways is a var
 
 import itertools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from lmc.blend.turn_headers import SENTENCE_PIECE_BLANK, Tokens, TurnHeaders, Variants, added_tokens, common_prefix
-from lmc.blend.turn_headers import longest_first
+from lmc.blend.turn_headers import (
+    SENTENCE_PIECE_BLANK,
+    Tokens,
+    TurnHeaders,
+    Variants,
+    added_tokens,
+    common_prefix,
+    longest_first,
+)
 from lmc.errors import InputError
 
 # Pairs of texts around a special string: a tokenizer treats both alike, and they have no token in common beside it.
 BEFORE = ("a", "b"), ("a.", "a,"), ("a\n", "a\t")
 BEHIND = ("a", "b"), ("A", "B"), (" a", " b"), ("\n", "\t")
-# Names that only chat templates write, such as <|user|>, <｜User｜> and <tool_call|>, also without the special flag
-MARKER_NAME = re.compile(r"<[|｜].*>|<.*[|｜]>", re.DOTALL)
+# Names that only chat templates write, such as <|user|> and <tool_call|>, also without the special flag
+MARKER_NAME = re.compile(r"<[|\uff5c].*>|<.*[|\uff5c]>", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

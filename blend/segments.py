@@ -53,7 +53,7 @@ class Placement:
 
 def split(tokens: Tokens, markers: Markers) -> Segments:
     """Cut a prompt at every separator. Without separators, all of it is the question."""
-    headers = list(occurrences(tokens, longest_first([*markers.answers, *markers.messages])))
+    headers = _headers(tokens, markers)
     answers = _answers(len(tokens), headers, markers.answers)
     starts = [answer.start for answer in answers]  # ascending; none begins before the one before it has ended
 
@@ -73,6 +73,11 @@ def split(tokens: Tokens, markers: Markers) -> Segments:
         question=Span(cuts[-1].stop, len(tokens)),
         opening=None if _any_inside(turns, Span(1, system.stop)) else system,  # Any prompt may begin with BOS.
     )
+
+
+def has_turns(tokens: Tokens, markers: Markers) -> bool:
+    """Return whether tokens are no document, because they have a special token, or the header of a turn."""
+    return not markers.special.isdisjoint(tokens) or any(_headers(tokens, markers))
 
 
 def join(system: Tokens, documents: Sequence[Tokens], question: Tokens, separator: Tokens) -> list[int]:
@@ -113,6 +118,11 @@ def bare_and_apart(separator: str) -> tuple[str, str]:
 
 def _find(tokens: Tokens, variants: Variants) -> list[Span]:
     return [Span(at, at + len(match)) for at, match in occurrences(tokens, variants)]
+
+
+def _headers(tokens: Tokens, markers: Markers) -> list[tuple[int, tuple[int, ...]]]:
+    """Return where the headers of turns begin, and which they are."""
+    return list(occurrences(tokens, longest_first([*markers.answers, *markers.messages])))
 
 
 def _answers(size: int, headers: Iterable[tuple[int, Tokens]], of_answers: Variants) -> list[range]:

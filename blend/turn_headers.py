@@ -194,7 +194,8 @@ def _with_tools(calling: str, following: list[str], options: Message) -> Iterato
 
 def _in_parts(messages: list[Message]) -> list[Message]:
     """Return messages whose contents are lists of parts, as some templates of models that see images want them."""
-    return [{**one, "content": [{"type": "text", "text": one["content"]}] if one["content"] else ""} for one in messages]
+    texts = ([{"type": "text", "text": one["content"]}] if one["content"] else "" for one in messages)
+    return [{**one, "content": text} for one, text in zip(messages, texts, strict=True)]
 
 
 def _boundaries_of(tokenizer: Any, messages: list[Message], options: Message) -> list[Boundary]:
@@ -283,15 +284,7 @@ class _Search:
             ends = (_rest(tokens, (header,)) for tokens in self._to_others if _has(tokens, header))
             return all(any(_has(end, unit) for unit in only_others) for end in ends)
 
-        chosen: list[Header] = []
-        headers = self._headers(self._to_answers)
-        for tells, candidates in (
-            (tells_always, headers),
-            (tells_in_the_end, headers),
-            (tells_always, self._texts(self._to_answers)),
-        ):
-            _cover(chosen, self._to_answers, candidates, tells)
-        return chosen
+        return self._chosen(self._to_answers, tells_always, tells_in_the_end)
 
     def messages(self, answers: list[Header]) -> list[Header]:
         """Return headers of contents that are no answers. Each ends the answer before it."""
@@ -313,15 +306,7 @@ class _Search:
         def tells_in_the_end(header: Header) -> bool:
             return header not in answers and not any(any(matches(tokens, header)[-1:]) for tokens in self._to_model)
 
-        chosen: list[Header] = []
-        headers = self._headers(targets)
-        for tells, candidates in (
-            (tells_always, headers),
-            (tells_in_the_end, headers),
-            (tells_always, self._texts(targets)),
-        ):
-            _cover(chosen, targets, candidates, tells)
-        return chosen
+        return self._chosen(targets, tells_always, tells_in_the_end)
 
     def texts(self, headers: list[Header], special: frozenset[int]) -> list[Header]:
         """Return texts between contents that have neither a header nor a special token between them."""
@@ -333,6 +318,19 @@ class _Search:
         ]
         texts = self._texts([tokens for tokens in bare if not any(occurrences(tokens, known))])
         return [text for text in texts if not any(_has(tokens, text) for tokens in self._to_model)]
+
+    def _chosen(self, targets: list[Header], tells_always: Tells, tells_in_the_end: Tells) -> list[Header]:
+        """Return headers so that each target has one, if there is one; texts only where no marker tells."""
+        headers, texts = self._headers(targets), self._texts(targets)
+        always, texts = [*filter(tells_always, headers)], [*filter(tells_always, texts)]
+        left = list(targets)
+        chosen: list[Header] = []
+        for usable in ([*always, *filter(tells_in_the_end, headers)], texts):
+            while any(_has(tokens, header) for tokens in left for header in usable):
+                best = min(usable, key=lambda header: _cost(header, left, header not in always))
+                chosen.append(best)
+                left = [tokens for tokens in left if not _has(tokens, best)]
+        return chosen
 
     def _headers(self, targets: list[Header]) -> list[Header]:
         """Return what may be a header: markers, alone or with the text after them that they always have."""
@@ -361,22 +359,10 @@ class _Search:
         return tuple(tokens[texts.index(True) : len(texts) - texts[::-1].index(True)]) if any(texts) else ()
 
 
-def _cover(chosen: list[Header], targets: list[Header], candidates: Iterable[Header], tells: Tells) -> None:
-    """Add to the `chosen` headers until each target has one, if there is one. The one of most targets comes first."""
-    left = [tokens for tokens in targets if not any(_has(tokens, one) for one in chosen)]
-    usable = [header for header in dict.fromkeys(candidates) if tells(header)]
-    while left and usable:
-        best = min(usable, key=lambda header: _cost(header, left))
-        if not any(_has(tokens, best) for tokens in left):
-            return
-        chosen.append(best)
-        left = [tokens for tokens in left if not _has(tokens, best)]
-
-
-def _cost(header: Header, targets: list[Header]) -> tuple[int, int, int]:
-    """Return what orders headers: those of many targets, at their starts, and short ones come first."""
+def _cost(header: Header, targets: list[Header], uncertain: bool) -> tuple[int, bool, int, int]:
+    """Return what orders headers: those of many targets, certain ones, those at the start, and short ones come first."""
     places = [next(occurrences(tokens, (header,)))[0] for tokens in targets if _has(tokens, header)]
-    return -len(places), sum(places), len(header)
+    return -len(places), uncertain, sum(places), len(header)
 
 
 def _has(tokens: Tokens, header: Header) -> bool:
