@@ -9,8 +9,9 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 
-from lmc.blend.markers import Tokens, tokens_inside
+from lmc.blend.markers import tokens_inside
 from lmc.blend.segments import Span
+from lmc.blend.turn_headers import Tokens
 
 FEW = 32  # tokens that the first or the last word of a text may have
 PLACES = 100  # that are looked at: an engine makes no step meanwhile

@@ -7,10 +7,11 @@ document. What the model has answered is no document either.
 
 import itertools
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from lmc.blend.markers import Markers, Tokens, Variants
+from lmc.blend.markers import Markers
+from lmc.blend.turn_headers import Tokens, Variants, longest_first, occurrences
 
 PASSES = 4  # Taking a special string out of a text may leave another one, as in "# # #".
 
@@ -52,7 +53,8 @@ class Placement:
 
 def split(tokens: Tokens, markers: Markers) -> Segments:
     """Cut a prompt at every separator. Without separators, all of it is the question."""
-    answers = _answers(tokens, markers)
+    headers = _headers(tokens, markers)
+    answers = _answers(len(tokens), headers, markers.answers)
     starts = [answer.start for answer in answers]  # ascending; none begins before the one before it has ended
 
     def answered(at: int) -> bool:
@@ -62,15 +64,20 @@ def split(tokens: Tokens, markers: Markers) -> Segments:
     cuts = [cut for cut in _find(tokens, markers.separators) if not answered(cut.start)]
     if not cuts:
         return Segments(system=Span(0, 0), documents=(), question=Span(0, len(tokens)))
-    special = [at for at, token in enumerate(tokens) if token in markers.special]
+    turns = sorted({at for at, _ in headers} | {at for at, token in enumerate(tokens) if token in markers.special})
     between = (Span(a.stop, b.start) for a, b in itertools.pairwise(cuts))
     system = Span(0, cuts[0].start)
     return Segments(
         system=system,
-        documents=tuple(span for span in between if len(span) and not _any_inside(special, span)),
+        documents=tuple(span for span in between if len(span) and not _any_inside(turns, span)),
         question=Span(cuts[-1].stop, len(tokens)),
-        opening=None if _any_inside(special, Span(1, system.stop)) else system,  # Any prompt may begin with BOS.
+        opening=None if _any_inside(turns, Span(1, system.stop)) else system,  # Any prompt may begin with BOS.
     )
+
+
+def has_turns(tokens: Tokens, markers: Markers) -> bool:
+    """Return whether tokens are no document, because they have a special token, or the header of a turn."""
+    return not markers.special.isdisjoint(tokens) or any(_headers(tokens, markers))
 
 
 def join(system: Tokens, documents: Sequence[Tokens], question: Tokens, separator: Tokens) -> list[int]:
@@ -110,26 +117,25 @@ def bare_and_apart(separator: str) -> tuple[str, str]:
 
 
 def _find(tokens: Tokens, variants: Variants) -> list[Span]:
-    cuts: list[Span] = []
-    firsts = {variant[0] for variant in variants}
-    for at, token in enumerate(tokens):
-        if token in firsts and (not cuts or at >= cuts[-1].stop):
-            found = next((one for one in variants if tuple(tokens[at : at + len(one)]) == one), None)
-            if found is not None:
-                cuts.append(Span(at, at + len(found)))
-    return cuts
+    return [Span(at, at + len(match)) for at, match in occurrences(tokens, variants)]
 
 
-def _answers(tokens: Tokens, markers: Markers) -> list[range]:
-    """Return where the model's answers are in a conversation: from their header to the next special token."""
-    header, found = markers.answer, []
-    if header:
-        for at in range(len(tokens) - len(header) + 1):
-            if tokens[at] == header[0] and tuple(tokens[at : at + len(header)]) == header:
-                start = at + len(header)
-                ends = (end for end in range(start, len(tokens)) if tokens[end] in markers.special)
-                found.append(range(start, next(ends, len(tokens))))
-    return found
+def _headers(tokens: Tokens, markers: Markers) -> list[tuple[int, tuple[int, ...]]]:
+    """Return where the headers of turns begin, and which they are."""
+    return list(occurrences(tokens, longest_first([*markers.answers, *markers.messages])))
+
+
+def _answers(size: int, headers: Iterable[tuple[int, Tokens]], of_answers: Variants) -> list[range]:
+    """Return where the model's answers are in a conversation: from their headers to those of the next messages."""
+    found: list[range] = []
+    start: int | None = None
+    for at, header in headers:
+        if header in of_answers:
+            start = at + len(header) if start is None else start  # An answer may consist of several parts.
+        elif start is not None:
+            found.append(range(start, at))
+            start = None
+    return found if start is None else [*found, range(start, size)]
 
 
 def _any_inside(positions: Sequence[int], span: Span) -> bool:

@@ -213,7 +213,8 @@ class AdminEndpoint:
     async def __call__(self, scope, receive, send):
         self.asked.append(scope["path"])
         routing = {
-            "special_string": " <doc> ", "separators": [[9, 9]], "special": [1], "answer": [], "ratio": 0.3,
+            "special_string": " <doc> ", "separators": [[9, 9]], "special": [1], "ratio": 0.3,
+            "answers": [[1, 2]], "messages": [[1]],
             "cache": "", "blend_min_tokens": 256,
             "capacity": {"host": 5000.0, "disk": 9000.0}, "chunk_size": 64, "document_events": self.events,
         }  # fmt: skip
@@ -278,7 +279,8 @@ def test_the_index_follows_the_listing_and_the_events_of_an_engine(replays):
             admin.application.documents = [listed("d1", "host", "disk", "elsewhere")]
             asyncio.run(follow(admin, sender))
     assert policy.cutter.special_string_of("m") == " <doc> "
-    assert policy.cutter.markers["m"] == Markers(separators=((9, 9),), special=frozenset({1}))
+    known = policy.cutter.markers["m"]
+    assert known == Markers(separators=((9, 9),), special=frozenset({1}), answers=((1, 2),), messages=((1,),))
     assert all(lag >= 0 for lag in lags)
 
 

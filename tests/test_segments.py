@@ -177,10 +177,10 @@ def test_a_text_that_is_nowhere_is_looked_for_in_few_places(words: str, text: st
 def test_what_the_model_has_said_is_found_among_many_answers() -> None:
     """Against the definition; each separator was compared with each answer."""
     dice = random.Random(0)
-    markers = Markers(separators=((7, 7), (8,)), special=frozenset({1, 2}), answer=(1, 3))
+    markers = Markers(separators=((7, 7), (8,)), special=frozenset({1, 2}), answers=((1, 3),), messages=((1,), (2,)))
     for _ in range(300):
         tokens = [dice.choice([1, 2, 3, 4, 7, 7, 8]) for _ in range(dice.randrange(40))]
-        answers = segments._answers(tokens, markers)
+        answers = segments._answers(len(tokens), segments._headers(tokens, markers), markers.answers)
         found = split(tokens, markers)
         cuts = [one for one in segments._find(tokens, markers.separators) if not any(one.start in a for a in answers)]
         assert found.question.start == (cuts[-1].stop if cuts else 0)
@@ -267,7 +267,7 @@ def test_a_special_string_without_tokens_is_refused(tokenizer, special: str) -> 
 
 
 # In conversations 100 begins a role's header, 101 ends a message, and 20 is the role of the model.
-CHAT = Markers(separators=((7, 7),), special=frozenset({0, 100, 101}), answer=(101, 100, 20))
+CHAT = Markers(separators=((7, 7),), special=frozenset({0, 100, 101}), answers=((100, 20),), messages=((100,),))
 
 
 @pytest.mark.parametrize(
@@ -325,7 +325,7 @@ def test_a_template_that_writes_the_same_before_all_messages_does_not_hide_docum
     plain.add_special_tokens({"additional_special_tokens": ["<|im_end|>"]})
     plain.chat_template = "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
     markers = Markers.of(plain, " # # ")
-    assert markers.answer == ()
+    assert markers.answers == ()
     chat = messages("be brief", ["The cat sat.", "The dog ran."], "who sat?", intro="Read this.")
     chat += [
         {"role": "assistant", "content": "the cat"},
@@ -335,15 +335,14 @@ def test_a_template_that_writes_the_same_before_all_messages_does_not_hide_docum
     assert len(segments.documents) == 3
 
 
-def test_without_special_tokens_in_a_template_a_turn_between_two_separators_is_taken_for_a_document(tokenizer) -> None:
+def test_a_turn_between_two_separators_is_no_document_if_roles_are_plain_text(tokenizer) -> None:
     plain = copy.deepcopy(tokenizer)
     plain.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
     chat = messages("be brief", ["The cat sat."], "who sat?")
     chat += [{"role": "assistant", "content": "the cat"}, *messages("", ["The owl flew."], "who flew?", intro="Look.")]
     prompt = plain.apply_chat_template(chat, return_dict=False)
     found = [text_of(plain, prompt, one) for one in split(prompt, Markers.of(plain, " # # ")).documents]
-    turn = "who sat? assistant: the cat user: Look."
-    assert [" ".join(words) for words in found] == ["The cat sat.", turn, "The owl flew."]
+    assert [" ".join(words) for words in found] == ["The cat sat.", "The owl flew."]
 
 
 def test_a_conversation_has_the_documents_that_were_learned_ahead_and_no_others(chatty) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from lmc.blend.locate import find_text
 from lmc.blend.markers import Markers
-from lmc.blend.segments import Span, split
+from lmc.blend.segments import Span, has_turns, split
 from lmc.blend.strategies import BLIND_REUSE
 from lmc.connectors.vllm.request_options import Options
 from lmc.connectors.vllm.request_state import RequestState, Role
@@ -102,13 +102,13 @@ class Roles:
         request, markers = state.request, self._setup.markers
         spans = [document.span for document in state.documents] if learn else []
         documents = [request.prompt_token_ids[span.start : span.stop] for span in spans]
-        special = markers is not None and not all(map(markers.special.isdisjoint, documents))
+        turns = markers is not None and any(has_turns(document, markers) for document in documents)
         reasons = {
             "blending is off; the log of the engine's start says why": not self._setup.blends,
             "requests with LoRA are not blended": request.lora_request is not None,
             "requests with multimodal input are not blended": bool(request.mm_features),
             "requests with prompt embeddings are not blended": request.prompt_embeds is not None,
-            "a document to learn must have no special tokens (add_special_tokens: false)": special,
+            "a document to learn must have no special tokens (add_special_tokens: false)": turns,
             "there is no document to learn": learn and not any(documents),
             "a request for prompt_logprobs is no request to learn": learn and request.skip_reading_prefix_cache,
         }

@@ -69,7 +69,8 @@ class DocumentTokens:
         markers, special = self._markers[model], self._special_string_of(model)
         known = self._seeds.get(model)
         if known is None or known[:2] != (markers, special):
-            seed = xxhash.xxh3_64_intdigest(repr((model, special, markers.separators, markers.answer)).encode())
+            known_by = repr((model, special, markers.separators, markers.answers, markers.messages))
+            seed = xxhash.xxh3_64_intdigest(known_by.encode())
             known = self._seeds[model] = markers, special, seed
         return known[2]
 

@@ -78,7 +78,8 @@ class Follower:
             self._policy.cutter.markers[model] = Markers(
                 separators=tuple(map(tuple, facts["separators"])),
                 special=frozenset(facts["special"]),
-                answer=tuple(facts["answer"]),
+                answers=tuple(map(tuple, facts["answers"])),
+                messages=tuple(map(tuple, facts["messages"])),
             )
         cutter, theirs = self._policy.cutter, str(facts["special_string"])
         for model in engine.models if theirs.strip() else ():

@@ -1,0 +1,375 @@
+"""Turn headers: the tokens that a chat template writes before the contents of a conversation.
+
+They are learned from conversations that the template renders, because templates are programs that say nothing about
+their output. `Markers.of` calls `TurnHeaders.of` once, at the start.
+"""
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+Tokens = Sequence[int]
+Variants = tuple[tuple[int, ...], ...]
+
+SENTENCE_PIECE_BLANK = "\u2581"  # Some tokenizers leave it in a text of few tokens.
+# Two contents without a token in common. The second one shows which tokens of a header join a newline or a full stop.
+CONTENT, OTHER_CONTENT = "a", "\nB."
+
+
+class Speaker(Enum):
+    """Whose content it is: an answer, with its thinking and its tool calls, or anything that the model reads."""
+
+    MODEL = "model"
+    OTHERS = "others"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Content:
+    """A place for a text in a conversation."""
+
+    speaker: Speaker
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Boundary:
+    """What a rendered conversation has between two contents, or around all."""
+
+    before: Speaker | None  # None at the start of the conversation
+    after: Speaker
+    tokens: tuple[int, ...]
+
+    @property
+    def apart(self) -> bool:
+        """Whether it is between two contents."""
+        return self.before is not None
+
+    @property
+    def within_answer(self) -> bool:
+        """Whether the model has written both contents."""
+        return self.before is Speaker.MODEL and self.after is Speaker.MODEL
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnHeaders:
+    """What tells the turns of a conversation apart. All is empty without a chat template that can be rendered."""
+
+    special: frozenset[int] = frozenset()  # tokens without the special flag that no document has
+    answers: Variants = ()  # what stands before answers of the model, longest first
+    messages: Variants = ()  # what stands before other contents, longest first
+
+    @classmethod
+    def of(cls, tokenizer: Any, special: frozenset[int]) -> "TurnHeaders":
+        """Return the turn headers of a tokenizer of which no document has the tokens `special`."""
+        boundaries = list(dict.fromkeys(_boundaries(tokenizer)))
+        names = added_tokens(tokenizer)
+        # Templates also write added tokens inside of answers, such as <think>. Texts that mention these can be
+        # documents, because answers are found by their headers.
+        needed: set[int] = set()
+        for boundary in boundaries:
+            if boundary.apart and not boundary.within_answer and (special | needed).isdisjoint(boundary.tokens):
+                needed |= names.keys() & set(boundary.tokens)
+        search = _Search(tokenizer, special | names.keys(), boundaries)
+        answers = search.answers()
+        messages = search.messages(answers)
+        messages += search.texts([*answers, *messages], special | needed)
+        return cls(special=frozenset(needed), answers=longest_first(answers), messages=longest_first(messages))
+
+
+def added_tokens(tokenizer: Any) -> dict[int, str]:
+    """Return the added tokens of a tokenizer with their names, special or not, without those of white space."""
+    decoder = getattr(tokenizer, "added_tokens_decoder", {})
+    names = {token: str(getattr(added, "content", added)) for token, added in decoder.items()}
+    unknown = getattr(tokenizer, "unk_token_id", None)  # It stands for text.
+    return {token: name for token, name in names.items() if not _is_blank(name) and token != unknown}
+
+
+def occurrences(tokens: Tokens, variants: Variants) -> Iterator[tuple[int, tuple[int, ...]]]:
+    """Yield where token sequences of `variants` begin, and which, from left to right without overlaps.
+
+    Where several begin, the first one of `variants` counts.
+    """
+    firsts = {variant[0] for variant in variants}
+    end = 0
+    for at, token in enumerate(tokens):
+        if token in firsts and at >= end:
+            match = next((one for one in variants if tuple(tokens[at : at + len(one)]) == one), None)
+            if match is not None:
+                end = at + len(match)
+                yield at, match
+
+
+def longest_first(variants: Iterable[Sequence[int]]) -> Variants:
+    """Return token sequences in the order in which they are looked for."""
+    return tuple(sorted(set(map(tuple, variants)), key=lambda one: (-len(one), one)))
+
+
+def common_prefix(a: Tokens, b: Tokens) -> int:
+    """Return how many tokens two sequences have in common at their starts."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def _is_blank(text: str) -> bool:
+    return not text.replace(SENTENCE_PIECE_BLANK, " ").strip()
+
+
+# -- conversations ---------------------------------------------------------------------------------------------------
+
+Message = dict[str, Any]
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "search",
+            "description": "Search.",
+            "parameters": {
+                "type": "object",
+                "properties": {name: {"type": "string", "description": "Text."} for name in ("x", "y")},
+                "required": ["x"],
+            },
+        },
+    }
+]
+THINKING: tuple[Message, ...] = (
+    {},
+    {"enable_thinking": True, "thinking": True},
+    {"enable_thinking": False, "thinking": False},
+)
+
+
+def _boundaries(tokenizer: Any) -> Iterator[Boundary]:
+    """Yield what a tokenizer's chat template writes between contents, in all conversations that it takes."""
+    for forms in _conversations():
+        for messages, options in forms:
+            given = messages, _in_parts(messages)
+            boundaries = next(filter(None, (_boundaries_of(tokenizer, one, options) for one in given)), None)
+            if boundaries:
+                yield from boundaries
+                break
+
+
+def _conversations() -> Iterator[Iterable[tuple[list[Message], Message]]]:
+    """Yield conversations with options of the template, each in several forms of which the template may take one.
+
+    They are few, because an engine waits for them when it starts.
+    """
+    chat = [*map(_message, ["system", "user", "assistant", "user", "assistant"])]
+    yield [(chat, {}), (chat[1:], {})]
+    yield [([*map(_message, ["user", "thinking", "user", "thinking"])], {})]
+    yield _with_tools("assistant", ["assistant", "user", "assistant"], {})
+    for calling in ("silent", "thinking", "thinking, silent"):
+        yield _with_tools(calling, ["thinking"], {})
+    for thinking in THINKING:
+        yield [([_message("user")], {"add_generation_prompt": True, **thinking})]
+        yield _with_tools("assistant", [], {"add_generation_prompt": True, **thinking})
+
+
+def _message(kind: str) -> Message:
+    """Return a message of a role. Answers may have thinking, and may be silent: without content."""
+    if kind in ("system", "user", "tool"):
+        return {"role": kind, "content": Content(Speaker.OTHERS)}
+    answer: Message = {"role": "assistant", "content": "" if "silent" in kind else Content(Speaker.MODEL)}
+    if "thinking" in kind:  # Templates look for it under several names.
+        thinking = Content(Speaker.MODEL)
+        answer |= {"reasoning_content": thinking, "reasoning": thinking, "thinking": thinking}
+    return answer
+
+
+def _with_tools(calling: str, following: list[str], options: Message) -> Iterator[tuple[list[Message], Message]]:
+    """Yield the forms of a conversation in which the model calls tools. `following` are the messages after the results.
+
+    Templates take arguments as an object or as text, and may refuse two calls in a message.
+    """
+    for as_text, names in itertools.product((False, True), ("x ; x", "x y")):
+        requested, results = [], []
+        for i, call in enumerate(names.split(";")):
+            arguments = {name: Content(Speaker.MODEL) for name in call.split()}
+            function = {"name": "search", "arguments": arguments["x"] if as_text else arguments}
+            requested.append({"id": f"call0000{i}", "type": "function", "function": function})
+            results.append({**_message("tool"), "tool_call_id": f"call0000{i}", "name": "search"})
+        chat = [_message("user"), {**_message(calling), "tool_calls": requested}, *results, *map(_message, following)]
+        yield chat, {"tools": TOOLS, **options}
+
+
+def _in_parts(messages: list[Message]) -> list[Message]:
+    """Return messages whose contents are lists of parts, as some templates of models that see images want them."""
+    texts = ([{"type": "text", "text": one["content"]}] if one["content"] else "" for one in messages)
+    return [{**one, "content": text} for one, text in zip(messages, texts, strict=True)]
+
+
+def _boundaries_of(tokenizer: Any, messages: list[Message], options: Message) -> list[Boundary]:
+    """Return what is between the contents of a conversation, in order; nothing if the template does not take it.
+
+    If the conversation ends with a generation prompt, only what is after its last content is returned.
+    """
+    contents = list(dict.fromkeys(_contents(messages)))
+    generates = "add_generation_prompt" in options
+
+    def render(other: Content | None = None) -> list[int]:
+        texts = {content: OTHER_CONTENT if content is other else CONTENT for content in contents}
+        given = _filled(messages, texts)
+        return list(tokenizer.apply_chat_template(given, tokenize=True, return_dict=False, **options))
+
+    try:
+        chat = render()
+        looked_for = contents[-1:] if generates else contents
+        places = {content: _difference(chat, render(content)) for content in looked_for}
+    except Exception:  # noqa: BLE001 - templates raise whatever they like about conversations that they do not expect
+        return []
+    written = {content: place for content, place in places.items() if place[0] < place[1]}
+    if generates:
+        ends = [stop for _, stop in written.values()]
+        return [Boundary(before=Speaker.OTHERS, after=Speaker.MODEL, tokens=tuple(chat[end:])) for end in ends]
+    # An answer that the template leaves out has nothing between its header and the next one.
+    if any(written.keys().isdisjoint(_contents(message)) for message in messages):
+        return []
+    found: list[Boundary] = []
+    end, before = 0, None
+    for content, (start, stop) in sorted(written.items(), key=lambda one: one[1]):
+        if start < end:  # The template writes a content in several places.
+            return []
+        found.append(Boundary(before=before, after=content.speaker, tokens=tuple(chat[end:start])))
+        end, before = stop, content.speaker
+    return found
+
+
+def _contents(part: Any) -> Iterator[Content]:
+    if isinstance(part, Content):
+        yield part
+    elif isinstance(part, dict | list):
+        for inner in part.values() if isinstance(part, dict) else part:
+            yield from _contents(inner)
+
+
+def _filled(part: Any, texts: dict[Content, str]) -> Any:
+    if isinstance(part, dict):
+        return {name: _filled(inner, texts) for name, inner in part.items()}
+    if isinstance(part, list):
+        return [_filled(inner, texts) for inner in part]
+    return texts[part] if isinstance(part, Content) else part
+
+
+def _difference(chat: list[int], other: list[int]) -> tuple[int, int]:
+    """Return where the tokens of a chat stand that another chat does not have."""
+    start = common_prefix(chat, other)
+    return start, len(chat) - common_prefix(chat[start:][::-1], other[start:][::-1])
+
+
+# -- search ----------------------------------------------------------------------------------------------------------
+
+Header = tuple[int, ...]
+Tells = Callable[[Header], bool]
+
+
+class _Search:
+    """Chooses the headers that tell answers from other contents: few, and short ones."""
+
+    def __init__(self, tokenizer: Any, markers: frozenset[int], boundaries: list[Boundary]) -> None:
+        self._tokenizer, self._markers, self._boundaries = tokenizer, markers, boundaries
+        self._to_answers = [one.tokens for one in boundaries if one.after is Speaker.MODEL and not one.within_answer]
+        self._to_others = [one.tokens for one in boundaries if one.after is Speaker.OTHERS]
+        # What stands before contents of the model, also in the middle of answers
+        self._to_model = [one.tokens for one in boundaries if one.after is Speaker.MODEL]
+
+    def answers(self) -> list[Header]:
+        """Return headers of answers. Where other contents have one before them, too, something else follows it."""
+        units = {unit for tokens in self._to_others for unit in self._units(tokens)}
+        only_others = {unit for unit in units if not any(_has(tokens, unit) for tokens in self._to_model)}
+
+        def tells_always(header: Header) -> bool:
+            return not any(_has(tokens, header) for tokens in self._to_others)
+
+        def tells_in_the_end(header: Header) -> bool:
+            ends = (_rest(tokens, (header,)) for tokens in self._to_others if _has(tokens, header))
+            return all(any(_has(end, unit) for unit in only_others) for end in ends)
+
+        return self._chosen(self._to_answers, tells_always, tells_in_the_end)
+
+    def messages(self, answers: list[Header]) -> list[Header]:
+        """Return headers of contents that are no answers. Each ends the answer before it."""
+        known = longest_first(answers)
+        after_answers = (one for one in self._boundaries if one.after is Speaker.OTHERS)
+        targets = [
+            _rest(one.tokens, known)
+            for one in after_answers
+            if one.before is Speaker.MODEL or any(occurrences(one.tokens, known))
+        ]
+
+        def matches(tokens: Tokens, header: Header) -> list[bool]:
+            """Return the headers in `tokens`, in order: whether it is `header` and not that of an answer."""
+            return [match == header for _, match in occurrences(tokens, longest_first([*answers, header]))]
+
+        def tells_always(header: Header) -> bool:
+            return header not in answers and not any(any(matches(tokens, header)) for tokens in self._to_model)
+
+        def tells_in_the_end(header: Header) -> bool:
+            return header not in answers and not any(any(matches(tokens, header)[-1:]) for tokens in self._to_model)
+
+        return self._chosen(targets, tells_always, tells_in_the_end)
+
+    def texts(self, headers: list[Header], special: frozenset[int]) -> list[Header]:
+        """Return texts between contents that have neither a header nor a special token between them."""
+        known = longest_first(headers)
+        bare = [
+            one.tokens
+            for one in self._boundaries
+            if one.before and not one.within_answer and special.isdisjoint(one.tokens)
+        ]
+        texts = self._texts([tokens for tokens in bare if not any(occurrences(tokens, known))])
+        return [text for text in texts if not any(_has(tokens, text) for tokens in self._to_model)]
+
+    def _chosen(self, targets: list[Header], tells_always: Tells, tells_in_the_end: Tells) -> list[Header]:
+        """Return headers so that each target has one, if there is one; texts only where no marker tells."""
+        headers, texts = self._headers(targets), self._texts(targets)
+        always, texts = [*filter(tells_always, headers)], [*filter(tells_always, texts)]
+        left = list(targets)
+        chosen: list[Header] = []
+        for usable in ([*always, *filter(tells_in_the_end, headers)], texts):
+            while any(_has(tokens, header) for tokens in left for header in usable):
+                best = min(usable, key=lambda header: _cost(header, left, header not in always))
+                chosen.append(best)
+                left = [tokens for tokens in left if not _has(tokens, best)]
+        return chosen
+
+    def _headers(self, targets: list[Header]) -> list[Header]:
+        """Return what may be a header: markers, alone or with the text after them that they always have."""
+        by_marker: dict[int, list[Header]] = {}
+        for tokens in targets:
+            for unit in self._units(tokens):
+                by_marker.setdefault(unit[0], []).append(unit)
+        shared = [units[0][: min(common_prefix(units[0], one) for one in units)] for units in by_marker.values()]
+        return [*((marker,) for marker in by_marker), *shared, *itertools.chain(*by_marker.values())]
+
+    def _units(self, tokens: Tokens) -> Iterator[Header]:
+        """Yield each marker with the text after it."""
+        starts = [at for at, token in enumerate(tokens) if token in self._markers]
+        for start, stop in itertools.pairwise([*starts, len(tokens)]):
+            yield self._stripped(tokens[start:stop])
+
+    def _texts(self, targets: list[Header]) -> list[Header]:
+        """Return the texts at the starts of `targets` that have letters."""
+        starts = (itertools.takewhile(lambda token: token not in self._markers, tokens) for tokens in targets)
+        texts = [self._stripped(tuple(start)) for start in starts]
+        return [text for text in texts if any(map(str.isalnum, self._tokenizer.decode(list(text))))]
+
+    def _stripped(self, tokens: Tokens) -> Header:
+        """Return tokens without white space around them."""
+        texts = [not _is_blank(self._tokenizer.decode([token])) for token in tokens]
+        return tuple(tokens[texts.index(True) : len(texts) - texts[::-1].index(True)]) if any(texts) else ()
+
+
+def _cost(header: Header, targets: list[Header], uncertain: bool) -> tuple[int, bool, int, int]:
+    """Return what orders headers: those of many targets, certain ones, those at the start, and short ones come first."""
+    places = [next(occurrences(tokens, (header,)))[0] for tokens in targets if _has(tokens, header)]
+    return -len(places), uncertain, sum(places), len(header)
+
+
+def _has(tokens: Tokens, header: Header) -> bool:
+    return any(occurrences(tokens, (header,)))
+
+
+def _rest(tokens: Header, headers: Variants) -> Header:
+    """Return the tokens after the last one of some headers; all if there is none."""
+    ends = [at + len(match) for at, match in occurrences(tokens, headers)]
+    return tokens[ends[-1] if ends else 0 :]
