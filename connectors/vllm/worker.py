@@ -190,6 +190,12 @@ class Worker:
         for request in requests & self._loading.keys():
             self._end(self._loading[request], ())
 
+    def end_all(self) -> None:
+        """End all loads and learning as failed, and drop the KV that is kept in the engine's memory for learning."""
+        for work in [*self._loading.values(), *self._learning]:
+            self._end(work, work.blocks, failed=True)
+        self._prefix_kv = {}
+
     def outcome(self) -> tuple[set[str], set[int]]:
         """Return for the engine the requests whose load has ended, and the blocks whose contents are wrong."""
         over, self._ended = divided(self._ended)
