@@ -49,9 +49,7 @@ def test_an_extract_is_of_the_version_that_its_name_says():
 
 def test_the_tables_have_nothing_that_is_in_no_version_and_no_question_mark_too_many():
     places = [{(call.hook, call.file, name) for call in one.calls for name in call.functions} for one in ALL.values()]
-    written = {
-        (hook, file, name) for hook, files in CALLS.items() for file, names in files.items() for name in names.split()
-    }
+    written = {(hook, file, name) for hook, files in CALLS.items() for file, names in files.items() for name in names}
     in_all, in_some = set.intersection(*places), set.union(*places)
     marked = {(hook, file, f"?{name}") for hook, file, name in in_some - in_all}
     assert written == in_all | marked
@@ -134,10 +132,10 @@ def test_a_newer_version_that_has_everything_is_not_refused():
 
 def test_functions_that_do_not_take_what_lmc_gives_them_are_named(facts):
     facts.functions["vllm.utils.hashing.get_hash_fn_by_name"] = ["hash_fn_name", "seed"]
-    facts.classes["vllm.v1.attention.backend.CommonAttentionMetadata"]["__init__"].remove("seq_lens")
+    metadata = "vllm.v1.attention.backend.CommonAttentionMetadata"
+    facts.classes[metadata]["__init__"].remove("seq_lens")
     assert findings(facts) == [
-        "vllm.v1.attention.backend.CommonAttentionMetadata has other parameters, "
-        f"({', '.join(facts.classes['vllm.v1.attention.backend.CommonAttentionMetadata']['__init__'])}), than lmc gives it",
+        f"{metadata} has other parameters, ({', '.join(facts.classes[metadata]['__init__'])}), than lmc gives it",
         "vllm.utils.hashing.get_hash_fn_by_name has other parameters, (hash_fn_name, seed), than lmc gives it",
     ]
 
@@ -318,11 +316,9 @@ def test_attributes_are_fields_properties_methods_and_what_methods_set_also_of_a
 
 def test_a_call_of_a_hook_is_said_to_be_in_the_functions_that_are_called_from_outside(sources):
     """A function that turns the hook off by an argument of its name does not count, and no other object's methods."""
-    found = hook_calls(sources, ["greet", "save"])
-    assert found == [
-        HookCall(
-            hook="greet", file="engine.py", functions=["Engine.__init__", "Engine.wake_up"], positional=1, keywords=["loud"]
-        ),
+    greeting = ["Engine.__init__", "Engine.wake_up"]
+    assert hook_calls(sources, ["greet", "save"]) == [
+        HookCall(hook="greet", file="engine.py", functions=greeting, positional=1, keywords=["loud"]),
         HookCall(hook="save", file=CORE, functions=["Base.greet"], positional=0, keywords=[]),
         HookCall(hook="save", file="engine.py", functions=["Engine.step"], positional=1, keywords=["**"]),
     ]  # fmt: skip

@@ -50,8 +50,8 @@ FIELDS: Mapping[str, str] = {
     "vllm.config.KVEventsConfig": "enable_kv_cache_events",
     "vllm.config.KVTransferConfig": "kv_connector_extra_config kv_load_failure_policy",
     "vllm.config.LoadConfig": "load_format",
-    "vllm.config.ModelConfig": "dtype get_vocab_size() hf_config hf_overrides is_prefix_caching_supported max_model_len "
-    "model multimodal_config quantization revision served_model_name tokenizer",
+    "vllm.config.ModelConfig": "dtype get_vocab_size() hf_config hf_overrides is_prefix_caching_supported "
+    "max_model_len model multimodal_config quantization revision served_model_name tokenizer",
     "vllm.config.MultiModalConfig": "mm_processor_cache_gb",
     "vllm.config.ObservabilityConfig": "otlp_traces_endpoint",
     "vllm.config.ParallelConfig": "data_parallel_index data_parallel_size decode_context_parallel_size is_moe_model "
@@ -100,96 +100,153 @@ FIELDS: Mapping[str, str] = {
     "vllm.v1.worker.worker_base.WorkerWrapperBase": "initialize_from_config()",
 }  # fmt: skip
 
-# Where vLLM calls hooks: hook -> file -> functions, with ? those in which only some versions of the window do.
-CALLS: Mapping[str, Mapping[str, str]] = {
+# Where vLLM calls hooks: hook -> file -> functions, with ? those in which only some supported versions do.
+CALLS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "bind_gpu_block_pool": {
-        "distributed/kv_transfer/kv_connector/v1/base.py": "KVConnectorBase_V1.bind_kv_cache_manager",
+        "distributed/kv_transfer/kv_connector/v1/base.py": ("KVConnectorBase_V1.bind_kv_cache_manager",),
     },
     "build_connector_meta": {
-        "v1/core/sched/scheduler.py": "Scheduler.schedule",
+        "v1/core/sched/scheduler.py": ("Scheduler.schedule",),
     },
     "build_connector_worker_meta": {
-        "v1/worker/gpu/kv_connector.py": "ActiveKVConnector.no_forward ActiveKVConnector.post_forward",
-        "v1/worker/kv_connector_model_runner_mixin.py": "KVConnectorModelRunnerMixin.kv_connector_no_forward KVConnectorModelRunnerMixin.maybe_get_kv_connector_output",
+        "v1/worker/gpu/kv_connector.py": (
+            "ActiveKVConnector.no_forward",
+            "ActiveKVConnector.post_forward",
+        ),
+        "v1/worker/kv_connector_model_runner_mixin.py": (
+            "KVConnectorModelRunnerMixin.kv_connector_no_forward",
+            "KVConnectorModelRunnerMixin.maybe_get_kv_connector_output",
+        ),
     },
     "build_kv_connector_stats": {
-        "distributed/kv_transfer/kv_connector/v1/metrics.py": "KVConnectorLogging.observe",
+        "distributed/kv_transfer/kv_connector/v1/metrics.py": ("KVConnectorLogging.observe",),
     },
     "build_prom_metrics": {
-        "distributed/kv_transfer/kv_connector/v1/metrics.py": "KVConnectorProm.__init__",
+        "distributed/kv_transfer/kv_connector/v1/metrics.py": ("KVConnectorProm.__init__",),
     },
     "get_block_ids_with_load_errors": {
-        "v1/worker/gpu/kv_connector.py": "ActiveKVConnector.no_forward ActiveKVConnector.post_forward",
-        "v1/worker/kv_connector_model_runner_mixin.py": "KVConnectorModelRunnerMixin.kv_connector_no_forward KVConnectorModelRunnerMixin.maybe_get_kv_connector_output",
+        "v1/worker/gpu/kv_connector.py": (
+            "ActiveKVConnector.no_forward",
+            "ActiveKVConnector.post_forward",
+        ),
+        "v1/worker/kv_connector_model_runner_mixin.py": (
+            "KVConnectorModelRunnerMixin.kv_connector_no_forward",
+            "KVConnectorModelRunnerMixin.maybe_get_kv_connector_output",
+        ),
     },
     "get_external_cache_hit_sources": {
-        "v1/core/sched/scheduler.py": "?Scheduler.schedule ?Scheduler.update_from_output",
+        "v1/core/sched/scheduler.py": (
+            "?Scheduler.schedule",
+            "?Scheduler.update_from_output",
+        ),
     },
     "get_finished": {
-        "distributed/kv_transfer/kv_connector/v1/base.py": "KVConnectorBase_V1.get_transfer_results",
+        "distributed/kv_transfer/kv_connector/v1/base.py": ("KVConnectorBase_V1.get_transfer_results",),
     },
     "get_handshake_metadata": {
-        "v1/worker/gpu_worker.py": "Worker.get_kv_connector_handshake_metadata",
+        "v1/worker/gpu_worker.py": ("Worker.get_kv_connector_handshake_metadata",),
     },
     "get_kv_connector_stats": {
-        "v1/core/sched/scheduler.py": "Scheduler.update_from_output",
-        "v1/worker/gpu/kv_connector.py": "ActiveKVConnector.no_forward ActiveKVConnector.post_forward",
-        "v1/worker/kv_connector_model_runner_mixin.py": "KVConnectorModelRunnerMixin.kv_connector_no_forward KVConnectorModelRunnerMixin.maybe_get_kv_connector_output",
+        "v1/core/sched/scheduler.py": ("Scheduler.update_from_output",),
+        "v1/worker/gpu/kv_connector.py": (
+            "ActiveKVConnector.no_forward",
+            "ActiveKVConnector.post_forward",
+        ),
+        "v1/worker/kv_connector_model_runner_mixin.py": (
+            "KVConnectorModelRunnerMixin.kv_connector_no_forward",
+            "KVConnectorModelRunnerMixin.maybe_get_kv_connector_output",
+        ),
     },
     "get_num_new_matched_tokens": {
-        "v1/core/sched/scheduler.py": "Scheduler.schedule",
+        "v1/core/sched/scheduler.py": ("Scheduler.schedule",),
     },
     "has_pending_push_work": {
-        "v1/core/sched/scheduler.py": "Scheduler.has_requests",
+        "v1/core/sched/scheduler.py": ("Scheduler.has_requests",),
     },
     "on_new_request": {
-        "v1/core/sched/scheduler.py": "Scheduler.add_request",
+        "v1/core/sched/scheduler.py": ("Scheduler.add_request",),
     },
     "register_kv_caches": {
-        "v1/worker/gpu/kv_connector.py": "ActiveKVConnector.__init__",
-        "v1/worker/gpu_model_runner.py": "GPUModelRunner.initialize_kv_cache GPUModelRunner.profile_cudagraph_memory",
+        "v1/worker/gpu/kv_connector.py": ("ActiveKVConnector.__init__",),
+        "v1/worker/gpu_model_runner.py": (
+            "GPUModelRunner.initialize_kv_cache",
+            "GPUModelRunner.profile_cudagraph_memory",
+        ),
     },
     "request_finished": {
-        "v1/core/sched/scheduler.py": "Scheduler.add_request Scheduler.finish_requests Scheduler.update_from_output",
+        "v1/core/sched/scheduler.py": (
+            "Scheduler.add_request",
+            "Scheduler.finish_requests",
+            "Scheduler.update_from_output",
+        ),
     },
     "requires_piecewise_for_cudagraph": {
-        "config/vllm.py": "VllmConfig.__post_init__",
+        "config/vllm.py": ("VllmConfig.__post_init__",),
     },
     "reset_cache": {
-        "v1/core/sched/scheduler.py": "Scheduler.reset_connector_cache Scheduler.reset_prefix_cache",
+        "v1/core/sched/scheduler.py": (
+            "Scheduler.reset_connector_cache",
+            "Scheduler.reset_prefix_cache",
+        ),
     },
     "save_kv_layer": {
-        "model_executor/layers/attention/kv_transfer_utils.py": "maybe_transfer_kv_layer.wrapper",
+        "model_executor/layers/attention/kv_transfer_utils.py": ("maybe_transfer_kv_layer.wrapper",),
     },
     "set_xfer_handshake_metadata_pp_aware": {
-        "v1/engine/core.py": "DPMoEEngineCoreActor.__init__ EngineCore.__init__ ?EngineCore.wake_up EngineCoreActor.__init__",
+        "v1/engine/core.py": (
+            "DPMoEEngineCoreActor.__init__",
+            "EngineCore.__init__",
+            "?EngineCore.wake_up",
+            "EngineCoreActor.__init__",
+        ),
     },
     "shutdown": {
-        "distributed/kv_transfer/kv_transfer_state.py": "ensure_kv_transfer_shutdown",
-        "v1/core/sched/scheduler.py": "Scheduler.shutdown",
+        "distributed/kv_transfer/kv_transfer_state.py": ("ensure_kv_transfer_shutdown",),
+        "v1/core/sched/scheduler.py": ("Scheduler.shutdown",),
     },
     "start_load_kv": {
-        "v1/worker/gpu/kv_connector.py": "ActiveKVConnector.no_forward ActiveKVConnector.post_forward ActiveKVConnector.pre_forward",
-        "v1/worker/kv_connector_model_runner_mixin.py": "KVConnectorModelRunnerMixin.kv_connector_no_forward KVConnectorModelRunnerMixin.maybe_get_kv_connector_output",
+        "v1/worker/gpu/kv_connector.py": (
+            "ActiveKVConnector.no_forward",
+            "ActiveKVConnector.post_forward",
+            "ActiveKVConnector.pre_forward",
+        ),
+        "v1/worker/kv_connector_model_runner_mixin.py": (
+            "KVConnectorModelRunnerMixin.kv_connector_no_forward",
+            "KVConnectorModelRunnerMixin.maybe_get_kv_connector_output",
+        ),
     },
     "take_events": {
-        "v1/core/sched/scheduler.py": "Scheduler.update_from_output",
+        "v1/core/sched/scheduler.py": ("Scheduler.update_from_output",),
     },
     "unregister_kv_caches": {
-        "v1/worker/gpu_worker.py": "?Worker.discard ?Worker.sleep",
+        "v1/worker/gpu_worker.py": (
+            "?Worker.discard",
+            "?Worker.sleep",
+        ),
     },
     "update_connector_output": {
-        "v1/core/sched/scheduler.py": "Scheduler.update_from_output",
+        "v1/core/sched/scheduler.py": ("Scheduler.update_from_output",),
     },
     "update_state_after_alloc": {
-        "v1/core/sched/scheduler.py": "Scheduler.schedule ?Scheduler.update_from_output",
+        "v1/core/sched/scheduler.py": (
+            "Scheduler.schedule",
+            "?Scheduler.update_from_output",
+        ),
     },
     "wait_for_layer_load": {
-        "model_executor/layers/attention/kv_transfer_utils.py": "maybe_transfer_kv_layer.wrapper",
+        "model_executor/layers/attention/kv_transfer_utils.py": ("maybe_transfer_kv_layer.wrapper",),
     },
     "wait_for_save": {
-        "v1/worker/gpu/kv_connector.py": "?ActiveKVConnector.finalize_step ?ActiveKVConnector.no_forward ActiveKVConnector.post_forward",
-        "v1/worker/kv_connector_model_runner_mixin.py": "KVConnectorModelRunnerMixin.finalize_kv_connector ?KVConnectorModelRunnerMixin.kv_connector_no_forward KVConnectorModelRunnerMixin.maybe_get_kv_connector_output",
+        "v1/worker/gpu/kv_connector.py": (
+            "?ActiveKVConnector.finalize_step",
+            "?ActiveKVConnector.no_forward",
+            "ActiveKVConnector.post_forward",
+        ),
+        "v1/worker/kv_connector_model_runner_mixin.py": (
+            "KVConnectorModelRunnerMixin.finalize_kv_connector",
+            "?KVConnectorModelRunnerMixin.kv_connector_no_forward",
+            "KVConnectorModelRunnerMixin.maybe_get_kv_connector_output",
+        ),
     },
 }
 
@@ -223,7 +280,7 @@ def _keywords(call: ast.Call) -> Iterator[str]:
         if one.arg:
             yield one.arg
         elif isinstance(one.value, ast.Dict):
-            yield from (key.value for key in one.value.keys if isinstance(key, ast.Constant))
+            yield from (str(key.value) for key in one.value.keys if isinstance(key, ast.Constant))
 
 
 def facts_of(sources: Sources) -> VllmFacts:
@@ -246,7 +303,7 @@ def facts_of_imported() -> VllmFacts:
     hooks: dict[str, Signature | None] = {}
     abstract: list[str] = []
     if BASE in functions:
-        base = getattr(importlib.import_module(USED["KVConnectorBase_V1"]), "KVConnectorBase_V1")
+        base = importlib.import_module(USED["KVConnectorBase_V1"]).KVConnectorBase_V1
         abstract = sorted(getattr(base, "__abstractmethods__", ()))
         for hook in lmc_hooks():
             if method := inspect.getattr_static(base, hook, None):
@@ -358,10 +415,11 @@ def _refused_hook_calls(facts: VllmFacts) -> Iterator[str]:
 
 def _moved_hook_calls(facts: VllmFacts) -> Iterator[str]:
     found = {(call.hook, call.file, function) for call in facts.calls for function in call.functions}
-    always, sometimes = set(), set()
+    always: set[tuple[str, str, str]] = set()
+    sometimes: set[tuple[str, str, str]] = set()
     for hook, files in CALLS.items():
         for file, functions in files.items():
-            for name in functions.split():
+            for name in functions:
                 (sometimes if name.startswith("?") else always).add((hook, file, name.removeprefix("?")))
     for hook, file, function in sorted(always - found):
         yield f"{hook} is no longer called in {function} ({file})"

@@ -22,7 +22,7 @@ from lmc.errors import InputError
 Signature = list[str]
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
-# The names under which vLLM has a connector for KV. There are connectors for other things, with hooks of the same names.
+# The names under which vLLM has a connector for KV. Connectors for other things have hooks of the same names.
 OWNER = r"(?<!ec_)(?<!output_)(connector|connector_cls|kv_transfer_group|get_kv_transfer_group\(\)|CONNECTOR_AGENT)"
 # Implementations of connectors, which call each other's methods of the same names.
 OTHER_CONNECTORS = re.compile(r"/(kv_connector/v1/(?!(base|metrics)\.py)|ec_transfer/|kv_offload/|simple_kv_offload/)")
@@ -109,20 +109,19 @@ class Sources:
         if tree is None:
             return None
         for node in _statements(tree.body):
-            match node:
-                case ast.ClassDef() | ast.FunctionDef() | ast.AsyncFunctionDef() if node.name == name:
-                    return module, node
-                case ast.Assign() if any(isinstance(one, ast.Name) and one.id == name for one in node.targets):
-                    return module, node
-                case ast.AnnAssign(target=ast.Name(id=target)) if target == name:
-                    return module, node
-                case ast.ImportFrom():
-                    origin = self._origin(module, node)
-                    for alias in node.names:
-                        if name == (alias.asname or alias.name) and (found := self.find(origin, alias.name)):
-                            return found
-                        if alias.name == "*" and origin.startswith("vllm") and (found := self.find(origin, name)):
-                            return found
+            if isinstance(node, ast.ImportFrom):
+                if found := self._imported(self._origin(module, node), node, name):
+                    return found
+            elif name in _defined(node):
+                return module, node
+        return None
+
+    def _imported(self, origin: str, node: ast.ImportFrom, name: str) -> tuple[str, ast.AST] | None:
+        for alias in node.names if origin.startswith("vllm") else ():
+            if alias.name == "*" or name == (alias.asname or alias.name):
+                found = self.find(origin, name if alias.name == "*" else alias.name)
+                if found:
+                    return found
         return None
 
     def _origin(self, module: str, node: ast.ImportFrom) -> str:
@@ -180,7 +179,7 @@ def signature_of(function: Any, *, bound: bool) -> Signature:
     for one in inspect.signature(function).parameters.values():
         if one.kind is kinds.KEYWORD_ONLY and not any(part.startswith("*") for part in parts):
             parts.append("*")
-        stars = {kinds.VAR_POSITIONAL: "*", kinds.VAR_KEYWORD: "**"}.get(one.kind, "")
+        stars = "*" * (one.kind is kinds.VAR_POSITIONAL) + "**" * (one.kind is kinds.VAR_KEYWORD)
         parts.append(stars + one.name + "=" * (one.default is not kinds.empty))
     return parts[bound:]
 
@@ -197,6 +196,7 @@ def accepts(signature: Signature, positional: int, keywords: Iterable[str]) -> b
 @cache
 def _signature(parts: tuple[str, ...]) -> inspect.Signature:
     kinds, parameters, after = inspect.Parameter, [], False
+    kind: Any
     for part in parts:
         name = part.strip("*=")
         if part.startswith("**"):
@@ -222,6 +222,13 @@ def _statements(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
                 yield from _statements([*node.body, *(line for one in node.handlers for line in one.body)])
             case _:
                 yield node
+
+
+def _defined(node: ast.stmt) -> set[str]:
+    """Return the names that a statement defines."""
+    if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+        return {node.name}
+    return {one.id for one in _targets(node) if isinstance(one, ast.Name)}
 
 
 def _decorators(node: Function) -> set[str]:
