@@ -6,6 +6,7 @@ import logging
 from types import SimpleNamespace
 
 import pytest
+import torch
 from lab import DOCUMENTS, PLAIN, PROMPT, agree, answer, engine, facts, launch
 from stepping import Clock, Gate, Steps, only_on_disk, poison, threads_are_done, worker
 from vllm import SamplingParams
@@ -97,8 +98,7 @@ def test_an_engine_that_gives_up_its_kv_cache_computes_what_was_being_loaded(lab
 
 def test_learning_ends_when_an_engine_gives_up_its_kv_cache(lab):
     lab.forget()
-    lab.learn(DOCUMENTS[:1])
-    assert worker()._prefix_kv
+    worker()._prefix_kv[0] = []  # of the tokens behind which documents are learned, if there is a tokenizer
     steps = Steps(lab)
     steps.add(DOCUMENTS[1], {"learn": True}, 1)
     steps.until(lambda: worker()._learning)
@@ -116,13 +116,15 @@ def test_learning_ends_when_an_engine_gives_up_its_kv_cache(lab):
 def test_after_a_sleep_with_other_weights_nothing_of_before_is_used(lab):
     before = lab.vanilla(PROMPT.tokens)
     lab.learn(DOCUMENTS)
-    lab.ask(PROMPT.tokens)
     assert facts(lab.ask(PROMPT.tokens, PROMPT.blend(**EXACT)))["reused_tokens"] > 0
+    lab.settle()
     lab.core.sleep(1)
     get_kv_transfer_group().unregister_kv_caches()  # a worker on a GPU
-    weights = [weight for name, weight in loaded_model().named_parameters() if "qkv" in name or "gate_up" in name]
+    # The CPU build keeps packed copies of matrices.
+    weights = [weight for name, weight in loaded_model().named_parameters() if "input_layernorm" in name]
+    scales = torch.linspace(-2, 2, weights[0].numel())
     for weight in weights:
-        weight.data.mul_(-1.5)
+        weight.data.mul_(scales)
     poison()
     lab.core.wake_up()
     try:
@@ -137,7 +139,7 @@ def test_after_a_sleep_with_other_weights_nothing_of_before_is_used(lab):
         lab.check()
     finally:
         for weight in weights:
-            weight.data.div_(-1.5)
+            weight.data.div_(scales)
 
 
 def test_without_what_lmc_needs_an_engine_answers_as_without_lmc(models, monkeypatch, caplog):
