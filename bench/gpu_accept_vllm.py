@@ -1,7 +1,8 @@
 """Tier B of `gpu_accept.py`: what lmc does inside vLLM on this GPU, against what is wanted: answers, aborts,
 preemptions, times.
 
-Needs vLLM 0.32 and lmc's own dependencies; see docs/gpu.md. Engines run one after another, each in its own process.
+Needs vLLM 0.30 or later and lmc's own dependencies; see docs/gpu.md. Engines run one after another, each in its own
+process.
 
 Answers are compared by the logprobs of the likeliest tokens, up to the first token that is another one. What is allowed
 is `NOISE` times the difference between two prefills of vLLM alone, from the beginning and behind its own prefix of half

@@ -2,7 +2,7 @@
 
     python examples/rag_vllm.py [MODEL] [DOCUMENTS] [QUESTIONS]
 
-Needs vLLM 0.32, lmc and bm25s: `pip install ".[vllm]" bm25s` in a clone of lmc, with a GPU; without one what
+Needs vLLM 0.30 or later, lmc and bm25s: `pip install ".[vllm]" bm25s` in a clone of lmc, with a GPU; without one what
 `make test-engine` installs, in .venv-vllm. The shipped model shows what is right; it is too small (1.4M) to show what
 is saved: `bench/vllm_ttft.py` does.
 """

@@ -25,7 +25,7 @@ CONFIG_FILES = ("LMC_CONFIG_FILE", "LMCACHE_CONFIG_FILE")
 # Variables that are no settings, and that `lmc config` shows below them.
 VARIABLES = (
     "LMC_CONFIG_FILE", "LMC_ADMIN", "LMC_ADMIN_TOKEN", "LMC_DOCUMENT_EVENTS", "LMC_KERNELS", "LMC_LOG_REQUESTS",
-    "LMC_LOG_LEVEL", "LMC_UNTESTED_VLLM",
+    "LMC_LOG_LEVEL",
 )  # fmt: skip
 # All variables that begin like a setting's and belong to other parts of lmc, or to LMCache alone.
 NO_SETTINGS = (

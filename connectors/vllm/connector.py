@@ -72,7 +72,8 @@ class LMCConnector(vllm_api.KVConnectorBase_V1):
     def __init__(self, vllm_config: vllm_api.VllmConfig, role: vllm_api.KVConnectorRole, kv_cache_config: Any) -> None:
         """Read the settings; raise `ConfigError` if they cannot work with this engine."""
         join_log()
-        vllm_api.check_version()
+        if role is vllm_api.KVConnectorRole.SCHEDULER:
+            vllm_api.warn_if_untested()
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         assert transfer is not None
@@ -116,6 +117,10 @@ class LMCConnector(vllm_api.KVConnectorBase_V1):
         """Return what the scheduler has to know of this worker."""
         return Handshake(self._facts)
 
+    def unregister_kv_caches(self) -> None:
+        """End all loads and learning, because the engine is about to give up its KV cache, as when it goes to sleep."""
+        self._worker.end_all()
+
     def start_load_kv(self, forward_context: Any, **named: Any) -> None:
         """Do a slice of the loads, blends and learning that are under way."""
         plan = self._get_connector_metadata().plan
@@ -128,12 +133,19 @@ class LMCConnector(vllm_api.KVConnectorBase_V1):
         """Do nothing: `wait_for_save` copies what a forward pass has completed."""
 
     def wait_for_save(self) -> None:
-        """Copy the blocks that the forward pass has completed."""
-        saves = self._get_connector_metadata().plan.saves
+        """Copy the blocks that the forward pass has completed. A second call in the same step copies nothing."""
+        plan = self._get_connector_metadata().plan
+        saves, plan.saves = plan.saves, []
         self._guard.run("wait_for_save", lambda: self._worker.save(saves), None, lambda: self._worker.fail_saves(saves))
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Return the requests whose load has ended, including those that were aborted during it."""
+        """Return the requests whose load has ended, including those that were aborted during it.
+
+        In a step without tokens, this makes the saves: vLLM 0.30 does not call `wait_for_save` there. In a step with
+        tokens it must not, because later versions call it before a drafter has written its KV.
+        """
+        if not self._get_connector_metadata().plan.scheduled:
+            self.wait_for_save()
         worker = self._worker
         self._guard.run("get_finished", lambda: worker.cancel(finished_req_ids), None)
         nothing: tuple[set[str], set[int]] = set(), set()
@@ -158,7 +170,9 @@ class LMCConnector(vllm_api.KVConnectorBase_V1):
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], vllm_api.KVConnectorHandshakeMetadata]
     ) -> None:
-        """Open the store, now that all workers have reported."""
+        """Open the store, now that all workers have reported. An engine that wakes up reports them once more."""
+        if self._scheduler is not None:
+            return
         if not self._config.model_config.is_prefix_caching_supported:
             log.warning("lmc does nothing for this model, because its pooling needs every token of a prompt")
             return

@@ -1,6 +1,6 @@
 """Reads and writes the engine's KV cache: whole pages of any layout, and single tokens where the layout is known.
 
-vLLM 0.32 has for every layer one logical view `[B, H, N, C]`: blocks, KV heads, slots of a block, key and value side by
+vLLM has for every layer one logical view `[B, H, N, C]`: blocks, KV heads, slots of a block, key and value side by
 side. Its strides say how that lies in memory. Whole pages can be copied whatever is in them. A kernel may use smaller
 blocks than the scheduler; then the view has several rows for each of the scheduler's blocks.
 """

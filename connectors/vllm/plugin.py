@@ -11,27 +11,29 @@ import sys
 from typing import Any
 
 from lmc.config_sources import log_level
+from lmc.connectors.vllm import vllm_api
 from lmc.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
-NAME, MODULE, CLASS = "LMCConnector", "lmc.connectors.vllm.connector", "LMCConnector"
+NAME, MODULE, CLASS = "LMCConnector", "lmc.connectors.vllm.entry", "LMCConnector"
 
 _workers: list[Any] = []  # the worker of this process, if it has one
 
 
 def register() -> None:
     """Make `LMCConnector` known to vLLM; may be called more than once."""
-    try:
-        from lmc.connectors.vllm.vllm_api import KVConnectorFactory, WorkerWrapperBase
-    except ConfigError as error:  # vLLM must start where lmc is installed and not used.
+    join_log()
+    try:  # vLLM must start where lmc cannot work.
+        factory = vllm_api.KVConnectorFactory
+        if NAME not in factory._registry:
+            factory.register_connector(NAME, MODULE, CLASS)
+        wrapper = vllm_api.WorkerWrapperBase
+    except ConfigError as error:
         log.warning("%s", error)
         return
-    if NAME not in KVConnectorFactory._registry:
-        KVConnectorFactory.register_connector(NAME, MODULE, CLASS)
-    join_log()
-    original = WorkerWrapperBase.initialize_from_config
-    if hasattr(original, "lmc"):
+    original = getattr(wrapper, "initialize_from_config", None)
+    if original is None or hasattr(original, "lmc"):
         return
 
     @functools.wraps(original)
@@ -40,7 +42,7 @@ def register() -> None:
         return original(self, *arguments, **named)
 
     remembering.lmc = True  # type: ignore[attr-defined]
-    WorkerWrapperBase.initialize_from_config = remembering
+    wrapper.initialize_from_config = remembering
 
 
 def join_log() -> None:

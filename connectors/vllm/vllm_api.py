@@ -1,23 +1,23 @@
 """Everything that lmc uses of vLLM, and for which versions of vLLM that was verified. No other module imports vLLM.
 
-    supported   vLLM 0.32: all tests in `tests/engine/` run against an unmodified 0.32.0
-    refused     every other version, with an error at start that says what to install
-    untested    with `LMC_UNTESTED_VLLM=1` any version is tried; the self-test still decides whether prompts are blended
+    0.30 to 0.33    tested (see `make test-long`)
+    newer           used if it has what lmc's contract asks (`contract.py`), with a warning at start
+    older, or a newer one that lacks something      lmc does nothing, says what is missing, and vLLM serves without it
 
-A new minor version of vLLM is supported after the names in `USED` have been checked and the engine tests pass.
+Differences between versions are found by what is there, and not by the version's number.
 """
 
 import importlib
 import logging
-import os
+import re
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from lmc.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
-SUPPORTED = (0, 32)
-OVERRIDE = "LMC_UNTESTED_VLLM"
+OLDEST, NEWEST = (0, 30), (0, 33)
 
 USED = {
     "CUDAGraphMode": "vllm.config",
@@ -51,20 +51,33 @@ USED = {
     "WorkerWrapperBase": "vllm.v1.worker.worker_base",
 }
 
+# What takes the place of a name that some versions do not have. Before 0.31, events have the extra keys as they are.
+SUBSTITUTES: Mapping[str, Callable[..., Any]] = {"to_event_extra_keys": list}
+# Names that only those versions ask for that have them.
+LATER = frozenset({"CacheHitSource"})
 
-def check_version() -> None:
-    """Raise `ConfigError` for a version of vLLM with which lmc was not verified."""
-    version = importlib.import_module("vllm").__version__
-    found = tuple(int(number) if number.isdecimal() else -1 for number in version.split(".")[:2])
-    if found == SUPPORTED:
-        return
-    wanted = ".".join(map(str, SUPPORTED))
-    if os.environ.get(OVERRIDE) != "1":
-        raise ConfigError(
-            f"lmc works with vLLM {wanted}, and this is vLLM {version}: install 'vllm=={wanted}.*'. To try this "
-            f"version nevertheless, set {OVERRIDE}=1"
-        )
-    log.warning("lmc was not verified with vLLM %s, only with %s (%s=1)", version, wanted, OVERRIDE)
+
+def installed_version() -> str:
+    """Return vLLM's version as it names itself."""
+    return str(importlib.import_module("vllm").__version__)
+
+
+def parsed_version(version: str) -> tuple[int, int] | None:
+    """Return the major and the minor number of a version; None if it has none, as builds from source may not."""
+    found = re.match(r"(\d+)\.(\d+)(?!\d)", version)
+    return (int(found[1]), int(found[2])) if found else None
+
+
+def warn_if_untested() -> None:
+    """Log a warning if lmc was not tested with this version of vLLM."""
+    version = installed_version()
+    number = parsed_version(version)
+    if number is None or not OLDEST <= number <= NEWEST:
+        log.warning("lmc was tested with vLLM %s to %s, and not with %s", _said(OLDEST), _said(NEWEST), version)
+
+
+def _said(version: tuple[int, int]) -> str:
+    return ".".join(map(str, version))
 
 
 def __getattr__(name: str) -> Any:
@@ -74,5 +87,6 @@ def __getattr__(name: str) -> Any:
     try:
         return getattr(importlib.import_module(USED[name]), name)
     except (ImportError, AttributeError) as error:
-        check_version()
+        if name in SUBSTITUTES:
+            return SUBSTITUTES[name]
         raise ConfigError(f"this vLLM has no {USED[name]}.{name}, which lmc needs: {error}") from error

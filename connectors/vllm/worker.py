@@ -173,10 +173,7 @@ class Worker:
 
     def fail_work(self, plan: StepPlan) -> None:
         """Report every load and every document as failed, after an error in `work`."""
-        for work in list(self._loading.values()):
-            self._end(work, work.blocks)
-        for work in [*self._learning, *self._backfills]:
-            self._end(work, (), failed=True)
+        self.end_all()
         for job in plan.loads:
             self._fail(job.request, _blocks(job.copies) if isinstance(job, LoadJob) else self._blocks_to_fill(job))
         for request, blocks in plan.failed.items():
@@ -241,6 +238,12 @@ class Worker:
         for request in requests & self._loading.keys():
             self._loading[request].wanted = ()  # Its blocks will not be read.
             self._end(self._loading[request], ())
+
+    def end_all(self) -> None:
+        """End everything that is under way as failed, and drop the KV that is kept in the engine's memory for learning."""
+        for work in [*self._loading.values(), *self._learning, *self._backfills]:
+            self._end(work, work.blocks, failed=True)
+        self._prefix_kv = {}
 
     def outcome(self) -> tuple[set[str], set[int]]:
         """Return for the engine the requests whose load has ended, and the blocks whose contents are wrong."""

@@ -20,7 +20,7 @@ Token = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 
 
 class BlockStored(msgspec.Struct, tag=True, gc=False):
-    """Blocks that follow each other are on a medium. The fields are those of vLLM 0.32 that count here."""
+    """Blocks that follow each other are on a medium. The fields are those of vLLM that count here."""
 
     block_hashes: list[BlockName]
     parent_block_hash: BlockName | None

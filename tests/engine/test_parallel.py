@@ -12,7 +12,7 @@ CHILD = Path(__file__).parent / "parallel_child.py"
 SECONDS = 240
 REUSED = 690
 APART = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
-NO_PLUGIN = {"transfer": {"kv_connector_module_path": "lmc.connectors.vllm.connector"}}
+NO_PLUGIN = {"transfer": {"kv_connector_module_path": "lmc.connectors.vllm.entry"}}
 # Environment, engine options
 ENGINES = {
     "processes, no plugin": ({**APART, "VLLM_PLUGINS": ""}, NO_PLUGIN),

@@ -38,7 +38,7 @@ PAGE = (ROOT / "examples/serve_vllm.md").read_text()
 DOCUMENTS = {path.stem: path.read_text().strip() for path in (ROOT / "lmc/demo/small_model/documents").glob("*.txt")}
 QUESTIONS = json.loads((ROOT / "lmc/demo/small_model/questions.json").read_text())
 SYSTEM, SPECIAL = QUESTIONS["system"], " # # "
-START_SECONDS, STOP_SECONDS = 120, 30
+START_SECONDS, STOP_SECONDS = 600, 120  # after which it hangs; a busy machine takes long
 # Taken away: it is no setting of lmc, which ends the start of an engine over it.
 SOAK_REQUESTS, USERS = int(os.environ.pop("LMC_SOAK_REQUESTS", "240")), 8
 WARM = 0.6  # share of the requests after which the worker's kernels have met the numbers of rows that there are

@@ -1,0 +1,71 @@
+"""What vLLM loads as `LMCConnector`: lmc's connector, or one that does nothing if this vLLM lacks what lmc needs.
+
+With the second one vLLM starts and serves as without lmc.
+"""
+
+import logging
+from typing import Any
+
+from lmc.connectors.vllm import vllm_api
+from lmc.connectors.vllm.contract import INSTALL, facts_of_imported, objections
+from lmc.connectors.vllm.plugin import join_log
+
+log = logging.getLogger(__name__)
+
+
+def inert_connector(missing: list[str]) -> type:
+    """Return a connector class that does nothing, and says at start what is missing.
+
+    Raises `ConfigError` if this vLLM has no base class for connectors.
+    """
+    base = vllm_api.KVConnectorBase_V1
+
+    def nothing(self: Any, *_: Any, **__: Any) -> None:
+        """Do nothing."""
+
+    class InertConnector(base):  # type: ignore[misc, valid-type]
+        """A connector that does nothing."""
+
+        def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any, **more: Any) -> None:
+            super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config, **more)
+            if getattr(role, "name", "SCHEDULER") == "SCHEDULER":  # One line is enough.
+                join_log()
+                version, reasons = vllm_api.installed_version(), "; ".join(missing)
+                log.error(
+                    "lmc does nothing, because it cannot work with vLLM %s: %s. To use lmc, %s",
+                    version,
+                    reasons,
+                    INSTALL,
+                )
+
+        def get_num_new_matched_tokens(self, *_: Any, **__: Any) -> tuple[int, bool]:
+            """Return that nothing is stored."""
+            return 0, False
+
+        def request_finished(self, *_: Any, **__: Any) -> tuple[bool, None]:
+            """Return that the engine may free the blocks at once."""
+            return False, None
+
+        def build_connector_meta(self, *_: Any, **__: Any) -> Any:
+            """Return a plan without anything to do."""
+            return vllm_api.KVConnectorMetadata()
+
+    inert = dict.fromkeys(getattr(InertConnector, "__abstractmethods__", ()), nothing)
+    return type(InertConnector.__name__, (InertConnector,), inert)
+
+
+def __getattr__(name: str) -> Any:
+    """Choose the connector when vLLM asks for it."""
+    if name != "LMCConnector":
+        raise AttributeError(name)
+    if "connector" not in _chosen:
+        if missing := objections(facts_of_imported()):
+            _chosen["connector"] = inert_connector(missing)
+        else:
+            from lmc.connectors.vllm.connector import LMCConnector
+
+            _chosen["connector"] = LMCConnector
+    return _chosen["connector"]
+
+
+_chosen: dict[str, type] = {}
