@@ -7,6 +7,7 @@ from lmc.connectors.vllm import backfill, isolation
 from lmc.connectors.vllm.isolation import OwnBlends, set_salts
 
 HEADER = (1, 2, 3)  # what the chat template writes before an answer
+USER = (1, 8)  # and before a question
 DOC_C = [400 + i for i in range(12)]
 ANSWER = list(range(500, 511))
 NEXT = [80, 81, 82, 83, 84, 85, *HEADER]
@@ -15,7 +16,7 @@ NEXT = [80, 81, 82, 83, 84, 85, *HEADER]
 @pytest.fixture
 def lab(make) -> Lab:
     """A lab that knows three documents, and has a chat template."""
-    lab = make(answer=HEADER, blocks=256, slots=32, settings={"load_policy": "always"})
+    lab = make(answers=(HEADER,), messages=(USER,), blocks=256, slots=32, settings={"load_policy": "always"})
     learn(lab, DOC_A, DOC_B, DOC_C)
     return lab
 
@@ -68,13 +69,13 @@ def test_new_documents_of_a_later_turn_are_blended_after_the_earlier_blocks(lab:
     tokens = chat(DOC_A, DOC_B)
     first_turn(lab, tokens)
     give_up_backfill(lab)
-    turn = [*tokens, *ANSWER, 1, 90, 91, *DOC_C, 90, 91, 81, *HEADER]
+    turn = [*tokens, *ANSWER, *USER, 90, 91, *DOC_C, 90, 91, 81, *HEADER]
     request = lab.arrive("second", turn)
     local = lab.look(request)
     assert local == (len(tokens) + len(ANSWER)) // BLOCK * BLOCK
     lab.admit(request)
     (job,) = lab.step().loads
-    assert (job.start, job.documents[0].piece.at) == (local, len(tokens) + len(ANSWER) + 3)
+    assert (job.start, job.documents[0].piece.at) == (local, len(tokens) + len(ANSWER) + 4)
     lab.compute(request, len(turn) - request.num_computed_tokens)
     lab.finish(request)
     give_up_backfill(lab)
@@ -82,7 +83,7 @@ def test_new_documents_of_a_later_turn_are_blended_after_the_earlier_blocks(lab:
     assert lab.look(again) == len(turn) // BLOCK * BLOCK
     lab.finish(again)
     other = lab.arrive("another second turn", [*turn[:-4], 99, *HEADER])
-    first = len(tokens) + len(ANSWER) + 3
+    first = len(tokens) + len(ANSWER) + 4
     assert lab.look(other) == first // BLOCK * BLOCK, "its new document was blended for another question"
     lab.finish(other)
 

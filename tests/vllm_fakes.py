@@ -277,7 +277,8 @@ class Lab:
         settings=None,
         prefix=(),
         special=frozenset({1}),
-        answer=(),
+        answers=(),
+        messages=(),
         trace=None,
     ):
         self.now = 0.0
@@ -306,7 +307,7 @@ class Lab:
             block_size=BLOCK,
             stages=layers_of_stages(facts),
             ranks=ranks,
-            markers=Markers(separators=(SEPARATOR,), special=special, answer=answer),
+            markers=Markers(separators=(SEPARATOR,), special=special, answers=answers, messages=messages),
             blends=blends,
             trace=trace,
             batch_tokens=batch_tokens,

@@ -31,27 +31,20 @@ MAX_PAUSE_SECONDS = 5.0  # for which a job that was begun holds its blocks while
 class Conversation:
     """A prompt and its answer, of which some KV is approximate."""
 
-    request: Any  # the engine's request, which names the tenant in events
+    request: Any  # the engine's request
     tokens: tuple[int, ...]  # of full blocks
     hashes: tuple[bytes, ...]  # the exact hashes of these blocks
 
 
-@dataclass(frozen=True, slots=True)
-class CachedRequest:
-    """What vLLM's block pool asks of a request whose blocks are entered into the prefix cache."""
+class ExactRequest:
+    """A request as vLLM's block pool sees it, with the exact hashes of its blocks."""
 
-    request_id: str
-    block_hashes: Sequence[bytes]
-    all_token_ids: Sequence[int]
-    cache_salt: str | None
-    lora_request: None = None
-    prompt_embeds: None = None
-    mm_features: tuple[()] = ()
+    def __init__(self, request: Any, hashes: Sequence[bytes]) -> None:
+        self._request, self.block_hashes = request, list(hashes)
 
-    @property
-    def num_tokens(self) -> int:
-        """The number of its tokens."""
-        return len(self.all_token_ids)
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the engine's request, such as its tokens."""
+        return getattr(self._request, name)
 
 
 class Backfill:
@@ -131,9 +124,7 @@ class Backfill:
             # A request may have computed and cached the same blocks meanwhile.
             first = cached_blocks(self._pool, one.hashes)
             if not failed and first == known:
-                request = CachedRequest(
-                    one.request.request_id, list(one.hashes), one.tokens, one.request.cache_salt or None
-                )
+                request = ExactRequest(one.request, one.hashes)
                 self._pool.cache_full_blocks(request, blocks, known, len(blocks), self._block_size, 0)
                 self.done += 1
             self._pool.free_blocks(reversed(blocks))

@@ -520,10 +520,12 @@ class Scheduler:
         Templates may write something else there when the answer is a part of the history, for example no empty
         thoughts.
         """
-        prompt, header = state.request.prompt_token_ids, self._setup.markers.answer if self._setup.markers else ()
-        for at in range(len(prompt) - len(header), max(state.question, len(prompt) - len(header) - BEGUN) - 1, -1):
-            if header and tuple(prompt[at : at + len(header)]) == header:
-                return at + len(header), True
+        prompt, markers = state.request.prompt_token_ids, self._setup.markers
+        headers = markers.answers if markers else ()
+        first = len(prompt) - max(map(len, headers), default=0) - BEGUN
+        for at in range(len(prompt) - 1, max(state.question, first) - 1, -1):
+            if match := [header for header in headers if tuple(prompt[at : at + len(header)]) == header]:
+                return at + min(map(len, match)), True
         return len(prompt), False
 
     def _forget(self, state: RequestState) -> None:

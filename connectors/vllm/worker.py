@@ -240,7 +240,7 @@ class Worker:
             self._end(self._loading[request], ())
 
     def end_all(self) -> None:
-        """End everything that is under way as failed, and drop the KV that is kept in the engine's memory for learning."""
+        """End everything that is under way as failed, and drop the KV that learning keeps in the engine's memory."""
         for work in [*self._loading.values(), *self._learning, *self._backfills]:
             self._end(work, work.blocks, failed=True)
         self._prefix_kv = {}

@@ -15,7 +15,7 @@ TOKENS = [*PROMPT.tokens, *HEADER]
 @pytest.fixture(scope="module")
 def shared(models):
     with engine(models("llama")) as lab:
-        lab.connector._scheduler._setup.markers = Markers(separators=(), answer=HEADER)
+        lab.connector._scheduler._setup.markers = Markers(separators=(), answers=(HEADER,))
         yield lab
 
 
