@@ -15,7 +15,7 @@ from vllm.platforms import current_platform
 from lmc.blend.markers import Markers
 from lmc.config import Settings
 from lmc.connectors.vllm.admin import Administration
-from lmc.connectors.vllm.connector import LMCConnector
+from lmc.connectors.vllm.connector import Handshake, LMCConnector
 from lmc.connectors.vllm.model_identity import model_identity
 from lmc.connectors.vllm.native import NativeLayers
 from lmc.connectors.vllm.plugin import loaded_model
@@ -304,7 +304,7 @@ def test_ranks_that_each_have_a_scheduler_of_their_own_are_refused():
         parallel_config=SimpleNamespace(tensor_parallel_size=2, pipeline_parallel_size=1),
     )
     with pytest.raises(ConfigError, match=r"1 of 2 workers.*external_launcher"):
-        connector.set_xfer_handshake_metadata_pp_aware({(0, 0): SimpleNamespace(facts=None)})
+        connector.set_xfer_handshake_metadata_pp_aware({(0, 0): Handshake(None)})
 
 
 def bare(tmp_path=None, **parallel) -> LMCConnector:
@@ -334,16 +334,28 @@ def test_each_data_parallel_engine_has_a_directory_of_its_own(monkeypatch, tmp_p
     connector = bare(tmp_path, data_parallel_size=engines, data_parallel_index=2)
     with pytest.raises(InterruptedError):
         connector.set_xfer_handshake_metadata_pp_aware(
-            {(0, 0): SimpleNamespace(facts=SimpleNamespace(refused="for some reason", weights=""))}
+            {(0, 0): Handshake(SimpleNamespace(refused="for some reason", weights=""))}
         )
     assert opened == [tmp_path / own]
 
 
-def test_a_model_for_which_the_engine_caches_no_prefixes_is_left_alone(caplog):
-    connector = bare()
-    connector._config.model_config.is_prefix_caching_supported = False
+def test_a_model_for_which_the_engine_caches_no_prefixes_is_left_alone(caplog, monkeypatch):
+    monkeypatch.setattr(KVConnectorBase_V1, "__init__", lambda *_, **__: None)
+    config = bare()._config
+    config.model_config.is_prefix_caching_supported = False
+    config.parallel_config.decode_context_parallel_size = config.parallel_config.prefill_context_parallel_size = 1
+    config.kv_transfer_config = SimpleNamespace(kv_connector_extra_config={}, kv_load_failure_policy="recompute")
+    groups = SimpleNamespace(kv_cache_groups=[SimpleNamespace()])
+    connector, worker = (LMCConnector(config, role, groups) for role in KVConnectorRole)
+    assert caplog.text.count("lmc does nothing for this model, because its pooling needs every token") == 1
+    worker.register_kv_caches({})
+    assert worker.get_handshake_metadata() is None
+    worker.start_load_kv(None)
+    worker.wait_for_save()
+    assert worker.get_finished({"a request"}) == (None, None)
+    assert worker.get_block_ids_with_load_errors() == set()
+    assert worker.build_connector_worker_meta() is None
     connector.set_xfer_handshake_metadata_pp_aware({})
-    assert "lmc does nothing for this model" in caplog.text
     assert connector.get_num_new_matched_tokens(None, 0) == (0, False)
     assert connector.request_finished(None, []) == (False, None)
     assert not connector.build_connector_meta(None).plan.saves
