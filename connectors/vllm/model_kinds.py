@@ -27,7 +27,7 @@ def objection(model: Any, kv_cache_config: Any) -> str:
         return "it has no KV cache"
     if not model.is_prefix_caching_supported:
         return "its pooling needs every token of a prompt"
-    if not all(_is_attention(spec) for group in groups for spec in _specs_of(group)):
+    if not all(isinstance(spec, vllm_api.AttentionSpec) for group in groups for spec in _specs_of(group)):
         return "it has layers with a state (linear attention, Mamba), which lmc does not store"
     if len(groups) > 1:
         return f"its layers use {len(groups)} block tables; start vLLM with --disable-hybrid-kv-cache-manager"
@@ -39,7 +39,3 @@ def _specs_of(group: Any) -> Iterable[Any]:
     spec = group.kv_cache_spec
     several = getattr(spec, "kv_cache_specs", None)
     return several.values() if several else (spec,)
-
-
-def _is_attention(spec: Any) -> bool:
-    return isinstance(spec, vllm_api.AttentionSpec) and not isinstance(spec, vllm_api.CircularBufferSpec)

@@ -50,7 +50,6 @@ USED = {
     "maybe_convert_block_hash": "vllm.v1.core.kv_cache_utils",
     "to_event_extra_keys": "vllm.v1.core.kv_cache_utils",
     "AttentionSpec": "vllm.v1.kv_cache_interface",
-    "CircularBufferSpec": "vllm.v1.kv_cache_interface",
     "CacheHitSource": "vllm.v1.metrics.cache_hit_source",
     "WorkerWrapperBase": "vllm.v1.worker.worker_base",
 }

@@ -12,6 +12,8 @@ import torch
 import transformers
 from lab import SAME, SETTINGS, Lab, Prompt, agree, answer, distance, engine, facts, launch, words
 from stepping import poison
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from vllm import LLM, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
@@ -135,8 +137,10 @@ def test_an_encoder_without_kv_cache_starts_and_embeds_as_without_lmc(tmp_path, 
     torch.manual_seed(0)
     sizes = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 256}
     transformers.BertModel(transformers.BertConfig(vocab_size=1024, **sizes)).save_pretrained(tmp_path)
+    vocabulary = Tokenizer(WordLevel({"[UNK]": 0}, unk_token="[UNK]"))  # which vLLM wants for pooling
+    transformers.PreTrainedTokenizerFast(tokenizer_object=vocabulary, pad_token="[UNK]").save_pretrained(tmp_path)
     prompts = [{"prompt_token_ids": words(count, count)} for count in (40, 200)]
-    options = {"runner": "pooling", "max_model_len": 512, "max_num_batched_tokens": 512}
+    options = {"runner": "pooling", "max_model_len": 512, "max_num_batched_tokens": 512, "skip_tokenizer_init": False}
 
     def embedded(llm: LLM) -> list[Any]:
         return [out.outputs.data for out in llm.encode(prompts, pooling_task="embed", use_tqdm=False)]
