@@ -165,15 +165,15 @@ STAND_IN = {"kv_connector": "StandIn", "kv_connector_module_path": "stand_in", "
 
 
 @contextmanager
-def beside(model: Any, *children: dict[str, Any]) -> Iterator[Lab]:
-    """An engine with several connectors."""
+def beside(model: Any, *children: dict[str, Any], idle: bool = True) -> Iterator[Lab]:
+    """An engine with several connectors; an `idle` one has no request at first, and gets the workers' facts before."""
     transfer = {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": list(children)}}
     with started(lambda: launch(model, transfer=transfer)) as llm:
         lab = Lab(llm)
         (lab.connector,) = [one for one in lab.connector.sub_connectors if isinstance(one, LMCConnector)]
-        for _ in range(5):  # What a server does by itself as long as a connector has work.
-            if lab.scheduler.has_requests():
-                lab.core.step_fn()
+        if idle:  # A server makes steps by itself as long as a connector has work.
+            lab.settle()
+            assert lab.connector._scheduler is not None
         yield lab
 
 
@@ -223,10 +223,18 @@ def test_no_blend_reaches_a_connector_that_hashes_tokens(models, caplog, tmp_pat
         lab.check_idle()
 
 
-def test_beside_connectors_that_use_block_hashes_prompts_are_blended(models):
-    """Another lmc-free child is needed for `MultiConnector`; alone in it, facts come the same way."""
-    with beside(models("llama"), LMC) as lab:
+def test_alone_in_a_multi_connector_prompts_are_blended_and_requests_before_the_facts_are_served(models):
+    """Facts of workers come with the first step, in which requests may be waiting already. One that has begun is left
+    alone.
+    """
+    with beside(models("llama"), LMC, idle=False) as lab:
+        assert lab.connector._scheduler is None
+        waiting = words(300, 12)
+        lab.ask_all([(PLAIN, None), (waiting, None)])
         assert lab.connector._scheduler._setup.blends
+        lab.settle()
+        assert lab.llm.reset_prefix_cache()
+        assert [lab.ask(tokens, count=1).num_cached_tokens for tokens in (waiting, PLAIN)] == [288, 0]
         lab.learn(DOCUMENTS)
         found = lab.ask(PROMPT.tokens, PROMPT.blend())
         assert facts(found)["reused_tokens"] > 0
