@@ -37,7 +37,7 @@ from lmc.storage.places import place_of
 
 log = logging.getLogger(__name__)
 
-# Steps for which an engine without requests is kept running until its workers have sent their facts.
+# Steps that an engine without requests makes until its workers have sent their facts.
 MAX_WAIT_STEPS = 100
 
 
@@ -74,7 +74,7 @@ class LMCConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
     """
 
     _objection = ""  # why lmc does nothing for the model
-    _wait_steps = 0  # for how many more steps the engine is kept running until the workers have sent their facts
+    _wait_steps = 0  # that the engine makes, also without requests, until the workers have sent their facts
     _worker: Worker | None = None
 
     def __init__(self, vllm_config: vllm_api.VllmConfig, role: vllm_api.KVConnectorRole, kv_cache_config: Any) -> None:
@@ -335,21 +335,27 @@ class LMCConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
     def _hear(self, facts: Iterable[WorkerFacts]) -> None:
         """Open the store when the facts of every worker have come with its first report."""
         self._early_facts |= {worker.rank: worker for worker in facts}
-        parallel = self._config.parallel_config
-        if len(self._early_facts) == parallel.tensor_parallel_size * parallel.pipeline_parallel_size:
-            self._open(self._early_facts)
-            for request in self._early_requests:
-                if not request.num_computed_tokens and not request.is_finished():
-                    self.on_new_request(request)
-            self._early_requests.clear()
+        if len(self._early_facts) < self._rank_count():
+            return
+        self._open(self._early_facts)
+        for request in self._early_requests:  # Those that have begun already are left to the engine.
+            if not request.num_computed_tokens and not request.is_finished():
+                self.on_new_request(request)
+        self._early_requests.clear()
 
     def _wait_for_facts(self) -> None:
+        """Note a step without all facts, and give up after `MAX_WAIT_STEPS` of them."""
         if self._wait_steps == 1:
-            log.warning(
-                "lmc does nothing, because %d workers have sent their facts, and not all", len(self._early_facts)
-            )
+            given = len(self._early_facts)
+            log.warning("lmc does nothing, because only %d of %d workers sent their facts", given, self._rank_count())
             self._early_requests.clear()
         self._wait_steps = max(0, self._wait_steps - 1)
+
+    def _rank_count(self) -> int:
+        """Return the number of workers."""
+        parallel = self._config.parallel_config
+        count: int = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
+        return count
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]

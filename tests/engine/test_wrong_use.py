@@ -15,7 +15,8 @@ from vllm.platforms import current_platform
 from lmc.blend.markers import Markers
 from lmc.config import Settings
 from lmc.connectors.vllm.admin import Administration
-from lmc.connectors.vllm.connector import Handshake, LMCConnector
+from lmc.connectors.vllm.connector import MAX_WAIT_STEPS, Handshake, LMCConnector, WorkerMetadata
+from lmc.connectors.vllm.messages import StepPlan, StepReport, WorkerFacts
 from lmc.connectors.vllm.model_identity import model_identity
 from lmc.connectors.vllm.native import NativeLayers
 from lmc.connectors.vllm.plugin import loaded_model
@@ -360,6 +361,27 @@ def test_a_model_for_which_the_engine_caches_no_prefixes_is_left_alone(caplog, m
     assert connector.request_finished(None, []) == (False, None)
     assert not connector.build_connector_meta(None).plan.saves
     assert not connector.has_pending_push_work()
+
+
+def test_facts_that_never_come_end_the_waiting_with_a_warning(caplog):
+    """As beside other connectors whose metadata is not lmc's. An engine must not make empty steps for ever."""
+    connector, steps = bare(), 0
+    connector._early_facts, connector._early_requests = {}, []
+    connector.set_xfer_handshake_metadata_pp_aware({(0, 0): object()})
+    while connector.has_pending_push_work():
+        assert connector.build_connector_meta(None).plan == StepPlan()
+        connector.update_connector_output(SimpleNamespace(kv_connector_worker_meta=None))
+        steps += 1
+    assert steps == MAX_WAIT_STEPS
+    assert caplog.text.count("lmc does nothing, because only 0 of 1 workers sent their facts") == 1
+
+
+def test_reports_of_ranks_are_joined_with_their_facts():
+    first, second = (
+        WorkerMetadata(StepReport(done={3: 1}), (WorkerFacts(rank=(0, i), page_bytes=(), layout=""),)) for i in (0, 1)
+    )
+    joined = first.aggregate(second)
+    assert ([facts.rank for facts in joined.facts], joined.report.done) == ([(0, 0), (0, 1)], {3: 2})
 
 
 def test_a_log_line_without_blending_says_that_it_was_not_wanted():
