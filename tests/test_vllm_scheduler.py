@@ -1254,6 +1254,19 @@ def test_times_and_shares_of_requests_are_observed_by_way(make):
     assert (counts["documents_known"], counts["documents_unknown"], counts["documents_learned"]) == (1, 1, 1)
 
 
+def test_a_load_of_another_connector_is_not_observed(make):
+    """Beside other connectors, `received` names their loads, too. Each was observed as a load of lmc."""
+    lab = make()
+    request = lab.arrive("theirs", list(range(1, 20)))
+    assert lab.admit(request) == 0
+    lab.scheduler.reported(StepReport(), {"theirs"})
+    assert not [key for key in lab.scheduler.take_observed() if key.startswith("load_seconds")]
+    lab.compute(request, 19)
+    lab.finish(request)
+    lab.settle()
+    lab.check()
+
+
 # -- learning ---------------------------------------------------------------------------------------------------------
 
 

@@ -18,11 +18,12 @@ from lmc.admin_address import ADDRESS
 from lmc.blend.learn_prefix import learn_prefix
 from lmc.blend.markers import Markers
 from lmc.config import Settings
-from lmc.connectors.vllm import vllm_api
+from lmc.connectors.vllm import multi, vllm_api
 from lmc.connectors.vllm.admin import Administration, serve_if_wanted
 from lmc.connectors.vllm.guard import Guard
 from lmc.connectors.vllm.messages import StepPlan, StepReport, WorkerFacts
 from lmc.connectors.vllm.model_identity import files_of, model_identity
+from lmc.connectors.vllm.model_kinds import objection, use_one_table
 from lmc.connectors.vllm.plugin import join_log, loaded_model
 from lmc.connectors.vllm.scheduler import Scheduler
 from lmc.connectors.vllm.start import Setup, check_chunk_size, layers_of_stages, open_engine
@@ -39,6 +40,9 @@ from lmc.storage.places import place_of
 T = TypeVar("T")
 
 log = logging.getLogger(__name__)
+
+# Steps that an engine without requests makes until its workers have sent their facts.
+MAX_WAIT_STEPS = 100
 
 
 class Handshake(vllm_api.KVConnectorHandshakeMetadata):
@@ -58,16 +62,24 @@ class Metadata(vllm_api.KVConnectorMetadata):
 class WorkerMetadata(vllm_api.KVConnectorWorkerMetadata):
     """Carries the workers' reports to the scheduler."""
 
-    def __init__(self, report: StepReport) -> None:
+    def __init__(self, report: StepReport, facts: tuple[WorkerFacts, ...] = ()) -> None:
         self.report = report
+        self.facts = facts  # of workers that report for the first time, beside other connectors
 
     def aggregate(self, other: "WorkerMetadata") -> "WorkerMetadata":
         """Join the reports of two ranks."""
-        return WorkerMetadata(self.report.merge(other.report))
+        return WorkerMetadata(self.report.merge(other.report), (*self.facts, *other.facts))
 
 
-class LMCConnector(vllm_api.KVConnectorBase_V1):
-    """Exact KV offload and CacheBlend for an unmodified vLLM."""
+class LMCConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
+    """Exact KV offload and CacheBlend for an unmodified vLLM.
+
+    Models for which lmc can do nothing start nevertheless: both sides are idle then.
+    """
+
+    _objection = ""  # why lmc does nothing for the model
+    _wait_steps = 0  # that the engine makes, also without requests, until the workers have sent their facts
+    _worker: Worker | None = None
 
     def __init__(self, vllm_config: vllm_api.VllmConfig, role: vllm_api.KVConnectorRole, kv_cache_config: Any) -> None:
         """Read the settings; raise `ConfigError` if they cannot work with this engine."""
@@ -82,16 +94,26 @@ class LMCConnector(vllm_api.KVConnectorBase_V1):
         parallel = vllm_config.parallel_config
         if max(parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size) > 1:
             raise ConfigError("context parallelism spreads a block's tokens over ranks, which lmc does not support")
-        check_chunk_size(self.settings, vllm_config.cache_config.block_size)
+        self._objection = objection(vllm_config.model_config, kv_cache_config)
         self._scheduler: Scheduler | None = None
         self._stop_admin: Callable[[], None] | None = None
         self._publisher: DocumentPublisher | None = None
-        self._worker: Worker
+        self._facts: WorkerFacts | None = None
+        self._beside: list[str] | None = None  # the names of the connectors beside this one, if there may be some
+        self._reports_facts = False
+        self._early_requests: list[Any] = []
+        self._early_facts: dict[tuple[int, int], WorkerFacts] = {}
         self._counted: dict[str, float] = {}
         self._bad_blocks: set[int] = set()
         # A worker that goes on after an error, while others wait for it, would let them hang.
         among_ranks = parallel.tensor_parallel_size > 1 and role is vllm_api.KVConnectorRole.WORKER
         self._guard = Guard(raises=among_ranks)
+        if self._objection:
+            if role is vllm_api.KVConnectorRole.SCHEDULER:
+                log.warning("lmc does nothing for this model, because %s", self._objection)
+            return
+        use_one_table(vllm_config)
+        check_chunk_size(self.settings, vllm_config.cache_config.block_size)
         if role is vllm_api.KVConnectorRole.WORKER:
             self._worker = Worker(vllm_config, kv_cache_config, blends=self.settings.enable_blending)
         elif transfer.kv_load_failure_policy != "recompute":
@@ -107,24 +129,37 @@ class LMCConnector(vllm_api.KVConnectorBase_V1):
         Settings.load(extra_config)
         return False
 
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: vllm_api.VllmConfig) -> str | None:
+        """Return none: lmc takes any layout. vLLM asks just before it groups layers by their kind of cache."""
+        use_one_table(vllm_config)
+        return None
+
     # -- worker ------------------------------------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Examine the engine's KV cache and model."""
-        self._facts = self._worker.register(kv_caches, loaded_model())
+        if self._worker is None:
+            return
+        self._beside = multi.neighbours(self, vllm_api.get_kv_transfer_group())
+        self._reports_facts = self._beside is not None
+        self._facts = self._worker.register(kv_caches, loaded_model(), multi.blending_objection(self._beside or []))
 
-    def get_handshake_metadata(self) -> Handshake:
-        """Return what the scheduler has to know of this worker."""
-        return Handshake(self._facts)
+    def get_handshake_metadata(self) -> Handshake | None:
+        """Return what the scheduler has to know of this worker; None beside other connectors, and if lmc is idle."""
+        return None if self._facts is None or self._beside is not None else Handshake(self._facts)
 
     def unregister_kv_caches(self) -> None:
         """End all loads and learning, because the engine is about to give up its KV cache, as when it goes to sleep."""
-        self._worker.end_all()
+        if self._worker is not None:
+            self._worker.end_all()
 
     def start_load_kv(self, forward_context: Any, **named: Any) -> None:
         """Do a slice of the loads, blends and learning that are under way."""
-        plan = self._get_connector_metadata().plan
-        self._guard.run("start_load_kv", lambda: self._worker.work(plan), None, lambda: self._worker.fail_work(plan))
+        worker = self._worker
+        if worker is not None:
+            plan = self._get_connector_metadata().plan
+            self._guard.run("start_load_kv", lambda: worker.work(plan), None, lambda: worker.fail_work(plan))
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Do nothing: loads run between the engine's forward passes."""
@@ -134,9 +169,11 @@ class LMCConnector(vllm_api.KVConnectorBase_V1):
 
     def wait_for_save(self) -> None:
         """Copy the blocks that the forward pass has completed. A second call in the same step copies nothing."""
-        plan = self._get_connector_metadata().plan
-        saves, plan.saves = plan.saves, []
-        self._guard.run("wait_for_save", lambda: self._worker.save(saves), None, lambda: self._worker.fail_saves(saves))
+        worker = self._worker
+        if worker is not None:
+            plan = self._get_connector_metadata().plan
+            saves, plan.saves = plan.saves, []
+            self._guard.run("wait_for_save", lambda: worker.save(saves), None, lambda: worker.fail_saves(saves))
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Return the requests whose load has ended, including those that were aborted during it.
@@ -144,9 +181,11 @@ class LMCConnector(vllm_api.KVConnectorBase_V1):
         In a step without tokens, this makes the saves: vLLM 0.30 does not call `wait_for_save` there. In a step with
         tokens it must not, because later versions call it before a drafter has written its KV.
         """
+        worker = self._worker
+        if worker is None:
+            return None, None
         if not self._get_connector_metadata().plan.scheduled:
             self.wait_for_save()
-        worker = self._worker
         self._guard.run("get_finished", lambda: worker.cancel(finished_req_ids), None)
         nothing: tuple[set[str], set[int]] = set(), set()
         received, self._bad_blocks = self._guard.run("get_finished", worker.outcome, nothing)
@@ -157,9 +196,13 @@ class LMCConnector(vllm_api.KVConnectorBase_V1):
         return self._bad_blocks
 
     def build_connector_worker_meta(self) -> WorkerMetadata | None:
-        """Return what was saved, learned and blended since the last report."""
+        """Return what was saved, learned and blended since the last report, with this worker's facts in the first."""
+        if self._worker is None:
+            return None
         report = self._guard.run("build_connector_worker_meta", self._worker.report, StepReport())
-        return WorkerMetadata(report) if report else None
+        facts = (self._facts,) if self._facts and self._reports_facts else ()
+        self._reports_facts = False
+        return WorkerMetadata(report, facts) if report or facts else None
 
     # -- scheduler ---------------------------------------------------------------------------------------------------
 
@@ -170,13 +213,22 @@ class LMCConnector(vllm_api.KVConnectorBase_V1):
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], vllm_api.KVConnectorHandshakeMetadata]
     ) -> None:
-        """Open the store, now that all workers have reported. An engine that wakes up reports them once more."""
-        if self._scheduler is not None:
+        """Open the store if the workers' facts are in the metadata; otherwise they come with the first reports.
+
+        Beside other connectors, the metadata may be that of another one, or nothing. An engine that wakes up hands it
+        over once more.
+        """
+        if self._objection or self._scheduler is not None:
             return
-        if not self._config.model_config.is_prefix_caching_supported:
-            log.warning("lmc does nothing for this model, because its pooling needs every token of a prompt")
-            return
-        workers = [metadata[rank].facts for rank in sorted(metadata)]
+        ours = {rank: given.facts for rank, given in metadata.items() if isinstance(given, Handshake)}
+        if ours:
+            self._open(ours)
+        else:
+            self._wait_steps = MAX_WAIT_STEPS
+
+    def _open(self, facts: Mapping[tuple[int, int], WorkerFacts]) -> None:
+        """Open the store, now that all workers have reported."""
+        workers = [facts[rank] for rank in sorted(facts)]
         cache = self._config.cache_config
         parallel, settings = self._config.parallel_config, self.settings
         ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
@@ -275,6 +327,8 @@ class LMCConnector(vllm_api.KVConnectorBase_V1):
         if scheduler is not None:
             name = request.request_id
             self._guarded("on_new_request", lambda: scheduler.arrive(request), None, lambda: scheduler.abandon(name))
+        elif self._wait_steps:
+            self._early_requests.append(request)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Return how many tokens will be loaded, and that this happens asynchronously; None means ask again later."""
@@ -319,6 +373,7 @@ class LMCConnector(vllm_api.KVConnectorBase_V1):
         """Return the step's plan."""
         scheduler = self._scheduler
         if scheduler is None:
+            self._wait_for_facts()
             return Metadata(StepPlan())
         state = scheduler_output.kv_connector_block_state
         assert state is not None
@@ -333,9 +388,11 @@ class LMCConnector(vllm_api.KVConnectorBase_V1):
     def update_connector_output(self, connector_output: Any) -> None:
         """Take in what the workers have done."""
         scheduler = self._scheduler
-        if scheduler is None:
-            return
         metadata = connector_output.kv_connector_worker_meta
+        if scheduler is None:
+            if isinstance(metadata, WorkerMetadata):
+                self._hear(metadata.facts)
+            return
         report = metadata.report if isinstance(metadata, WorkerMetadata) else StepReport()
         received = connector_output.finished_recving or set()
         self._guarded(
@@ -344,6 +401,37 @@ class LMCConnector(vllm_api.KVConnectorBase_V1):
             None,
             lambda: scheduler.loads_ended(received),
         )
+
+    def _hear(self, facts: Iterable[WorkerFacts]) -> None:
+        """Open the store when the facts of every worker have come with its first report."""
+        self._early_facts |= {worker.rank: worker for worker in facts}
+        if len(self._early_facts) < self._rank_count():
+            return
+        self._open(self._early_facts)
+        for request in self._early_requests:  # Those that have begun already are left to the engine.
+            if not request.num_computed_tokens and not request.is_finished():
+                self.on_new_request(request)
+        self._early_requests.clear()
+
+    def _wait_for_facts(self) -> None:
+        """Note a step without all facts, and give up after `MAX_WAIT_STEPS` of them."""
+        if self._wait_steps == 1:
+            given = len(self._early_facts)
+            log.warning("lmc does nothing, because only %d of %d workers sent their facts", given, self._rank_count())
+            self._early_requests.clear()
+        self._wait_steps = max(0, self._wait_steps - 1)
+
+    def _rank_count(self) -> int:
+        """Return the number of workers."""
+        parallel = self._config.parallel_config
+        count: int = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
+        return count
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Do what `request_finished` does. lmc is idle unless there is one block table."""
+        return self.request_finished(request, block_ids[0] if block_ids else [])
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Save the last blocks of a request that has ended, and return facts for its response.
@@ -361,7 +449,9 @@ class LMCConnector(vllm_api.KVConnectorBase_V1):
     def has_pending_push_work(self) -> bool:
         """Return whether lmc needs steps although there is no request, to save or to learn."""
         scheduler = self._scheduler
-        return scheduler is not None and self._guarded("has_pending_push_work", lambda: scheduler.busy, False)
+        if scheduler is None:
+            return self._wait_steps > 0
+        return self._guarded("has_pending_push_work", lambda: scheduler.busy, False)
 
     def reset_cache(self) -> bool | None:
         """Remove every chunk. If that fails, lmc is switched off: what it has may be of other weights."""

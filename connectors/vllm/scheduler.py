@@ -334,6 +334,8 @@ class Scheduler:
                 self._observed["budget"].append(float(facts["charged_budget"]))  # type: ignore[arg-type]
         for request in received & self._states.keys():
             state = self._states[request]
+            if not state.loading:  # Another connector has loaded it.
+                continue
             state.loading = False
             self._note_load(state)
             if state.request.is_finished():

@@ -34,8 +34,10 @@ USED = {
     "KVConnectorMetadata": "vllm.distributed.kv_transfer.kv_connector.v1.base",
     "KVConnectorRole": "vllm.distributed.kv_transfer.kv_connector.v1.base",
     "KVConnectorWorkerMetadata": "vllm.distributed.kv_transfer.kv_connector.v1.base",
+    "SupportsHMA": "vllm.distributed.kv_transfer.kv_connector.v1.base",
     "KVConnectorPromMetrics": "vllm.distributed.kv_transfer.kv_connector.v1.metrics",
     "KVConnectorStats": "vllm.distributed.kv_transfer.kv_connector.v1.metrics",
+    "get_kv_transfer_group": "vllm.distributed.kv_transfer",
     "set_forward_context": "vllm.forward_context",
     "Attention": "vllm.model_executor.layers.attention",
     "cached_tokenizer_from_config": "vllm.tokenizers",
@@ -47,6 +49,7 @@ USED = {
     "get_request_block_hasher": "vllm.v1.core.kv_cache_utils",
     "maybe_convert_block_hash": "vllm.v1.core.kv_cache_utils",
     "to_event_extra_keys": "vllm.v1.core.kv_cache_utils",
+    "AttentionSpec": "vllm.v1.kv_cache_interface",
     "CacheHitSource": "vllm.v1.metrics.cache_hit_source",
     "WorkerWrapperBase": "vllm.v1.worker.worker_base",
 }

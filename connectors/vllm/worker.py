@@ -84,9 +84,10 @@ class Worker:
 
     # -- start -------------------------------------------------------------------------------------------------------
 
-    def register(self, caches: dict[str, torch.Tensor], model: Any | None) -> WorkerFacts:
+    def register(self, caches: dict[str, torch.Tensor], model: Any | None, why_not: str = "") -> WorkerFacts:
         """Take the KV caches and the model, which is None if it was not found.
 
+        `why_not` says why nothing may be blended in this engine, whatever the model; it is empty if prompts may be.
         Returns what the caches are, and why the model cannot be blended, if it cannot.
         """
         self._pages = Pages(caches, self._kv_cache_config.num_blocks)
@@ -99,7 +100,7 @@ class Worker:
             self._rows = BatchRows(layer=max(LEAST_ROWS, self._step_tokens))
         refused = "blending is off (enable_blending)"
         if self._blends:
-            refused = self._prepare_blending(caches, model)
+            refused = why_not or self._prepare_blending(caches, model)
         shape = self._layers.shape if self._layers else None
         return WorkerFacts(
             rank=(get_pp_group().rank_in_group, get_tensor_model_parallel_rank()),

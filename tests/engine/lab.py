@@ -103,6 +103,30 @@ FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
         },
     ),
     "gemma3": (transformers.Gemma3TextConfig, {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 128}),
+    "gemma3mixed": (
+        transformers.Gemma3TextConfig,
+        {
+            "head_dim": 32,
+            "query_pre_attn_scalar": 32,
+            "sliding_window": 128,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+        },
+    ),
+    "lfm2": (
+        transformers.Lfm2Config,
+        {
+            "layer_types": ["conv", "full_attention"] * 2,
+            "conv_L_cache": 3,
+            "conv_bias": False,
+            "conv_dim": 256,
+            "conv_dim_out": 256,
+            "block_dim": 256,
+            "block_ff_dim": 512,
+            "block_multiple_of": 256,
+            "block_ffn_dim_multiplier": 1.0,
+            "block_auto_adjust_ff_dim": False,
+        },
+    ),
 }
 
 

@@ -12,6 +12,8 @@ from lab import Lab
 from tier_wrappers import Faulty
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
+from lmc.connectors.vllm.connector import LMCConnector
+
 STEPS, SECONDS = 3000, 30.0  # whatever takes longer hangs
 
 
@@ -110,8 +112,9 @@ class Gate:
 
 
 def worker() -> Any:
-    """The worker's side in this process."""
-    return get_kv_transfer_group()._worker
+    """The worker's side in this process, also beside other connectors."""
+    top = get_kv_transfer_group()
+    return next(one._worker for one in getattr(top, "sub_connectors", [top]) if isinstance(one, LMCConnector))
 
 
 def poison() -> None:

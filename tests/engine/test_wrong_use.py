@@ -15,7 +15,8 @@ from vllm.platforms import current_platform
 from lmc.blend.markers import Markers
 from lmc.config import Settings
 from lmc.connectors.vllm.admin import Administration
-from lmc.connectors.vllm.connector import LMCConnector
+from lmc.connectors.vllm.connector import MAX_WAIT_STEPS, Handshake, LMCConnector, WorkerMetadata
+from lmc.connectors.vllm.messages import StepPlan, StepReport, WorkerFacts
 from lmc.connectors.vllm.model_identity import model_identity
 from lmc.connectors.vllm.native import NativeLayers
 from lmc.connectors.vllm.plugin import loaded_model
@@ -306,7 +307,7 @@ def test_ranks_that_each_have_a_scheduler_of_their_own_are_refused():
         parallel_config=SimpleNamespace(tensor_parallel_size=2, pipeline_parallel_size=1),
     )
     with pytest.raises(ConfigError, match=r"1 of 2 workers.*external_launcher"):
-        connector.set_xfer_handshake_metadata_pp_aware({(0, 0): SimpleNamespace(facts=None)})
+        connector.set_xfer_handshake_metadata_pp_aware({(0, 0): Handshake(None)})
 
 
 def bare(tmp_path=None, **parallel) -> LMCConnector:
@@ -336,20 +337,53 @@ def test_each_data_parallel_engine_has_a_directory_of_its_own(monkeypatch, tmp_p
     connector = bare(tmp_path, data_parallel_size=engines, data_parallel_index=2)
     with pytest.raises(InterruptedError):
         connector.set_xfer_handshake_metadata_pp_aware(
-            {(0, 0): SimpleNamespace(facts=SimpleNamespace(refused="for some reason", weights=""))}
+            {(0, 0): Handshake(SimpleNamespace(refused="for some reason", weights=""))}
         )
     assert opened == [tmp_path / own]
 
 
-def test_a_model_for_which_the_engine_caches_no_prefixes_is_left_alone(caplog):
-    connector = bare()
-    connector._config.model_config.is_prefix_caching_supported = False
+def test_a_model_for_which_the_engine_caches_no_prefixes_is_left_alone(caplog, monkeypatch):
+    monkeypatch.setattr(KVConnectorBase_V1, "__init__", lambda *_, **__: None)
+    config = bare()._config
+    config.model_config.is_prefix_caching_supported = False
+    config.parallel_config.decode_context_parallel_size = config.parallel_config.prefill_context_parallel_size = 1
+    config.kv_transfer_config = SimpleNamespace(kv_connector_extra_config={}, kv_load_failure_policy="recompute")
+    groups = SimpleNamespace(kv_cache_groups=[SimpleNamespace()])
+    connector, worker = (LMCConnector(config, role, groups) for role in KVConnectorRole)
+    assert caplog.text.count("lmc does nothing for this model, because its pooling needs every token") == 1
+    worker.register_kv_caches({})
+    assert worker.get_handshake_metadata() is None
+    worker.start_load_kv(None)
+    worker.wait_for_save()
+    assert worker.get_finished({"a request"}) == (None, None)
+    assert worker.get_block_ids_with_load_errors() == set()
+    assert worker.build_connector_worker_meta() is None
     connector.set_xfer_handshake_metadata_pp_aware({})
-    assert "lmc does nothing for this model" in caplog.text
     assert connector.get_num_new_matched_tokens(None, 0) == (0, False)
     assert connector.request_finished(None, []) == (False, None)
     assert not connector.build_connector_meta(None).plan.saves
     assert not connector.has_pending_push_work()
+
+
+def test_facts_that_never_come_end_the_waiting_with_a_warning(caplog):
+    """As beside other connectors whose metadata is not lmc's. An engine must not make empty steps for ever."""
+    connector, steps = bare(), 0
+    connector._early_facts, connector._early_requests = {}, []
+    connector.set_xfer_handshake_metadata_pp_aware({(0, 0): object()})
+    while connector.has_pending_push_work():
+        assert connector.build_connector_meta(None).plan == StepPlan()
+        connector.update_connector_output(SimpleNamespace(kv_connector_worker_meta=None))
+        steps += 1
+    assert steps == MAX_WAIT_STEPS
+    assert caplog.text.count("lmc does nothing, because only 0 of 1 workers sent their facts") == 1
+
+
+def test_reports_of_ranks_are_joined_with_their_facts():
+    first, second = (
+        WorkerMetadata(StepReport(done={3: 1}), (WorkerFacts(rank=(0, i), page_bytes=(), layout=""),)) for i in (0, 1)
+    )
+    joined = first.aggregate(second)
+    assert ([facts.rank for facts in joined.facts], joined.report.done) == ([(0, 0), (0, 1)], {3: 2})
 
 
 def test_a_log_line_without_blending_says_that_it_was_not_wanted():

@@ -1,0 +1,41 @@
+"""Decides by a model's KV cache whether lmc offloads its KV, or does nothing for the model.
+
+Pages are offloaded if all layers are attention over one block table. vLLM gives sliding windows and full attention one
+table if its hybrid KV cache manager is off. Models with linear or Mamba layers do not start without that manager.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+from lmc.connectors.vllm import vllm_api
+
+
+def use_one_table(config: Any) -> None:
+    """Turn the engine's hybrid KV cache manager off, except for models with linear or Mamba layers."""
+    model = config.model_config
+    if not (model.is_hybrid or model.is_attention_free):
+        config.scheduler_config.disable_hybrid_kv_cache_manager = True
+
+
+def objection(model: Any, kv_cache_config: Any) -> str:
+    """Return why lmc does nothing for a model; empty if its KV is offloaded.
+
+    `model` is the engine's model configuration, and `kv_cache_config` describes the caches of its layers.
+    """
+    groups = kv_cache_config.kv_cache_groups
+    if not groups:
+        return "it has no KV cache"
+    if not model.is_prefix_caching_supported:
+        return "its pooling needs every token of a prompt"
+    if not all(isinstance(spec, vllm_api.AttentionSpec) for group in groups for spec in _specs_of(group)):
+        return "it has layers with a state (linear attention, Mamba), which lmc does not store"
+    if len(groups) > 1:
+        return f"its layers use {len(groups)} block tables; start vLLM with --disable-hybrid-kv-cache-manager"
+    return ""
+
+
+def _specs_of(group: Any) -> Iterable[Any]:
+    """Return the descriptions of the caches of a group's layers, which are one for all or one for each layer."""
+    spec = group.kv_cache_spec
+    several = getattr(spec, "kv_cache_specs", None)
+    return several.values() if several else (spec,)

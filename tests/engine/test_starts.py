@@ -1,0 +1,241 @@
+"""Engines start with any kind of layers and beside any connector, and answer as without lmc."""
+
+import gc
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from lab import SAME, SETTINGS, Lab, Prompt, agree, answer, distance, engine, facts, launch, words
+from stepping import poison
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from vllm import LLM, SamplingParams
+from vllm.distributed import cleanup_dist_env_and_memory
+from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec, UniformTypeKVCacheSpecs
+
+from lmc.connectors.vllm.connector import LMCConnector
+from lmc.connectors.vllm.model_kinds import objection
+
+DOCUMENTS = [words(150, 1), words(300, 2)]
+PROMPT = Prompt(DOCUMENTS)
+PLAIN = words(700, 9)
+NOTHING = "lmc does nothing for this model, because "
+
+
+@contextmanager
+def started(make: Any) -> Iterator[LLM]:
+    """An engine of any configuration, in this process."""
+    llm = None
+    try:
+        llm = make()
+        yield llm
+    finally:
+        if llm is not None:
+            llm.llm_engine.engine_core.shutdown()
+        del llm
+        gc.collect()
+        ensure_kv_transfer_shutdown()
+        cleanup_dist_env_and_memory()
+
+
+def without_lmc(model: Any, **options: Any) -> LLM:
+    """The same engine as `lab.launch` makes, without a connector."""
+    same = {"skip_tokenizer_init": True, "enforce_eager": True, "max_model_len": 2048, "dtype": "float32"}
+    return LLM(str(model), **{**same, "disable_log_stats": True, "max_num_batched_tokens": 256, **options})
+
+
+def said(caplog: Any) -> list[str]:
+    """What lmc has warned of."""
+    return [record.getMessage() for record in caplog.records if record.name.startswith("lmc")]
+
+
+# -- models -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_model_with_states_starts_and_answers_as_without_lmc(models, caplog):
+    """Two block tables, of which one has states at block borders (align mode). Without `SupportsHMA`, vLLM raised
+    'Failed to promote local KV cache specs to one unified type'.
+    """
+
+    def asked(llm: LLM) -> list[Any]:
+        core = llm.llm_engine.engine_core.engine_core
+        assert len(core.scheduler.kv_cache_config.kv_cache_groups) == 2
+        wanted = SamplingParams(max_tokens=8, temperature=0, detokenize=False, ignore_eos=True, logprobs=1)
+        prompts = [{"prompt_token_ids": PLAIN}, {"prompt_token_ids": PROMPT.tokens}]
+        first, again = (llm.generate(prompts, wanted, use_tqdm=False) for _ in range(2))
+        assert llm.reset_prefix_cache()
+        return [*first, *again, *llm.generate(prompts, wanted, use_tqdm=False)]
+
+    with started(lambda: without_lmc(models("lfm2"), block_size=32)) as llm:
+        wanted = asked(llm)
+    with caplog.at_level(logging.INFO, "lmc"), started(lambda: launch(models("lfm2"))) as llm:
+        found = asked(llm)
+    assert all(map(agree, found, wanted))
+    assert [out.num_cached_tokens for out in found] == [out.num_cached_tokens for out in wanted]
+    assert found[2].num_cached_tokens == 672, "the engine's own cache resumes from its states"
+    assert said(caplog) == [NOTHING + "it has layers with a state (linear attention, Mamba), which lmc does not store"]
+
+
+def attention(kind: type = FullAttentionSpec, **more: Any) -> Any:
+    return kind(block_size=32, num_kv_heads=1, head_size=32, dtype=torch.float32, **more)
+
+
+WINDOW = attention(SlidingWindowSpec, sliding_window=128)
+STATE = MambaSpec(block_size=32, shapes=((1,),), dtypes=(torch.float32,))
+MODEL = SimpleNamespace(is_prefix_caching_supported=True)
+KINDS = {
+    "full attention": ([attention()], ""),
+    "windows": ([WINDOW], ""),
+    "layers of several shapes": ([UniformTypeKVCacheSpecs(block_size=32, kv_cache_specs={"a": attention()})], ""),
+    "states": ([STATE], "layers with a state"),
+    "states and attention": ([attention(), STATE], "layers with a state"),
+    "two tables": ([attention(), WINDOW], "2 block tables; start vLLM with --disable-hybrid-kv-cache-manager"),
+    "no cache": ([], "no KV cache"),
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_model_s_caches_decide_whether_it_is_offloaded(name):
+    specs, said = KINDS[name]
+    caches = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec) for spec in specs])
+    found = objection(MODEL, caches)
+    assert said in found if said else found == ""
+
+
+@pytest.mark.parametrize(("hybrid", "free"), [(True, False), (False, True), (False, False)])
+def test_the_hybrid_manager_stays_on_only_for_models_with_states(hybrid, free):
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(is_hybrid=hybrid, is_attention_free=free),
+        scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
+    )
+    assert LMCConnector.get_required_kvcache_layout(config) is None
+    assert config.scheduler_config.disable_hybrid_kv_cache_manager is not (hybrid or free)
+
+
+def test_sliding_windows_keep_one_block_table_and_are_offloaded(models):
+    """With the hybrid manager, vLLM would give windows a block table of their own, and free the blocks behind them."""
+    with engine(models("gemma3mixed")) as lab:
+        (group,) = lab.scheduler.kv_cache_config.kv_cache_groups
+        assert len(group.layer_names) == 4
+        wanted = lab.vanilla(PLAIN)
+        lab.ask(PLAIN)
+        lab.forget_prefixes()
+        poison()
+        found = lab.ask(PLAIN)
+        assert (found.num_cached_tokens, facts(found)["exact_tokens"]) == (672, 672)
+        assert agree(found, wanted)
+        lab.check()
+
+
+def test_an_encoder_without_kv_cache_starts_and_embeds_as_without_lmc(tmp_path, caplog):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 256}
+    transformers.BertModel(transformers.BertConfig(vocab_size=1024, **sizes)).save_pretrained(tmp_path)
+    vocabulary = Tokenizer(WordLevel({"[UNK]": 0}, unk_token="[UNK]"))  # which vLLM wants for pooling
+    transformers.PreTrainedTokenizerFast(tokenizer_object=vocabulary, pad_token="[UNK]").save_pretrained(tmp_path)
+    prompts = [{"prompt_token_ids": words(count, count)} for count in (40, 200)]
+    options = {"runner": "pooling", "max_model_len": 512, "max_num_batched_tokens": 512, "skip_tokenizer_init": False}
+
+    def embedded(llm: LLM) -> list[Any]:
+        return [out.outputs.data for out in llm.encode(prompts, pooling_task="embed", use_tqdm=False)]
+
+    with started(lambda: without_lmc(tmp_path, **options)) as llm:
+        wanted = embedded(llm)
+    with caplog.at_level(logging.INFO, "lmc"), started(lambda: launch(tmp_path, **options)) as llm:
+        found = embedded(llm)
+    assert all(map(torch.equal, found, wanted))
+    assert said(caplog) == [NOTHING + "it has no KV cache"]
+
+
+# -- other connectors -------------------------------------------------------------------------------------------------
+
+LMC = {
+    "kv_connector": "LMCConnector",
+    "kv_role": "kv_both",
+    "kv_load_failure_policy": "recompute",
+    "kv_connector_extra_config": SETTINGS,
+}
+STAND_IN = {"kv_connector": "StandIn", "kv_connector_module_path": "stand_in", "kv_role": "kv_both"}
+
+
+@contextmanager
+def beside(model: Any, *children: dict[str, Any], idle: bool = True) -> Iterator[Lab]:
+    """An engine with several connectors; an `idle` one has no request at first, and gets the workers' facts before."""
+    transfer = {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": list(children)}}
+    with started(lambda: launch(model, transfer=transfer)) as llm:
+        lab = Lab(llm)
+        (lab.connector,) = [one for one in lab.connector.sub_connectors if isinstance(one, LMCConnector)]
+        if idle:  # A server makes steps by itself as long as a connector has work.
+            lab.settle()
+            assert lab.connector._scheduler is not None
+        yield lab
+
+
+@pytest.mark.parametrize("order", [(LMC, STAND_IN), (STAND_IN, LMC)], ids=["first", "last"])
+def test_lmc_stands_beside_a_connector_with_handshake_metadata_of_its_own(models, caplog, order):
+    """`MultiConnector` hands the first child's metadata to all children, and NIXL's scheduler raises unless it is its
+    own.
+    """
+    with caplog.at_level(logging.WARNING, "lmc"), beside(models("llama"), *order) as lab:
+        (other,) = [one for one in lab.scheduler.connector.sub_connectors if one is not lab.connector]
+        assert other.introduced == [(0, 0)]
+        assert not lab.connector.has_pending_push_work(), "facts have come, and nothing is left to do"
+        (warning,) = [line for line in said(caplog) if line.startswith("blending is off: ")]
+        assert "StandIn beside lmc may give approximate KV to requests that want exact KV" in warning
+        lab.ask(PLAIN)
+        lab.settle()
+        assert lab.llm.reset_prefix_cache()
+        poison()
+        found = lab.ask(PLAIN)
+        assert (found.num_cached_tokens, facts(found)["exact_tokens"]) == (672, 672)
+        assert (lab.numbers["loads"], lab.numbers["tokens_from_host"]) == (1, 672)
+        assert "blending is off" in facts(lab.ask(PROMPT.tokens, PROMPT.blend()))["note"]
+        assert agree(found, lab.vanilla(PLAIN))
+        lab.check()
+
+
+def test_no_blend_reaches_a_connector_that_hashes_tokens(models, caplog, tmp_path):
+    """A request with `blend: false` got the approximate KV that a blend had left in the other connector."""
+    example = {
+        "kv_connector": "ExampleConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"shared_storage_path": str(tmp_path)},
+    }
+    other = Prompt(DOCUMENTS[::-1])
+    with caplog.at_level(logging.WARNING, "lmc"), beside(models("llama"), LMC, example) as lab:
+        assert "blending is off: ExampleConnector beside lmc" in caplog.text
+        lab.ask(PROMPT.tokens, PROMPT.blend())
+        asked = lab.ask(other.tokens, other.blend())
+        lab.settle()
+        assert lab.llm.reset_prefix_cache()
+        poison()
+        found = lab.ask(other.tokens, {"blend": False})
+        assert found.num_cached_tokens >= 448
+        lab.settle()
+        assert answer(found) == answer(asked)
+        assert distance(found, asked) <= SAME
+        lab.check_idle()
+
+
+def test_alone_in_a_multi_connector_prompts_are_blended_and_requests_before_the_facts_are_served(models):
+    """Facts of workers come with the first step, in which requests may be waiting already. One that has begun is left
+    alone.
+    """
+    with beside(models("llama"), LMC, idle=False) as lab:
+        assert lab.connector._scheduler is None
+        waiting = words(300, 12)
+        lab.ask_all([(PLAIN, None), (waiting, None)])
+        assert lab.connector._scheduler._setup.blends
+        lab.settle()
+        assert lab.llm.reset_prefix_cache()
+        assert [lab.ask(tokens, count=1).num_cached_tokens for tokens in (waiting, PLAIN)] == [288, 0]
+        lab.learn(DOCUMENTS)
+        found = lab.ask(PROMPT.tokens, PROMPT.blend())
+        assert facts(found)["reused_tokens"] > 0
+        lab.check()
