@@ -360,7 +360,7 @@ class _Search:
 
 
 def _cost(header: Header, targets: list[Header], uncertain: bool) -> tuple[int, bool, int, int]:
-    """Return what orders headers: those of many targets, certain ones, those at the start, and short ones come first."""
+    """Return what orders headers: those of many targets, certain ones, early ones and short ones come first."""
     places = [next(occurrences(tokens, (header,)))[0] for tokens in targets if _has(tokens, header)]
     return -len(places), uncertain, sum(places), len(header)
 

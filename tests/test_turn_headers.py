@@ -28,11 +28,13 @@ LLAMA_3 = (
 )
 GEMMA = (
     "{{ bos_token }}{% for m in messages %}{% if m.role not in ('user', 'assistant') %}{{ raise_exception('a role') }}"
-    "{% endif %}<start_of_turn>{{ 'model' if m.role == 'assistant' else 'user' }}\n{{ m.content | trim }}<end_of_turn>\n"
+    "{% endif %}<start_of_turn>{{ 'model' if m.role == 'assistant' else 'user' }}\n{{ m.content | trim }}"
+    "<end_of_turn>\n"
     "{% endfor %}{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
 )
 KIMI = (
-    "{% for m in messages %}<|im_{{ m.role if m.role in ('user', 'assistant') else 'system' }}|>{{ m.role }}<|im_middle|>"
+    "{% for m in messages %}<|im_{{ m.role if m.role in ('user', 'assistant') else 'system' }}|>{{ m.role }}"
+    "<|im_middle|>"
     "{% if m.role == 'tool' %}## Return of {{ m.tool_call_id }}\n{% endif %}{{ m.content }}"
     "{% if m.tool_calls %}<|tool_calls_section_begin|>{% for call in m.tool_calls %}<|tool_call_begin|>{{ call.id }}"
     "<|tool_call_argument_begin|>{{ call.function.arguments | tojson }}<|tool_call_end|>{% endfor %}"
@@ -177,7 +179,11 @@ def test_only_documents_are_learned_of_conversations(family: str, flags: str) ->
 @pytest.mark.parametrize(
     ("family", "answers", "messages"),
     [
-        ("deepseek-ai-DeepSeek-R1-Distill-Qwen-32B", ["<｜Assistant｜>"], ["<｜end▁of▁sentence｜>"]),
+        (
+            "deepseek-ai-DeepSeek-V3.1",
+            ["<｜Assistant｜>", "<｜tool▁output▁end｜>"],  # no marker stands between a tool's result and an answer
+            ["<｜end▁of▁sentence｜>", "<｜tool▁output▁begin｜>"],
+        ),
         ("Qwen-Qwen3-0.6B", ["<|im_start|>assistant"], ["<|im_start|>"]),
         ("openai-gpt-oss-120b", ["<|start|>assistant"], ["<|start|>"]),
         ("microsoft-Phi-3.5-mini-instruct", ["<|assistant|>"], ["<|user|>"]),
