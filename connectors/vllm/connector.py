@@ -20,7 +20,7 @@ from lmc.blend.markers import Markers
 from lmc.config import Settings
 from lmc.connectors.vllm import multi, vllm_api
 from lmc.connectors.vllm.admin import Administration, serve_if_wanted
-from lmc.connectors.vllm.guard import Guard
+from lmc.connectors.vllm.guard import HookGuard
 from lmc.connectors.vllm.messages import StepPlan, StepReport, WorkerFacts
 from lmc.connectors.vllm.model_identity import files_of, model_identity
 from lmc.connectors.vllm.model_kinds import objection, use_one_table
@@ -107,7 +107,7 @@ class LMCConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
         self._bad_blocks: set[int] = set()
         # A worker that goes on after an error, while others wait for it, would let them hang.
         among_ranks = parallel.tensor_parallel_size > 1 and role is vllm_api.KVConnectorRole.WORKER
-        self._guard = Guard(raises=among_ranks)
+        self._guard = HookGuard(raises=among_ranks)
         if self._objection:
             if role is vllm_api.KVConnectorRole.SCHEDULER:
                 log.warning("lmc does nothing for this model, because %s", self._objection)

@@ -36,6 +36,8 @@ from lmc.errors import InputError
 
 HERE = Path(__file__).parent
 BASE = f"{USED['KVConnectorBase_V1']}.KVConnectorBase_V1"
+# The base class of connectors for models with several kinds of caches, and its hook
+HMA, HMA_HOOKS = f"{USED['SupportsHMA']}.SupportsHMA", frozenset({"request_finished_all_groups"})
 INSTALL = f"install 'vllm>={OLDEST[0]}.{OLDEST[1]},<{NEWEST[0]}.{NEWEST[1] + 1}'"
 
 # Hooks that lmc overrides and older versions of the window do not have. lmc does not need them there.
@@ -44,6 +46,7 @@ LATER_HOOKS = frozenset({"get_external_cache_hit_sources", "unregister_kv_caches
 # Attributes that lmc reads, by class. `name(2, word)` is called with two positional arguments and a keyword.
 FIELDS: Mapping[str, str] = {
     BASE: "_get_connector_metadata() role",
+    HMA: "request_finished_all_groups(2)",
     "vllm.config.CacheConfig": "block_size cache_dtype enable_prefix_caching prefix_caching_hash_algo",
     "vllm.config.CompilationConfig": "cudagraph_mode static_forward_context",
     "vllm.config.CUDAGraphMode": "NONE",
@@ -160,6 +163,9 @@ CALLS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "get_num_new_matched_tokens": {
         "v1/core/sched/scheduler.py": ("Scheduler.schedule",),
     },
+    "get_required_kvcache_layout": {
+        "distributed/kv_transfer/kv_connector/utils.py": ("get_kv_connector_cache_layout",),
+    },
     "has_pending_push_work": {
         "v1/core/sched/scheduler.py": ("Scheduler.has_requests",),
     },
@@ -174,6 +180,13 @@ CALLS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         ),
     },
     "request_finished": {
+        "v1/core/sched/scheduler.py": (
+            "Scheduler.add_request",
+            "Scheduler.finish_requests",
+            "Scheduler.update_from_output",
+        ),
+    },
+    "request_finished_all_groups": {
         "v1/core/sched/scheduler.py": (
             "Scheduler.add_request",
             "Scheduler.finish_requests",
@@ -349,7 +362,7 @@ def _changed_hooks(facts: VllmFacts) -> Iterator[str]:
                 yield f"{hook} of connectors is data instead of a method"
             elif change := _change(signature, given):
                 yield f"{hook} of connectors has other parameters, ({', '.join(given)}): {change}"
-        elif hook not in LATER_HOOKS:
+        elif hook not in LATER_HOOKS | HMA_HOOKS:
             yield f"{hook} of connectors is missing"
     for method in facts.abstract:
         if method not in ours:

@@ -9,6 +9,7 @@ from typing import Any
 from lmc.connectors.vllm import vllm_api
 from lmc.connectors.vllm.contract import INSTALL, facts_of_imported, objections
 from lmc.connectors.vllm.plugin import join_log
+from lmc.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
@@ -19,11 +20,16 @@ def inert_connector(missing: list[str]) -> type:
     Raises `ConfigError` if this vLLM has no base class for connectors.
     """
     base = vllm_api.KVConnectorBase_V1
+    bases: tuple[Any, ...] = (base,)
+    try:
+        bases = (base, vllm_api.SupportsHMA)  # so that models with several kinds of caches start
+    except ConfigError:  # This vLLM has no such class.
+        pass
 
     def nothing(self: Any, *_: Any, **__: Any) -> None:
         """Do nothing."""
 
-    class InertConnector(base):  # type: ignore[misc, valid-type]
+    class InertConnector(*bases):  # type: ignore[misc]
         """A connector that does nothing."""
 
         def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any, **more: Any) -> None:
@@ -43,6 +49,10 @@ def inert_connector(missing: list[str]) -> type:
             return 0, False
 
         def request_finished(self, *_: Any, **__: Any) -> tuple[bool, None]:
+            """Return that the engine may free the blocks at once."""
+            return False, None
+
+        def request_finished_all_groups(self, *_: Any, **__: Any) -> tuple[bool, None]:
             """Return that the engine may free the blocks at once."""
             return False, None
 

@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 MAX_ERRORS = 10  # in the life of an engine
 
 
-class Guard:
+class HookGuard:
     """Counts the errors of lmc's hooks in one process of an engine."""
 
     def __init__(self, *, raises: bool = False) -> None:
