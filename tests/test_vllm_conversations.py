@@ -3,12 +3,16 @@
 import pytest
 from vllm_fakes import BLOCK, DOC_A, DOC_B, Lab, Request, learn, prompt, state_of
 
+from lmc.blend.segments import Span
 from lmc.connectors.vllm import backfill, isolation
 from lmc.connectors.vllm.isolation import OwnBlends, set_salts
+from lmc.engine import Piece
+from lmc.keys import RecordKind
 
 HEADER = (1, 2, 3)  # what the chat template writes before an answer
 USER = (1, 8)  # and before a question
 DOC_C = [400 + i for i in range(12)]
+REUSED = [Piece.whole(RecordKind.DOCUMENT, b"key", 12, 8, 0, None)]
 ANSWER = list(range(500, 511))
 NEXT = [80, 81, 82, 83, 84, 85, *HEADER]
 
@@ -177,6 +181,20 @@ def test_a_retry_is_blended_by_itself_if_the_first_blend_is_lost(lab: Lab) -> No
     lab.finish(two)
 
 
+def test_the_second_prompt_with_the_same_documents_in_one_order_is_computed(make) -> None:
+    """As without lmc, the third one then finds them in the engine's own cache."""
+    lab = make(blocks=256, slots=32)
+    for document in (DOC_A, DOC_B):
+        learn(lab, document)
+    questions = [[70, 71, 72, 73, number] for number in range(600, 604)]
+    loaded = [lab.serve(f"{q}", prompt(DOC_A, DOC_B, question=q)).loaded for q in questions]
+    assert loaded[0] > 0
+    assert loaded[1:] == [0, 0, 0]
+    request = lab.arrive("fifth", prompt(DOC_A, DOC_B, question=[70, 71]))
+    assert lab.look(request) > len(DOC_A) + len(DOC_B)
+    lab.finish(request)
+
+
 # -- backfill ----------------------------------------------------------------------------------------------------------
 
 
@@ -263,13 +281,13 @@ def test_the_tenant_with_the_most_blends_loses_its_oldest_one(monkeypatch: pytes
     def found(name: str, tenant: str) -> bool:
         request = asked[name]
         given = {"prompt": request.prompt_token_ids, "hashes": request.block_hashes}
-        return any(blends.find(tenant=tenant, documents=[], policy=policy, **given))
+        return any(blends.find(tenant=tenant, documents=[Span(0, 99)], policy=policy, **given))
 
     for name, tenant in zip("abcd", ("busy", "other", "busy", "busy"), strict=True):
         request = asked[name]
         blends.add(
             request=name, tenant=tenant, prompt=request.prompt_token_ids, hashes=request.block_hashes,
-            end=len(request.prompt_token_ids), reused=[], policy=policy, salts=((1, b"salt"),),
+            end=len(request.prompt_token_ids), reused=REUSED, policy=policy, salts=((1, b"salt"),),
         )  # fmt: skip
     assert [found("a", "busy"), found("b", "other"), found("c", "busy"), found("d", "busy")] == [False, *[True] * 3]
     blends.forget("d", "busy")

@@ -270,6 +270,7 @@ class LMCConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
             refused=refused,
             batch_tokens=self._config.scheduler_config.max_num_batched_tokens,
             longest=self._config.model_config.max_model_len,
+            caches_prefixes=bool(cache.enable_prefix_caching),
             announces=bool(self._config.kv_events_config and self._config.kv_events_config.enable_kv_cache_events),
             extra_keys=_extra_keys,
             hash_blocks=vllm_api.get_request_block_hasher(cache.block_size, vllm_api.get_hash_fn_by_name(hashing)),

@@ -4,6 +4,7 @@ With the second one vLLM starts and serves as without lmc.
 """
 
 import logging
+from contextlib import suppress
 from typing import Any
 
 from lmc.connectors.vllm import vllm_api
@@ -21,10 +22,8 @@ def inert_connector(missing: list[str]) -> type:
     """
     base = vllm_api.KVConnectorBase_V1
     bases: tuple[Any, ...] = (base,)
-    try:
-        bases = (base, vllm_api.SupportsHMA)  # so that models with several kinds of caches start
-    except ConfigError:  # This vLLM has no such class.
-        pass
+    with suppress(ConfigError):  # Models with several kinds of caches start only with it, where vLLM has it.
+        bases = (base, vllm_api.SupportsHMA)
 
     def nothing(self: Any, *_: Any, **__: Any) -> None:
         """Do nothing."""

@@ -65,6 +65,7 @@ class OwnBlend:
     salts: Salts
     block: bytes  # the exact hash of the last full block among the tokens on which the blend depends
     rest: tuple[int, ...]  # the tokens after this block on which it depends as well
+    documents: bytes  # the exact hash of the last full block of its documents
 
     @property
     def first(self) -> int:
@@ -81,6 +82,7 @@ class OwnBlends:
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
         self._by_block: defaultdict[bytes, list[OwnBlend]] = defaultdict(list)
+        self._by_documents: dict[bytes, OwnBlend] = {}
         self._of_tenant: defaultdict[str, OrderedDict[OwnBlend, None]] = defaultdict(OrderedDict)
         self.changes = 0  # of what can be found, until now
 
@@ -100,6 +102,7 @@ class OwnBlends:
         full = min(end // self._block_size, len(hashes))
         if not full:
             return
+        last = min(reused[-1].stop // self._block_size, len(hashes))
         blend = OwnBlend(
             request=request,
             policy=policy,
@@ -107,7 +110,9 @@ class OwnBlends:
             salts=salts,
             block=hashes[full - 1],
             rest=tuple(prompt[full * self._block_size : end]),
+            documents=hashes[last - 1],
         )
+        self._by_documents[blend.documents] = blend
         same = [
             other
             for other in self._by_block[blend.block]
@@ -145,6 +150,16 @@ class OwnBlends:
                     self._of_tenant[tenant].move_to_end(blend)
                     yield blend
 
+    def repeats(self, hashes: Sequence[bytes]) -> bool:
+        """Return whether a prompt begins with all documents of an earlier blend, in the same order; once for each.
+
+        `hashes` are the exact ones of the prompt.
+        """
+        blend = next((self._by_documents[one] for one in reversed(hashes) if one in self._by_documents), None)
+        if blend is not None:
+            del self._by_documents[blend.documents]
+        return blend is not None
+
     def forget(self, request: str, tenant: str) -> None:
         """Forget the blends of a request, for example because its load has failed."""
         for blend in [one for one in self._of_tenant.get(tenant, ()) if one.request == request]:
@@ -153,11 +168,14 @@ class OwnBlends:
     def clear(self) -> None:
         """Forget all blends."""
         self._by_block.clear()
+        self._by_documents.clear()
         self._of_tenant.clear()
 
     def _remove(self, blend: OwnBlend, tenant: str) -> None:
         of_block, of_tenant = self._by_block[blend.block], self._of_tenant[tenant]
         of_block.remove(blend)
+        if self._by_documents.get(blend.documents) is blend:
+            del self._by_documents[blend.documents]
         del of_tenant[blend]
         if not of_block:
             del self._by_block[blend.block]

@@ -29,12 +29,15 @@ from lmc.connectors.vllm.start import Setup
 from lmc.engine.identity import adapter_stamp
 from lmc.metrics import flat, key
 from lmc.storage.contract import PinState
+from lmc.storage.cost_model import LoadPolicy
 from lmc.storage.slab import SlabAddress
 
 log = logging.getLogger(__name__)
 
 Tables = Callable[[str], Sequence[int]]  # returns the block table of a scheduled request
 
+# A second prompt with the same documents in the same order is computed, as vLLM alone would have computed the first.
+REPEATED = "its documents are computed, so that the engine's own cache has them for further prompts with this beginning"
 RECENT = 1000  # requests whose facts are kept
 BEGUN = 16  # tokens, at most, that a chat template writes after the header of an answer that is to come
 SPARE = 0.5  # of an engine's blocks, that have to be free if it learns documents of other engines
@@ -75,6 +78,7 @@ class Scheduler:
         self._backfill = Backfill(setup, self.pending)
         self._adapters: dict[tuple[int, str], bytes] = {}
         self._process = os.urandom(32)
+        self._weighs_blends = setup.settings.load_policy != LoadPolicy.ALWAYS.value and setup.caches_prefixes
         self._logs_requests = is_on(os.environ.get("LMC_LOG_REQUESTS", ""))
 
     # -- requests come and go ----------------------------------------------------------------------------------------
@@ -96,7 +100,8 @@ class Scheduler:
         if state.role is Role.BLEND:
             state.exact_hashes = list(request.block_hashes)
             stored = found.exact[-1].stop if found.exact else 0
-            self._continue_own_blend(state, max(stored, self._cached(request)))
+            if not self._continue_own_blend(state, max(stored, self._cached(request))) and self._weighs_blends:
+                state.slow = REPEATED if self._own_blends.repeats(state.exact_hashes) else ""
         self._claims.prefetch(state, found, self._cached(request))
         if state.memory_only and state.skipped:
             self.counts["loads_skipped"] += 1

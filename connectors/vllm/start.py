@@ -34,6 +34,7 @@ class Setup:
     refused: str = ""  # otherwise, why not
     markers: Markers | None = None  # at which prompts are cut; None if there is no tokenizer
     tokenizer: Any = None
+    caches_prefixes: bool = True  # The engine has a prefix cache of its own.
     announces: bool = False  # KV events are wanted.
     extra_keys: Callable[[Any, int, int], tuple[Any, ...] | None] | None = None  # of a request's block, for KV events
     hash_blocks: Callable[[Any], list[bytes]] | None = None  # of a request, as the engine does, for `lmc explain`
