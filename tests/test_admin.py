@@ -46,6 +46,9 @@ class Words:
         return [token for message in messages for token in self.encode(message["content"])]
 
 
+ALWAYS = {"load_policy": "always"}  # These prompts are so short that prefill computes less than a blend.
+
+
 def administration(lab: Lab, **setup) -> Administration:
     for name, value in {"tokenizer": Words(), **setup}.items():
         setattr(lab.scheduler._setup, name, value)
@@ -116,7 +119,7 @@ def test_why_a_document_is_not_known(make):
 
 
 def test_a_document_of_which_a_chunk_is_gone_is_said_to_be_stored_in_part(make, tmp_path):
-    lab = make()
+    lab = make(settings=ALWAYS)
     learn(lab, DOC_A)
     chunks = len(lab.engine.known.list()[0].keys)
     lab.store.forget(lab.engine.known.list()[0].keys[-1])
@@ -234,7 +237,7 @@ def document_namespace(lab: Lab):
 
 @pytest.fixture
 def served(make):
-    lab = make()
+    lab = make(settings=ALWAYS)
     learn(lab, DOC_A, DOC_B)
     lab.serve("cmpl-7-0-1a2b3c4d", prompt(DOC_A, DOC_B))
     port = free_port()

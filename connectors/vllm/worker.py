@@ -248,12 +248,13 @@ class Worker:
 
     def outcome(self) -> tuple[set[str], set[int]]:
         """Return for the engine the requests whose load has ended, and the blocks whose contents are wrong."""
-        over, self._ended = divided(self._ended)
+        over, waiting = divided(self._ended)
         bad = {block for load in over for block in load.bad}
         for load in over:
             if not load.bad and self._is_lost(load.wanted):  # A slot was given to another chunk during the copies.
                 self._report.lost.add(load.request)
                 bad.update(load.blocks)
+        self._ended = waiting  # An error until here loses none of them.
         return {load.request for load in over}, bad
 
     def report(self) -> StepReport:
