@@ -3,8 +3,11 @@
     python examples/rag_vllm.py [MODEL] [DOCUMENTS] [QUESTIONS]
 
 Needs vLLM 0.30 or later, lmc and bm25s: `pip install ".[vllm]" bm25s` in a clone of lmc, with a GPU; without one what
-`make test-engine` installs, in .venv-vllm. The shipped model shows what is right; it is too small (1.4M) to show what
-is saved: `bench/vllm_ttft.py` does.
+`make test-engine` installs, in .venv-vllm. The default model is SmolLM2-135M, which a package carries
+(`lmc.demo.pretrained`). With the model that lmc ships (1.4M weights), prefill is faster than a blend, so that lmc does
+not blend after a few prompts, unless LMC_LOAD_POLICY=always says so:
+
+    cd lmc/demo/small_model && python ../../../examples/rag_vllm.py model documents questions.json
 """
 
 import os
@@ -17,11 +20,12 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GB; for the CPU build on
 from vllm import LLM, SamplingParams
 from vllm.config import KVTransferConfig
 
-from lmc.demo import SHIPPED
+from lmc.demo import REAL, SHIPPED
+from lmc.demo.pretrained import smollm2
 from lmc.demo.questions import Prompts, read_collection, sample
 from lmc.demo.run import begins
 
-DEFAULTS = [SHIPPED / "model", SHIPPED / "documents", SHIPPED / "questions.json"]
+DOCUMENTS, QUESTIONS = REAL / "documents", REAL / "questions.json"
 WAYS = {"blend": {}, "blind reuse": {"strategy": "none"}, "prefill": {"blend": False}}
 ROW = "{:<34} {:<11} {:<8} {:<5} {:>8} {:>7} {:>8}  {}"
 
@@ -35,7 +39,8 @@ def ask(llm: LLM, prompt: list[int], tokens: int, **lmc: Any) -> tuple[str, floa
 
 def main() -> None:
     given = [Path(argument) for argument in sys.argv[1:]]
-    model, documents, questions = [*given, *DEFAULTS[len(given) :]]
+    model = given[0] if given else smollm2()
+    documents, questions = given[1:] or (DOCUMENTS, QUESTIONS)
     # Settings may come from LMC_* variables or a YAML file as well; what is given here wins.
     settings = {"enable_blending": True, "max_local_cpu_size": 1.0}
     connector = KVTransferConfig(
@@ -44,7 +49,7 @@ def main() -> None:
         kv_load_failure_policy="recompute",
         kv_connector_extra_config=settings,
     )
-    small = {"dtype": "float32", "enforce_eager": True} if model == DEFAULTS[0] else {}
+    small = {"dtype": "float32", "enforce_eager": True} if not given or (SHIPPED / "model").samefile(model) else {}
     llm = LLM(str(model), kv_transfer_config=connector, max_model_len=4096, disable_log_stats=False, **small)
     tokenizer = llm.get_tokenizer()
     collection = read_collection(documents, questions)

@@ -25,7 +25,9 @@ BLEND_TRIAL_CHOICES = 64
 MAX_BLEND_TRIAL_CHOICES = 4096
 # Until blends of a size were measured, they have to compute at least this much less than prefill.
 LESS_WORK = 0.9
-MAX_SURVEYS = 8  # times that a prompt is computed although a blend looks better, to measure prefill at its length
+# One of so many prompts is computed although a blend looks better, as long as prefill was not measured at its length.
+SURVEY_EVERY = 8
+MAX_SURVEYS = 8  # prompts of each length
 
 # What threads have done, by tier: the numbers of "records" and "bytes", and the seconds of "opening" and "reading".
 Spent = defaultdict[tuple[str, str], float]
@@ -135,7 +137,7 @@ class CostModel:
         self._passed_over: dict[str, tuple[float, int]] = {}  # by tier: since when, and how many times in a row
         self._blending: defaultdict[tuple[int, int], Rate] = defaultdict(Rate)  # by `BlendOffer.size`, per row
         self._not_blended: dict[tuple[int, int], tuple[int, int]] = {}  # choices against a size, and until a trial
-        self._surveys: dict[int, int] = {}  # by bit length of the prompt's length: how often a survey was due
+        self._surveys: dict[int, int] = {}  # by bit length of the prompt's length: blends before prefill was measured
         self._mutex = threading.Lock()
 
     def speeds(self) -> dict[str, tuple[float, float]]:
@@ -182,8 +184,8 @@ class CostModel:
         Both are measured from the begin of the work until the first token of the answer, so that everything counts:
         both passes, placement, attention, launches, and the step of the engine that follows. Loading overlaps with
         the blend, so that the longer of both counts. Where blends of about this size were not measured yet, one is made
-        if it computes clearly less. Where prefill at this length was not measured yet, every second prompt is
-        computed, at most `MAX_SURVEYS` of them: that takes no longer than without lmc.
+        if it computes clearly less. Where prefill at this length was not measured yet, one of `SURVEY_EVERY` prompts is
+        computed: that takes no longer than without lmc.
         """
         if policy is LoadPolicy.ALWAYS:
             return ""
@@ -210,9 +212,8 @@ class CostModel:
 
     def _survey(self, length: int) -> str:
         """Return why prefill is measured now; empty if a blend is made."""
-        due = self._surveys.get(length, 0)
-        self._surveys[length] = due + 1
-        if due >= 2 * MAX_SURVEYS or due % 2 == 0:
+        self._surveys[length] = count = self._surveys.get(length, 0) + 1
+        if count % SURVEY_EVERY or count > SURVEY_EVERY * MAX_SURVEYS:
             return ""
         return "prefill was measured, because its speed at this length was not known yet"
 

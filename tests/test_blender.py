@@ -61,7 +61,7 @@ class Scene:
             self.slices = list(blender.slices())
         said = {
             name: getattr(blender.result, name)
-            for name in ("reused", "computed", "repaired", "charged", "charged_budget")
+            for name in ("reused", "fresh", "computed", "repaired", "charged", "charged_budget")
         }
         keys, values = zip(*canvas.kv, strict=True)
         return SimpleNamespace(keys=keys, values=values, logits=canvas.logits, **said)
@@ -344,3 +344,15 @@ def test_an_unsupported_family_and_a_dynamic_rope_are_refused() -> None:
     with pytest.raises(UnsupportedModel, match="dynamic"):
         DecoderLayers(random_model(rope="dynamic"))
     assert set(ROPES) == {"plain", "linear", "llama3", "yarn", "dynamic"}
+
+
+def test_of_a_long_question_the_first_rows_run_in_the_second_pass_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise instructions after the last document would go through all layers twice."""
+    monkeypatch.setattr("lmc.blend.blender.QUESTION_ROWS", 8)
+    model = random_model()
+    scene = Scene(model, documents_of(3), known={0, 1, 2})
+    assert len(scene.prompt) - scene.segments.question.start > 8
+    short = scene.blend(RecomputePolicy(strategy="union", ratios=(0.0,)))
+    assert short.computed[0] == short.fresh + 8
+    exact = scene.blend(RecomputePolicy(strategy="union", ratios=(1.0,)))
+    assert (exact.logits - prefill(model, scene.prompt)[1]).abs().max() <= 1e-5

@@ -12,8 +12,12 @@ from vllm_fakes import Lab
 from lmc.connectors.vllm.prefill_pace import EngineStep, PrefillPace
 from lmc.errors import ChunkLost
 from lmc.storage.cost_model import (
+    BLEND_TRIAL_CHOICES,
+    MAX_SURVEYS,
+    SURVEY_EVERY,
     TRIAL_CHOICES,
     TRIAL_SECONDS,
+    BlendOffer,
     Choice,
     CostModel,
     LoadPolicy,
@@ -454,3 +458,76 @@ def test_the_scheduler_s_steps_are_watched() -> None:
     lab.finish(request)
     lab.check()
     lab.scheduler.close()
+
+
+# -- blends against prefill ------------------------------------------------------------------------------------------
+
+
+def blend_of(rows: float, tokens: int = 1000, length: int = 1000, **more: object) -> BlendOffer:
+    return BlendOffer(rows=rows, tokens=tokens, length=length, **more)
+
+
+def weighed(*, prefill: float = 1.0, blend: float | None = None, clock: Clock | None = None) -> CostModel:
+    """Prefill of 1000 tokens took `prefill` seconds three times, a blend of 200 rows took `blend`."""
+    cost = CostModel(clock or Clock())
+    for _ in range(3):
+        cost.computed(1000, prefill, 1000)
+        if blend is not None:
+            cost.blended(blend_of(200), blend)
+    return cost
+
+
+def is_blended(cost: CostModel, offer: BlendOffer, policy: LoadPolicy = AUTO) -> bool:
+    return not cost.against_blend(offer, policy)
+
+
+def test_a_blend_is_made_if_it_was_faster_and_left_out_if_it_was_slower() -> None:
+    assert is_blended(weighed(blend=0.9), blend_of(200))
+    cost = weighed(blend=1.1)
+    why = "prefill takes about 1 s, and a blend about 1.1 s"
+    assert cost.against_blend(blend_of(200), AUTO) == why
+    assert is_blended(cost, blend_of(200), LoadPolicy.ALWAYS)
+
+
+def test_a_blend_that_computes_as_much_as_prefill_is_not_made_even_where_nothing_was_measured() -> None:
+    """As long instructions after the last document, which go through the layers twice."""
+    cost = CostModel(Clock())
+    assert is_blended(cost, blend_of(899))
+    assert cost.against_blend(blend_of(950), AUTO) == "a blend would compute 950 tokens, and prefill computes 1000"
+
+
+def test_what_the_engine_has_itself_counts() -> None:
+    """Ten tokens are left to prefill: no blend is as fast."""
+    assert not is_blended(weighed(blend=0.1), blend_of(10, tokens=10))
+
+
+def test_until_prefill_was_measured_one_of_several_prompts_is_computed() -> None:
+    cost = CostModel(Clock())
+    made = [is_blended(cost, blend_of(200)) for _ in range(3 * SURVEY_EVERY)]
+    assert [at for at, blended in enumerate(made, 1) if not blended] == [SURVEY_EVERY * n for n in (1, 2, 3)]
+    for _ in range(SURVEY_EVERY * MAX_SURVEYS):
+        is_blended(cost, blend_of(200))
+    assert all(is_blended(cost, blend_of(200)) for _ in range(3 * SURVEY_EVERY)), "it goes on for a while only"
+
+
+def test_a_blend_that_was_slower_is_tried_again_less_and_less_often() -> None:
+    cost = weighed(blend=2.0)
+    made = [is_blended(cost, blend_of(200)) for _ in range(3 * BLEND_TRIAL_CHOICES + 2)]
+    assert [at for at, blended in enumerate(made) if blended] == [BLEND_TRIAL_CHOICES, 3 * BLEND_TRIAL_CHOICES + 1]
+    for _ in range(4):
+        cost.blended(blend_of(200), 0.1)
+    assert is_blended(cost, blend_of(200))
+
+
+def test_loading_and_blending_overlap() -> None:
+    cost = weighed(blend=0.5)
+    for _ in range(3):
+        load(cost, 0.001)
+    assert is_blended(cost, blend_of(200, records=[("disk", 900)]))
+    assert not is_blended(cost, blend_of(200, records=[("disk", 1100)]))
+
+
+def test_blends_of_another_size_say_nothing() -> None:
+    cost = weighed(blend=2.0)
+    assert not is_blended(cost, blend_of(200))
+    assert is_blended(cost, blend_of(20))

@@ -11,7 +11,7 @@ from storage_fakes import key_of, note_load
 
 from lmc.blend.segments import Span
 from lmc.engine.pieces import Piece
-from lmc.engine.planner import DocumentLookup, Lookup, Plan, Wish, choose_plan, make_plan
+from lmc.engine.planner import DocumentLookup, Lookup, Plan, Wish, blend_offer, choose_plan, make_plan
 from lmc.keys import RecordKind
 from lmc.storage.cost_model import CostModel, LoadPolicy
 from lmc.storage.places import MEMORY
@@ -516,3 +516,40 @@ def test_nothing_of_a_plan_can_be_changed():
             with pytest.raises(FrozenInstanceError):
                 setattr(one, field.name, None)
             assert not isinstance(getattr(one, field.name), list | set | dict)
+
+
+# -- a blend against prefill ----------------------------------------------------------------------------------------
+
+
+def ten_bytes_each(piece: Piece) -> int:
+    return 10 * piece.tokens
+
+
+def test_what_a_blend_computes_counts_the_question_twice():
+    a, b = document("a", 20, "host", "host"), document("b", 45, "disk")
+    found, asked = lookup(a, b), wish(100, ratio=0.5, twice=12)
+    plan = make_plan(found, asked)
+    reused = sum(piece.tokens for piece in plan.approximate)
+    offer = blend_offer(plan, asked, ten_bytes_each)
+    assert (offer.rows, offer.tokens, offer.length) == (100 - reused + reused / 2 + 12, 100, 100)
+    assert offer.records == [("disk", 10 * N)]
+    assert blend_offer(plan, wish(100, ratio=0.5), ten_bytes_each) is None, "it is not asked"
+
+
+def test_the_tokens_that_the_engine_has_are_not_prefilled():
+    a = document("a", 20, "host", "host")
+    asked = wish(100, local=24, ratio=0.5, twice=12)
+    offer = blend_offer(make_plan(lookup(a), asked), asked, ten_bytes_each)
+    assert (offer.tokens, offer.length) == (76, 124)
+
+
+def test_without_a_blend_that_would_be_slow_the_exact_part_is_left_and_a_note_says_why():
+    cost = CostModel()
+    found = lookup(document("a", 20, "host", "host"), exact=run_of("host"))
+    asked = wish(100, ratio=1.0, twice=12)
+    plan, left = choose_plan(found, asked, ten_bytes_each, cost, AUTO)
+    assert (plan.exact, plan.documents, plan.skipped) == (run_of("host"), (), 2 * N)
+    assert plan.note == left.refused
+    assert plan.note.startswith("stored documents were computed: a blend would compute ")
+    assert choose_plan(found, asked, ten_bytes_each, cost, ALWAYS)[0].documents
+    assert choose_plan(found, wish(100, ratio=1.0), ten_bytes_each, cost, AUTO)[0].documents, "a wish that does not ask"

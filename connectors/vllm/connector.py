@@ -400,7 +400,7 @@ class LMCConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
             "update_connector_output",
             lambda: scheduler.reported(report, received),
             None,
-            lambda: scheduler.loads_ended(received),
+            lambda: scheduler.recover(report, received),
         )
 
     def _hear(self, facts: Iterable[WorkerFacts]) -> None:

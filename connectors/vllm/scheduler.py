@@ -273,9 +273,10 @@ class Scheduler:
         if state is not None and not state.loading:
             del self._states[request]
 
-    def loads_ended(self, requests: Iterable[str]) -> None:
-        """Take in that the loads of requests have ended, although their reports could not be read."""
-        for request in requests:
+    def recover(self, report: StepReport, received: Iterable[str]) -> None:
+        """Take in of a report what others wait for, after an error in `reported`: blocks are returned, loads end."""
+        self.pending.report(report.done, report.failed)
+        for request in received:
             self.abandon(request)
             state = self._states.get(request)
             if state is not None:
