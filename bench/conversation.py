@@ -6,8 +6,9 @@ Six documents, all of them known, stand in a new order in the first turn, which 
 third turn ask about two others. The earlier answers are those of full prefill, so that all ways answer the same prompt:
 
     full        vLLM without lmc
-    goes on     lmc with what its engine has: the first turn was blended, and its blocks, those of the answers and those
-                of the turns between are in vLLM's own prefix cache, as far as lmc lets vLLM find them
+    goes on     lmc with what its engine has, after a pause: the first turn was blended, and vLLM's own prefix cache has
+                what lmc lets vLLM find of the turns before, and what lmc computes in idle steps
+    at once     the same without a pause, so that the engine has no idle steps
     fresh       a blend of the whole prompt: the engine's prefix cache is emptied before
     blind       blind reuse (strategy `none`) of the whole prompt, likewise
 
@@ -44,8 +45,8 @@ from lmc.demo.questions import TOP, Question
 from lmc.demo.random_model import machine
 from lmc.demo.run import common
 
-FULL, GOES_ON, FRESH, BLIND = "full", "goes on", "fresh", "blind"
-LMC_WAYS: dict[str, dict[str, Any]] = {GOES_ON: {}, FRESH: {}, BLIND: {"strategy": "none"}}
+FULL, GOES_ON, AT_ONCE, FRESH, BLIND = "full", "goes on", "at once", "fresh", "blind"
+LMC_WAYS: dict[str, dict[str, Any]] = {GOES_ON: {}, AT_ONCE: {}, FRESH: {}, BLIND: {"strategy": "none"}}
 TURNS, TOKENS, LIKELIEST, SEED = 3, 16, 500, 11
 SEVERAL = ("kl", "kl_first", "first", "agreement8", "agreement16", "cached", "reused", "blended")
 ROOM = {
@@ -101,12 +102,14 @@ class Lab:
                 self._ours.forget_prefixes()
                 ways[way] = self._forced(self._ours, prompts[turn], answers[turn], LMC_WAYS[way])
             later[f"turn {turn + 1}"] = ways
-        self._ours.forget_prefixes()
-        for turn, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
-            said = self._forced(self._ours, prompt, answer, LMC_WAYS[GOES_ON])
-            self._ours.settle()
-            if turn:
-                later[f"turn {turn + 1}"][GOES_ON] = said
+        for way in (AT_ONCE, GOES_ON):
+            self._ours.forget_prefixes()
+            for turn, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+                said = self._forced(self._ours, prompt, answer, LMC_WAYS[way])
+                if way == GOES_ON:
+                    self._ours.settle()
+                if turn:
+                    later[f"turn {turn + 1}"][way] = said
         return {
             turn: {way: self._row(said, ways[FULL], answers[number + 1]) for way, said in ways.items()}
             for number, (turn, ways) in enumerate(later.items())

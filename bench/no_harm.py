@@ -56,7 +56,17 @@ COUNT, ANSWER, TURNS = 16, 32, 6  # tokens of an answer, of one in a conversatio
 WIDTH, STEPS = 4, 6  # of a beam search
 TTFT, SECONDS = "ttft", "seconds"
 RATIOS = {TTFT: "ttft", SECONDS: "throughput"}  # what is measured in seconds, and how its ratio is called
-COUNTED = ("requests", "blends", "loads", "loads_skipped", "refused", "documents_learned")  # of lmc's own numbers
+COUNTED = (
+    "requests",
+    "blends",
+    "loads",
+    "loads_skipped",
+    "blends_skipped",
+    "blends_continued",
+    "backfills",
+    "refused",
+    "documents_learned",
+)  # of lmc's own numbers
 ROOM = {"max_model_len": 4096, "max_num_batched_tokens": 4096, "skip_tokenizer_init": False}
 DEFAULTS = {"load_deadline": 2.0}  # what `engine.SETTINGS` has otherwise
 # The C library gives large tensors back to the kernel after every operation; see `vllm_overhead.py`.

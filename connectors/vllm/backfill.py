@@ -86,7 +86,7 @@ class Backfill:
         if len(self._waiting) > MAX_WAITING:
             self._waiting.popitem(last=False)
 
-    def next_job(self, resets: int) -> BackfillJob | None:
+    def next_job(self) -> BackfillJob | None:
         """Return the next job for an idle step; None if one is under way, or if there are too few free blocks."""
         if self._under_way is not None:
             self._idle_at = self._clock()
@@ -99,7 +99,7 @@ class Backfill:
                 return None
             del self._waiting[last]
             if need:
-                return self._begin(one, known, resets)
+                return self._begin(one, known)
         return None
 
     def to_cancel(self, *, idle: bool) -> list[int]:
@@ -114,7 +114,7 @@ class Backfill:
         """Forget the conversations that wait."""
         self._waiting.clear()
 
-    def _begin(self, one: Conversation, known: int, resets: int) -> BackfillJob:
+    def _begin(self, one: Conversation, known: int) -> BackfillJob:
         held = [self._pool.get_cached_block(block, [0])[0] for block in one.hashes[:known]]
         self._pool.touch(held)
         blocks = [*held, *self._pool.get_new_blocks(len(one.hashes) - known)]
@@ -136,6 +136,5 @@ class Backfill:
             tokens=one.tokens,
             known=known * self._block_size,
             blocks=tuple(block.block_id for block in blocks),
-            resets=resets,
         )
         return self._under_way

@@ -65,6 +65,7 @@ class OwnBlend:
     salts: Salts
     block: bytes  # the exact hash of the last full block among the tokens on which the blend depends
     rest: tuple[int, ...]  # the tokens after this block on which it depends as well
+    end: int  # It depends on the tokens before this position.
     documents: bytes  # the exact hash of the last full block of its documents
 
     @property
@@ -110,6 +111,7 @@ class OwnBlends:
             salts=salts,
             block=hashes[full - 1],
             rest=tuple(prompt[full * self._block_size : end]),
+            end=end,
             documents=hashes[last - 1],
         )
         self._by_documents[blend.documents] = blend

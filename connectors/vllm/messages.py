@@ -93,7 +93,6 @@ class BackfillJob:
     tokens: tuple[int, ...]
     known: int  # leading tokens whose KV is in their blocks already
     blocks: tuple[int, ...]
-    resets: int = 0  # as in `LearnJob`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

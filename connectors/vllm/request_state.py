@@ -63,6 +63,7 @@ class RequestState:
     salts: Salts = ()  # on which its block hashes depend
     searched: int = -1  # the changes of the engine's own blends when one was looked for
     scheduled: bool = False  # The engine has computed tokens of it.
+    follows: bool = False  # It is a later turn of a conversation.
     continued: int = 0  # tokens from the engine's own blocks of an earlier blend
     approximate: int | None = None  # the position from which on its KV is not exact, and is not saved as exact
     saved: int = 0  # full chunks that are saved, or need not be

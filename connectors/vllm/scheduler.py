@@ -172,7 +172,7 @@ class Scheduler:
             self._observed[key("reused_tokens", (state.way,))].append(sum(state.sources.values()))
         if not state.loading:  # Otherwise a worker may be reading, and reports when it has stopped.
             self._saves.save_tail(state, blocks)
-            if state.salts and request.num_computed_tokens and self._end_of_question(state)[1]:
+            if state.salts and request.num_computed_tokens and self._is_chat(state):
                 salted = list(request.block_hashes)
                 set_salts(request, (), replacing=state.salts)
                 self._backfill.add(request, list(request.block_hashes))
@@ -227,7 +227,7 @@ class Scheduler:
         plan.learn += [learn] if learn else []
         idle = not scheduled and not loading and not plan.loads and not self.engine.learning.under_way
         plan.cancel = self._backfill.to_cancel(idle=idle)
-        if idle and not self.off and (backfill := self._backfill.next_job(self._saves.resets)) is not None:
+        if idle and not self.off and (backfill := self._backfill.next_job()) is not None:
             plan.backfill.append(backfill)
         if len(loading) + len(scheduled) + len(plan.learn) + len(self.engine.learning.under_way) > 1:
             for state in (*loading, *(self._states[name] for name in scheduled if name in self._states)):
@@ -486,7 +486,8 @@ class Scheduler:
             documents=[document.span for document in state.documents],
             policy=policy,
         ):
-            if state.searched < 0:
+            if not state.follows and request.num_prompt_tokens > blend.end + BEGUN:
+                state.follows = True
                 self._backfill.followed()
             first = self._states.get(blend.request)
             # The engine caches the blocks of a load when it schedules the request for the first time.
@@ -521,6 +522,10 @@ class Scheduler:
             policy=policy,
             salts=salts,
         )
+
+    def _is_chat(self, state: RequestState) -> bool:
+        """Return whether another turn may follow that finds what the engine has cached of this one."""
+        return self._setup.caches_prefixes and self._end_of_question(state)[1]
 
     def _end_of_question(self, state: RequestState) -> tuple[int, bool]:
         """Return where the question of a prompt ends, and whether a chat template begins an answer there.

@@ -29,7 +29,7 @@ def test_both_engines_get_the_same_traffic_and_lmc_finds_what_it_knows() -> None
     assert found["worst"] == min(ratios) > 0
     counts = {name.removeprefix("small "): one["counts"] for name, one in by_workload.items()}
     # lmc has found the documents, and blends unless its estimates say that computing is faster here.
-    assert counts["orders"].get("blends", 0) + counts["orders"].get("loads_skipped", 0) == 1
+    assert counts["orders"].get("blends", 0) + counts["orders"].get("blends_skipped", 0) == 1
     assert "blends" not in counts["nothing"]
     assert "blends" not in counts["unknown"]
     assert 1 <= counts["unknown"]["documents_learned"] <= 6
@@ -45,9 +45,10 @@ def test_ways_of_going_on_with_a_conversation_are_compared_with_full_prefill() -
     found = run("bench/conversation.py", "--model", "small", "--conversations", "2")
     assert list(found["turns"]) == ["turn 2", "turn 3"]
     for ways in found["turns"].values():
-        assert set(ways) == {"full", "goes on", "fresh", "blind"}
+        assert set(ways) == {"full", "goes on", "at once", "fresh", "blind"}
         assert (ways["full"]["kl"], ways["full"]["first"], ways["full"]["agreement16"]) == (0, 1, 1)
         assert ways["full"]["cached"] == 0
         assert ways["fresh"]["blended"] == ways["blind"]["blended"] == 1
         assert ways["fresh"]["reused"] == ways["blind"]["reused"] > 1000
         assert ways["blind"]["kl"] > 0
+        assert ways["goes on"]["kl"] < 1e-4, "idle steps have made the conversation exact"
