@@ -179,3 +179,38 @@ def test_the_queue_has_each_document_once_and_as_many_tokens_as_there_is_room_fo
     assert all(map(queue.add, (one, two)))
     queue.clear()
     assert queue.take() is None
+
+
+def test_a_document_that_expires_while_the_next_one_is_taken_is_taken_or_gone_and_never_another_one() -> None:
+    """10,000 times, another thread removes the first document between the question whether it fits and the answer.
+
+    A queue that asked and took in two steps raised `IndexError` there, or lost the document after it.
+    """
+    queue, asked, expired = LearnQueue(room=10**6), threading.Event(), threading.Event()
+    one, two = Unlearned(b"n", (1,) * 4), Unlearned(b"n", (2,) * 4)
+    rounds, taken = 10_000, []
+
+    def expire() -> None:
+        for _ in range(rounds):
+            asked.wait()
+            asked.clear()
+            queue.discard(one)
+            expired.set()
+
+    def fits(document: Unlearned) -> bool:
+        asked.set()  # The other thread begins to remove it now.
+        return True
+
+    thread = threading.Thread(target=expire)
+    thread.start()
+    for _ in range(rounds):
+        queue.add(one)
+        queue.add(two)
+        taken.append(queue.take(fits))
+        expired.wait()
+        expired.clear()
+        assert taken[-1] == one
+        assert list(queue) == [two]
+        queue.discard(two)
+    thread.join()
+    assert len(queue) == 0
