@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lmc.connectors.vllm.isolation import cached_blocks
+from lmc.connectors.vllm.isolation import Salt, Salts, cached_blocks, set_salts
 from lmc.connectors.vllm.messages import BackfillJob
 from lmc.connectors.vllm.pending import PendingTransfers
 from lmc.connectors.vllm.start import Setup
@@ -54,7 +54,7 @@ class Backfill:
         self._pool, self._block_size, self._clock = setup.pool, setup.block_size, setup.clock
         self._spare = -(-setup.batch_tokens // setup.block_size)  # blocks that are left free for a prompt
         self._pending = pending
-        self._waiting: OrderedDict[bytes, Conversation] = OrderedDict()  # by the hash of the last block
+        self._waiting: OrderedDict[Salt, tuple[Any, Salts]] = OrderedDict()  # requests by their first salt
         self._under_way: BackfillJob | None = None
         self._idle_at = 0.0  # when the job under way was last computed
         self._blends = self._follow_ups = 0.0
@@ -69,20 +69,18 @@ class Backfill:
         """Count a prompt that goes on from an earlier blend."""
         self._follow_ups += 1
 
-    def add(self, request: Any, hashes: Sequence[bytes]) -> None:
-        """Queue a request that has ended; `hashes` are the exact ones of its blocks."""
+    def add(self, request: Any, salts: Salts) -> None:
+        """Queue a request that has ended, whose block hashes depend on `salts`.
+
+        It takes the place of an earlier turn of the same conversation, which depends on the same first salt.
+        """
         self._blends += 1
         if self._blends >= REMEMBERED:
             self._blends, self._follow_ups = self._blends / 2, self._follow_ups / 2
         if self._blends > TRIALS and self._follow_ups < self._blends * WORTHWHILE:
             return
-        full = min(len(hashes), len(request.all_token_ids) // self._block_size)
-        if not full:
-            return
-        for earlier in [last for last in self._waiting if last in hashes[:full]]:
-            del self._waiting[earlier]  # It is the beginning of the same conversation.
-        tokens = tuple(request.all_token_ids[: full * self._block_size])
-        self._waiting[hashes[full - 1]] = Conversation(request, tokens, tuple(hashes[:full]))
+        self._waiting.pop(salts[0], None)
+        self._waiting[salts[0]] = request, salts
         if len(self._waiting) > MAX_WAITING:
             self._waiting.popitem(last=False)
 
@@ -92,12 +90,13 @@ class Backfill:
             self._idle_at = self._clock()
             return None
         while self._waiting:
-            last, one = next(iter(self._waiting.items()))
+            first, (request, salts) = next(iter(self._waiting.items()))
+            one = self._conversation(request, salts)
             known = cached_blocks(self._pool, one.hashes)
             need = len(one.hashes) - known
             if need and need + self._spare > self._pool.get_num_free_blocks():
                 return None
-            del self._waiting[last]
+            del self._waiting[first]
             if need:
                 return self._begin(one, known)
         return None
@@ -113,6 +112,14 @@ class Backfill:
     def clear(self) -> None:
         """Forget the conversations that wait."""
         self._waiting.clear()
+
+    def _conversation(self, request: Any, salts: Salts) -> Conversation:
+        """Return the full blocks of a request with their exact hashes."""
+        set_salts(request, (), replacing=salts)
+        full = min(len(request.block_hashes), len(request.all_token_ids) // self._block_size)
+        hashes = tuple(request.block_hashes[:full])
+        set_salts(request, salts)
+        return Conversation(request, tuple(request.all_token_ids[: full * self._block_size]), hashes)
 
     def _begin(self, one: Conversation, known: int) -> BackfillJob:
         held = [self._pool.get_cached_block(block, [0])[0] for block in one.hashes[:known]]

@@ -21,7 +21,8 @@ from lmc.blend.segments import Span
 from lmc.blend.strategies import NEEDS_QUESTION, RecomputePolicy
 from lmc.engine import Piece
 
-Salts = tuple[tuple[int, bytes], ...]  # (block, salt), ascending: the hashes from `block` on depend on `salt`
+Salt = tuple[int, bytes]  # (block, secret): the block hashes from `block` on depend on `secret`
+Salts = tuple[Salt, ...]  # ascending
 
 MAX_BLENDS = 4096  # that are remembered; each takes about a kilobyte
 
@@ -35,11 +36,9 @@ def salt_of(prompt: Sequence[int], reused: Sequence[Piece], policy: RecomputePol
 
 def set_salts(request: Any, salts: Salts, *, replacing: Salts = ()) -> None:
     """Make the request's block hashes depend on `salts`, and not on those that they depended on before."""
-    first = min([block for block, _ in (*salts, *replacing)], default=None)
-    if first is None:
-        return
-    del request.block_hashes[first:]
-    request.update_block_hashes()
+    if replacing:
+        del request.block_hashes[replacing[0][0] :]
+        request.update_block_hashes()
     for block, secret in salts:
         original = request.block_hashes[block]
         del request.block_hashes[block:]

@@ -173,10 +173,7 @@ class Scheduler:
         if not state.loading:  # Otherwise a worker may be reading, and reports when it has stopped.
             self._saves.save_tail(state, blocks)
             if state.salts and request.num_computed_tokens and self._is_chat(state):
-                salted = list(request.block_hashes)
-                set_salts(request, (), replacing=state.salts)
-                self._backfill.add(request, list(request.block_hashes))
-                request.block_hashes[:] = salted
+                self._backfill.add(request, state.salts)
             self._forget(state)
         if state.role is Role.BLEND and request.num_computed_tokens:
             documents, unknown = [one for one in state.documents if one.learnable], set(state.unknown)
