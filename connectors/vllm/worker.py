@@ -47,7 +47,6 @@ log = logging.getLogger(__name__)
 
 # Blends get at least a tenth of a step, whatever the engine computes, and the compiled model at most that in one call.
 BLEND_SHARE = 10
-LEARN_SHARE = 4  # Learning gets at most a fourth of a step while requests run.
 LEAST_ROWS = 512  # in one call of a layer on a CPU, or of the compiled model, because it reads all of the weights
 
 
@@ -166,9 +165,8 @@ class Worker:
         most = max(whole - plan.scheduled * self._pages.layers, whole // BLEND_SHARE)
         with torch.inference_mode():
             left = most - self._do(list(self._loading.values()), most)
-            # Learning comes last, and gets little of a step while requests are running.
-            some = left if not plan.scheduled else min(left, whole // LEARN_SHARE)
-            self._do(self._learning, some, alone=left == most)
+            # Learning comes last. While requests run, it gets one slice of a step, so that they hardly wait for it.
+            self._do(self._learning, 0 if plan.scheduled else left, alone=left == most)
             if not plan.scheduled and not self._loading and not self._learning:
                 self._do(self._backfills, 0)  # One slice, so that a request that comes now waits no longer.
 

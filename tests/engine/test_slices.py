@@ -8,7 +8,7 @@ import torch
 from lmc.connectors.vllm.messages import StepPlan
 from lmc.connectors.vllm.streams import Streams
 from lmc.connectors.vllm.work import Cost, Work
-from lmc.connectors.vllm.worker import BLEND_SHARE, LEARN_SHARE, Worker
+from lmc.connectors.vllm.worker import BLEND_SHARE, Worker
 
 STEP, LAYERS = 1000, 32
 WHOLE = STEP * LAYERS  # token-layers of a full step
@@ -27,7 +27,7 @@ def worker():
     """A worker without an engine, which only divides its time."""
     found = object.__new__(Worker)
     found._pages, found._streams, found._step_tokens = Pages(), Streams(torch.device("cpu")), STEP
-    found._loading, found._learning, found._slab, found._ranks = {}, [], None, 1
+    found._loading, found._learning, found._backfills, found._slab, found._ranks = {}, [], [], None, 1
     found._ended, found._copied = [], []
     return found
 
@@ -93,7 +93,8 @@ def test_a_document_beside_a_blend_does_not_make_a_step_longer(worker):
 def test_copies_of_a_document_do_not_wait_for_the_room_that_its_batches_took(worker):
     document = Job(worker, "", [WHOLE // BLEND_SHARE, *[COPY] * 9])
     assert step(worker, [document], STEP) == [WHOLE // BLEND_SHARE]
-    assert step(worker, [document], STEP) == [COPY] * 7
+    assert step(worker, [document], STEP) == [COPY]
+    assert step(worker, [document], 0) == [COPY] * 8
 
 
 def test_a_full_step_does_one_slice_however_large_it_is(worker):
@@ -108,10 +109,21 @@ def test_a_job_goes_on_however_small_a_step_is(worker, monkeypatch):
     assert [step(worker, [job], 1) for _ in range(2)] == [[4], [4]]
 
 
-def test_learning_gets_what_is_left_and_little_while_requests_run(worker):
+def test_learning_gets_a_slice_while_requests_run_and_all_of_an_idle_step(worker):
+    """A running request hardly waits for a document that others may never ask for."""
     document = Job(worker, "", [200] * 500)
-    assert sum(step(worker, [document], STEP)) == WHOLE // BLEND_SHARE
-    assert sum(step(worker, [document], 100)) == WHOLE // LEARN_SHARE
+    assert step(worker, [document], STEP) == [200]
+    assert step(worker, [document], 100) == [200]
     assert sum(step(worker, [document], 0)) == WHOLE
     blend = Job(worker, "r", [200] * 30)
     assert sum(step(worker, [blend, document], 0)) == WHOLE
+
+
+def test_backfill_gets_one_slice_of_a_step_in_which_nothing_else_is_computed(worker):
+    conversation = Work(Job._steps(holder := object.__new__(Job), [200] * 5), coming=200)
+    holder.done = []
+    worker._backfills.append(conversation)
+    document = Job(worker, "", [200])
+    for scheduled, done in ((STEP, 0), (0, 1), (STEP, 1), (0, 2)):
+        step(worker, [document], scheduled)
+        assert len(holder.done) == done
