@@ -137,6 +137,7 @@ class CostModel:
         self._passed_over: dict[str, tuple[float, int]] = {}  # by tier: since when, and how many times in a row
         self._blending: defaultdict[tuple[int, int], Rate] = defaultdict(Rate)  # by `BlendOffer.size`, per row
         self._not_blended: dict[tuple[int, int], tuple[int, int]] = {}  # choices against a size, and until a trial
+        self._trials: set[tuple[int, int]] = set()  # sizes of which a blend is made to measure it again
         self._surveys: dict[int, int] = {}  # by bit length of the prompt's length: blends before prefill was measured
         self._mutex = threading.Lock()
 
@@ -174,9 +175,18 @@ class CostModel:
 
     def blended(self, offer: BlendOffer, seconds: float) -> None:
         """Add a blend, from the begin of its load until the first token of the answer."""
-        if offer.rows >= 1 and seconds > 0:
-            with self._mutex:
+        if offer.rows < 1 or seconds <= 0:
+            return
+        with self._mutex:
+            prefill = self._computing[offer.length.bit_length()].value
+            if offer.size in self._trials and prefill is not None and seconds <= prefill * offer.tokens:
+                # A trial that was fast counts by itself: what made the earlier ones slow is over.
+                pace = seconds / offer.rows
+                self._blending[offer.size] = Rate(pace, _seconds=seconds, _units=offer.rows)
+                self._not_blended.pop(offer.size, None)
+            else:
                 self._blending[offer.size].add(seconds, offer.rows)
+            self._trials.discard(offer.size)
 
     def against_blend(self, offer: BlendOffer, policy: LoadPolicy) -> str:
         """Return why prefill is expected to be faster than a blend; empty if the blend should be made.
@@ -207,6 +217,8 @@ class CostModel:
         """Count a choice against blends of this size; return whether one is made all the same, to measure it again."""
         count, limit = self._not_blended.get(size, (0, BLEND_TRIAL_CHOICES))
         due = count >= limit
+        if due:
+            self._trials.add(size)
         self._not_blended[size] = (0, min(2 * limit, MAX_BLEND_TRIAL_CHOICES)) if due else (count + 1, limit)
         return due
 

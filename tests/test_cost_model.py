@@ -514,9 +514,17 @@ def test_a_blend_that_was_slower_is_tried_again_less_and_less_often() -> None:
     cost = weighed(blend=2.0)
     made = [is_blended(cost, blend_of(200)) for _ in range(3 * BLEND_TRIAL_CHOICES + 2)]
     assert [at for at, blended in enumerate(made) if blended] == [BLEND_TRIAL_CHOICES, 3 * BLEND_TRIAL_CHOICES + 1]
-    for _ in range(4):
-        cost.blended(blend_of(200), 0.1)
-    assert is_blended(cost, blend_of(200))
+    cost.blended(blend_of(200), 2.0)
+    assert not is_blended(cost, blend_of(200))
+
+
+def test_one_trial_that_is_fast_is_enough() -> None:
+    """The first blends may have waited for kernels to be compiled."""
+    cost = weighed(blend=5.0)
+    while not is_blended(cost, blend_of(200)):
+        pass
+    cost.blended(blend_of(200), 0.5)
+    assert all(is_blended(cost, blend_of(200)) for _ in range(10))
 
 
 def test_loading_and_blending_overlap() -> None:

@@ -6,6 +6,7 @@ from vllm_fakes import BLOCK, DOC_A, DOC_B, Lab, Request, learn, prompt, state_o
 from lmc.blend.segments import Span
 from lmc.connectors.vllm import backfill, isolation
 from lmc.connectors.vllm.isolation import OwnBlends, set_salts
+from lmc.connectors.vllm.messages import StepReport
 from lmc.engine import Piece
 from lmc.keys import RecordKind
 
@@ -43,7 +44,7 @@ def first_turn(lab: Lab, tokens: list[int], **more: object) -> None:
 
 
 def give_up_backfill(lab: Lab) -> None:
-    lab.scheduler._backfill.clear()
+    lab.scheduler._backfill._waiting.clear()
 
 
 def test_a_later_turn_goes_on_from_the_blend_and_from_the_answer(lab: Lab) -> None:
@@ -268,6 +269,52 @@ def test_what_was_computed_before_a_reset_is_not_cached(lab: Lab) -> None:
     request = lab.arrive("second", later_turn(tokens), {"blend": False})
     assert lab.look(request) == 0
     lab.finish(request)
+
+
+def test_a_request_that_has_no_blocks_stops_a_backfill(lab: Lab) -> None:
+    first_turn(lab, chat(DOC_A, DOC_B))
+    lab.workers.slow = True
+    lab.step()
+    assert not lab.step().cancel
+    request = lab.arrive("waits", list(range(900, 940)), {"blend": False})
+    assert lab.scheduler.claim(request, 0) == 0
+    assert lab.step().cancel, "the engine could not schedule it"
+    lab.workers.slow = False
+    lab.finish(request)
+
+
+def test_a_conversation_that_does_not_fit_is_dropped_and_holds_nothing(lab: Lab) -> None:
+    first_turn(lab, chat(DOC_A, DOC_B))
+    held = lab.pool.get_new_blocks(lab.pool.get_num_free_blocks() - 6)
+    lab.step()
+    assert not lab.scheduler.busy
+    lab.pool.free_blocks(held)
+    assert lab.scheduler.numbers()["backfills"] == 0
+
+
+def test_aborted_requests_are_not_computed_again(lab: Lab) -> None:
+    request = lab.arrive("gone", chat(DOC_A, DOC_B))
+    lab.admit(request)
+    lab.step()
+    lab.compute(request, 1)
+    request.aborted = True
+    lab.finish(request)
+    lab.settle()
+    assert lab.scheduler.numbers()["backfills"] == 0
+
+
+def test_a_report_that_is_read_again_after_an_error_counts_nothing_twice(make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With two ranks, a job that one of them has ended would count as ended, and its slot would be read."""
+    lab = make(ranks=2)
+    ended: list[bool] = []
+    job = lab.scheduler.pending.begin([], lambda *, failed: ended.append(failed))
+    report = StepReport(done={job: 1}, blended={"unknown": {}})
+    with pytest.raises(KeyError):
+        lab.scheduler.reported(report, set())
+    lab.scheduler.recover(report, set())
+    assert not ended
+    lab.scheduler.reported(StepReport(done={job: 1}), set())
+    assert ended == [False]
 
 
 # -- the table of blends -----------------------------------------------------------------------------------------------

@@ -119,6 +119,7 @@ class Request:
     num_computed_tokens: int = 0
     num_preemptions: int = 0
     finished: bool = False
+    aborted: bool = False
     arrival_time: float = field(default_factory=time.time)
 
     def __post_init__(self):
@@ -138,6 +139,10 @@ class Request:
     @property
     def num_prompt_tokens(self):
         return len(self.prompt_token_ids)
+
+    @property
+    def status(self):
+        return SimpleNamespace(name="FINISHED_ABORTED" if self.aborted else "RUNNING")
 
     def is_finished(self):
         return self.finished

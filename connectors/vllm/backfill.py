@@ -57,6 +57,7 @@ class Backfill:
         self._waiting: OrderedDict[Salt, tuple[Any, Salts]] = OrderedDict()  # requests by their first salt
         self._under_way: BackfillJob | None = None
         self._idle_at = 0.0  # when the job under way was last computed
+        self._cancelled = False  # It is given up in the next step.
         self._blends = self._follow_ups = 0.0
         self.done = 0  # conversations that were computed exactly
 
@@ -85,33 +86,40 @@ class Backfill:
             self._waiting.popitem(last=False)
 
     def next_job(self) -> BackfillJob | None:
-        """Return the next job for an idle step; None if one is under way, or if there are too few free blocks."""
+        """Return the next job for an idle step; None if one is under way.
+
+        A conversation for which there are too few free blocks is dropped, so that the engine does not wait for them.
+        """
         if self._under_way is not None:
             self._idle_at = self._clock()
             return None
         while self._waiting:
-            first, (request, salts) = next(iter(self._waiting.items()))
+            _, (request, salts) = self._waiting.popitem(last=False)
             one = self._conversation(request, salts)
-            known = cached_blocks(self._pool, one.hashes)
-            need = len(one.hashes) - known
-            if need and need + self._spare > self._pool.get_num_free_blocks():
-                return None
-            del self._waiting[first]
-            if need:
+            known = [self._pool.get_cached_block(block, [0])[0] for block in one.hashes[: self._known(one)]]
+            need = len(one.hashes) - len(known)
+            taken = need + sum(block.ref_cnt == 0 for block in known)
+            if need and taken + self._spare <= self._pool.get_num_free_blocks():
                 return self._begin(one, known)
         return None
 
-    def to_cancel(self, *, idle: bool) -> list[int]:
-        """Return the job to give up, because requests need its blocks or have been running for a while."""
+    def to_cancel(self, *, idle: bool, blocked: bool) -> list[int]:
+        """Return the job to give up: a request is `blocked` for want of blocks, or others have run for a while."""
         job = self._under_way
-        if job is None or idle:
+        if job is None:
             return []
         short = self._pool.get_num_free_blocks() < self._spare
-        return [job.job] if short or self._clock() - self._idle_at > MAX_PAUSE_SECONDS else []
+        paused = not idle and (short or self._clock() - self._idle_at > MAX_PAUSE_SECONDS)
+        return [job.job] if blocked or paused or self._cancelled else []
 
-    def clear(self) -> None:
-        """Forget the conversations that wait."""
+    def cancel(self) -> None:
+        """Give up the job that is under way in the next step, and forget the conversations that wait."""
+        self._cancelled = True
         self._waiting.clear()
+
+    def _known(self, one: Conversation) -> int:
+        """Return how many leading blocks of a conversation are in vLLM's prefix cache."""
+        return cached_blocks(self._pool, one.hashes)
 
     def _conversation(self, request: Any, salts: Salts) -> Conversation:
         """Return the full blocks of a request with their exact hashes."""
@@ -121,23 +129,28 @@ class Backfill:
         set_salts(request, salts)
         return Conversation(request, tuple(request.all_token_ids[: full * self._block_size]), hashes)
 
-    def _begin(self, one: Conversation, known: int) -> BackfillJob:
-        held = [self._pool.get_cached_block(block, [0])[0] for block in one.hashes[:known]]
+    def _begin(self, one: Conversation, held: list[Any]) -> BackfillJob:
+        """Return the job for a conversation whose first blocks, `held`, are in vLLM's prefix cache."""
+        known = len(held)
         self._pool.touch(held)
-        blocks = [*held, *self._pool.get_new_blocks(len(one.hashes) - known)]
+        try:
+            blocks = [*held, *self._pool.get_new_blocks(len(one.hashes) - known)]
+        except Exception:
+            self._pool.free_blocks(reversed(held))
+            raise
 
         def done(*, failed: bool) -> None:
-            self._under_way = None
-            # A request may have computed and cached the same blocks meanwhile.
-            first = cached_blocks(self._pool, one.hashes)
-            if not failed and first == known:
-                request = ExactRequest(one.request, one.hashes)
-                self._pool.cache_full_blocks(request, blocks, known, len(blocks), self._block_size, 0)
-                self.done += 1
-            self._pool.free_blocks(reversed(blocks))
+            self._under_way, self._cancelled = None, False
+            try:  # A request may have computed and cached the same blocks meanwhile.
+                if not failed and self._known(one) == known:
+                    request = ExactRequest(one.request, one.hashes)
+                    self._pool.cache_full_blocks(request, blocks, known, len(blocks), self._block_size, 0)
+                    self.done += 1
+            finally:
+                self._pool.free_blocks(reversed(blocks))
 
         job = self._pending.begin([], done)
-        self._idle_at = self._clock()
+        self._idle_at, self._cancelled = self._clock(), False
         self._under_way = BackfillJob(
             job=job,
             tokens=one.tokens,

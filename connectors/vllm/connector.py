@@ -107,7 +107,8 @@ class LMCConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
         self._bad_blocks: set[int] = set()
         # A worker that goes on after an error, while others wait for it, would let them hang.
         among_ranks = parallel.tensor_parallel_size > 1 and role is vllm_api.KVConnectorRole.WORKER
-        self._guard = HookGuard(raises=among_ranks)
+        is_scheduler = role is vllm_api.KVConnectorRole.SCHEDULER
+        self._guard = HookGuard(raises=among_ranks, switches=is_scheduler)
         if self._objection:
             if role is vllm_api.KVConnectorRole.SCHEDULER:
                 log.warning("lmc does nothing for this model, because %s", self._objection)
@@ -200,6 +201,7 @@ class LMCConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
         if self._worker is None:
             return None
         report = self._guard.run("build_connector_worker_meta", self._worker.report, StepReport())
+        report.errors = self._guard.new_errors()
         facts = (self._facts,) if self._facts and self._reports_facts else ()
         self._reports_facts = False
         return WorkerMetadata(report, facts) if report or facts else None
@@ -384,7 +386,10 @@ class LMCConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
             lambda: scheduler.plan(scheduled, lambda request: (state.get_block_ids(request) or ([],))[0]),
             None,
         )
-        return Metadata(scheduler.take_plan() if plan is None else plan)
+        if plan is None:
+            plan = scheduler.take_plan()
+            plan.scheduled = sum(scheduled.values())
+        return Metadata(plan)
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Take in what the workers have done."""
@@ -396,6 +401,8 @@ class LMCConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
             return
         report = metadata.report if isinstance(metadata, WorkerMetadata) else StepReport()
         received = connector_output.finished_recving or set()
+        if report.errors:
+            self._guard.add("worker", report.errors)
         self._guarded(
             "update_connector_output",
             lambda: scheduler.reported(report, received),

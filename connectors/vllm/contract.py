@@ -85,7 +85,7 @@ FIELDS: Mapping[str, str] = {
     "vllm.v1.core.block_pool.BlockPool": "blocks cache_full_blocks(6) free_blocks(1) get_cached_block(2) "
     "get_new_blocks(1) get_num_free_blocks() touch(1)",
     "vllm.v1.core.kv_cache_manager.KVCacheBlocks": "get_block_ids()",
-    "vllm.v1.core.kv_cache_utils.KVCacheBlock": "block_id is_null",
+    "vllm.v1.core.kv_cache_utils.KVCacheBlock": "block_id is_null ref_cnt",
     "vllm.v1.core.sched.output.KVConnectorBlockState": "get_block_ids(1)",
     "vllm.v1.core.sched.output.SchedulerOutput": "kv_connector_block_state num_scheduled_tokens",
     "vllm.v1.kv_cache_interface.KVCacheConfig": "kv_cache_groups num_blocks",
@@ -95,7 +95,7 @@ FIELDS: Mapping[str, str] = {
     "vllm.v1.outputs.KVConnectorOutput": "finished_recving kv_connector_worker_meta",
     "vllm.v1.request.Request": "all_token_ids arrival_time block_hashes cache_salt is_finished() kv_transfer_params "
     "lora_request mm_features num_computed_tokens num_output_tokens num_preemptions num_prompt_tokens num_tokens "
-    "prefill_stats prompt_embeds prompt_token_ids request_id skip_reading_prefix_cache trace_headers "
+    "prefill_stats prompt_embeds prompt_token_ids request_id skip_reading_prefix_cache status trace_headers "
     "update_block_hashes()",
     "vllm.v1.worker.gpu.model_runner.GPUModelRunner": "attn_groups get_model()",
     "vllm.v1.worker.gpu_model_runner.GPUModelRunner": "attn_groups get_model()",

@@ -19,9 +19,12 @@ MAX_ERRORS = 10  # in the life of an engine
 class HookGuard:
     """Counts the errors of lmc's hooks in one process of an engine."""
 
-    def __init__(self, *, raises: bool = False) -> None:
-        """`raises`: errors are logged and raised, because other ranks would wait for this one."""
-        self._raises = raises
+    def __init__(self, *, raises: bool = False, switches: bool = True) -> None:
+        """`raises`: errors are logged and raised, because other ranks would wait for this one.
+
+        `switches`: this guard decides whether lmc is switched off. One that does not hands its errors to one that does.
+        """
+        self._raises, self._switches, self._handed_over = raises, switches, 0
         self.errors: Counter[str] = Counter()  # by hook
 
     @property
@@ -50,12 +53,26 @@ class HookGuard:
                 self._count(f"{hook} (repair)", error)
         return otherwise
 
+    def new_errors(self) -> int:
+        """Return how many errors there were since the last call."""
+        handed_over, self._handed_over = self._handed_over, self.errors.total()
+        return self._handed_over - handed_over
+
+    def add(self, hook: str, count: int) -> None:
+        """Count errors that the guard of another process has caught and logged."""
+        was_off = self.off
+        self.errors[hook] += count
+        self._log_switch(was_off=was_off)
+
     def _count(self, hook: str, error: Exception) -> None:
         was_off = self.off
         self.errors[hook] += 1
         if self.errors[hook] == 1:
             log.error("lmc failed in %s; the request goes on without lmc", hook, exc_info=error)
-        if self.off and not was_off:
+        self._log_switch(was_off=was_off)
+
+    def _log_switch(self, *, was_off: bool) -> None:
+        if self.off and not was_off and self._switches:
             log.error(
                 "lmc has switched itself off after %d errors; vLLM goes on without it. Restart the engine to use lmc "
                 "again, and report the errors that are logged above",

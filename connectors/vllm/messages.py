@@ -130,9 +130,10 @@ class StepReport:
     failed: set[int] = field(default_factory=set)  # jobs whose slots hold nothing
     lost: set[str] = field(default_factory=set)  # requests whose load failed
     blended: dict[str, dict[str, object]] = field(default_factory=dict)  # request -> facts for its response
+    errors: int = 0  # errors of lmc that the worker's guard has caught
 
     def __bool__(self) -> bool:
-        return bool(self.done or self.failed or self.lost or self.blended)
+        return bool(self.done or self.failed or self.lost or self.blended or self.errors)
 
     def merge(self, other: "StepReport") -> "StepReport":
         """Join the reports of two ranks."""
@@ -141,4 +142,5 @@ class StepReport:
             failed=self.failed | other.failed,
             lost=self.lost | other.lost,
             blended={**other.blended, **self.blended},
+            errors=self.errors + other.errors,
         )

@@ -45,7 +45,8 @@ class PendingTransfers:
         for job in failed & self.under_way.keys():
             self.under_way[job].failed = True
         ended = []
-        for job, ranks in done.items():
+        for job in list(done):
+            ranks = done.pop(job)  # A report that is read again after an error counts nothing twice.
             transfer = self.under_way.get(job)
             if transfer is None:
                 continue

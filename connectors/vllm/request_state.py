@@ -60,6 +60,7 @@ class RequestState:
     given_up: bool = False  # A load failed or was too late, and nothing more is loaded.
     # What is saved of it
     exact_hashes: Sequence[bytes] = ()  # of its prompt's blocks, as they were when it arrived
+    stored_exactly: int = 0  # leading tokens that were stored exactly when it arrived
     salts: Salts = ()  # on which its block hashes depend
     searched: int = -1  # the changes of the engine's own blends when one was looked for
     scheduled: bool = False  # The engine has computed tokens of it.

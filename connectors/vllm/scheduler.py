@@ -100,6 +100,7 @@ class Scheduler:
         if state.role is Role.BLEND:
             state.exact_hashes = list(request.block_hashes)
             stored = found.exact[-1].stop if found.exact else 0
+            state.stored_exactly = stored
             if not self._continue_own_blend(state, max(stored, self._cached(request))) and self._weighs_blends:
                 state.slow = REPEATED if self._own_blends.repeats(state.exact_hashes) else ""
         self._claims.prefetch(state, found, self._cached(request))
@@ -119,6 +120,7 @@ class Scheduler:
         if state.claim is None and self._claims.waits(state):
             return None
         if state.claim is None and self._waits_for_own_blend(state, local):
+            self._claims.wait_from_now(state)
             return None
         if state.claim is None or state.claim.local != local:
             state.claim = self._claims.make(state, local)
@@ -143,7 +145,8 @@ class Scheduler:
             request.prefill_stats.set(request.num_prompt_tokens, claim.local, claim.plan.tokens)
         state.exact_tokens += claim.plan.reach - claim.local
         ready = all(self.engine.store.state(pin) is PinState.READY for pin in state.pins.values())
-        state.begun, state.offer = self._setup.clock(), claim.blend
+        # How fast a tier is says nothing about blends.
+        state.begun, state.offer = self._setup.clock(), claim.blend if ready else None
         if claim.plan.approximate:
             self._isolate(state, claim)
         self._next.loads.append(job_of(state, claim, blocks, self._block_size, ready=ready))
@@ -172,7 +175,8 @@ class Scheduler:
             self._observed[key("reused_tokens", (state.way,))].append(sum(state.sources.values()))
         if not state.loading:  # Otherwise a worker may be reading, and reports when it has stopped.
             self._saves.save_tail(state, blocks)
-            if state.salts and request.num_computed_tokens and self._is_chat(state):
+            aborted = request.status.name == "FINISHED_ABORTED"
+            if state.salts and request.num_computed_tokens and not aborted and self._is_chat(state):
                 self._backfill.add(request, state.salts)
             self._forget(state)
         if state.role is Role.BLEND and request.num_computed_tokens:
@@ -223,7 +227,7 @@ class Scheduler:
         learn = self._saves.learn_next() if self._runs and not self.off else None
         plan.learn += [learn] if learn else []
         idle = not scheduled and not loading and not plan.loads and not self.engine.learning.under_way
-        plan.cancel = self._backfill.to_cancel(idle=idle)
+        plan.cancel = self._backfill.to_cancel(idle=idle, blocked=self._wants_blocks(learns=learn is not None))
         if idle and not self.off and (backfill := self._backfill.next_job()) is not None:
             plan.backfill.append(backfill)
         if len(loading) + len(scheduled) + len(plan.learn) + len(self.engine.learning.under_way) > 1:
@@ -233,6 +237,12 @@ class Scheduler:
         requests = {name: self._states[name].request for name in scheduled if name in self._states}
         self._pace.planned(self._setup.clock(), scheduled, requests, alone=not (blending or plan.learn))
         return self.take_plan()
+
+    def _wants_blocks(self, *, learns: bool) -> bool:
+        """Return whether a request, or a document that is to be learned, waits for blocks of the engine."""
+        requests = any(state.claim is not None and not state.scheduled for state in self._states.values())
+        documents = self._runs and bool(len(self.engine.learning)) and not self.engine.learning.under_way
+        return requests or (documents and not learns)
 
     def take_plan(self) -> StepPlan:
         """Return what workers have to do, as far as it is known. After an error in `plan`, that is enough for them."""
@@ -285,7 +295,7 @@ class Scheduler:
         """Serve the engine without lmc from now on. What is under way is finished."""
         self.off = True
         self.engine.learning.clear()
-        self._backfill.clear()
+        self._backfill.cancel()
         for request in list(self._states):
             if not self._states[request].loading:
                 self.abandon(request)
@@ -295,7 +305,7 @@ class Scheduler:
         self.engine.begin_anew()
         self._saves.resets += 1
         self._own_blends.clear()
-        self._backfill.clear()
+        self._backfill.cancel()
         self.forget_all(wait=False)
         self.engine.learning.clear()
         for state in self._states.values():
@@ -416,7 +426,7 @@ class Scheduler:
         seconds, cost = self._setup.clock() - state.begun, self.engine.store.cost
         if state.offer is not None:
             cost.blended(state.offer, seconds)
-        elif state.prefilled:
+        elif 2 * state.prefilled >= state.request.num_prompt_tokens:  # Less says little about long prompts.
             cost.computed(state.prefilled, seconds, 2 * state.request.num_prompt_tokens - state.prefilled)
 
     def _has_learned(self, state: RequestState) -> bool:
@@ -466,7 +476,7 @@ class Scheduler:
         """
         if state.role is not Role.BLEND or state.salts or state.searched == self._own_blends.changes:
             return False
-        return self._continue_own_blend(state, local)
+        return self._continue_own_blend(state, max(state.stored_exactly, local))
 
     def _continue_own_blend(self, state: RequestState, exact: int) -> bool:
         """Salt the hashes of a request so that it goes on from an earlier blend of the engine.

@@ -47,6 +47,7 @@ log = logging.getLogger(__name__)
 
 # Blends get at least a tenth of a step, whatever the engine computes, and the compiled model at most that in one call.
 BLEND_SHARE = 10
+LEARN_EVERY = 8  # Beside blends and loads, one of so many steps has a slice of learning, so that it ends some time.
 LEAST_ROWS = 512  # in one call of a layer on a CPU, or of the compiled model, because it reads all of the weights
 
 
@@ -71,6 +72,7 @@ class Worker:
         self._loading: dict[str, Work] = {}  # by request, oldest first
         self._learning: list[Work] = []
         self._backfills: list[Work] = []  # exact prefill in idle steps
+        self._steps = 0
         # By layer, of the tokens behind which all documents are learned; by the resets after which it was computed.
         self._prefix_kv: dict[int, list[KV]] = {}
         self._arrived: dict[str, int] = {}  # by request, see `StepPlan.arrived`
@@ -166,7 +168,9 @@ class Worker:
         with torch.inference_mode():
             left = most - self._do(list(self._loading.values()), most)
             # Learning comes last. While requests run, it gets one slice of a step, so that they hardly wait for it.
-            self._do(self._learning, 0 if plan.scheduled else left, alone=left == most)
+            self._steps += 1
+            turn = left == most or not self._steps % LEARN_EVERY
+            self._do(self._learning, 0 if plan.scheduled else left, alone=turn)
             if not plan.scheduled and not self._loading and not self._learning:
                 self._do(self._backfills, 0)  # One slice, so that a request that comes now waits no longer.
 
@@ -426,7 +430,7 @@ class Worker:
 
         Raises `ChunkLost` if they never will be.
         """
-        ready = self._arrived[request] if self._ranks > 1 else self._mapped.ready(wanted)
+        ready = self._arrived.get(request, 0) if self._ranks > 1 else self._mapped.ready(wanted)
         if ready == LOST:
             raise ChunkLost([])
         return ready >= self._mapped.needed(layer)

@@ -34,7 +34,7 @@ def later(tokens, said, seed=50):
 
 
 def without_idle_time(lab) -> None:
-    lab.connector._scheduler._backfill.clear()
+    lab.connector._scheduler._backfill._waiting.clear()
 
 
 def wish(ratio=0.15, **more):
