@@ -28,7 +28,7 @@ def worker():
     found = object.__new__(Worker)
     found._pages, found._streams, found._step_tokens = Pages(), Streams(torch.device("cpu")), STEP
     found._loading, found._learning, found._backfills, found._slab, found._ranks = {}, [], [], None, 1
-    found._ended, found._copied = [], []
+    found._ended, found._copied, found._steps = [], [], 0
     return found
 
 
