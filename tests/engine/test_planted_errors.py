@@ -43,6 +43,7 @@ def lab(shared):
     yield lab
     for one in guards:
         one.errors.clear()
+        one.new_errors()
     lab.connector._scheduler.off = False
     lab.check()
 
