@@ -5,6 +5,7 @@ their output. `Markers.of` calls `TurnHeaders.of` once, at the start.
 """
 
 import itertools
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -14,6 +15,7 @@ Tokens = Sequence[int]
 Variants = tuple[tuple[int, ...], ...]
 
 SENTENCE_PIECE_BLANK = "\u2581"  # Some tokenizers leave it in a text of few tokens.
+BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 # Two contents without a token in common. The second one shows which tokens of a header join a newline or a full stop.
 CONTENT, OTHER_CONTENT = "a", "\nB."
 
@@ -155,9 +157,12 @@ def _conversations() -> Iterator[Iterable[tuple[list[Message], Message]]]:
     They are few, because an engine waits for them when it starts.
     """
     chat = [*map(_message, ["system", "user", "assistant", "user", "assistant"])]
-    yield [(chat, {}), (chat[1:], {})]
+    # vLLM's tokenizers of Mistral take no conversation that ends with an answer.
+    yield [(chat, {}), (chat[1:], {}), (chat[:-1], {}), (chat[1:-1], {})]
     yield [([*map(_message, ["user", "thinking", "user", "thinking"])], {})]
-    yield _with_tools("assistant", ["assistant", "user", "assistant"], {})
+    yield itertools.chain(
+        *(_with_tools("assistant", after, {}) for after in (["assistant", "user", "assistant"], ["assistant", "user"]))
+    )
     for calling in ("silent", "thinking", "thinking, silent"):
         yield _with_tools(calling, ["thinking"], {})
     for thinking in THINKING:
@@ -351,11 +356,16 @@ class _Search:
         """Return the texts at the starts of `targets` that have letters."""
         starts = (itertools.takewhile(lambda token: token not in self._markers, tokens) for tokens in targets)
         texts = [self._stripped(tuple(start)) for start in starts]
-        return [text for text in texts if any(map(str.isalnum, self._tokenizer.decode(list(text))))]
+        return [text for text in texts if any(map(str.isalnum, self._decoded(text)))]
+
+    def _decoded(self, tokens: Tokens) -> str:
+        """Return the text of tokens. Some tokenizers write a byte, such as a line break, as `<0x0A>`."""
+        text = self._tokenizer.decode(list(tokens))
+        return BYTE_TOKEN.sub(lambda match: chr(int(match[1], 16)), text)
 
     def _stripped(self, tokens: Tokens) -> Header:
         """Return tokens without white space around them."""
-        texts = [not _is_blank(self._tokenizer.decode([token])) for token in tokens]
+        texts = [not _is_blank(self._decoded([token])) for token in tokens]
         return tuple(tokens[texts.index(True) : len(texts) - texts[::-1].index(True)]) if any(texts) else ()
 
 

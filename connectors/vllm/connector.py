@@ -80,6 +80,7 @@ class LMCConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
     _objection = ""  # why lmc does nothing for the model
     _wait_steps = 0  # that the engine makes, also without requests, until the workers have sent their facts
     _worker: Worker | None = None
+    _scheduler: Scheduler | None = None
 
     def __init__(self, vllm_config: vllm_api.VllmConfig, role: vllm_api.KVConnectorRole, kv_cache_config: Any) -> None:
         """Read the settings; raise `ConfigError` if they cannot work with this engine."""
@@ -95,7 +96,7 @@ class LMCConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
         if max(parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size) > 1:
             raise ConfigError("context parallelism spreads a block's tokens over ranks, which lmc does not support")
         self._objection = objection(vllm_config.model_config, kv_cache_config)
-        self._scheduler: Scheduler | None = None
+
         self._stop_admin: Callable[[], None] | None = None
         self._publisher: DocumentPublisher | None = None
         self._facts: WorkerFacts | None = None
