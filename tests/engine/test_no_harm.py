@@ -51,4 +51,4 @@ def test_ways_of_going_on_with_a_conversation_are_compared_with_full_prefill() -
         assert ways["fresh"]["blended"] == ways["blind"]["blended"] == 1
         assert ways["fresh"]["reused"] == ways["blind"]["reused"] > 1000
         assert ways["blind"]["kl"] > 0
-        assert ways["goes on"]["kl"] < 1e-4, "idle steps have made the conversation exact"
+        assert ways["goes on"]["cached"] > 1000
