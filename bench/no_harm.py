@@ -68,7 +68,7 @@ COUNTED = (
     "documents_learned",
 )  # of lmc's own numbers
 ROOM = {"max_model_len": 4096, "max_num_batched_tokens": 4096, "skip_tokenizer_init": False}
-DEFAULTS = {"load_deadline": 2.0}  # what `engine.SETTINGS` has otherwise
+DEFAULTS = {"load_policy": "auto", "load_deadline": 2.0}  # what `engine.SETTINGS` has otherwise
 # The C library gives large tensors back to the kernel after every operation; see `vllm_overhead.py`.
 os.environ |= {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
 
