@@ -147,14 +147,20 @@ def test_a_turn_goes_on_from_the_blocks_that_are_left_and_blends_the_rest(lab: L
     assert approximate(lab) == 2
 
 
-def test_a_retry_while_the_blend_is_under_way_waits_for_it(lab: Lab) -> None:
-    """As the children of n=2, which arrive before the first of them is blended."""
-    tokens = chat(DOC_A, DOC_B)
+def blending_and_waiting(lab: Lab, tokens: list[int]) -> tuple[Request, Request]:
+    """Two requests with one prompt: the first is being blended, and the second waits for it."""
     one, two = lab.arrive("one", tokens), lab.arrive("two", tokens)
     lab.workers.held_back = True
     lab.admit(one)
     lab.step()
     assert lab.admit(two) is None
+    return one, two
+
+
+def test_a_retry_while_the_blend_is_under_way_waits_for_it(lab: Lab) -> None:
+    """As the children of n=2, which arrive before the first of them is blended."""
+    tokens = chat(DOC_A, DOC_B)
+    one, two = blending_and_waiting(lab, tokens)
     lab.workers.held_back = False
     lab.step()
     lab.compute(one, 1)
@@ -168,11 +174,7 @@ def test_a_retry_while_the_blend_is_under_way_waits_for_it(lab: Lab) -> None:
 
 def test_a_retry_is_blended_by_itself_if_the_first_blend_is_lost(lab: Lab) -> None:
     tokens = chat(DOC_A, DOC_B)
-    one, two = lab.arrive("one", tokens), lab.arrive("two", tokens)
-    lab.workers.held_back = True
-    lab.admit(one)
-    lab.step()
-    assert lab.admit(two) is None
+    one, two = blending_and_waiting(lab, tokens)
     lab.finish(one)  # aborted
     lab.workers.held_back = False
     lab.step()

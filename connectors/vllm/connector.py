@@ -423,7 +423,7 @@ class LMCConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
         self._early_requests.clear()
 
     def _wait_for_facts(self) -> None:
-        """Note a step without all facts, and give up after `MAX_WAIT_STEPS` of them."""
+        """Count a step without the facts of all workers, and give up after `MAX_WAIT_STEPS` of them."""
         if self._wait_steps == 1:
             given = len(self._early_facts)
             log.warning("lmc does nothing, because only %d of %d workers sent their facts", given, self._rank_count())

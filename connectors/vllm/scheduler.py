@@ -281,7 +281,7 @@ class Scheduler:
             del self._states[request]
 
     def recover(self, report: StepReport, received: Iterable[str]) -> None:
-        """Take in of a report what others wait for, after an error in `reported`: blocks are returned, loads end."""
+        """Return the blocks of ended jobs and end the received loads, after an error in `reported`."""
         self.pending.report(report.done, report.failed)
         for request in received:
             self.abandon(request)

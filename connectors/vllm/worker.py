@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 
 # Blends get at least a tenth of a step, whatever the engine computes, and the compiled model at most that in one call.
 BLEND_SHARE = 10
-LEARN_EVERY = 8  # Beside blends and loads, one of so many steps has a slice of learning, so that it ends some time.
+LEARN_EVERY = 8  # While blends and loads run, one slice of learning in this many steps, so that documents are learned.
 LEAST_ROWS = 512  # in one call of a layer on a CPU, or of the compiled model, because it reads all of the weights
 
 
