@@ -1,13 +1,14 @@
 """vLLM with lmc beside vLLM without it: TTFT and throughput of ten kinds of traffic. One thread, float32.
 
-    python bench/no_harm.py [--model small|smollm2|both] [--workloads conversation,beam] [--starts 5] [--repeats 3]
-    python bench/no_harm.py --model small --starts 1 --repeats 1      # does it run? a few minutes
+    python bench/no_harm.py [--model small|smollm2|both] [--workloads conversation,beam] [--starts 5] [--repeats 3] [--seconds 8]
+    python bench/no_harm.py --model small --starts 1 --repeats 1 --seconds 0      # does it run? a few minutes
 
 lmc has the settings that a user gets who enables blending; vLLM's own prefix cache is on in both engines. Both run side
 by side in processes of their own, and are asked in turn, so that a machine that is slower for a while is slower for
 both. Every ratio is 1 if both are equally fast, and larger if lmc is faster: TTFT of vLLM alone over that with lmc,
-seconds until the last token likewise (throughput). A ratio is of medians over the rounds of a start; the result is its
-median over the starts, and `worst` is the smallest one. `--twice` starts a second engine without lmc, and shows as
+seconds until the last token likewise (throughput). A ratio is that of one round, in which both were asked within
+seconds. The result is the median over the starts of medians over the rounds of a start, and `worst` is the smallest
+one. A workload has at least `--repeats` rounds in each start, and as many as `--seconds` allow. `--twice` starts a second engine without lmc, and shows as
 `vllm_twice` what the machine's own noise does to the same ratios.
 
 Six documents of a prompt are known, i.e. learned before, where nothing else is said. Engines are cold, i.e. without
@@ -52,6 +53,7 @@ PLAIN, LMC, AGAIN = "plain", "lmc", "plain again"
 DOCUMENTS, KNOWN = 6, 12  # of a prompt, and of those that are known
 OTHERS = 8  # documents of whose words new texts are made
 LONG_PASSAGES, LONG_KNOWN = 4, 6  # passages that make a longer document, and how many such documents are known
+MOST_ROUNDS = 100  # of a workload in one start
 COUNT, ANSWER, TURNS = 16, 32, 6  # tokens of an answer, of one in a conversation, and turns of a conversation
 WIDTH, STEPS = 4, 6  # of a beam search
 TTFT, SECONDS = "ttft", "seconds"
@@ -294,7 +296,9 @@ class Start:
     counts: dict[str, Counter[str]]  # by workload: what lmc has counted
 
 
-def one_start(chats: ChatTokens, workloads: Sequence[str], repeats: int, names: Sequence[str], seed: int) -> Start:
+def one_start(
+    chats: ChatTokens, workloads: Sequence[str], repeats: int, seconds: float, names: Sequence[str], seed: int
+) -> Start:
     """Measure with engines that are started for it."""
     bench, every = Bench(chats, names, seed), WORKLOADS | SHOWN
     found = Start(defaultdict(list), defaultdict(Counter))
@@ -303,10 +307,14 @@ def one_start(chats: ChatTokens, workloads: Sequence[str], repeats: int, names: 
             every[name](bench)
         for engine in bench.engines.values():
             engine.pin(0)  # All threads of lmc are there now. They stay where they are.
-        for _ in range(repeats):
+        used = dict.fromkeys(workloads, 0.0)  # seconds of each workload
+        for number in range(MOST_ROUNDS):
             for name in workloads:
-                before = bench.engines[LMC].numbers()
+                if number >= repeats and used[name] * (number + 1) / number > seconds:
+                    continue
+                before, started = bench.engines[LMC].numbers(), time.perf_counter()
                 found.rounds[name].append(every[name](bench))
+                used[name] += time.perf_counter() - started
                 after = bench.engines[LMC].numbers()
                 took = {side: round(one.get(TTFT, one[SECONDS]), 3) for side, one in found.rounds[name][-1].items()}
                 print(f"{name}: {took}", flush=True)
@@ -317,7 +325,7 @@ def one_start(chats: ChatTokens, workloads: Sequence[str], repeats: int, names: 
 
 
 def summary(starts: Sequence[Start]) -> dict[str, Any]:
-    """Return the numbers of each workload: medians over starts of medians over rounds, and of their ratios."""
+    """Return the numbers and ratios of each workload: medians over starts of medians over rounds."""
     return {name: _of_workload([start.rounds[name] for start in starts], name, starts) for name in starts[0].rounds}
 
 
@@ -327,21 +335,21 @@ def _of_workload(rounds: Sequence[Sequence[Round]], name: str, starts: Sequence[
     for what, called in RATIOS.items():
         if what not in sides[PLAIN][0]:
             continue
-        ratios = [plain[what] / ours[what] for plain, ours in zip(sides[PLAIN], sides[LMC], strict=True)]
+        ratios = [median(one[PLAIN][what] / one[LMC][what] for one in start) for start in rounds]
         found[called] = round(median(ratios), 3)
         found[f"{called}_of_starts"] = [round(min(ratios), 3), round(max(ratios), 3)]
         if AGAIN in sides:
-            twice = [plain[what] / again[what] for plain, again in zip(sides[PLAIN], sides[AGAIN], strict=True)]
+            twice = [median(one[PLAIN][what] / one[AGAIN][what] for one in start) for start in rounds]
             found[f"{called}_of_vllm_twice"] = round(median(twice), 3)
     for side in (PLAIN, LMC):
         found[side] = {what: _over_starts([one[what] for one in sides[side]]) for what in sides[side][0]}
     turns = "turns_ttft"
     if turns in sides[PLAIN][0]:
         of_starts = [
-            [alone / ours for alone, ours in zip(plain[turns], with_lmc[turns], strict=True)]
-            for plain, with_lmc in zip(sides[PLAIN], sides[LMC], strict=True)
+            _median_of([[a / b for a, b in zip(one[PLAIN][turns], one[LMC][turns], strict=True)] for one in start])
+            for start in rounds
         ]
-        found["turns"] = [round(median(one), 3) for one in zip(*of_starts, strict=True)]
+        found["turns"] = [round(one, 3) for one in _median_of(of_starts)]
     counts = sum((start.counts[name] for start in starts), Counter[str]())
     return found | {"counts": {key: count for key, count in counts.items() if count}}
 
@@ -395,7 +403,8 @@ def main() -> None:
     arguments.add_argument("--model", choices=(SMALL, SMOLLM2, "both"), default="both")
     arguments.add_argument("--workloads", default=",".join([*WORKLOADS, *SHOWN]))
     arguments.add_argument("--starts", type=int, default=5)
-    arguments.add_argument("--repeats", type=int, default=3, help="rounds of each start")
+    arguments.add_argument("--repeats", type=int, default=3, help="rounds of each start, at least")
+    arguments.add_argument("--seconds", type=float, default=8.0, help="for each workload of a start, if that is more")
     arguments.add_argument("--twice", action="store_true", help="a second engine without lmc, to show the noise")
     options = arguments.parse_args()
     workloads = options.workloads.split(",")
@@ -407,7 +416,7 @@ def main() -> None:
     for model in (SMALL, SMOLLM2) if options.model == "both" else (options.model,):
         chats, starts = ChatTokens.of(model), list[Start]()
         for number in range(options.starts):
-            starts.append(one_start(chats, workloads, options.repeats, names, number))
+            starts.append(one_start(chats, workloads, options.repeats, options.seconds, names, number))
             print(f"\n{model}, start {number + 1}")
             show(summary(starts[-1:]))
         by_workload |= {f"{model} {name}": found for name, found in summary(starts).items()}
@@ -420,6 +429,7 @@ def main() -> None:
         "worst_of": what,
         "starts": options.starts,
         "repeats": options.repeats,
+        "seconds": options.seconds,
         "by_workload": by_workload,
     }
     closing_line(line, "no_harm" if options.keep else None)

@@ -181,6 +181,22 @@ def test_the_queue_has_each_document_once_and_as_many_tokens_as_there_is_room_fo
     assert queue.take() is None
 
 
+def test_a_document_that_comes_twice_is_wanted():
+    queue = LearnQueue(room=100)
+    one, two, three = (Unlearned(b"n", (number,) * 4) for number in range(3))
+    assert queue.add(one)
+    assert queue.add(two)
+    assert not queue.has_wanted
+    assert queue.take(wanted=True) is None
+    assert queue.add(two)
+    assert queue.add(three, wanted=True)
+    assert queue.has_wanted
+    assert queue.take(lambda document: document != two, wanted=True) is None
+    assert [queue.take(wanted=True), queue.take(wanted=True), queue.take(wanted=True)] == [two, three, None]
+    assert not queue.has_wanted
+    assert queue.take() == one
+
+
 def test_a_document_that_expires_while_the_next_one_is_taken_is_taken_or_gone_and_never_another_one() -> None:
     """10,000 times, another thread removes the first document between the question whether it fits and the answer.
 

@@ -5,6 +5,7 @@ from vllm_fakes import BLOCK, DOC_A, DOC_B, Lab, Request, learn, prompt, state_o
 
 from lmc.blend.segments import Span
 from lmc.connectors.vllm import backfill, isolation
+from lmc.connectors.vllm.idle import MAX_PAUSE_SECONDS
 from lmc.connectors.vllm.isolation import OwnBlends, set_salts
 from lmc.connectors.vllm.messages import StepReport
 from lmc.engine import Piece
@@ -249,7 +250,7 @@ def test_requests_that_run_stop_a_backfill_that_holds_their_blocks(lab: Lab) -> 
     request = lab.arrive("busy", list(range(900, 940)), {"blend": False})
     lab.admit(request)
     lab.compute(request, 16)
-    lab.now += backfill.MAX_PAUSE_SECONDS + 1
+    lab.now += MAX_PAUSE_SECONDS + 1
     plan = lab.compute(request, 16)
     assert plan.cancel
     assert lab.pool.get_num_free_blocks() > free - 10

@@ -35,6 +35,7 @@ from vllm_fakes import (
 
 from lmc.blend.segments import Span
 from lmc.connectors.vllm import claims
+from lmc.connectors.vllm.idle import MAX_PAUSE_SECONDS
 from lmc.connectors.vllm.messages import BlendJob, LoadJob, StepReport
 from lmc.connectors.vllm.model_identity import layout_of, model_identity
 from lmc.connectors.vllm.request_state import Role
@@ -1301,6 +1302,69 @@ def test_nothing_is_learned_while_the_engine_computes_nothing(make):
     lab.settle()
     found = [all(lab.store.lookup(document_keys(lab, document))) for document in (DOC_A, DOC_B)]
     assert found == [False, True]
+
+
+def running(lab, name="runs"):
+    """A request that the engine goes on computing."""
+    request = lab.arrive(name, list(range(900, 940)), {"blend": False})
+    lab.admit(request)
+    return request
+
+
+def test_while_requests_run_a_document_is_learned_only_if_it_came_twice(make):
+    """Documents that never come again took a part of each step of a busy engine."""
+    lab = make()
+    request = running(lab)
+    run(lab, "one", prompt(DOC_A, DOC_B))
+    assert not lab.compute(request, 4).learn
+    run(lab, "two", prompt(DOC_B, system=[8, 9]))
+    (job,) = lab.compute(request, 4).learn
+    assert (job.tokens, job.idle) == (tuple(DOC_B), False)
+    assert not lab.compute(request, 4).learn
+    lab.finish(request)
+    lab.settle()
+    assert all(lab.store.lookup([*document_keys(lab, DOC_A), *document_keys(lab, DOC_B)]))
+
+
+def test_a_document_that_a_request_waits_for_is_learned_while_others_run(make):
+    lab = make()
+    request = running(lab)
+    asking = lab.arrive("learn", DOC_A, {"learn": True})
+    assert lab.admit(asking) is None
+    assert [job.idle for job in lab.compute(request, 4).learn] == [False]
+    assert lab.admit(asking) is not None
+    lab.finish(asking)
+    lab.finish(request)
+
+
+@pytest.mark.parametrize("why", ["time", "blocks", "another document"])
+def test_a_document_for_idle_steps_makes_way_and_is_learned_later(make, why):
+    lab = make()
+    run(lab, "one", prompt(DOC_A))
+    lab.workers.slow = True
+    free = lab.pool.get_num_free_blocks()
+    assert lab.step().learn[0].idle
+    request = running(lab)
+    assert not lab.compute(request, 4).cancel
+    if why == "time":
+        lab.now += MAX_PAUSE_SECONDS + 1
+    elif why == "blocks":
+        waiting = lab.arrive("waits", prompt(DOC_B))
+        lab.scheduler.claim(waiting, 0)
+    else:
+        asking = lab.arrive("learn", DOC_B, {"learn": True})
+        assert lab.admit(asking) is None
+    assert lab.compute(request, 4).cancel
+    lab.workers.slow = False
+    if why == "another document":
+        assert [job.tokens for job in lab.compute(request, 4).learn] == [tuple(DOC_B)]
+        lab.finish(asking)
+    elif why == "blocks":
+        lab.finish(waiting)
+    lab.finish(request)
+    lab.settle()
+    assert lab.pool.get_num_free_blocks() == free
+    assert all(lab.store.lookup(document_keys(lab, DOC_A)))
 
 
 def test_a_document_that_failed_to_be_learned_is_met_again(make):

@@ -183,8 +183,8 @@ class Workers:
 
     def __init__(self, blocks):
         self.pages = torch.zeros((LAYERS, blocks, PAGE), dtype=torch.uint8)
-        self.loading, self.documents, self.backfills = {}, {}, []
-        self.slow = False  # Backfill is not ended.
+        self.loading, self.documents, self.backfills, self.paused = {}, {}, [], []
+        self.slow = False  # Jobs for idle steps are not ended.
         self.held_back, self.failing = False, False
         self.slab = None
 
@@ -208,13 +208,13 @@ class Workers:
                 del self.loading[job.request]
         for save in plan.saves:
             self.save(save)
-        backfilled = self.backfill(plan)
-        report.failed |= {job.job for job in backfilled if job.job in plan.cancel}
-        for work in (*plan.saves, *plan.learn, *backfilled):
+        backfilled, learned = self.backfill(plan), self.learn(plan)
+        report.failed |= {job.job for job in (*backfilled, *learned) if job.job in plan.cancel}
+        for work in (*plan.saves, *learned, *backfilled):
             report.done[work.job] = 1
             if self.failing:
                 report.failed.add(work.job)
-        for learn in plan.learn:
+        for learn in learned:
             for index, slot in enumerate(learn.slots):
                 start = learn.document + index * CHUNK
                 stop = min(start + CHUNK, len(learn.tokens))
@@ -222,6 +222,13 @@ class Workers:
                     part = token_bytes(learn.tokens, start, stop, layer)
                     self.slab.part(slot, layer)[: len(part)] = part
         return report, received, bad
+
+    def learn(self, plan: StepPlan):
+        """The documents whose learning ends in this step."""
+        busy = plan.scheduled or self.loading or self.slow
+        waiting = [*self.paused, *plan.learn]
+        self.paused = [job for job in waiting if job.idle and busy and job.job not in plan.cancel]
+        return [job for job in waiting if job not in self.paused]
 
     def backfill(self, plan: StepPlan):
         """The backfill jobs that end in this step."""

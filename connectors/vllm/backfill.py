@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from lmc.connectors.vllm.idle import IdleJob
 from lmc.connectors.vllm.isolation import Salt, Salts, cached_blocks, set_salts
 from lmc.connectors.vllm.messages import BackfillJob
 from lmc.connectors.vllm.pending import PendingTransfers
@@ -24,7 +25,6 @@ MAX_WAITING = 64  # conversations; the one that has waited longest is dropped
 TRIALS = 16  # blends after which follow-ups have to be seen
 WORTHWHILE = 1 / 8  # follow-ups for each blend
 REMEMBERED = 256  # blends after which older ones count half
-MAX_PAUSE_SECONDS = 5.0  # for which a job that was begun holds its blocks while requests run
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +55,7 @@ class Backfill:
         self._spare = -(-setup.batch_tokens // setup.block_size)  # blocks that are left free for a prompt
         self._pending = pending
         self._waiting: OrderedDict[Salt, tuple[Any, Salts]] = OrderedDict()  # requests by their first salt
-        self._under_way: BackfillJob | None = None
-        self._idle_at = 0.0  # when the job under way was last computed
-        self._cancelled = False  # It is given up in the next step.
+        self._under_way: IdleJob | None = None
         self._blends = self._follow_ups = 0.0
         self.done = 0  # conversations that were computed exactly
 
@@ -91,7 +89,6 @@ class Backfill:
         A conversation for which there are too few free blocks is dropped, so that the engine does not wait for them.
         """
         if self._under_way is not None:
-            self._idle_at = self._clock()
             return None
         while self._waiting:
             _, (request, salts) = self._waiting.popitem(last=False)
@@ -108,13 +105,13 @@ class Backfill:
         job = self._under_way
         if job is None:
             return []
-        short = self._pool.get_num_free_blocks() < self._spare
-        paused = not idle and (short or self._clock() - self._idle_at > MAX_PAUSE_SECONDS)
-        return [job.job] if blocked or paused or self._cancelled else []
+        short = not idle and self._pool.get_num_free_blocks() < self._spare
+        return [job.number] if job.gives_up(idle=idle, blocked=blocked or short) else []
 
     def cancel(self) -> None:
         """Give up the job that is under way in the next step, and forget the conversations that wait."""
-        self._cancelled = True
+        if self._under_way is not None:
+            self._under_way.given_up = True
         self._waiting.clear()
 
     def _known(self, one: Conversation) -> int:
@@ -140,7 +137,7 @@ class Backfill:
             raise
 
         def done(*, failed: bool) -> None:
-            self._under_way, self._cancelled = None, False
+            self._under_way = None
             try:  # A request may have computed and cached the same blocks meanwhile.
                 if not failed and self._known(one) == known:
                     request = ExactRequest(one.request, one.hashes)
@@ -150,11 +147,10 @@ class Backfill:
                 self._pool.free_blocks(reversed(blocks))
 
         job = self._pending.begin([], done)
-        self._idle_at, self._cancelled = self._clock(), False
-        self._under_way = BackfillJob(
+        self._under_way = IdleJob(job, self._clock)
+        return BackfillJob(
             job=job,
             tokens=one.tokens,
             known=known * self._block_size,
             blocks=tuple(block.block_id for block in blocks),
         )
-        return self._under_way

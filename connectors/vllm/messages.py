@@ -83,6 +83,7 @@ class LearnJob:
     chunk: int  # tokens in a full chunk
     slots: tuple[int, ...]  # -1 for a chunk that is stored already
     resets: int = 0  # after how many resets of the caches; the weights may have changed with each of them
+    idle: bool = False  # It is computed only in steps in which nothing else is.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +120,7 @@ class StepPlan:
     saves: list[SaveJob] = field(default_factory=list)
     learn: list[LearnJob] = field(default_factory=list)
     backfill: list[BackfillJob] = field(default_factory=list)
-    cancel: list[int] = field(default_factory=list)  # numbers of backfill jobs that are given up
+    cancel: list[int] = field(default_factory=list)  # numbers of jobs for idle steps that are given up
 
 
 @dataclass(slots=True, kw_only=True)

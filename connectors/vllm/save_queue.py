@@ -7,6 +7,7 @@ that the engine does not give them to another request.
 import logging
 from collections.abc import Callable, Mapping, Sequence
 
+from lmc.connectors.vllm.idle import IdleJob
 from lmc.connectors.vllm.kv_events import KVEvents
 from lmc.connectors.vllm.messages import LearnJob, SaveJob
 from lmc.connectors.vllm.pending import Done, PendingTransfers
@@ -29,6 +30,8 @@ class SaveQueue:
         self._longest = setup.longest
         self._spare = -(-setup.batch_tokens // setup.block_size)  # blocks that learning leaves free for a prompt
         self._saves: list[SaveJob] = []
+        self._clock = setup.clock
+        self._idle: IdleJob | None = None  # the document that is being learned in idle steps
         self.resets = 0  # of the caches, until now
 
     @property
@@ -66,12 +69,16 @@ class SaveQueue:
         waiting = self._engine.learning
         return document in waiting or document in waiting.under_way
 
-    def learn_next(self) -> LearnJob | None:
-        """Return the next document to learn, if none is under way and the engine has blocks to spare."""
+    def learn_next(self, *, idle: bool) -> LearnJob | None:
+        """Return the next document to learn, if none is under way and the engine has blocks to spare.
+
+        Unless the engine is `idle`, that is a wanted document.
+        """
         waiting = self._engine.learning
         if waiting.under_way:
             return None
-        document = waiting.take(self._can_learn_now)
+        wanted = waiting.has_wanted
+        document = waiting.take(self._can_learn_now, wanted=wanted) if wanted or idle else None
         if document is None:
             return None
         tokens = (*self._engine.prefix, *document.tokens)
@@ -82,14 +89,19 @@ class SaveQueue:
         slots = self._engine.begin_document(document.namespace, document.tokens, document.name)
         if slots is None:
             return None
-        blocks = self._pool.get_new_blocks(need)
+        blocks, resets = self._pool.get_new_blocks(need), self.resets
 
         def done(*, failed: bool) -> None:
             self._pool.free_blocks(blocks)
             waiting.under_way.discard(document)
+            given_up = self._idle is not None and self._idle.given_up
+            self._idle = None
+            if given_up and failed and resets == self.resets:
+                waiting.add(document)
 
         waiting.under_way.add(document)
         job = self._pending.begin([slot for slot in slots if slot], done)
+        self._idle = None if wanted else IdleJob(job, self._clock)
         return LearnJob(
             job=job,
             tokens=tokens,
@@ -97,8 +109,19 @@ class SaveQueue:
             blocks=tuple(block.block_id for block in blocks),
             chunk=self._chunk,
             slots=tuple(slot.slot if slot else -1 for slot in slots),
-            resets=self.resets,
+            resets=resets,
+            idle=not wanted,
         )
+
+    def to_cancel(self, *, idle: bool, blocked: bool) -> list[int]:
+        """Return the job that learns a document in idle steps, if it is to be given up; the document then waits again.
+
+        It makes room for a request that is `blocked` for want of engine blocks, and for wanted documents.
+        """
+        job = self._idle
+        if job is None or not job.gives_up(idle=idle, blocked=blocked or self._engine.learning.has_wanted):
+            return []
+        return [job.number]
 
     # -- inside ------------------------------------------------------------------------------------------------------
 

@@ -224,10 +224,13 @@ class Scheduler:
         plan.scheduled, plan.late = sum(scheduled.values()), late
         if self._setup.ranks > 1:
             plan.arrived = {state.id: self._claims.arrived(state) for state in loading}
-        learn = self._saves.learn_next() if self._runs and not self.off else None
+        idle = not scheduled and not loading and not plan.loads
+        plan.cancel = self._saves.to_cancel(idle=idle, blocked=self._waits_for_blocks)
+        learn = self._saves.learn_next(idle=idle) if self._runs and not self.off else None
         plan.learn += [learn] if learn else []
-        idle = not scheduled and not loading and not plan.loads and not self.engine.learning.under_way
-        plan.cancel = self._backfill.to_cancel(idle=idle, blocked=self._wants_blocks(learns=learn is not None))
+        blocked = self._waits_for_blocks or (learn is None and self._could_learn(idle=idle))
+        idle = idle and not self.engine.learning.under_way
+        plan.cancel += self._backfill.to_cancel(idle=idle, blocked=blocked)
         if idle and not self.off and (backfill := self._backfill.next_job()) is not None:
             plan.backfill.append(backfill)
         if len(loading) + len(scheduled) + len(plan.learn) + len(self.engine.learning.under_way) > 1:
@@ -238,11 +241,15 @@ class Scheduler:
         self._pace.planned(self._setup.clock(), scheduled, requests, alone=not (blending or plan.learn))
         return self.take_plan()
 
-    def _wants_blocks(self, *, learns: bool) -> bool:
-        """Return whether a request, or a document that is to be learned, waits for blocks of the engine."""
-        requests = any(state.claim is not None and not state.scheduled for state in self._states.values())
-        documents = self._runs and bool(len(self.engine.learning)) and not self.engine.learning.under_way
-        return requests or (documents and not learns)
+    @property
+    def _waits_for_blocks(self) -> bool:
+        """Whether a request waits for blocks of the engine."""
+        return any(state.claim is not None and not state.scheduled for state in self._states.values())
+
+    def _could_learn(self, *, idle: bool) -> bool:
+        """Return whether a document waits that would be learned in this step if there were blocks for it."""
+        waiting = self.engine.learning
+        return self._runs and not waiting.under_way and bool(waiting.has_wanted or (idle and len(waiting)))
 
     def take_plan(self) -> StepPlan:
         """Return what workers have to do, as far as it is known. After an error in `plan`, that is enough for them."""
@@ -439,7 +446,9 @@ class Scheduler:
             fitting = [span for span in state.unknown if self.engine.fits(len(span))]
             state.unknown = ()
             for number, span in enumerate(fitting):
-                queued = self.engine.learn_later(state.request.prompt_token_ids, [span], state.salt, state.name)
+                queued = self.engine.learn_later(
+                    state.request.prompt_token_ids, [span], state.salt, state.name, wanted=True
+                )
                 if not queued:  # There is no room for more now.
                     state.unknown = tuple(fitting[number:])
                     break

@@ -23,6 +23,7 @@ class Work:
     blocks: tuple[int, ...] = ()  # whose contents are wrong if it fails
     wanted: Sequence[PageCopy | DocumentPart] = ()  # the slots that it reads
     job: int = -1  # the number of a job that learns
+    idle: bool = False  # It is done only in steps in which nothing else is computed.
     computes: str = ""  # what it computes; "" if it only copies
     memory: int = 0  # bytes that it may still take beside those for a batch of rows
     coming: int = 0  # what its next slice is expected to cost

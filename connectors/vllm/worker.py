@@ -156,12 +156,14 @@ class Worker:
         for document in plan.learn:
             what = f"a document of {len(document.tokens)} tokens"
             batch = self._pages.layers * min(self._rows.through, len(document.tokens))
-            self._learning.append(Work(self._learn(document), job=document.job, computes=what, coming=batch))
+            self._learning.append(
+                Work(self._learn(document), job=document.job, idle=document.idle, computes=what, coming=batch)
+            )
         for backfill in plan.backfill:
             what = f"the exact KV of {len(backfill.tokens)} tokens"
             rows = self._pages.layers * min(self._rows.through, len(backfill.tokens))
             self._backfills.append(Work(self._backfill(backfill), job=backfill.job, computes=what, coming=rows))
-        for given_up in [one for one in self._backfills if one.job in plan.cancel]:
+        for given_up in [one for one in (*self._learning, *self._backfills) if one.job in plan.cancel]:
             self._end(given_up, (), failed=True)
         whole = self._step_tokens * self._pages.layers
         most = max(whole - plan.scheduled * self._pages.layers, whole // BLEND_SHARE)
@@ -170,9 +172,10 @@ class Worker:
             # Learning comes last. While requests run, it gets one slice of a step, so that they hardly wait for it.
             self._steps += 1
             turn = left == most or not self._steps % LEARN_EVERY
-            self._do(self._learning, 0 if plan.scheduled else left, alone=turn)
-            if not plan.scheduled and not self._loading and not self._learning:
-                self._do(self._backfills, 0)  # One slice, so that a request that comes now waits no longer.
+            idle = not plan.scheduled and not self._loading
+            self._do([work for work in self._learning if not work.idle], 0 if plan.scheduled else left, alone=turn)
+            if idle and all(work.idle for work in self._learning):  # One slice, so that a request that comes now waits no longer.
+                self._do(self._learning or self._backfills, 0)
 
     def fail_work(self, plan: StepPlan) -> None:
         """Report every load and every document as failed, after an error in `work`."""

@@ -151,13 +151,14 @@ class CacheEngine:
         return document_keys(namespace, tokens, self.chunk_size)
 
     def learn_later(
-        self, prompt: Sequence[int], documents: Iterable[Span], salt: str = "", name: str = ""
+        self, prompt: Sequence[int], documents: Iterable[Span], salt: str = "", name: str = "", *, wanted: bool = False
     ) -> tuple[Unlearned, ...]:
-        """Queue documents to be learned when the engine is idle, each once, and no more of them than memory holds.
+        """Queue documents to be learned, each once, and no more of them than memory holds.
 
-        Returns those that are queued.
+        Those that are not `wanted` are learned when the engine is idle, see `LearnQueue`. Returns those that are queued.
         """
-        return tuple(filter(self.learning.add, [self.unlearned(prompt, span, salt, name) for span in documents]))
+        new = [self.unlearned(prompt, span, salt, name) for span in documents]
+        return tuple(document for document in new if self.learning.add(document, wanted=wanted))
 
     def share_learning(self, has_time: Callable[[], bool]) -> None:
         """Let other engines of a cache server learn what waits here, and learn theirs while this one `has_time`."""
@@ -355,10 +356,10 @@ class CacheEngine:
             kind=kind, label=note, model=self.names.model, tenant=tenant,
         )  # fmt: skip
 
-    def _learn_again(self, document: Unlearned) -> None:
+    def _learn_again(self, document: Unlearned, *, wanted: bool = False) -> None:
         """Queue a document, if it is one of this model, and of a tenant who has asked for something."""
         if self.salt_of(document) is not None:
-            self.learning.add(document)
+            self.learning.add(document, wanted=wanted)
 
     def _part_of_room(self, document: KnownDocument) -> float:
         """Return which part of the room for pinned documents one takes: of the disk, or of memory without a disk."""
@@ -379,7 +380,7 @@ class CacheEngine:
             self.known,
             self.settings.local_disk / FILE if self.settings.local_disk else None,
             keys_of=lambda namespace, tokens, _: self.document_keys(tokens, namespace),
-            learn=lambda one: self._learn_again(Unlearned.of(one)),
+            learn=lambda one: self._learn_again(Unlearned.of(one), wanted=True),
             unqueue=unqueue,
             size=self._part_of_room,
         )

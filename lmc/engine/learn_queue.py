@@ -1,4 +1,9 @@
-"""The documents that wait to be learned, the one that has waited longest first."""
+"""The documents that wait to be learned, the one that has waited longest first.
+
+A document that came only once may never come again, and to learn it takes as long as to prefill it. So it waits until
+the engine is idle. A document that is *wanted*, because it came twice, is pinned, or a request waits for it, is learned
+while requests run.
+"""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -29,18 +34,20 @@ class LearnQueue:
 
     def __init__(self, room: int) -> None:
         """`room` is how many tokens all documents may have together: no more than memory holds."""
-        self._room, self._tokens, self._waiting = room, 0, dict[Unlearned, None]()
+        self._room, self._tokens = room, 0
+        self._waiting: dict[Unlearned, bool] = {}  # whether each document is wanted
         self.under_way: set[Unlearned] = set()  # that are being computed; whoever does it notes them here
         self._mutex = threading.Lock()
 
-    def add(self, document: Unlearned) -> bool:
-        """Queue a document if there is room; return whether it is in the queue now."""
+    def add(self, document: Unlearned, *, wanted: bool = False) -> bool:
+        """Queue a document if there is room; return whether it is in the queue now. The second time, it is wanted."""
         with self._mutex:
             if document in self._waiting:
+                self._waiting[document] = True
                 return True
             fits = len(self._waiting) < WAITING and self._tokens + len(document.tokens) <= self._room
             if fits:
-                self._waiting[document] = None
+                self._waiting[document] = wanted
                 self._tokens += len(document.tokens)
             return fits
 
@@ -50,13 +57,15 @@ class LearnQueue:
             self._waiting.pop(document)
             self._tokens -= len(document.tokens)
 
-    def take(self, fits: Callable[[Unlearned], bool] = lambda document: True) -> Unlearned | None:
-        """Take the first document if it `fits`; None if it does not, or if the queue is empty.
+    def take(
+        self, fits: Callable[[Unlearned], bool] = lambda document: True, *, wanted: bool = False
+    ) -> Unlearned | None:
+        """Take the first document, or the first wanted one, if it `fits`; None if it does not, or if there is none.
 
         Another thread cannot remove the document between the question and the answer. `fits` must not use the queue.
         """
         with self._mutex:
-            document = next(iter(self._waiting), None)
+            document = next((one for one, is_wanted in self._waiting.items() if is_wanted or not wanted), None)
             if document is None or not fits(document):
                 return None
             del self._waiting[document]
@@ -68,6 +77,12 @@ class LearnQueue:
         with self._mutex:
             self._waiting.clear()
             self._tokens = 0
+
+    @property
+    def has_wanted(self) -> bool:
+        """Whether a document is wanted."""
+        with self._mutex:
+            return any(self._waiting.values())
 
     def __len__(self) -> int:
         return len(self._waiting)

@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from lmc.connectors.vllm.messages import StepPlan
+from lmc.connectors.vllm.messages import StepPlan, StepReport
 from lmc.connectors.vllm.streams import Streams
 from lmc.connectors.vllm.work import Cost, Work
 from lmc.connectors.vllm.worker import BLEND_SHARE, Worker
@@ -127,3 +127,21 @@ def test_backfill_gets_one_slice_of_a_step_in_which_nothing_else_is_computed(wor
     for scheduled, done in ((STEP, 0), (0, 1), (STEP, 1), (0, 2)):
         step(worker, [document], scheduled)
         assert len(holder.done) == done
+
+
+def test_a_document_that_came_once_is_learned_in_idle_steps_only(worker):
+    document = Job(worker, "", [200] * 3, idle=True)
+    assert step(worker, [document], STEP) == []
+    blend = Job(worker, "r", [WHOLE, 200])
+    assert step(worker, [blend, document], 0) == [WHOLE]
+    assert step(worker, [blend], STEP) == [200]
+    assert [step(worker, [document], 0) for _ in range(3)] == [[200]] * 3
+
+
+def test_a_document_that_is_given_up_is_reported_as_failed(worker):
+    worker._report = StepReport()
+    Job(worker, "", [200] * 3, idle=True, job=7)
+    step(worker, [], 0)
+    worker.work(StepPlan(cancel=[7]))
+    assert not worker._learning
+    assert (worker._report.failed, [job for _, job in worker._copied]) == ({7}, [7])
