@@ -143,9 +143,12 @@ class Engine:
         """Seconds of a beam search. The engine needs a tokenizer for it."""
         return self._call("beam_search", list(tokens), width, steps)["seconds"]
 
-    def settle(self) -> float:
-        """Do what is left to do behind the last response, such as learning, and return the seconds that it took."""
-        return self._call("settle")["seconds"]
+    def settle(self, seconds: float = float("inf")) -> float:
+        """Do what is left to do after the last response, such as learning, for at most so many `seconds`.
+
+        Returns the seconds that it took.
+        """
+        return self._call("settle", seconds)["seconds"]
 
     def forget_prefixes(self) -> None:
         """Do what is left to do, then empty the engine's own prefix cache."""
@@ -310,10 +313,12 @@ class Host:
         self.llm.beam_search([{"prompt_token_ids": tokens}], chosen)
         return {"seconds": time.perf_counter() - started}
 
-    def settle(self) -> dict[str, Any]:
+    def settle(self, seconds: float = float("inf")) -> dict[str, Any]:
         started = time.perf_counter()
         while self.core.scheduler.has_requests() or self.core.batch_queue:
             self.core.step_fn()
+            if time.perf_counter() - started > seconds:
+                break
         return {"seconds": time.perf_counter() - started}
 
     def forget_prefixes(self) -> dict[str, Any]:

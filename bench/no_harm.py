@@ -1,15 +1,15 @@
 """vLLM with lmc beside vLLM without it: TTFT and throughput of ten kinds of traffic. One thread, float32.
 
-    python bench/no_harm.py [--model small|smollm2|both] [--workloads conversation,beam] [--starts 5] [--repeats 3] [--seconds 8]
+    python bench/no_harm.py [--model small|smollm2|both] [--workloads conversation,beam] [--starts 5] [--repeats 3]
     python bench/no_harm.py --model small --starts 1 --repeats 1 --seconds 0      # does it run? a few minutes
 
 lmc has the settings that a user gets who enables blending; vLLM's own prefix cache is on in both engines. Both run side
 by side in processes of their own, and are asked in turn, so that a machine that is slower for a while is slower for
 both. Every ratio is 1 if both are equally fast, and larger if lmc is faster: TTFT of vLLM alone over that with lmc,
-seconds until the last token likewise (throughput). A ratio is that of one round, in which both were asked within
-seconds. The result is the median over the starts of medians over the rounds of a start, and `worst` is the smallest
-one. A workload has at least `--repeats` rounds in each start, and as many as `--seconds` allow. `--twice` starts a second engine without lmc, and shows as
-`vllm_twice` what the machine's own noise does to the same ratios.
+seconds until the last token likewise (throughput). A ratio is that of one round, in which both were asked shortly after
+each other. The result is the median over the starts of medians over the rounds of a start, and `worst` is the smallest
+one. A workload has at least `--repeats` rounds in each start, and as many as `--seconds` allow. `--twice` starts a
+second engine without lmc, and shows as `vllm_twice` what the machine's own noise does to the same ratios.
 
 Six documents of a prompt are known, i.e. learned before, where nothing else is said. Engines are cold, i.e. without
 prefixes of their own, at the beginning of each workload:

@@ -174,7 +174,8 @@ class Worker:
             turn = left == most or not self._steps % LEARN_EVERY
             idle = not plan.scheduled and not self._loading
             self._do([work for work in self._learning if not work.idle], 0 if plan.scheduled else left, alone=turn)
-            if idle and all(work.idle for work in self._learning):  # One slice, so that a request that comes now waits no longer.
+            # Idle work gets one slice of a step, so that a request that comes now waits no longer.
+            if idle and all(work.idle for work in self._learning):
                 self._do(self._learning or self._backfills, 0)
 
     def fail_work(self, plan: StepPlan) -> None:

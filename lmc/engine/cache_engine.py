@@ -155,7 +155,7 @@ class CacheEngine:
     ) -> tuple[Unlearned, ...]:
         """Queue documents to be learned, each once, and no more of them than memory holds.
 
-        Those that are not `wanted` are learned when the engine is idle, see `LearnQueue`. Returns those that are queued.
+        Those that are not `wanted` are learned when the engine is idle. Returns those that are queued.
         """
         new = [self.unlearned(prompt, span, salt, name) for span in documents]
         return tuple(document for document in new if self.learning.add(document, wanted=wanted))

@@ -22,7 +22,19 @@ def run(*command: str) -> dict[str, Any]:
 
 def test_both_engines_get_the_same_traffic_and_lmc_finds_what_it_knows() -> None:
     workloads = "orders,conversation,nothing,cached,unknown,beam,n4"
-    found = run("bench/no_harm.py", "--model", "small", "--starts", "1", "--repeats", "1", "--seconds", "0", "--workloads", workloads)
+    found = run(
+        "bench/no_harm.py",
+        "--model",
+        "small",
+        "--starts",
+        "1",
+        "--repeats",
+        "1",
+        "--seconds",
+        "0",
+        "--workloads",
+        workloads,
+    )
     by_workload = found["by_workload"]
     assert list(by_workload) == [f"small {name}" for name in workloads.split(",")]
     ratios = [one[name] for one in by_workload.values() for name in ("ttft", "throughput") if name in one]
