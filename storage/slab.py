@@ -147,7 +147,7 @@ class Slab:
         """
         return cls(at.slots, at.shares, at.part_bytes, sparse=at.sparse, page_locked=at.page_locked, at=at, share=share)
 
-    @property
+    @cached_property
     def address(self) -> SlabAddress:
         """Where other processes find this shared slab."""
         return self._at_address or SlabAddress(

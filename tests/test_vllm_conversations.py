@@ -107,6 +107,86 @@ def test_nobody_else_goes_on_from_it(lab: Lab, change: dict) -> None:
     lab.finish(request)
 
 
+@pytest.fixture
+def large(make) -> Lab:
+    """A lab whose prompts may lack up to 20 tokens in the engine's cache without a look at their documents."""
+    settings = {"load_policy": "always", "blend_min_tokens": 20}
+    lab = make(answers=(HEADER,), messages=(USER,), blocks=256, slots=32, settings=settings)
+    learn(lab, DOC_A, DOC_B, DOC_C)
+    first_turn(lab, chat(DOC_A, DOC_B))
+    give_up_backfill(lab)
+    return lab
+
+
+def test_a_turn_that_the_engine_has_nearly_all_of_goes_on_without_a_look_at_its_documents(large: Lab) -> None:
+    turn = later_turn(chat(DOC_A, DOC_B))
+    request = large.arrive("second", turn)
+    state = state_of(large, request.request_id)
+    assert (state.cached, state.documents, len(state.salts)) == (True, (), 1)
+    cached = large.look(request)
+    assert large.admit(request) == 0
+    large.compute(request, len(turn) - cached)
+    assert large.finish(request) == {"continued_tokens": cached - BLOCK}
+    assert (approximate(large), large.scheduler.counts["blends_continued"]) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"lmc": {"blend": False}}, {"lmc": {"ratio": 0.5}}, {"lmc": {"strategy": "none"}}, {"cache_salt": "other"}],
+)
+def test_nobody_else_goes_on_from_a_turn_that_the_engine_has_nearly_all_of(large: Lab, change: dict) -> None:
+    request = large.arrive(
+        "second", later_turn(chat(DOC_A, DOC_B)), change.get("lmc"), cache_salt=change.get("cache_salt")
+    )
+    assert not state_of(large, request.request_id).cached
+    assert large.look(request) <= BLOCK
+    large.finish(request)
+
+
+def test_documents_whose_positions_a_request_gives_are_not_those_of_separators(large: Lab) -> None:
+    turn = later_turn(chat(DOC_A, DOC_B))
+    request = large.arrive("second", turn, {"documents": [[10, 20]]})
+    assert not state_of(large, request.request_id).cached
+    assert large.look(request) <= BLOCK
+    large.finish(request)
+
+
+def test_blocks_that_are_evicted_before_a_turn_is_scheduled_are_blended_again(large: Lab) -> None:
+    turn = later_turn(chat(DOC_A, DOC_B))
+    request = large.arrive("second", turn)
+    assert state_of(large, request.request_id).cached
+    large.forget_prefixes()
+    large.admit(request)
+    (job,) = large.step().loads
+    assert len(job.documents) > 1
+    large.compute(request, len(turn) - request.num_computed_tokens)
+    large.finish(request)
+    assert approximate(large) == 2
+
+
+def test_a_new_document_among_the_few_tokens_that_the_engine_lacks_is_learned(large: Lab) -> None:
+    new = [700 + i for i in range(6)]
+    turn = [*chat(DOC_A, DOC_B), *ANSWER, 1, 8, 90, 91, *new, 90, 91, *HEADER]
+    request = large.arrive("second", turn)
+    assert not state_of(large, request.request_id).cached
+    large.admit(request)
+    large.compute(request, len(turn) - request.num_computed_tokens)
+    assert large.finish(request)["unknown_documents"] == 1
+    assert large.engine.learning
+
+
+def test_a_prompt_that_the_engine_has_exactly_is_served_without_a_look(large: Lab) -> None:
+    tokens = [*prompt(DOC_C, question=list(range(200, 225))), *HEADER]
+    large.serve("exact", tokens, {"blend": False})
+    for lmc in (None, {"blend": False}):
+        request = large.arrive(f"again {lmc}", tokens, lmc)
+        state = state_of(large, request.request_id)
+        assert (state.cached, state.salts) == (True, ())
+        assert large.admit(request) == 0
+        large.compute(request, len(tokens) - request.num_computed_tokens)
+        assert large.finish(request) is None
+
+
 def test_another_question_does_not_go_on_from_it(lab: Lab) -> None:
     first_turn(lab, chat(DOC_A, DOC_B))
     give_up_backfill(lab)
@@ -337,7 +417,7 @@ def test_the_tenant_with_the_most_blends_loses_its_oldest_one(monkeypatch: pytes
         request = asked[name]
         blends.add(
             request=name, tenant=tenant, prompt=request.prompt_token_ids, hashes=request.block_hashes,
-            end=len(request.prompt_token_ids), reused=REUSED, policy=policy, salts=((1, b"salt"),),
+            end=len(request.prompt_token_ids), reused=REUSED, policy=policy, salts=((1, b"salt"),), by_separators=True,
         )  # fmt: skip
     assert [found("a", "busy"), found("b", "other"), found("c", "busy"), found("d", "busy")] == [False, *[True] * 3]
     blends.forget("d", "busy")

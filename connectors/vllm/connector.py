@@ -8,6 +8,7 @@ and nothing else, even where both are in one process.
 
 import logging
 import os
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
@@ -42,6 +43,7 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 # Steps that an engine without requests makes until its workers have sent their facts.
+COUNT_SECONDS = 1.0  # between two reports of numbers while requests only run
 MAX_WAIT_STEPS = 100
 
 
@@ -105,6 +107,7 @@ class LMCConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
         self._early_requests: list[Any] = []
         self._early_facts: dict[tuple[int, int], WorkerFacts] = {}
         self._counted: dict[str, float] = {}
+        self._counts_at = 0.0  # when numbers are reported next, unless there are news before
         self._bad_blocks: set[int] = set()
         # A worker that goes on after an error, while others wait for it, would let them hang.
         among_ranks = parallel.tensor_parallel_size > 1 and role is vllm_api.KVConnectorRole.WORKER
@@ -188,6 +191,9 @@ class LMCConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
             return None, None
         if not self._get_connector_metadata().plan.scheduled:
             self.wait_for_save()
+        if not finished_req_ids and not worker.ends_loads:
+            self._bad_blocks = set()
+            return None, None
         self._guard.run("get_finished", lambda: worker.cancel(finished_req_ids), None)
         nothing: tuple[set[str], set[int]] = set(), set()
         received, self._bad_blocks = self._guard.run("get_finished", worker.outcome, nothing)
@@ -199,9 +205,10 @@ class LMCConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
 
     def build_connector_worker_meta(self) -> WorkerMetadata | None:
         """Return what was saved, learned and blended since the last report, with this worker's facts in the first."""
-        if self._worker is None:
+        worker = self._worker
+        if worker is None or not (worker.has_news or self._guard.has_new_errors or self._reports_facts):
             return None
-        report = self._guard.run("build_connector_worker_meta", self._worker.report, StepReport())
+        report = self._guard.run("build_connector_worker_meta", worker.report, StepReport())
         report.errors = self._guard.new_errors()
         facts = (self._facts,) if self._facts and self._reports_facts else ()
         self._reports_facts = False
@@ -402,6 +409,8 @@ class LMCConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
             return
         report = metadata.report if isinstance(metadata, WorkerMetadata) else StepReport()
         received = connector_output.finished_recving or set()
+        if not report and not received:
+            return
         if report.errors:
             self._guard.add("worker", report.errors)
         self._guarded(
@@ -515,9 +524,18 @@ class LMCConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
     # -- numbers -----------------------------------------------------------------------------------------------------
 
     def get_kv_connector_stats(self) -> LmcStats | None:
-        """Return what has been counted since the last time."""
+        """Return what has been counted since the last time.
+
+        vLLM asks in every step. Steps that only compute tokens of running requests have hardly anything to report, and
+        are asked once a second.
+        """
+        now = time.monotonic()
         if self._scheduler is None:
             return None
+        if now < self._counts_at and not self._scheduler.has_news and not self._guard.has_new_errors:
+            return None
+        self._scheduler.has_news, self._counts_at = False, now + COUNT_SECONDS
+        self._guard.new_errors()
         nothing: dict[str, float] = {}
         numbers = self._guarded("get_kv_connector_stats", self._scheduler.numbers, nothing)
         numbers |= {key("errors", (hook,)): count for hook, count in self._guard.errors.items()}

@@ -53,6 +53,11 @@ class HookGuard:
                 self._count(f"{hook} (repair)", error)
         return otherwise
 
+    @property
+    def has_new_errors(self) -> bool:
+        """Whether there were errors since the last call of `new_errors`."""
+        return self.errors.total() > self._handed_over
+
     def new_errors(self) -> int:
         """Return how many errors there were since the last call."""
         handed_over, self._handed_over = self._handed_over, self.errors.total()

@@ -66,6 +66,7 @@ class OwnBlend:
     rest: tuple[int, ...]  # the tokens after this block on which it depends as well
     end: int  # It depends on the tokens before this position.
     documents: bytes  # the exact hash of the last full block of its documents
+    by_separators: bool  # Separators say where its documents are.
 
     @property
     def first(self) -> int:
@@ -97,6 +98,7 @@ class OwnBlends:
         reused: Sequence[Piece],
         policy: RecomputePolicy,
         salts: Salts,
+        by_separators: bool,
     ) -> None:
         """Remember a blend that depends on the tokens before `end`. `hashes` are the exact ones of the prompt."""
         full = min(end // self._block_size, len(hashes))
@@ -112,6 +114,7 @@ class OwnBlends:
             rest=tuple(prompt[full * self._block_size : end]),
             end=end,
             documents=hashes[last - 1],
+            by_separators=by_separators,
         )
         self._by_documents[blend.documents] = blend
         same = [
@@ -134,20 +137,20 @@ class OwnBlends:
         tenant: str,
         prompt: Sequence[int],
         hashes: Sequence[bytes],
-        documents: Sequence[Span],
+        documents: Sequence[Span] | None,
         policy: RecomputePolicy,
     ) -> Iterator[OwnBlend]:
         """Yield the blends that a prompt goes on from, the longest first.
 
         The prompt begins with all tokens on which the blend depends, asks for the same policy, and has what the blend
-        reused among its own `documents`. `hashes` are the exact ones of the prompt.
+        reused among its own `documents`. They are None if separators cut the prompt, as they did in the blend.
+        `hashes` are the exact ones of the prompt.
         """
         for full in range(len(hashes) if self._by_block else 0, 0, -1):
             stop = full * self._block_size
             for blend in sorted(self._by_block.get(hashes[full - 1], ()), key=lambda one: -len(one.rest)):
                 same = blend.policy == policy and tuple(prompt[stop : stop + len(blend.rest)]) == blend.rest
-                if same and all(any(span.start <= piece.start and piece.stop <= span.stop for span in documents)
-                                for piece in blend.pieces):  # fmt: skip
+                if same and (blend.by_separators if documents is None else _are_inside(blend.pieces, documents)):
                     self._of_tenant[tenant].move_to_end(blend)
                     yield blend
 
@@ -183,3 +186,8 @@ class OwnBlends:
         if not of_tenant:
             del self._of_tenant[tenant]
         self.changes += 1
+
+
+def _are_inside(pieces: Sequence[Span], documents: Sequence[Span]) -> bool:
+    """Return whether each of the pieces lies in a document."""
+    return all(any(span.start <= piece.start and piece.stop <= span.stop for span in documents) for piece in pieces)

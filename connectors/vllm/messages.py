@@ -122,6 +122,11 @@ class StepPlan:
     backfill: list[BackfillJob] = field(default_factory=list)
     cancel: list[int] = field(default_factory=list)  # numbers of jobs for idle steps that are given up
 
+    @property
+    def has_jobs(self) -> bool:
+        """Whether it begins or ends a job other than a save."""
+        return bool(self.loads or self.late or self.failed or self.learn or self.backfill or self.cancel)
+
 
 @dataclass(slots=True, kw_only=True)
 class StepReport:

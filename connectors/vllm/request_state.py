@@ -10,6 +10,7 @@ from typing import Any
 from lmc.blend.segments import Span
 from lmc.blend.strategies import RecomputePolicy
 from lmc.connectors.vllm.isolation import Salts
+from lmc.connectors.vllm.request_options import Options
 from lmc.engine import DocumentLookup, Plan, Unlearned
 from lmc.keys import ChunkKey
 from lmc.storage.contract import Pin
@@ -40,6 +41,8 @@ class RequestState:
     request: Any
     role: Role
     policy: RecomputePolicy | None = None
+    options: Options | None = None  # what the request asks of lmc; None if that is wrong
+    cached: bool = False  # The engine has nearly all of it, so that its documents were not looked for.
     documents: tuple[DocumentLookup, ...] = ()
     question: int = 0
     stamp: bytes = b""  # joins the block hashes, which do not cover a LoRA adapter's files or numbered images
@@ -65,6 +68,7 @@ class RequestState:
     searched: int = -1  # the changes of the engine's own blends when one was looked for
     scheduled: bool = False  # The engine has computed tokens of it.
     follows: bool = False  # It is a later turn of a conversation.
+    blended_before: int = 0  # tokens on which the blend depends that it goes on from
     continued: int = 0  # tokens from the engine's own blocks of an earlier blend
     approximate: int | None = None  # the position from which on its KV is not exact, and is not saved as exact
     saved: int = 0  # full chunks that are saved, or need not be

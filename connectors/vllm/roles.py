@@ -11,6 +11,7 @@ from lmc.blend.locate import find_text
 from lmc.blend.markers import Markers
 from lmc.blend.segments import Span, has_turns, split
 from lmc.blend.strategies import BLIND_REUSE
+from lmc.blend.turn_headers import occurrences
 from lmc.connectors.vllm.request_options import Options
 from lmc.connectors.vllm.request_state import RequestState, Role
 from lmc.connectors.vllm.start import Setup
@@ -30,18 +31,48 @@ class Roles:
         self.told: set[str] = set()
 
     def classify(self, request: Any) -> RequestState:
-        """Return the state of a new request."""
+        """Return the state of a new request, with its role and its documents."""
+        state = self.begin(request)
+        self.find_role(state)
+        return state
+
+    def begin(self, request: Any) -> RequestState:
+        """Return the state of a new request with its options; `find_role` does the rest."""
         given = request.kv_transfer_params
         try:
             options = Options.read(given.get("lmc") if isinstance(given, dict) else None, request.num_prompt_tokens)
             state = RequestState(request=request, role=Role.EXACT, policy=options.policy(self._setup.settings))
-            state.blends = options.blend
-            state.learns, state.name = options.learn is not False, options.name
-            self._find_role(state, options)
         except (InputError, ConfigError) as error:
-            self._refuse("options", f"a request is served without blending: {error}")
-            return RequestState(request=request, role=Role.EXACT, note=str(error))
+            return self._refused(request, error)
+        state.options, state.blends = options, options.blend
+        state.learns, state.name = options.learn is not False, options.name
         return state
+
+    def find_role(self, state: RequestState) -> None:
+        """Find the documents of a request, and decide how it is served."""
+        if state.options is None:
+            return
+        try:
+            self._find_role(state, state.options)
+        except (InputError, ConfigError) as error:
+            refused = self._refused(state.request, error)
+            state.role, state.policy, state.note, state.documents = refused.role, None, refused.note, ()
+
+    def may_go_on(self, state: RequestState) -> bool:
+        """Return whether a request may go on from its engine's blends without a look at its documents."""
+        options, request = state.options, state.request
+        if options is None or options.learn:
+            return False
+        if options.documents is not None or self._setup.markers is None or request.prompt_token_ids is None:
+            return False
+        return request.lora_request is None and not request.mm_features and request.prompt_embeds is None
+
+    def separators_after(self, state: RequestState, start: int) -> int:
+        """Return how many separators a prompt has that end after the position `start`."""
+        separators = self._setup.markers.separators if self._setup.markers else ()
+        before = max(0, start + 1 - max(map(len, separators), default=1))
+        places = occurrences(state.request.prompt_token_ids[before:], separators)
+        return sum(before + at + len(separator) > start for at, separator in places)
 
     def _find_role(self, state: RequestState, options: Options) -> None:
         request = state.request
@@ -113,6 +144,11 @@ class Roles:
             "a request for prompt_logprobs is no request to learn": learn and request.skip_reading_prefix_cache,
         }
         return next((why for why, there in reasons.items() if there), "")
+
+    def _refused(self, request: Any, error: InputError | ConfigError) -> RequestState:
+        """Return the state of a request whose options are wrong."""
+        self._refuse("options", f"a request is served without blending: {error}")
+        return RequestState(request=request, role=Role.EXACT, note=str(error))
 
     def _refuse(self, about: str, text: str) -> None:
         self._counts["refused"] += 1

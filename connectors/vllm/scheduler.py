@@ -40,6 +40,7 @@ Tables = Callable[[str], Sequence[int]]  # returns the block table of a schedule
 REPEATED = "its documents are computed, so that the engine's own cache has them for further prompts with this beginning"
 RECENT = 1000  # requests whose facts are kept
 BEGUN = 16  # tokens, at most, that a chat template writes after the header of an answer that is to come
+FEW_TOKENS = 128  # of a prompt; if the engine has all others, lmc does not look for what else may be stored
 SPARE = 0.5  # of an engine's blocks, that have to be free if it learns documents of other engines
 AWAKE_SECONDS = 1.0  # An engine that computed something within this time makes steps, and can learn in them.
 LEARN_SECONDS = 10.0  # for which an idle engine goes on learning; a shutdown or a pause may have to wait so long
@@ -71,6 +72,9 @@ class Scheduler:
         self._next = StepPlan()  # what workers will have to do from the next step on, as far as that is known
         self._introduced: SlabAddress | None = None  # the slab that workers know of
         self._ran = setup.clock()  # when the engine last computed something
+        self.has_news = (
+            True  # Something was counted since the numbers were reported, beside tokens of running requests.
+        )
         self.off = False  # lmc is switched off: nothing is loaded, saved or learned for requests that arrive now.
         if setup.blends and setup.settings.blend_learn:
             self.engine.share_learning(self._has_time)
@@ -78,6 +82,7 @@ class Scheduler:
         self._backfill = Backfill(setup, self.pending)
         self._adapters: dict[tuple[int, str], bytes] = {}
         self._process = os.urandom(32)
+        self._few = max(1, min(setup.settings.blend_min_tokens, FEW_TOKENS))
         self._weighs_blends = setup.settings.load_policy != LoadPolicy.ALWAYS.value and setup.caches_prefixes
         self._logs_requests = is_on(os.environ.get("LMC_LOG_REQUESTS", ""))
 
@@ -87,13 +92,18 @@ class Scheduler:
         """Look up what is stored for a new request, and begin to load what is on slower tiers."""
         if self.off:
             return
-        state = self._roles.classify(request)
+        self.has_news = True
+        state = self._roles.begin(request)
         if request.lora_request is not None:
             state.stamp = self._adapter(request.lora_request)
         if request.mm_features and self._setup.counts_images:
             state.stamp += self._process  # The same number means another image in another process.
         self._states[state.id] = state
         self.counts["requests"] += 1
+        if self._is_cached(state):
+            state.cached = True
+            return
+        self._roles.find_role(state)
         if request.skip_reading_prefix_cache:
             return
         found = self._claims.look(state)
@@ -114,6 +124,12 @@ class Scheduler:
             return 0
         if state.role is Role.LEARN and not self._has_learned(state):
             return None
+        if state.cached:
+            if local > request.num_tokens - self._few:
+                self._note_cached(state, local)
+                return 0
+            state.cached, state.role = False, Role.EXACT  # Blocks were evicted since it arrived.
+            self._roles.find_role(state)
         if state.waiting_since is None:
             self._claims.wait_from_now(state)
         self._claims.note_progress(state)
@@ -124,16 +140,21 @@ class Scheduler:
             return None
         if state.claim is None or state.claim.local != local:
             state.claim = self._claims.make(state, local)
+        self._note_cached(state, local)
+        return None if state.claim is None else state.claim.plan.stop - local
+
+    def _note_cached(self, state: RequestState, local: int) -> None:
+        """Note how many tokens of a request the engine has, and how many of these are of an earlier blend."""
         state.local = local
         if state.salts:
             state.continued = max(0, local - state.salts[0][0] * self._block_size)
-        return None if state.claim is None else state.claim.plan.stop - local
 
     def allocated(self, request: Any, blocks: Sequence[int], tokens: int) -> None:
         """Make the job for a claim of `tokens` tokens, for which the engine has allocated `blocks`."""
         state = self._states.get(request.request_id)
         if state is None or not tokens:
             return
+        self.has_news = True
         claim = state.claim
         assert claim is not None
         assert claim.plan.stop - claim.local == tokens, "the engine loads another number of tokens than was claimed"
@@ -170,6 +191,7 @@ class Scheduler:
         state = self._states.get(request.request_id)
         if state is None:
             return None
+        self.has_news = True
         self._note_answer(state)
         if request.num_computed_tokens:
             self._observed[key("reused_tokens", (state.way,))].append(sum(state.sources.values()))
@@ -206,6 +228,8 @@ class Scheduler:
         if scheduled:
             self.engine.background.stepped()
             self._ran = self._setup.clock()
+        else:
+            self.has_news = True
         for request, tokens in scheduled.items():
             state = self._states.get(request)
             if state is not None:
@@ -334,6 +358,7 @@ class Scheduler:
 
     def reported(self, report: StepReport, received: set[str]) -> None:
         """Take in what workers have done; `received` are requests whose load has ended on all ranks."""
+        self.has_news = True
         self.pending.report(report.done, report.failed)
         for request in report.lost & self._states.keys():
             state = self._states[request]
@@ -421,7 +446,7 @@ class Scheduler:
     def _note_answer(self, state: RequestState) -> None:
         """Note when the first token of a request has come. It came in the step before, or while this was planned."""
         if not state.answered and state.request.num_output_tokens:
-            state.answered = True
+            state.answered = self.has_news = True
             seconds = time.time() - state.request.arrival_time
             self._observed[key("ttft_seconds", (state.way,))].append(seconds)
             self._measure(state)
@@ -478,6 +503,38 @@ class Scheduler:
         """Return how many leading tokens of a request are in the engine's own cache."""
         return cached_blocks(self._pool, request.block_hashes) * self._block_size
 
+    def _is_cached(self, state: RequestState) -> bool:
+        """Return whether the engine has a prompt but for so few tokens that lmc has nothing to add.
+
+        To load these tokens would take a step of the engine, as it takes to compute them. A request that goes on from
+        an earlier blend gets its salts. Further documents may be stored or have to be learned, so there are none.
+        """
+        request, few = state.request, self._few
+        known = request.num_prompt_tokens - few
+        block = known // self._block_size
+        if known <= 0 or request.skip_reading_prefix_cache or block >= len(request.block_hashes):
+            return False
+        exact = bool(self._pool.get_cached_block(request.block_hashes[block], [0]))
+        options = state.options
+        if options is not None and not options.learn and not (self._setup.blends and options.blend):
+            return exact
+        if not self._roles.may_go_on(state):
+            return False
+        state.role, state.exact_hashes = Role.BLEND, list(request.block_hashes)
+        self._continue_own_blend(state, known if exact else 0, by_separators=True)
+        cached = self._cached(request)
+        if cached > known:
+            asks = state.policy is not None and state.policy.strategy in NEEDS_QUESTION
+            # Otherwise, the blend ends with its last document, and a separator follows in any case.
+            one = state.salts and not asks
+            before = state.blended_before if state.salts else cached
+            if self._roles.separators_after(state, before) <= bool(one):
+                return True
+        set_salts(request, (), replacing=state.salts)
+        state.role, state.salts, state.exact_hashes = Role.EXACT, (), ()
+        state.approximate, state.searched = None, -1
+        return False
+
     def _waits_for_own_blend(self, state: RequestState, local: int) -> bool:
         """Return whether a request waits for a blend that is under way, or has just found one to go on from.
 
@@ -487,7 +544,7 @@ class Scheduler:
             return False
         return self._continue_own_blend(state, max(state.stored_exactly, local))
 
-    def _continue_own_blend(self, state: RequestState, exact: int) -> bool:
+    def _continue_own_blend(self, state: RequestState, exact: int, *, by_separators: bool = False) -> bool:
         """Salt the hashes of a request so that it goes on from an earlier blend of the engine.
 
         It does so if the engine has more blocks of that blend than the `exact` tokens which can be had otherwise.
@@ -499,7 +556,7 @@ class Scheduler:
             tenant=state.salt,
             prompt=request.prompt_token_ids,
             hashes=state.exact_hashes,
-            documents=[document.span for document in state.documents],
+            documents=None if by_separators else [document.span for document in state.documents],
             policy=policy,
         ):
             if not state.follows and request.num_prompt_tokens > blend.end + BEGUN:
@@ -511,7 +568,7 @@ class Scheduler:
                 return True
             set_salts(request, blend.salts)
             if self._cached(request) > max(exact, blend.first):
-                state.salts, state.approximate = blend.salts, blend.first
+                state.salts, state.approximate, state.blended_before = blend.salts, blend.first, blend.end
                 return True
             set_salts(request, (), replacing=blend.salts)
         state.searched = self._own_blends.changes
@@ -537,6 +594,7 @@ class Scheduler:
             reused=reused,
             policy=policy,
             salts=salts,
+            by_separators=state.options is not None and state.options.documents is None,
         )
 
     def _is_chat(self, state: RequestState) -> bool:

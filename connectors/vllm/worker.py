@@ -143,9 +143,23 @@ class Worker:
 
     # -- a step ------------------------------------------------------------------------------------------------------
 
+    @property
+    def ends_loads(self) -> bool:
+        """Whether loads have ended of which the engine does not know."""
+        return bool(self._ended)
+
+    @property
+    def has_news(self) -> bool:
+        """Whether there is something to report."""
+        return bool(self._copied or self._report)
+
     def work(self, plan: StepPlan) -> None:
         """Take in new jobs, and do a slice of all jobs."""
         self._find_slab(plan)
+        if not (plan.has_jobs or self._loading or self._learning or self._backfills):
+            self._arrived = {}
+            self._steps += 1
+            return
         self._arrived = plan.arrived
         for request, blocks in plan.failed.items():
             self._fail(request, blocks)
