@@ -8,6 +8,7 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -140,6 +141,15 @@ class CostModel:
         self._trials: set[tuple[int, int]] = set()  # sizes of which a blend is made to measure it again
         self._surveys: dict[int, int] = {}  # by bit length of the prompt's length: blends before prefill was measured
         self._mutex = threading.Lock()
+
+    def snapshot(self) -> "CostModel":
+        """Return a copy. Its choices count in itself only, for example those that explain a prompt to an operator."""
+        copied = CostModel(self.clock)
+        with self._mutex:
+            for name, value in vars(self).items():
+                if name not in ("clock", "_mutex"):
+                    setattr(copied, name, deepcopy(value))
+        return copied
 
     def speeds(self) -> dict[str, tuple[float, float]]:
         """Return the seconds for each record and for each byte of the tiers for which both are known."""

@@ -539,3 +539,14 @@ def test_blends_of_another_size_say_nothing() -> None:
     cost = weighed(blend=2.0)
     assert not is_blended(cost, blend_of(200))
     assert is_blended(cost, blend_of(20))
+
+
+def test_choices_in_a_snapshot_count_in_nothing_else():
+    """Each explanation of a prompt brought the next trial of a slow blend nearer."""
+    cost = CostModel()
+    copied = cost.snapshot()
+    made = [is_blended(copied, blend_of(200)) for _ in range(SURVEY_EVERY)]
+    assert made[-1] is False
+    assert [is_blended(cost, blend_of(200)) for _ in range(SURVEY_EVERY)] == made
+    cost.computed(1000, 1.0, 1000)
+    assert is_blended(copied, blend_of(200)), "it knows nothing of later measurements"

@@ -135,7 +135,8 @@ class Administration:
         local = min(cached_blocks(self._setup.pool, hashes), (len(prompt) - 1) // size) * size
         found = self._engine.look(PromptView(self._engine.block_chain(hashes, size), state.documents))
         wish = self._claims.wish(state, local) if state.policy else None
-        plan = self._engine.plan(found, replace(wish, refused=refused))[0] if wish else None
+        cost = self._engine.store.cost.snapshot()  # An explanation is none of the choices that requests count.
+        plan = self._engine.plan(found, replace(wish, refused=refused), cost)[0] if wish else None
         documents = []
         if plan is not None:
             documents = explain(self._engine, prompt, found.documents, plan, salt, refused, self._text)

@@ -35,7 +35,7 @@ from lmc.errors import ChunkLost
 from lmc.keys import ChunkKey, Namespace, RecordKind, chunk_bounds, document_keys, tenant_of
 from lmc.shapes import GIB, KVShape
 from lmc.storage.contract import Pin, PinState, Reservation
-from lmc.storage.cost_model import BlendOffer, LoadPolicy
+from lmc.storage.cost_model import BlendOffer, CostModel, LoadPolicy
 from lmc.storage.record import RecordMeta
 from lmc.storage.stats import StoreStats
 from lmc.storage.store import Store
@@ -210,9 +210,10 @@ class CacheEngine:
         known = elsewhere or {}
         return [place or known.get(key) for key, place in zip(keys, places, strict=True)]
 
-    def plan(self, found: Lookup, wish: Wish) -> tuple[Plan, Wish]:
-        """Decide what is taken of what was found; see `choose_plan`."""
-        return choose_plan(found, wish, self._record_bytes, self.store.cost, LoadPolicy(self.settings.load_policy))
+    def plan(self, found: Lookup, wish: Wish, cost: CostModel | None = None) -> tuple[Plan, Wish]:
+        """Decide what is taken of what was found; see `choose_plan`. `cost` is the store's own cost model by default."""
+        policy = LoadPolicy(self.settings.load_policy)
+        return choose_plan(found, wish, self._record_bytes, cost or self.store.cost, policy)
 
     def without_slow_blend(self, found: Lookup, plan: Plan, wish: Wish) -> tuple[Plan, Wish]:
         """Return a plan as it is, or without its blend if prefill is expected to be faster; see the planner."""
