@@ -211,7 +211,7 @@ class CacheEngine:
         return [place or known.get(key) for key, place in zip(keys, places, strict=True)]
 
     def plan(self, found: Lookup, wish: Wish, cost: CostModel | None = None) -> tuple[Plan, Wish]:
-        """Decide what is taken of what was found; see `choose_plan`. `cost` is the store's own cost model by default."""
+        """Decide what is taken of what was found, by the store's cost model or by `cost`; see `choose_plan`."""
         policy = LoadPolicy(self.settings.load_policy)
         return choose_plan(found, wish, self._record_bytes, cost or self.store.cost, policy)
 
