@@ -64,6 +64,11 @@ class Backfill:
         """Whether a conversation waits for an idle step."""
         return bool(self._waiting)
 
+    @property
+    def under_way(self) -> bool:
+        """Whether a conversation is being computed."""
+        return self._under_way is not None
+
     def followed(self) -> None:
         """Count a prompt that goes on from an earlier blend."""
         self._follow_ups += 1

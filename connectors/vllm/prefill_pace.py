@@ -47,11 +47,14 @@ class PrefillPace:
         self._steps: deque[EngineStep] = deque(maxlen=3)
 
     def planned(self, at: float, scheduled: Mapping[str, int], requests: Mapping[str, Any], *, alone: bool) -> None:
-        """Note a step that is planned now, with `scheduled` tokens by request."""
+        """Note a step that is planned now, with `scheduled` tokens by request.
+
+        `requests` are those whose prompts may be computed in it; the others decode.
+        """
         step = EngineStep(at=at, alone=alone, requests=frozenset(scheduled), tokens=sum(scheduled.values()))
-        for name, tokens in scheduled.items():
-            request = requests.get(name)
-            if request is not None and request.num_computed_tokens < request.num_prompt_tokens:
+        for name, request in requests.items():
+            tokens = scheduled[name]
+            if request.num_computed_tokens < request.num_prompt_tokens:
                 step.prompts += tokens
                 step.reach += tokens * (2 * request.num_computed_tokens + tokens)
         self.add(step)

@@ -72,6 +72,7 @@ class RequestState:
     continued: int = 0  # tokens from the engine's own blocks of an earlier blend
     approximate: int | None = None  # the position from which on its KV is not exact, and is not saved as exact
     saved: int = 0  # full chunks that are saved, or need not be
+    save_at: float = 0  # the computed tokens from which on the next chunk may have to be saved
     blends: bool = True  # It does not say that nothing shall be blended.
     learns: bool = True  # Its unknown documents may be learned.
     unknown: tuple[Span, ...] = ()  # documents to learn
@@ -87,6 +88,7 @@ class RequestState:
     blended: dict[str, object] = field(default_factory=dict)
     loading_since: float = 0.0  # when its job was made
     answered: bool = False  # Its first token has come.
+    decodes: bool = False  # It has nothing to do but to be saved, because its prompt is computed.
     # For the cost model
     begun: float | None = None  # when the engine or a worker began to compute its prompt
     alone: bool = True  # Nothing else has been computed since.

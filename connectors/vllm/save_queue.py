@@ -5,6 +5,7 @@ that the engine does not give them to another request.
 """
 
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 from lmc.connectors.vllm.idle import IdleJob
@@ -52,6 +53,8 @@ class SaveQueue:
         if full > state.saved:
             chunks, state.saved = range(state.saved, full), full
             self._save(state, table, dict.fromkeys(chunks, self._chunk))
+        following = (state.saved + 1) * self._chunk
+        state.save_at = following if following <= self._last_storable(state) else math.inf
 
     def save_tail(self, state: RequestState, blocks: Sequence[int]) -> None:
         """Save the full blocks behind a request's last full chunk, as a partly full chunk."""
@@ -113,6 +116,11 @@ class SaveQueue:
             idle=not wanted,
         )
 
+    @property
+    def has_idle_job(self) -> bool:
+        """Whether a document is being learned in idle steps."""
+        return self._idle is not None
+
     def to_cancel(self, *, idle: bool, blocked: bool) -> list[int]:
         """Return the job that learns a document in idle steps, if it is to be given up; the document then waits again.
 
@@ -140,11 +148,15 @@ class SaveQueue:
         return self._never_fits(document) or self._blocks_for(document) + self._spare <= free
 
     def _storable(self, state: RequestState, computed: int) -> int:
+        """Return how many of the `computed` tokens can be saved as exact now."""
         request = state.request
         tokens: int = min(computed, request.num_tokens, len(request.block_hashes) * self._block_size)
-        if not self._settings.save_decode_cache:
-            tokens = min(tokens, request.num_prompt_tokens)
-        return tokens if state.approximate is None else min(tokens, state.approximate)
+        return int(min(tokens, self._last_storable(state)))
+
+    def _last_storable(self, state: RequestState) -> float:
+        """Return how many tokens of a request can ever be saved as exact."""
+        last = math.inf if self._settings.save_decode_cache else float(state.request.num_prompt_tokens)
+        return last if state.approximate is None else min(last, state.approximate)
 
     def _save(self, state: RequestState, table: Table, chunks: Mapping[int, int]) -> None:
         """Save exact chunks, of which `chunks` has the numbers of tokens."""

@@ -124,6 +124,7 @@ class Scheduler:
             return 0
         if state.role is Role.LEARN and not self._has_learned(state):
             return None
+        state.decodes = False  # It was preempted, if it decoded.
         if state.cached:
             if local > request.num_tokens - self._few:
                 self._note_cached(state, local)
@@ -230,16 +231,16 @@ class Scheduler:
             self._ran = self._setup.clock()
         else:
             self.has_news = True
+        prefills: dict[str, Any] = {}  # requests whose prompts may be computed in this step
         for request, tokens in scheduled.items():
             state = self._states.get(request)
-            if state is not None:
-                state.scheduled = True
-                self._claims.release(state)  # The engine did not use this claim.
-                self._note_answer(state)
-                if state.begun is None and not state.request.num_preemptions:
-                    state.begun = self._setup.clock()
-                    state.prefilled = state.request.num_prompt_tokens - state.request.num_computed_tokens
-                computed = state.request.num_computed_tokens + tokens
+            if state is None:
+                continue
+            if not state.decodes:
+                prefills[request] = state.request
+                self._note_step(state)
+            computed = state.request.num_computed_tokens + tokens
+            if computed >= state.save_at:
                 self._saves.save_due(state, computed, lambda request=request: tables(request))  # type: ignore[misc]
         loading = [state for state in self._states.values() if state.loading]
         late = [state.id for state in loading if self._claims.give_up_late(state)]
@@ -249,10 +250,12 @@ class Scheduler:
         if self._setup.ranks > 1:
             plan.arrived = {state.id: self._claims.arrived(state) for state in loading}
         idle = not scheduled and not loading and not plan.loads
-        plan.cancel = self._saves.to_cancel(idle=idle, blocked=self._waits_for_blocks)
+        holds_blocks = self._saves.has_idle_job or self._backfill.under_way
+        blocked = holds_blocks and self._waits_for_blocks
+        plan.cancel = self._saves.to_cancel(idle=idle, blocked=blocked)
         learn = self._saves.learn_next(idle=idle) if self._runs and not self.off else None
         plan.learn += [learn] if learn else []
-        blocked = self._waits_for_blocks or (learn is None and self._could_learn(idle=idle))
+        blocked = blocked or (learn is None and self._could_learn(idle=idle))
         idle = idle and not self.engine.learning.under_way
         plan.cancel += self._backfill.to_cancel(idle=idle, blocked=blocked)
         if idle and not self.off and (backfill := self._backfill.next_job()) is not None:
@@ -261,9 +264,18 @@ class Scheduler:
             for state in (*loading, *(self._states[name] for name in scheduled if name in self._states)):
                 state.alone = False
         blending = any(state.approximate is not None for state in loading)
-        requests = {name: self._states[name].request for name in scheduled if name in self._states}
-        self._pace.planned(self._setup.clock(), scheduled, requests, alone=not (blending or plan.learn))
+        self._pace.planned(self._setup.clock(), scheduled, prefills, alone=not (blending or plan.learn))
         return self.take_plan()
+
+    def _note_step(self, state: RequestState) -> None:
+        """Note that the engine computes tokens of a request, until its first token has come."""
+        state.scheduled = True
+        self._claims.release(state)  # The engine did not use this claim.
+        self._note_answer(state)
+        if state.begun is None and not state.request.num_preemptions:
+            state.begun = self._setup.clock()
+            state.prefilled = state.request.num_prompt_tokens - state.request.num_computed_tokens
+        state.decodes = state.answered
 
     @property
     def _waits_for_blocks(self) -> bool:
