@@ -83,18 +83,6 @@ class TestDefaults:
             ours = getattr(settings, name)
             assert (list(ours) if isinstance(ours, tuple) else ours) == value
 
-    def test_the_table_of_the_readme_has_the_defaults(self) -> None:
-        page = (Path(__file__).parent.parent / "README.md").read_text()
-        table = page.split("| the settings that matter first | default |")[1].split("\n\n")[0]
-        told = {
-            name: None if written == "none" else written.strip('`"')
-            for names, defaults in re.findall(r"^\| (`.+?) \| (.+?) \|", table, re.MULTILINE)
-            for name, written in zip(re.findall(r"`(\w+)`", names), defaults.split(", "), strict=True)
-        }
-        assert {"max_local_cpu_size", "local_disk", "max_local_disk_size", "blend_correction"} < told.keys()
-        for name, written in told.items():
-            assert getattr(Settings(**{name: written}), name) == getattr(Settings(), name), name
-
     def test_a_settings_value_cannot_be_changed(self) -> None:
         with pytest.raises(ValidationError):
             Settings().chunk_size = 16

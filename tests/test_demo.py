@@ -85,10 +85,10 @@ def test_the_demo_asks_the_questions_to_show_and_a_limit_draws_from_all_kinds(co
     assert {question.kind for question in sample(collection, 2).questions} == {"one passage", "two passages"}
 
 
-def test_the_readme_says_how_many_passages_and_questions_there_are(collection: Collection) -> None:
+def test_the_page_of_benchmarks_says_how_many_passages_and_questions_there_are(collection: Collection) -> None:
     told = re.search(
         r"into (\d+) passages, .* (\d+) of (\d+) hand-written questions .* over the (\w+) passages that BM25 finds",
-        " ".join((Path(__file__).parents[1] / "README.md").read_text().split()),
+        " ".join((Path(__file__).parents[1] / "docs/benchmarks.md").read_text().split()),
     )
     assert told is not None
     shown = sample(collection, None).questions

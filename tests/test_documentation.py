@@ -1,6 +1,6 @@
-"""The numbers in the README's tables are those of `bench/results/`.
+"""Numbers in tables equal `bench/results/`, and generated pages equal what is generated now.
 
-`data/tables/README.txt` has each row with measured numbers. Indented below a row stands where they come from:
+A file of `data/tables/` has the rows with measured numbers of one page. Their sources are indented below each row:
 
     demo.json: models > small > blend          the place in `bench/results/`; a row has no other numbers
     demo.json: full > ttft / blend > ttft      the ratio of two of them
@@ -8,32 +8,44 @@
 
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 from markdown_tables import table_rows
 
 ROOT = Path(__file__).parents[1]
-README = (ROOT / "README.md").read_text()
+PAGES = {"README": "README.md", "benchmarks": "docs/benchmarks.md"}
 SCALES = 1, 100, 1000  # a share in percent, seconds in milliseconds
 
 
-def sources() -> dict[str, list[str]]:
-    """Return the rows with measured numbers, each with the places of its numbers."""
-    found: dict[str, list[str]] = {}
-    for line in (ROOT / "tests/data/tables/README.txt").read_text().splitlines():
+def sources(name: str) -> dict[str, list[str]]:
+    """Return the rows with measured numbers of a page, each with the sources of its numbers."""
+    rows: dict[str, list[str]] = {}
+    for line in (ROOT / f"tests/data/tables/{name}.txt").read_text().splitlines():
         if line.startswith("    "):
-            found[list(found)[-1]].append(line.strip())
+            rows[list(rows)[-1]].append(line.strip())
         else:
-            found[line] = []
-    return found
+            rows[line] = []
+    return rows
 
 
-def test_the_numbers_of_the_tables_are_those_that_were_kept() -> None:
-    rows = table_rows(README)
-    for row, places in sources().items():
-        assert row in rows, f"the README has no such row: {row}"
+def test_the_settings_page_is_generated_from_the_settings() -> None:
+    """Run `python tools/settings_page.py > docs/settings.md` after a change of `Settings`."""
+    command = [sys.executable, ROOT / "tools/settings_page.py"]
+    generated = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert (ROOT / "docs/settings.md").read_text() == generated
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_the_numbers_of_the_tables_are_those_that_were_kept(name: str) -> None:
+    page = ROOT / PAGES[name]
+    rows = table_rows(page.read_text())
+    for row, places in sources(name).items():
+        assert row in rows, f"{page.name} has no such row: {row}"
         values = [value for place in places for value in results(place)]
         assert values, f"{places} have no numbers: {row}"
         for number in re.findall(r"\d+(?:\.\d+)?", " ".join(row.split(" | ")[1:])):
