@@ -1,4 +1,4 @@
-"""The RAG program to start from, and the README's trial without a GPU, run and show what they say."""
+"""The RAG program to start from, and the trial without a GPU of docs/serve.md, run and show what they say."""
 
 import os
 import re
@@ -35,8 +35,8 @@ def test_the_rag_program_answers_right_where_blind_reuse_does_not():
 
 
 def test_the_trial_without_a_gpu_ends_with_a_reused_answer(tmp_path):
-    """Both blocks of the README are run as they stand, at another port, in the environment that they make."""
-    (section,) = re.findall(r"^### A trial without a GPU\n(.*?)^##", (ROOT / "README.md").read_text(), re.S | re.M)
+    """Both blocks of the page are run as they stand, at another port, in the environment that they make."""
+    (section,) = re.findall(r"^### A trial without a GPU\n(.*?)^##", (ROOT / "docs/serve.md").read_text(), re.S | re.M)
     server, client = re.findall(r"```bash\n(.*?)```", section, re.S)
     made, *server = server.splitlines()
     assert made.startswith("make .venv-vllm/ready && . .venv-vllm/bin/activate ")
