@@ -159,8 +159,11 @@ def test_public_names_are_frozen() -> None:
     }  # fmt: skip
 
 
+PAGES = ("README.md", "docs/serve.md", "docs/settings.md", "docs/storage.md")
+
+
 def shell_commands() -> list[str]:
-    blocks = re.findall(r"```sh\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    blocks = [block for page in PAGES for block in re.findall(r"```sh\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)]
     lines = [line.split("  #")[0].strip() for block in blocks for line in block.splitlines()]
     return [line for line in lines if line and not line.startswith("#")]
 
@@ -229,7 +232,7 @@ def test_the_redis_server_that_the_tests_need_is_installed_if_it_is_not_there(
 @pytest.mark.parametrize(
     "command", [c for c in shell_commands() if c.split()[0] not in ("make", "pip", "source", "vllm")]
 )
-def test_commands_of_the_readme_run(command: str, readme_home: Path) -> None:
+def test_commands_of_the_documentation_run(command: str, command_home: Path) -> None:
     words = shlex.split(command)
     while "=" in words[0]:
         words.pop(0)
@@ -243,7 +246,7 @@ def test_commands_of_the_readme_run(command: str, readme_home: Path) -> None:
     variables = dict(re.findall(r"(\w+)=(\S+)", command)) if "=" in command.split(maxsplit=1)[0] else {}
     done = subprocess.run(
         words,
-        cwd=readme_home,
+        cwd=command_home,
         env={**os.environ, "OMP_NUM_THREADS": "1", **variables},
         capture_output=True,
         text=True,
@@ -254,6 +257,6 @@ def test_commands_of_the_readme_run(command: str, readme_home: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def readme_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the README's commands run, one after the other."""
-    return tmp_path_factory.mktemp("readme")
+def command_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the commands of the documentation run, one after the other."""
+    return tmp_path_factory.mktemp("commands")
