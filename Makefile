@@ -77,6 +77,7 @@ lint: $(VENV)/ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy lmc
+	$(BIN)/python tools/prose.py
 
 # Each writes its result beside itself; run on a machine that does nothing else.
 bench: $(VENV)/ready
