@@ -22,6 +22,20 @@ PAGES = {"README": "README.md", "benchmarks": "docs/benchmarks.md"}
 SCALES = 1, 100, 1000  # a share in percent, seconds in milliseconds
 
 
+DOCUMENTS = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").glob("*.md")]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_the_files_that_a_document_names_exist(document: Path) -> None:
+    text = document.read_text()
+    links = re.findall(r"\]\((?!\w+:)([^)#\s]+)", text)
+    assert [link for link in links if not (document.parent / link).exists()] == []
+    folders = "lmc|blend|storage|connectors|tests|bench|examples|docs|tools"
+    paths = re.findall(rf"`((?:{folders})/[\w./-]*(?:\.\w+|/))`", text)
+    made = "bench/results/gpu_accept.json"  # which only a GPU makes
+    assert [path for path in paths if not (ROOT / path).exists() and path != made] == []
+
+
 def sources(name: str) -> dict[str, list[str]]:
     """Return the rows with measured numbers of a page, each with the sources of its numbers."""
     rows: dict[str, list[str]] = {}

@@ -6,6 +6,7 @@
 """
 
 import json
+import sys
 
 from lmc.config import Settings
 
@@ -110,10 +111,11 @@ def page() -> str:
 def row(name: str, purpose: str) -> str:
     """Return the table row of a setting."""
     field = Settings.model_fields[name]
-    default = ", ".join(map(json.dumps, field.default)) if isinstance(field.default, tuple) else json.dumps(field.default)
+    values = field.default if isinstance(field.default, tuple) else (field.default,)
+    default = ", ".join("none" if item is None else json.dumps(item) for item in values)
     value = str(field.description).replace("|", "\\|")
-    return f"| `{name}` | `{default.replace('null', 'none')}` | {purpose} | {value} |\n"
+    return f"| `{name}` | `{default}` | {purpose} | {value} |\n"
 
 
 if __name__ == "__main__":
-    print(page(), end="")
+    sys.stdout.write(page())
