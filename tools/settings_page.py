@@ -43,7 +43,7 @@ PURPOSES: dict[str, dict[str, str]] = {
         "blend_preset": "`cacheblend` sets the published method: `deviation`, no correction, documents learned alone.",
         "blend_strategy": "How recomputed tokens are chosen. `random`, `all` and `none` are for comparison.",
         "blend_correction": "How the other tokens are corrected. `deviation` has no correction.",
-        "blend_learn_prefix": "What documents are learned behind.",
+        "blend_learn_prefix": "The tokens that precede a document when it is learned.",
         "blend_calibration": "Whether a model that `lmc calibrate` advises against is blended.",
         "blend_check_layers": "Layers at which `deviation` compares fresh with stored keys.",
         "blend_thresholds": "Minimum deviation of a recomputed token at each check layer.",
