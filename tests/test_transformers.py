@@ -437,7 +437,7 @@ def test_a_prefilled_cache_is_a_transformers_cache(cached: CachedModel) -> None:
 
 @pytest.mark.parametrize("how", ["full", "exact", "blend"])
 def test_model_generate_continues_from_a_prefilled_cache(cached: CachedModel, how: str) -> None:
-    """The line of the README: `model.generate(prompt, cache=done.cache)`."""
+    """The line of docs/serve.md: `model.generate(prompt, cache=done.cache)`."""
     cached.policy = EVERYTHING
     for document in DOCUMENTS[:2]:
         cached.learn(document)
