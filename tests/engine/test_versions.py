@@ -58,7 +58,7 @@ def test_a_repeated_handshake_keeps_the_store(lab):
 def test_a_step_without_tokens_saves_also_if_vllm_does_not_ask_for_it(lab, monkeypatch, scheduled, saved):
     """0.30 does not. In a step with tokens only vLLM knows when all KV is written: a drafter may come last."""
     made = []
-    recorder = SimpleNamespace(save=made.extend, cancel=lambda requests: None, outcome=lambda: (set(), set()))
+    recorder = SimpleNamespace(save=made.extend, ends_loads=False)
     connector = get_kv_transfer_group()
     monkeypatch.setattr(connector, "_worker", recorder)
     job = SaveJob(job=1, slot=0, blocks=(1,))
