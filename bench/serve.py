@@ -19,7 +19,7 @@ from statistics import median, quantiles
 import torch
 from common import closing_line, parser
 
-from lmc.keys import ChunkKey
+from lmc.keys import ChunkKey, RecordKind
 from lmc.service.remote_store import RemoteStore
 from lmc.service.sizes import Sizes
 from lmc.shapes import GIB
@@ -41,8 +41,8 @@ STEP = 32  # chunks of 256 tokens, of a step of 8,192: vLLM's default on large G
 
 def meta_of(number: int, sizes: Sizes) -> RecordMeta:
     key = ChunkKey(hashlib.sha256(b"%d %d" % (sizes.part_bytes, number)).digest())
-    parts = sizes.shares.parts
-    return RecordMeta(key=key, namespace=bytes(32), tokens=256, first=0, parts=parts, part_bytes=sizes.part_bytes)
+    parts, part_bytes, kind = sizes.shares.parts, sizes.part_bytes, RecordKind.PAGES
+    return RecordMeta(key=key, kind=kind, namespace=bytes(32), tokens=256, first=0, parts=parts, part_bytes=part_bytes)
 
 
 def put(store: ChunkStore, metas: Sequence[RecordMeta], content: torch.Tensor) -> None:

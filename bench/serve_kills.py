@@ -26,7 +26,7 @@ from typing import Any
 from common import closing_line, parser
 
 from lmc.errors import ChunkLost, TierUnusable
-from lmc.keys import ChunkKey
+from lmc.keys import ChunkKey, RecordKind
 from lmc.service.connection import status
 from lmc.service.remote_store import RemoteStore
 from lmc.service.sizes import Sizes
@@ -46,7 +46,8 @@ SECONDS = 60.0  # that anything may take
 
 def meta_of(number: int) -> RecordMeta:
     key = ChunkKey(hashlib.sha256(b"%d" % number).digest())
-    return RecordMeta(key=key, namespace=bytes(32), tokens=16, first=0, parts=2, part_bytes=SIZES.part_bytes)
+    kind, namespace = RecordKind.PAGES, bytes(32)
+    return RecordMeta(key=key, kind=kind, namespace=namespace, tokens=16, first=0, parts=2, part_bytes=SIZES.part_bytes)
 
 
 def byte_of(number: int, part: int) -> int:

@@ -28,7 +28,7 @@ from common import closing_line, parser
 
 from lmc.demo.random_model import machine
 from lmc.errors import ChunkLost
-from lmc.keys import ChunkKey
+from lmc.keys import ChunkKey, RecordKind
 from lmc.redis_url import parse_redis_url
 from lmc.shapes import MIB
 from lmc.storage.disk import DiskTier
@@ -65,7 +65,8 @@ class Tally:
 
 def meta_of(number: int) -> RecordMeta:
     key = ChunkKey(hashlib.sha256(b"%d" % number).digest())
-    return RecordMeta(key=key, namespace=bytes(32), tokens=256, first=0, parts=PARTS, part_bytes=PART_BYTES)
+    kind, namespace = RecordKind.PAGES, bytes(32)
+    return RecordMeta(key=key, kind=kind, namespace=namespace, tokens=256, first=0, parts=PARTS, part_bytes=PART_BYTES)
 
 
 def content(key: ChunkKey) -> torch.Tensor:

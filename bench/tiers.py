@@ -36,7 +36,7 @@ import torch
 from common import closing_line, parser
 
 from lmc.demo.random_model import machine
-from lmc.keys import ChunkKey
+from lmc.keys import ChunkKey, RecordKind
 from lmc.redis_url import parse_redis_url
 from lmc.shapes import MIB
 from lmc.storage.disk import DiskTier
@@ -84,8 +84,9 @@ class Arena:
         key = ChunkKey(b"%8d%8d%16d" % (turn, chunk, self.mib))
         slab = self.source
         return RecordMeta(
-            key=key, namespace=bytes(32), tokens=256, first=0, parts=slab.parts, part_bytes=slab.part_bytes
-        )
+            key=key, kind=RecordKind.PAGES, namespace=bytes(32), tokens=256, first=0, parts=slab.parts,
+            part_bytes=slab.part_bytes,
+        )  # fmt: skip
 
     def whole(self, slab: Slab, chunk: int) -> memoryview:
         """All bytes of a chunk."""

@@ -23,7 +23,7 @@ class Chunk(NamedTuple):
     """What is known of a chunk apart from its bytes."""
 
     key: ChunkKey
-    kind: RecordKind | None  # None for records of lmc 0.1.0, which did not say
+    kind: RecordKind
     tokens: int
     namespace: bytes  # digest
     model: str  # its name

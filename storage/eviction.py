@@ -29,7 +29,7 @@ class Standing(IntEnum):  # Hashing a plain `Enum` took a tenth of the time of a
     PINNED = 2
 
     @classmethod
-    def of(cls, kind: RecordKind | None, *, pinned: bool) -> "Standing":
+    def of(cls, kind: RecordKind, *, pinned: bool) -> "Standing":
         """Return the standing of a record of this kind."""
         return cls.PINNED if pinned else cls.DOCUMENT if kind is RecordKind.DOCUMENT else cls.OTHER
 

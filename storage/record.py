@@ -30,7 +30,7 @@ PARTS_LIMIT = 4096
 PART_LIMIT = 1 << 40  # bytes
 NO_CODEC = "none"
 BEGINNING = b'{"__metadata__":'
-OPTIONAL = ("sizes", "kind", "label", "model", "tenant")  # metadata that is left out if it is empty
+OPTIONAL = ("sizes", "label", "model", "tenant")  # metadata that is left out if it is empty
 PLAIN = ("tokens", "first", "parts", "part_bytes", "codec", "label", "model", "tenant")  # written as they are
 _thread = threading.local()
 
@@ -40,13 +40,13 @@ class RecordMeta:
     """What is known of a record besides its parts."""
 
     key: ChunkKey
+    kind: RecordKind
     namespace: bytes  # digest
     tokens: int
     first: int  # position at which the first token was computed; the keys in the parts are rotated for it
     parts: int
     part_bytes: int  # that have a meaning; a part is stored in `aligned(part_bytes)` bytes
     codec: str = NO_CODEC
-    kind: RecordKind | None = None  # None in records of lmc 0.1.0, which did not say
     label: str = ""  # whatever the writer wants to find with the record again
     model: str = ""  # its name, for people
     tenant: str = ""  # digest of the cache salt; empty without one
@@ -160,7 +160,7 @@ def decode_header(blob: bytes) -> RecordMeta:
             parts=int(text["parts"]),
             part_bytes=int(text["part_bytes"]),
             codec=str(text["codec"]),
-            kind=RecordKind(text["kind"]) if "kind" in text else None,
+            kind=RecordKind(text["kind"]),
             label=str(text.get("label", "")),
             model=str(text.get("model", "")),
             tenant=str(text.get("tenant", "")),
@@ -191,7 +191,7 @@ def _tensors(sizes: tuple[int, ...]) -> bytes:
 def _metadata(meta: RecordMeta) -> dict[str, str]:
     said = {"format": f"lmc-{FORMAT}", "key": meta.key.hex(), "namespace": meta.namespace.hex()}
     said["checksums"] = ",".join(f"{c:016x}" for c in meta.checksums)
-    said |= {"sizes": ",".join(map(str, meta.sizes)), "kind": meta.kind.value if meta.kind else ""}
+    said |= {"sizes": ",".join(map(str, meta.sizes)), "kind": meta.kind.value}
     said |= {name: str(getattr(meta, name)) for name in PLAIN}
     said = {name: value for name, value in said.items() if value or name not in OPTIONAL}
     # A flipped bit in any of these values gives another digest when the header is encoded again.

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from lmc.errors import CorruptRecord
-from lmc.keys import ChunkKey
+from lmc.keys import ChunkKey, RecordKind
 from lmc.storage.change_log import ChangeLog
 from lmc.storage.contract import Pin
 from lmc.storage.cost_model import CostModel
@@ -38,7 +38,8 @@ def content(key: bytes, part: int, size: int = PART_BYTES, version: int = 0) -> 
 
 
 def meta_of(key: ChunkKey, parts: int = PARTS, part_bytes: int = PART_BYTES) -> RecordMeta:
-    return RecordMeta(key=key, namespace=NAMESPACE, tokens=16, first=32, parts=parts, part_bytes=part_bytes)
+    kind = RecordKind.PAGES
+    return RecordMeta(key=key, kind=kind, namespace=NAMESPACE, tokens=16, first=32, parts=parts, part_bytes=part_bytes)
 
 
 def memory(size: int, offset: int = 0) -> memoryview:

@@ -173,7 +173,7 @@ def disk_of(root, records=6, share=0.5):
     return DiskTier(root, records * RECORD_BYTES, document_share=share)
 
 
-def write(tier, key, kind=None):
+def write(tier, key, kind=RecordKind.PAGES):
     meta = replace(meta_of(key), kind=kind)
     return tier.write(meta, [stored(meta)])
 

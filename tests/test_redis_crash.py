@@ -116,7 +116,7 @@ def nothing_else_is_left(redis: RedisServer) -> set[bytes]:
     """Every name in Redis is the format's, a header's, a value's under a header, or one that expires; return the last
     kind.
     """
-    names = set(redis.ask("KEYS", "*")) - {b"lmc:format", b"lmc:naming{lmc:format}"}
+    names = set(redis.ask("KEYS", "*")) - {b"lmc:format"}
     numbers = range(len(values.value_sizes(PARTS * PART_BYTES)))
     wanted: set[bytes] = set()
     unfinished: set[bytes] = set()

@@ -151,6 +151,17 @@ class TierContract:
             tier.open(K0)
         self.assert_gone(tier, K0)
 
+    def test_a_record_of_another_format_version_is_deleted(self, tier, monkeypatch):
+        write(tier, K0)
+        with monkeypatch.context() as patch:
+            patch.setattr("lmc.storage.record.FORMAT", 2)
+            other = raw_record(meta_of(K0))
+        assert b"lmc-2" in other
+        self.raw_write(tier, K0, other)
+        with pytest.raises(CorruptRecord):
+            tier.open(K0)
+        self.assert_gone(tier, K0)
+
     def test_a_damaged_part_is_never_delivered_and_deletes_the_record(self, tier):
         write(tier, K0)
         self.damage(tier, K0, 4096 + PART_BYTES + 77)

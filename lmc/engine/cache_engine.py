@@ -9,7 +9,6 @@ layers       the plan's KV, layer by layer, while the next layers are being load
 begin_…      slots for new chunks, which the connector fills and commits
 """
 
-import logging
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -40,8 +39,6 @@ from lmc.storage.record import RecordMeta
 from lmc.storage.stats import StoreStats
 from lmc.storage.store import Store
 from lmc.storage.tier import Tier
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -390,9 +387,8 @@ class CacheEngine:
 
     def _recall(self) -> None:
         """Fill the index from the headers of records that earlier processes wrote to the disk."""
-        pages, old, uses = self.namespace(RecordKind.PAGES), Counter[str](), self.store.last_uses()
-        for place, meta in self.store.records():
-            old[place] += meta.kind is None
+        pages, uses = self.namespace(RecordKind.PAGES), self.store.last_uses()
+        for _, meta in self.store.records():
             if meta.kind is RecordKind.DOCUMENT and meta.label:
                 with suppress(ValueError, IndexError):
                     tokens, name = parted_label(meta.label)
@@ -407,7 +403,3 @@ class CacheEngine:
                     self.index.recall(meta.kind, meta.key, meta.tokens, label)
                     if details:
                         self.recalled[meta.key] = details
-        for place, count in (+old).items():
-            unused = "They are not used, and are evicted when room is needed; `lmc clear` removes them now."
-            which = "%d records on the %s tier were written by lmc 0.1.0, which named chunks differently. %s"
-            log.warning(which, count, place, unused)

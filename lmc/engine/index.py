@@ -48,7 +48,7 @@ class CacheIndex:
         while len(self._ends) > ENDS:
             self._ends.popitem(last=False)
 
-    def recall(self, kind: RecordKind | None, key: ChunkKey, tokens: int, label: str) -> None:
+    def recall(self, kind: RecordKind, key: ChunkKey, tokens: int, label: str) -> None:
         """Remember a chunk from the label of its record; raise `ValueError` for a label that lmc did not write."""
         raw = bytes.fromhex(label)
         if kind is RecordKind.PAGES:

@@ -56,7 +56,7 @@ def _described(change: Change) -> dict[str, Any]:
 def _chunk(chunk: Chunk) -> dict[str, Any]:
     return {
         "key": chunk.key.hex(),
-        "kind": chunk.kind.value if chunk.kind else None,
+        "kind": chunk.kind.value,
         "tokens": chunk.tokens,
         "bytes": chunk.bytes,
         "model": chunk.model,

@@ -33,7 +33,6 @@ from lmc.storage.tier import Entry, Finding, Written
 
 log = logging.getLogger(__name__)
 
-NAMING = 2  # how chunks are named; lmc 0.1.0 named them differently, and did not say so
 UNFINISHED_SECONDS = 60
 BEHIND = 2  # values that are sent before the answer to the first of them is awaited
 FULL = ("OOM", "MISCONF", "NOREPLICAS")  # refusals to store anything; what is there can be read
@@ -197,20 +196,11 @@ class RedisTier:
     # -- inside ------------------------------------------------------------------------------------------------------
 
     def _greet(self, connection: Connection) -> None:
-        prefix = self._prefix.decode()
-        name = f"{prefix}:format"
+        name = f"{self._prefix.decode()}:format"
         asked = [command("SET", name, FORMAT, "NX"), command("EVAL", "return 1", 0), command("GET", name)]
-        made, _, held = map(_granted_unless_full, connection.call_all(asked))
+        _, _, held = map(_granted_unless_full, connection.call_all(asked))
         if held not in (None, b"%d" % FORMAT):
             raise TierUnusable(f"{name} in Redis is {held!r}: another version of lmc; set another remote_prefix")
-        naming = f"{prefix}:naming{{{name}}}"  # The braces keep it on the same node of a cluster.
-        (named,) = map(_granted_unless_full, connection.call_all([command("SET", naming, NAMING, "NX")]))
-        if made is None and named == b"OK":
-            log.warning(
-                "records that lmc 0.1.0 wrote to Redis under the prefix %s are not used, because it named chunks "
-                "differently. Redis evicts them when room is needed; `lmc clear` removes them now.",
-                prefix,
-            )
 
     def _ask_all(self, verb: str, keys: Sequence[ChunkKey], within: float = float("inf")) -> dict[ChunkKey, Answer]:
         """Ask all servers at the same time for each key's header, within one deadline.
