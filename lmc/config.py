@@ -18,7 +18,17 @@ from typing import Annotated, Literal, Self, get_args
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError
 
-from lmc.config_sources import Given, Source, is_on, read_environment, read_overrides, read_yaml, shown, shown_foreign
+from lmc.config_sources import (
+    REMOVED,
+    Given,
+    Source,
+    is_on,
+    read_environment,
+    read_overrides,
+    read_yaml,
+    shown,
+    shown_foreign,
+)
 from lmc.errors import ConfigError
 from lmc.lmcache_compat import FEATURES, feature_of, ignored, other_store
 from lmc.redis_url import parse_redis_url
@@ -142,9 +152,6 @@ class Settings(BaseModel):
     document_share: Real = Field(
         0.5, ge=0, le=1, description="the share of memory and of the disk, from 0 to 1, that belongs to documents"
     )
-    store_policy: Literal["write_through", "write_back"] = Field(
-        "write_through", description="write_through or write_back"
-    )
     load_policy: Literal["auto", "always", "never"] = Field(
         "auto", description="auto (not what is clearly faster computed), always, or never from tiers below memory"
     )
@@ -208,6 +215,8 @@ class Settings(BaseModel):
             ]
         if problems:
             raise ConfigError("\n".join(problems))
+        for name, entry in ChainMap(*(source.removed for source in every)).items():
+            log.warning("%s (%s) %s", name, entry.origin, REMOVED[name])
         if foreign:
             names = [f"{name} ({entry.origin}), as {_unused(name)}" for name, entry in foreign.items()]
             log.warning("lmc has no use for these settings of LMCache, and ignores them: %s", "; ".join(names))

@@ -32,6 +32,10 @@ NO_SETTINGS = (
     *CONFIG_FILES, *VARIABLES, "LMC_ROUTER_*",  # whose names lmc router checks
     "LMC_CHECK_LOCKS", "LMCACHE_USE_EXPERIMENTAL", "LMCACHE_TRACK_USAGE", "LMCACHE_LOG_LEVEL",
 )  # fmt: skip
+# Settings that lmc had, and what is said if one is given: by name, or by name and value.
+REMOVED: Mapping[str, str] = {
+    "store_policy": "has no effect any more: a new chunk is written to every tier at once",
+}
 SECRET = frozenset({"remote_url"})  # settings that may hold a password
 # Variables that Kubernetes sets in every pod for a Service whose name begins with lmc, with the values that they have.
 _ADDRESS, _NUMBER = r"[0-9a-fA-F.:]+", r"\d+"
@@ -58,6 +62,7 @@ class Source:
 
     own: dict[str, Given] = field(default_factory=dict)  # by the name of the setting
     foreign: dict[str, Given] = field(default_factory=dict)  # settings of LMCache that lmc does not have
+    removed: dict[str, Given] = field(default_factory=dict)  # settings that lmc had
     problems: list[str] = field(default_factory=list)  # in words, without values that may be passwords
 
     def read(self, written: Mapping[str, object], spellings: Mapping[str, str], origin: Callable[[str], str]) -> None:
@@ -73,6 +78,8 @@ class Source:
                 name = "local_disk"  # LMCache's first versions
             if name is None and bare == NESTED:
                 nested.append(entry)
+            elif name is None and bare in REMOVED:
+                self.removed[bare] = entry
             elif name is None and (feature_of(bare) or ignored(bare)):
                 self.foreign[bare] = entry
             elif name is None:
@@ -107,7 +114,8 @@ class Source:
             for name in login_names(url).values():
                 more.pop(name, None)
         for name, value in more.items():
-            (self.own if name in names else self.foreign).setdefault(name, Given(value, origin))
+            kept = self.own if name in names else self.removed if name in REMOVED else self.foreign
+            kept.setdefault(name, Given(value, origin))
 
 
 def shown(name: str, value: object) -> str:

@@ -52,33 +52,33 @@ class Level:
         """Reserve a slot, and note what follows from that; None if every slot is held."""
         slot = self.ledger.reserve(used=used)
         if slot is not None:
-            self._emptied(slot, todo.evicted)
+            self._emptied(slot)
             if self.ledger.is_bare(slot):
                 todo.bare.append(slot)
         return slot
 
-    def evict(self, owners: Collection[Owner], size: int, evicted: "list[Held]") -> list[Slot]:
+    def evict(self, owners: Collection[Owner], size: int) -> tuple[list[Slot], int]:
         """Reserve slots of chunks of some owners that are not pinned, with `size` bytes together if there are enough.
 
-        Those that were used longest ago go first, and only so many of them that nobody waits for long.
+        Returns the slots, and how many bytes their chunks had. Those that were used longest ago go first, and only so
+        many of them that nobody waits for long.
         """
-        found: list[Slot] = []
+        slots: list[Slot] = []
+        freed = 0
         for slot in islice(self.ledger.evictable(owners), TAKEN_AT_ONCE):
-            if size <= 0:
+            if freed >= size:
                 break
-            size -= self.metas[slot].memory
-            found.append(slot)
-        for slot in found:
+            freed += self.metas[slot].memory
+            slots.append(slot)
+        for slot in slots:
             self.ledger.take(slot)
-            self._emptied(slot, evicted)
-        return found
+            self._emptied(slot)
+        return slots, freed
 
-    def _emptied(self, slot: Slot, evicted: "list[Held]") -> None:
+    def _emptied(self, slot: Slot) -> None:
         self.slab.lose(slot)  # Another process may still read a slot that was released too early.
-        if (meta := self.metas.pop(slot, None)) is not None:
-            evicted.append(Held(meta, self, slot))
-            if self.ledger.find(meta.key) is None:
-                self.changes.left(self.name, meta.key)
+        if (meta := self.metas.pop(slot, None)) is not None and self.ledger.find(meta.key) is None:
+            self.changes.left(self.name, meta.key)
 
     def commit(self, slot: Slot, meta: RecordMeta) -> None:
         """Note that a reserved slot has been filled."""
@@ -146,10 +146,10 @@ class Load:
 
 @dataclass(slots=True, eq=False)
 class Outgoing:
-    """A record on its way to tiers, from a slot of the host that is held, or from a copy of its bytes."""
+    """A record on its way to tiers, from a slot of the host that is held."""
 
     meta: RecordMeta
-    slot: Slot | None
+    slot: Slot
     tiers: list[Tier]
     left: int  # tiers that are not done with it
     ticket: int  # in the queue
@@ -159,7 +159,6 @@ class Outgoing:
 class Todo:
     """What has to be done outside of the lock after a step of the state, in this order."""
 
-    evicted: list[Held] = field(default_factory=list)  # with write_back saved before their slots are written
     bare: list[Slot] = field(default_factory=list)  # whose memory has to be taken before they are written
     loads: list[Load] = field(default_factory=list)
     copies: list[tuple[Held, Level, int]] = field(default_factory=list)  # to another level, each with its ticket

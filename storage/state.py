@@ -20,7 +20,7 @@ from lmc.storage.level import Held, Level, Load, Outgoing, Todo
 from lmc.storage.locks import Rank, new_lock
 from lmc.storage.record import RecordMeta
 from lmc.storage.slab import tag_of
-from lmc.storage.stats import StoreStats, WritePolicy
+from lmc.storage.stats import StoreStats
 from lmc.storage.tier import Tier, Written
 from lmc.storage.write_queues import WriteQueues
 
@@ -28,12 +28,10 @@ from lmc.storage.write_queues import WriteQueues
 class StoreState:
     """Slots, pins, loads and queues of one store."""
 
-    def __init__(
-        self, levels: Sequence[Level], tiers: Sequence[Tier], policy: WritePolicy, pinned: set[ChunkKey] | None = None
-    ) -> None:
+    def __init__(self, levels: Sequence[Level], tiers: Sequence[Tier], pinned: set[ChunkKey] | None = None) -> None:
         self._changed = threading.Condition(new_lock(Rank.STATE))  # type: ignore[arg-type]
         self.levels, self.top, self.host = levels, levels[0], levels[-1]
-        self._tiers, self._policy, self._pinned = tiers, policy, set() if pinned is None else pinned
+        self._tiers, self._pinned = tiers, set() if pinned is None else pinned
         self.by_name = {level.name: level for level in levels}
         self._leases = itertools.count(1)
         self._held: dict[int, Load | None] = {}  # by lease; None for a chunk that was in memory
@@ -135,7 +133,7 @@ class StoreState:
         return None, todo
 
     def commit(self, reservation: Reservation, source: Held | None = None) -> Todo:
-        """Let the chunk in a filled slot be found; with write_through, send it to the next place.
+        """Let the chunk in a filled slot be found, and send it to the next place.
 
         It is not kept if it has been forgotten meanwhile, nor is a copy if the chunk in its `source` has been.
         """
@@ -148,7 +146,7 @@ class StoreState:
                 level.ledger.abort(slot)
                 return todo
             level.commit(slot, meta)
-            if self._policy is WritePolicy.WRITE_THROUGH and not self._closed:
+            if not self._closed:
                 if level is self.host:
                     self._send(meta, slot, todo)
                 elif self.host.ledger.find(meta.key) is None and self.queues.has_room(meta.key):
@@ -202,13 +200,6 @@ class StoreState:
             self._end(load, meta)
 
     # -- reports of the writing threads ------------------------------------------------------------------------------
-
-    def send_copy(self, meta: RecordMeta) -> list[Outgoing]:
-        """Let an evicted chunk wait for tiers; its bytes have to be copied first."""
-        todo = Todo()
-        with self._changed:
-            self._send(meta, None, todo)
-        return todo.outgoing
 
     def copied(self, held: Held, ticket: int) -> None:
         """Note that a copy to another level has ended, well or not."""
@@ -360,30 +351,23 @@ class StoreState:
         return slot
 
     def _promote(self, slots: Sequence[Slot], todo: Todo) -> None:
-        """Copy chunks that were read from the host to the device, where the next request will find them.
-
-        With write_back the copy may evict a chunk from the device, and that one another from the host to a tier. So
-        there must be room in the queue for both.
-        """
-        wanted = 2 if self._policy is WritePolicy.WRITE_BACK else 1
+        """Copy chunks that were read from the host to the device, where the next request will find them."""
         for slot in slots:
-            if self.queues.room >= wanted and slot in self.host.metas:  # It may have been forgotten meanwhile.
+            if self.queues.room > 0 and slot in self.host.metas:  # It may have been forgotten meanwhile.
                 self._copy(Held(self.host.metas[slot], self.host, slot), self.top, todo)
 
     def _copy(self, held: Held, target: Level, todo: Todo) -> None:
         held.level.ledger.hold(held.slot)
         todo.copies.append((held, target, self.queues.begin()))
 
-    def _send(self, meta: RecordMeta, slot: Slot | None, todo: Todo) -> None:
+    def _send(self, meta: RecordMeta, slot: Slot, todo: Todo) -> None:
         """Let a record wait for the tiers that take one now, and hold its slot meanwhile."""
         takers = self.queues.enter(meta.key)
         if takers:
-            if slot is not None:
-                self.host.ledger.hold(slot)
+            self.host.ledger.hold(slot)
             todo.outgoing.append(Outgoing(meta, slot, takers, len(takers), self.queues.begin()))
 
-    def _arrived(self, level: Level, slot: Slot | None, ticket: int) -> None:
-        if slot is not None:
-            level.ledger.release([slot])
+    def _arrived(self, level: Level, slot: Slot, ticket: int) -> None:
+        level.ledger.release([slot])
         self.queues.end(ticket)
         self._changed.notify_all()

@@ -1,18 +1,10 @@
-"""The write policies of a store, and its counts."""
+"""The counts of a store."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields, replace
-from enum import Enum
 from typing import Literal
 
 Verb = Literal["read", "write", "lookup"]  # deletions count as writes, listings as lookups
-
-
-class WritePolicy(Enum):
-    """When a chunk is written to the next place."""
-
-    WRITE_THROUGH = "write_through"
-    WRITE_BACK = "write_back"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,7 +28,7 @@ from lmc.storage.places import MEMORY
 from lmc.storage.record import RecordMeta
 from lmc.storage.slab import Slab
 from lmc.storage.state import StoreState
-from lmc.storage.stats import StoreStats, WritePolicy
+from lmc.storage.stats import StoreStats
 from lmc.storage.supply import SlotSupply
 from lmc.storage.tier import Tier
 from lmc.storage.tier_guard import TierGuard
@@ -47,7 +47,6 @@ class Store(ChunkStore):
         tiers: Sequence[Tier] = (),
         *,
         device: Slab | None = None,
-        policy: WritePolicy = WritePolicy.WRITE_THROUGH,
         load_threads: int = 2,
         document_share: float = 0.0,
         backing: Backing | None = None,
@@ -78,10 +77,10 @@ class Store(ChunkStore):
             if slab is not None
         ]
         self._tiers, self._guard = list(tiers), TierGuard()
-        self._state = StoreState(self._levels, self._tiers, policy, pinned)
+        self._state = StoreState(self._levels, self._tiers, pinned)
         self.supply = SlotSupply(self._state, backing)
         self._loader = Loader(self._state, self.supply, self._guard, load_threads, LOADING_CLIENTS if backing else 1)
-        self._writer = Writer(self._state, self._tiers, policy, self._guard)
+        self._writer = Writer(self._state, self._tiers, self._guard)
         self.cost, self.slab, self.slots = self._loader.cost, host, host.slots
         self.shared_places = frozenset(tier.name for tier in tiers if tier.shared)
         for tier in tiers:
@@ -266,10 +265,9 @@ class Store(ChunkStore):
     def shrink(self, slots: int) -> int:
         """Give the memory of up to so many slots back to the system; return how many of them could be evicted."""
         for done in range(slots):
-            retired, todo = self.supply.retire()
+            retired = self.supply.retire()
             if retired is None:
                 return done
-            self._writer.do(todo)
             self.slab.give_back(retired)
             self.supply.retired([retired], unused=True)
         return slots
@@ -279,12 +277,8 @@ class Store(ChunkStore):
 
         A call evicts some of them only, so that nobody waits for long; 0 means that there are no more.
         """
-        slots, todo = self.supply.evict(covers, size)
-        freed = sum(held.meta.memory for held in todo.evicted)
-        try:
-            self._writer.do(todo)
-        finally:
-            self.supply.retired(slots, unused=False)
+        slots, freed = self.supply.evict(covers, size)
+        self.supply.retired(slots, unused=False)
         return freed
 
     def make_safe(self) -> None:

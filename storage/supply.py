@@ -36,19 +36,17 @@ class SlotSupply:
             self._host.ledger.furnished(slot for slot in bare if slot not in lacking)
         return lacking
 
-    def evict(self, covers: Callable[[Owner], bool], size: int) -> tuple[list[Slot], Todo]:
+    def evict(self, covers: Callable[[Owner], bool], size: int) -> tuple[list[Slot], int]:
         """Reserve the slots of chunks of some owners, which were used longest ago; see `Level.evict`."""
-        todo = Todo()
         with self._state.step():
             fair = self._host.fair
             owners = [owner for owner in fair.owners() if covers(owner)] if fair is not None else []
-            return self._host.evict(owners, size, todo.evicted), todo
+            return self._host.evict(owners, size)
 
-    def retire(self) -> tuple[Slot | None, Todo]:
+    def retire(self) -> Slot | None:
         """Reserve a slot whose memory can be given back: a ready one, or the one that is evicted next."""
-        todo = Todo()
         with self._state.step():
-            return None if self._state.closed else self._host.reserve(todo, used=True), todo
+            return None if self._state.closed else self._host.reserve(Todo(), used=True)
 
     def retired(self, slots: Iterable[Slot], *, unused: bool) -> None:
         """Let slots that were retired be used again, or be `unused` because their memory was given back."""

@@ -1,8 +1,7 @@
 """Writing: the threads that copy chunks between levels of memory, and write them as records to tiers.
 
-    write_through   a new chunk goes to the next place at once: from the device to the host, from there to every tier
-    write_back      a chunk goes to the next place when its slot is taken for another chunk
-    always          a chunk that was read from the host is copied to the device
+    stored   a new chunk goes to the next place at once: from the device to the host, from there to every tier
+    read     a chunk that was read from the host is copied to the device
 
 Every step is reported to the store's state, which decides what goes where. A slot is held until its last tier is done.
 """
@@ -16,7 +15,6 @@ from lmc.storage.contract import Pin
 from lmc.storage.level import Held, Level, Outgoing, Todo
 from lmc.storage.record import RecordMeta
 from lmc.storage.state import StoreState
-from lmc.storage.stats import WritePolicy
 from lmc.storage.tier import Tier, Written
 from lmc.storage.tier_guard import T, TierGuard, logged
 
@@ -30,20 +28,17 @@ WRITERS = 2
 class Writer:
     """The queues of one store, each with a thread of its own."""
 
-    def __init__(self, state: StoreState, tiers: Sequence[Tier], policy: WritePolicy, guard: TierGuard) -> None:
-        self._state, self._tiers, self._policy, self._guard = state, tiers, policy, guard
+    def __init__(self, state: StoreState, tiers: Sequence[Tier], guard: TierGuard) -> None:
+        self._state, self._tiers, self._guard = state, tiers, guard
         self._copies = _thread("lmc-copy")
         writers = {tier.name: range(1 if tier.shared else WRITERS) for tier in tiers}
         self._queues = {name: [_thread(f"lmc-{name}-{i}") for i in numbers] for name, numbers in writers.items()}
 
     def do(self, todo: Todo) -> None:
-        """Save what was evicted, and start everything else."""
-        for evicted in todo.evicted if self._policy is WritePolicy.WRITE_BACK else ():
-            self._save(evicted)
+        """Start copies and writes."""
         for held, target, ticket in todo.copies:
             self._copies.submit(self._carry, held, target, ticket)
         for outgoing in todo.outgoing:
-            assert outgoing.slot is not None
             self._send(outgoing, self._bytes_of(Held(outgoing.meta, self._state.host, outgoing.slot)))
         self._complain()
 
@@ -66,8 +61,7 @@ class Writer:
         self._copies.shutdown()
         resident, writes = self._state.resident(), []
         for tier in self._tiers:
-            through = tier.shared and self._policy is WritePolicy.WRITE_THROUGH
-            keys = [key for key in resident if not through or key in self._state.queues.missed[tier.name]]
+            keys = [key for key in resident if not tier.shared or key in self._state.queues.missed[tier.name]]
             there = self._guard(tier, "lookup", tier.contains, keys) if keys else None
             for key, present in zip(keys, there or [False] * len(keys), strict=True):
                 if not present:
@@ -76,26 +70,6 @@ class Writer:
             write.result()
         for thread in chain(*self._queues.values()):
             thread.shutdown()
-
-    # -- in the thread that evicted ----------------------------------------------------------------------------------
-
-    def _save(self, evicted: Held) -> None:
-        """With write_back: copy an evicted chunk before its slot is written."""
-        try:
-            if evicted.level is not self._state.host:
-                self._copy(evicted, self._state.host, None)
-                return
-            for outgoing in self._state.send_copy(evicted.meta):
-                try:
-                    copy = self._bytes_of(evicted, copied=True)
-                except OSError:
-                    for tier in outgoing.tiers:
-                        self._state.written(tier, evicted.meta, None, outgoing)
-                    raise
-                self._send(outgoing, copy)
-        except OSError as error:  # There is no memory for a copy.
-            self._state.not_written(f"what is evicted cannot be copied ({error})", evicted.meta.key)
-            self._complain()
 
     # -- in the threads ----------------------------------------------------------------------------------------------
 
@@ -110,12 +84,12 @@ class Writer:
 
     def _carry(self, held: Held, target: Level, ticket: int) -> None:
         try:
-            logged(self._copy, held, target, held)
+            logged(self._copy, held, target)
         finally:
             self._state.copied(held, ticket)
 
-    def _copy(self, held: Held, target: Level, source: Held | None) -> None:
-        """Copy a chunk to another level, if it is not there and there is room. An evicted chunk has no `source`."""
+    def _copy(self, held: Held, target: Level) -> None:
+        """Copy a chunk to another level, if it is not there and there is room."""
         reservation, todo = self._state.begin(held.meta, target)
         self.do(todo)
         if reservation is None:
@@ -125,7 +99,7 @@ class Writer:
         except BaseException:
             self._state.abort(reservation)
             raise
-        self.do(self._state.commit(reservation, source))
+        self.do(self._state.commit(reservation, held))
 
     def _write(self, tier: Tier, meta: RecordMeta, parts: Sequence[memoryview], outgoing: Outgoing | None) -> None:
         outcome: Written | None = None
@@ -160,9 +134,9 @@ class Writer:
         for about, text in self._state.take_complaints() if self._state.queues.complaints else ():
             self._guard.complain(about, text)
 
-    def _bytes_of(self, held: Held, *, copied: bool = False) -> list[memoryview]:
+    def _bytes_of(self, held: Held) -> list[memoryview]:
         slab, parts, size = held.level.slab, held.meta.parts, held.meta.stored_part
-        if copied or held.level is not self._state.host:
+        if held.level is not self._state.host:
             return [slab.snapshot(held.slot, parts, size)]
         return slab.memory(held.slot, 0, parts, size)
 

@@ -18,7 +18,7 @@ from lmc.storage.disk import DiskTier
 from lmc.storage.redis import RedisTier, layout
 from lmc.storage.redis import tier as redis
 from lmc.storage.slab import Slab
-from lmc.storage.store import Store, WritePolicy
+from lmc.storage.store import Store
 
 PARTS, PART_BYTES = 3, 128 << 10
 RECORD_BYTES = 4096 + PARTS * PART_BYTES
@@ -35,7 +35,7 @@ def write_until_killed(directory: str, capacity: int, url: str, seed: int) -> No
     say(os.getpid())  # not by who forks: the first line has to come before the second
     dice = random.Random(seed)
     tiers = [DiskTier(directory, capacity), RedisTier(parse_redis_url(url), deadline=10)]
-    store = Store(Slab(8, PARTS, PART_BYTES), tiers, policy=dice.choice(list(WritePolicy)))
+    store = Store(Slab(8, PARTS, PART_BYTES), tiers)
     say("begun")
     parent = os.getppid()
     while os.getppid() == parent:

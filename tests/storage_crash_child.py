@@ -11,14 +11,13 @@ from storage_fakes import PART_BYTES, PARTS, get, key_of, put
 from lmc.errors import ChunkLost
 from lmc.storage.disk import DiskTier
 from lmc.storage.slab import Slab
-from lmc.storage.store import Store, WritePolicy
+from lmc.storage.store import Store
 
 
 def write_until_killed(directory: str, capacity: int, seed: int) -> None:
     dice = random.Random(seed)
     tier = DiskTier(directory, capacity)
-    policy = dice.choice(list(WritePolicy))
-    store = Store(Slab(8, PARTS, PART_BYTES), [tier], policy=policy)
+    store = Store(Slab(8, PARTS, PART_BYTES), [tier])
     parent = os.getppid()
     while os.getppid() == parent:
         key = key_of(dice.randrange(200))

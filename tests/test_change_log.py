@@ -28,11 +28,10 @@ from lmc.keys import RecordKind
 from lmc.storage.change_log import Amount, Change, ChangeLog, Chunk
 from lmc.storage.disk import DiskTier
 from lmc.storage.slab import Slab
-from lmc.storage.store import Store, WritePolicy
+from lmc.storage.store import Store
 
 K0, K1, K2, K3 = map(key_of, range(4))
 KEYS = (K0, K1, K2, K3)
-THROUGH, BACK = WritePolicy.WRITE_THROUGH, WritePolicy.WRITE_BACK
 
 
 def chunk_of(key):
@@ -225,9 +224,9 @@ def test_a_reader_that_fell_behind_starts_again_from_what_is_present(rounds):
 def make():
     made = []
 
-    def make_store(*tiers, slots=4, device=0, policy=THROUGH):
+    def make_store(*tiers, slots=4, device=0):
         slab = Slab(device, PARTS, PART_BYTES) if device else None
-        made.append(Store(Slab(slots, PARTS, PART_BYTES), tiers, device=slab, policy=policy))
+        made.append(Store(Slab(slots, PARTS, PART_BYTES), tiers, device=slab))
         return made[-1]
 
     yield make_store
@@ -363,12 +362,12 @@ actions = st.lists(st.tuples(st.sampled_from([put, put, get, Store.forget]), st.
 
 
 @settings(max_examples=60, deadline=None)
-@given(actions, st.sampled_from([0, 1, 2]), st.integers(1, 3), st.sampled_from([THROUGH, BACK]), st.booleans())
-def test_the_log_says_what_every_place_of_a_store_holds(done, device, slots, policy, on_disk):
+@given(actions, st.sampled_from([0, 1, 2]), st.integers(1, 3), st.booleans())
+def test_the_log_says_what_every_place_of_a_store_holds(done, device, slots, on_disk):
     with tempfile.TemporaryDirectory() as folder:
         tier = DiskTier(folder, 2 * RECORD_BYTES) if on_disk else DictTier()
         slab = Slab(device, PARTS, PART_BYTES) if device else None
-        store = Store(Slab(slots, PARTS, PART_BYTES), [tier], device=slab, policy=policy)
+        store = Store(Slab(slots, PARTS, PART_BYTES), [tier], device=slab)
         for action, key in done:
             # With a disk for two records, what is evicted to make room for a load may push its record out.
             with contextlib.suppress(ChunkLost):

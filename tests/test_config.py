@@ -11,7 +11,7 @@ import yaml
 from pydantic import ValidationError
 
 from lmc.config import CACHEBLEND, Settings
-from lmc.config_sources import OF_SERVICES, shown
+from lmc.config_sources import OF_SERVICES, REMOVED, shown
 from lmc.errors import ConfigError, LmcError
 from lmc.lmcache_compat import ALIASES, FEATURES, NESTED, feature_of, ignored
 from lmc.rag import SEPARATOR
@@ -53,7 +53,6 @@ def test_the_list_of_settings_is_frozen() -> None:
         "remote_ttl",
         "remote_prefix",
         "document_share",
-        "store_policy",
         "load_policy",
         "load_deadline",
         "enable_blending",
@@ -276,7 +275,6 @@ class TestValues:
             ("remote_prefix", "{tenant}"),
             ("local_disk_serde", "zip"),
             ("load_policy", "sometimes"),
-            ("store_policy", "write_around"),
             ("blend_special_str", ""),
             ("blend_special_str", "   "),
             ("blend_strategy", "Query"),
@@ -589,6 +587,31 @@ class TestLMCache:
         settings = Settings.load({"remote_url": "redis://a", "remote_serde": "cachegen"}, environ={})
         assert settings.remote_serde == "none"
         assert "remote_serde: cachegen (override remote_serde), as it loses precision" in caplog.text
+
+
+class TestRemovedSettings:
+    """A setting that lmc had is accepted wherever it may stand, with one line."""
+
+    @pytest.mark.parametrize("name", [name for name in REMOVED if ":" not in name])
+    def test_one_line_says_that_it_has_no_effect(self, name: str, tmp_path: Path, caplog) -> None:
+        file = f"YAML {tmp_path / 'lmc.yaml'}"
+        for load, origin in (
+            (lambda: Settings.load(environ={f"LMC_{name.upper()}": "x"}), f"environment LMC_{name.upper()}"),
+            (lambda: Settings.load(environ={f"LMCACHE_{name.upper()}": "x"}), f"environment LMCACHE_{name.upper()}"),
+            (lambda: Settings.load({f"lmc.{name}": "x"}, environ={}), f"override lmc.{name}"),
+            (lambda: Settings(**{name: "x"}), f"argument {name}"),
+            (lambda: from_yaml(tmp_path, f"{name}: x"), file),
+            (lambda: from_yaml(tmp_path, f"extra_config: {{{name}: x}}"), f"{file}, in extra_config"),
+        ):
+            caplog.clear()
+            assert load().model_dump() == Settings().model_dump()
+            (record,) = caplog.records
+            assert record.getMessage().startswith(f"{name} ({origin}) has no effect any more: ")
+
+    def test_it_is_said_once_if_it_stands_in_several_places(self, caplog) -> None:
+        Settings.load({"store_policy": "write_back"}, environ={"LMC_STORE_POLICY": "write_through"})
+        (record,) = caplog.records
+        assert "override store_policy" in record.getMessage()
 
 
 class TestKubernetes:

@@ -34,7 +34,7 @@ from lmc.storage import loader
 from lmc.storage.contract import ChunkStore, Pin, PinState, Reservation
 from lmc.storage.record import RecordMeta
 from lmc.storage.slab import Slab, tag_of
-from lmc.storage.store import Store, WritePolicy
+from lmc.storage.store import Store
 
 K0, K1, K2 = map(key_of, range(3))
 
@@ -70,9 +70,9 @@ def store(tier, request, tmp_path):
 
 @pytest.fixture
 def with_device():
-    """A store whose chunks are on the device alone until they are evicted there."""
+    """A store whose chunks are on the device first."""
     device = Slab(2, PARTS, PART_BYTES)
-    store = Store(Slab(4, PARTS, PART_BYTES), device=device, policy=WritePolicy.WRITE_BACK)
+    store = Store(Slab(4, PARTS, PART_BYTES), device=device)
     yield store
     store.close()
     assert store.held() == 0

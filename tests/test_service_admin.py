@@ -692,7 +692,7 @@ def test_all_of_a_tenant_is_removed_with_its_pins(tmp_path):
 
 
 def test_a_drained_server_writes_everything_down_and_is_not_ready(tmp_path):
-    with administered(tmp_path, local_disk=tmp_path / "disk", store_policy="write_back") as service:
+    with administered(tmp_path, local_disk=tmp_path / "disk") as service:
         learn(service.engine(), A)
         assert service.ask("/v1/drain", {}, "POST")["status"].startswith("the server writes down")
         eventually(lambda: service.server.ends)

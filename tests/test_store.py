@@ -38,12 +38,11 @@ from lmc.storage import loader
 from lmc.storage.contract import PinState
 from lmc.storage.disk import DiskTier
 from lmc.storage.slab import LOST, Slab, tag_of
-from lmc.storage.store import Store, WritePolicy
+from lmc.storage.store import Store
 from lmc.storage.tier import Wrapped
 from lmc.storage.writer import WRITERS
 
 K0, K1, K2, K3, K4, K5 = map(key_of, range(6))
-BACK = WritePolicy.WRITE_BACK
 
 
 class TestDictTier(TierContract):
@@ -284,35 +283,12 @@ def test_write_through_reaches_the_disk_and_survives_a_restart(make, tmp_path):
     assert store.known_keys() == {K0}
 
 
-def test_write_back_writes_only_what_is_evicted(make, tier):
-    store = make(tier, slots=2, policy=BACK)
-    put(store, K0)
-    put(store, K1)
-    store.flush()
-    assert list(tier.records) == []
-    put(store, K2)
-    store.flush()
-    assert list(tier.records) == [K0]
-    assert store.lookup([K0, K1, K2]) == ["dict", "host", "host"]
-    assert get(store, K0) == expected(K0)
-
-
-def test_what_is_evicted_and_cannot_be_copied_is_lost_and_nothing_else(make, tier, monkeypatch):
-    store = make(tier, slots=1, policy=BACK)
-    put(store, K0)
-    monkeypatch.setattr(Slab, "snapshot", lambda *_: (_ for _ in ()).throw(OSError("no memory")))
-    assert put(store, K1)
-    store.flush()
-    assert tier.records == {}
-    assert store.stats().dropped_writes == 1
-    assert get(store, K1) == expected(K1)
-
-
 def test_the_end_is_orderly_if_there_is_no_memory_for_a_copy(make, tier, monkeypatch):
     """The error left threads and tiers open."""
-    store = make(tier, device=1, policy=BACK)
+    store = make(tier, device=1)
+    for copying in ("copy_from", "snapshot"):
+        monkeypatch.setattr(Slab, copying, lambda *_: (_ for _ in ()).throw(OSError("no memory")))
     put(store, K0)
-    monkeypatch.setattr(Slab, "snapshot", lambda *_: (_ for _ in ()).throw(OSError("no memory")))
     store.close()
     assert tier.records == {}
     assert store.stats().dropped_writes == 1
@@ -355,16 +331,6 @@ def test_a_batch_that_is_larger_than_what_may_be_open_is_loaded_all_the_same(tmp
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     assert store.stats().failed == {}
     store.close()
-
-
-def test_write_back_writes_the_rest_at_close(make, tier):
-    store = make(tier, policy=BACK)
-    put(store, K0)
-    put(store, K1)
-    store.close()
-    assert {key: bytes(record) for key, record in tier.records.items()} == {
-        key: raw_record(meta_of(key)) for key in (K0, K1)
-    }
 
 
 def test_a_full_queue_drops_the_write_and_counts_it_and_close_writes_it(make, tier):
@@ -422,22 +388,21 @@ def test_a_tier_that_hangs_does_not_hold_up_the_other_and_each_has_its_share_of_
     assert set(hanging.inner.records) == {K0, K1, K2, K3, K4}
 
 
-@pytest.mark.parametrize("policy", WritePolicy)
-def test_a_tier_that_is_not_usable_gets_nothing_until_it_is_again(make, tier, policy):
+def test_a_tier_that_is_not_usable_gets_nothing_until_it_is_again(make, tier):
     away = Away(named("remote"))
-    store = make(away, tier, slots=1, policy=policy)
+    store = make(away, tier, slots=1)
     away.usable = False
     for key in (K0, K1):
         put(store, key)
         store.flush()
     stats = store.stats()
     assert stats.usable == {"remote": False, "dict": True}
-    assert (stats.dropped_writes, stats.failed) == (2 if policy is WritePolicy.WRITE_THROUGH else 1, {})
+    assert (stats.dropped_writes, stats.failed) == (2, {})
     away.usable = True
     put(store, K2)
     store.close()
     assert set(tier.records) == {K0, K1, K2}
-    assert set(away.inner.records) == ({K2} if policy is WritePolicy.WRITE_THROUGH else {K1, K2})
+    assert set(away.inner.records) == {K2}
 
 
 def test_what_waits_for_a_tier_that_goes_away_is_dropped_and_does_not_wait_for_ever(make):
@@ -799,54 +764,24 @@ def test_what_was_loaded_from_a_tier_goes_up_to_the_device_too(make, tier):
     assert get(store, K0) == expected(K0)
 
 
-def test_write_back_evicts_from_the_device_what_it_has_saved(make):
-    """It saved the head of the free queue, which put that slot at the tail, and then evicted the next one unsaved."""
-    store = make(device=2, policy=BACK)
-    for key in (K0, K1, K2, K3):
-        put(store, key)
-    assert store.lookup([K0, K1, K2, K3]) == ["host", "host", "device", "device"]
-    for key in (K0, K1, K2, K3):
-        assert get(store, key) == expected(key)
-        store.flush()  # What was read goes up, and what that displaces is a miss until it has been copied down.
-
-
-def test_a_chunk_that_is_read_displaces_none_whose_write_has_no_room(make, tier):
-    """The way to the device evicts a chunk there, and this one another from the host, while the queue is full."""
-    keys, gated = [key_of(i) for i in range(9)], Gated(tier)
-    store = make(gated, slots=4, device=2, policy=BACK)  # two may be queued
-    for key in keys:
-        put(store, key)
-        store.flush()
-    gated.open_all()
-    gated.write_gate.clear()
-    assert get(store, keys[0]) == expected(keys[0])  # takes the slot of a chunk that now waits to be written
-    assert gated.writing.wait(60)
-    store._writer._copies.submit(int).result()  # what was to be copied has been
-    gated.open_all()
-    store.flush()
-    assert None not in store.lookup(keys)
-    assert store.stats().dropped_writes == 0
-
-
-def test_write_back_through_all_levels_loses_nothing(make, tier):
+def test_a_chunk_passes_through_all_levels_and_none_is_lost(make, tier):
     keys = [key_of(i) for i in range(9)]
-    store = make(tier, slots=4, device=2, policy=BACK)
+    store = make(tier, slots=4, device=2)
     for key in keys:
         put(store, key)
         store.flush()
-    assert [place for place in store.lookup(keys) if place != "dict"] == ["host"] * 4 + ["device"] * 2
+    assert store.lookup(keys) == ["dict"] * 5 + ["host"] * 2 + ["device"] * 2
     for key in keys:
         assert get(store, key) == expected(key)
         store.flush()
     assert store.stats().dropped_writes == 0
 
 
-@pytest.mark.parametrize("policy", WritePolicy)
-def test_close_writes_what_is_on_the_device_even_if_the_host_is_smaller(make, tier, policy):
+def test_close_writes_what_is_on_the_device_even_if_the_host_is_smaller(make, tier):
     """It went through the host, whose slots were taken from under what had not been written yet."""
     gated = Gated(tier)
     gated.write_gate.clear()
-    store = make(gated, slots=2, device=6, policy=policy)
+    store = make(gated, slots=2, device=6)
     for key in (K0, K1, K2, K3, K4, K5):
         put(store, key)
     gated.open_all()
@@ -992,9 +927,8 @@ def test_what_is_counted_is_a_copy(make, tier):
 # -- everybody at once -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("policy", WritePolicy)
 @pytest.mark.parametrize("device", [0, 2])
-def test_many_threads_never_see_a_wrong_byte_and_leave_nothing_held(make, policy, device):
+def test_many_threads_never_see_a_wrong_byte_and_leave_nothing_held(make, device):
     keys = [key_of(i) for i in range(10)]
 
     class Sometimes(Wrapped):
@@ -1008,7 +942,7 @@ def test_many_threads_never_see_a_wrong_byte_and_leave_nothing_held(make, policy
                 self.inner.delete(key)
             return super().open(key)
 
-    store = make(Sometimes(DictTier()), slots=4, device=device, policy=policy)
+    store = make(Sometimes(DictTier()), slots=4, device=device)
 
     def work(seed):
         for turn in range(150):

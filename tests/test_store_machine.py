@@ -17,7 +17,7 @@ from lmc.errors import ChunkLost
 from lmc.storage import loader
 from lmc.storage.disk import DiskTier
 from lmc.storage.slab import Slab
-from lmc.storage.store import Store, WritePolicy
+from lmc.storage.store import Store
 
 KEYS = [key_of(i) for i in range(8)]
 BELOW = [("dict",), ("disk",), ("disk", "remote")]  # tiers, fastest first
@@ -42,12 +42,11 @@ class StoreAgainstDict(RuleBasedStateMachine):
     @initialize(
         device=st.sampled_from([0, 2]),
         slots=st.integers(1, 5),
-        policy=st.sampled_from(WritePolicy),
         below=st.sampled_from(BELOW),
     )
-    def begin(self, device, slots, policy, below):
+    def begin(self, device, slots, below):
         self.read_ahead, loader.READ_AHEAD_BYTES = loader.READ_AHEAD_BYTES, 1
-        self.shape, self.policy, self.below = (device, slots), policy, below
+        self.shape, self.below = (device, slots), below
         self.folder = Path(tempfile.mkdtemp())
         self.dicts = {name: DictTier() for name in below if name != "disk"}  # these outlive a restart, as servers do
         for name, tier in self.dicts.items():
@@ -62,7 +61,7 @@ class StoreAgainstDict(RuleBasedStateMachine):
         self.tiers = [Unsteady(self.dicts.get(name) or disk()) for name in self.below]
         slab = Slab(device, PARTS, PART_BYTES) if device else None
         host = Slab(slots, PARTS, PART_BYTES)
-        self.store = Store(host, self.tiers, device=slab, policy=self.policy, document_share=0.5)
+        self.store = Store(host, self.tiers, device=slab, document_share=0.5)
 
     @rule(key=keys)
     def write(self, key):

@@ -131,7 +131,7 @@ class KVEvents:
             self._absent.pop(key, None)
         else:
             media.remove(medium)
-            if not media:  # With write_back, a chunk leaves memory before it appears on the disk.
+            if not media:  # Its write may have been late: it leaves memory before it appears on the disk.
                 del self._media[key]
                 self._keep_while_absent(key)
         places = []

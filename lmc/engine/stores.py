@@ -16,7 +16,6 @@ from lmc.errors import need_msgspec
 from lmc.shapes import GIB
 from lmc.storage.contract import ChunkStore
 from lmc.storage.slab import Slab
-from lmc.storage.stats import WritePolicy
 from lmc.storage.store import Store
 from lmc.storage.tier import Tier
 
@@ -51,8 +50,7 @@ def open_store(
     on_device = 0 if shared else settings.max_local_device_size * GIB
     device_slab = Slab.of_size(on_device, geometry.parts, size, device) if on_device else None
     tiers = open_tiers(settings, geometry.item_bytes) if tiers is None else tiers
-    policy, share = WritePolicy(settings.store_policy), settings.document_share
-    return Store(slab, tiers, device=device_slab, policy=policy, document_share=share)
+    return Store(slab, tiers, device=device_slab, document_share=settings.document_share)
 
 
 def keeper_in_server(store: ChunkStore, unqueue: Callable[[KnownDocument], object]) -> DocumentKeeper:

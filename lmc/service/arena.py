@@ -24,7 +24,6 @@ from lmc.storage.ledger import Slot
 from lmc.storage.level import Backing
 from lmc.storage.record import RecordMeta
 from lmc.storage.slab import Slab
-from lmc.storage.stats import WritePolicy
 from lmc.storage.store import Store
 from lmc.storage.supply import SlotSupply
 from lmc.storage.tier import Tier, Wrapped
@@ -50,7 +49,6 @@ class Arena:
         sizes: Sizes,
         backing: "ArenaBacking",
         everything: ChangeLog,
-        policy: WritePolicy,
         document_share: float,
         share: PinnedShare,
         room: int,
@@ -66,7 +64,7 @@ class Arena:
         changes, self._fair = _ArenaChanges(everything), FairShares(quotas)
         self.sizes, self._backing, self._quotas = sizes, backing, quotas
         self.store = Store(
-            slab, tiers, policy=policy, document_share=document_share, backing=backing, changes=changes, fair=self._fair
+            slab, tiers, document_share=document_share, backing=backing, changes=changes, fair=self._fair
         )
         self.known = KnownDocuments()
         self._namespaces: set[bytes] = set()  # of documents that clients of this arena have

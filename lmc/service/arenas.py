@@ -30,7 +30,6 @@ from lmc.storage.change_log import Amount, ChangeLog
 from lmc.storage.host_memory import memory_available
 from lmc.storage.ledger import Slot
 from lmc.storage.slab import Slab
-from lmc.storage.stats import WritePolicy
 from lmc.storage.store import Store
 from lmc.storage.tier import Tier
 
@@ -200,7 +199,6 @@ class Arenas:
             sizes=sizes,
             backing=ArenaBacking(self.budget, sizes, slab, journal, list(map(Slot, range(slots))) if found else ()),
             everything=self.changes,
-            policy=WritePolicy(settings.store_policy),
             document_share=settings.document_share,
             share=self._pinned,
             room=self._room_for_pins(),
