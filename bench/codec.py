@@ -1,9 +1,9 @@
-"""What codecs save of KV, what they cost, and on which tiers that pays: ratio, encode and decode on one thread.
+"""What the codec saves of KV, what it costs, and on which tiers that pays: ratio, encode and decode on one thread.
 
     python bench/codec.py [--tokens 256] [--repeats 5]
 
 Reading a record of R raw bytes takes R/B from a tier of B bytes/s; encoded it takes ratio·R/B + R/decode, one after the
-other in one thread. So a codec pays below B = (1 − ratio)·decode; a record that does not get smaller is kept raw, and
+other in one thread. So it pays below B = (1 − ratio)·decode; a record that does not get smaller is kept raw, and
 pays nowhere. The entropy of the planes' bytes is shown beside the ratio: what a coder of single bytes could reach. KV
 is that of the shipped model on its documents, of a model with random weights, and of normals with a scale per channel;
 one part per layer and chunk, as a store has them. Parts come from memory that is in no cache, and go to such memory.
@@ -25,7 +25,6 @@ from lmc.shapes import aligned
 from lmc.storage.codec import decode_part, encode_part
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-CODECS = {"lz4": lambda _: 1, "planes": lambda dtype: dtype.itemsize}
 TIERS = (0.5, 1.0, 2.0)  # GB/s
 COLD = 1 << 28  # bytes, more than a processor's caches hold
 Part = torch.Tensor  # [K, T, H, D] of one layer
@@ -142,9 +141,8 @@ def rows(tokens: int, repeats: int) -> Iterator[dict[str, object]]:
         parts = make(tokens)
         for name, dtype in DTYPES.items():
             views = [as_stored(part, dtype) for part in parts]
-            for codec, planes in CODECS.items():
-                found = measured(views, planes(dtype), repeats)
-                yield {"source": source, "dtype": name, "codec": codec, "part_bytes": len(views[0]), **found}
+            found = measured(views, dtype.itemsize, repeats)
+            yield {"source": source, "dtype": name, "codec": "planes", "part_bytes": len(views[0]), **found}
 
 
 def main() -> None:
@@ -153,16 +151,13 @@ def main() -> None:
     arguments.add_argument("--repeats", type=int, default=5)
     options = arguments.parse_args()
     print(f"{machine()}\nencode and decode in MB/s of raw bytes; the last three: raw GB/s out of a tier of so many")
-    print(
-        "source           type  codec   ratio  entropy  encode  decode  pays below    "
-        + "  ".join(f"{t:4}" for t in TIERS)
-    )
+    print("source           type  ratio  entropy  encode  decode  pays below    " + "  ".join(f"{t:4}" for t in TIERS))
     table = []
     for row in rows(options.tokens, options.repeats):
         table.append(row)
         gained = "  ".join(f"{row[f'from_{tier}_gb_s']:4.2f}" for tier in TIERS)
         print(
-            f"{row['source']:15}  {row['dtype']:4}  {row['codec']:6}  {row['ratio']:5.3f}  {row['entropy']:7.3f}"
+            f"{row['source']:15}  {row['dtype']:4}  {row['ratio']:5.3f}  {row['entropy']:7.3f}"
             f"  {row['encode_mb_s']:6.0f}  {row['decode_mb_s']:6.0f}  {row['pays_below_gb_s']:5.2f} GB/s    {gained}"
         )
     line: dict[str, object] = {"bench": "codec"}

@@ -106,11 +106,8 @@ Real = Annotated[float, BeforeValidator(_number), Field(allow_inf_nan=False)]
 Layers = Annotated[tuple[Annotated[Whole, Field(ge=1)], ...], Field(min_length=1), AfterValidator(_rising)]
 Ratios = Annotated[tuple[Annotated[Real, Field(ge=0, le=1)], ...], Field(min_length=1), AfterValidator(_falling)]
 Thresholds = tuple[Annotated[Real, Field(ge=0)], ...]
-CODEC_WANTED = "none (or naive, its other name), lz4 or planes"
-# LMCache's name for "none" is "naive".
-Codec = Annotated[
-    Literal["none", "lz4", "planes"], BeforeValidator(lambda name: "none" if name in ("naive", None) else name)
-]
+OTHER_CODECS = {"None": "none", "naive": "none", "lz4": "planes"}  # naive is LMCache's name for none
+Codec = Annotated[Literal["none", "planes"], BeforeValidator(lambda name: OTHER_CODECS.get(str(name), name))]
 Strategy = Literal["query", "deviation", "head", "union", "random", "all", "none"]
 
 
@@ -134,14 +131,13 @@ class Settings(BaseModel):
         None, description="one directory, written as a path or as file:///path"
     )
     max_local_disk_size: Real = Field(10.0, ge=0, description="a number of GB")
-    local_disk_serde: Codec = Field("none", description=CODEC_WANTED)
     remote_url: Annotated[Annotated[str, AfterValidator(_redis)] | None, BeforeValidator(_optional)] = Field(
         None,
         repr=False,
         description="redis://[user:password@]host[:port][/db], rediss:// for TLS, unix:///path[?db=0], "
         "redis-cluster://host:port,host:port or redis-sentinel://host:port,host:port/service[/db]; rediss-… with TLS",
     )
-    remote_serde: Codec = Field("none", description=CODEC_WANTED)
+    remote_serde: Codec = Field("none", description="none (or naive, its other name) or planes")
     remote_deadline: Real = Field(0.5, gt=0, description="a number of seconds above 0")
     remote_ttl: Whole = Field(0, ge=0, description="a whole number of seconds, or 0 for chunks that stay until evicted")
     remote_prefix: str = Field(
@@ -215,7 +211,11 @@ class Settings(BaseModel):
             ]
         if problems:
             raise ConfigError("\n".join(problems))
-        for name, entry in ChainMap(*(source.removed for source in every)).items():
+        removed = dict(ChainMap(*(source.removed for source in every)))
+        removed |= {
+            f"{name}: {entry.value}": entry for name, entry in given.items() if f"{name}: {entry.value}" in REMOVED
+        }
+        for name, entry in removed.items():
             log.warning("%s (%s) %s", name, entry.origin, REMOVED[name])
         if foreign:
             names = [f"{name} ({entry.origin}), as {_unused(name)}" for name, entry in foreign.items()]

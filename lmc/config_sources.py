@@ -35,6 +35,9 @@ NO_SETTINGS = (
 # Settings that lmc had, and what is said if one is given: by name, or by name and value.
 REMOVED: Mapping[str, str] = {
     "store_policy": "has no effect any more: a new chunk is written to every tier at once",
+    "local_disk_serde": "has no effect any more: records on the disk are written as they are in memory",
+    # Neither loses anything, and planes makes records smaller, which lz4 alone does not.
+    "remote_serde: lz4": "is read as planes; records in the codec lz4 are not used any more",
 }
 SECRET = frozenset({"remote_url"})  # settings that may hold a password
 # Variables that Kubernetes sets in every pod for a Service whose name begins with lmc, with the values that they have.

@@ -1,8 +1,8 @@
 """Codecs: a tier in front of another one that makes records smaller without loss.
 
 The exponents of the numbers in a KV cache repeat, and their mantissas do not. So items of k bytes are split into k
-planes (byte j of every item, the lowest byte first) before LZ4 compresses them. The codec `lz4` has one plane,
-`planes<k>+lz4` has k. A part of `stored_part` bytes is encoded as
+planes (byte j of every item, the lowest byte first) before LZ4 compresses them. The codec is called `planes<k>+lz4` in
+records. A part of `stored_part` bytes is encoded as
 
     u32 × k   the length of each plane's block; a block as long as its plane is the plane itself
     blocks    LZ4 blocks or planes, side by side
@@ -26,7 +26,7 @@ from lmc.storage.tier import RecordReader, Tier, Wrapped, Written
 
 PART_LIMIT = GIB  # bytes of a part in memory; LZ4 blocks and lengths of 32 bits allow little more
 ITEMS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # bytes of an item -> a dtype of that size
-NAMES = {1: "lz4", 2: "planes2+lz4", 4: "planes4+lz4", 8: "planes8+lz4"}
+NAMES = {planes: f"planes{planes}+lz4" for planes in ITEMS}
 PLANES = {name: planes for planes, name in NAMES.items()}
 LENGTH = 4  # bytes
 
@@ -35,9 +35,9 @@ class Coded(Wrapped):
     """Encodes what is written with one codec, and decodes what is read with the codec that the record names."""
 
     def __init__(self, inner: Tier, codec: str, item_bytes: int) -> None:
-        """`codec` is "none", "lz4" or "planes" (of items of `item_bytes`). Raises `ConfigError` if it is missing."""
+        """`codec` is "none" or "planes" (of items of `item_bytes`). Raises `ConfigError` if it is missing."""
         super().__init__(inner)
-        planes = {NO_CODEC: 0, "lz4": 1, "planes": item_bytes}
+        planes = {NO_CODEC: 0, "planes": item_bytes}
         if codec not in planes:
             raise ConfigError(f"codec {codec!r}: use one of {', '.join(planes)}")
         assert item_bytes in ITEMS
@@ -52,7 +52,7 @@ class Coded(Wrapped):
             return reader
         try:
             if reader.meta.codec not in PLANES:
-                raise CorruptRecord(f"parts in codec {reader.meta.codec[:40]!r}, which lmc never wrote")
+                raise CorruptRecord(f"parts in the unknown codec {reader.meta.codec[:40]!r}")
             # An encoded part is larger than a raw one by at most its lengths.
             if reader.meta.stored_part > PART_LIMIT or max(reader.meta.stored) > reader.meta.stored_part + ALIGN:
                 raise CorruptRecord("impossible sizes of encoded parts")

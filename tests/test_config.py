@@ -46,7 +46,6 @@ def test_the_list_of_settings_is_frozen() -> None:
         "max_local_device_size",
         "local_disk",
         "max_local_disk_size",
-        "local_disk_serde",
         "remote_url",
         "remote_serde",
         "remote_deadline",
@@ -129,7 +128,7 @@ class TestPrecedence:
         assert effective["blend_min_tokens"] == (3, "environment LMC_BLEND_MIN_TOKENS")
         assert effective["max_local_cpu_size"] == (2.0, "environment LMCACHE_MAX_LOCAL_CPU_SIZE")
         assert effective["max_local_disk_size"] == (1.0, f"YAML {file}")
-        assert effective["local_disk_serde"] == ("none", "default")
+        assert effective["remote_serde"] == ("none", "default")
 
     def test_the_order_of_variables_in_the_environment_does_not_matter(self) -> None:
         both = {"LMC_CHUNK_SIZE": "3", "LMCACHE_CHUNK_SIZE": "2"}
@@ -268,12 +267,11 @@ class TestValues:
             ("local_disk", "file:/kv"),
             ("local_disk", "/kv/a,/kv/b"),
             ("local_disk", "~nobody-by-this-name/kv"),
-            ("local_disk_serde", "cachegen"),
             ("remote_deadline", 0),
             ("remote_ttl", -1),
             ("remote_prefix", ""),
             ("remote_prefix", "{tenant}"),
-            ("local_disk_serde", "zip"),
+            ("remote_serde", "zip"),
             ("load_policy", "sometimes"),
             ("blend_special_str", ""),
             ("blend_special_str", "   "),
@@ -607,6 +605,11 @@ class TestRemovedSettings:
             assert load().model_dump() == Settings().model_dump()
             (record,) = caplog.records
             assert record.getMessage().startswith(f"{name} ({origin}) has no effect any more: ")
+
+    def test_the_codec_lz4_is_read_as_planes(self, tmp_path: Path, caplog) -> None:
+        assert from_yaml(tmp_path, "remote_serde: lz4").remote_serde == "planes"
+        (record,) = caplog.records
+        assert record.getMessage().startswith(f"remote_serde: lz4 (YAML {tmp_path / 'lmc.yaml'}) is read as planes")
 
     def test_it_is_said_once_if_it_stands_in_several_places(self, caplog) -> None:
         Settings.load({"store_policy": "write_back"}, environ={"LMC_STORE_POLICY": "write_through"})

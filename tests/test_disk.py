@@ -408,7 +408,9 @@ def test_a_thousand_flipped_bits_and_not_one_wrong_byte(tmp_path):
 
 
 PLAIN = meta_of(K0)
-CODED = replace(PLAIN, codec="lz4", sizes=(4096, 8192, 4096))  # as a codec leaves it: every part of its own size
+CODED = replace(
+    PLAIN, codec="planes2+lz4", sizes=(4096, 8192, 4096)
+)  # as a codec leaves it: every part of its own size
 
 
 def raw(meta: RecordMeta, body: bytes) -> bytes:

@@ -23,8 +23,12 @@ def test_a_tier_whose_codec_is_missing_does_not_stay_open(tmp_path: Path, monkey
         raise ConfigError("no lz4 here")
 
     monkeypatch.setattr(codec, "lz4_block", missing)
+    remote = DictTier()
+    remote.name = "redis"
+    monkeypatch.setattr(tiers, "open_redis", lambda settings: remote)
+    given = {"local_disk": tmp_path, "max_local_disk_size": 0.01, "remote_url": "redis://cache"}
     with pytest.raises(ConfigError) as caught:
-        open_tiers(Settings(local_disk=tmp_path, local_disk_serde="lz4", max_local_disk_size=0.01), 2)
+        open_tiers(Settings(**given, remote_serde="planes"), 2)
     DiskTier(tmp_path, UNBOUNDED).close()
     assert "no lz4 here" in str(caught.value)  # The error is still here, and with it whatever its frames hold.
 

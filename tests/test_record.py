@@ -34,7 +34,7 @@ def decode(blob: bytes) -> RecordMeta:
     "meta",
     [
         META,
-        replace(META, tokens=0, first=10**6, codec="lz4", part_bytes=1),
+        replace(META, tokens=0, first=10**6, codec="planes2+lz4", part_bytes=1),
         replace(META, parts=80, checksums=tuple(range(80))),
         replace(META, parts=1, checksums=(7,), part_bytes=1 << 40),
     ],

@@ -34,7 +34,7 @@ RECORDS = 5000
 SERVERS = 500
 LIMIT = 2.5  # seconds: the deadline, and room for a machine that is busy with something else
 KEY, OTHER = key_of(0), key_of(1)
-CODECS = ("none", "lz4", "planes")
+CODECS = ("none", "planes")
 SIZE = PARTS * PART_BYTES
 GREETED = {b"CLIENT": b"+OK\r\n", b"SELECT": b"+OK\r\n", b"PING": b"+PONG\r\n", b"SET": b"$-1\r\n", b"AUTH": b"+OK\r\n"}
 

@@ -121,7 +121,7 @@ def test_a_server_that_cannot_start_does_not_end_the_one_that_it_would_take_over
 
 @pytest.mark.parametrize(
     ("setting", "value", "package"),
-    [("LMC_LOCAL_DISK_SERDE", "lz4", "lz4"), ("LMC_REMOTE_URL", "redis://127.0.0.1:1", "redis")],
+    [("LMC_REMOTE_SERDE", "planes", "lz4"), ("LMC_REMOTE_URL", "redis://127.0.0.1:1", "redis")],
     ids=["codec", "Redis"],
 )
 def test_a_missing_package_does_not_end_the_server_that_would_be_taken_over(

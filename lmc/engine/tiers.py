@@ -29,9 +29,11 @@ def open_tiers(settings: Settings, item_bytes: int) -> list[Tier]:
 
 
 def coded(tiers: Sequence[Tier], settings: Settings, item_bytes: int) -> list[Tier]:
-    """Return tiers behind the codecs of the settings; raise `ConfigError` if a codec's package is missing."""
-    codecs = {"disk": settings.local_disk_serde, "redis": settings.remote_serde}
-    return [Coded(tier, codecs.get(tier.name, NO_CODEC), item_bytes) for tier in tiers]
+    """Return tiers behind their codecs; raise `ConfigError` if a codec's package is missing.
+
+    Only what is written to Redis may be encoded. Every tier decodes what it has.
+    """
+    return [Coded(tier, settings.remote_serde if tier.name == "redis" else NO_CODEC, item_bytes) for tier in tiers]
 
 
 def described(settings: Settings) -> str:
@@ -72,7 +74,7 @@ def check_packages(settings: Settings) -> None:
     """Raise `ConfigError` if a package is missing for the tiers of the settings, or for their codecs."""
     if settings.remote_url is not None:
         _redis_tier()
-    if {settings.local_disk_serde, settings.remote_serde} != {NO_CODEC}:
+    if settings.remote_serde != NO_CODEC:
         lz4_block()
 
 
