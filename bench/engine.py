@@ -25,7 +25,6 @@ ENVIRONMENT = {
 # Blends are made whatever they take, unless a benchmark asks for `auto`.
 SETTINGS = {
     "enable_blending": True,
-    "blend_calibration": "ignore",
     "max_local_cpu_size": 2.0,
     "load_deadline": 60.0,
     "load_policy": "always",

@@ -310,7 +310,7 @@ def _answers(report: Report, model: str, checkpoint: Path, texts: Path, count: i
     prompts = Prompts(collection, tokenizer, SEPARATOR_TEXT)
     examples = [prompts.example(question, number) for number, question in enumerate(collection.questions)]
     documents = dict.fromkeys(name for example in examples for name in example.order)
-    settings = Settings(enable_blending=True, max_local_cpu_size=2.0, blend_calibration="ignore")
+    settings = Settings(enable_blending=True, max_local_cpu_size=2.0)
     with CachedModel(loaded, settings, Markers.of(tokenizer, SEPARATOR_TEXT)) as cached:
         learn_all(cached, [prompts.tokens[name] for name in documents])
         right: Counter[str] = Counter()

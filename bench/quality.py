@@ -67,7 +67,6 @@ def main() -> int:
         arguments.error(f"no task {', '.join(sorted(strange))}: use {', '.join(known)}")
     settings = Settings(
         enable_blending=True,
-        blend_calibration="ignore",
         blend_min_tokens=0,
         max_local_cpu_size=0.5,
         load_policy="always",

@@ -177,9 +177,6 @@ class Settings(BaseModel):
     blend_learn_prefix: Literal["primer", "sink", "none"] = Field(
         "primer", description="primer (documents are learned behind a neutral one), sink (the first token) or none"
     )
-    blend_calibration: Literal["obey", "ignore"] = Field(
-        "obey", description="obey (a model for which `lmc calibrate` said no is not blended) or ignore"
-    )
     blend_min_tokens: Whole = Field(256, ge=0, description="a whole number of tokens from 0 on")
     blend_learn: bool = Field(True, description="true or false")
 

@@ -36,6 +36,7 @@ NO_SETTINGS = (
 REMOVED: Mapping[str, str] = {
     "store_policy": "has no effect any more: a new chunk is written to every tier at once",
     "local_disk_serde": "has no effect any more: records on the disk are written as they are in memory",
+    "blend_calibration": "has no effect any more: `lmc calibrate` prints settings, and turns nothing off",
     # Neither loses anything, and planes makes records smaller, which lz4 alone does not.
     "remote_serde: lz4": "is read as planes; records in the codec lz4 are not used any more",
 }

@@ -1,13 +1,11 @@
-"""`lmc calibrate`: what it finds, when it says no, and that connectors obey."""
+"""`lmc calibrate`: what it finds, when it says no, and the settings that it prints."""
 
 import json
-import logging
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
-from models import random_model, random_tokens
+from models import random_model
 from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
@@ -15,21 +13,10 @@ from lmc.blend.markers import Markers
 from lmc.blend.segments import join, split
 from lmc.calibrate.measure import BLIND, RATIOS, Measured, Measurement, Numbers
 from lmc.calibrate.prompts import ANSWER, ASK, CalibrationPrompts, collect, questions_about
-from lmc.calibrate.verdict import calibration, judge, reads_documents, table, yaml_lines
+from lmc.calibrate.verdict import fusion_settings, judge, reads_documents, report_of, table, yaml_lines
 from lmc.cli import app
 from lmc.config import Settings
-from lmc.connectors.transformers import CachedModel
-from lmc.connectors.transformers.hf import identity
-from lmc.connectors.vllm.model_identity import model_identity
 from lmc.demo import SHIPPED
-from lmc.engine.calibration import (
-    Calibration,
-    calibration_objection,
-    calibration_of,
-    calibrations_file,
-    fusion_settings,
-    keep_calibration,
-)
 
 MODEL, DOCUMENTS, QUESTIONS = SHIPPED / "model", SHIPPED / "documents", SHIPPED / "questions.json"
 BLENDING = Settings(enable_blending=True, max_local_cpu_size=0.02)
@@ -217,146 +204,37 @@ def test_a_prompt_holds_the_documents_between_separators_and_ends_with_the_known
     assert prompts.prompt(0) == prompt, "the same every time"
 
 
-# -- the file --------------------------------------------------------------------------------------------------------
+# -- the report ------------------------------------------------------------------------------------------------------
 
 
-def result(**changes: object) -> Calibration:
-    values = {"date": "2026-01-31", "worth_it": True, "reason": "99 % at half of the time", "ratio": 0.15}
-    numbers = {"target": 0.98, "agreement": 0.99, "kl": 0.01, "speed_up": 2.0, "prompts": 8}
-    return Calibration.model_validate({**values, **numbers, "settings": fusion_settings(Settings()), **changes})
-
-
-def test_calibrations_are_kept_by_model_and_replaced() -> None:
-    assert calibration_of("a") is None
-    keep_calibration("a", result())
-    keep_calibration("b", result(worth_it=False, ratio=None))
-    keep_calibration("a", result(ratio=0.3))
-    assert calibration_of("a") == result(ratio=0.3)
-    assert calibration_of("b") == result(worth_it=False, ratio=None)
-    names = {path.name for path in calibrations_file().parent.iterdir()}
-    assert names == {"calibrations.json", "calibrations.json.lock"}
-
-
-def test_they_are_kept_in_the_cache_directory_of_the_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert calibrations_file() == tmp_path / ".cache" / "lmc" / "calibrations.json"
-
-
-@pytest.mark.parametrize(
-    "content",
-    [b"", b"\xff\xfe", b"[1]", b'{"a": 7}', b'{"a": {"version": 2}}', json.dumps({"a": {"version": 1}}).encode()],
-)
-def test_a_file_or_an_entry_that_cannot_be_read_counts_as_empty(content: bytes) -> None:
-    calibrations_file().parent.mkdir(parents=True)
-    calibrations_file().write_bytes(content)
-    assert calibration_of("a") is None
-    keep_calibration("a", result())
-    assert calibration_of("a") == result()
-
-
-def test_what_is_kept_says_what_was_measured_and_with_which_settings() -> None:
+def test_the_report_says_what_was_measured_and_with_which_settings() -> None:
     found = measured(dict.fromkeys(RATIOS, 0.99))
-    kept = calibration(found, judge(found, 0.98), 0.98, Settings(blend_correction="shift"))
-    assert (kept.worth_it, kept.ratio, kept.agreement, kept.speed_up, kept.prompts) == (True, 0.05, 0.99, 2.0, 10)
-    assert kept.settings["blend_correction"] == "shift"
-
-
-# -- connectors ------------------------------------------------------------------------------------------------------
-
-
-def test_a_model_that_was_never_calibrated_is_blended_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
-    assert calibration_objection(BLENDING, "a", "some/model") == ""
-    (record,) = caplog.records
-    assert record.levelno == logging.WARNING
-    assert "lmc calibrate some/model --documents DIR" in record.getMessage()
-
-
-def test_a_model_for_which_the_answer_was_no_is_not_blended() -> None:
-    keep_calibration("a", result(worth_it=False, ratio=None, reason="no time is gained"))
-    said = calibration_objection(BLENDING, "a", "some/model")
-    assert said == (
-        "lmc calibrate found on 2026-01-31 that it is not worth it for this model: no time is gained "
-        "(blend_calibration: ignore blends all the same)"
-    )
-
-
-@pytest.mark.parametrize(
-    ("kept", "settings", "said"),
-    [
-        ({}, {}, ""),
-        ({"ratio": 0.3}, {}, "blend_recompute_ratios is 0.15, and lmc calibrate found that this model needs 0.3"),
-        ({"ratio": 0.05}, {}, ""),
-        ({"worth_it": False}, {"blend_strategy": "head"}, "calibrated with another blend_strategy"),
-        ({"worth_it": False}, {"blend_calibration": "ignore"}, ""),
-        ({"worth_it": False}, {"enable_blending": False}, ""),
-    ],
-)
-def test_other_models_are_blended(
-    kept: dict[str, object], settings: dict[str, object], said: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    keep_calibration("a", result(**kept))
-    assert calibration_objection(Settings(**{"enable_blending": True, **settings}), "a", "some/model") == ""
-    assert len(caplog.records) == bool(said)
-    assert said in caplog.text
-
-
-def test_a_model_without_a_checkpoint_has_no_warning(caplog: pytest.LogCaptureFixture) -> None:
-    assert calibration_objection(BLENDING, "a", None) == ""
-    assert not caplog.records
-
-
-def test_transformers_obeys(random_checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
-    name = identity(None, random_checkpoint)
-    document, question = random_tokens(300, 1), random_tokens(20, 2)
-    with CachedModel.load(random_checkpoint, BLENDING)[0] as cached:
-        assert cached.blends
-        assert "never calibrated" in caplog.text
-    keep_calibration(name, result(worth_it=False, ratio=None))
-    cached, _ = CachedModel.load(random_checkpoint, BLENDING)
-    with cached:
-        assert not cached.blends
-        assert "blending is off: lmc calibrate found on 2026-01-31" in caplog.text
-        cached.learn(document)
-        prompt = join(random_tokens(9, 3), [document], question, list(cached.markers.separators[0]))
-        done = cached.prefill(prompt, "blend")
-        assert done.report.reused == 0
-        assert done.report.note == "blending is off: lmc calibrate advised against it"
-        assert torch.equal(done.logits.argmax(), cached.prefill(prompt, "full").logits.argmax())
-    ignoring = Settings(enable_blending=True, max_local_cpu_size=0.02, blend_calibration="ignore")
-    with CachedModel.load(random_checkpoint, ignoring)[0] as cached:
-        assert cached.blends
-
-
-def test_vllm_finds_the_same_entry(random_checkpoint: Path) -> None:
-    model = SimpleNamespace(
-        model=str(random_checkpoint),
-        revision=None,
-        hf_overrides={},
-        quantization=None,
-        hf_config=SimpleNamespace(to_dict=dict),
-    )
-    config = SimpleNamespace(load_config=SimpleNamespace(load_format="auto"), model_config=model)
-    assert model_identity(config, []) == identity(None, random_checkpoint)
+    report = report_of("a", found, judge(found, 0.98), 0.98, Settings(blend_correction="shift"))
+    said = {name: report[name] for name in ("model", "worth_it", "ratio", "agreement", "speed_up", "prompts")}
+    assert said == {
+        "model": "a", "worth_it": True, "ratio": 0.05, "agreement": 0.99, "speed_up": 2.0, "prompts": 10,
+    }  # fmt: skip
+    assert report["settings"]["blend_correction"] == "shift"
 
 
 # -- the command -----------------------------------------------------------------------------------------------------
 
 
-def test_the_small_model_is_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_small_model_is_worth_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cache: Path) -> None:
     """TTFT is not asserted, as the machine may be busy: the verdict may be that no time is gained."""
     monkeypatch.setenv("LMC_MAX_LOCAL_CPU_SIZE", "0.3")
-    code, out, err = lmc(MODEL, "--documents", DOCUMENTS, "--questions", QUESTIONS, "--prompts", "3")
+    file = tmp_path / "report.json"
+    given = ("--documents", DOCUMENTS, "--questions", QUESTIONS, "--prompts", "3", "--report", file)
+    code, out, err = lmc(MODEL, *given)
     assert "3 prompts of 1" in out, err
-    kept = calibration_of(identity(None, MODEL))
-    assert kept is not None
-    assert str(calibrations_file()) in out
+    report = json.loads(file.read_text())
+    assert report["worth_it"] == (code == 0)
+    assert not (cache / "lmc" / "calibrations.json").exists(), "nothing is kept that turns anything off"
     if code == 0:
-        assert kept.worth_it
         assert "enable_blending: true" in out
     else:
         assert code == 1
-        assert "no time is gained" in kept.reason
+        assert "no time is gained" in report["reason"]
         assert "Blending is not worth it for this model: " in out
 
 
@@ -365,16 +243,16 @@ def test_the_small_model_is_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
     [({0.15: 0.899, 0.3: 0.9, 0.5: 1.0}, 0, "is worth it at ratio 0.3"), ({0.5: 0.899}, 1, "is not worth it")],
 )
 def test_without_a_target_blends_have_to_agree_at_90_percent(
-    shares: dict[float, float], code: int, said: str, monkeypatch: pytest.MonkeyPatch
+    shares: dict[float, float], code: int, said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("lmc.calibrate.command._measure", lambda *_: ("a", measured(shares)))
-    found, out, _ = lmc(MODEL, "--documents", DOCUMENTS)
+    monkeypatch.setattr("lmc.calibrate.command._measure", lambda *_: measured(shares))
+    file = tmp_path / "report.json"
+    found, out, _ = lmc(MODEL, "--documents", DOCUMENTS, "--report", file)
     assert found == code
     assert said in out
     assert ("enable_blending: true" in out) == (code == 0)
-    kept = calibration_of("a")
-    assert kept is not None
-    assert (kept.target, kept.worth_it) == (0.9, code == 0)
+    report = json.loads(file.read_text())
+    assert (report["target"], report["worth_it"]) == (0.9, code == 0)
 
 
 def test_random_weights_are_not_worth_it(random_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -383,9 +261,6 @@ def test_random_weights_are_not_worth_it(random_checkpoint: Path, monkeypatch: p
         code, out, _ = lmc(random_checkpoint, "--documents", DOCUMENTS, "--prompts", "4", *questions)
         assert code == 1
         assert "Blending is not worth it for this model: the model does not read the documents" in out
-        kept = calibration_of(identity(None, random_checkpoint))
-        assert kept is not None
-        assert not kept.worth_it
 
 
 @pytest.mark.parametrize(
@@ -405,7 +280,6 @@ def test_wrong_inputs_are_answered_in_one_line(words: list[str | Path], message:
     assert code == 2
     assert message in err
     assert err.count("\n") == 1
-    assert not calibrations_file().exists()
 
 
 def test_documents_without_a_sentence_need_questions(tmp_path: Path) -> None:
@@ -423,15 +297,12 @@ def test_documents_that_are_too_short_to_be_blended_are_named(tmp_path: Path) ->
     assert "blend_min_tokens" in err
 
 
-def test_a_cache_directory_that_cannot_be_written_is_named_behind_the_result(
-    random_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nowhere")
-    monkeypatch.setenv("LMC_MAX_LOCAL_CPU_SIZE", "0.3")
-    code, out, err = lmc(random_checkpoint, "--documents", DOCUMENTS, "--questions", QUESTIONS, "--prompts", "2")
+def test_a_report_that_cannot_be_written_is_named_behind_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lmc.calibrate.command._measure", lambda *_: measured({0.5: 0.1}))
+    code, out, err = lmc(MODEL, "--documents", DOCUMENTS, "--report", "/proc/nowhere/report.json")
     assert code == 2
     assert "Blending is not worth it" in out
-    assert "the result cannot be kept in /proc/nowhere/lmc/calibrations.json" in err
+    assert "the report cannot be written to /proc/nowhere/report.json" in err
 
 
 def test_separators_in_a_document_do_not_stop_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

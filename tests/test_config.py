@@ -63,7 +63,6 @@ def test_the_list_of_settings_is_frozen() -> None:
         "blend_thresholds",
         "blend_correction",
         "blend_learn_prefix",
-        "blend_calibration",
         "blend_min_tokens",
         "blend_learn",
     ]
@@ -288,7 +287,6 @@ class TestValues:
             ("blend_recompute_ratios", "nan"),
             ("blend_recompute_ratios", (0.1, 0.2)),  # the set may only shrink
             ("blend_thresholds", -1),
-            ("blend_calibration", "yes"),
             ("blend_min_tokens", -1),
             ("blend_preset", "epic"),
             ("blend_learn", None),

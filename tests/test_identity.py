@@ -9,6 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from lmc.connectors.transformers.hf import identity
+from lmc.connectors.vllm.model_identity import model_identity
 from lmc.engine import identity as module
 from lmc.engine.identity import (
     FRESH_SECONDS,
@@ -176,6 +178,19 @@ def test_the_files_of_a_checkpoint_are_its_weights_its_code_and_its_config(check
     for name in ("model-1", "model-2"):
         (checkpoint / f"{name}.safetensors").unlink()
     assert sorted(path.name for path in checkpoint_files(str(checkpoint)))[:2] == ["config.json", "model.bin"]
+
+
+def test_vllm_and_transformers_give_a_checkpoint_one_identity(checkpoint):
+    """Otherwise one would not find the documents of the other."""
+    model = SimpleNamespace(
+        model=str(checkpoint),
+        revision=None,
+        hf_overrides={},
+        quantization=None,
+        hf_config=SimpleNamespace(to_dict=dict),
+    )
+    config = SimpleNamespace(load_config=SimpleNamespace(load_format="auto"), model_config=model)
+    assert model_identity(config, []) == identity(None, checkpoint)
 
 
 def test_a_checkpoint_may_be_one_file(checkpoint):

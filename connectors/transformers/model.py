@@ -37,7 +37,6 @@ from lmc.connectors.transformers.report import How, Prefilled, Report
 from lmc.connectors.transformers.selftest import prove_model
 from lmc.copies import settle
 from lmc.engine import CacheEngine, Geometry, NewChunk, Plan, PromptView, Wish
-from lmc.engine.calibration import calibration_objection
 from lmc.engine.identity import rope_name
 from lmc.errors import ChunkLost, ConfigError, InputError, UnsupportedModel
 from lmc.keys import ChunkKey, Namespace, RecordKind, chunk_bounds
@@ -77,7 +76,7 @@ class CachedModel(AbstractContextManager["CachedModel"]):
         self.policy = RecomputePolicy.of(settings)
         self.policy.check_depth(self.layers.shape.layers)
         self._salt, name = cache_salt, identity(model, checkpoint)
-        self._refused = self._why_not(name, checkpoint)
+        self._refused = self._why_not()
         self.blends = not self._refused
         shape = self.layers.shape
         namespace = Namespace(
@@ -350,16 +349,13 @@ class CachedModel(AbstractContextManager["CachedModel"]):
         layers = prefilled(self.model, prefix).layers if prefix else ()
         return [(layer.keys[0], layer.values[0]) for layer in layers]
 
-    def _why_not(self, name: str, checkpoint: str | Path | None) -> str:
-        """Return why documents are not blended, or nothing, and log it. `name` is the model's identity."""
+    def _why_not(self) -> str:
+        """Return why documents are not blended, or nothing, and log it."""
         try:
             prove_model(self.model, self.layers)
         except UnsupportedModel as error:
             log.error("blending is off: %s", error)
             return "blending is off: the self-test failed for this model"
-        if objection := calibration_objection(self.settings, name, checkpoint):
-            log.warning("blending is off: %s", objection)
-            return "blending is off: lmc calibrate advised against it"
         return ""
 
     def _note_speed(self, tokens: int, behind: int, started: float) -> None:

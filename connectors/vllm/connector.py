@@ -23,7 +23,7 @@ from lmc.connectors.vllm import multi, vllm_api
 from lmc.connectors.vllm.admin import Administration, serve_if_wanted
 from lmc.connectors.vllm.guard import HookGuard
 from lmc.connectors.vllm.messages import StepPlan, StepReport, WorkerFacts
-from lmc.connectors.vllm.model_identity import files_of, model_identity
+from lmc.connectors.vllm.model_identity import model_identity
 from lmc.connectors.vllm.model_kinds import objection, use_one_table
 from lmc.connectors.vllm.plugin import join_log, loaded_model
 from lmc.connectors.vllm.scheduler import Scheduler
@@ -31,7 +31,6 @@ from lmc.connectors.vllm.start import Setup, check_chunk_size, layers_of_stages,
 from lmc.connectors.vllm.stats import LmcPromMetrics, LmcStats
 from lmc.connectors.vllm.worker import Worker
 from lmc.engine import CacheEngine
-from lmc.engine.calibration import calibration_objection
 from lmc.engine.document_publisher import DocumentPublisher, publisher_if_wanted
 from lmc.engine.tiers import described
 from lmc.errors import ConfigError, InputError
@@ -252,8 +251,6 @@ class LMCConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
             settings = settings.model_copy(update={"local_disk": own})
         model = model_identity(self._config, [facts.weights for facts in workers])
         refused = next((facts.refused for facts in workers if facts.refused), "")
-        checkpoint = self._config.model_config.model if files_of(self._config) else None
-        refused = refused or calibration_objection(settings, model, checkpoint)
         if refused and self.settings.enable_blending:
             log.warning("blending is off: %s. Exact offload goes on.", refused)
         # `lmc explain` says why nothing is blended, also of a prompt that is given as text.

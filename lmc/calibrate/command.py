@@ -1,5 +1,6 @@
 """The command line of `lmc calibrate`. What it needs is imported when it runs, so that `lmc --help` stays quick."""
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -30,6 +31,7 @@ def calibrate(
         float, typer.Option(help="share of full prefill's tokens, and of its first tokens, that blends must give")
     ] = 0.9,
     prompts: Annotated[int | None, typer.Option(min=2, help="how many; default: as many as 4 minutes allow")] = None,
+    report: Annotated[Path | None, typer.Option(help="JSON file to write with the verdict and its numbers")] = None,
 ) -> None:
     """Measure whether blending is worth it for a model and documents. Exit code 0: it is; 1: it is not."""
     try:
@@ -37,20 +39,20 @@ def calibrate(
         import lmc.demo.questions  # noqa: F401
     except ImportError as error:
         raise needs_transformers("lmc calibrate", error) from error
-    from lmc.calibrate.verdict import calibration, judge
-    from lmc.engine.calibration import calibrations_file, keep_calibration
+    from lmc.calibrate.verdict import judge, report_of
+    from lmc.small_files import replace_text
 
     if not 0 < agreement <= 1:
         raise InputError(f"--agreement {agreement:g} must be above 0 and at most 1")
     settings = calibration_settings()
-    identity, found = _measure(model, documents, questions, settings, prompts)
+    found = _measure(model, documents, questions, settings, prompts)
     verdict = judge(found, agreement)
     _show(model, found, verdict, settings)
-    try:
-        keep_calibration(identity, calibration(found, verdict, agreement, settings))
-    except OSError as error:
-        raise InputError(f"the result cannot be kept in {calibrations_file()}: {error.strerror}") from error
-    console().print(Text(f"kept in {calibrations_file()}, where both connectors find it"))
+    if report is not None:
+        try:
+            replace_text(report, json.dumps(report_of(model, found, verdict, agreement, settings), indent=1) + "\n")
+        except OSError as error:
+            raise InputError(f"the report cannot be written to {report}: {error.strerror}") from error
     if verdict.ratio is None:
         raise typer.Exit(NO)
 
@@ -60,17 +62,16 @@ def calibration_settings() -> "Settings":
     from lmc.config import Settings
 
     alone = {"local_disk": None, "remote_url": None, "server": None}
-    return Settings.load({"enable_blending": True, "blend_calibration": "ignore", **alone})
+    return Settings.load({"enable_blending": True, **alone})
 
 
 def _measure(
     model: str, documents: Path, questions: Path | None, settings: "Settings", prompts: int | None
-) -> tuple[str, "Measured"]:
-    """Return the model's identity and what was measured."""
+) -> "Measured":
+    """Return what was measured."""
     from lmc.calibrate.measure import Measurement
     from lmc.calibrate.prompts import CalibrationPrompts, check_inputs, collect
     from lmc.connectors.transformers import CachedModel
-    from lmc.connectors.transformers.hf import identity
 
     check_inputs(documents, questions)  # before the model is loaded, which may take minutes
     cached, tokenizer = CachedModel.load(model, settings)
@@ -78,10 +79,7 @@ def _measure(
         collection = collect(documents, questions, tokenizer, cached.layers.positions)
         made = CalibrationPrompts(collection, tokenizer, settings.blend_special_str)
         task = bar.add_task("prompts in all ways", total=None)
-        found = Measurement(cached, made).run(
-            prompts, lambda done, total: bar.update(task, completed=done, total=total)
-        )
-        return identity(cached.model, model), found
+        return Measurement(cached, made).run(prompts, lambda done, total: bar.update(task, completed=done, total=total))
 
 
 def _show(model: str, found: "Measured", verdict: "Verdict", settings: "Settings") -> None:

@@ -3,14 +3,16 @@
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from statistics import fmean, median, stdev
+from typing import Any
 
 import yaml
 
 from lmc.calibrate.measure import BLIND, RATIOS, Measured, Numbers
 from lmc.calibrate.prompts import ANSWER
 from lmc.config import Settings
-from lmc.engine.calibration import Calibration, fusion_settings
 
+# The settings on which the quality of a blend depends, beside the ratio.
+FUSION = ("blend_strategy", "blend_check_layers", "blend_thresholds", "blend_correction", "blend_learn_prefix")
 LEAST_GAIN = 0.1  # nats a token
 SURE = 3.0  # standard errors that the mean gain must be above 0
 FASTER = 0.9  # TTFT must be at most this part of full prefill's
@@ -63,21 +65,27 @@ def agreement_in_words(way: Numbers) -> str:
     return f"{way.tokens_same:.1%} of the tokens and {way.first_same:.0%} of the first tokens are full prefill's"
 
 
-def calibration(found: Measured, verdict: Verdict, target: float, settings: Settings) -> Calibration:
-    """Return what is kept of a calibration."""
+def report_of(model: str, found: Measured, verdict: Verdict, target: float, settings: Settings) -> dict[str, Any]:
+    """Return the verdict, and the numbers at its ratio, or at the largest ratio if blending is not worth it."""
     way = found.ways[max(RATIOS) if verdict.ratio is None else verdict.ratio]
-    return Calibration(
-        date=datetime.now(UTC).date().isoformat(),
-        worth_it=verdict.ratio is not None,
-        reason=verdict.reason,
-        ratio=verdict.ratio,
-        target=target,
-        agreement=round(way.agreement, 4),
-        kl=round(fmean(way.kl), 4),
-        speed_up=round(found.full_ttft / way.ttft, 2),
-        prompts=len(found.full),
-        settings=fusion_settings(settings),
-    )
+    return {
+        "model": model,
+        "date": datetime.now(UTC).date().isoformat(),
+        "worth_it": verdict.ratio is not None,
+        "reason": verdict.reason,
+        "ratio": verdict.ratio,
+        "target": target,
+        "agreement": round(way.agreement, 4),
+        "kl": round(fmean(way.kl), 4),
+        "speed_up": round(found.full_ttft / way.ttft, 2),
+        "prompts": len(found.full),
+        "settings": fusion_settings(settings),
+    }
+
+
+def fusion_settings(settings: Settings) -> dict[str, Any]:
+    """Return the settings that a calibration holds for, as they are written into a file."""
+    return settings.model_dump(mode="json", include=set(FUSION))
 
 
 def yaml_lines(settings: Settings, ratio: float) -> str:

@@ -109,7 +109,6 @@ def demo_settings(cache: Path) -> Settings:
         "max_local_cpu_size": 1.0,
         "max_local_disk_size": 2.0,
         "load_policy": "always",
-        "blend_calibration": "ignore",  # The demo shows what blends are, good or bad.
     }
     wanted |= {name: value for name, value in defaults.items() if given.origin(name) == "default"}
     return Settings.load(wanted)

@@ -17,13 +17,11 @@ from lmc.config import Settings
 from lmc.connectors.vllm.admin import Administration
 from lmc.connectors.vllm.connector import MAX_WAIT_STEPS, Handshake, LMCConnector, WorkerMetadata
 from lmc.connectors.vllm.messages import StepPlan, StepReport, WorkerFacts
-from lmc.connectors.vllm.model_identity import model_identity
 from lmc.connectors.vllm.native import NativeLayers
 from lmc.connectors.vllm.plugin import loaded_model
 from lmc.connectors.vllm.rank_slab import RankSlab
 from lmc.connectors.vllm.start import layers_of_stages
 from lmc.connectors.vllm.vllm_api import KVConnectorBase_V1, KVConnectorRole
-from lmc.engine.calibration import Calibration, fusion_settings, keep_calibration
 from lmc.errors import ConfigError, UnsupportedModel
 from lmc.storage.shares import Shares
 from lmc.storage.slab import SlabAddress
@@ -134,25 +132,6 @@ def started(lab, **settings):
         yield connector
     finally:
         connector.shutdown()
-
-
-def test_a_start_warns_of_a_model_that_was_never_calibrated_and_obeys_a_calibration(lab, caplog, monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    with caplog.at_level(logging.WARNING, "lmc"), started(lab) as connector:
-        assert connector._scheduler._setup.blends
-        assert caplog.text.count("never calibrated") == 1
-    nothing = {"ratio": None, "agreement": None, "kl": None, "speed_up": None, "prompts": 8, "target": 0.98}
-    used = fusion_settings(lab.connector.settings)
-    found = Calibration(date="2026-01-31", worth_it=False, reason="no time is gained", settings=used, **nothing)
-    keep_calibration(model_identity(lab.connector._config, []), found)
-    caplog.clear()
-    with caplog.at_level(logging.WARNING, "lmc"), started(lab) as connector:
-        assert not connector._scheduler._setup.blends
-        assert "blending is off: lmc calibrate found on 2026-01-31 that it is not worth it" in caplog.text
-    caplog.clear()
-    with caplog.at_level(logging.WARNING, "lmc"), started(lab, blend_calibration="ignore") as connector:
-        assert connector._scheduler._setup.blends
-        assert "calibrat" not in caplog.text
 
 
 def test_a_version_of_vllm_that_was_not_tested_is_used_with_one_warning(lab, monkeypatch, caplog):
@@ -332,7 +311,7 @@ def test_each_data_parallel_engine_has_a_directory_of_its_own(monkeypatch, tmp_p
         opened.append(settings.local_disk)
         raise InterruptedError
 
-    for name, instead in (("open_engine", open_engine), ("model_identity", lambda *_: "m"), ("files_of", lambda _: [])):
+    for name, instead in (("open_engine", open_engine), ("model_identity", lambda *_: "m")):
         monkeypatch.setattr(f"lmc.connectors.vllm.connector.{name}", instead)
     connector = bare(tmp_path, data_parallel_size=engines, data_parallel_index=2)
     with pytest.raises(InterruptedError):
