@@ -30,7 +30,7 @@ VARIABLES = (
 # All variables that begin like a setting's and belong to other parts of lmc, or to LMCache alone.
 NO_SETTINGS = (
     *CONFIG_FILES, *VARIABLES, "LMC_ROUTER_*",  # whose names lmc router checks
-    "LMC_CHECK_LOCKS", "LMCACHE_USE_EXPERIMENTAL", "LMCACHE_TRACK_USAGE", "LMCACHE_LOG_LEVEL",
+    "LMCACHE_USE_EXPERIMENTAL", "LMCACHE_TRACK_USAGE", "LMCACHE_LOG_LEVEL",
 )  # fmt: skip
 # Settings that lmc had, and what is said if one is given: by name, or by name and value.
 REMOVED: Mapping[str, str] = {

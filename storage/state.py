@@ -29,7 +29,7 @@ class StoreState:
     """Slots, pins, loads and queues of one store."""
 
     def __init__(self, levels: Sequence[Level], tiers: Sequence[Tier], pinned: set[ChunkKey] | None = None) -> None:
-        self._changed = threading.Condition(new_lock(Rank.STATE))  # type: ignore[arg-type]
+        self._changed = threading.Condition(new_lock(Rank.STATE))
         self.levels, self.top, self.host = levels, levels[0], levels[-1]
         self._tiers, self._pinned = tiers, set() if pinned is None else pinned
         self.by_name = {level.name: level for level in levels}

@@ -12,9 +12,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Digests of checkpoints are remembered in the user's cache directory; a test run leaves nothing there.
 os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="lmc-tests-")
 
-os.environ["LMC_CHECK_LOCKS"] = "1"  # Locks check the order in which they are taken.
-
 import pytest
+import ranked_locks  # noqa: F401 - Locks check the order in which they are taken.
 import torch
 from hypothesis import settings
 from vllm_fakes import make  # noqa: F401 - a fixture

@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
+import ranked_locks  # noqa: F401 - Processes that tests start check the order of locks, too.
 import torch
 
 from lmc.errors import CorruptRecord

@@ -4,9 +4,10 @@ import itertools
 import threading
 
 import pytest
+from ranked_locks import RankedLock
 
 from lmc.storage.disk import DiskTier
-from lmc.storage.locks import Rank, RankedLock
+from lmc.storage.locks import Rank
 from lmc.storage.places import MEMORY, PLACES, Place, fastest_first, place_of
 from lmc.storage.slab import Slab
 from lmc.storage.store import Store
@@ -189,6 +190,14 @@ def test_a_condition_knows_whether_its_lock_is_held():
     with condition:
         condition.notify_all()
     take_all()
+
+
+def test_the_locks_of_a_store_check_their_order(tmp_path):
+    """It would not be noticed otherwise that some of them are plain."""
+    store = Store(Slab(1, 1, 1), [disk := DiskTier(tmp_path, 1 << 20)])
+    made = [store.changes._lock, store._state._changed._lock, store._guard._lock, disk._lock]
+    assert [type(lock) for lock in made] == [RankedLock] * 4
+    store.close()
 
 
 # -- places --------------------------------------------------------------------------------------------------------
