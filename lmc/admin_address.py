@@ -1,20 +1,27 @@
-"""The address of the administration endpoint, as LMC_ADMIN names it, and the names of variables with addresses."""
+"""The address of the administration endpoint, and its token for programs that need no other setting."""
 
 import os
 import re
 
 from lmc.errors import ConfigError
 
-ADDRESS, TOKEN = "LMC_ADMIN", "LMC_ADMIN_TOKEN"  # variables of the environment
-DOCUMENT_EVENTS = "LMC_DOCUMENT_EVENTS"  # says where events of documents are published
+# The variables of three settings, as messages name them.
+ADDRESS, TOKEN, DOCUMENT_EVENTS = "LMC_ADMIN", "LMC_ADMIN_TOKEN", "LMC_DOCUMENT_EVENTS"
 LOCAL, UNIX = ("127.0.0.1", "localhost", "::1"), "unix://"
 LOCAL_URL = re.compile(r"http://(127\.0\.0\.1|localhost|\[::1\]):[0-9]{1,5}|unix:///[^?#\s]+")
 LAST_PORT = 65535
 
 
 def admin_token() -> str:
-    """Return the token of administration without white space around it: files of secrets often end with a new line."""
-    return os.environ.get(TOKEN, "").strip()
+    """Return the setting `admin_token`, which commands and the router need without the others; empty if there is none.
+
+    Raises `ConfigError` for a file of settings that cannot be read.
+    """
+    from lmc.config_sources import read_environment, read_yaml  # They read YAML, which `lmc --help` does not need.
+
+    sources = (read_environment(os.environ, ("admin_token",), "LMC_"), read_yaml(os.environ, ("admin_token",)))
+    token = next((source.own["admin_token"].value for source in sources if "admin_token" in source.own), None)
+    return str(token or "").strip()  # Files of secrets often end with a new line.
 
 
 def host_and_port(address: str, token: str, setting: str = ADDRESS) -> tuple[str, int]:

@@ -21,7 +21,7 @@ from typer.core import TyperGroup
 
 from lmc import __version__
 from lmc import top as tops
-from lmc.admin_address import ADDRESS, admin_token, refusal
+from lmc.admin_address import refusal
 from lmc.administration import documents, explain
 from lmc.calibrate.command import calibrate
 from lmc.demo.command import demo
@@ -123,7 +123,7 @@ def config(as_json: AsJson = False) -> None:
         print_json({row[0]: {"value": row[1], "from": row[2]} for row in setting_rows(settings)})
     else:
         console().print(settings_table(settings))
-    if wrong := refusal(os.environ.get(ADDRESS, ""), admin_token()):
+    if wrong := refusal(settings.admin or "", settings.admin_token or ""):
         typer.echo(f"no engine starts with this: {wrong}", err=True)
 
 

@@ -55,6 +55,11 @@ def _optional(value: object) -> object:
     return None if isinstance(value, str) and value.strip().lower() in {"", "none", "null"} else value
 
 
+def _token(value: object) -> object:
+    """Return a token without white space around it, because files of secrets often end with a new line."""
+    return (value.strip() or None) if isinstance(value, str) else value
+
+
 def _items(value: object) -> object:
     """Return `1`, `"1,2"`, `"[1, 2]"` and `[1, 2]` as lists."""
     if isinstance(value, str):
@@ -179,6 +184,20 @@ class Settings(BaseModel):
     )
     blend_min_tokens: Whole = Field(256, ge=0, description="a whole number of tokens from 0 on")
     blend_learn: bool = Field(True, description="true or false")
+
+    # Administration
+    admin: Annotated[str | None, BeforeValidator(_optional)] = Field(
+        None, description="the address where an engine is administered: 127.0.0.1:9180, or unix:///run/lmc.sock"
+    )
+    admin_token: Annotated[str | None, BeforeValidator(_token)] = Field(
+        None, repr=False, description="text, in YAML between quotes if it has digits only"
+    )
+    document_events: Annotated[str | None, BeforeValidator(_optional)] = Field(
+        None, description="the address where events of documents are published, such as tcp://*:5558"
+    )
+    log_requests: Annotated[bool, BeforeValidator(lambda value: value or False)] = Field(
+        False, description="true or false"
+    )
 
     _origins: dict[str, str] = PrivateAttr(default_factory=dict)
 

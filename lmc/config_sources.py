@@ -23,10 +23,7 @@ log = logging.getLogger(__name__)
 
 CONFIG_FILES = ("LMC_CONFIG_FILE", "LMCACHE_CONFIG_FILE")
 # Variables that are no settings, and that `lmc config` shows below them.
-VARIABLES = (
-    "LMC_CONFIG_FILE", "LMC_ADMIN", "LMC_ADMIN_TOKEN", "LMC_DOCUMENT_EVENTS", "LMC_KERNELS", "LMC_LOG_REQUESTS",
-    "LMC_LOG_LEVEL",
-)  # fmt: skip
+VARIABLES = ("LMC_CONFIG_FILE", "LMC_KERNELS", "LMC_LOG_LEVEL")
 # All variables that begin like a setting's and belong to other parts of lmc, or to LMCache alone.
 NO_SETTINGS = (
     *CONFIG_FILES, *VARIABLES, "LMC_ROUTER_*",  # whose names lmc router checks
@@ -40,7 +37,6 @@ REMOVED: Mapping[str, str] = {
     # Neither loses anything, and planes makes records smaller, which lz4 alone does not.
     "remote_serde: lz4": "is read as planes; records in the codec lz4 are not used any more",
 }
-SECRET = frozenset({"remote_url"})  # settings that may hold a password
 # Variables that Kubernetes sets in every pod for a Service whose name begins with lmc, with the values that they have.
 _ADDRESS, _NUMBER = r"[0-9a-fA-F.:]+", r"\d+"
 OF_SERVICES = {
@@ -124,7 +120,9 @@ class Source:
 
 def shown(name: str, value: object) -> str:
     """Return the value of a setting as a person may see it, without passwords."""
-    if name in SECRET and value is not None:
+    if name == "admin_token" and value is not None:
+        return "***"
+    if name == "remote_url" and value is not None:  # It may hold a password.
         try:
             parse_redis_url(str(value))
         except ValueError:
@@ -138,7 +136,7 @@ def shown_variable(name: str) -> tuple[str, str]:
     value = os.environ.get(name)
     if value is None:
         return "None", "default"
-    return "***" if name.endswith("TOKEN") else repr(value), "environment"
+    return repr(value), "environment"
 
 
 def shown_foreign(name: str, value: object) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 from urllib.error import HTTPError, URLError
 from urllib.request import HTTPHandler, HTTPRedirectHandler, OpenerDirector, ProxyHandler, Request, build_opener
 
+from lmc.admin_address import TOKEN, admin_token
 from lmc.errors import InputError
 
 REDIRECTS = (301, 302, 303, 307, 308)  # status codes
@@ -32,10 +33,10 @@ def with_scheme(address: str) -> str:
 
 
 def bearer(variable: str) -> dict[str, str]:
-    """Return the header with the key that a variable of the environment holds, if it does; raise `InputError` if it
-    holds anything that no header may.
+    """Return the header with the key that a variable of the environment holds, if it does; that of administration may
+    stand in the file of settings instead. Raises `InputError` if the key contains characters not allowed in a header.
     """
-    key = os.environ.get(variable, "").strip()  # Files of secrets often end with a new line.
+    key = admin_token() if variable == TOKEN else os.environ.get(variable, "").strip()
     if not (key.isascii() and key.isprintable()):
         raise InputError(f"{variable} has letters that a key cannot have")
     return {"authorization": f"Bearer {key}"} if key else {}
@@ -88,7 +89,7 @@ def vllm_client(url: str, timeout: float = 30.0) -> "HttpClient":
 def admin_client(url: str, hint: str = "") -> "HttpClient":
     """Return a client of an engine's administration endpoint; `hint` as for `HttpClient`."""
     hint = hint or "the address is that of LMC_ADMIN, with which the engine has to be started"
-    return HttpClient(url, "LMC_ADMIN_TOKEN", hint=hint)
+    return HttpClient(url, TOKEN, hint=hint)
 
 
 def engine_client(url: str, key: str) -> "HttpClient":

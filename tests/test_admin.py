@@ -348,10 +348,10 @@ def test_texts_that_are_posted_are_learned_when_the_engine_runs_next(served):
     assert client.ask("/v1/learn", asked) == {"queued": 0, "known": 1}
 
 
-def test_each_data_parallel_engine_has_an_address_of_its_own(make, tmp_path, monkeypatch):
+def test_each_data_parallel_engine_has_an_address_of_its_own(make, tmp_path):
     found, port, path = administration(make()), free_port(), f"unix://{tmp_path}/lmc.sock"
     for given, own in ((f"127.0.0.1:{port - 2}", f"127.0.0.1:{port}"), (path, f"{path}2")):
-        monkeypatch.setenv("LMC_ADMIN", given)
+        found.settings = found.settings.model_copy(update={"admin": given})
         stop = serve_if_wanted(found, 2)
         try:
             assert HttpClient(own, "NO_KEY").ask("/health") == {"status": "ok"}
@@ -659,12 +659,11 @@ def test_without_an_endpoint_the_commands_say_how_to_get_one():
     assert "the address is that of LMC_ADMIN, with which the engine has to be started" in err
 
 
-def test_a_data_parallel_engine_says_where_it_publishes_itself(monkeypatch):
+def test_a_data_parallel_engine_says_where_it_publishes_itself():
     """A router followed the documents of the first one for all of them."""
     lab = Lab()
     setup, requests = lab.scheduler._setup, lab.scheduler.recent
-    monkeypatch.setenv("LMC_DOCUMENT_EVENTS", "tcp://*:5558, tcp://*:6558")
+    assert Administration(setup, requests, 2).routing()["document_events"] == ""
+    setup.settings = setup.settings.model_copy(update={"document_events": "tcp://*:5558, tcp://*:6558"})
     assert Administration(setup, requests, 2).routing()["document_events"] == "tcp://*:5560,tcp://*:6560"
     assert Administration(setup, requests).routing()["document_events"] == "tcp://*:5558,tcp://*:6558"
-    monkeypatch.delenv("LMC_DOCUMENT_EVENTS")
-    assert Administration(setup, requests, 2).routing()["document_events"] == ""

@@ -70,13 +70,16 @@ def test_a_password_is_never_printed() -> None:
 
 
 def test_config_shows_the_variables_that_are_no_settings_and_no_token() -> None:
-    given = {"LMC_ADMIN": "127.0.0.1:9180", "LMC_ADMIN_TOKEN": "hunter2", "LMC_LOG_REQUESTS": "true"}
-    table = rows(CliRunner().invoke(app, ["config"], env=given).stdout)
-    assert table["LMC_ADMIN"] == ["'127.0.0.1:9180'", "environment"]
-    assert table["LMC_ADMIN_TOKEN"] == ["***", "environment"]
-    assert table["LMC_DOCUMENT_EVENTS"] == ["None", "default"]
+    given = {"LMC_ADMIN": "127.0.0.1:9180", "LMC_ADMIN_TOKEN": "hunter2", "LMC_LOG_LEVEL": "debug"}
+    printed = CliRunner().invoke(app, ["config"], env=given).output
+    table = rows(printed)
+    assert table["admin"] == ["'127.0.0.1:9180'", "environment LMC_ADMIN"]
+    assert table["admin_token"] == ["***", "environment LMC_ADMIN_TOKEN"]
+    assert table["LMC_KERNELS"] == ["None", "default"]
+    printed += CliRunner().invoke(app, ["config", "--json"], env=given).stdout
     found = json.loads(CliRunner().invoke(app, ["config", "--json"], env=given).stdout)
-    assert found["LMC_LOG_REQUESTS"] == {"value": "'true'", "from": "environment"}
+    assert found["LMC_LOG_LEVEL"] == {"value": "'debug'", "from": "environment"}
+    assert "hunter2" not in printed
 
 
 def test_any_error_of_lmc_in_any_command_is_one_line_and_exit_code_2() -> None:

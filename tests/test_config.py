@@ -1,6 +1,7 @@
 """What `Settings` promises: LMCache's names and files as they stand, one precedence, nothing quietly ignored."""
 
 import json
+import os
 import pickle
 import re
 from collections.abc import Mapping
@@ -10,6 +11,7 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
+from lmc.admin_address import admin_token
 from lmc.config import CACHEBLEND, Settings
 from lmc.config_sources import OF_SERVICES, REMOVED, shown
 from lmc.errors import ConfigError, LmcError
@@ -65,6 +67,10 @@ def test_the_list_of_settings_is_frozen() -> None:
         "blend_learn_prefix",
         "blend_min_tokens",
         "blend_learn",
+        "admin",
+        "admin_token",
+        "document_events",
+        "log_requests",
     ]
 
 
@@ -157,13 +163,11 @@ class TestPrecedence:
         environ = {"PATH": "/bin", "LMCX_CHUNK_SIZE": "1", "VLLM_LMC_X": "1"}
         assert Settings.load(environ=environ).chunk_size == 256
 
-    @pytest.mark.parametrize("name", ["LMC_LOG_LEVEL", "LMC_ADMIN_TOKEN", "LMC_KERNELS", "LMC_ROUTER_PORT"])
+    @pytest.mark.parametrize("name", ["LMC_LOG_LEVEL", "LMC_KERNELS", "LMC_ROUTER_PORT"])
     def test_variables_of_other_parts_of_lmc_are_no_settings(self, name: str) -> None:
         assert Settings.load(environ={name: "1"}).model_dump() == Settings().model_dump()
 
-    @pytest.mark.parametrize(
-        ("name", "meant"), [("LMC_LOG_REQUEST", "LMC_LOG_REQUESTS"), ("LMC_ADMIN_TOKENS", "LMC_ADMIN_TOKEN")]
-    )
+    @pytest.mark.parametrize(("name", "meant"), [("LMC_LOG_LEVELS", "LMC_LOG_LEVEL"), ("LMC_KERNEL", "LMC_KERNELS")])
     def test_a_misspelt_variable_of_another_part_of_lmc_is_refused(self, name: str, meant: str) -> None:
         assert f"unknown setting {name} (environment {name}): did you mean {meant}?" in refusal(None, **{name: "1"})
 
@@ -583,6 +587,45 @@ class TestLMCache:
         settings = Settings.load({"remote_url": "redis://a", "remote_serde": "cachegen"}, environ={})
         assert settings.remote_serde == "none"
         assert "remote_serde: cachegen (override remote_serde), as it loses precision" in caplog.text
+
+
+class TestAdministration:
+    def test_the_settings_of_administration_may_stand_in_yaml(self, tmp_path: Path) -> None:
+        text = "admin: 127.0.0.1:9180\nadmin_token: s3cret\ndocument_events: tcp://*:5558\nlog_requests: true"
+        found = from_yaml(tmp_path, text)
+        given = (found.admin, found.admin_token, found.document_events, found.log_requests)
+        assert given == ("127.0.0.1:9180", "s3cret", "tcp://*:5558", True)
+        assert from_yaml(tmp_path, text, LMC_ADMIN="unix:///a.sock").admin == "unix:///a.sock"
+
+    def test_what_is_empty_is_not_set(self) -> None:
+        names = ("LMC_ADMIN", "LMC_ADMIN_TOKEN", "LMC_DOCUMENT_EVENTS", "LMC_LOG_REQUESTS")
+        assert Settings.load(environ=dict.fromkeys(names, "")).model_dump() == Settings().model_dump()
+        assert Settings(admin_token=" s3cret\n").admin_token == "s3cret"
+
+    def test_a_token_that_reads_like_nothing_is_a_token(self) -> None:
+        """Otherwise everybody could administer an engine whose operator had set one."""
+        assert Settings(admin_token="none").admin_token == "none"
+
+    def test_the_token_is_in_no_text(self, caplog) -> None:
+        settings = Settings(admin_token="hunter2")
+        texts = [
+            repr(settings), str(settings), shown("admin_token", settings.admin_token),
+            refusal({"admin_token": ["hunter2"]}), refusal({"lmc.admin_token": "hunter2", "admin_token": "hunter2"}),
+            refusal({"chunk_size": 0, "admin_token": "hunter2"}), refusal({"admin_tokem": "hunter2"}),
+        ]  # fmt: skip
+        assert "admin_token = ***" in texts[3]
+        assert "hunter2" not in "".join(texts) + caplog.text
+
+    def test_commands_and_the_router_find_the_token_where_settings_do(self, tmp_path: Path, monkeypatch) -> None:
+        """They need no other setting, and a wrong one does not stop them."""
+        for name in [name for name in os.environ if name.startswith(("LMC_", "LMCACHE_"))]:
+            monkeypatch.delenv(name)
+        assert admin_token() == ""
+        (tmp_path / "lmc.yaml").write_text("admin_token: of the file\nchunk_size: wrong")
+        monkeypatch.setenv("LMC_CONFIG_FILE", str(tmp_path / "lmc.yaml"))
+        assert admin_token() == "of the file"
+        monkeypatch.setenv("LMC_ADMIN_TOKEN", "of the environment\n")
+        assert admin_token() == "of the environment"
 
 
 class TestRemovedSettings:

@@ -1,7 +1,6 @@
 """Administration of a cache server over real HTTP: documents, tenants, quotas, events. Engines and stores are real."""
 
 import json
-import os
 import socket
 import ssl
 import subprocess
@@ -802,13 +801,12 @@ def test_events_arrive_over_http_and_go_on_where_a_subscriber_was(service):
 # -- explanations ------------------------------------------------------------------------------------------------------
 
 
-def test_a_prompt_is_explained_by_an_engine_of_its_model(service, monkeypatch):
-    monkeypatch.setenv("LMC_ADMIN_TOKEN", "of the engine, which the server does not know")
+def test_a_prompt_is_explained_by_an_engine_of_its_model(service):
     code, error = service.refusal("/v1/explain", {"prompt_token_ids": A})
     assert (code, "start one with an LMC_ADMIN of its own" in error) == (400, True)
     silent = service.engine()
-    lab = Lab(settings={"server": service.server.path})
-    monkeypatch.setenv("LMC_ADMIN", f"127.0.0.1:{free_port()}")
+    address, token = f"127.0.0.1:{free_port()}", "of the engine, which the server does not know"
+    lab = Lab(settings={"server": service.server.path, "admin": address, "admin_token": token})
     stop = serve_if_wanted(Administration(lab.scheduler._setup, lab.scheduler.recent), 0)
     try:
         learn_in(lab, DOC_A)
@@ -817,7 +815,7 @@ def test_a_prompt_is_explained_by_an_engine_of_its_model(service, monkeypatch):
         found = service.ask("/v1/explain", question)
         assert [one["reused"] for one in found["documents"]] == [True, False]
         assert len(service.ask("/v1/explain", question | {"more": "a" * 100_000})["documents"]) == 2
-        assert found["engine"] == f"http://{os.environ['LMC_ADMIN']}"
+        assert found["engine"] == f"http://{address}"
     finally:
         stop()
         lab.scheduler.close()

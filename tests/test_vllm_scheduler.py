@@ -1207,12 +1207,11 @@ def test_the_facts_of_the_last_thousand_requests_are_kept(make):
     assert list(lab.scheduler.recent) == [str(i) for i in range(2, 1002)]
 
 
-def test_each_request_has_a_line_in_the_log_if_that_is_wanted(make, monkeypatch, caplog):
+def test_each_request_has_a_line_in_the_log_if_that_is_wanted(make, caplog):
     caplog.set_level("INFO")
     learn(make(), DOC_A)
     assert not [record for record in caplog.records if "tokens: {" in record.getMessage()]
-    monkeypatch.setenv("LMC_LOG_REQUESTS", "true")
-    lab = make()
+    lab = make(settings={"log_requests": True})
     learn(lab, DOC_A)
     assert f"of {len(DOC_A)} tokens: {{'learned': True, 'documents': ['" in caplog.text
 

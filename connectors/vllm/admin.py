@@ -1,13 +1,12 @@
 """The administration endpoint: what the store holds, and what would happen with a prompt, while the engine runs.
 
-It runs in a thread of the process that owns the store, and is off unless LMC_ADMIN names an address. It computes
-nothing itself: documents can be pinned, limited in time, removed, and queued to be learned. An explanation counts as a
-choice of the cost model.
+It runs in a thread of the process that owns the store, and is off unless the setting `admin` names an address. It
+computes nothing itself: documents can be pinned, limited in time, removed, and queued to be learned. An explanation
+counts as a choice of the cost model.
 """
 
 import json
 import logging
-import os
 import secrets
 from collections import Counter, OrderedDict
 from collections.abc import Callable
@@ -17,7 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from lmc import http_server
-from lmc.admin_address import ADDRESS, DOCUMENT_EVENTS, address_of_engine, admin_token, url_of
+from lmc.admin_address import ADDRESS, address_of_engine, url_of
 from lmc.background import Background
 from lmc.blend.segments import Span, document_tokens
 from lmc.connectors.vllm.claims import Claims
@@ -51,7 +50,7 @@ class Administration:
         """`requests` are the facts of the last requests, by the engine's id. With data parallelism, engines have a
         `number`. `status` returns the state of lmc in the engine: "ok", or why it is off.
         """
-        self.status = status
+        self.status, self.settings = status, setup.settings
         self._number = number
         self._setup, self._engine, self._tokenizer, self._requests = setup, setup.engine, setup.tokenizer, requests
         self._claims, self.background = Claims(setup), setup.engine.background
@@ -86,7 +85,7 @@ class Administration:
     def routing(self) -> Facts:
         """Return what a router has to know, so that it cuts prompts as this engine does."""
         settings, markers = self._engine.settings, self._setup.markers if self._setup.blends else None
-        events = os.environ.get(DOCUMENT_EVENTS, "")
+        events = self.settings.document_events or ""
         return {
             "special_string": settings.blend_special_str,
             "separators": markers.separators if markers else (),
@@ -254,8 +253,8 @@ def _limit(request: Any) -> int:
 
 
 def serve_if_wanted(of: Administration, engine: int) -> Callable[[], None] | None:
-    """Open the endpoint that the environment asks for, if it does, for one of several data-parallel engines."""
-    address, token = os.environ.get(ADDRESS, ""), admin_token()
+    """Open the endpoint that the settings ask for, if they do, for one of several data-parallel engines."""
+    address, token = of.settings.admin, of.settings.admin_token or ""
     if not address:
         return None
     stop = serve(of, address, token, engine)

@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 
 import torch
 
-from lmc.admin_address import ADDRESS
 from lmc.blend.learn_prefix import learn_prefix
 from lmc.blend.markers import Markers
 from lmc.config import Settings
@@ -254,7 +253,7 @@ class LMCConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
         if refused and self.settings.enable_blending:
             log.warning("blending is off: %s. Exact offload goes on.", refused)
         # `lmc explain` says why nothing is blended, also of a prompt that is given as text.
-        tokenizer = self._tokenizer() if not refused or ADDRESS in os.environ else None
+        tokenizer = self._tokenizer() if not refused or settings.admin else None
         prefix = learn_prefix(tokenizer, settings) if tokenizer and not refused else ()
         hashing = cache.prefix_caching_hash_algo
         named = self._config.model_config

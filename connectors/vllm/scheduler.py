@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from lmc.blend.strategies import NEEDS_QUESTION, RecomputePolicy
-from lmc.config_sources import is_on
 from lmc.connectors.vllm.backfill import Backfill
 from lmc.connectors.vllm.claims import Claims
 from lmc.connectors.vllm.isolation import OwnBlends, cached_blocks, salt_of, set_salts
@@ -84,7 +83,7 @@ class Scheduler:
         self._process = os.urandom(32)
         self._few = max(1, min(setup.settings.blend_min_tokens, FEW_TOKENS))
         self._weighs_blends = setup.settings.load_policy != LoadPolicy.ALWAYS.value and setup.caches_prefixes
-        self._logs_requests = is_on(os.environ.get("LMC_LOG_REQUESTS", ""))
+        self._logs_requests = setup.settings.log_requests
 
     # -- requests come and go ----------------------------------------------------------------------------------------
 

@@ -7,7 +7,6 @@ A subscriber gets messages of three frames: topic, number (8 bytes, the first on
 time in seconds since 1970, the events, and the number of the engine among several data-parallel ones.
 """
 
-import os
 import re
 import threading
 import time
@@ -137,8 +136,8 @@ def _message(moved: DocumentMoved) -> dict[str, Any]:
 
 
 def publisher_if_wanted(engine: CacheEngine, number: int) -> DocumentPublisher | None:
-    """Return the publisher that the environment asks for, if it does."""
-    address = os.environ.get(DOCUMENT_EVENTS, "")
+    """Return the publisher that the settings ask for, if they do."""
+    address = engine.settings.document_events
     if not address:
         return None
     events = DocumentEvents(engine.store.changes, engine.known.get, engine.salt_of, engine.background)

@@ -14,7 +14,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from lmc.admin_address import ADDRESS, DOCUMENT_EVENTS, TOKEN, UNIX, admin_token, host_and_port
+from lmc.admin_address import TOKEN, UNIX, host_and_port
 from lmc.errors import ConfigError, InputError, TierUnusable, need_msgspec
 from lmc.shapes import GIB
 from lmc.storage.places import fastest_first, place_of
@@ -32,10 +32,10 @@ SWITCH_SECONDS = 5e-5  # for which a thread keeps the interpreter while others w
 
 
 EventAddresses = Annotated[
-    str,
+    str | None,
     typer.Option(
-        envvar=DOCUMENT_EVENTS,
-        help="where events of documents are published: tcp://*:5558, and behind a comma where they are sent again",
+        help="where events of documents are published: tcp://*:5558, and behind a comma where they are sent again; by "
+        "default the setting document_events",
     ),
 ]
 PageLocked = Annotated[
@@ -57,10 +57,12 @@ def serve(
     page_locked: PageLocked = False,
     takeover: Annotated[bool, typer.Option("--takeover", help="end the server that runs there, and go on")] = False,
     http: Annotated[
-        str,
-        typer.Option(envvar=ADDRESS, help="where it is administered: 127.0.0.1:9180, or unix:///run/lmc/admin.sock"),
-    ] = "",
-    document_events: EventAddresses = "",
+        str | None,
+        typer.Option(
+            help="where it is administered: 127.0.0.1:9180, or unix:///run/lmc/admin.sock; by default the setting admin"
+        ),
+    ] = None,
+    document_events: EventAddresses = None,
     tenants: Annotated[
         Path | None,
         typer.Option(help="a YAML file of cache salts and the token of each, with which a tenant sees what is its own"),
@@ -83,7 +85,10 @@ def serve(
 
     if config is not None:
         os.environ["LMC_CONFIG_FILE"] = str(config)
-    settings, visitors = Settings.load(), _checked(http, tenants, certificate, key)
+    settings = Settings.load()
+    http, document_events = http or settings.admin or "", document_events or settings.document_events or ""
+    token = settings.admin_token or ""
+    visitors = _checked(http, token, tenants, certificate, key)
     path, group_number = _path_of(socket, settings.server), _number_of(group)
     logging.basicConfig(level=log_level(logging.INFO), format="%(asctime)s %(levelname)s %(message)s")
     sys.setswitchinterval(SWITCH_SECONDS)
@@ -102,7 +107,7 @@ def serve(
         if document_events:
             opened.callback(_published(server, document_events))
         if http:
-            opened.callback(_administered(server, http, visitors, certificate, key))
+            opened.callback(_administered(server, http, token, visitors, certificate, key))
         _answer(server)
     log.info("the cache server has ended, and everything is written")
 
@@ -180,11 +185,12 @@ def _close(server: "CacheServer") -> None:
     server.close()
 
 
-def _checked(address: str, tenants: Path | None, certificate: Path | None, key: Path | None) -> dict[str, str]:
+def _checked(
+    address: str, token: str, tenants: Path | None, certificate: Path | None, key: Path | None
+) -> dict[str, str]:
     """Return the cache salts of tenants, by token; raise `ConfigError` for options that do not go together."""
     from lmc.http_server import Certificate
 
-    token = admin_token()
     if not address and (tenants or certificate or key):
         raise ConfigError("--tenants, --certificate and --key need --http")
     if (certificate is None) != (key is None):
@@ -202,7 +208,12 @@ def _checked(address: str, tenants: Path | None, certificate: Path | None, key: 
 
 
 def _administered(
-    server: "CacheServer", address: str, tenants: dict[str, str], certificate: Path | None, key: Path | None
+    server: "CacheServer",
+    address: str,
+    token: str,
+    tenants: dict[str, str],
+    certificate: Path | None,
+    key: Path | None,
 ) -> Callable[[], None]:
     """Answer over HTTP, and return the function that ends it; raise `ConfigError`."""
     from lmc.http_server import Certificate
@@ -210,7 +221,6 @@ def _administered(
     from lmc.service.http_api import application
     from lmc.service.overview import Overview
 
-    token = admin_token()
     files = Certificate(certificate, key) if certificate and key else None
     return serve_http(
         application(Overview(server), token, tenants), address, token, setting="--http", certificate=files
