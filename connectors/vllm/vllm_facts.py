@@ -54,12 +54,6 @@ class VllmFacts:
         """Return the facts as text, with a line for each signature."""
         return re.sub(r"\[[^][{}]*\]", lambda found: " ".join(found[0].split()), json.dumps(asdict(self), indent=1))
 
-    @classmethod
-    def from_json(cls, text: str) -> "VllmFacts":
-        """Return the facts that `to_json` has written."""
-        found = json.loads(text)
-        return cls(**{**found, "calls": [HookCall(**call) for call in found["calls"]]})
-
 
 class Sources:
     """The Python files of a package below a directory or in a wheel."""
