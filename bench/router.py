@@ -19,8 +19,9 @@ from common import closing_line, parser
 from router_sim import Clock, Death, Fleet, Outcome, simulate
 from router_traces import Arrival, Traffic, chat, rag
 
-from lmc.router.policies import POLICIES, make
-from lmc.router.policy import Candidate, Policy
+from lmc.router.policies import POLICIES, make, policy_class
+from lmc.router.policies.base import Policy
+from lmc.router.policy import Candidate
 
 PREFIX = ("prefix_hash_trie", "cache_aware", "chwbl", "block_hash", "approx_lru", "simhash")  # see beginnings only
 LEFT_OUT = ("precise",)  # needs engines that publish events of blocks
@@ -74,7 +75,7 @@ def policy_of(name: str, fleet: Fleet, clock: Callable[[], float]) -> Policy:
     """Return a policy. One that asks how much an engine keeps, for the time or for a seed is given it."""
     kind = {POOLED: "least_loaded", TOLD: DOCUMENTS}.get(name, name)
     given = {"cache_tokens": max(fleet.memory, fleet.disk), "clock": clock, "seed": 0}
-    wanted = signature(POLICIES[kind]).parameters
+    wanted = signature(policy_class(kind)).parameters
     return make(kind, **{option: value for option, value in given.items() if option in wanted})
 
 

@@ -22,8 +22,9 @@ from router_traces import LETTERS, SPECIAL, Arrival
 from lmc.keys import tenant_of
 from lmc.router.cut import Cut, CutDocument, Cutter
 from lmc.router.document_index import Told
+from lmc.router.policies.base import Policy
 from lmc.router.policies.documents import Documents
-from lmc.router.policy import Candidate, Policy, RoutingChoice, TakeBack, Usage
+from lmc.router.policy import Candidate, RoutingChoice, TakeBack, Usage
 from lmc.storage.places import place_of
 
 MEMORY, DISK = "host", "disk"  # as answers name them

@@ -460,7 +460,7 @@ def test_each_rank_of_an_engine_is_followed_at_its_own_port(monkeypatch: pytest.
     async def run(policy: Precise) -> None:
         one = address("http://e1:8000", kv_events="tcp://e1:5557+tcp://e1:6557")
         engine = Engine(one, Candidate(one.url), one.models)
-        following = asyncio.create_task(follow_blocks(policy.index, policy.ranks, lambda *_: None, engine))
+        following = asyncio.create_task(follow_blocks(policy.index, policy.needs.ranks, lambda *_: None, engine))
         while policy.index.count(one.url) < 2:
             await asyncio.sleep(0)
         following.cancel()

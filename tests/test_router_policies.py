@@ -19,16 +19,17 @@ from hypothesis import strategies as st
 from lmc.errors import ConfigError
 from lmc.router.kv_index import BlockIndex, CacheSource
 from lmc.router.policies import POLICIES, make
-from lmc.router.policies.approx_lru import ApproximateLru, LruIndex
-from lmc.router.policies.block_hash import BlockHash, match_percent
-from lmc.router.policies.cache_aware import LOG_OF_2025_06, PYTHON_ARGUMENTS, CacheAware, decide
-from lmc.router.policies.chwbl import BoundedLoads, within_bound
+from lmc.router.policies.base import Policy
 from lmc.router.policies.precise import Precise
-from lmc.router.policies.prefix_hash_trie import PrefixHashTrie
-from lmc.router.policies.simhash import fingerprint
-from lmc.router.policy import Candidate, Policy, PromptRequest
+from lmc.router.policies.published.approx_lru import ApproximateLru, LruIndex
+from lmc.router.policies.published.block_hash import BlockHash, match_percent
+from lmc.router.policies.published.cache_aware import LOG_OF_2025_06, PYTHON_ARGUMENTS, CacheAware, decide
+from lmc.router.policies.published.chwbl import BoundedLoads, within_bound
+from lmc.router.policies.published.prefix_hash_trie import PrefixHashTrie
+from lmc.router.policies.published.simhash import fingerprint
+from lmc.router.policies.simple import Ring
+from lmc.router.policy import Candidate, PromptRequest
 from lmc.router.prefix_hashes import byte_blocks, chained, leading
-from lmc.router.ring import Ring
 
 VECTORS = json.loads((Path(__file__).parent / "data/router.json").read_text())
 REMEMBER = ("prefix_hash_trie", "cache_aware", "block_hash", "approx_lru", "precise")  # what prompts have been sent
@@ -168,23 +169,37 @@ def test_the_least_cost_is_taken_as_published() -> None:
     assert make("least_loaded").choose(asked("x"), candidates).engine == case["expect"]
 
 
-def test_the_table_of_policies_needs_nothing_heavy() -> None:
-    program = (
-        "import sys, lmc.router.policies; print(sorted({'torch', 'zmq', 'numpy', 'msgspec'} & sys.modules.keys()))"
+def modules_after(program: str) -> set[str]:
+    """The modules that a new process has imported after a program."""
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys; {program}; print(*sys.modules)"],
+        capture_output=True,
+        text=True,
+        check=True,
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    return set(done.stdout.split())
+
+
+def test_policies_need_nothing_heavy_and_published_ones_are_imported_when_named() -> None:
+    modules = modules_after(
+        "from lmc.router.policies import make; [make(n) for n in ('documents', 'precise', 'session')]"
+    )
+    assert not {"torch", "zmq", "numpy", "msgspec"} & modules
+    assert not {name for name in modules if "published" in name}
+    modules = modules_after("from lmc.router.policies import make; make('cache_aware')")
+    assert "lmc.router.policies.published.cache_aware" in modules
+    assert not {"torch", "zmq", "numpy", "msgspec", "lmc.router.policies.published.simhash"} & modules
 
 
 @pytest.mark.parametrize(
     ("name", "options", "said"),
     [
-        ("fastest", {}, "no policy 'fastest'; there are documents, round_robin, random"),
+        ("fastest", {}, "no policy 'fastest'; use one of documents, precise, round_robin"),
         ("chwbl", {"factor": 2}, "no option factor; its options are prefix_characters, replicas, mean_load_factor"),
         ("round_robin", {"seed": 2}, "no option seed; it has no options"),
-        ("chwbl", {"mean_load_factor": 0.5}, "mean_load_factor = 0.5: it has to be 1 or more"),
-        ("cache_aware", {"max_tree_size": 0}, "max_tree_size = 0: it has to be a whole number above 0"),
-        ("prefix_hash_trie", {"ties": "first"}, "ties = 'first': it has to be random or least_loaded"),
+        ("chwbl", {"mean_load_factor": 0.5}, "mean_load_factor = 0.5 is invalid: it has to be 1 or more"),
+        ("cache_aware", {"max_tree_size": 0}, "max_tree_size = 0 is invalid: it has to be a whole number above 0"),
+        ("prefix_hash_trie", {"ties": "first"}, "ties = 'first' is invalid: it has to be random or least_loaded"),
     ],
 )
 def test_a_wrong_policy_or_option_is_explained(name: str, options: dict[str, Any], said: str) -> None:

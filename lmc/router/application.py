@@ -7,7 +7,7 @@ administration.
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
@@ -24,17 +24,15 @@ from lmc.http_server import Guard, Receive, Send, refuse
 from lmc.router.client import Client, Refusal
 from lmc.router.document_tokens import DocumentTokens
 from lmc.router.engines import Engine, EngineAddress, Engines, address
-from lmc.router.follow import Follower, follow_blocks
+from lmc.router.follow import Follower
 from lmc.router.local_tokenizers import LocalTokenizers
-from lmc.router.policies.documents import Documents
-from lmc.router.policies.precise import Precise
-from lmc.router.policy import Policy, Scoring
+from lmc.router.policies.base import Policy
 from lmc.router.proxy import Proxy
 from lmc.router.questions import json_object
 from lmc.router.router_metrics import INDEXED, LAG, OF_ENGINE, TOLD, UNPLACED, UNREADABLE, RouterMetrics
 from lmc.router.settings import RouterSettings
 from lmc.router.tasks import keep_up
-from lmc.router.watch import Discovery, Follow, Watch
+from lmc.router.watch import Discovery, Watch
 
 log = logging.getLogger(__name__)
 
@@ -53,8 +51,7 @@ class Router:
     ) -> None:
         self.settings, self.policy, self.engines = settings, policy, engines
         self.metrics = RouterMetrics(settings.name_of)
-        used = policy.answered if isinstance(policy, Documents) else None
-        self.proxy = Proxy(settings, policy, engines, self.metrics, used=used)
+        self.proxy = Proxy(settings, policy, engines, self.metrics)
         self._discovery, self._ready = discovery, False
         self._tasks: list[asyncio.Task[None]] = []
         self._watch: Watch | None = None
@@ -100,15 +97,11 @@ class Router:
             self.proxy.tokenizers = LocalTokenizers(self.settings.tokenizers, self.settings.tokenizer_processes)
             read = partial(self.proxy.tokenizers.run, self.proxy.special_string_of, self._cut_as)
             self._tasks.append(keep_up(read, "reading tokenizers"))
-        follow: Follow | None = None
-        if isinstance(self.policy, Documents):
-            follow = Follower(self.policy, session, self.settings.admin_token, self._lagged).follow
-            cutter = self.policy.cutter
-            asked = DocumentTokens(self.proxy.tokenize, cutter.markers, cutter.special_string_of)
-            cutter.find = asked.find
-            self._tasks.append(keep_up(asked.run, "asking for the tokens of documents"))
-        elif isinstance(self.policy, Precise):
-            follow = partial(follow_blocks, self.policy.index, self.policy.ranks, self._lagged)
+        if (cutter := self.policy.needs.cutter) is not None:
+            lookups = DocumentTokens(self.proxy.tokenize, cutter.markers, cutter.special_string_of)
+            cutter.find = lookups.find
+            self._tasks.append(keep_up(lookups.run, "requesting the tokens of documents"))
+        follow = Follower(self.policy, session, self.settings.admin_token, self._lagged).follow
         self._watch = Watch(self.settings, self.engines, self.policy, session, self._discovery, follow)
         self._tasks += await self._watch.open()
         self._ready = True
@@ -127,8 +120,8 @@ class Router:
 
     def _cut_as(self, model: str, markers: Markers) -> None:
         """Cut prompts of a model at markers, unless an engine has said others."""
-        if isinstance(self.policy, Documents):
-            self.policy.cutter.markers.setdefault(model, markers)
+        if (cutter := self.policy.needs.cutter) is not None:
+            cutter.markers.setdefault(model, markers)
 
     def _lagged(self, engine: str, seconds: float) -> None:
         self.metrics.set(LAG, seconds, engine)
@@ -168,22 +161,24 @@ class Router:
         return Response(self.metrics.text(self.engines, time.monotonic()), media_type="text/plain; version=0.0.4")
 
     def _count_index(self) -> None:
-        """Set the metrics of what is known of engines."""
-        for one in self.engines:
-            sizes: Mapping[str, int] = {}
-            if isinstance(self.policy, Documents):
-                told = self.policy.blocks.count(one.url)
-                sizes = {**self.policy.index.sizes(one.candidate.cache), "blocks told": told}
-                self.metrics.set(TOLD, self.policy.index.is_told(one.candidate.cache), one.url)
-            elif isinstance(self.policy, Precise):
-                sizes = {"blocks told": self.policy.index.count(one.url)}
+        """Set the metrics of the indexes that the policy needs."""
+        documents, blocks = self.policy.needs.documents, self.policy.needs.blocks
+        for engine in self.engines:
+            sizes: dict[str, int] = {}
+            if documents is not None:
+                sizes |= documents.sizes(engine.candidate.cache)
+                self.metrics.set(TOLD, documents.is_told(engine.candidate.cache), engine.url)
+            if blocks is not None:
+                sizes["blocks told"] = blocks.count(engine.url)
             for kind, count in sizes.items():
-                self.metrics.set(OF_ENGINE, count, one.url, kind)
-        if isinstance(self.policy, Documents | Precise):
-            self.metrics.set(INDEXED, len(self.policy.index))
-        if isinstance(self.policy, Precise):
-            self.metrics.set(UNPLACED, self.policy.index.unplaced)
-            self.metrics.set(UNREADABLE, self.policy.index.unreadable)
+                self.metrics.set(OF_ENGINE, count, engine.url, kind)
+        if documents is not None:
+            self.metrics.set(INDEXED, len(documents))
+        elif blocks is not None:
+            self.metrics.set(INDEXED, len(blocks))
+        if blocks is not None:
+            self.metrics.set(UNPLACED, blocks.unplaced)
+            self.metrics.set(UNREADABLE, blocks.unreadable)
 
     async def _models(self, _: Asked) -> Response:
         models = [{"id": name, "object": "model", "created": 0, "owned_by": "lmc"} for name in self.engines.models()]
@@ -228,21 +223,20 @@ class Router:
         if not candidates:
             raise InputError(f"no engine can take a request for the model {request.model!r} now")
         choice = self.policy.choose(request, candidates)
-        found = [{"engine": one.name, "requests": one.load, "backlog_tokens": round(one.backlog)} for one in candidates]
-        scores = self.policy.scores(request, candidates) if isinstance(self.policy, Scoring) else {}
-        for one in found:
-            one["score"] = scores.get(str(one["engine"]))
-        if isinstance(self.policy, Documents):
-            offers = {offer.candidate.name: offer for offer in self.policy.offers(request, candidates)}
-            for one in found:
-                offer = offers[str(one["engine"])]
-                one["expected_tokens"], one["documents"] = round(offer.reused), offer.documents
-                one["known_by"] = "events" if self.policy.index.is_told(offer.candidate.cache) else "history"
-                one["assumed_tokens"] = round(offer.assumed)
-                one["cost_tokens"], one["seconds"] = round(offer.cost), round(offer.seconds, 4)
+        scores, facts = self.policy.scores(request, candidates), self.policy.explain(request, candidates)
+        engines = [
+            {
+                "engine": one.name,
+                "requests": one.load,
+                "backlog_tokens": round(one.backlog),
+                "score": scores.get(one.name),
+                **facts.get(one.name, {}),
+            }
+            for one in candidates
+        ]
         exact = request.tokens is not None
         prompt = {"tokens": len(request.tokens or ()) or round(question.tokens), "exact": exact}
-        return JSONResponse({"engine": choice.engine, "why": choice.why, "prompt": prompt, "engines": found})
+        return JSONResponse({"engine": choice.engine, "why": choice.why, "prompt": prompt, "engines": engines})
 
     async def _learned(self, asked: Asked) -> Response:
         """Let engines learn texts, each the one that the policy chooses for it."""

@@ -258,7 +258,7 @@ def router(
     known = [f"--{str(parameter.name).replace('_', '-')}" for parameter in context.command.params]
     others, policy = other_flags(context.args, known), policy_name(policy)
     settings = RouterSettings(
-        session_key=session_key, special_string=special_string, exact_tokens=exact_tokens or policy == "precise",
+        session_key=session_key, special_string=special_string, exact_tokens=exact_tokens,
         api_key=api_key, tokenizers=paths_of_models(tokenizers), tokenizer_processes=tokenizer_processes,
         admin_token=admin_token(), open_admin=host in LOCAL, max_requests=max_requests,
         client_tokens=frozenset(items(client_tokens)), allowed_paths=frozenset(items(allowed_paths)),

@@ -7,7 +7,7 @@ what changes.
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
@@ -18,12 +18,13 @@ import msgspec
 from lmc.admin_address import address_of_engine
 from lmc.blend.markers import Markers
 from lmc.errors import InputError
-from lmc.router.document_index import Told
+from lmc.router.cut import Cutter
+from lmc.router.document_index import DocumentIndex, Told
 from lmc.router.engines import Engine
 from lmc.router.event_stream import Batch, EventStream, Lost
 from lmc.router.kv_events import BlockEvents
 from lmc.router.kv_index import BlockIndex, CacheSource
-from lmc.router.policies.documents import Documents
+from lmc.router.policies.base import Policy
 from lmc.storage.places import place_of
 
 log = logging.getLogger(__name__)
@@ -36,27 +37,27 @@ ASKING = aiohttp.ClientTimeout(total=30.0)
 
 
 class Follower:
-    """Tells the `documents` policy what engines say."""
+    """Fills the indexes that a policy needs."""
 
-    def __init__(self, policy: Documents, session: aiohttp.ClientSession, token: str, lag: Lag) -> None:
-        """`token` is that of the engines' administration."""
+    def __init__(self, policy: Policy, session: aiohttp.ClientSession, token: str, lag: Lag) -> None:
+        """`token` is the engines' administration token."""
         self._policy, self._session, self._lag = policy, session, lag
         self._headers = {"authorization": f"Bearer {token}"} if token else {}
 
     async def follow(self, engine: Engine) -> None:
-        """Follow an engine until cancelled, also if it says nothing."""
-        policy = self._policy
-        if not (engine.address.admin or engine.address.kv_events):
-            await asyncio.Event().wait()
+        """Follow an engine until cancelled, also if the policy needs nothing or the engine publishes nothing."""
+        needs, address = self._policy.needs, engine.address
         async with asyncio.TaskGroup() as following:
-            following.create_task(self._follow_documents(engine))
-            if engine.address.kv_events:
-                following.create_task(follow_blocks(policy.blocks, policy.ranks, self._lag, engine))
+            if needs.documents is not None and address.admin:
+                following.create_task(self._follow_documents(engine, needs.documents))
+            if needs.blocks is not None and (address.kv_events or needs.kv_events):
+                following.create_task(follow_blocks(needs.blocks, needs.ranks, self._lag, engine))
+            await asyncio.Event().wait()
 
-    async def _follow_documents(self, engine: Engine) -> None:
-        while engine.address.admin:
+    async def _follow_documents(self, engine: Engine, index: DocumentIndex) -> None:
+        while True:
             try:
-                await self._follow(engine)
+                await self._follow(engine, index)
             except (aiohttp.ClientError, OSError, ValueError, TypeError, KeyError) as error:
                 where = engine.address.admin
                 log.warning(
@@ -64,9 +65,9 @@ class Follower:
                 )
             await asyncio.sleep(AGAIN_SECONDS)
 
-    async def _follow(self, engine: Engine) -> None:
+    async def _follow(self, engine: Engine, index: DocumentIndex) -> None:
         facts = await self._ask(engine, "/v1/routing")
-        candidate, index = engine.candidate, self._policy.index
+        candidate, cutter = engine.candidate, self._policy.needs.cutter
         cache = engine.address.cache or facts["cache"] or engine.url
         if candidate.cache != cache:  # Nobody looks for it by the former name any more.
             self._policy.forget(engine.url)
@@ -74,18 +75,8 @@ class Follower:
         candidate.ratio = float(facts["ratio"])
         candidate.blend_min_tokens = int(facts.get("blend_min_tokens", 0))  # Earlier versions do not say it.
         index.resize(candidate.cache, max(facts["capacity"].values()), facts["chunk_size"])
-        for model in engine.models if facts["separators"] else ():
-            self._policy.cutter.markers[model] = Markers(
-                separators=tuple(map(tuple, facts["separators"])),
-                special=frozenset(facts["special"]),
-                answers=tuple(map(tuple, facts["answers"])),
-                messages=tuple(map(tuple, facts["messages"])),
-            )
-        cutter, theirs = self._policy.cutter, str(facts["special_string"])
-        for model in engine.models if theirs.strip() else ():
-            if theirs != cutter.special_string_of(model):
-                log.info("lmc router: prompts of %s are cut at %r, as %s does", model, theirs, engine.url)
-            cutter.special_strings[model] = theirs
+        if cutter is not None:
+            _adopt(cutter, engine, facts)
         stream = _stream(facts["document_events"], engine.address.admin)
         if stream is None:
             log.info("lmc router: %s publishes no document events (LMC_DOCUMENT_EVENTS)", engine.url)
@@ -98,7 +89,7 @@ class Follower:
                     index.untold(cache, engine.url)
                     index.listed(cache, await self._listing(engine), engine.url)
                 else:
-                    self._take(engine, cache, event)
+                    self._take(index, engine, cache, event)
         finally:  # From now on, nobody says what changes.
             index.untold(cache, engine.url)
 
@@ -111,7 +102,7 @@ class Follower:
             if (medium := place_of(place).medium)
         ]
 
-    def _take(self, engine: Engine, cache: str, batch: Batch) -> None:
+    def _take(self, index: DocumentIndex, engine: Engine, cache: str, batch: Batch) -> None:
         sent, events = decoded(batch.payload)
         self._lag(engine.url, max(0.0, time.time() - sent))
         for event in events:
@@ -119,7 +110,7 @@ class Follower:
             if kind in (STORED, REMOVED):
                 told = Told(str(event["tenant"]), str(event["digest"]))
                 medium, stored = str(event["medium"]), kind == STORED
-                self._policy.index.moved(cache, told, medium, stored=stored, source=engine.url)
+                index.moved(cache, told, medium, stored=stored, source=engine.url)
 
     async def _ask(self, engine: Engine, path: str) -> Any:
         url = engine.address.admin + path
@@ -127,6 +118,22 @@ class Follower:
             if answer.status != 200:
                 raise InputError(f"{url} answers {answer.status} {answer.reason}")
             return msgspec.json.decode(await answer.read())
+
+
+def _adopt(cutter: Cutter, engine: Engine, facts: Mapping[str, Any]) -> None:
+    """Cut the prompts of an engine's models as the engine does."""
+    for model in engine.models if facts["separators"] else ():
+        cutter.markers[model] = Markers(
+            separators=tuple(map(tuple, facts["separators"])),
+            special=frozenset(facts["special"]),
+            answers=tuple(map(tuple, facts["answers"])),
+            messages=tuple(map(tuple, facts["messages"])),
+        )
+    special_string = str(facts["special_string"])
+    for model in engine.models if special_string.strip() else ():
+        if special_string != cutter.special_string_of(model):
+            log.info("lmc router: prompts of %s are cut at %r, as at %s", model, special_string, engine.url)
+        cutter.special_strings[model] = special_string
 
 
 async def follow_blocks(index: BlockIndex, ranks: int, lag: Lag, engine: Engine) -> None:

@@ -26,8 +26,8 @@ from lmc.router.engines import Engines
 from lmc.router.headers import REQUEST, sent_back, sent_on
 from lmc.router.local_tokenizers import LocalTokenizers
 from lmc.router.paths import COMPUTING, RESPONSES, ResponseHomes, response_of
-from lmc.router.policies.documents import Documents
-from lmc.router.policy import Candidate, Policy, PromptRequest, RoutingChoice, Usage
+from lmc.router.policies.base import Policy
+from lmc.router.policy import Candidate, PromptRequest
 from lmc.router.questions import Received, about_a_response, read
 from lmc.router.router_metrics import RouterMetrics
 from lmc.router.settings import RouterSettings
@@ -42,9 +42,6 @@ TOKENIZING = aiohttp.ClientTimeout(total=5.0)
 KEPT_SECONDS = 3.0  # that an idle connection is kept; vLLM closes them after 5, and a request must not meet that
 TAIL = 4096  # bytes of the end of an answer, where it says what was reused
 
-# A request that was answered, why it was sent to that engine, and what the engine says of its prompt.
-Used = Callable[[PromptRequest, RoutingChoice, Usage], None]
-
 
 class Proxy:
     """Answers clients. Runs in one thread, that of the event loop."""
@@ -55,17 +52,15 @@ class Proxy:
         policy: Policy,
         engines: Engines,
         metrics: RouterMetrics,
-        used: Used | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`used` is told what engines say about prompts that they have answered."""
-        self._used = used
         self._settings, self._policy, self._engines = settings, policy, engines
         self._metrics, self._clock = metrics, clock
         self.session: aiohttp.ClientSession | None = None  # the connections to engines, while they are open
         self.tokenizers: LocalTokenizers | None = None  # the router's own, if there are any
         self.answering = 0  # requests
-        self._special_strings = policy.cutter.special_strings if isinstance(policy, Documents) else {}
+        cutter = policy.needs.cutter
+        self._special_strings = {} if cutter is None else cutter.special_strings
         self._homes, self._room = ResponseHomes(), Room(settings.max_held)
 
     async def open(self) -> aiohttp.ClientSession:
@@ -152,7 +147,8 @@ class Proxy:
         Raises `InputError` if it is no request.
         """
         question = self._read(body, headers)
-        exact = self._settings.exact_tokens or question.request.model in self._settings.tokenizers
+        exact = self._settings.exact_tokens or self._policy.needs.tokens
+        exact = exact or question.request.model in self._settings.tokenizers
         if not exact or question.tokenize is None:
             return question
         try:
@@ -332,5 +328,4 @@ class Proxy:
             self._metrics.count(numbers.PROMPTS, visit.engine.url, n=said.prompt_tokens)
         if said.cached_tokens is not None:
             self._metrics.count(numbers.REPORTED, visit.engine.url, n=said.cached_tokens)
-        if self._used:
-            self._used(request, visit.choice, said)
+        self._policy.answered(request, visit.choice, said)

@@ -10,7 +10,7 @@ import aiohttp
 
 from lmc.errors import InputError
 from lmc.router.engines import Engine, EngineAddress, Engines, has_ended
-from lmc.router.policy import Policy
+from lmc.router.policies.base import Policy
 from lmc.router.settings import RouterSettings
 from lmc.router.tasks import AGAIN_SECONDS, attempt, keep_up
 

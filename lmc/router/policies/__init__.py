@@ -1,73 +1,94 @@
-"""The routing policies by name. Each is one file, and its class says where it comes from."""
+"""The routing policies by name. A policy is imported when it is named.
+
+The policies for a server are in this folder. Those in `published/` are other routers' policies, kept for comparison.
+The docstring of each class names its source.
+"""
 
 import inspect
-from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any
+from collections.abc import Collection, Iterable, Mapping
+from importlib import import_module
+from types import UnionType
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args, get_origin
 
 from lmc.errors import ConfigError
-from lmc.router.policies.approx_lru import ApproximateLru
-from lmc.router.policies.block_hash import BlockHash
-from lmc.router.policies.cache_aware import LOG_OF_2025_06, PYTHON_ARGUMENTS, CacheAware
-from lmc.router.policies.chwbl import BoundedLoads
-from lmc.router.policies.documents import Documents
-from lmc.router.policies.least_loaded import LeastLoaded
-from lmc.router.policies.options import Plain, check
-from lmc.router.policies.power_of_two import PowerOfTwo
-from lmc.router.policies.precise import Precise
-from lmc.router.policies.prefix_hash_trie import PrefixHashTrie
-from lmc.router.policies.random_engine import RandomEngine
-from lmc.router.policies.round_robin import RoundRobin
-from lmc.router.policies.session import SessionAffinity
-from lmc.router.policies.simhash import SimHash
-from lmc.router.policy import Policy
 
-POLICIES: dict[str, Callable[..., Policy]] = {
-    "documents": Documents,
-    "round_robin": RoundRobin,
-    "random": RandomEngine,
-    "least_loaded": LeastLoaded,
-    "power_of_two": PowerOfTwo,
-    "session": SessionAffinity,
-    "prefix_hash_trie": PrefixHashTrie,
-    "cache_aware": CacheAware,
-    "simhash": SimHash,
-    "chwbl": BoundedLoads,
-    "block_hash": BlockHash,
-    "approx_lru": ApproximateLru,
-    "precise": Precise,
+if TYPE_CHECKING:
+    from lmc.router.policies.base import Policy
+
+POLICIES = {
+    "documents": "documents.Documents",
+    "precise": "precise.Precise",
+    "round_robin": "simple.RoundRobin",
+    "random": "simple.RandomEngine",
+    "least_loaded": "simple.LeastLoaded",
+    "power_of_two": "simple.PowerOfTwo",
+    "session": "simple.SessionAffinity",
+    "prefix_hash_trie": "published.prefix_hash_trie.PrefixHashTrie",
+    "cache_aware": "published.cache_aware.CacheAware",
+    "simhash": "published.simhash.SimHash",
+    "chwbl": "published.chwbl.BoundedLoads",
+    "block_hash": "published.block_hash.BlockHash",
+    "approx_lru": "published.approx_lru.ApproximateLru",
 }
 
 
-PRESETS: dict[str, dict[str, Mapping[str, Any]]] = {
-    "cache_aware": {"python_arguments": PYTHON_ARGUMENTS, "log_of_2025_06": LOG_OF_2025_06},
-}
-
-
-def make(name: str, **options: Any) -> Policy:
-    """Return a new policy; raise `ConfigError` for a policy or an option that there is not, or a wrong value."""
+def policy_class(name: str) -> "type[Policy]":
+    """Import the class of a policy. Raises `ConfigError` if there is no policy of this name."""
     if name not in POLICIES:
-        raise ConfigError(f"there is no policy {name!r}; there are {', '.join(POLICIES)}")
-    _known(name, options, inspect.signature(POLICIES[name]).parameters)
-    return POLICIES[name](**options)
+        raise ConfigError(f"there is no policy {name!r}; use one of {', '.join(POLICIES)}")
+    module, _, kind = POLICIES[name].rpartition(".")
+    found: type[Policy] = getattr(import_module(f"{__name__}.{module}"), kind)
+    return found
 
 
-def from_command_line(name: str, options: Mapping[str, Any]) -> Policy:
-    """Return a new policy. Its options may be a preset and its exceptions; what a command line cannot say is none."""
-    given, presets = dict(options), PRESETS.get(name, {})
-    signature = inspect.signature(POLICIES[name], eval_str=True).parameters if name in POLICIES else {}
-    kinds = {option: kind for option, one in signature.items() if (kind := Plain.of(one.annotation)) is not None}
-    if name in POLICIES:
-        _known(name, given, [*kinds, *(("preset",) if presets else ())])
+def make(name: str, **options: Any) -> "Policy":
+    """Return a new policy. Raises `ConfigError` for an unknown policy or option, or an invalid value."""
+    kind = policy_class(name)
+    _check_names(name, options, inspect.signature(kind).parameters)
+    return kind(**options)
+
+
+def from_command_line(name: str, options: Mapping[str, Any]) -> "Policy":
+    """Return a new policy from options that are numbers or words.
+
+    The option `preset` names a set of values, which the other options override. Raises `ConfigError` as `make` does.
+    """
+    kind, given = policy_class(name), dict(options)
+    parameters = inspect.signature(kind, eval_str=True).parameters.items()
+    plain = {option: of for option, one in parameters if (of := PlainOption.of(one.annotation)) is not None}
+    _check_names(name, given, [*plain, *(("preset",) if kind.presets else ())])
     preset = given.pop("preset", None)
-    if preset is not None and preset not in presets:
-        raise ConfigError(f"preset = {preset!r}: the policy {name} has {', '.join(presets)}")
+    if preset is not None and preset not in kind.presets:
+        raise ConfigError(f"the policy {name} has no preset {preset!r}; use {' or '.join(kind.presets)}")
     for option, value in given.items():
-        if option in kinds:
-            check(kinds[option].takes(value), option, value, kinds[option].words)
-    return make(name, **{**presets.get(preset, {}), **given})
+        if option in plain and not plain[option].takes(value):
+            raise ConfigError(f"{option} = {value!r} is invalid: it has to be {plain[option].words}")
+    return make(name, **{**kind.presets.get(preset, {}), **given})
 
 
-def _known(name: str, options: Iterable[str], known: Collection[str]) -> None:
-    if unknown := [option for option in options if option not in known]:
-        offered = f"its options are {', '.join(known)}" if known else "it has no options"
-        raise ConfigError(f"the policy {name} has no option {', '.join(unknown)}; {offered}")
+class PlainOption(NamedTuple):
+    """The types of an option that a command line can express as a number or a word."""
+
+    types: tuple[type, ...]
+
+    @classmethod
+    def of(cls, annotation: Any) -> "PlainOption | None":
+        """Return the types of an annotated option; None if it takes any other type, such as a clock."""
+        parts = get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
+        kinds = tuple(type(get_args(part)[0]) if get_origin(part) is Literal else part for part in parts)
+        return cls(kinds) if set(kinds) <= {int, float, str, type(None)} else None
+
+    def takes(self, value: object) -> bool:
+        """Return whether a value has one of these types; an integer is a valid float."""
+        return type(value) in self.types or (type(value) is int and float in self.types)
+
+    @property
+    def words(self) -> str:
+        """What the option takes, in words for an error."""
+        return "a number" if float in self.types else "a whole number" if int in self.types else "a word"
+
+
+def _check_names(policy: str, options: Iterable[str], names: Collection[str]) -> None:
+    if unknown := [option for option in options if option not in names]:
+        offered = f"its options are {', '.join(names)}" if names else "it has no options"
+        raise ConfigError(f"the policy {policy} has no option {', '.join(unknown)}; {offered}")

@@ -1,26 +1,25 @@
-"""The policy `precise`: the engine that has the longest prefix, as the engines' KV events say."""
+"""The policy `precise`: routes to the engine with the longest prefix, according to the engines' KV events."""
 
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
 from lmc.router.kv_index import BlockIndex, Run, chains
-from lmc.router.policies.least_loaded import least_loaded
-from lmc.router.policies.options import check, check_count
+from lmc.router.policies.base import Needs, Policy, check, check_count
+from lmc.router.policies.simple import least_loaded
 from lmc.router.policy import Candidate, PromptRequest, RoutingChoice, TakeBack
 from lmc.router.prefix_hashes import leading
 
 
-class Precise:
-    """The engine with the longest run of blocks, each by the weight of its tier; the least loaded one of equal ones.
+class Precise(Policy):
+    """The engine with the longest run of blocks, weighted by tier; of equal ones, the least loaded.
 
     Source: the precise prefix cache scorer of llm-d (its KV cache indexer): vLLM's events over ZMQ, blocks on GPUs
-    count 1.0 and in CPU memory 0.8. What a request will leave behind is counted for 2 seconds, until events can have
-    said it.
+    count 1.0 and in CPU memory 0.8. The blocks of a request count for 2 seconds after it was sent, until events can
+    have reported them.
 
-    Different here: llm-d adds this score to those of its other scorers, and this policy has it alone. Blocks are found
-    by their tokens, so that engines need neither equal hash seeds nor equal block sizes. `lmc.router.kv_events` feeds
-    the index.
+    Different here: llm-d adds this score to those of its other scorers; this policy uses it alone. Blocks are found by
+    their tokens, so engines need neither equal hash seeds nor equal block sizes. `lmc.router.follow` fills the index.
     """
 
     def __init__(
@@ -33,19 +32,20 @@ class Precise:
         ranks: int = 1,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`tokenize` returns the tokens that the engines make of a text, for requests whose tokens are not known.
+        """`tokenize` returns the engines' tokens of a text, for requests whose tokens are unknown.
 
-        For `expected_secs`, an engine is believed to have what it was sent, of `max_expected` blocks at most. Each
-        engine has so many data-parallel `ranks`, with publishers at ports that follow each other, as in vLLM.
+        For `expected_secs`, an engine is assumed to have what it was sent, up to `max_expected` blocks. `ranks` is the
+        number of data-parallel ranks of each engine, whose publishers are at consecutive ports, as in vLLM.
         """
         check(expected_secs >= 0, "expected_secs", expected_secs, "0 or more")
         check_count("max_expected", max_expected)
         check_count("ranks", ranks)
-        self.ranks = ranks
         self.index = BlockIndex() if index is None else index
+        self.needs = Needs(tokens=True, kv_events=True, blocks=self.index, ranks=ranks)
         self._tokenize, self._seconds, self._max_expected, self._clock = tokenize, expected_secs, max_expected, clock
-        self._expected: OrderedDict[tuple[str, int], float] = OrderedDict()  # until when, in the order of time
-        self._last: tuple[PromptRequest, Callable[[int], list[int]]] | None = None  # `sent` comes right behind `choose`
+        # The expiry time of each expected block, in the order of time.
+        self._expected: OrderedDict[tuple[str, int], float] = OrderedDict()
+        self._last: tuple[PromptRequest, Callable[[int], list[int]]] | None = None  # `sent` follows `choose`
 
     def choose(self, request: PromptRequest, candidates: Sequence[Candidate]) -> RoutingChoice:
         """Return the engine with the best run."""
@@ -55,7 +55,7 @@ class Precise:
         return RoutingChoice(name, "longest run" if best else "no match", runs[name].tokens)
 
     def sent(self, request: PromptRequest, engine: str) -> TakeBack:
-        """Expect an engine to have the prompt's blocks soon."""
+        """Expect the prompt's blocks at an engine for a while."""
         chain, now = self._chain(request), self._clock()
         blocks = [(engine, block) for size in self.index.block_sizes(engine) for block in reversed(chain(size))]
         new = [block for block in blocks if block not in self._expected]
@@ -81,7 +81,7 @@ class Precise:
             del self._expected[expected]
 
     def scores(self, request: PromptRequest, candidates: Sequence[Candidate]) -> dict[str, float]:
-        """Return the tokens of each engine's run, by the weights of their tiers."""
+        """Return the tokens of each engine's run, weighted by tier."""
         return {engine: run.score for engine, run in self._runs(request, candidates).items()}
 
     def _runs(self, request: PromptRequest, candidates: Sequence[Candidate]) -> dict[str, Run]:
@@ -89,7 +89,7 @@ class Precise:
         return {candidate.name: self._run(candidate.name, chain, now) for candidate in candidates}
 
     def _run(self, engine: str, chain: Callable[[int], Sequence[int]], now: float) -> Run:
-        """Return what an engine has, or is expected to have, of a prompt."""
+        """Return the blocks of a prompt that an engine has, or is expected to have."""
         runs = [self.index.longest(engine, chain)]
         for size in self.index.block_sizes(engine):
             blocks = leading(chain(size), lambda block: self._expected.get((engine, block), 0.0) > now)
@@ -97,7 +97,7 @@ class Precise:
         return max(runs)
 
     def _chain(self, request: PromptRequest) -> Callable[[int], list[int]]:
-        """Return the prompt's hashes for a size of blocks; the tokens are made once for `choose` and `sent`."""
+        """Return a function from a block size to the prompt's hashes. It is made once for `choose` and `sent`."""
         if self._last is None or self._last[0] != request:
             tokens = request.tokens
             if tokens is None:

@@ -1,25 +1,41 @@
-"""A radix tree of the texts that workers have been sent: which worker has seen the longest prefix of a text?
+"""A radix tree of the texts sent to workers, which finds the workers with the longest prefix of a text.
 
 This is the approximate tree of SGLang's router. Workers are tenants of nodes, and a worker that has a node has all
 nodes above it. Each scope has a tree of its own, and the limits of a worker hold over all scopes.
+
+One tree holds the nodes of all workers. One tree per worker was measured and rejected: with 8 workers and prompts of
+6,000 characters, a match took 3 times as long (220 to 310 µs instead of 80), and inserting took about the same.
 """
 
 from collections import Counter
 from collections.abc import Callable, Collection
 from typing import NamedTuple
 
-from lmc.router.radix_tree import common_length
+
+def common_length(text: str, start: int, edge: str) -> int:
+    """Return how many characters of `edge` stand in `text` from `start` on. It compares slices, in O(len(edge))."""
+    length = min(len(edge), len(text) - start)
+    if text[start : start + length] == edge[:length]:
+        return length
+    same, differs = 0, length  # text[start:][:same] is as in the edge, text[start:][:differs] is not
+    while differs - same > 1:
+        middle = (same + differs) // 2
+        if text[start + same : start + middle] == edge[same:middle]:
+            same = middle
+        else:
+            differs = middle
+    return same
 
 
 class PrefixMatch(NamedTuple):
-    """How many characters of a text match, and the workers that have seen them, in the order in which they did."""
+    """How many characters of a text match, and the workers that have seen them, the first to see them first."""
 
     length: int
     workers: tuple[str, ...]
 
 
 class _Tenancy:
-    """A worker's part in a node, and its place in the order in which the worker's nodes were used."""
+    """A worker's use of a node, linked to the uses just before and after it."""
 
     __slots__ = ("newer", "node", "older")
 
@@ -28,11 +44,11 @@ class _Tenancy:
         self.older = self.newer = self
 
     def unlink(self) -> None:
-        """Leave the order."""
+        """Remove this use from the order."""
         self.older.newer, self.newer.older = self.newer, self.older
 
     def link_before(self, newer: "_Tenancy") -> None:
-        """Enter the order as the next older one."""
+        """Insert this use into the order, just older than `newer`."""
         self.older, self.newer = newer.older, newer
         self.older.newer = newer.older = self
 
@@ -57,9 +73,9 @@ class _TextNode:
 
 
 class _NodesOfWorker:
-    """What one worker has over all scopes.
+    """The nodes of one worker in all scopes.
 
-    A node is used no earlier than those below it, so that the oldest one is always a leaf of the worker's part.
+    A node is never older than the nodes below it, so the oldest node is always a leaf of the worker's part.
     """
 
     __slots__ = ("characters", "ends", "nodes")
@@ -69,17 +85,20 @@ class _NodesOfWorker:
         self.characters = self.nodes = 0
 
 
-class ApproximateTree:
-    """Inserting and matching compare slices: the work of Python grows with the nodes of a path, not with characters."""
+class RadixTree:
+    """The texts of all workers in all scopes.
+
+    Inserting and matching compare slices, so the time in Python grows with the nodes of a path, not with characters.
+    """
 
     def __init__(self, max_nodes: int = 1 << 18) -> None:
-        """`max_nodes` is how many nodes a worker may have: short texts need more memory than their characters do."""
+        """`max_nodes` limits the nodes of a worker: short texts need more memory than their characters do."""
         self._max_nodes = max_nodes
         self._trees: dict[str, _TextTree] = {}
         self._workers: dict[str, _NodesOfWorker] = {}
 
     def insert(self, text: str, worker: str, scope: str = "") -> Callable[[], None]:
-        """Note that a worker has been sent a text, and return what takes back the nodes that it did not have."""
+        """Add a text that was sent to a worker, and return a function that removes the nodes which are new to it."""
         if not text:
             return lambda: None
         tree = self._trees.get(scope) or self._trees.setdefault(scope, _TextTree(scope))
@@ -97,7 +116,7 @@ class ApproximateTree:
         return lambda: self._take_back(new, worker)
 
     def match(self, text: str, scope: str = "", among: Collection[str] | None = None) -> PrefixMatch:
-        """Return the longest prefix that one of the workers has seen, or one of those `among` which it is asked for."""
+        """Return the longest prefix that any worker has seen, or any of the workers `among`."""
         at, workers = 0, tuple[str, ...]()
         node = (self._trees.get(scope) or _TextTree(scope)).root
         while at < len(text) and (child := node.children.get(text[at])) is not None:
@@ -120,22 +139,22 @@ class ApproximateTree:
 
     @property
     def nodes(self) -> int:
-        """The number of nodes of all workers; a node that several have counts for each."""
+        """The number of nodes of all workers; a shared node counts once for each of them."""
         return sum(of.nodes for of in self._workers.values())
 
     def evict(self, max_characters: int) -> None:
-        """Evict the least recently used leaves of each worker that has more characters than that."""
+        """Evict the least recently used leaves until no worker has more than `max_characters` characters."""
         for worker in list(self._workers):
             while self.characters(worker) > max_characters:
                 self._evict_leaf(worker)
 
     def remove(self, worker: str) -> None:
-        """Drop everything that a worker has."""
+        """Remove everything that a worker has."""
         while worker in self._workers:
             self._evict_leaf(worker)
 
     def _use(self, path: list[_TextNode], worker: str) -> None:
-        """Note that a worker has the nodes of a path, and has used them now."""
+        """Mark the nodes of a path as used by a worker now."""
         of = self._workers.setdefault(worker, _NodesOfWorker())
         for node in reversed(path):
             tenancy = node.tenants.get(worker)
@@ -147,21 +166,21 @@ class ApproximateTree:
             else:
                 tenancy.unlink()
             tenancy.link_before(of.ends)
-        for name, nodes in list(self._workers.items()):  # A split gives a node more to other workers as well.
+        for name, nodes in list(self._workers.items()):  # A split adds a node to other workers as well.
             while nodes.nodes > self._max_nodes:
                 self._evict_leaf(name)
 
     def _take_back(self, nodes: list[_TextNode], worker: str) -> None:
-        """Drop a worker's part of nodes, from the last to the first, unless it has been sent more of the text since."""
+        """Remove a worker from nodes, from the last to the first, unless it has been sent a longer text since."""
         for node in reversed(nodes):
             tenancy = node.tenants.get(worker)
             if tenancy and not any(worker in child.tenants for child in node.children.values()):
                 self._drop(tenancy, worker)
 
     def _split(self, node: _TextNode, at: int) -> _TextNode:
-        """Cut the edge of a node, and return the new node that has the first `at` characters of it.
+        """Split the edge of a node, and return the new upper node, which has its first `at` characters.
 
-        Both parts have the node's tenants, and for each of them the age of the node.
+        Both nodes have the same tenants, at the same place in each tenant's order of use.
         """
         assert node.parent is not None
         upper = _TextNode(node.edge[:at], node.parent, node.tree)
@@ -175,11 +194,11 @@ class ApproximateTree:
         return upper
 
     def _evict_leaf(self, worker: str) -> None:
-        """Take the worker's part of the node that it has used least recently."""
+        """Remove a worker from the node that it has used least recently."""
         self._drop(self._workers[worker].ends.newer, worker)
 
     def _drop(self, tenancy: _Tenancy, worker: str) -> None:
-        """Take a worker's part of a node, and the node if nobody else has it."""
+        """Remove a worker from a node, and the node if it has no other tenant."""
         of, node = self._workers[worker], tenancy.node
         assert node is not None
         tree = node.tree

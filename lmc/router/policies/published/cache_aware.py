@@ -1,19 +1,19 @@
-"""The policy `cache_aware`: the engine that has seen the longest prefix, unless loads are out of balance."""
+"""The policy `cache_aware`: routes to the engine with the longest prefix, unless loads are unbalanced."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
-from typing import Literal, TypedDict
+from typing import Any, ClassVar, Literal, TypedDict
 
-from lmc.router.approximate_tree import ApproximateTree
-from lmc.router.policies.least_loaded import least_loaded
-from lmc.router.policies.options import check, check_count
+from lmc.router.policies.base import Policy, check, check_count
+from lmc.router.policies.published.radix_tree import RadixTree
+from lmc.router.policies.simple import least_loaded
 from lmc.router.policy import Candidate, PromptRequest, RoutingChoice, TakeBack
 from lmc.router.prefix_hashes import CHARACTERS_PER_TOKEN
 
 
 class CacheAwareOptions(TypedDict):
-    """The options for which SGLang has published values."""
+    """The options that have published values."""
 
     cache_threshold: float
     balance_abs_threshold: int
@@ -23,7 +23,7 @@ class CacheAwareOptions(TypedDict):
     no_match: Literal["smallest_tree", "least_loaded"]
 
 
-PYTHON_ARGUMENTS: CacheAwareOptions = {  # the defaults of the router's Python arguments, and of `CacheAware`
+PYTHON_ARGUMENTS: CacheAwareOptions = {  # defaults of the router's Python arguments, and of `CacheAware`
     "cache_threshold": 0.3,
     "balance_abs_threshold": 64,
     "balance_rel_threshold": 1.5,
@@ -31,7 +31,7 @@ PYTHON_ARGUMENTS: CacheAwareOptions = {  # the defaults of the router's Python a
     "max_tree_size": 1 << 26,
     "no_match": "least_loaded",
 }
-LOG_OF_2025_06: CacheAwareOptions = {  # what a router's log of June 2025 shows
+LOG_OF_2025_06: CacheAwareOptions = {  # as shown in a router's log of June 2025
     "cache_threshold": 0.5,
     "balance_abs_threshold": 32,
     "balance_rel_threshold": 1.0001,
@@ -42,7 +42,7 @@ LOG_OF_2025_06: CacheAwareOptions = {  # what a router's log of June 2025 shows
 
 
 class Rule(Enum):
-    """What decides about a request."""
+    """The rule that decides about a request."""
 
     SHORTEST_QUEUE = "shortest_queue"
     MATCHED = "matched"
@@ -50,26 +50,30 @@ class Rule(Enum):
 
 
 def decide(loads: Sequence[int], rate: float, threshold: float, balance_abs: float, balance_rel: float) -> Rule:
-    """Return the rule for these loads and this share of matching characters. No threshold includes its own value."""
+    """Return the rule for these loads and this share of matching characters. Thresholds are exclusive."""
     if max(loads) - min(loads) > balance_abs and max(loads) > balance_rel * min(loads):
         return Rule.SHORTEST_QUEUE
     return Rule.MATCHED if rate > threshold else Rule.NO_MATCH
 
 
-class CacheAware:
-    """The engine that has seen the longest prefix of the prompt, as an approximate tree of sent texts says.
+class CacheAware(Policy):
+    """The engine that was sent the longest prefix of the prompt, found in an approximate tree of sent texts.
 
-    Source: the policy `cache_aware` of SGLang's router (sgl-router, later model gateway). If loads are out of balance,
-    the shortest queue gets the request. Otherwise it is the engine with the longest match if that is more than
-    `cache_threshold` of the characters, else the engine with the smallest tree (older releases) or the least load
-    (newer ones). Every `eviction_interval_secs`, the least recently used leaves of each engine go that has more than
-    `max_tree_size` characters.
+    Source: the policy `cache_aware` of SGLang's router (sgl-router, later model gateway). If loads are unbalanced, the
+    shortest queue gets the request. Otherwise it is the engine with the longest match, if that is more than
+    `cache_threshold` of the characters. Else it is the engine with the smallest tree (older releases) or the least load
+    (newer ones). Every `eviction_interval_secs`, engines with more than `max_tree_size` characters lose their least
+    recently used leaves.
 
-    Different here: only candidates are compared, so that no choice falls on an engine that is away; among several with
-    the same match, the least loaded one gets the request instead of the first of a hash map; each tenant has a tree of
-    its own. Eviction runs with the next request instead of in a thread. An engine that has twice its characters before
-    the interval has passed, or too many nodes, is evicted from at once: memory is bounded, whatever the traffic.
+    Different here: only candidates are compared, so an engine that is away is never chosen. Of several with the same
+    match, the least loaded one gets the request instead of the first of a hash map. Each tenant has a tree of its own.
+    Eviction runs with the next request instead of in a thread. Memory is bounded for any traffic: an engine that has
+    twice its characters before the interval has passed, or too many nodes, loses leaves at once.
     """
+
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "python_arguments": PYTHON_ARGUMENTS, "log_of_2025_06": LOG_OF_2025_06,
+    }  # fmt: skip
 
     def __init__(
         self,
@@ -83,7 +87,7 @@ class CacheAware:
         max_nodes: int = 1 << 18,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`max_tree_size` is in characters of each engine over all scopes, `max_nodes` in nodes of about 500 bytes."""
+        """`max_tree_size` limits an engine's characters in all scopes, `max_nodes` its nodes of about 500 bytes."""
         check(0 <= cache_threshold <= 1, "cache_threshold", cache_threshold, "from 0 to 1")
         check(balance_abs_threshold >= 0, "balance_abs_threshold", balance_abs_threshold, "0 or more")
         check(balance_rel_threshold >= 0, "balance_rel_threshold", balance_rel_threshold, "0 or more")
@@ -94,10 +98,10 @@ class CacheAware:
         self._thresholds = cache_threshold, balance_abs_threshold, balance_rel_threshold
         self._interval, self._max_size, self._no_match = eviction_interval_secs, max_tree_size, no_match
         self._clock, self._evicted = clock, clock()
-        self._tree = ApproximateTree(max_nodes)
+        self._tree = RadixTree(max_nodes)
 
     def choose(self, request: PromptRequest, candidates: Sequence[Candidate]) -> RoutingChoice:
-        """Return the engine by the rule that the loads and the match ask for."""
+        """Return the engine by the rule that follows from the loads and the match."""
         by_name = {candidate.name: candidate for candidate in candidates}
         match = self._tree.match(request.text, request.scope, by_name)
         rate = match.length / len(request.text) if request.text else 0.0
@@ -113,12 +117,12 @@ class CacheAware:
         return RoutingChoice(min(by_name, key=lambda name: (counts.get(name, 0), name)), "smallest tree")
 
     def scores(self, request: PromptRequest, candidates: Sequence[Candidate]) -> dict[str, float]:
-        """Return the share of the prompt's characters that match of each engine."""
+        """Return the share of the prompt's characters that match, for each engine."""
         lengths = {one.name: self._tree.match(request.text, request.scope, (one.name,)).length for one in candidates}
         return {name: length / max(len(request.text), 1) for name, length in lengths.items()}
 
     def sent(self, request: PromptRequest, engine: str) -> TakeBack:
-        """Note that an engine has seen a prompt, and evict when it is time."""
+        """Add a prompt to the tree of an engine, and evict if the interval has passed."""
         take_back = self._tree.insert(request.text, engine, request.scope)
         now = self._clock()
         if now - self._evicted >= self._interval or self._tree.characters(engine) > 2 * self._max_size:
@@ -127,5 +131,5 @@ class CacheAware:
         return take_back
 
     def forget(self, engine: str) -> None:
-        """Take an engine out of the trees."""
+        """Remove an engine from the trees."""
         self._tree.remove(engine)

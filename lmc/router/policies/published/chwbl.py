@@ -2,28 +2,28 @@
 
 from collections.abc import Sequence
 
-from lmc.router.policies.options import check, check_count
+from lmc.router.policies.base import Policy, check, check_count
+from lmc.router.policies.simple import Ring
 from lmc.router.policy import Candidate, PromptRequest, RoutingChoice
-from lmc.router.ring import Ring
 
 
 def within_bound(load: int, total: int, engines: int, factor: float) -> bool:
-    """Return whether an engine may get one more request: it stays within `factor` times the mean load."""
+    """Return whether an engine may get one more request and stay within `factor` times the mean load."""
     return total == 0 or load <= (total + 1) / engines * factor
 
 
-class BoundedLoads:
-    """The first engine within the bound of loads, from the place of the prompt's beginning on a consistent ring.
+class BoundedLoads(Policy):
+    """The first engine within the load bound, in ring order from the hash of the prompt's beginning.
 
     Source: KubeAI's prefix hashing (its document on load balancing), after Mirrokni, Thorup and Zadimoghaddam's
     consistent hashing with bounded loads: the first 100 characters and the LoRA adapter's name are the key, each engine
-    has 256 points, and loads are bounded by 1.25 times their mean. If all are above it, the first one gets the request.
-    KubeAI has a ring for each model. Here the candidates are those of the model, and the scope is in the key: tenants
-    with the same beginning share nothing in the engines' caches.
+    has 256 points, and loads are bounded by 1.25 times their mean. If all engines are above the bound, the first one
+    gets the request. KubeAI has a ring for each model. Here the candidates are those of the model, and the scope is in
+    the key, because tenants with the same beginning share nothing in the engines' caches.
     """
 
     def __init__(self, *, prefix_characters: int = 100, replicas: int = 256, mean_load_factor: float = 1.25) -> None:
-        """`mean_load_factor` is how many times the mean an engine's load may be."""
+        """`mean_load_factor` bounds an engine's load, in multiples of the mean load."""
         check_count("prefix_characters", prefix_characters)
         check_count("replicas", replicas)
         check(mean_load_factor >= 1, "mean_load_factor", mean_load_factor, "1 or more")
@@ -40,9 +40,6 @@ class BoundedLoads:
                 return RoutingChoice(name, "first on the ring" if name == walk[0] else "next on the ring")
         return RoutingChoice(walk[0], "all above the bound")
 
-    def sent(self, request: PromptRequest, engine: str) -> None:
-        """Nothing depends on what was sent but loads."""
-
     def forget(self, engine: str) -> None:
-        """Take an engine off the ring. It comes back to its place when it is a candidate again."""
+        """Remove an engine from the ring. It returns to its place when it is a candidate again."""
         self._ring.remove(engine)

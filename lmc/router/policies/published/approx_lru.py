@@ -1,26 +1,29 @@
-"""The policy `approx_lru`: the engine whose simulated cache has the largest share of the prompt."""
+"""The policy `approx_lru`: routes to the engine whose simulated cache has the largest share of the prompt."""
 
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from lmc.router.policies.least_loaded import least_loaded
-from lmc.router.policies.options import check_count
+from lmc.router.policies.base import Policy, check_count
+from lmc.router.policies.simple import least_loaded
 from lmc.router.policy import Candidate, PromptRequest, RoutingChoice, TakeBack
 from lmc.router.prefix_hashes import CHARACTERS_PER_TOKEN, chained, character_blocks, leading
 
 
 class LruIndex:
-    """The blocks that each server is likely to have: those it was sent last, as many as its cache holds."""
+    """The blocks that each server is likely to have: those it was sent last, as many as its cache holds.
+
+    This is an OrderedDict and not a `cachetools.LRUCache`, which takes 6 times as long for each of the many blocks.
+    """
 
     def __init__(self, server_blocks: int) -> None:
-        """`server_blocks` is how many blocks a server's cache holds."""
+        """`server_blocks` is the number of blocks that a server's cache holds."""
         self._capacity = server_blocks
         self._servers: dict[str, OrderedDict[int, None]] = {}
 
     def add(self, server: str, hashes: Sequence[int]) -> TakeBack:
-        """Note that a server has the blocks of a prompt, and return what takes back those that it did not have.
+        """Add the blocks of a prompt to a server, and return a function that removes those new to it.
 
-        They are used from the last to the first one, so that a block never goes before those that need it.
+        Blocks are used from the last to the first, so a block is never evicted before those that need it.
         """
         new = hashes[self.leading(server, hashes) :]
         blocks = self._servers.setdefault(server, OrderedDict())
@@ -36,7 +39,7 @@ class LruIndex:
             self._servers.get(server, OrderedDict()).pop(block, None)
 
     def holders(self, block: int) -> list[str]:
-        """Return the servers that have a block, by name."""
+        """Return the names of the servers that have a block, sorted."""
         return sorted(server for server, blocks in self._servers.items() if block in blocks)
 
     def leading(self, server: str, hashes: Sequence[int]) -> int:
@@ -45,21 +48,21 @@ class LruIndex:
         return leading(hashes, blocks.__contains__) if blocks else 0
 
     def remove(self, server: str) -> None:
-        """Drop a server."""
+        """Remove a server."""
         self._servers.pop(server, None)
 
 
-class ApproximateLru:
-    """The engine with the highest share of the prompt's blocks, the least loaded one of equal ones.
+class ApproximateLru(Policy):
+    """The engine with the highest share of the prompt's blocks; of equal ones, the least loaded.
 
     Source: the approximate prefix cache plugin of the endpoint picker (EPP) of the Kubernetes Gateway API Inference
     Extension: xxhash64 over blocks of 16 tokens of 4 characters, chained and seeded with model and salt, at most 256
-    blocks of a prompt, and for each server the 31,250 blocks that it was sent last. A part of a block at the end is
+    blocks of a prompt, and for each server the 31,250 blocks that it was sent last. An incomplete block at the end is
     hashed too, and a prompt shorter than one block has none.
 
-    Different here: the EPP adds this score to those of its other scorers, by weights, and this policy has it alone.
-    `max_blocks` is an option, because longer prefixes look alike to 256 blocks. Blocks of a prompt are noted from the
-    last to the first one, so that the cache of a server never has the end of a prompt without its beginning.
+    Different here: the EPP adds this score to those of its other scorers, by weights; this policy uses it alone.
+    `max_blocks` is an option, because prompts that differ only after 256 blocks look alike. Blocks of a prompt are
+    noted from the last to the first, so a server's cache never has the end of a prompt without its beginning.
     """
 
     def __init__(
@@ -70,7 +73,7 @@ class ApproximateLru:
         max_blocks: int = 256,
         server_blocks: int = 31_250,
     ) -> None:
-        """`server_blocks` is how many blocks an engine's cache holds."""
+        """`server_blocks` is the number of blocks that an engine's cache holds."""
         check_count("block_tokens", block_tokens)
         check_count("characters_per_token", characters_per_token)
         check_count("max_blocks", max_blocks)
@@ -92,7 +95,7 @@ class ApproximateLru:
         return {one.name: self._index.leading(one.name, hashes) / max(len(hashes), 1) for one in candidates}
 
     def sent(self, request: PromptRequest, engine: str) -> TakeBack:
-        """Note that an engine has seen a prompt."""
+        """Add a prompt to an engine's simulated cache."""
         return self._index.add(engine, self.hashes(request))
 
     def forget(self, engine: str) -> None:

@@ -1,0 +1,1 @@
+"""Routing policies of other routers, for comparison with ours. Each module names its source and its differences."""
