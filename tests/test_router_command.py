@@ -86,16 +86,16 @@ def test_the_command_line_comes_before_the_environment_and_the_file(tmp_path):
 
 WRONG = {
     "no engines": ((), "say where the engines are"),
-    "no URL": (("--static-backends", "a:8000"), "'a:8000' is no engine"),
+    "no URL": (("--static-backends", "a:8000"), "'a:8000' is not the URL of an engine"),
     "models do not fit": (("--static-backends", "http://a", "--static-models", "m,n"), "--static-models has 2 items"),
     "caches do not fit": (("--static-backends", "http://a,http://b", "--static-caches", "m"), "--static-caches has 1"),
     "unknown policy": (("--static-backends", "http://a", "--policy", "best"), "best"),
     "an option of another policy": (("--static-backends", "http://a", "--cache-threshold", "0.5"), "cache_threshold"),
     "no option": (("--static-backends", "http://a", "--option", "seed"), "must be a name and a value"),
-    "no discovery": (("--discovery", "consul:x"), "give file:"),
+    "no discovery": (("--discovery", "consul:x"), "use file:"),
     "no file": (("--config", "/nowhere.yaml"), "cannot be read"),
     "the same engine twice": (("--static-backends", "http://a,http://a/v1/"), "http://a twice"),
-    "a URL with a blank": (("--static-backends", "http://a b:8000"), "is no engine"),
+    "a URL with a blank": (("--static-backends", "http://a b:8000"), "is not the URL of an engine"),
     "an option that is no YAML": (("--static-backends", "http://a", "--option", "seed={"), "a number or a word"),
     "an option of the wrong kind": (("--static-backends", "http://a", "--option", "stay=long"), "has to be a number"),
     "an option that is no text": (("--static-backends", "http://a", "--option", "surcharge=[1]"), "has to be a number"),
@@ -109,7 +109,7 @@ WRONG = {
     ),
     "no special string": (("--static-backends", "http://a", "--special-string", " "), "--special-string is empty"),
     "no key": (("--static-backends", "http://a", "--api-key", "a\nb"), "--api-key cannot be sent"),
-    "no events": (("--static-backends", "http://a", "--static-kv-events", "a:5557"), "give tcp://host:5557"),
+    "no events": (("--static-backends", "http://a", "--static-kv-events", "a:5557"), "use tcp://host:5557"),
     "no events for precise": (
         ("--static-backends", "http://a,http://b", "--policy", "precise", "--static-kv-events", "tcp://a:1"),
         "--static-kv-events has 1 items",

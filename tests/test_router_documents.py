@@ -15,11 +15,11 @@ from lmc.keys import tenant_of
 from lmc.router.cut import (
     BLOCK_LETTERS,
     LEAST_RATE,
+    MAX_SCOPES,
     MOST_DOCUMENTS,
     MOST_LETTERS,
     MOST_TOKENS,
     ROLE,
-    SCOPES,
     CutDocument,
     Cutter,
 )
@@ -28,8 +28,8 @@ from lmc.router.fair_lru import FairLru
 from lmc.router.kv_index import CacheSource
 from lmc.router.policies.documents import STAY, Documents
 from lmc.router.policy import Candidate, PromptRequest, RoutingChoice, Usage
-from lmc.router.questions import MOST_PARTS, prompt_text, read
-from lmc.router.usage import usage
+from lmc.router.requests import MOST_PARTS, prompt_text, read
+from lmc.router.visit import usage
 
 SEPARATOR = " # # "
 TEXTS = {name: f"{name} " * 100 for name in ("one", "two", "three", "four", "a longer one")}
@@ -153,9 +153,9 @@ def test_what_is_no_text_does_not_spoil_the_letters_of_a_token():
     for _ in range(200):
         cutter.counted("m", 10, 100_000)
     assert cutter.letters_a_token("m") >= LEAST_RATE
-    for number in range(SCOPES + 10):
+    for number in range(MAX_SCOPES + 10):
         cutter.counted(f"tenant {number}", 2000, 1000)
-    assert len(cutter.rates) == SCOPES
+    assert len(cutter.rates) == MAX_SCOPES
     policy, asked = (
         Documents(),
         {"model": "m", "messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}]},
@@ -205,7 +205,7 @@ def test_no_more_messages_and_tokens_are_looked_at_than_anybody_sends(asked, let
     "body", [b"[" + b"[]," * 1_000_001 + b"[]]", b"[" + b"{}," * 1_000_001 + b"{}]", b"[" + b"1," * 4_000_001 + b"1]"]
 )
 def test_a_body_of_very_many_small_values_is_refused(body):
-    with pytest.raises(InputError, match="values at most"):
+    with pytest.raises(InputError, match="exceeds 4000000 values"):
         read(body, {}, "x-session-id", SEPARATOR)
 
 

@@ -8,7 +8,7 @@ from echo_engine import EchoEngine, respond
 from router_house import SECONDS, house, served
 from service_fakes import eventually
 
-from lmc.router.headers import read_headers, sent_back, sent_on
+from lmc.router.client import read_headers, sent_back, sent_on
 
 ASK = "/v1/completions"
 

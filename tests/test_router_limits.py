@@ -113,6 +113,6 @@ def test_the_limit_of_open_files_is_raised_or_the_router_says_what_to_do(monkeyp
     allow_files(1000)
     assert len(limits) == 3, "it is enough"
     limits.append((256, 1024))
-    with pytest.raises(ConfigError, match="take --max-requests 384"):
+    with pytest.raises(ConfigError, match="use --max-requests 384"):
         allow_files(1000)
     allow_files((1024 - SPARE_FILES) // 2)

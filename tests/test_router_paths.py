@@ -10,8 +10,7 @@ import pytest
 from router_house import house
 
 from lmc.router.engines import address
-from lmc.router.paths import REMEMBERED, ResponseHomes, response_of
-from lmc.router.questions import read
+from lmc.router.requests import MAX_RESPONSES, ResponseHomes, read, response_of
 from lmc.router.settings import RouterSettings
 
 ASK = "/v1/completions"
@@ -92,7 +91,7 @@ def test_an_engine_that_has_failed_is_not_named_to_clients_with_tokens():
             found = [built.ask(ASK, asked, client) for _ in range(2)]
             (refused,) = [answer for status, answer in found if status != 200]
             assert (str(port) in json.dumps(refused)) == named
-            assert "no engine has answered" in refused["error"]["message"]
+            assert "all attempts failed" in refused["error"]["message"]
 
 
 def test_without_any_token_engines_are_called_by_their_addresses(two):
@@ -151,7 +150,7 @@ def test_a_response_is_asked_of_the_engine_that_has_made_it(two, stream):
         next_one = {"model": "echo", "input": "and then?", "previous_response_id": made}
         assert two.send("/v1/responses", next_one).headers["x-lmc-engine"] == home
     status, found = two.ask("/v1/responses/resp_unknown")
-    assert (status, "is known to have made" in found["error"]["message"]) == (404, True)
+    assert (status, "unknown response" in found["error"]["message"]) == (404, True)
     two.ask("/engines/drain", {"url": home})
     assert two.ask(f"/v1/responses/{made}")[0] == 503
     two.ask("/engines/drain", {"url": home, "drain": False})
@@ -159,7 +158,7 @@ def test_a_response_is_asked_of_the_engine_that_has_made_it(two, stream):
 
 def test_responses_are_remembered_up_to_a_number():
     homes = ResponseHomes()
-    for number in range(REMEMBERED + 1):
+    for number in range(MAX_RESPONSES + 1):
         homes.note(b'{"id": "resp_%d"}' % number, "a")
     assert (homes.engine_of("resp_0"), homes.engine_of("resp_1")) == ("", "a")
     homes.note(b'{"id": "chat-1"}', "a")

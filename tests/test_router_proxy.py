@@ -151,11 +151,11 @@ def test_too_many_requests_are_told_to_come_back():
 
 
 BAD = {
-    "no JSON": (b"{", 400, "no JSON"),
+    "no JSON": (b"{", 400, "not valid JSON"),
     "no object": (b"[1]", 400, "must be a JSON object"),
-    "no text": (b"\xff\xfe{}", 400, "no JSON"),
+    "no text": (b"\xff\xfe{}", 400, "not valid JSON"),
     "nested": (b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}", 400, ""),
-    "model no text": (b'{"model": 3}', 400, "must be texts"),
+    "model no text": (b'{"model": 3}', 400, "must be strings"),
     "another model": (b'{"model": "other"}', 404, "there are: echo"),
 }
 
@@ -270,7 +270,7 @@ def test_administration_wants_its_token():
         assert built.ask(ASK, {"model": "echo", "prompt": "x"})[0] == 200
     with house(1, open_admin=False) as built:
         status, found = built.ask("/engines", headers={"host": "localhost"})
-        assert (status, "needs a token" in found["error"]) == (403, True)
+        assert (status, "needs LMC_ADMIN_TOKEN" in found["error"]) == (403, True)
 
 
 def test_lmc_top_shows_what_each_engine_does(two):

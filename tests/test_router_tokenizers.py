@@ -114,7 +114,7 @@ def ready(built):
 
 def stopped(built, monkeypatch):
     """The same, of a process that does not answer any more."""
-    monkeypatch.setattr(local_tokenizers, "AGAIN_SECONDS", 0.01)
+    monkeypatch.setattr(local_tokenizers, "RESTART_SECONDS", 0.01)
     tokenizers, process = ready(built)
     os.kill(process.pid, signal.SIGSTOP)
     return tokenizers, process
@@ -131,7 +131,7 @@ def test_a_process_that_does_not_answer_is_replaced(built, monkeypatch):
 
 
 def test_a_process_that_ends_is_replaced_and_no_request_fails(built, monkeypatch):
-    monkeypatch.setattr(local_tokenizers, "AGAIN_SECONDS", 0.01)
+    monkeypatch.setattr(local_tokenizers, "RESTART_SECONDS", 0.01)
     tokenizers, process = ready(built)
     os.kill(process.pid, signal.SIGKILL)
     eventually(lambda: built.ask(ASK, {"model": "echo", "prompt": PROMPT})[0] == 200 and "echo" not in tokenizers)
@@ -184,7 +184,7 @@ def test_engines_are_asked_if_a_tokenizer_cannot_be_read(tmp_path, caplog):
     shutil.copytree(MODEL, tmp_path / "model")
     (tmp_path / "model" / "tokenizer.json").write_text(json.dumps({"version": "1.0"}))
     with caplog.at_level(logging.WARNING), house(1, tokenizers={"echo": str(tmp_path / "model")}) as built:
-        eventually(lambda: "of --tokenizers" in caplog.text)
+        eventually(lambda: "--tokenizers echo=" in caplog.text)
         assert built.ask(ASK, {"model": "echo", "prompt": PROMPT})[0] == 200
         assert "echo" not in built.router.application.proxy.tokenizers
         assert asked_for_tokens(built) == 1
@@ -209,15 +209,14 @@ def test_a_directory_without_a_tokenizer_is_named_with_what_is_missing(caplog, t
     with caplog.at_level(logging.WARNING), house(1, tokenizers=models):
         eventually(lambda: len(caplog.messages) == len(wrong))
     for said, (model, path) in zip(caplog.messages, models.items(), strict=True):
-        assert said.startswith("lmc router: engines are asked for the tokens of prompts, because ")
-        assert f"because {model}={path} of --tokenizers cannot be read: {wrong[path]}" in said
+        assert f"--tokenizers {model}={path} cannot be read, engines tokenize instead: {wrong[path]}" in said
 
 
 def test_arguments():
     assert paths_of_models("a=/x, b = hub/y ,") == {"a": "/x", "b": "hub/y"}
     assert paths_of_models('{"a,b=c": "/x,y", "d": "hub/y"}') == {"a,b=c": "/x,y", "d": "hub/y"}
     for wrong in ("/x", "=/x", "a=", '{"a": 3}', '{"a": ""}', '{"": "/x"}', "{a"):
-        with pytest.raises(ConfigError, match="give MODEL=DIRECTORY"):
+        with pytest.raises(ConfigError, match="MODEL=DIRECTORY"):
             paths_of_models(wrong)
 
 

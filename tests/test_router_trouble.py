@@ -45,7 +45,7 @@ class Slow(EchoEngine):
 
 
 def test_an_answer_that_comes_is_not_given_up_because_health_checks_are_late(monkeypatch):
-    monkeypatch.setattr(watching, "LOOK", aiohttp.ClientTimeout(total=0.3))
+    monkeypatch.setattr(watching, "HEALTH_TIMEOUT", aiohttp.ClientTimeout(total=0.3))
     slow = Slow()
     with served(slow) as engine:
         known = Engines()
@@ -88,7 +88,7 @@ def test_a_request_that_waits_longer_than_checks_fail_is_given_up():
         except EngineFailed as error:
             return str(error)
 
-    assert asyncio.run(run(before=True)) == f"{URL}: health checks have found it down"
+    assert asyncio.run(run(before=True)) == f"{URL}: it failed its health checks"
     assert asyncio.run(run(before=False)) == "answered"
 
 
@@ -191,7 +191,7 @@ def test_an_answer_that_ends_after_its_engine_has_gone_leaves_nothing():
 
 
 def test_a_lookup_in_kubernetes_that_is_not_answered_is_asked_again(tmp_path, monkeypatch):
-    monkeypatch.setattr(discovery, "ASKING", aiohttp.ClientTimeout(total=0.2))
+    monkeypatch.setattr(discovery, "API_TIMEOUT", aiohttp.ClientTimeout(total=0.2))
     monkeypatch.setattr(watching, "LOOKUP_SECONDS", 0.3)
     pods = json.dumps(
         {

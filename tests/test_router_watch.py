@@ -20,9 +20,8 @@ from lmc.router.policies import make
 from lmc.router.policy import Candidate, RoutingChoice
 from lmc.router.proxy import KEPT_SECONDS
 from lmc.router.settings import RouterSettings
-from lmc.router.tasks import keep_up
 from lmc.router.visit import EngineFailed, Visit
-from lmc.router.watch import Watch
+from lmc.router.watch import Watch, keep_up
 
 
 @asynccontextmanager
@@ -139,8 +138,8 @@ def test_an_error_ends_neither_health_checks_nor_lookups(monkeypatch, caplog):
             await until(lambda: len(engines) and calls.count("http://127.0.0.1:1") > 3)
 
     asyncio.run(run())
-    assert caplog.text.count("finding the engines has failed") == 2
-    assert "looking at the engines has failed" in caplog.text
+    assert caplog.text.count("looking up the engines failed") == 2
+    assert "checking the engines failed" in caplog.text
 
 
 def test_an_engine_is_followed_again_after_an_error():
@@ -157,7 +156,7 @@ def test_an_engine_is_followed_again_after_an_error():
             await until(lambda: len(followed) > 2)
 
     with pytest.MonkeyPatch.context() as patch, served(EchoEngine()) as engine:
-        patch.setattr(watching, "AGAIN_SECONDS", 0.01)
+        patch.setattr(watching, "RETRY_SECONDS", 0.01)
         asyncio.run(run(engine.url))
 
 
@@ -168,15 +167,15 @@ def test_an_engine_that_comes_without_an_address_of_its_events_is_warned_about(c
         house(1, "precise", health_seconds=0.02) as built,
         served(EchoEngine()) as new,
     ):
-        eventually(lambda: f"which blocks {built.engines[0].url} has" in caplog.text)
+        eventually(lambda: f"{built.engines[0].url} has no address for KV events" in caplog.text)
         assert built.ask("/engines", {"url": new.url})[0] == 201
         eventually(
-            lambda: f"which blocks {new.url} has, so that no prompt matches there: give kv_events" in caplog.text
+            lambda: f"{new.url} has no address for KV events, so no prompt matches there: set kv_events" in caplog.text
         )
         assert built.ask("/engines", {"url": new.url, "kv_events": "tcp://127.0.0.1:1"})[0] == 201
         watch = built.router.application._watch
         eventually(lambda: watch._following[new.url].address.kv_events)
-    assert caplog.text.count("which blocks") == 2, "once for each, and no more when there is one"
+    assert caplog.text.count("no address for KV events") == 2, "once for each, and no more when there is one"
 
 
 def test_a_lookup_that_takes_long_holds_up_no_health_check(monkeypatch):
@@ -218,7 +217,7 @@ def test_an_engine_keeps_its_place_for_some_lookups_that_miss_it():
             watch = Watch(RouterSettings(), engines, make("round_robin"), session, find)
             await watch.discover()
             one = found.pop()
-            for _ in range(watching.MISSES - 1):
+            for _ in range(watching.MAX_MISSES - 1):
                 await watch.discover()
                 assert [engine.missing for engine in engines] == [False, True]
                 assert [candidate.name for candidate in engines.candidates("")] == urls[:1]
@@ -228,7 +227,7 @@ def test_an_engine_keeps_its_place_for_some_lookups_that_miss_it():
             found.clear()
             await watch.discover()
             assert len(engines.candidates("")) == 2, "there are no others"
-            for _ in range(watching.MISSES - 1):
+            for _ in range(watching.MAX_MISSES - 1):
                 await watch.discover()
             assert not len(engines)
 
@@ -285,7 +284,7 @@ def test_a_request_that_an_engine_is_silent_about_is_not_sent_to_another_one():
     with house(2, answer_seconds=0.2) as built:
         status, found = built.ask("/v1/completions", {"model": "echo", "prompt": "x", "echo": {"delay": 60}})
         assert status == 504
-        assert "not answered in time" in found["error"]["message"]
+        assert "timed out" in found["error"]["message"]
         assert sum(len(one.seen) for one in built.echoes) == 1
 
 
@@ -317,7 +316,7 @@ def test_a_router_without_engines_says_so():
     with house(0) as built:
         status, found = built.ask("/v1/completions", {"model": "echo", "prompt": "x"})
         assert status == 503
-        assert "knows no engine" in found["error"]["message"]
+        assert "has no engines" in found["error"]["message"]
 
 
 def test_an_idle_connection_is_closed_before_the_engine_does():

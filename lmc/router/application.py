@@ -1,7 +1,6 @@
-"""The router as an ASGI application: requests for engines go to the proxy, and questions about the router are answered.
+"""The router as an ASGI application: the proxy for requests to engines, and the router's own paths.
 
-GET /health and /ready are for everybody, /v1/models and /metrics for all clients. /engines and /lmc/… are
-administration.
+GET /health and /ready need no token. /v1/models and /metrics are for clients. /engines and /lmc/… are administration.
 """
 
 import asyncio
@@ -14,7 +13,7 @@ from typing import Any
 import msgspec
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
-from starlette.requests import Request as Asked
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
@@ -28,23 +27,22 @@ from lmc.router.follow import Follower
 from lmc.router.local_tokenizers import LocalTokenizers
 from lmc.router.policies.base import Policy
 from lmc.router.proxy import Proxy
-from lmc.router.questions import json_object
+from lmc.router.requests import json_object
 from lmc.router.router_metrics import INDEXED, LAG, OF_ENGINE, TOLD, UNPLACED, UNREADABLE, RouterMetrics
 from lmc.router.settings import RouterSettings
-from lmc.router.tasks import keep_up
-from lmc.router.watch import Discovery, Watch
+from lmc.router.watch import Discovery, Watch, keep_up
 
 log = logging.getLogger(__name__)
 
 METRICS, MODELS, PRIVATE = "/metrics", "/v1/models", ("/engines", "/lmc/")
 OPEN = ("/health", "/ready", METRICS)
-NO_CLIENT = "this router answers those who have a token: give it as `Authorization: Bearer …`"
-NO_TOKEN = "administration of a router that other hosts can reach needs a token: start it with LMC_ADMIN_TOKEN"
-Answering = Callable[[Asked], Awaitable[Response]]
+NO_CLIENT = "missing or wrong token: send it as `Authorization: Bearer …`"
+NO_TOKEN = "administration is off: a router that other hosts can reach needs LMC_ADMIN_TOKEN"
+Handler = Callable[[Request], Awaitable[Response]]
 
 
 class Router:
-    """Everything that a router has, as an ASGI application."""
+    """A router as an ASGI application."""
 
     def __init__(
         self, settings: RouterSettings, policy: Policy, engines: Engines, discovery: Discovery | None = None
@@ -59,7 +57,7 @@ class Router:
         self._private = Guard(private, settings.admin_token)
 
     async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
-        """Answer a question."""
+        """Answer a request."""
         if scope["type"] == "lifespan":
             await self._live(receive, send)
         elif scope["type"] != "http":
@@ -91,7 +89,7 @@ class Router:
         await send({"type": "lifespan.shutdown.complete"})
 
     async def open(self) -> None:
-        """Connect to the engines, and begin to look after them."""
+        """Open connections to the engines, and start the tasks that watch them."""
         session = await self.proxy.open()
         if self.settings.tokenizers:
             self.proxy.tokenizers = LocalTokenizers(self.settings.tokenizers, self.settings.tokenizer_processes)
@@ -107,7 +105,7 @@ class Router:
         self._ready = True
 
     async def close(self) -> None:
-        """End what `open` has begun."""
+        """Stop the tasks and close the connections."""
         self._ready = False
         for task in self._tasks:
             task.cancel()
@@ -119,7 +117,7 @@ class Router:
             self.proxy.tokenizers.close()
 
     def _cut_as(self, model: str, markers: Markers) -> None:
-        """Cut prompts of a model at markers, unless an engine has said others."""
+        """Cut a model's prompts at these markers, unless an engine has reported others."""
         if (cutter := self.policy.needs.cutter) is not None:
             cutter.markers.setdefault(model, markers)
 
@@ -140,23 +138,23 @@ class Router:
         ]
         return (
             Starlette(
-                routes=[Route(path, _answering(answer), methods=["GET"]) for path, answer in public.items()],
-                exception_handlers={405: _nothing_here},
+                routes=[Route(path, _handler(answer), methods=["GET"]) for path, answer in public.items()],
+                exception_handlers={405: _not_found},
             ),
             Starlette(
-                routes=[Route(path, _answering(answer), methods=[method]) for method, path, answer in private],
-                exception_handlers={404: _nothing_here, 405: _nothing_here},
+                routes=[Route(path, _handler(answer), methods=[method]) for method, path, answer in private],
+                exception_handlers={404: _not_found, 405: _not_found},
             ),
         )
 
-    async def _health(self, _: Asked) -> Response:
+    async def _health(self, _: Request) -> Response:
         return JSONResponse({"status": "ok"})
 
-    async def _is_ready(self, _: Asked) -> Response:
-        usable = sum(one.usable(time.monotonic()) for one in self.engines)
+    async def _is_ready(self, _: Request) -> Response:
+        usable = sum(engine.usable(time.monotonic()) for engine in self.engines)
         return JSONResponse({"engines": usable}, 200 if self._ready and usable else 503)
 
-    async def _metrics(self, _: Asked) -> Response:
+    async def _metrics(self, _: Request) -> Response:
         self._count_index()
         return Response(self.metrics.text(self.engines, time.monotonic()), media_type="text/plain; version=0.0.4")
 
@@ -180,48 +178,48 @@ class Router:
             self.metrics.set(UNPLACED, blocks.unplaced)
             self.metrics.set(UNREADABLE, blocks.unreadable)
 
-    async def _models(self, _: Asked) -> Response:
+    async def _models(self, _: Request) -> Response:
         models = [{"id": name, "object": "model", "created": 0, "owned_by": "lmc"} for name in self.engines.models()]
         return JSONResponse({"object": "list", "data": models})
 
-    async def _listed(self, _: Asked) -> Response:
+    async def _listed(self, _: Request) -> Response:
         return JSONResponse({"engines": [self._described(one) for one in self.engines]})
 
     def _described(self, engine: Engine) -> dict[str, Any]:
-        """Return how an engine is, with the name that clients and metrics have for it."""
+        """Return the state of an engine, with its name for clients and metrics."""
         return {"name": self.settings.name_of(engine.url), **_described(engine)}
 
-    async def _added(self, asked: Asked) -> Response:
-        body = await _body(asked, set(EngineAddress._fields))
+    async def _added(self, request: Request) -> Response:
+        body = await _body(request, set(EngineAddress._fields))
         models = body.pop("models", None) or ()
         if not isinstance(models, list | tuple) or set(map(type, [*models, *body.values()])) - {str}:
-            raise InputError("url, cache, admin and kv_events must be texts, and models a list of names")
+            raise InputError("url, cache, admin and kv_events must be strings, and models a list of strings")
         engine = self.engines.add(address(body.pop("url", ""), models, **body))
         log.info("lmc router: engine %s was added", engine.url)
         return JSONResponse({"engines": [self._described(engine)]}, 201)
 
-    async def _removed(self, asked: Asked) -> Response:
-        url = str((await _body(asked, {"url"})).get("url", ""))
+    async def _removed(self, request: Request) -> Response:
+        url = str((await _body(request, {"url"})).get("url", ""))
         self.engines.remove(url)
         self.policy.forget(url)
         log.info("lmc router: engine %s was removed", url)
         return JSONResponse({"removed": url})
 
-    async def _drained(self, asked: Asked) -> Response:
-        body = await _body(asked, {"url", "drain"})
+    async def _drained(self, request: Request) -> Response:
+        body = await _body(request, {"url", "drain"})
         engine, draining = self.engines[str(body.get("url", ""))], body.get("drain", True)
         if not isinstance(draining, bool):
             raise InputError("drain must be true or false")
         engine.draining = draining
         return JSONResponse({"engines": [self._described(engine)]})
 
-    async def _explained(self, asked: Asked) -> Response:
-        """Say where a request would go, and what each engine would have to do for it."""
-        question = await self.proxy.understood(await asked.body(), dict(asked.headers))
-        request = question.request
+    async def _explained(self, http: Request) -> Response:
+        """Answer where a request would go, and what each engine would reuse and compute."""
+        received = await self.proxy.understood(await http.body(), dict(http.headers))
+        request = received.request
         candidates = self.engines.candidates(request.model)
         if not candidates:
-            raise InputError(f"no engine can take a request for the model {request.model!r} now")
+            raise InputError(f"no engine is available for the model {request.model!r} now")
         choice = self.policy.choose(request, candidates)
         scores, facts = self.policy.scores(request, candidates), self.policy.explain(request, candidates)
         engines = [
@@ -235,15 +233,15 @@ class Router:
             for one in candidates
         ]
         exact = request.tokens is not None
-        prompt = {"tokens": len(request.tokens or ()) or round(question.tokens), "exact": exact}
+        prompt = {"tokens": len(request.tokens or ()) or round(received.tokens), "exact": exact}
         return JSONResponse({"engine": choice.engine, "why": choice.why, "prompt": prompt, "engines": engines})
 
-    async def _learned(self, asked: Asked) -> Response:
-        """Let engines learn texts, each the one that the policy chooses for it."""
-        body = await _body(asked, {"texts", "model", "cache_salt"})
+    async def _learned(self, request: Request) -> Response:
+        """Have each text learned by the engine that the policy chooses for it."""
+        body = await _body(request, {"texts", "model", "cache_salt"})
         texts, salt = body.get("texts"), body.get("cache_salt") or ""
         if not isinstance(texts, list) or set(map(type, texts)) - {str} or not isinstance(salt, str):
-            raise InputError('give {"texts": ["…", …]}, and model and cache_salt if they matter')
+            raise InputError('expected {"texts": ["…", …]}, with model and cache_salt as optional strings')
         model = body.get("model") or next(iter(self.engines.models()), "")
         separator, placed = self.proxy.special_string_of(str(model)), []
         for text in texts:
@@ -257,21 +255,21 @@ class Router:
         return JSONResponse({"placed": placed})
 
 
-async def _nothing_here(asked: Asked, error: Exception) -> Response:
-    return JSONResponse({"error": f"the router has no {asked.method} {asked.url.path}"}, 404)
+async def _not_found(request: Request, error: Exception) -> Response:
+    return JSONResponse({"error": f"the router has no {request.method} {request.url.path}"}, 404)
 
 
-def _answering(answer: Answering) -> Answering:
-    async def answered(asked: Asked) -> Response:
+def _handler(answer: Handler) -> Handler:
+    async def answered(request: Request) -> Response:
         try:
-            return await answer(asked)
+            return await answer(request)
         except InputError as error:
             return JSONResponse({"error": str(error)}, 400)
         except Refusal as refusal:
             return JSONResponse({"error": refusal.why}, refusal.status)
         except Exception:
-            log.exception("lmc router: %s could not be answered", asked.url.path)
-            return JSONResponse({"error": "something unexpected has happened; the router's log says what"}, 500)
+            log.exception("lmc router: request for %s failed", request.url.path)
+            return JSONResponse({"error": "unexpected error; see the router's log"}, 500)
 
     return answered
 
@@ -297,9 +295,9 @@ def _described(engine: Engine) -> dict[str, Any]:
     }
 
 
-async def _body(asked: Asked, fields: set[str]) -> dict[str, Any]:
-    """Return what was sent, which may have these fields; raise `InputError` for anything else."""
-    found = json_object(await asked.body())
+async def _body(request: Request, fields: set[str]) -> dict[str, Any]:
+    """Return the JSON object of a body with some of these fields. Raises `InputError` for anything else."""
+    found = json_object(await request.body())
     if found.keys() - fields:
-        raise InputError(f"the body may have {', '.join(sorted(fields))} and nothing else")
+        raise InputError(f"unknown fields in the request body; use only {', '.join(sorted(fields))}")
     return found

@@ -1,51 +1,62 @@
-"""A client of the router: what it has sent, whether it is still there, and what it is answered. ASGI is spoken here."""
+"""A client of the router over ASGI: its request, its connection, its answer, and the headers that pass through."""
 
 import asyncio
 import json
-from collections.abc import Mapping
+import re
+import uuid
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
-from lmc.http_server import Receive, Send
-from lmc.router.headers import read_headers
+from multidict import CIMultiDict
 
-LATER = (429, 503)  # answers that ask a client to come back
+from lmc.http_server import Receive, Send
+
+RETRIABLE = (429, 503)  # statuses that are sent with Retry-After
 RETRY_AFTER = b"1"  # seconds
-UPLOAD_SECONDS, UPLOAD_RATE = 30.0, 64 << 10  # for a body, and the bytes of each second more that it may take
-STALLED_SECONDS = 60.0  # for which a client may read nothing of an answer
+UPLOAD_SECONDS, UPLOAD_RATE = 30.0, 64 << 10  # a body may take 30 s, and 1 s more for each 64 KiB
+STALLED_SECONDS = 60.0  # a client that reads nothing for this long is disconnected
 KINDS = {
     400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "NotFoundError",
     408: "timeout_error", 413: "invalid_request_error", 429: "rate_limit_error",
 }  # fmt: skip
+# Headers of one connection, and headers that are written anew for each.
+NOT_SENT_ON = frozenset({
+    "connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection", "te", "trailer",
+    "transfer-encoding", "upgrade", "host", "content-length", "expect",
+})  # fmt: skip
+NOT_SENT_BACK = NOT_SENT_ON - {"content-length"}
+REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
+ENGINE, EXPECTED, REQUEST = "x-lmc-engine", "x-lmc-expected-tokens", "x-request-id"
 
 
 class Refusal(Exception):
-    """What a client is told instead of an engine's answer."""
+    """An error for a client, instead of an engine's answer."""
 
     def __init__(self, status: int, why: str, parameter: str | None = None) -> None:
-        """`parameter` is the field of the request that is wrong."""
+        """`parameter` is the invalid field of the request."""
         super().__init__(why)
         self.status, self.why, self.parameter = status, why, parameter
 
 
 class Stalled(Exception):
-    """A client does not read its answer."""
+    """A client has stopped reading its answer."""
 
 
 class Room:
-    """The memory for the bodies of all requests together."""
+    """The memory limit for the bodies of all requests together."""
 
     def __init__(self, most: int) -> None:
         self.most, self.taken = most, 0
 
     def take(self, size: int) -> None:
-        """Take so many bytes; raise `Refusal` if there are not so many."""
+        """Reserve `size` bytes. Raises `Refusal` if the limit would be exceeded."""
         if self.taken + size > self.most:
-            raise Refusal(503, f"the router holds {self.most} bytes of requests at most: try again later")
+            raise Refusal(503, f"request bodies in flight exceed {self.most} bytes: try again later")
         self.taken += size
 
 
 class Client:
-    """One client, and its one request."""
+    """One client, with one request."""
 
     def __init__(self, scope: Mapping[str, Any], receive: Receive, send: Send) -> None:
         self._receive, self._send, self._begun = receive, send, False
@@ -53,35 +64,35 @@ class Client:
         self.headers = dict(self.header_list)
         query, self.method, self.path = scope["query_string"], str(scope["method"]), str(scope["path"])
         self.target = (scope["raw_path"] + (b"?" + query if query else b"")).decode("latin-1")
-        self.held = 0  # bytes of the body, which it has in the room
+        self.held = 0  # bytes of the body, reserved in the room
         self.request_id = ""
-        self.status = 499  # of the answer; this one if the client has left before there was one
+        self.status = 499  # of the answer; 499 if the client disconnected before it began
 
     async def body(self, most: int, room: "Room") -> bytes:
-        """Return the body; raise `Refusal` if it is larger than `most` bytes, comes too slowly, or has no room now."""
+        """Return the body. Raises `Refusal` if it exceeds `most` bytes, arrives too slowly, or exceeds the room."""
         length = self.headers.get("content-length", "")
         if length.isdecimal() and int(length) > most:
-            raise Refusal(413, f"a body may have {most} bytes at most")
+            raise Refusal(413, f"request body exceeds {most} bytes")
         parts, more, began = [], True, asyncio.get_running_loop().time()
         try:
             async with asyncio.timeout(UPLOAD_SECONDS) as limit:
                 while more:
                     message = await self._receive()
                     if message["type"] == "http.disconnect":
-                        raise Refusal(499, "the client has left")
+                        raise Refusal(499, "the client disconnected")
                     parts.append(message.get("body", b""))
                     more = message.get("more_body", False)
                     room.take(len(parts[-1]))
                     self.held += len(parts[-1])
                     if self.held > most:
-                        raise Refusal(413, f"a body may have {most} bytes at most")
+                        raise Refusal(413, f"request body exceeds {most} bytes")
                     limit.reschedule(began + UPLOAD_SECONDS + self.held / UPLOAD_RATE)
         except TimeoutError:
-            raise Refusal(408, f"the body has come too slowly: {self.held} bytes of it") from None
+            raise Refusal(408, f"request body timed out after {self.held} bytes") from None
         return b"".join(parts)
 
     async def leaves(self) -> None:
-        """Wait until the client goes away."""
+        """Wait until the client disconnects."""
         while (await self._receive())["type"] != "http.disconnect":
             pass
 
@@ -91,22 +102,22 @@ class Client:
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
     async def write(self, part: bytes) -> None:
-        """Send a part of the answer; wait while the client does not read, and raise `Stalled` if it does not for long.
+        """Send a part of the answer, and wait until the client reads. Raises `Stalled` after `STALLED_SECONDS`.
 
-        Its request has a place among those that are answered at once, and its engine computes for it.
+        A stalled client would hold one of the router's request slots, and keep an engine computing.
         """
         try:
             async with asyncio.timeout(STALLED_SECONDS):
                 await self._send({"type": "http.response.body", "body": part, "more_body": True})
         except TimeoutError:
-            raise Stalled(f"the client has read nothing for {STALLED_SECONDS:g} s") from None
+            raise Stalled(f"the client read nothing for {STALLED_SECONDS:g} s") from None
 
     async def end(self) -> None:
         """End the answer."""
         await self._send({"type": "http.response.body", "body": b""})
 
     async def refuse(self, refusal: Refusal) -> None:
-        """Answer with an error in the form of OpenAI's API, if no answer has begun."""
+        """Send an error in the format of OpenAI's API, unless an answer has begun."""
         if self._begun:
             return
         error = {
@@ -115,7 +126,49 @@ class Client:
         }  # fmt: skip
         body = json.dumps({"error": error}).encode()
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-        if refusal.status in LATER:
+        if refusal.status in RETRIABLE:
             headers.append((b"retry-after", RETRY_AFTER))
         await self.begin(refusal.status, headers)
         await self._send({"type": "http.response.body", "body": body})
+
+
+def read_headers(raw: Iterable[tuple[bytes, bytes]]) -> list[tuple[str, str]]:
+    """Return headers as strings with lower-case names. Invalid UTF-8 in values is decoded as Latin-1."""
+    return [(name.decode("latin-1").lower(), _decoded(value)) for name, value in raw]
+
+
+def sent_on(
+    headers: Sequence[tuple[str, str]], login: Mapping[str, str], without: Set[str] = frozenset()
+) -> CIMultiDict[str]:
+    """Return the headers for an engine, without those of the client's connection and those in `without`.
+
+    They include `login`, and one request id, which is generated if the client's is missing or invalid.
+    """
+    dropped = NOT_SENT_ON | _of_connection(headers) | without
+    sent = CIMultiDict((name, value) for name, value in headers if name not in dropped)
+    sent.update(login)
+    given = sent.get(REQUEST, "")
+    sent[REQUEST] = given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+    return sent
+
+
+def sent_back(
+    raw: Sequence[tuple[bytes, bytes]], request_id: str, engine: str, expected_tokens: float
+) -> list[tuple[bytes, bytes]]:
+    """Return an engine's headers for the client, with the request id, the engine and the expected tokens."""
+    ours = {REQUEST: request_id, ENGINE: engine, EXPECTED: str(round(expected_tokens))}
+    dropped = NOT_SENT_BACK | _of_connection(read_headers(raw)) | ours.keys()
+    kept = [(name.lower(), value) for name, value in raw if name.decode("latin-1").lower() not in dropped]
+    return [*kept, *((name.encode(), value.encode()) for name, value in ours.items())]
+
+
+def _of_connection(headers: Iterable[tuple[str, str]]) -> set[str]:
+    """Return the header names that `Connection` lists, which belong to one connection."""
+    return {one.strip().lower() for name, value in headers if name == "connection" for one in value.split(",")}
+
+
+def _decoded(value: bytes) -> str:
+    try:
+        return value.decode()
+    except UnicodeDecodeError:
+        return value.decode("latin-1")

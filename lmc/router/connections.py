@@ -1,6 +1,6 @@
-"""The connections of clients: how long the head of a request may be, and how long it may take.
+"""Limits of client connections: the size of a request's head, the time it may take, and the number of open files.
 
-uvicorn's protocol closes a connection that is idle behind an answer. It waits for ever for a head that does not end.
+uvicorn's protocol closes a connection that is idle after an answer, but has no timeout for the head of a request.
 """
 
 import asyncio
@@ -11,44 +11,44 @@ from lmc.errors import ConfigError
 
 HEAD_BYTES = 64 << 10
 HEAD_SECONDS = 10.0
-SPARE_FILES = 256  # beside the two connections of each request: health checks, events, clients that are idle
+SPARE_FILES = 256  # for health checks, events and idle clients; each request needs two more
 
 
 def bounded_protocol() -> Any:
-    """Return uvicorn's protocol over httptools, with bounds for heads."""
+    """Return uvicorn's protocol over httptools, with limits for request heads."""
     from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
     class BoundedHeads(HttpToolsProtocol):  # type: ignore[misc]
-        """A connection that is closed if the head of a request is too large, or does not come in time."""
+        """A connection that is closed if the head of a request is too large or too slow."""
 
-        head_bytes = 0  # that have come of a head
+        head_bytes = 0  # received of the current head
         waiting: asyncio.TimerHandle | None = None
 
         def connection_made(self, transport: Any) -> None:
-            """Begin to wait for the first request."""
+            """Start the timeout for the first head."""
             super().connection_made(transport)
             self._wait()
 
         def connection_lost(self, exc: Exception | None) -> None:
-            """Wait no more."""
+            """Stop the timeout."""
             self._wait(ends=True)
             super().connection_lost(exc)
 
         def on_message_begin(self) -> None:
-            """Begin to wait for the rest of a head."""
+            """Start the timeout for the rest of a head."""
             super().on_message_begin()
             self._wait()
 
         def on_headers_complete(self) -> None:
-            """Wait no more."""
+            """Stop the timeout."""
             self._wait(ends=True)
             super().on_headers_complete()
 
         def data_received(self, data: bytes) -> None:
-            """Take what has come."""
+            """Handle received bytes, and close the connection if a head is too large."""
             before = self.waiting
             super().data_received(data)
-            self.head_bytes += len(data) if self.waiting is before else 0  # not what another request may end in
+            self.head_bytes += len(data) if self.waiting is before else 0  # without the end of an earlier request
             if self.waiting is not None and self.head_bytes > HEAD_BYTES:
                 self.transport.write(b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\n\r\n")
                 self.transport.close()
@@ -65,14 +65,14 @@ def bounded_protocol() -> Any:
 
 
 def allow_files(requests: int) -> None:
-    """Let the process open as many files as so many requests at once need; raise `ConfigError` if it may not."""
+    """Raise the limit of open files to what `requests` in flight need. Raises `ConfigError` if this is not allowed."""
     needed = 2 * requests + SPARE_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     unlimited = hard == resource.RLIM_INFINITY
     if hard < needed and not unlimited:
         raise ConfigError(
-            f"--max-requests {requests} needs {needed} open files, and this process may have {hard}: "
-            f"raise its limit (ulimit -Hn), or take --max-requests {max(1, (hard - SPARE_FILES) // 2)}"
+            f"--max-requests {requests} needs {needed} open files, and the limit of this process is {hard}: "
+            f"raise the limit (ulimit -Hn), or use --max-requests {max(1, (hard - SPARE_FILES) // 2)}"
         )
     if soft < needed and soft != resource.RLIM_INFINITY:
         resource.setrlimit(resource.RLIMIT_NOFILE, (needed if unlimited else hard, hard))

@@ -1,7 +1,7 @@
-"""Cuts prompts for the router: into the documents that engines keep, and the blocks of their beginning.
+"""Cuts prompts for the router into the documents that engines cache, and the blocks of the prompt's beginning.
 
-Without tokens, a prompt is cut at the special string in its text. The numbers of tokens are then estimated, and a
-document is known by its text without white space around it.
+Without tokens, a prompt is cut at the special string in its text. Token counts are then estimated, and a document is
+identified by its text without surrounding white space.
 """
 
 from array import array
@@ -18,54 +18,55 @@ from lmc.keys import tenant_of, tokens_digest
 from lmc.router.policy import PromptRequest
 from lmc.router.prefix_hashes import CHARACTERS_PER_TOKEN, byte_blocks, chained, encoded
 
-Find = Callable[[str, str, str], tuple[str, int] | None]  # of a model and a text, for a tenant
+# From a model, a text and a tenant to the digest and the number of tokens of a document, if they are known.
+Find = Callable[[str, str, str], tuple[str, int] | None]
 
-ROLE = "\0"  # stands before and behind the role of a message, in the text of a conversation
-BLOCK_LETTERS = 512  # of a text
-BLOCK_TOKENS = 128  # of tokens
-RATE_MEMORY = 0.05  # of the letters of a token, what the last answer counts
-LEAST_RATE, GREATEST_RATE = 0.5, 12.0  # letters of a token; what is beyond was no text
-SCOPES = 10_000  # of which the letters of a token are remembered
-# What of a prompt is looked at. No engine takes more, and cutting it must not hold up others.
+ROLE = "\0"  # encloses the role of a message in the text of a conversation
+BLOCK_LETTERS = 512  # characters of a block where tokens are unknown
+BLOCK_TOKENS = 128  # tokens of a block where they are known
+RATE_MEMORY = 0.05  # weight of the last answer in the measured characters per token
+LEAST_RATE, GREATEST_RATE = 0.5, 12.0  # characters per token; values beyond are not from text
+MAX_SCOPES = 10_000  # whose characters per token are remembered
+# Limits for the part of a prompt that is read. No engine takes more, and cutting must not delay other requests.
 MOST_TOKENS, MOST_LETTERS, MOST_DOCUMENTS = 1_000_000, 4_000_000, 1000
-SEARCHED_LETTERS = 30_000_000  # for documents that a request names, all names together
+SEARCHED_LETTERS = 30_000_000  # characters searched for the documents that a request names
 
 
 @dataclass(frozen=True, slots=True)
 class CutDocument:
     """A document in a prompt."""
 
-    key: bytes  # of its text, its model and its tenant
+    key: bytes  # hash of its text, model and tenant
     tokens: float
-    stop: float  # how many tokens of the prompt end with it
-    digest: str = ""  # of its tokens, as events of engines name it; empty while it is not known
+    stop: float  # tokens of the prompt up to the document's end
+    digest: str = ""  # digest of its tokens, as in engines' events; empty while unknown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
-    """What of a prompt an engine may have."""
+    """The parts of a prompt that an engine may have cached."""
 
     tokens: float
     documents: tuple[CutDocument, ...]
-    blocks: tuple[int, ...]  # Each stands for all tokens of the prompt up to its end.
+    blocks: tuple[int, ...]  # hashes; each covers the prompt from its start
     block_tokens: float
-    tenant: str  # as events of engines name it
+    tenant: str  # as in engines' events
 
 
 def tenant(request: PromptRequest) -> str:
-    """Return the tenant of a request, as events of engines name it."""
+    """Return the tenant of a request, as in engines' events."""
     return tenant_of(request.salt.encode("utf-8", "replace").decode())
 
 
 @dataclass(slots=True)
 class Cutter:
-    """Cuts prompts. With the `markers` of a model, those whose tokens are known are cut by their tokens."""
+    """Cuts prompts: by tokens where they and the model's `markers` are known, else by text."""
 
     special_string: str = " # # "
     markers: dict[str, Markers] = field(default_factory=dict)  # by model
-    special_strings: dict[str, str] = field(default_factory=dict)  # by model, as engines have said them
-    find: Find | None = None  # the digest and the number of tokens of a document that stands in a text
-    # Letters of a token by model and tenant, as answers have shown them: no tenant's texts count for another one.
+    special_strings: dict[str, str] = field(default_factory=dict)  # by model, as reported by engines
+    find: Find | None = None
+    # Characters per token by scope, measured from answers: a tenant's texts never count for another tenant.
     rates: OrderedDict[str, float] = field(default_factory=OrderedDict)
 
     def cut(self, request: PromptRequest) -> Cut:
@@ -77,12 +78,14 @@ class Cutter:
             cut = request.tokens[:MOST_TOKENS]
             packed = array("I", cut).tobytes()
             tokens, documents = float(len(request.tokens)), self._by_tokens(request.model, cut, packed, seed)
-            if request.documents and request.text:  # No separators stand around those that a request names.
+            if request.documents and request.text:  # They have no separators around them.
                 documents = self._by_text(request, seed, rate)
             content, size, block_tokens = packed, 4 * BLOCK_TOKENS, float(BLOCK_TOKENS)
         else:
             tokens, documents = max(1.0, len(request.text) / rate), self._by_text(request, seed, rate)
-            content = request.text[:MOST_LETTERS].encode("utf-32-le", "surrogatepass")  # 4 bytes, as a token has
+            content = request.text[:MOST_LETTERS].encode(
+                "utf-32-le", "surrogatepass"
+            )  # 4 bytes per character, as per token
             size, block_tokens = 4 * BLOCK_LETTERS, BLOCK_LETTERS / rate
         return Cut(
             tokens=tokens,
@@ -93,20 +96,20 @@ class Cutter:
         )
 
     def special_string_of(self, model: str) -> str:
-        """Return the special string of a model's engines, or that of the settings while they have said none."""
+        """Return the special string that a model's engines reported, or that of the settings."""
         return self.special_strings.get(model, self.special_string)
 
     def letters_a_token(self, scope: str) -> float:
-        """Return how many letters a token of a model and a tenant has, about."""
+        """Return the estimated characters per token of a model and a tenant."""
         return self.rates.get(scope, CHARACTERS_PER_TOKEN)
 
     def counted(self, scope: str, letters: int, tokens: int) -> None:
-        """Take note of how many tokens a text has turned out to have, to estimate those of others in its scope."""
+        """Update the estimated characters per token of a scope with the token count of a text."""
         if letters > 0 and tokens > 0:
-            rate, shown = self.letters_a_token(scope), min(max(letters / tokens, LEAST_RATE), GREATEST_RATE)
-            self.rates[scope] = rate + (shown - rate) * RATE_MEMORY
+            rate, measured = self.letters_a_token(scope), min(max(letters / tokens, LEAST_RATE), GREATEST_RATE)
+            self.rates[scope] = rate + (measured - rate) * RATE_MEMORY
             self.rates.move_to_end(scope)
-            if len(self.rates) > SCOPES:
+            if len(self.rates) > MAX_SCOPES:
                 self.rates.popitem(last=False)
 
     def _by_tokens(self, model: str, tokens: Sequence[int], packed: bytes, seed: int) -> Iterator[CutDocument]:
@@ -126,7 +129,7 @@ class Cutter:
                 yield CutDocument(key, tokens, stop / rate, digest)
 
     def _parts(self, request: PromptRequest) -> list[tuple[str, int]]:
-        """Return texts that may be documents, and where they end in the prompt."""
+        """Return the texts that may be documents, with their ends in the prompt."""
         whole = request.text[:MOST_LETTERS]
         if request.documents:
             named = request.documents[: min(MOST_DOCUMENTS, SEARCHED_LETTERS // (len(whole) + 1))]

@@ -1,4 +1,4 @@
-"""Finds the engines: in a file, in DNS, or among the pods of a Kubernetes cluster."""
+"""Finds the engines in a file, in DNS, or among the pods of a Kubernetes cluster."""
 
 import asyncio
 import os
@@ -16,14 +16,14 @@ from lmc.errors import ConfigError, InputError
 from lmc.router.engines import EngineAddress, address
 from lmc.router.watch import Discovery
 
-ASKING = aiohttp.ClientTimeout(total=30.0)
-ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")  # where a pod finds its token
+API_TIMEOUT = aiohttp.ClientTimeout(total=30.0)
+ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")  # directory of a pod's token
 FIELDS = set(EngineAddress._fields)  # of an engine in a file
-HINT = "give file:/path/engines.yaml, dns:host:port, or kubernetes:namespace/label=value:port"
+HINT = "use file:/path/engines.yaml, dns:host:port, or kubernetes:namespace/label=value:port"
 
 
 def discovery(where: str) -> Discovery:
-    """Return what finds engines; raise `ConfigError` if `where` says nothing of the kind."""
+    """Return the function that finds engines at `where`. Raises `ConfigError` if `where` is invalid."""
     kind, _, rest = where.partition(":")
     if kind == "file" and rest:
         return lambda _: asyncio.to_thread(in_file, Path(rest.removeprefix("//")))
@@ -34,15 +34,15 @@ def discovery(where: str) -> Discovery:
         namespace, _, labels = place.partition("/")
         if kind == "kubernetes" and namespace and labels:
             return lambda session: in_kubernetes(session, namespace, labels, int(port))
-    raise ConfigError(f"--discovery {where}: {HINT}")
+    raise ConfigError(f"--discovery {where} is invalid: {HINT}")
 
 
 def in_file(path: Path) -> Collection[EngineAddress]:
-    """Return the engines of a YAML file: a list of URLs, or of mappings of `FIELDS`; raise `InputError`."""
+    """Return the engines of a YAML file: a list of URLs, or of mappings of `FIELDS`. Raises `InputError`."""
     try:
         found = yaml.safe_load(path.read_text())
     except (OSError, ValueError, yaml.YAMLError) as error:
-        raise InputError(f"{path} cannot be read: {getattr(error, 'strerror', None) or 'it is no YAML'}") from None
+        raise InputError(f"{path} cannot be read: {getattr(error, 'strerror', None) or 'it is not YAML'}") from None
     addresses = []
     for one in found if isinstance(found, list) else [found]:
         entry = {"url": one} if isinstance(one, str) else one
@@ -55,7 +55,7 @@ def in_file(path: Path) -> Collection[EngineAddress]:
 
 
 async def in_dns(host: str, port: int) -> Collection[EngineAddress]:
-    """Return an engine for each address of a name, as a headless service of Kubernetes has them."""
+    """Return an engine for each address of a name, such as a headless service of Kubernetes."""
     found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     hosts = sorted({str(entry[4][0]) for entry in found})
     return [address(f"http://[{one}]:{port}" if ":" in one else f"http://{one}:{port}") for one in hosts]
@@ -69,18 +69,18 @@ async def in_kubernetes(
     account: Path = ACCOUNT,
     scheme: str = "https",
 ) -> Collection[EngineAddress]:
-    """Return the pods with some labels that are ready. Those on one node with a label `lmc/cache` share a cache."""
+    """Return the ready pods with the given labels. Pods on one node with the same label `lmc/cache` share a cache."""
     host, api = os.environ.get("KUBERNETES_SERVICE_HOST"), os.environ.get("KUBERNETES_SERVICE_PORT", "443")
     if not host:
-        raise InputError("kubernetes: is for a router that runs in a pod")
+        raise InputError("--discovery kubernetes:… needs a router that runs in a pod")
     token = (account / "token").read_text().strip()
     trusted = ssl.create_default_context(cafile=str(account / "ca.crt")) if scheme == "https" else True
     selected = f"pods?labelSelector={quote(labels, safe='')}"
     url = URL(f"{scheme}://{host}:{api}/api/v1/namespaces/{quote(namespace)}/{selected}", encoded=True)
     headers = {"authorization": f"Bearer {token}"}
-    async with session.get(url, headers=headers, ssl=trusted, timeout=ASKING) as answer:
+    async with session.get(url, headers=headers, ssl=trusted, timeout=API_TIMEOUT) as answer:
         if answer.status != 200:
-            raise InputError(f"the Kubernetes API answers {answer.status} {answer.reason}")
+            raise InputError(f"the Kubernetes API answered {answer.status} {answer.reason}")
         pods = (await answer.json())["items"]
     found = []
     for pod in pods:

@@ -1,8 +1,8 @@
-"""The index of the `documents` policy: which cache has which documents, and the beginnings of which prompts.
+"""The index of the `documents` policy: the documents and prompt beginnings that each cache has.
 
-Engines say in events which documents are where. Until they do, and for documents whose tokens are not known, a cache is
-taken to have what its engines have been sent last, as much of it as fits. The same holds for the beginnings of prompts.
-How much of that turns out to be there, and in which place, their answers say.
+Engines report documents in events. Without events, and for documents whose tokens are unknown, a cache is assumed to
+have what its engines were sent last, as much as fits. The same holds for the beginnings of prompts. The engines'
+answers show how often this assumption is right, and which tiers the tokens came from.
 """
 
 import time
@@ -17,25 +17,25 @@ from lmc.router.policy import TakeBack
 from lmc.router.prefix_hashes import leading
 from lmc.storage.places import place_of
 
-PREFIX_SHARE = 0.5  # of the tokens of a cache, those that the beginnings of prompts may have
-LEARNING_SECONDS = 10.0  # for which a document that was sent to an engine may still be on its way into the cache
-FAR = 0.7  # what a reused token saves that is not in memory
-WEIGHTS = {"GPU": 1.0, "CPU": 1.0, "STORAGE": FAR}  # by the medium that events name
-LEFT = 10_000  # documents of a cache that have left it last
-TENANTS = 10_000  # of a cache, whose answers are remembered
-ANSWER_SHARE = 0.1  # of what is assumed of a cache, what the last answer counts
+PREFIX_SHARE = 0.5  # share of a cache's tokens that prompt beginnings may take in this index
+LEARNING_SECONDS = 10.0  # that a document may take until it is stored after its request was sent
+FAR = 0.7  # weight of a reused token that is not in memory
+WEIGHTS = {"GPU": 1.0, "CPU": 1.0, "STORAGE": FAR}  # weight by medium, as in events
+MAX_EVICTED = 10_000  # recently evicted documents that are remembered per cache
+MAX_TENANTS = 10_000  # whose answers are remembered per cache
+ANSWER_SHARE = 0.1  # weight of the last answer in a certainty
 NO_PLACES: Mapping[str, int] = {}
-NEVER = (float("inf"), float("inf"))  # when a block comes that is not there
+NEVER = (float("inf"), float("inf"))  # the times of a missing block
 
 
 class Found(NamedTuple):
-    """What is known of a document in a cache."""
+    """What is known about a document in a cache."""
 
-    certainty: float  # that the cache has it
-    weight: float  # what its place is worth: 1 in memory, and less below it
+    certainty: float  # probability that the cache has it
+    weight: float  # of its tier: 1 in memory, less below
     is_there: bool = True
-    is_assumed: bool = False  # because it was sent there
-    is_coming: bool = False  # It was sent there a moment ago, and has not been stored yet.
+    is_assumed: bool = False  # routed there but not confirmed by events
+    is_coming: bool = False  # routed there a moment ago, not stored yet
 
 
 NOTHING, ASSUMED = Found(0.0, 0.0, is_there=False), Found(1.0, 1.0, is_assumed=True)
@@ -43,56 +43,58 @@ COMING = NOTHING._replace(is_coming=True)
 
 
 class Beginning(NamedTuple):
-    """What is known of the beginning of a prompt in a cache."""
+    """What is known about the beginning of a prompt in a cache."""
 
-    tokens: float = 0.0  # that were sent there
-    certainty: float = 1.0  # that the cache has them
-    assumed: float = 0.0  # of the tokens, those that were sent so long ago that the cache should have them
+    tokens: float = 0.0  # routed there before
+    certainty: float = 1.0  # probability that the cache has them
+    assumed: float = 0.0  # of these tokens, those routed long enough ago to be stored
 
 
 NO_BEGINNING = Beginning()
 
 
 class Told(NamedTuple):
-    """A document of a tenant, as events of engines name it."""
+    """A document of a tenant, as named in engines' events."""
 
     tenant: str
     digest: str
 
 
 class DocumentIndex:
-    """What caches have. Each of them is an engine's, or that of a cache server which several engines use."""
+    """The contents of all caches. A cache belongs to one engine, or to a cache server that several engines share."""
 
     def __init__(self, cache_tokens: float, clock: Callable[[], float] = time.monotonic) -> None:
-        """`cache_tokens` tokens fit into a cache, unless `resize` says otherwise."""
+        """`cache_tokens` is the size of a cache until `resize` is called."""
         self._cache_tokens, self._clock = cache_tokens, clock
         self._caches: dict[str, _Cache] = {}
 
     def resize(self, cache: str, tokens: float, chunk_tokens: int = 1) -> None:
-        """Say how many tokens fit into a cache, and into each of the chunks in which it keeps documents."""
+        """Set the size of a cache, and of the chunks in which it stores documents, in tokens."""
         self._of(cache).resize(tokens, chunk_tokens)
 
     def find(self, cache: str, documents: Sequence[CutDocument], tenant: str = "") -> list[Found]:
-        """Return what is known of documents of a tenant in a cache."""
+        """Return what is known about a tenant's documents in a cache."""
         known = self._caches.get(cache)
         return known.find(documents, tenant, self._clock()) if known else [NOTHING] * len(documents)
 
     def answered(self, cache: str, tenant: str, assumed: float, reused: float, places: Mapping[str, int]) -> None:
-        """Note how many tokens of a tenant's documents were assumed to be in a cache, and how many of them were reused.
+        """Learn from an answer how many of a tenant's assumed document tokens were reused.
 
-        `places` has the tokens of the prompt that came from the cache, by place. Where events say what is in the cache,
-        nothing is assumed.
+        `places` has the prompt's cached tokens by tier. Nothing is learned for a cache with events, because nothing is
+        assumed there.
         """
-        if assumed > 0 and cache in self._caches and not self.is_told(cache):  # Its engine may have gone meanwhile.
+        if (
+            assumed > 0 and cache in self._caches and not self.is_told(cache)
+        ):  # Its engine may have been removed meanwhile.
             self._caches[cache].documents.learn(tenant, min(reused / assumed, 1.0), places)
 
     def answered_beginning(self, cache: str, tenant: str, assumed: float, reused: float) -> None:
-        """Note the same of the beginning of a prompt."""
+        """Learn the same about the beginning of a prompt."""
         if assumed > 0 and cache in self._caches:
             self._caches[cache].beginnings.learn(tenant, min(max(reused, 0.0) / assumed, 1.0))
 
     def beginning(self, cache: str, cut: Cut) -> Beginning:
-        """Return what is known of the beginning of a prompt in a cache, from what was sent there."""
+        """Return what is known about the beginning of a prompt in a cache, from what was routed there."""
         known = self._caches.get(cache)
         if known is None or not (sent := known.prefix(cut)):
             return NO_BEGINNING
@@ -101,61 +103,58 @@ class DocumentIndex:
         return Beginning(sent * cut.block_tokens, certainty, long_ago * cut.block_tokens)
 
     def prefix(self, cache: str, cut: Cut, within: float) -> float:
-        """Return how many tokens of a prompt's beginning were sent to a cache within so many seconds."""
+        """Return the tokens of a prompt's beginning that were routed to a cache in the last `within` seconds."""
         known = self._caches.get(cache)
         return known.prefix(cut, self._clock() - within) * cut.block_tokens if known else 0.0
 
     def oldest(self, cache: str) -> float:
-        """Return when the beginning of a prompt that leaves a cache next was used; minus infinity if none has to."""
+        """Return when the beginning that is evicted next was last used; minus infinity if nothing is evicted."""
         known = self._caches.get(cache)
         return known.oldest if known else float("-inf")
 
     def room(self, cache: str) -> float:
-        """Return how many tokens of documents a cache can take before others have to go."""
+        """Return the tokens of documents that a cache can take before it evicts others."""
         known = self._caches.get(cache)
         return known.room if known else self._cache_tokens
 
     def note(self, cache: str, cut: Cut) -> TakeBack:
-        """Note that a prompt has been sent to an engine, whose cache will then have its documents.
-
-        What is returned takes that back.
-        """
+        """Note that a prompt was routed to a cache. Returns what reverts this note."""
         return self._of(cache).note(cut, self._clock())
 
     def moved(self, cache: str, told: Told, medium: str, *, stored: bool, source: str = "") -> None:
-        """Note that a document has come to a medium of a cache, or has left it, as the engine `source` says."""
+        """Apply an event of the engine `source`: a document was stored on a medium or removed from it."""
         self._of(cache).moved(told, medium, self._clock(), stored=stored, source=source)
 
     def listed(self, cache: str, documents: Iterable[tuple[Told, str]], source: str = "") -> None:
-        """Note that a cache has exactly these documents on these media, as far as the engine `source` knows."""
+        """Replace what the engine `source` reported: the documents in a cache with their media."""
         listing = self._of(cache).told[source] = {}
         for told, medium in documents:
             listing.setdefault(told, set()).add(medium)
 
     def untold(self, cache: str, source: str = "") -> None:
-        """Forget what events of an engine have said about a cache, because some of them are lost.
+        """Drop what an engine reported about a cache, because some of its events are lost.
 
-        What other engines of the same cache say stays.
+        Reports of other engines about the same cache stay.
         """
         if cache in self._caches:
             self._caches[cache].told.pop(source, None)
 
     def told(self, cache: str) -> dict[Told, set[str]]:
-        """Return the documents that events say are in a cache, and the media where they are."""
+        """Return the documents that engines reported in a cache, with their media."""
         known = self._caches.get(cache)
         return {told: known.media(told) for of in known.told.values() for told in of} if known else {}
 
     def is_told(self, cache: str) -> bool:
-        """Return whether events say what is in a cache. Otherwise it is assumed from what was sent there."""
+        """Return whether an engine reports the documents of a cache. Otherwise its contents are assumed."""
         return cache in self._caches and bool(self._caches[cache].told)
 
     def sizes(self, cache: str) -> dict[str, int]:
-        """Return how many things are known of a cache, by how they are known."""
+        """Return the number of entries of a cache by kind."""
         known = self._caches.get(cache)
         return known.sizes() if known else {}
 
     def forget(self, cache: str) -> None:
-        """Drop all that is known of a cache."""
+        """Drop all entries of a cache."""
         self._caches.pop(cache, None)
 
     def __len__(self) -> int:
@@ -168,20 +167,20 @@ class DocumentIndex:
 
 
 class Worth:
-    """What things that were sent to a cache are worth, by tenant, as the answers of engines have shown it.
+    """How reliable assumptions about a cache are, by tenant, learned from the engines' answers.
 
-    Beginnings of prompts have a certainty only; documents have a place, too.
+    Beginnings of prompts have a certainty; documents have the weight of a tier too.
     """
 
     def __init__(self) -> None:
-        self._shown: OrderedDict[str, Found] = OrderedDict()  # the last ones
+        self._shown: OrderedDict[str, Found] = OrderedDict()  # the last tenants that answers were for
 
     def of(self, tenant: str) -> Found:
-        """Return what is to be assumed of things that a tenant has sent."""
+        """Return the certainty and the weight for what a tenant has sent."""
         return self._shown.get(tenant, ASSUMED)
 
     def learn(self, tenant: str, share: float, places: Mapping[str, int] = NO_PLACES) -> None:
-        """Note which share of what was assumed has been reused, and how many tokens have come from which places."""
+        """Learn from the share of assumed tokens that was reused, and from the cached tokens by tier."""
         before = self._shown.pop(tenant, ASSUMED)
         certainty, weight = before.certainty, before.weight
         certainty += (share - certainty) * ANSWER_SHARE
@@ -189,19 +188,19 @@ class Worth:
             worths = [count * WEIGHTS.get(place_of(place).medium, FAR) for place, count in places.items()]
             weight += (sum(worths) / tokens - weight) * ANSWER_SHARE
         self._shown[tenant] = before._replace(certainty=certainty, weight=weight)
-        if len(self._shown) > TENANTS:
+        if len(self._shown) > MAX_TENANTS:
             self._shown.popitem(last=False)
 
 
 class _Cache:
-    """What one cache has."""
+    """The contents of one cache."""
 
     def __init__(self, tokens: float) -> None:
-        self.told: dict[str, dict[Told, set[str]]] = {}  # media of documents, by the engine that has said it
-        self._left: dict[Told, float] = {}  # when documents left the cache, the last ones
+        self.told: dict[str, dict[Told, set[str]]] = {}  # media of documents, by reporting engine
+        self._left: dict[Told, float] = {}  # eviction times of recently evicted documents
         self._chunk_tokens = 1
-        self._sent = FairLru[bytes, float](tokens)  # when documents came, by tenant
-        self._blocks = FairLru[int, tuple[float, float]](tokens * PREFIX_SHARE)  # when they came, and were used last
+        self._sent = FairLru[bytes, float](tokens)  # arrival times of documents, by tenant
+        self._blocks = FairLru[int, tuple[float, float]](tokens * PREFIX_SHARE)  # arrival and last use
         self.documents, self.beginnings = Worth(), Worth()
 
     @property
@@ -225,7 +224,7 @@ class _Cache:
                 found.append(self._find_told(document, tenant, now))
             elif (came := self._sent.get(tenant, document.key)) is None:
                 found.append(NOTHING)
-            else:  # What was sent a moment ago may not have been learned, which shows nothing about the others.
+            else:  # A recent one may not be learned yet, which shows nothing about others.
                 found.append(self.documents.of(tenant)._replace(is_assumed=now - came >= LEARNING_SECONDS))
         return found
 
@@ -244,7 +243,7 @@ class _Cache:
         return len(cut.blocks)
 
     def prefix_until(self, cut: Cut, sent: int, time: float) -> int:
-        """Return how many of the first `sent` blocks came before a time. None comes earlier than the one before it."""
+        """Return how many of the first `sent` blocks arrived by `time`. No block arrives before its predecessor."""
         return leading(cut.blocks[:sent], lambda block: (self._blocks.get(cut.tenant, block) or NEVER)[0] <= time)
 
     def note(self, cut: Cut, now: float) -> TakeBack:
@@ -256,7 +255,7 @@ class _Cache:
             again = came <= self._left.get(Told(tenant, document.digest), float("-inf"))
             room = ceil(document.tokens / self._chunk_tokens) * self._chunk_tokens
             self._sent.put(tenant, document.key, room, now if again else came)
-        for block in reversed(cut.blocks):  # The end of a prompt is forgotten first.
+        for block in reversed(cut.blocks):  # The end of a prompt is evicted first.
             self._blocks.put(tenant, block, cut.block_tokens, (came_before.get(block, now), now))
 
         def take_back() -> None:
@@ -269,7 +268,7 @@ class _Cache:
         return take_back
 
     def _came(self, tenant: str, key: bytes) -> float:
-        """Return when a document came; the beginning of time if it has not."""
+        """Return when a document arrived; minus infinity if it did not."""
         came = self._sent.get(tenant, key)
         return float("-inf") if came is None else came
 
@@ -278,7 +277,7 @@ class _Cache:
 
     def moved(self, told: Told, medium: str, now: float, *, stored: bool, source: str) -> None:
         if source not in self.told:
-            return  # Without a listing, nobody knows what else is there.
+            return  # Without a listing, other documents would be unknown.
         listing = self.told[source]
         media = listing.setdefault(told, set())
         (media.add if stored else media.discard)(medium)
@@ -286,7 +285,7 @@ class _Cache:
             del listing[told]
         if not self.media(told):
             self._left[told] = now
-            while len(self._left) > LEFT:
+            while len(self._left) > MAX_EVICTED:
                 del self._left[next(iter(self._left))]
 
     def sizes(self) -> dict[str, int]:

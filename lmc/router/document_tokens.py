@@ -1,6 +1,6 @@
-"""The tokens of documents, of which a router has the texts only: an engine is asked once for each document.
+"""Finds the tokens of documents that the router has as text: an engine tokenizes each document once.
 
-It is asked while no request waits for the answer. Until it has answered, a document is known by its text alone.
+No request waits for this. Until the engine has answered, a document is identified by its text.
 """
 
 import asyncio
@@ -20,34 +20,36 @@ from lmc.router.prefix_hashes import encoded
 
 log = logging.getLogger(__name__)
 
-REMEMBERED = 100_000  # documents
-# Documents of all tenants and of one, and letters of all, at most. Others are asked for when they come again.
+MAX_DOCUMENTS = 100_000  # whose tokens are remembered
+# Limits of the queue: documents, documents of one tenant, and characters. Others are queued when they come again.
 WAITING, WAITING_OF_ONE, WAITING_LETTERS = 1000, 100, 1 << 26
-AT_ONCE = 2  # questions
-PAUSE = 1.0  # seconds after a question without an answer
+PARALLEL_LOOKUPS = 2
+PAUSE = 1.0  # seconds after a failed lookup
 
-# Of a model, and of what an engine of it is asked under /tokenize. Raises `InputError`.
+# From a model and a body for /tokenize to tokens. Raises `InputError`.
 Tokenize = Callable[[str, Mapping[str, Any]], Awaitable[Sequence[int]]]
 
 
 class DocumentTokens:
-    """Digests and numbers of tokens of documents. Used in one thread, that of the event loop."""
+    """Digests and token counts of documents. Used in the thread of the event loop."""
 
     def __init__(
         self, tokenize: Tokenize, markers: dict[str, Markers], special_string_of: Callable[[str], str]
     ) -> None:
-        """`markers` and special strings are those of models, as they become known."""
+        """`markers` and `special_string_of` have the markers and special strings of models, as they become known."""
         self._tokenize, self._markers, self._special_string_of = tokenize, markers, special_string_of
-        self._known: OrderedDict[bytes, tuple[str, int] | None] = OrderedDict()  # None: no document to the engines
-        self._waiting: OrderedDict[bytes, tuple[str, str, str]] = OrderedDict()  # model, text, and who asked first
-        self._letters, self._of = 0, Counter[str]()  # of those that wait, and how many of them each tenant has
-        self._seeds: dict[str, tuple[Markers, str, int]] = {}  # by model, and of which markers and special string
-        self._wake, self._failed = asyncio.Event(), False  # whether the last question had no answer
+        self._known: OrderedDict[bytes, tuple[str, int] | None] = OrderedDict()  # None: not a document for the engines
+        self._waiting: OrderedDict[bytes, tuple[str, str, str]] = (
+            OrderedDict()
+        )  # model, text and the tenant that came first
+        self._letters, self._of = 0, Counter[str]()  # characters in the queue, and documents per tenant
+        self._seeds: dict[str, tuple[Markers, str, int]] = {}  # by model, with its markers and special string
+        self._wake, self._failed = asyncio.Event(), False  # whether the last lookup failed
 
     def find(self, model: str, text: str, asking: str = "") -> tuple[str, int] | None:
-        """Return the digest and the number of tokens of a text, with white space, between two separators, if known.
+        """Return the digest and the token count of a text between two separators, white space included, if known.
 
-        The tenant `asking` can let only some documents wait at once.
+        Otherwise the text is queued. The queue has a limit for each tenant, which is `asking` here.
         """
         if model not in self._markers:
             return None
@@ -65,7 +67,7 @@ class DocumentTokens:
         return None
 
     def _seed(self, model: str) -> int:
-        """Return what tells documents of a model apart, as it is cut now: another tokenizer has other markers."""
+        """Return the hash seed of a model's documents. It depends on the markers, which change with the tokenizer."""
         markers, special = self._markers[model], self._special_string_of(model)
         known = self._seeds.get(model)
         if known is None or known[:2] != (markers, special):
@@ -75,9 +77,9 @@ class DocumentTokens:
         return known[2]
 
     async def run(self) -> None:
-        """Ask for the tokens of documents until cancelled."""
-        async with asyncio.TaskGroup() as asking:  # If one ends with an error, so do the others.
-            for _ in range(AT_ONCE):
+        """Look up the tokens of queued documents until cancelled."""
+        async with asyncio.TaskGroup() as asking:  # An error of one ends all.
+            for _ in range(PARALLEL_LOOKUPS):
                 asking.create_task(self._run())
 
     async def _run(self) -> None:
@@ -95,19 +97,21 @@ class DocumentTokens:
                 self._failed = False
             except InputError as error:
                 level = logging.DEBUG if self._failed else logging.WARNING
-                log.log(level, "lmc router: events about a document are not understood, without its tokens: %s", error)
+                log.log(
+                    level, "lmc router: tokens of a document are unknown, so events about it are ignored: %s", error
+                )
                 self._failed = True
                 await asyncio.sleep(PAUSE)
-            if len(self._known) > REMEMBERED:
+            if len(self._known) > MAX_DOCUMENTS:
                 self._known.popitem(last=False)
 
     async def _look_up(self, model: str, text: str) -> tuple[str, int] | None:
         special_string = self._special_string_of(model)
-        bare = special_string.strip()  # The text has all white space that is between two of them in the prompt.
+        bare = special_string.strip()  # The text has all the white space between the two.
         prompt = special_string.replace(bare, f"{bare}{text}{bare}")
         tokens = await self._tokenize(model, {"model": model, "prompt": prompt, "add_special_tokens": False})
         documents = split(tokens, self._markers[model]).documents
         if len(documents) != 1:
             return None
-        found = tokens[documents[0].start : documents[0].stop]
-        return tokens_digest(found), len(found)
+        document = tokens[documents[0].start : documents[0].stop]
+        return tokens_digest(document), len(document)

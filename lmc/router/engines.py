@@ -1,4 +1,4 @@
-"""The engines behind a router: what they are doing, and which of them may get a request."""
+"""The engines behind a router: their addresses, health, load and circuit breakers."""
 
 import asyncio
 import errno
@@ -14,46 +14,48 @@ from lmc.errors import InputError
 from lmc.http_client import with_scheme
 from lmc.router.policy import Candidate
 
-FAILURES = 3  # in a row, after which an engine gets no requests for a while
-FAILED_CHECKS = 3  # in a row, after which requests that an engine has are given up
-FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0  # seconds of that while, which doubles each time
-USUAL_RATE = 10_000.0  # tokens computed in a second, for engines of which none has been measured
-MEASURED_TOKENS = 256  # An engine takes some time for any request, so that few tokens tell nothing.
-ALIKE = 1.5  # Engines whose rates differ by less are taken for equal: a measured rate varies as much.
+FAILURES = 3  # failed requests in a row that open the circuit breaker
+FAILED_CHECKS = 3  # failed health checks in a row that abort an engine's requests
+FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0  # seconds that a breaker is open; each failed trial doubles them
+USUAL_RATE = 10_000.0  # tokens per second, until any engine has been measured
+MEASURED_TOKENS = 256  # smaller prompts are not measured, because every request has a fixed overhead
+ALIKE = 1.5  # rates within this factor count as equal, because measured rates vary as much
 KV_EVENTS = re.compile(r"tcp://\S+:\d{1,5}|(ipc|inproc)://\S+")
-RATE_MEMORY = 0.1  # of a measured rate, what the last request counts
+RATE_MEMORY = 0.1  # weight of the last request in a measured rate
 
 
 class EngineAddress(NamedTuple):
-    """Where an engine is, and what is said of it."""
+    """The addresses of an engine, with its configured models and cache."""
 
     url: str
-    models: frozenset[str] = frozenset()  # that it serves; if empty, it is asked
-    cache: str = ""  # a name that engines of one cache server have in common
-    admin: str = ""  # its administration endpoint, LMC_ADMIN
-    kv_events: str = ""  # where it publishes vLLM's KV events, and behind a + where they can be asked for again
+    models: frozenset[str] = frozenset()  # that it serves; if empty, the router reads /v1/models
+    cache: str = ""  # the name of its cache; engines of one cache server share one name
+    admin: str = ""  # its LMC_ADMIN endpoint
+    kv_events: str = ""  # address of its KV events, and after a + their replay address
 
 
 def address(
     url: str, models: Collection[str] = (), cache: str = "", admin: str = "", kv_events: str = ""
 ) -> EngineAddress:
-    """Return an engine's address; raise `InputError` if `url`, `admin` or `kv_events` is none of a server."""
+    """Return an engine's address. Raises `InputError` if `url`, `admin` or `kv_events` is invalid."""
     for one in kv_events.strip().split("+") if kv_events.strip() else ():
         if not KV_EVENTS.fullmatch(one):
-            raise InputError(f"{kv_events!r} is no address of KV events: give tcp://host:5557, or two with + between")
+            raise InputError(
+                f"{kv_events!r} is not an address of KV events: use tcp://host:5557, or two addresses joined by +"
+            )
     asked = _checked(with_scheme(admin.strip())) if admin.strip() else ""
     return EngineAddress(_checked(url).removesuffix("/v1"), frozenset(models), cache, asked, kv_events.strip())
 
 
 class EnginePorts(NamedTuple):
-    """Ports that all engines have alike; 0 for those that they do not have."""
+    """Ports that all engines have in common; 0 for none."""
 
     admin: int = 0
     kv_events: int = 0
     kv_replay: int = 0
 
     def completed(self, given: EngineAddress) -> EngineAddress:
-        """Return an address with those of administration and KV events, at the host of the engine, that it lacks."""
+        """Return an address with missing endpoints filled in, at the engine's host and these ports."""
         host = urlsplit(given.url).hostname or ""
         host = f"[{host}]" if ":" in host else host
         admin = f"http://{host}:{self.admin}" if self.admin else ""
@@ -72,10 +74,10 @@ def _checked(url: str) -> str:
             and parts.port != 0
             and not parts.query
         )
-    except ValueError:  # a port that is no number
+    except ValueError:  # a port that is not a number
         right = False
     if not right or parts.username:
-        raise InputError(f"{url!r} is no engine: give a URL such as http://host:8000")
+        raise InputError(f"{url!r} is not the URL of an engine: use one such as http://host:8000")
     return url.strip().rstrip("/")
 
 
@@ -100,28 +102,28 @@ class EngineBreaker:
     trying: bool = False  # whether a request is trying it
 
     def state(self, now: float) -> str:
-        """Return `closed` (requests go through), `open` (none does), or `half-open` (one may try)."""
+        """Return `closed` (requests pass), `open` (none passes), or `half-open` (one trial passes)."""
         if self.failures < FAILURES:
             return "closed"
         return "half-open" if now >= self.until and not self.trying else "open"
 
     def sent(self) -> bool:
-        """Note that a request goes there, and return whether it is the one that tries."""
+        """Count a request, and return whether it is the trial of a half-open breaker."""
         self.trying = self.failures >= FAILURES
         return self.trying
 
     def succeeded(self) -> None:
-        """Note that it has answered a request."""
+        """Record a success, which closes the breaker."""
         self.failures, self.pause, self.trying = 0, FIRST_PAUSE, False
 
     def passed(self) -> None:
-        """Note that it has passed a health check: a request may try it now, and others if one is trying it already."""
+        """Record a passed health check: a trial may start at once, and a running trial closes the breaker."""
         self.until = 0.0
-        if self.trying:  # It is up and at work; the next failure opens the breaker again.
+        if self.trying:  # The engine is up and computing. The next failure opens the breaker again.
             self.failures, self.trying = FAILURES - 1, False
 
     def failed(self, now: float, *, trial: bool = False) -> None:
-        """Note that it has not answered a request, which was perhaps the one that tried."""
+        """Record a failure, of a trial or any other request."""
         self.failures += 1
         if trial:
             self.pause = min(2 * self.pause, LONGEST_PAUSE)
@@ -129,7 +131,7 @@ class EngineBreaker:
             self.until = now + self.pause
 
     def ended(self, *, trial: bool) -> None:
-        """Note that a request has ended, whatever has become of it."""
+        """Record the end of a request, with any result."""
         self.trying &= not trial
 
 
@@ -141,36 +143,35 @@ class Engine:
     candidate: Candidate
     models: frozenset[str]
     breaker: EngineBreaker = field(default_factory=EngineBreaker)
-    healthy: bool = True  # as the last look at it has found
-    gone: bool = False  # whether it has ended since it was healthy, and its memory with it
+    healthy: bool = True  # according to the last health check
+    gone: bool = False  # whether its process has ended since it was healthy, which empties its memory
     draining: bool = False
-    missing: bool = False  # whether the last lookup of the engines has missed it
+    missing: bool = False  # whether the last lookup did not find it
     failed_checks: int = 0  # in a row
-    failing_since: float = 0.0  # when the first of them was noted
-    # Limits of requests that wait for it to say something, and since when they do.
+    failing_since: float = 0.0  # time of the first of them
+    # Timeouts of the requests that wait for it, with the times since when they wait.
     awaited: dict[asyncio.Timeout, float] = field(default_factory=dict)
-    rate: float = 0.0  # measured; 0 if it has not been
-    requests: int = 0  # that it has been sent
+    rate: float = 0.0  # measured tokens per second; 0 if not measured
+    requests: int = 0  # sent so far
 
     @property
     def url(self) -> str:
-        """Its name, and where it is."""
+        """Its URL, which is also its name."""
         return self.address.url
 
     def serves(self, model: str) -> bool:
-        """Whether it has a model, or may have it; an empty one is any model."""
+        """Whether it serves a model, or may serve it; an empty name stands for any model."""
         return not model or not self.models or model in self.models
 
     def usable(self, now: float) -> bool:
-        """Whether it is up, as far as is known, and may get requests."""
+        """Whether it may get requests: it is healthy, not draining, and its breaker is not open."""
         return self.healthy and not self.draining and self.breaker.state(now) != "open"
 
     def checked(self, up: bool, *, ended: bool = False) -> None:
-        """Note whether it has passed a health check, or has even `ended`.
+        """Record the result of a health check. `ended` means that its process refuses connections.
 
-        Requests that wait for an engine which is down are given up, unless something of their answers has come since
-        the first of the checks that failed. A single check that fails means little: an engine that cuts long prompts
-        into tokens may be late.
+        Requests that wait for an engine which is down are aborted, unless a part of their answer has arrived since the
+        first failed check. A single failed check means little: an engine that tokenizes long prompts may be late.
         """
         self.healthy, self.gone = up, self.gone or ended
         if not up and not self.failed_checks:
@@ -184,14 +185,14 @@ class Engine:
                     limit.reschedule(0.0)
 
     def measured(self, tokens: float, seconds: float) -> None:
-        """Take note of how long it took to compute tokens, while nothing else waited there."""
+        """Update the measured rate with a request that was alone at the engine."""
         if tokens >= MEASURED_TOKENS and seconds > 0:
             rate = tokens / seconds
             self.rate += (rate - self.rate) * (RATE_MEMORY if self.rate else 1.0)
 
 
 class Engines:
-    """All engines that a router knows. Used in one thread."""
+    """All engines of a router. Used by one thread."""
 
     def __init__(self, ports: EnginePorts | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self._engines: dict[str, Engine] = {}
@@ -208,14 +209,11 @@ class Engines:
 
     def __getitem__(self, url: str) -> Engine:
         if url not in self._engines:
-            raise InputError(f"no engine {url}: there are {', '.join(self._engines) or 'none'}")
+            raise InputError(f"unknown engine {url}; the engines are: {', '.join(self._engines) or 'none'}")
         return self._engines[url]
 
     def add(self, new: EngineAddress) -> Engine:
-        """Add an engine. One that is there already takes requests again if it was being drained.
-
-        What is said of it now replaces what was said before.
-        """
+        """Add an engine, or replace the address of an engine with this URL and end its draining."""
         new, known = self.ports.completed(new), self._engines.get(new.url)
         if known is None:
             known = self._engines[new.url] = Engine(new, Candidate(new.url, cache=new.cache), new.models)
@@ -225,23 +223,23 @@ class Engines:
         return known
 
     def remove(self, url: str) -> None:
-        """Remove an engine. What it is answering goes on."""
+        """Remove an engine. Its requests in flight continue."""
         self[url]
         del self._engines[url]
 
     def models(self) -> list[str]:
-        """Return the models of all engines that can be used."""
+        """Return the models of all healthy engines that are not draining."""
         return sorted({model for one in self for model in one.models if one.healthy and not one.draining})
 
     def knows(self, model: str) -> bool:
-        """Return whether any engine has a model, or may have it."""
+        """Return whether any engine serves a model, or may serve it."""
         return any(one.serves(model) for one in self._engines.values())
 
     def candidates(self, model: str, without: Collection[str] = ()) -> list[Candidate]:
-        """Return the engines that may get a request for a model; an empty one is any model.
+        """Return the engines that may get a request for a model; an empty name stands for any model.
 
-        If none of them has passed its last health check, all of them may get it, because it is more likely that the
-        checks were at fault. In the same way, those that the last lookup has missed may get it if there are no others.
+        If none of them passed its last health check, all of them are returned, because faulty checks are more likely.
+        Likewise, engines that the last lookup missed are returned only if there are no others.
         """
         now = self._clock()
         usual = median([one.rate for one in self._engines.values() if one.rate] or [USUAL_RATE])
@@ -254,11 +252,11 @@ class Engines:
             alike = not one.rate or usual / ALIKE < one.rate < usual * ALIKE
             one.candidate.rate = usual if alike else one.rate
         up = [one for one in found if one.healthy] or found
-        up = [one for one in up if model in one.models] or up  # before those that have not said which ones they have
+        up = [one for one in up if model in one.models] or up  # engines with unknown models come last
         return [one.candidate for one in [one for one in up if not one.missing] or up]
 
     def sent(self, url: str, cost: float) -> Engine:
-        """Note that an engine is sent a request whose prompt costs it so many tokens."""
+        """Count a request with an expected cost in tokens at an engine."""
         one = self._engines[url]
         one.requests += 1
         one.candidate.load += 1

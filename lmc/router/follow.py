@@ -1,7 +1,8 @@
-"""Follows engines: how they cut prompts, how much their caches hold, and which documents are where.
+"""Follows engines: how they cut prompts, the size of their caches, and the documents and blocks they have.
 
-An engine's administration endpoint says the first two, and lists its documents. From then on its document events say
-what changes.
+An engine's administration endpoint reports how it cuts prompts and its cache size, and lists its documents. Document
+events report the changes after that. vLLM's KV events report the blocks. When batches of events are lost for good, the
+documents are listed again, and the blocks are dropped.
 """
 
 import asyncio
@@ -9,7 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -22,18 +23,18 @@ from lmc.router.cut import Cutter
 from lmc.router.document_index import DocumentIndex, Told
 from lmc.router.engines import Engine
 from lmc.router.event_stream import Batch, EventStream, Lost
-from lmc.router.kv_events import BlockEvents
-from lmc.router.kv_index import BlockIndex, CacheSource
+from lmc.router.kv_index import BlockIndex, BlockName, CacheSource, Medium
 from lmc.router.policies.base import Policy
 from lmc.storage.places import place_of
 
 log = logging.getLogger(__name__)
 
 TOPIC = "lmc.documents"
-AGAIN_SECONDS = 5.0
+RETRY_SECONDS = 5.0
 STORED, REMOVED = "DocumentStored", "DocumentRemoved"
-Lag = Callable[[str, float], None]  # is told an engine, and the age of a batch of its events in seconds
-ASKING = aiohttp.ClientTimeout(total=30.0)
+Lag = Callable[[str, float], None]  # called with an engine, and the age of a batch of its events in seconds
+ADMIN_TIMEOUT = aiohttp.ClientTimeout(total=30.0)
+Token = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 
 
 class Follower:
@@ -59,21 +60,21 @@ class Follower:
             try:
                 await self._follow(engine, index)
             except (aiohttp.ClientError, OSError, ValueError, TypeError, KeyError) as error:
-                where = engine.address.admin
+                reason = error or type(error).__name__
                 log.warning(
-                    "lmc router: %s does not say what %s has: %s", where, engine.url, error or type(error).__name__
+                    "lmc router: reading documents of %s from %s failed: %s", engine.url, engine.address.admin, reason
                 )
-            await asyncio.sleep(AGAIN_SECONDS)
+            await asyncio.sleep(RETRY_SECONDS)
 
     async def _follow(self, engine: Engine, index: DocumentIndex) -> None:
         facts = await self._ask(engine, "/v1/routing")
         candidate, cutter = engine.candidate, self._policy.needs.cutter
         cache = engine.address.cache or facts["cache"] or engine.url
-        if candidate.cache != cache:  # Nobody looks for it by the former name any more.
+        if candidate.cache != cache:  # The index must not keep it under the old name.
             self._policy.forget(engine.url)
             candidate.cache = cache
         candidate.ratio = float(facts["ratio"])
-        candidate.blend_min_tokens = int(facts.get("blend_min_tokens", 0))  # Earlier versions do not say it.
+        candidate.blend_min_tokens = int(facts.get("blend_min_tokens", 0))  # missing in earlier versions
         index.resize(candidate.cache, max(facts["capacity"].values()), facts["chunk_size"])
         if cutter is not None:
             _adopt(cutter, engine, facts)
@@ -82,7 +83,7 @@ class Follower:
             log.info("lmc router: %s publishes no document events (LMC_DOCUMENT_EVENTS)", engine.url)
             await asyncio.Event().wait()
             return
-        log.info("lmc router: follows the documents of %s", engine.url)
+        log.info("lmc router: following the documents of %s", engine.url)
         try:
             async for event in stream.batches():
                 if isinstance(event, Lost):
@@ -90,7 +91,7 @@ class Follower:
                     index.listed(cache, await self._listing(engine), engine.url)
                 else:
                     self._take(index, engine, cache, event)
-        finally:  # From now on, nobody says what changes.
+        finally:  # Changes are no longer reported.
             index.untold(cache, engine.url)
 
     async def _listing(self, engine: Engine) -> list[tuple[Told, str]]:
@@ -114,7 +115,7 @@ class Follower:
 
     async def _ask(self, engine: Engine, path: str) -> Any:
         url = engine.address.admin + path
-        async with self._session.get(url, headers=self._headers, timeout=ASKING) as answer:
+        async with self._session.get(url, headers=self._headers, timeout=ADMIN_TIMEOUT) as answer:
             if answer.status != 200:
                 raise InputError(f"{url} answers {answer.status} {answer.reason}")
             return msgspec.json.decode(await answer.read())
@@ -136,18 +137,98 @@ def _adopt(cutter: Cutter, engine: Engine, facts: Mapping[str, Any]) -> None:
         cutter.special_strings[model] = special_string
 
 
-async def follow_blocks(index: BlockIndex, ranks: int, lag: Lag, engine: Engine) -> None:
-    """Tell an index what an engine says in its KV events, until cancelled.
+class BlockStored(msgspec.Struct, tag=True, gc=False):
+    """Consecutive blocks were stored on a medium. Only the fields that the router reads are declared."""
 
-    An engine with data parallelism has a publisher for each of its ranks, at ports that follow each other. Of one whose
-    address of KV events nobody has given, a warning says so.
+    block_hashes: list[BlockName]
+    parent_block_hash: BlockName | None
+    token_ids: list[Token]
+    block_size: int
+    medium: str | None = None
+    lora_name: str | None = None
+    extra_keys: list[list[Any] | None] | None = None
+    group_idx: int | None = None
+
+
+class BlockRemoved(msgspec.Struct, tag=True, gc=False):
+    """Blocks were removed from a medium."""
+
+    block_hashes: list[BlockName]
+    medium: str | None = None
+    group_idx: int | None = None
+
+
+class AllBlocksCleared(msgspec.Struct, tag=True, gc=False):
+    """The engine cleared its prefix cache."""
+
+
+class KVEventBatch(msgspec.Struct, array_like=True, gc=False):
+    """The events of one engine step."""
+
+    ts: float
+    events: list[BlockStored | BlockRemoved | AllBlocksCleared]
+    data_parallel_rank: int | None = None
+
+
+class BlockEvents:
+    """Applies the KV events of one cache to the index."""
+
+    def __init__(self, index: BlockIndex, source: CacheSource, lag: Callable[[float], None] | None = None) -> None:
+        """`lag` is called with the age of each batch in seconds."""
+        self._index, self._source, self._lag = index, source, lag
+        self._decoder = msgspec.msgpack.Decoder(KVEventBatch)
+        self.unreadable = 0  # batches; each one drops the source's blocks
+
+    async def follow(self, stream: EventStream) -> None:
+        """Apply events until cancelled."""
+        async for event in stream.batches():
+            if isinstance(event, Lost):
+                self._index.drop(self._source)
+            else:
+                self.take(event.payload)
+            await asyncio.sleep(0)  # Many batches may arrive at once; requests are served in between.
+
+    def take(self, payload: bytes) -> None:
+        """Apply a batch. If it is unreadable, all blocks of the source are dropped."""
+        try:
+            batch = self._decoder.decode(payload)
+            if self._lag is not None:
+                self._lag(max(0.0, time.time() - batch.ts))
+            for event in batch.events:
+                self._apply(event)
+        except msgspec.MsgspecError as error:
+            if not self.unreadable:
+                log.warning("lmc router: KV events of %s are unreadable: %s", self._source.engine, error)
+            self.unreadable += 1
+            self._index.unreadable += 1
+            self._index.drop(self._source)
+
+    def _apply(self, event: BlockStored | BlockRemoved | AllBlocksCleared) -> None:
+        if isinstance(event, AllBlocksCleared):
+            self._index.cleared(self._source)
+            return
+        medium: Medium = ((event.medium or "gpu").lower(), event.group_idx)
+        if isinstance(event, BlockRemoved):
+            self._index.removed(self._source, event.block_hashes, medium)
+            return
+        names, extra, size = event.block_hashes, event.extra_keys, event.block_size
+        if size <= 0 or len(event.token_ids) != size * len(names) or (extra is not None and len(extra) != len(names)):
+            raise msgspec.ValidationError(f"{len(event.token_ids)} tokens do not make {len(names)} blocks of {size}")
+        self._index.stored(
+            self._source, names, event.parent_block_hash, event.token_ids, size, medium, event.lora_name or "", extra
+        )
+
+
+async def follow_blocks(index: BlockIndex, ranks: int, lag: Lag, engine: Engine) -> None:
+    """Apply the KV events of an engine to an index until cancelled.
+
+    An engine with data parallelism has one publisher per rank, at consecutive ports. An engine without an address for
+    KV events is reported with a warning.
     """
     address, _, replay = engine.address.kv_events.partition("+")
     if not address:
-        wanted = "give kv_events for this engine, or --kv-events-port for all of them"
-        log.warning(
-            "lmc router: nothing says which blocks %s has, so that no prompt matches there: %s", engine.url, wanted
-        )
+        hint = "set kv_events for this engine, or --option kv_events_port for all engines"
+        log.warning("lmc router: %s has no address for KV events, so no prompt matches there: %s", engine.url, hint)
         await asyncio.Event().wait()
     async with asyncio.TaskGroup() as following:
         for rank in range(ranks):
@@ -161,21 +242,21 @@ async def _follow_rank(
 ) -> None:
     try:
         await BlockEvents(index, source, lag).follow(stream)
-    finally:  # From now on, nobody says what changes.
+    finally:  # Changes are no longer reported.
         index.drop(source)
 
 
 def decoded(payload: bytes) -> tuple[float, Iterable[dict[str, Any]]]:
-    """Return when a batch was sent, in seconds since 1970, and its events; raise `ValueError` if it is no batch."""
+    """Return the time of a batch, in seconds since 1970, and its events. Raises `ValueError` if it is unreadable."""
     try:
         found = msgspec.msgpack.decode(payload)
         return float(found[0]), [event for event in found[1] if isinstance(event, dict)]
     except (msgspec.DecodeError, TypeError, IndexError, KeyError) as error:
-        raise ValueError(f"events that cannot be read: {error}") from None
+        raise ValueError(f"document events are unreadable: {error}") from None
 
 
 def _stream(addresses: str, admin: str) -> EventStream | None:
-    """Return the stream of an engine that listens at `tcp://*:5558`, or at two such addresses; None without one."""
+    """Return the stream of an engine that publishes at one address or two, such as `tcp://*:5558`; None without any."""
     host = urlsplit(admin).hostname or "127.0.0.1"
     listening, _, replay = addresses.replace(" ", "").partition(",")
     if not listening:

@@ -1,7 +1,7 @@
-"""Which blocks of tokens the engines have, as their KV events say. It decodes nothing and opens no connection.
+"""The index of the blocks that engines have, filled from their KV events by `lmc.router.follow`.
 
 Engines name blocks by hashes of their own. The index hashes the tokens of events again, in the same way as those of a
-prompt, so that it depends neither on an engine's kind of hashes nor on their seed.
+prompt, so it depends neither on an engine's hash function nor on its seed.
 """
 
 from array import array
@@ -15,24 +15,24 @@ import xxhash
 
 from lmc.router.prefix_hashes import digest, encoded
 
-# llm-d's weights of GPU and CPU memory, and Dynamo's credit for disks, of which llm-d says nothing.
+# llm-d's weights of GPU and CPU memory, and Dynamo's credit for disks, for which llm-d has no weight.
 TIER_WEIGHTS: Mapping[str, float] = MappingProxyType({"gpu": 1.0, "cpu": 0.8, "storage": 0.25})
 
 BlockName = int | bytes  # an engine's hash of a block
-Medium = tuple[str, int | None]  # where a copy of a block is, and to which group of layers it belongs
+Medium = tuple[str, int | None]  # the medium of a copy of a block, and its group of layers
 
 
 class CacheSource(NamedTuple):
-    """One cache: that of an engine, or of one of its data-parallel ranks."""
+    """The cache of an engine, or of one of its data-parallel ranks."""
 
     engine: str
     rank: int = 0
 
 
 class Run(NamedTuple):
-    """What an engine has of a prompt's beginning."""
+    """The beginning of a prompt that an engine has."""
 
-    score: float = 0.0  # tokens, each by the weight of its tier
+    score: float = 0.0  # tokens, weighted by tier
     tokens: int = 0
 
 
@@ -46,7 +46,7 @@ def _root(block_size: int, adapter: str) -> int:
 
 
 def token_chain(tokens: Sequence[int], block_size: int, salt: str = "", adapter: str = "") -> list[int]:
-    """Return the hashes of a prompt's whole blocks, under which the index has the blocks of events.
+    """Return the hashes of a prompt's whole blocks. The index stores the blocks of events under the same hashes.
 
     `salt` is the request's cache salt, and `adapter` the name of its LoRA adapter.
     """
@@ -59,7 +59,7 @@ def token_chain(tokens: Sequence[int], block_size: int, salt: str = "", adapter:
 
 
 def chains(tokens: Sequence[int], salt: str, adapter: str) -> Callable[[int], list[int]]:
-    """Return what returns a prompt's `token_chain` for a size of blocks, which is made once for each."""
+    """Return a function from a block size to a prompt's `token_chain`, which is computed once per size."""
     return cache(lambda size: token_chain(tokens, size, salt, adapter))
 
 
@@ -70,7 +70,7 @@ class _Held:
 
     def __init__(self, chained: int) -> None:
         self.chained = chained
-        self.media: dict[Medium, int] = {}  # how many copies are on each
+        self.media: dict[Medium, int] = {}  # number of copies by medium
 
 
 class _SourceBlocks:
@@ -80,35 +80,35 @@ class _SourceBlocks:
 
     def __init__(self) -> None:
         self.blocks: OrderedDict[BlockName, _Held] = OrderedDict()
-        self.at: dict[int, set[BlockName]] = {}  # the same tokens may be in several blocks: exact and blended ones
-        self.weights: dict[int, float] = {}  # of the best copy
+        self.at: dict[int, set[BlockName]] = {}  # names by hash: exact and blended blocks may have the same tokens
+        self.weights: dict[int, float] = {}  # of the best copy, by hash
         self.sizes: set[int] = set()
         self.adapters: set[str] = set()
 
 
 class BlockIndex:
-    """The blocks of all sources. One thread calls the methods, one at a time."""
+    """The blocks of all sources. All methods are called by one thread."""
 
     def __init__(self, weights: Mapping[str, float] = TIER_WEIGHTS, max_blocks: int = 1 << 20) -> None:
-        """`weights` has what a token is worth on each medium, in small letters; others are worth nothing.
+        """`weights` has the weight of a token on each medium, in lower case; 0 for others.
 
-        `max_blocks` is how many blocks of a source are kept. More are announced only by an engine that says nothing of
-        blocks which it has dropped; then the ones that it stored first are dropped here.
+        `max_blocks` limits the blocks of a source. Only an engine that does not report evicted blocks exceeds it; then
+        the blocks that it stored first are dropped here.
         """
         self._weights, self._max_blocks = dict(weights), max_blocks
         self._engines: dict[str, dict[int, _SourceBlocks]] = {}  # by engine and rank
-        self.unreadable = 0  # batches of events
-        self.unplaced = 0  # blocks that were announced behind one which the index does not know, and are not in it
+        self.unreadable = 0  # batches of events, so far
+        self.unplaced = 0  # blocks with an unknown parent, which are not in the index
 
     def drop(self, source: CacheSource) -> None:
-        """Drop all that is known of a source."""
+        """Drop all blocks of a source."""
         ranks = self._engines.get(source.engine, {})
         ranks.pop(source.rank, None)
         if not ranks:
             self._engines.pop(source.engine, None)
 
     def forget(self, engine: str) -> None:
-        """Drop all sources of an engine."""
+        """Drop all blocks of an engine."""
         self._engines.pop(engine, None)
 
     def stored(
@@ -122,13 +122,12 @@ class BlockIndex:
         adapter: str = "",
         extra_keys: Sequence[Sequence[Any] | None] | None = None,
     ) -> None:
-        """Note that blocks which follow each other are on a medium, each in one more copy than before.
+        """Add one copy of each of some consecutive blocks on a medium.
 
-        vLLM may compute a block that it has once more, and keep both: it says of each copy that it was stored, and of
-        each that it was removed.
+        vLLM may compute a block again and keep both copies. It reports each copy as stored, and as removed.
 
-        `extra_keys` is what the hash of each block covers beside tokens: the adapter's name, and in the first block of
-        a prompt its cache salt. Blocks with anything else match no text.
+        `extra_keys` has what the hash of each block covers in addition to tokens: the adapter's name, and in the first
+        block of a prompt its cache salt. Blocks with other keys match no text.
         """
         of = self._of(source)
         if parent is not None and parent not in of.blocks:
@@ -151,7 +150,7 @@ class BlockIndex:
             self._take_out(of, next(iter(of.blocks)))
 
     def removed(self, source: CacheSource, names: Sequence[BlockName], medium: Medium = ("gpu", None)) -> None:
-        """Note that a copy of each of these blocks has left a medium."""
+        """Remove one copy of each of these blocks from a medium."""
         of = self._of(source)
         for name in names:
             if (held := of.blocks.get(name)) is not None:
@@ -164,11 +163,11 @@ class BlockIndex:
                     self._take_out(of, name)
 
     def cleared(self, source: CacheSource) -> None:
-        """Note that a source has dropped all blocks: on all media, because the event names none."""
+        """Drop all blocks of a source on all media, because the event names no medium."""
         self.drop(source)
 
     def blocks(self, source: CacheSource) -> dict[BlockName, set[Medium]]:
-        """Return all blocks of a source, and where they are."""
+        """Return all blocks of a source with their media."""
         of = self._ranks(source.engine).get(source.rank)
         return {name: set(held.media) for name, held in of.blocks.items()} if of else {}
 
@@ -176,21 +175,21 @@ class BlockIndex:
         return sum(map(self.count, self._engines))
 
     def count(self, engine: str) -> int:
-        """Return how many blocks are known of an engine."""
+        """Return the number of blocks of an engine."""
         return sum(len(of.blocks) for of in self._ranks(engine).values())
 
     def block_sizes(self, engine: str) -> set[int]:
-        """Return the sizes of an engine's blocks, as far as events have said them."""
+        """Return the block sizes of an engine that events have reported."""
         return set().union(*(of.sizes for of in self._ranks(engine).values()))
 
     def is_adapter(self, model: str) -> bool:
-        """Return whether events have named a LoRA adapter so."""
+        """Return whether events have reported a LoRA adapter of this name."""
         return any(model in of.adapters for ranks in self._engines.values() for of in ranks.values())
 
     def longest(self, engine: str, chain: Callable[[int], Sequence[int]]) -> Run:
-        """Return what an engine has of a prompt; `chain` returns the prompt's `token_chain` for a size of blocks.
+        """Return the longest run of a prompt's blocks at an engine.
 
-        Of several data-parallel ranks, the one that has most counts.
+        `chain` returns the prompt's `token_chain` for a block size. Of several ranks, the best one counts.
         """
         runs = [self._run(of, size, chain(size)) for of in self._ranks(engine).values() for size in of.sizes]
         return max(runs, default=Run())
@@ -212,7 +211,7 @@ class BlockIndex:
         return self._engines.get(engine, {})
 
     def _weigh(self, of: _SourceBlocks, chained: int) -> None:
-        """Note the weight of the best copy of some tokens."""
+        """Update the weight of the best copy of a block's tokens."""
         of.weights[chained] = max(
             self._weights.get(medium, 0.0) for name in of.at[chained] for medium, _ in of.blocks[name].media
         )

@@ -1,7 +1,7 @@
-"""Tokenizers of the router's own: prompts are cut into tokens as engines do it, by processes beside the router.
+"""Tokenizes prompts as engines do, in processes of the router.
 
-Each process has the tokenizers of all models, and one prompt at a time. What they cannot do as an engine does it, an
-engine is asked for.
+Each process has the tokenizers of all models, and tokenizes one prompt at a time. Prompts that only an engine can
+tokenize correctly are refused, and the caller asks an engine.
 """
 
 import asyncio
@@ -23,23 +23,23 @@ from lmc.errors import InputError
 
 T = TypeVar("T")
 
-WAITING = 16  # prompts for each process; engines are asked for others
-SECONDS = 5.0  # for one prompt
-AGAIN_SECONDS = 1.0  # before processes are started after one has ended
-STARTED = 120.0  # seconds within which the processes have read their tokenizers
-# What may be asked here for a conversation. A client must not give anything else to a template or a tokenizer.
+WAITING = 16  # prompts in the queue per process; engines tokenize more
+SECONDS = 5.0  # timeout for one prompt
+RESTART_SECONDS = 1.0  # before processes are restarted
+STARTED = 120.0  # timeout in seconds for reading the tokenizers
+# Fields of a conversation that are passed on. Clients must not pass others to a template or a tokenizer.
 OF_A_CHAT = {"model", "messages", "add_generation_prompt", "continue_final_message", "chat_template_kwargs"}
 OF_A_TEMPLATE = {"documents", "enable_thinking"}
-ON_A_HUB = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")  # Any other path is one of a directory.
+ON_A_HUB = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")  # a name on a hub; other paths are directories
 
 log = logging.getLogger(__name__)
 
 
 class LocalTokenizers:
-    """Tokenizers of models. Used in one thread, that of the event loop."""
+    """Tokenizers of models. Used in the thread of the event loop."""
 
     def __init__(self, paths: Mapping[str, str], processes: int) -> None:
-        """`paths` are directories, or names of a hub, by model."""
+        """`paths` has directories, or names on a hub, by model."""
         self._paths, self._processes = dict(paths), processes
         self._waiting, self._pool = 0, self._started()
         self._turns = asyncio.Semaphore(processes)
@@ -47,9 +47,9 @@ class LocalTokenizers:
         self._broken = asyncio.Event()
 
     async def run(self, special_string_of: Callable[[str], str], found: Callable[[str, Markers], None]) -> None:
-        """Have tokenizers read until cancelled, and tell the markers of their models.
+        """Load the tokenizers, and again after each restart, until cancelled. `found` gets the markers of each model.
 
-        A model whose tokenizer cannot be read is left out, with a warning: its engines are asked.
+        A model whose tokenizer cannot be read is logged, and its engines tokenize its prompts.
         """
         while True:
             for model, path in self._paths.items():
@@ -57,45 +57,49 @@ class LocalTokenizers:
                     found(model, await self._do(STARTED, _markers, model, special_string_of(model)))
                     self._ready.add(model)
                 except InputError as error:
-                    why = f"{model}={path} of --tokenizers cannot be read: {error}"
-                    log.warning("lmc router: engines are asked for the tokens of prompts, because %s", why)
+                    log.warning(
+                        "lmc router: --tokenizers %s=%s cannot be read, engines tokenize instead: %s",
+                        model,
+                        path,
+                        error,
+                    )
             await self._broken.wait()
             self._broken.clear()
-            await asyncio.sleep(AGAIN_SECONDS)
+            await asyncio.sleep(RESTART_SECONDS)
 
     def __contains__(self, model: str) -> bool:
         return model in self._ready
 
     async def tokens(self, model: str, asked: Mapping[str, Any]) -> list[int]:
-        """Return the tokens of what is asked under /tokenize; raise `InputError` if only an engine can say them."""
+        """Return the tokens for a body of /tokenize. Raises `InputError` if only an engine can tokenize it."""
         if self._waiting >= WAITING * self._processes:
-            raise InputError("the tokenizers of the router have too much to do")
+            raise InputError("the router's tokenizers are busy")
         return await self._do(SECONDS, _tokens, model, asked)
 
     def close(self) -> None:
-        """End the processes, whatever they do."""
+        """Kill the processes."""
         for process in list((self._pool._processes or {}).values()):  # Python 3.14 has a method for this.
             process.kill()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     async def _do(self, seconds: float, work: Callable[..., T], *arguments: object) -> T:
-        """Have a process do some work within so many seconds, after no more of them in which others come first."""
+        """Run some work in a process, after waiting at most `seconds` for a free one."""
         self._waiting += 1
         try:
             async with asyncio.timeout(seconds):
                 await self._turns.acquire()
             return await self._result(seconds, work, *arguments)
         except TimeoutError:
-            raise InputError("the tokenizers of the router have too much to do") from None
+            raise InputError("the router's tokenizers are busy") from None
         finally:
             self._waiting -= 1
 
     def _begun(self, work: Callable[..., T], *arguments: object) -> "Future[T]":
-        """Begin some work, whose turn ends with it: a process goes on with what nobody waits for any more."""
+        """Start some work. Its slot is freed when it ends, because a process finishes cancelled work too."""
         loop = asyncio.get_running_loop()
 
         def end_turn(_: "Future[T]") -> None:
-            with suppress(RuntimeError):  # The router ends.
+            with suppress(RuntimeError):  # The router is shutting down.
                 loop.call_soon_threadsafe(self._turns.release)
 
         try:
@@ -107,36 +111,36 @@ class LocalTokenizers:
         return doing
 
     async def _result(self, seconds: float, work: Callable[..., T], *arguments: object) -> T:
-        """Wait for some work. If it does not end in time, or a process ends, all processes are started anew."""
+        """Wait for the result of some work. After a timeout or a crash, all processes are restarted."""
         pool = self._pool
         try:
             async with asyncio.timeout(seconds):
                 return await asyncio.wrap_future(self._begun(work, *arguments))
         except (TimeoutError, BrokenProcessPool) as error:
-            if pool is self._pool:  # The first one to see it
-                why = "does not answer" if isinstance(error, TimeoutError) else "has ended"
-                log.warning("lmc router: a process of --tokenizers %s; others are started", why)
+            if pool is self._pool:  # Only the first waiter restarts the pool.
+                why = "timed out" if isinstance(error, TimeoutError) else "ended"
+                log.warning("lmc router: a tokenizer process %s; restarting all of them", why)
                 self.close()
                 self._ready, self._pool = set(), self._started()
                 self._broken.set()
-            raise InputError("the process has ended, or does not answer") from None
-        except asyncio.CancelledError:  # `close` cancels what waits in the pool, and no request has to end with that.
+            raise InputError("the tokenizer process ended or timed out") from None
+        except asyncio.CancelledError:  # `close` cancels queued work, which must not cancel the request.
             task = asyncio.current_task()
             if task is None or task.cancelling():
                 raise
-            raise InputError("the process has ended") from None
+            raise InputError("the tokenizer process ended") from None
 
     def _started(self) -> ProcessPoolExecutor:
         context = multiprocessing.get_context("spawn")
         return ProcessPoolExecutor(self._processes, context, initializer=_begin, initargs=(self._paths,))
 
 
-_tokenizers: dict[str, Any] = {}  # of this process, by model; or why one cannot be read
+_tokenizers: dict[str, Any] = {}  # of this process, by model; an error if one cannot be read
 
 
 def _begin(paths: Mapping[str, str]) -> None:
-    """Prepare a process, which ends with the router. It takes prompts when it has read its tokenizers."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the router.
+    """Load the tokenizers in a new process, which ends with the router."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Only the router handles Ctrl-C.
     threading.Thread(target=_end_with_the_router, daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     from transformers import AutoTokenizer
@@ -146,12 +150,12 @@ def _begin(paths: Mapping[str, str]) -> None:
     for model, path in paths.items():
         try:
             _tokenizers[model] = AutoTokenizer.from_pretrained(_found(path))
-        except Exception as error:  # noqa: BLE001 - files of others can be wrong in many ways
+        except Exception as error:  # noqa: BLE001 - a tokenizer's files can be invalid in many ways
             _tokenizers[model] = InputError(_why(path, error))
 
 
 def _found(path: str) -> str:
-    """Return a directory that is there, or the name of a model on a hub; raise `InputError` for another path."""
+    """Return an existing directory, or the name of a model on a hub. Raises `InputError` for other paths."""
     folder = _folder(path)
     if folder is None and not ON_A_HUB.fullmatch(path):
         raise InputError("there is no such directory")
@@ -159,16 +163,16 @@ def _found(path: str) -> str:
 
 
 def _folder(path: str) -> Path | None:
-    """Return the directory of a path; None if there is none, or if this process may not look."""
+    """Return the directory of a path; None if it does not exist or is not readable."""
     try:
         folder = Path(path).expanduser()
         return folder if folder.is_dir() else None
-    except (OSError, RuntimeError):  # no such user, a name that is too long, no permission
+    except (OSError, RuntimeError):  # unknown user, name too long, no permission
         return None
 
 
 def _why(path: str, error: Exception) -> str:
-    """Return why nothing could be read. What transformers says of a directory without files helps nobody."""
+    """Return why a tokenizer could not be read. For empty directories, transformers' own message is misleading."""
     folder, said = _folder(path), next(iter(str(error).splitlines()), type(error).__name__)[:200]
     if isinstance(error, InputError):
         return said
@@ -189,7 +193,7 @@ def _end_with_the_router() -> None:
 
 
 def _tokenizer_of(model: str) -> Any:
-    """Return the tokenizer of a model; raise `InputError` if it cannot be read."""
+    """Return the tokenizer of a model. Raises `InputError` if it could not be read."""
     found = _tokenizers[model]
     if isinstance(found, InputError):
         raise found
@@ -201,7 +205,7 @@ def _markers(model: str, special_string: str) -> Markers:
 
 
 def _tokens(model: str, asked: Mapping[str, Any]) -> list[int]:
-    """Return tokens as an engine's /tokenize does; raise `InputError` where it may do something else."""
+    """Return the tokens that an engine's /tokenize would. Raises `InputError` where the result may differ."""
     tokenizer = _tokenizer_of(model)
     try:
         if "messages" not in asked:
@@ -210,7 +214,7 @@ def _tokens(model: str, asked: Mapping[str, Any]) -> list[int]:
             plain = all(isinstance(one["content"], str) and "tool_calls" not in one for one in asked["messages"])
             given = asked.get("chat_template_kwargs") or {}
             if not plain or asked.keys() - OF_A_CHAT or given.keys() - OF_A_TEMPLATE:
-                raise InputError("an engine knows better how this conversation is written")
+                raise InputError("only an engine can format this conversation")
             found = tokenizer.apply_chat_template(
                 asked["messages"],
                 tokenize=True,
@@ -222,5 +226,5 @@ def _tokens(model: str, asked: Mapping[str, Any]) -> list[int]:
         return [int(token) for token in found]
     except InputError:
         raise
-    except Exception as error:  # templates raise whatever they like, and clients ask what they like
-        raise InputError(f"the tokenizer does not take this prompt ({type(error).__name__})") from error
+    except Exception as error:  # templates may raise any exception, and clients send any input
+        raise InputError(f"the tokenizer rejects this prompt ({type(error).__name__})") from error

@@ -1,7 +1,7 @@
-"""Sends requests on to engines, and their answers back, byte for byte, as an ASGI application.
+"""Forwards requests to engines and their answers to clients, byte for byte, as an ASGI application.
 
-A request whose engine fails before the first byte of the answer goes to another one. An answer that breaks off later
-breaks off for the client, too. If the client goes away, the engine is told at once.
+If an engine fails before the first byte of its answer, the request goes to another one. An answer that breaks off later
+breaks off for the client too. If the client disconnects, so does the router from the engine.
 """
 
 import asyncio
@@ -20,31 +20,28 @@ from yarl import URL
 from lmc.errors import InputError
 from lmc.http_server import Receive, Send
 from lmc.router import router_metrics as numbers
-from lmc.router.client import Client, Refusal, Room, Stalled
+from lmc.router.client import REQUEST, Client, Refusal, Room, Stalled, sent_back, sent_on
 from lmc.router.cut import MOST_LETTERS
 from lmc.router.engines import Engines
-from lmc.router.headers import REQUEST, sent_back, sent_on
 from lmc.router.local_tokenizers import LocalTokenizers
-from lmc.router.paths import COMPUTING, RESPONSES, ResponseHomes, response_of
 from lmc.router.policies.base import Policy
 from lmc.router.policy import Candidate, PromptRequest
-from lmc.router.questions import Received, about_a_response, read
+from lmc.router.requests import COMPUTING, RESPONSES, Received, ResponseHomes, about_a_response, read, response_of
 from lmc.router.router_metrics import RouterMetrics
 from lmc.router.settings import RouterSettings
-from lmc.router.usage import usage
-from lmc.router.visit import EngineFailed, Opened, Visit
+from lmc.router.visit import EngineFailed, Opened, Visit, usage
 
 log = logging.getLogger(__name__)
 
-STREAM = "text/event-stream"  # the type of an answer that comes in parts, as its tokens are made
-JSON = {"content-type": "application/json"}  # vLLM refuses questions without it, and the session does not add it.
-TOKENIZING = aiohttp.ClientTimeout(total=5.0)
-KEPT_SECONDS = 3.0  # that an idle connection is kept; vLLM closes them after 5, and a request must not meet that
-TAIL = 4096  # bytes of the end of an answer, where it says what was reused
+STREAM = "text/event-stream"  # content type of a streamed answer
+JSON = {"content-type": "application/json"}  # required by vLLM, and not added by the session
+TOKENIZE_TIMEOUT = aiohttp.ClientTimeout(total=5.0)
+KEPT_SECONDS = 3.0  # for idle connections; vLLM closes them after 5 s, and a request must not race with that
+TAIL = 4096  # bytes at the end of an answer, which report what was reused
 
 
 class Proxy:
-    """Answers clients. Runs in one thread, that of the event loop."""
+    """Answers clients. Runs in the thread of the event loop."""
 
     def __init__(
         self,
@@ -56,15 +53,15 @@ class Proxy:
     ) -> None:
         self._settings, self._policy, self._engines = settings, policy, engines
         self._metrics, self._clock = metrics, clock
-        self.session: aiohttp.ClientSession | None = None  # the connections to engines, while they are open
-        self.tokenizers: LocalTokenizers | None = None  # the router's own, if there are any
-        self.answering = 0  # requests
+        self.session: aiohttp.ClientSession | None = None  # connections to engines; None while closed
+        self.tokenizers: LocalTokenizers | None = None  # the router's own tokenizers, if any
+        self.answering = 0  # requests in flight
         cutter = policy.needs.cutter
         self._special_strings = {} if cutter is None else cutter.special_strings
         self._homes, self._room = ResponseHomes(), Room(settings.max_held)
 
     async def open(self) -> aiohttp.ClientSession:
-        """Prepare connections to engines."""
+        """Open the pool of connections to engines."""
         timeout = aiohttp.ClientTimeout(
             total=None, sock_connect=self._settings.connect_seconds, sock_read=self._settings.answer_seconds
         )
@@ -83,9 +80,9 @@ class Proxy:
             await self.session.close()
 
     def takes(self, scope: Mapping[str, Any]) -> bool:
-        """Return whether a request is one for engines."""
+        """Return whether a request is for engines."""
         path = scope["path"]
-        if scope.get("raw_path", b"").partition(b"?")[0] != path.encode():  # An engine may read it otherwise.
+        if scope.get("raw_path", b"").partition(b"?")[0] != path.encode():  # An engine may decode it differently.
             return False
         if scope["method"] == "POST" and (path in COMPUTING or path in self._settings.allowed_paths):
             return True
@@ -99,7 +96,7 @@ class Proxy:
             if self.answering > self._settings.max_requests:
                 self._metrics.count(numbers.REFUSED)
                 most = self._settings.max_requests
-                raise Refusal(429, f"the router answers {most} requests at once: try again later")
+                raise Refusal(429, f"more than {most} requests are in flight: try again later")
             await self._answer(client, arrived)
         except InputError as error:
             await client.refuse(Refusal(400, str(error)))
@@ -109,8 +106,8 @@ class Proxy:
             self._metrics.count(numbers.LEFT)
             log.info("lmc router: an answer is given up: %s", stalled)
         except Exception:
-            log.exception("lmc router: a request to %s could not be answered", scope["path"])
-            await client.refuse(Refusal(500, "something unexpected has happened in the router; its log says what"))
+            log.exception("lmc router: request for %s failed", scope["path"])
+            await client.refuse(Refusal(500, "unexpected error in the router; see its log"))
         finally:
             self.answering -= 1
             self._room.taken -= client.held
@@ -119,15 +116,15 @@ class Proxy:
     async def _answer(self, client: Client, arrived: float) -> None:
         body = await client.body(self._settings.max_body, self._room)
         response = response_of(client.path)
-        question = about_a_response(response) if response else await self.understood(body, client.headers)
-        work = asyncio.create_task(self._work(question, body, client, arrived))
+        received = about_a_response(response) if response else await self.understood(body, client.headers)
+        work = asyncio.create_task(self._work(received, body, client, arrived))
         leaving = asyncio.create_task(client.leaves())
         try:
             await asyncio.wait((work, leaving), return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
                 self._metrics.count(numbers.LEFT)
         finally:
-            work.cancel()  # This closes the connection to the engine, which then computes no more.
+            work.cancel()  # This closes the connection to the engine, which then stops computing.
             leaving.cancel()
             await asyncio.gather(work, leaving, return_exceptions=True)
         if not work.cancelled():
@@ -142,30 +139,30 @@ class Proxy:
         return self._special_strings.get(model, self._settings.special_string)
 
     async def understood(self, body: bytes, headers: Mapping[str, str]) -> Received:
-        """Return what a body asks, with the tokens of its prompt if they are wanted and an engine says them.
+        """Return the request in a body, with the prompt's tokens if they are needed and available.
 
-        Raises `InputError` if it is no request.
+        Raises `InputError` if the body is not a valid request.
         """
-        question = self._read(body, headers)
+        received = self._read(body, headers)
         exact = self._settings.exact_tokens or self._policy.needs.tokens
-        exact = exact or question.request.model in self._settings.tokenizers
-        if not exact or question.tokenize is None:
-            return question
+        exact = exact or received.request.model in self._settings.tokenizers
+        if not exact or received.tokenize is None:
+            return received
         try:
-            tokens = await self.tokenize(question.request.model, question.tokenize, len(question.request.text))
+            tokens = await self.tokenize(received.request.model, received.tokenize, len(received.request.text))
         except InputError as error:
-            log.debug("lmc router: a prompt is cut by its text: %s", error)
-            return question
-        return question._replace(request=replace(question.request, tokens=tokens), tokens=len(tokens))
+            log.debug("lmc router: cutting a prompt by its text: %s", error)
+            return received
+        return received._replace(request=replace(received.request, tokens=tokens), tokens=len(tokens))
 
-    async def _work(self, question: Received, body: bytes, client: Client, arrived: float) -> None:
-        """Send a request to engines until one answers, and its answer to the client."""
+    async def _work(self, received: Received, body: bytes, client: Client, arrived: float) -> None:
+        """Send a request to engines until one answers, and forward the answer to the client."""
         failed: set[str] = set()
-        without = {"authorization"} if self._settings.client_tokens else set()  # They are the router's.
+        without = {"authorization"} if self._settings.client_tokens else set()  # Client tokens end at the router.
         headers = sent_on(client.header_list, self._settings.login, without)
         client.request_id = headers[REQUEST]
         while True:
-            with self._visit(question, failed) as visit:
+            with self._visit(received, failed) as visit:
                 if not failed:
                     self._metrics.observe(numbers.OVERHEAD, self._clock() - arrived)
                 try:
@@ -174,82 +171,83 @@ class Proxy:
                     failed.add(visit.engine.url)
                     self._note_failure(visit, error)
                     if error.silent:
-                        raise Refusal(504, f"an engine has not answered in time: {self._told(visit, error)}") from None
+                        raise Refusal(504, f"the engine timed out: {self._public_error(visit, error)}") from None
                     if len(failed) >= self._settings.attempts:
-                        raise Refusal(502, f"no engine has answered: {self._told(visit, error)}") from None
+                        raise Refusal(
+                            502, f"all attempts failed; the last error: {self._public_error(visit, error)}"
+                        ) from None
                     self._metrics.count(numbers.RETRIES, visit.engine.url)
                     continue
                 async with opened.answer:
-                    await self._send_back(question, visit, opened, client, arrived)
+                    await self._send_back(received, visit, opened, client, arrived)
                 return
 
     async def ask(self, target: str, body: bytes) -> tuple[str, Mapping[str, Any]]:
-        """Ask an engine a question of the router's own, and return which one it was and its answer; raise `Refusal`."""
+        """Send a request of the router's own to an engine, and return the engine and its answer. Raises `Refusal`."""
         headers = CIMultiDict({**JSON, **self._settings.login})
-        question = self._read(body, {})
-        with self._visit(question, set()) as visit:
+        received = self._read(body, {})
+        with self._visit(received, set()) as visit:
             try:
                 opened = await visit.open(self._connections, target, body, headers)
                 async with opened.answer, visit.while_up():
-                    found = opened.first + await opened.answer.content.read()
+                    content = opened.first + await opened.answer.content.read()
                 visit.engine.breaker.succeeded()
-                answer = msgspec.json.decode(found)
+                answer = msgspec.json.decode(content)
             except EngineFailed as error:
                 self._note_failure(visit, error)
-                raise Refusal(502, f"an engine has not answered: {error}") from None
+                raise Refusal(502, f"the engine failed: {error}") from None
             except msgspec.DecodeError as error:
-                raise Refusal(502, f"{visit.engine.url} does not answer with JSON: {error}") from None
+                raise Refusal(502, f"{visit.engine.url} answered with invalid JSON: {error}") from None
             if opened.answer.status != 200 or not isinstance(answer, dict):
-                raise Refusal(502, f"{visit.engine.url} answers {opened.answer.status}: {found[:200]!r}")
+                raise Refusal(502, f"{visit.engine.url} answered {opened.answer.status}: {content[:200]!r}")
             return visit.engine.url, answer
 
-    async def tokenize(self, model: str, asked: Mapping[str, Any], letters: int = 0) -> list[int]:
-        """Return the tokens of what is asked under /tokenize: by a tokenizer of the router, or by an engine.
+    async def tokenize(self, model: str, fields: Mapping[str, Any], letters: int = 0) -> list[int]:
+        """Return the tokens for a body of /tokenize, from the router's tokenizer or else the least loaded engine.
 
-        Of the engines of a model, the one that has least to do is asked. Raises `InputError` if it does not answer, or
-        if the prompt is longer than any engine takes.
+        Raises `InputError` if the engine fails, or if the prompt is longer than any engine takes.
         """
-        if letters >= MOST_LETTERS:  # What is longer has been cut there.
+        if letters >= MOST_LETTERS:  # Longer prompts were cut there.
             raise InputError("the prompt is too long")
         if self.tokenizers is not None and model in self.tokenizers:
             try:
-                return await self.tokenizers.tokens(model, asked)
+                return await self.tokenizers.tokens(model, fields)
             except InputError as error:
-                log.debug("lmc router: an engine is asked for tokens: %s", error)
+                log.debug("lmc router: requesting tokens from an engine: %s", error)
         candidates = self._engines.candidates(model)
         if not candidates or self.session is None:
-            raise InputError(f"no engine of the model {model!r} can be asked now")
+            raise InputError(f"no engine is available for the model {model!r} now")
         url = URL(min(candidates, key=lambda one: one.load).name + "/tokenize", encoded=True)
         try:
-            question, headers = msgspec.json.encode(asked), {**JSON, **self._settings.login}
-            async with self.session.post(url, data=question, headers=headers, timeout=TOKENIZING) as answer:
-                said = await answer.read()
+            body, headers = msgspec.json.encode(fields), {**JSON, **self._settings.login}
+            async with self.session.post(url, data=body, headers=headers, timeout=TOKENIZE_TIMEOUT) as answer:
+                content = await answer.read()
                 if answer.status != 200:
-                    raise InputError(f"{url} answers {answer.status}: {said[:200]!r}")
-                return list(msgspec.json.decode(said)["tokens"])
+                    raise InputError(f"{url} answered {answer.status}: {content[:200]!r}")
+                return list(msgspec.json.decode(content)["tokens"])
         except (aiohttp.ClientError, OSError, msgspec.DecodeError, TypeError, KeyError) as error:
-            raise InputError(f"{url} does not answer with tokens: {error}") from None
+            raise InputError(f"{url} returned no tokens: {error}") from None
 
     @contextmanager
-    def _visit(self, question: Received, failed: set[str]) -> Iterator[Visit]:
-        """Choose an engine, and keep account of what it has to do."""
-        request = question.request
+    def _visit(self, received: Received, failed: set[str]) -> Iterator[Visit]:
+        """Choose an engine, and count the request there until the block ends."""
+        request = received.request
         candidates = self._engines.candidates(request.model, failed)
-        if question.response:
-            candidates = self._at_home(question.response, candidates)
+        if received.response:
+            candidates = self._at_home(received.response, candidates)
         if not candidates:
-            raise self._nobody(request.model, failed)
+            raise self._no_candidate(request.model, failed)
         began = self._clock()
         choice = self._policy.choose(request, candidates)
         take_back = self._policy.sent(request, choice.engine)
         self._metrics.observe(numbers.DECISION, self._clock() - began)
-        cost = choice.cost or max(question.tokens - choice.expected_tokens, 1.0)
+        cost = choice.cost or max(received.tokens - choice.expected_tokens, 1.0)
         engine = self._engines.sent(choice.engine, cost)
         alone, trial = engine.candidate.load == 1, engine.breaker.sent()
         visit = Visit(engine, choice, cost, began, alone=alone, trial=trial, take_back=take_back)
         self._metrics.count(numbers.REQUESTS, engine.url, choice.why)
         self._metrics.count(numbers.EXPECTED, engine.url, n=choice.expected_tokens)
-        if not question.stream:  # The first byte of its answer comes with the last one.
+        if not received.stream:  # Its first byte arrives with the last one.
             asyncio.get_running_loop().call_later(cost / engine.candidate.rate, visit.begun)
         try:
             yield visit
@@ -257,42 +255,40 @@ class Proxy:
             visit.ended()
 
     def _at_home(self, response: str, candidates: list[Candidate]) -> list[Candidate]:
-        """Return the one engine that has made a response; raise `Refusal` if it is not known, or cannot be used."""
+        """Return the engine that made a response. Raises `Refusal` if it is unknown or unavailable."""
         home = self._homes.engine_of(response)
         if not home and len(self._engines) != 1:
-            raise Refusal(404, f"no engine behind this router is known to have made the response {response!r}")
-        found = [one for one in candidates if not home or one.name == home]
-        if not found:
-            raise Refusal(
-                503, f"{self._settings.name_of(home)} has made the response {response!r}, and cannot be used now"
-            )
-        return found
+            raise Refusal(404, f"unknown response {response!r}")
+        usable = [one for one in candidates if not home or one.name == home]
+        if not usable:
+            raise Refusal(503, f"{self._settings.name_of(home)} made the response {response!r} and is unavailable now")
+        return usable
 
-    def _told(self, visit: Visit, error: EngineFailed) -> str:
-        """Return what a client is told about an engine that has failed; errors may name its address."""
+    def _public_error(self, visit: Visit, error: EngineFailed) -> str:
+        """Return an engine's error for a client, without the engine's address if addresses are hidden."""
         if not self._settings.hides_engines:
             return str(error)
-        return f"{self._settings.name_of(visit.engine.url)} has failed, and the router's log says why"
+        return f"{self._settings.name_of(visit.engine.url)} failed; see the router's log"
 
     @property
     def _connections(self) -> aiohttp.ClientSession:
         assert self.session is not None
         return self.session
 
-    def _nobody(self, model: str, failed: set[str]) -> Refusal:
+    def _no_candidate(self, model: str, failed: set[str]) -> Refusal:
         if failed:
-            return Refusal(502, "no engine has answered, and there is no other one")
+            return Refusal(502, "all engines of this model failed")
         if not len(self._engines):
-            return Refusal(503, "the router knows no engine: none was found, or none was added under /engines yet")
+            return Refusal(503, "the router has no engines: add one at /engines, or check --discovery")
         if not self._engines.knows(model):
             models = ", ".join(self._engines.models()) or "none"
             return Refusal(404, f"The model `{model}` does not exist; there are: {models}", "model")
-        return Refusal(503, "no engine of this model can take requests now: try again later")
+        return Refusal(503, "no engine of this model is available now: try again later")
 
     async def _send_back(
-        self, question: Received, visit: Visit, opened: Opened, client: Client, arrived: float
+        self, received: Received, visit: Visit, opened: Opened, client: Client, arrived: float
     ) -> None:
-        """Send an answer to the client as it comes."""
+        """Forward an answer to the client as it arrives."""
         answer, now = opened.answer, self._clock()
         visit.engine.breaker.succeeded()
         self._metrics.observe(numbers.FIRST_BYTE, now - arrived)
@@ -314,18 +310,18 @@ class Proxy:
         except EngineFailed as error:
             self._metrics.count(numbers.BROKEN, visit.engine.url)
             self._note_failure(visit, error)
-            return  # without an end, by which the client sees that something is missing
+            return  # without an end, so the client sees that the answer is incomplete
         await client.end()
-        self._note_usage(question.request, visit, tail)
+        self._note_usage(received.request, visit, tail)
 
     def _note_failure(self, visit: Visit, error: EngineFailed) -> None:
         visit.failed(self._clock(), error)
-        log.warning("lmc router: an engine has failed: %s", error)
+        log.warning("lmc router: an engine failed: %s", error)
 
     def _note_usage(self, request: PromptRequest, visit: Visit, tail: bytes) -> None:
-        said = usage(tail)
-        if said.prompt_tokens is not None:
-            self._metrics.count(numbers.PROMPTS, visit.engine.url, n=said.prompt_tokens)
-        if said.cached_tokens is not None:
-            self._metrics.count(numbers.REPORTED, visit.engine.url, n=said.cached_tokens)
-        self._policy.answered(request, visit.choice, said)
+        report = usage(tail)
+        if report.prompt_tokens is not None:
+            self._metrics.count(numbers.PROMPTS, visit.engine.url, n=report.prompt_tokens)
+        if report.cached_tokens is not None:
+            self._metrics.count(numbers.REPORTED, visit.engine.url, n=report.cached_tokens)
+        self._policy.answered(request, visit.choice, report)

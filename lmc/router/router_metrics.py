@@ -1,4 +1,4 @@
-"""The numbers of a router, for Prometheus."""
+"""The metrics of a router, for Prometheus."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,26 +17,26 @@ ENGINE = ("engine",)
 REQUESTS = Name("router_requests", "requests sent to engines, by the reason of the choice", ("engine", "why"))
 ANSWERS = Name("router_answers", "answers to clients, by status", ("status",))
 EXPECTED = Name("router_expected_tokens", "tokens that engines were expected to reuse", ENGINE)
-REPORTED = Name("router_reported_tokens", "tokens that engines said they had reused", ENGINE)
-PROMPTS = Name("router_prompt_tokens", "tokens of prompts, as engines counted them", ENGINE)
-RETRIES = Name("router_retries", "requests that went on to another engine after this one had failed", ENGINE)
-BROKEN = Name("router_broken_answers", "answers that broke off after they had begun", ENGINE)
-LEFT = Name("router_clients_left", "requests whose client went away before the end")
-REFUSED = Name("router_refused", "requests that were told to come back later")
+REPORTED = Name("router_reported_tokens", "tokens that engines reported as reused", ENGINE)
+PROMPTS = Name("router_prompt_tokens", "prompt tokens, as counted by engines", ENGINE)
+RETRIES = Name("router_retries", "requests retried at another engine after this one failed", ENGINE)
+BROKEN = Name("router_broken_answers", "answers that broke off after they began", ENGINE)
+LEFT = Name("router_clients_left", "requests whose client disconnected before the end")
+REFUSED = Name("router_refused", "requests answered with 429")
 DECISION = Name("router_decision_seconds", "time to choose an engine", buckets=DECISIONS)
 OVERHEAD = Name("router_overhead_seconds", "time from arrival until a request is sent to an engine", buckets=OVERHEADS)
 FIRST_BYTE = Name("router_first_byte_seconds", "time from arrival to the first byte of an answer", buckets=FIRST_BYTES)
-LOAD = Name("router_engine_requests", "requests that an engine is answering", ENGINE, gauge=True)
-USABLE = Name("router_engine_usable", "1, or 0 if an engine gets no requests", ENGINE, gauge=True)
+LOAD = Name("router_engine_requests", "requests in flight at an engine", ENGINE, gauge=True)
+USABLE = Name("router_engine_usable", "1 if an engine gets requests, else 0", ENGINE, gauge=True)
 BREAKERS = Name("router_engine_breaker", "0 closed, 1 half-open, 2 open", ENGINE, gauge=True)
 INDEXED = Name("router_index_entries", "documents and beginnings of prompts in the index", gauge=True)
 OF_ENGINE = Name(
-    "router_engine_index_entries", "what the index has of an engine's cache, by kind", ("engine", "kind"), gauge=True
+    "router_engine_index_entries", "index entries of an engine's cache, by kind", ("engine", "kind"), gauge=True
 )
-TOLD = Name("router_engine_told", "1 if events say what is in an engine's cache, or 0", ENGINE, gauge=True)
-UNPLACED = Name("router_index_unplaced", "blocks that were announced behind unknown ones, so far", gauge=True)
-UNREADABLE = Name("router_index_unreadable", "batches of events that could not be read, so far", gauge=True)
-LAG = Name("router_event_lag_seconds", "age of an engine's last batch of events when it came", ENGINE, gauge=True)
+TOLD = Name("router_engine_told", "1 if events report the contents of an engine's cache, else 0", ENGINE, gauge=True)
+UNPLACED = Name("router_index_unplaced", "reported blocks with an unknown parent, so far", gauge=True)
+UNREADABLE = Name("router_index_unreadable", "unreadable batches of events, so far", gauge=True)
+LAG = Name("router_event_lag_seconds", "age of an engine's last batch of events at arrival", ENGINE, gauge=True)
 OF_ROUTERS = (
     REQUESTS, ANSWERS, EXPECTED, REPORTED, PROMPTS, RETRIES, BROKEN, LEFT, REFUSED, DECISION, OVERHEAD, FIRST_BYTE,
     LOAD, USABLE, BREAKERS, INDEXED, OF_ENGINE, TOLD, UNPLACED, UNREADABLE, LAG,
@@ -44,10 +44,10 @@ OF_ROUTERS = (
 
 
 class RouterMetrics:
-    """Counts what a router does. Its names begin with `lmc_router_`."""
+    """Counts what a router does. All names begin with `lmc_router_`."""
 
     def __init__(self, name_of: Callable[[str], str] = str) -> None:
-        """`name_of` returns what an engine is called in labels, by its URL."""
+        """`name_of` returns the label of an engine by its URL."""
         self._name_of = name_of
         self.registry = CollectorRegistry()
         self._made = {name: self._make(name) for name in OF_ROUTERS}
@@ -66,7 +66,7 @@ class RouterMetrics:
         self._of(name, labels).set(value)
 
     def text(self, engines: Engines, now: float) -> bytes:
-        """Return all numbers as Prometheus reads them. Those of engines that are not there any more are dropped."""
+        """Return all metrics in Prometheus' format. Metrics of removed engines are dropped."""
         for name, labels in list(self._series):
             if name.labels[:1] == ENGINE and labels[0] not in engines:
                 self._made[name].remove(*self._shown(name, labels))
@@ -85,7 +85,7 @@ class RouterMetrics:
         return self._series[name, labels]
 
     def _shown(self, name: Name, labels: tuple[str, ...]) -> tuple[str, ...]:
-        """Return labels as they are shown."""
+        """Return labels with the name of the engine instead of its URL."""
         return (self._name_of(labels[0]), *labels[1:]) if name.labels[:1] == ENGINE else labels
 
     def _make(self, name: Name) -> Any:

@@ -1,35 +1,43 @@
-"""One request at one engine: it is sent there, and its answer begins, or the engine has failed."""
+"""One request at one engine: sending it, waiting for its answer, and reading the token counts at the answer's end."""
 
 import asyncio
+import re
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import aiohttp
+import msgspec
 from multidict import CIMultiDict
 from yarl import URL
 
 from lmc.router.engines import Engine, has_ended
-from lmc.router.policy import RoutingChoice
+from lmc.router.policy import RoutingChoice, Usage
 
-RETRIED = (502, 503, 504)  # answers of an engine that is not up; another one is asked
+RETRIED = (502, 503, 504)  # statuses of an engine that is down; the request goes to another one
+# In generated text, quotation marks have a backslash before them.
+PROMPT_TOKENS = re.compile(rb'(?<!\\)"prompt_tokens":\s*(\d{1,9})')
+CACHED_TOKENS = re.compile(rb'(?<!\\)"cached_tokens":\s*(\d{1,9})')
+DOCUMENT_TOKENS = re.compile(rb'(?<!\\)"reused_tokens":\s*(\d{1,9})')
+UNKNOWN = re.compile(rb'(?<!\\)"unknown_documents":\s*\d')  # the only field if no token was reused
+PLACES = re.compile(rb'(?<!\\)"tokens_from":\s*(\{[^{}]{0,500}\})')
 
 
 class EngineFailed(Exception):
-    """An engine has not answered, or not to the end."""
+    """An engine did not answer, or its answer broke off."""
 
     def __init__(self, engine: Engine, why: object) -> None:
         self.ended = has_ended(why)
-        # An engine that has a request and says nothing for long may be at work on it. A second one would do it again.
+        # A silent engine may still be computing the request. Sending it to a second engine would compute it twice.
         self.silent = isinstance(why, aiohttp.SocketTimeoutError)
-        said = getattr(why, "strerror", None) or str(why) or type(why).__name__
-        super().__init__(f"{engine.url}: {said}")
+        reason = getattr(why, "strerror", None) or str(why) or type(why).__name__
+        super().__init__(f"{engine.url}: {reason}")
 
 
 class Opened(NamedTuple):
-    """An answer that has begun."""
+    """An answer that has begun, with its first bytes."""
 
     answer: aiohttp.ClientResponse
     first: bytes
@@ -43,16 +51,16 @@ class Visit:
     choice: RoutingChoice
     cost: float  # tokens that the engine is expected to compute
     began: float
-    alone: bool  # whether nothing else waited there
-    trial: bool  # whether it finds out if the engine is up again
-    take_back: Callable[[], None] | None  # what the policy has noted
+    alone: bool  # whether the engine had no other request
+    trial: bool  # whether it tests if the engine has recovered
+    take_back: Callable[[], None] | None  # reverts what the policy noted
     answered: bool = False  # whether its answer has begun
     waiting: bool = True  # whether the cost is in the engine's backlog
 
     async def open(
         self, session: aiohttp.ClientSession, target: str, body: bytes, headers: CIMultiDict[str], method: str = "POST"
     ) -> Opened:
-        """Send a request, and wait for the first bytes of the answer; raise `EngineFailed` if none come."""
+        """Send a request, and wait for the first bytes of the answer. Raises `EngineFailed` if the engine fails."""
         url = URL(self.engine.url + target, encoded=True)
         with ExitStack() as unless_it_begins:
             async with self.while_up():
@@ -67,7 +75,7 @@ class Visit:
 
     @asynccontextmanager
     async def while_up(self) -> AsyncIterator[None]:
-        """Wait for the engine; raise `EngineFailed` if it fails, or if health checks find that it is down."""
+        """Wait for the engine. Raises `EngineFailed` if it fails, or if health checks find that it is down."""
         try:
             async with asyncio.timeout(None) as limit:
                 self.engine.awaited[limit] = time.monotonic()
@@ -76,24 +84,44 @@ class Visit:
                 finally:
                     del self.engine.awaited[limit]
         except (aiohttp.ClientError, OSError) as error:
-            why = "health checks have found it down" if limit.expired() else error
+            why = "it failed its health checks" if limit.expired() else error
             raise EngineFailed(self.engine, why) from None
 
     def begun(self) -> None:
-        """Note that the answer has begun, or never will: the prompt is computed."""
+        """Remove the cost from the backlog, because the answer has begun or the request has ended."""
         if self.waiting:
             self.waiting = False
             self.engine.candidate.backlog = max(0.0, self.engine.candidate.backlog - self.cost)
 
     def failed(self, now: float, error: EngineFailed) -> None:
-        """Note that the engine has failed."""
+        """Record a failure of the engine, and revert the policy's note if nothing was computed."""
         self.engine.breaker.failed(now, trial=self.trial)
         self.engine.gone |= error.ended
         if self.take_back and not self.answered and not error.silent:
             self.take_back()
 
     def ended(self) -> None:
-        """Note that the engine has nothing to do with the request any more."""
+        """Release what the request holds at the engine."""
         self.begun()
         self.engine.breaker.ended(trial=self.trial)
         self.engine.candidate.load -= 1
+
+
+def usage(tail: bytes) -> Usage:
+    """Read from the end of an answer how many tokens its prompt had and how many were reused."""
+    prompt, cached, documents = (_number(of.search(tail)) for of in (PROMPT_TOKENS, CACHED_TOKENS, DOCUMENT_TOKENS))
+    if documents is None and UNKNOWN.search(tail):
+        documents = 0
+    places = PLACES.search(tail)
+    return Usage(prompt, cached, documents, _places(places[1]) if places else {})
+
+
+def _number(match: re.Match[bytes] | None) -> int | None:
+    return int(match[1]) if match else None
+
+
+def _places(text: bytes) -> Mapping[str, int]:
+    try:
+        return msgspec.json.decode(text, type=dict[str, int])
+    except msgspec.DecodeError:
+        return {}

@@ -1,4 +1,7 @@
-"""Looks after the engines: whether they are up, which models they serve, and which ones there are now."""
+"""Watches the engines: their health, their models, and which engines exist. Also the tasks that repeat such work.
+
+An error in one of these tasks never ends the task, and is always logged.
+"""
 
 import asyncio
 import logging
@@ -8,23 +11,23 @@ from typing import Any, NamedTuple
 
 import aiohttp
 
-from lmc.errors import InputError
+from lmc.errors import InputError, LmcError
 from lmc.router.engines import Engine, EngineAddress, Engines, has_ended
 from lmc.router.policies.base import Policy
 from lmc.router.settings import RouterSettings
-from lmc.router.tasks import AGAIN_SECONDS, attempt, keep_up
 
 log = logging.getLogger(__name__)
 
-LOOK = aiohttp.ClientTimeout(total=5.0)
-MISSES = 3  # lookups in a row that do not find an engine, after which it has gone
-LOOKUP_SECONDS = 10.0  # for which a lookup of the engines is waited for
+HEALTH_TIMEOUT = aiohttp.ClientTimeout(total=5.0)
+MAX_MISSES = 3  # an engine is removed when this many lookups in a row have missed it
+LOOKUP_SECONDS = 10.0  # timeout of a lookup of the engines
+RETRY_SECONDS = 5.0  # after an error of a task
 Follow = Callable[[Engine], Coroutine[Any, Any, None]]
 Discovery = Callable[[aiohttp.ClientSession], Awaitable[Collection[EngineAddress]]]
 
 
 class Following(NamedTuple):
-    """What follows an engine, which had this address when that began."""
+    """The task that follows an engine, and the engine's address when it started."""
 
     engine: Engine
     address: EngineAddress
@@ -32,7 +35,7 @@ class Following(NamedTuple):
 
 
 class Watch:
-    """Looks at all engines again and again."""
+    """Checks all engines periodically."""
 
     def __init__(
         self,
@@ -43,31 +46,31 @@ class Watch:
         discovery: Discovery | None = None,
         follow: Follow | None = None,
     ) -> None:
-        """With a `discovery`, the engines are those that it finds; otherwise they are not changed here.
+        """With a `discovery`, the engines are those that it finds; without one, they are not changed here.
 
-        What `follow` does runs for each engine, from when it is up until it has ended or gone.
+        `follow` runs for each engine, from when it is healthy until it restarts or is removed.
         """
         self._follow, self._following = follow, dict[str, Following]()
         self._settings, self._engines, self._policy = settings, engines, policy
         self._session, self._discovery = session, discovery
-        self._found: dict[str, EngineAddress] = {}  # engines that discovery has found
-        self._missed: dict[str, int] = {}  # in how many lookups, since each of them was found
-        self._lookup: asyncio.Future[Collection[EngineAddress]] | None = None  # the one that has not ended
+        self._found: dict[str, EngineAddress] = {}  # engines found by discovery
+        self._missed: dict[str, int] = {}  # lookups in a row that missed each engine
+        self._lookup: asyncio.Future[Collection[EngineAddress]] | None = None  # the lookup in progress
 
     async def open(self) -> list[asyncio.Task[None]]:
-        """Look once, and return the tasks that go on with it.
+        """Check all engines once, and return the tasks that repeat this.
 
-        Lookups have a task of their own, so that a slow one holds up no health check.
+        Lookups have a task of their own, so a slow lookup delays no health check.
         """
-        works = [(self.look, "looking at the engines")]
+        works = [(self.look, "checking the engines")]
         if self._discovery is not None:
-            works.insert(0, (self.discover, "finding the engines"))
+            works.insert(0, (self.discover, "looking up the engines"))
         for work, what in works:
             await attempt(work, what)
         return [keep_up(work, what, self._settings.health_seconds) for work, what in works]
 
     async def close(self) -> None:
-        """End what this has begun."""
+        """Cancel all tasks that were started here."""
         tasks: list[asyncio.Future[Any]] = [one.task for one in self._following.values()]
         tasks += [self._lookup] if self._lookup else []
         for task in tasks:
@@ -75,46 +78,46 @@ class Watch:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def look(self) -> None:
-        """Look at each engine once."""
+        """Check each engine once."""
         for url in self._following.keys() - {one.url for one in self._engines}:
             self._unfollow(url)
-            self._policy.forget(url)  # once more, because events of it may have come since it was removed
+            self._policy.forget(url)  # again, because its events may have arrived since it was removed
         await asyncio.gather(*map(self._look_at, self._engines))
 
     async def discover(self) -> None:
-        """Find the engines once. A lookup that takes too long goes on, and is asked for its result the next time."""
+        """Look up the engines once. After a timeout, the lookup continues and its result is used in the next call."""
         assert self._discovery is not None
         if self._lookup is None:
             self._lookup = asyncio.ensure_future(self._discovery(self._session))
         done, _ = await asyncio.wait((self._lookup,), timeout=LOOKUP_SECONDS)
         if not done:
             log.warning(
-                "lmc router: looking up the engines takes more than %g s; they stay as they are", LOOKUP_SECONDS
+                "lmc router: lookup of the engines timed out after %g s; the engines are unchanged", LOOKUP_SECONDS
             )
             return
         lookup, self._lookup = self._lookup, None
         try:
             self._take({one.url: one for one in lookup.result()})
         except (InputError, OSError, ValueError, aiohttp.ClientError) as error:
-            log.warning("lmc router: the engines cannot be looked up, and stay as they are: %s", error)
+            log.warning("lmc router: lookup of the engines failed; the engines are unchanged: %s", error)
 
     def _take(self, found: dict[str, EngineAddress]) -> None:
-        """Take the engines that a lookup has found. One that it misses keeps its place for some more lookups."""
+        """Apply the result of a lookup. A missing engine is removed after `MAX_MISSES` lookups."""
         for url, one in found.items():
             if one != self._found.get(url):
                 self._engines.add(one)
-                log.info("lmc router: engine %s has %s", url, "changed" if url in self._found else "come")
+                log.info("lmc router: engine %s was %s", url, "changed" if url in self._found else "added")
             self._missed.pop(url, None)
         for url in self._found.keys() - found.keys():
             self._missed[url] = self._missed.get(url, 0) + 1
-            if self._missed[url] < MISSES:
+            if self._missed[url] < MAX_MISSES:
                 found[url] = self._found[url]
                 continue
             del self._missed[url]
             if url in self._engines:
                 self._engines.remove(url)
                 self._policy.forget(url)
-                log.info("lmc router: engine %s has gone", url)
+                log.info("lmc router: engine %s was removed", url)
         for url in found:
             if url in self._engines:
                 self._engines[url].missing = url in self._missed
@@ -128,20 +131,20 @@ class Watch:
             up, ended = False, has_ended(error)
         engine.checked(up, ended=ended)
         if up != before:
-            log.log(*_said(engine.url, up))
-        if up and engine.gone:  # It was started anew, and its memory is empty.
+            log.log(*_health_log(engine.url, up))
+        if up and engine.gone:  # It was restarted, so its memory is empty.
             engine.gone = False
             engine.models = engine.address.models
             self._policy.forget(engine.url)
             self._unfollow(engine.url)
-        if up and not engine.address.models:  # Adapters come and go while it is up.
+        if up and not engine.address.models:  # Adapters are loaded and unloaded while it is up.
             await self._ask_models(engine)
         followed = self._following.get(engine.url)
-        # It may have been removed and added again since the last look.
+        # It may have been removed and added again since the last check.
         if followed and (followed.engine is not engine or followed.address != engine.address):
             self._unfollow(engine.url)
         if up and engine.models and self._follow and engine.url not in self._following:
-            following = keep_up(partial(self._follow, engine), f"following {engine.url}", AGAIN_SECONDS)
+            following = keep_up(partial(self._follow, engine), f"following {engine.url}", RETRY_SECONDS)
             self._following[engine.url] = Following(engine, engine.address, following)
 
     def _unfollow(self, url: str) -> None:
@@ -153,17 +156,58 @@ class Watch:
             found = await self._asked(engine, "/v1/models", json=True)
             engine.models = frozenset(str(one["id"]) for one in found["data"])
         except (aiohttp.ClientError, OSError, ValueError, TypeError, KeyError) as error:
-            log.warning("lmc router: %s does not say which models it has: %s", engine.url, error)
+            log.warning("lmc router: models of %s could not be read: %s", engine.url, error)
 
     async def _asked(self, engine: Engine, path: str, *, json: bool = False) -> Any:
-        """Return an answer, or `True` for one whose content is not wanted; None if it is not 200."""
-        async with self._session.get(engine.url + path, headers=self._settings.login, timeout=LOOK) as answer:
+        """Return the JSON of an answer, or `True` without `json`; None if its status is not 200."""
+        async with self._session.get(engine.url + path, headers=self._settings.login, timeout=HEALTH_TIMEOUT) as answer:
             if answer.status != 200:
                 return None
             return await answer.json() if json else True
 
 
-def _said(url: str, up: bool) -> tuple[int, str, str]:
+def _health_log(url: str, up: bool) -> tuple[int, str, str]:
     if up:
-        return logging.INFO, "lmc router: engine %s is up", url
-    return logging.WARNING, "lmc router: engine %s does not answer, and gets no requests until it does", url
+        return logging.INFO, "lmc router: engine %s is healthy", url
+    return (
+        logging.WARNING,
+        "lmc router: engine %s failed its health check and gets no requests until it passes one",
+        url,
+    )
+
+
+def keep_up(work: Callable[[], Awaitable[None]], what: str, pause: float = RETRY_SECONDS) -> asyncio.Task[None]:
+    """Start a task that repeats some work until it is cancelled. `what` names the work in the log.
+
+    An error ends one run and is logged, and the next run starts after `pause` seconds.
+    """
+    task = asyncio.create_task(_repeat(work, what, pause))
+    task.add_done_callback(lambda done: _report(done, what))
+    return task
+
+
+async def attempt(work: Callable[[], Awaitable[None]], what: str, before: str = "") -> str:
+    """Run some work once, and return its error, or an empty string. An error equal to `before` is not logged again."""
+    try:
+        await work()
+    except LmcError as error:
+        if str(error) != before:
+            log.warning("lmc router: %s: %s", what, error)
+        return str(error)
+    except Exception as error:
+        log.exception("lmc router: %s failed and will be retried", what, exc_info=repr(error) != before)
+        return repr(error)
+    return ""
+
+
+async def _repeat(work: Callable[[], Awaitable[None]], what: str, pause: float) -> None:
+    error = ""
+    while True:
+        error = await attempt(work, what, error)
+        await asyncio.sleep(pause)
+
+
+def _report(done: asyncio.Task[None], what: str) -> None:
+    """Log the error that ended a task, because nothing awaits the task."""
+    if not done.cancelled() and (error := done.exception()):
+        log.error("lmc router: %s ended with an error", what, exc_info=error)

@@ -34,7 +34,7 @@ from lmc.router.event_stream import EventStream
 from lmc.router.kv_index import CacheSource
 from lmc.router.local_tokenizers import LocalTokenizers
 from lmc.router.policies import make
-from lmc.router.questions import read
+from lmc.router.requests import read
 from lmc.router.settings import RouterSettings
 from lmc.storage.places import place_of
 
