@@ -214,7 +214,7 @@ def main() -> None:
     asked.add_argument("--chaos", type=float, default=0.0, help="seconds")
     given = asked.parse_args()
     os.sched_setaffinity(0, {1})
-    command = ("-m", "lmc", "router", "--static-backends", ",".join(URLS), "--health-seconds", "1")
+    command = ("-m", "lmc", "router", "--static-backends", ",".join(URLS), "--option", "health_seconds=1")
     command += ("--port", str(FIRST_PORT))
     with ExitStack() as started:
         engines = [Process(1, str(ECHO), url.rpartition(":")[2]) for url in URLS]
@@ -225,7 +225,7 @@ def main() -> None:
         found = asyncio.run(measure(given, router, engines))
         if given.exact_rate:
             router.kill()
-            router = Process(0, *command, "--tokenizers", f"echo={smollm2()}", "--tokenizer-processes", "1")
+            router = Process(0, *command, "--tokenizers", f"echo={smollm2()}", "--option", "tokenizer_processes=1")
             started.callback(router.kill)
             found |= asyncio.run(measure_exact(given))
     closing_line({"bench": "router_proxy", **found}, "router_proxy" if given.keep else None)

@@ -81,7 +81,7 @@ class Routed(Program):
 
     def __init__(self, policy: str, servers: Sequence[Server], folder: Path) -> None:
         port = free_port()
-        words = ["router", "--policy", policy, "--port", str(port), "--health-seconds", "1"]
+        words = ["router", "--policy", policy, "--port", str(port), "--option", "health_seconds=1"]
         words += ["--static-backends", ",".join(one.url for one in servers)]
         words += ["--static-admins", ",".join(one.admin.url for one in servers)] if policy == "documents" else []
         super().__init__(["lmc", *words], port, folder / f"router-{policy}.log")

@@ -260,8 +260,9 @@ app.command(name="calibrate")(calibrate)
 app.command(name="learn")(learn)
 app.command(name="size")(size)
 app.command(name="serve")(serve)
-# Flags of other routers are read by `lmc.router.arguments`, which explains those that mean nothing here.
-app.command(name="router", context_settings={"ignore_unknown_options": True, "allow_extra_args": True})(router)
+# `lmc.router.arguments` reads the flags of other routers and of earlier versions.
+router_context = {"ignore_unknown_options": True, "allow_extra_args": True, "auto_envvar_prefix": "LMC_ROUTER"}
+app.command(name="router", context_settings=router_context)(router)
 app.command(name="explain")(explain)
 app.add_typer(documents, name="documents")
 

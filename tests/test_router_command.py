@@ -7,8 +7,10 @@ import sys
 import time
 from contextlib import contextmanager
 from http.client import HTTPConnection
+from pathlib import Path
 
 import pytest
+import typer
 from echo_engine import EchoEngine, respond
 from router_house import SECONDS, served
 from service_fakes import eventually
@@ -20,6 +22,7 @@ from lmc.router.arguments import OTHER_NAMES
 from lmc.router.discovery import discovery, in_file, in_kubernetes
 from lmc.router.engines import EnginePorts, Engines, address
 from lmc.router.policies import POLICIES, from_command_line
+from lmc.router.settings import RouterOptions
 
 
 @contextmanager
@@ -85,7 +88,7 @@ def test_the_command_line_comes_before_the_environment_and_the_file(tmp_path):
 
 
 WRONG = {
-    "no engines": ((), "say where the engines are"),
+    "no engines": ((), "no engines: set --static-backends"),
     "no URL": (("--static-backends", "a:8000"), "'a:8000' is not the URL of an engine"),
     "models do not fit": (("--static-backends", "http://a", "--static-models", "m,n"), "--static-models has 2 items"),
     "caches do not fit": (("--static-backends", "http://a,http://b", "--static-caches", "m"), "--static-caches has 1"),
@@ -96,7 +99,7 @@ WRONG = {
     "no file": (("--config", "/nowhere.yaml"), "cannot be read"),
     "the same engine twice": (("--static-backends", "http://a,http://a/v1/"), "http://a twice"),
     "a URL with a blank": (("--static-backends", "http://a b:8000"), "is not the URL of an engine"),
-    "an option that is no YAML": (("--static-backends", "http://a", "--option", "seed={"), "a number or a word"),
+    "an option that is no YAML": (("--static-backends", "http://a", "--option", "stay={"), "a number or a word"),
     "an option of the wrong kind": (("--static-backends", "http://a", "--option", "stay=long"), "has to be a number"),
     "an option that is no text": (("--static-backends", "http://a", "--option", "surcharge=[1]"), "has to be a number"),
     "an option for programs": (
@@ -105,14 +108,17 @@ WRONG = {
     ),
     "no preset": (
         ("--static-backends", "http://a", "--policy", "cache_aware", "--option", "preset=best"),
-        "has python_arguments, log_of_2025_06",
+        "no preset 'best'; use python_arguments or log_of_2025_06",
     ),
-    "no special string": (("--static-backends", "http://a", "--special-string", " "), "--special-string is empty"),
-    "no key": (("--static-backends", "http://a", "--api-key", "a\nb"), "--api-key cannot be sent"),
+    "no special string": (
+        ("--static-backends", "http://a", "--special-string", " "),
+        "--option special_string is empty",
+    ),
+    "no key": (("--static-backends", "http://a", "--api-key", "a\nb"), "--api-key is invalid"),
     "no events": (("--static-backends", "http://a", "--static-kv-events", "a:5557"), "use tcp://host:5557"),
     "no events for precise": (
         ("--static-backends", "http://a,http://b", "--policy", "precise", "--static-kv-events", "tcp://a:1"),
-        "--static-kv-events has 1 items",
+        "static_kv_events has 1 items",
     ),
     "engines without events": (
         ("--static-backends", "http://a,http://b", "--policy", "precise"),
@@ -122,14 +128,22 @@ WRONG = {
         ("--discovery", "dns:a:8000", "--policy", "precise"),
         "the KV events of the engines of --discovery dns:a:8000",
     ),
-    "a policy of another router": (("--static-backends", "http://a", "--policy", "kvaware"), "take precise"),
-    "a flag of another router": (("--kv-aware-threshold", "2000"), "no --kv-aware-threshold: take --policy precise"),
+    "a policy of another router": (("--static-backends", "http://a", "--policy", "kvaware"), "use precise"),
+    "a flag of another router": (("--kv-aware-threshold", "2000"), "no --kv-aware-threshold: use --policy precise"),
     "a misspelt flag": (("--static-backend", "http://a"), "did you mean --static-backends?"),
     "an argument": (("http://a",), "lmc router has no http://a"),
-    "no number": (("--prefix-token-count", "many"), "'many' is no number"),
-    "no end": (("--prefix-token-count", "inf"), "'inf' is no number above 0"),
-    "nothing": (("--prefix-hash-load-factor", "0"), "'0' is no number above 0: give --prefix-token-count 256 or"),
-    "no way to find engines": (("--service-discovery", "consul"), "is static or k8s"),
+    "no number": (("--prefix-token-count", "many"), "'many' is not a number"),
+    "no end": (("--prefix-token-count", "inf"), "'inf' is not a number above 0"),
+    "nothing": (("--prefix-hash-load-factor", "0"), "'0' is not a number above 0: use --prefix-token-count 256 or"),
+    "no way to find engines": (("--service-discovery", "consul"), "must be static or k8s"),
+    "a wrong option of the router": (
+        ("--static-backends", "http://a", "--option", "health_seconds=0"),
+        "--option health_seconds=0 is invalid: input should be greater than or equal to 0.1",
+    ),
+    "a misspelt option of the router": (
+        ("--static-backends", "http://a", "--option", "helth_seconds=1"),
+        "no option helth_seconds: did you mean health_seconds?",
+    ),
     "a port out of range": (("--static-backends", "http://a", "--port", "70000"), "65535"),
 }
 
@@ -144,12 +158,18 @@ def test_what_cannot_work_is_an_error_that_says_what_would_be_right(name):
 
 def chosen(monkeypatch, *arguments: str, **variables: str) -> tuple:
     """What the command would run: policy, options, engines and discovery."""
-    found = []
-    monkeypatch.setattr("lmc.router.command._run", lambda _, *given: found.append(given))
+    options, found = [], []
+
+    def making(name, given):
+        options.append(given)
+        return from_command_line(name, given)
+
+    monkeypatch.setattr("lmc.router.command.from_command_line", making)
+    monkeypatch.setattr("lmc.router.command._run", lambda *given: found.append(given))
     result = CliRunner().invoke(app, ["router", *arguments], env=variables)
     assert result.exit_code == 0, result.output
-    policy, options, engines, where, _ = found[0]
-    return policy, options, [one.url for one in engines], where
+    _, policy, _, engines, where, _, _ = found[0]
+    return policy, options[0], [one.url for one in engines], where
 
 
 @pytest.mark.parametrize(("name", "policy"), OTHER_NAMES.items())
@@ -176,7 +196,7 @@ def test_a_file_may_name_tokenizers_as_a_mapping(monkeypatch, tmp_path):
     assert CliRunner().invoke(app, ["router", "--config", str(file)]).exit_code == 0
     assert found[-1] == {"a,b=c": "/x,y", "d": "/z"}
     file.write_text("static_backends: http://a\ntokenizers: {a: }\n")
-    assert "give MODEL=DIRECTORY" in refused("--config", str(file))
+    assert "use MODEL=DIRECTORY" in refused("--config", str(file))
 
 
 def test_flags_of_other_routers_mean_what_they_mean_there(monkeypatch):
@@ -201,6 +221,64 @@ def test_options_of_a_policy_may_be_a_variable_or_in_the_file(monkeypatch, tmp_p
     assert chosen(monkeypatch, "--config", str(file))[1] == {"stay": 2}
 
 
+def settings_of(monkeypatch, *arguments: str, **variables: str) -> tuple:
+    """The settings with which the command would run, and what was given in an earlier form."""
+    found = []
+    monkeypatch.setattr("lmc.router.command._run", lambda settings, *rest: found.append((settings, rest[-1])))
+    result = CliRunner().invoke(app, ["router", "--static-backends", "http://a", *arguments], env=variables)
+    assert result.exit_code == 0, result.output
+    return found[0]
+
+
+def test_the_command_line_has_sixteen_options():
+    context = CliRunner().invoke(app, ["router", "--help"])
+    command = typer.main.get_command(app).commands["router"]
+    assert len([one for one in command.params if one.name != "help"]) == 16
+    assert all(f"--{one.name.replace('_', '-')}" in context.output for one in command.params)
+
+
+def test_options_in_their_earlier_form_are_read_from_all_sources(monkeypatch, tmp_path):
+    settings, moved = settings_of(monkeypatch, "--health-seconds", "2", "--exact-tokens", "--max-body-mib=1")
+    assert (settings.health_seconds, settings.exact_tokens, settings.max_body) == (2.0, True, 1 << 20)
+    assert moved == {"health_seconds": "2", "exact_tokens": "true", "max_body_mib": "1"}
+    settings, moved = settings_of(monkeypatch, LMC_ROUTER_SESSION_KEY="x-user", LMC_ROUTER_MAX_HELD_MIB="")
+    assert (settings.session_key, settings.max_held, moved) == ("x-user", 1024 << 20, {"session_key": "x-user"})
+    file = tmp_path / "router.yaml"
+    file.write_text("health-seconds: 3\nallowed-paths: [/v1/a, /v1/b]\nexact_tokens: true\n")
+    settings, moved = settings_of(monkeypatch, "--config", str(file))
+    assert (settings.health_seconds, settings.allowed_paths, settings.exact_tokens) == (3, {"/v1/a", "/v1/b"}, True)
+    assert settings_of(monkeypatch, "--option", "health_seconds=4")[1] == {}
+
+
+def test_later_sources_of_options_come_before_earlier_ones(monkeypatch, tmp_path):
+    file = tmp_path / "router.yaml"
+    file.write_text("option: health_seconds=1\nsession_key: file\n")
+    given = "--config", str(file)
+    assert settings_of(monkeypatch, *given)[0].health_seconds == 1
+    assert settings_of(monkeypatch, *given, LMC_ROUTER_HEALTH_SECONDS="2")[0].health_seconds == 2
+    assert (
+        settings_of(monkeypatch, *given, "--health-seconds", "3", LMC_ROUTER_HEALTH_SECONDS="2")[0].health_seconds == 3
+    )
+    found = settings_of(monkeypatch, *given, "--option", "session_key=line", LMC_ROUTER_OPTION="session_key=variable")[
+        0
+    ]
+    assert found.session_key == "line"
+
+
+def test_a_special_string_is_that_of_the_router_and_of_the_policy(monkeypatch):
+    found = []
+    monkeypatch.setattr("lmc.router.command._run", lambda settings, _, policy, *rest: found.append((settings, policy)))
+    arguments = ["router", "--static-backends", "http://a", "--option", "special_string= <doc> "]
+    assert CliRunner().invoke(app, arguments).exit_code == 0
+    settings, policy = found[0]
+    assert settings.special_string == policy.cutter.special_string == " <doc> "
+
+
+def test_the_page_describes_every_option_of_the_router():
+    page = (Path(__file__).parent.parent / "docs/router.md").read_text()
+    assert [name for name in RouterOptions.model_fields if f"`{name}`" not in page] == []
+
+
 def test_a_wrong_option_in_a_variable_is_an_error():
     assert "has no option stayy" in refused("--static-backends", "http://a", LMC_ROUTER_OPTION="stayy=2")
 
@@ -217,7 +295,7 @@ def test_unknown_options_of_a_file_are_named(tmp_path):
     file.write_text("polcy: documents\n")
     assert "unknown: polcy" in refused("--config", str(file))
     file.write_text("[1, 2]")
-    assert "it holds no mapping" in refused("--config", str(file))
+    assert "expected a mapping" in refused("--config", str(file))
 
 
 def test_a_misspelt_variable_is_an_error_and_those_of_a_kubernetes_service_are_none():
