@@ -465,7 +465,7 @@ def test_the_index_keeps_no_more_than_fits(schedule):
         text = SEPARATOR.join(["s", f"{name} " * words, "q"])
         index.note(cache, cutter.cut(PromptRequest(text=text)))
         for one in index._caches.values():
-            things = [tokens for of in one._sent._things.values() for tokens, _ in of.values()]
+            things = [tokens for of in one._sent._entries.values() for tokens, _ in of.values()]
             assert sum(things) <= 100
             assert one._sent.room == pytest.approx(100 - sum(things))
 

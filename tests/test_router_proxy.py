@@ -146,7 +146,7 @@ def test_too_many_requests_are_told_to_come_back():
             eventually(lambda: built.numbers("engine_requests") == 1)
             answer = built.send(ASK, {"model": "echo", "prompt": "x"})
             assert (answer.status, answer.headers["retry-after"]) == (429, "1")
-            assert "at once" in json.loads(answer.read())["error"]["message"]
+            assert "in flight" in json.loads(answer.read())["error"]["message"]
         eventually(lambda: built.ask(ASK, {"model": "echo", "prompt": "x"})[0] == 200)
 
 
