@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import xxhash
+from cachetools import LRUCache
 
 from lmc.blend.markers import Markers
 from lmc.blend.segments import split
@@ -38,10 +39,11 @@ class DocumentTokens:
     ) -> None:
         """`markers` and `special_string_of` have the markers and special strings of models, as they become known."""
         self._tokenize, self._markers, self._special_string_of = tokenize, markers, special_string_of
-        self._known: OrderedDict[bytes, tuple[str, int] | None] = OrderedDict()  # None: not a document for the engines
-        self._waiting: OrderedDict[bytes, tuple[str, str, str]] = (
-            OrderedDict()
-        )  # model, text and the tenant that came first
+        self._known: LRUCache[bytes, tuple[str, int] | None] = LRUCache(
+            MAX_DOCUMENTS
+        )  # None: not a document for the engines
+        # The queue of documents: the model, the text and the tenant that came first.
+        self._waiting: OrderedDict[bytes, tuple[str, str, str]] = OrderedDict()
         self._letters, self._of = 0, Counter[str]()  # characters in the queue, and documents per tenant
         self._seeds: dict[str, tuple[Markers, str, int]] = {}  # by model, with its markers and special string
         self._wake, self._failed = asyncio.Event(), False  # whether the last lookup failed
@@ -55,7 +57,6 @@ class DocumentTokens:
             return None
         key = xxhash.xxh3_128_digest(encoded(text), seed=self._seed(model))
         if key in self._known:
-            self._known.move_to_end(key)
             return self._known[key]
         room = len(self._waiting) < WAITING and self._of[asking] < WAITING_OF_ONE
         room = room and len(text) < MOST_LETTERS and self._letters + len(text) <= WAITING_LETTERS
@@ -102,8 +103,6 @@ class DocumentTokens:
                 )
                 self._failed = True
                 await asyncio.sleep(PAUSE)
-            if len(self._known) > MAX_DOCUMENTS:
-                self._known.popitem(last=False)
 
     async def _look_up(self, model: str, text: str) -> tuple[str, int] | None:
         special_string = self._special_string_of(model)

@@ -5,7 +5,6 @@ unless the option `allowed_paths` has them.
 """
 
 import re
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from itertools import islice
 from types import MappingProxyType
@@ -13,6 +12,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 import xxhash
+from cachetools import LRUCache
 
 from lmc.errors import InputError
 from lmc.router.cut import MOST_LETTERS, MOST_TOKENS, ROLE
@@ -56,14 +56,12 @@ class ResponseHomes:
     """The engine that made each response. An engine keeps its responses in memory, and no other engine has them."""
 
     def __init__(self) -> None:
-        self._engines: OrderedDict[str, str] = OrderedDict()
+        self._engines: LRUCache[str, str] = LRUCache(MAX_RESPONSES)
 
     def note(self, beginning: bytes, engine: str) -> None:
         """Store the response id in the beginning of an engine's answer."""
         if match := RESPONSE_ID.search(beginning):
             self._engines[match[1].decode()] = engine
-            if len(self._engines) > MAX_RESPONSES:
-                self._engines.popitem(last=False)
 
     def engine_of(self, response: str) -> str:
         """Return the engine that made a response, or an empty string."""
