@@ -57,7 +57,8 @@ class DocumentTokens:
             return None
         key = xxhash.xxh3_128_digest(encoded(text), seed=self._seed(model))
         if key in self._known:
-            return self._known[key]
+            document: tuple[str, int] | None = self._known[key]
+            return document
         room = len(self._waiting) < WAITING and self._of[asking] < WAITING_OF_ONE
         room = room and len(text) < MOST_LETTERS and self._letters + len(text) <= WAITING_LETTERS
         if room and key not in self._waiting:

@@ -65,7 +65,7 @@ class ResponseHomes:
 
     def engine_of(self, response: str) -> str:
         """Return the engine that made a response, or an empty string."""
-        return self._engines.get(response, "")
+        return str(self._engines.get(response, ""))
 
 
 class Received(NamedTuple):
