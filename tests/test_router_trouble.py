@@ -129,7 +129,7 @@ def test_an_engine_that_was_removed_and_added_again_is_followed_anew():
         await asyncio.Event().wait()
 
     class Answering(watching.Watch):
-        async def _asked(self, engine, path, *, json=False):
+        async def _get(self, engine, path, *, json=False):
             return {"data": [{"id": "m"}]} if json else True
 
     async def run():

@@ -82,9 +82,9 @@ def _checked(url: str) -> str:
 
 
 def has_ended(error: object) -> bool:
-    """Return whether an error says that nobody listens at an engine's address: its process has ended.
+    """Return whether an error means that an engine's process has ended, because it refuses connections.
 
-    An engine that does not answer in time, or is not found by its name, may have all its memory.
+    An engine that times out, or whose name is not resolved, may still have its memory.
     """
     return isinstance(error, OSError) and error.errno == errno.ECONNREFUSED
 

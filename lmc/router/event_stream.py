@@ -48,7 +48,7 @@ class EventStream:
         """`replay` is the replay address, if the engine has one. `from_start` replays all batches at the start."""
         self._address, self._replay, self._topic, self._from_start = address, replay, topic, from_start
         self._quiet, self._patience = int(1000 * quiet_seconds), int(1000 * replay_seconds)
-        self._wanted: int | None = None  # the number of the next batch
+        self._next: int | None = None  # the number of the next batch
         self._last = b""  # payload of the batch before it
 
     async def batches(self) -> AsyncIterator[Batch | Lost]:
@@ -62,7 +62,7 @@ class EventStream:
             socket.subscribe(self._topic)
             kept = await self._replayed(context, 0)
             if kept is not None:  # Batches published before the first one arrives can be replayed too.
-                self._wanted, self._last = (kept[-1][0] + 1, kept[-1][1]) if kept else (0, b"")
+                self._next, self._last = (kept[-1][0] + 1, kept[-1][1]) if kept else (0, b"")
             if not self._from_start or not kept or kept[0][0] != 0:
                 yield Lost()
             for number, payload in (kept or ()) if self._from_start else ():
@@ -77,11 +77,11 @@ class EventStream:
         number, payload = _parted(frames) if frames else (None, b"")
         if frames and number is None:
             log.warning("lmc router: %s sent a message that is not a batch of events", self._address)
-        elif number is not None and self._wanted in (None, number):
-            if self._wanted is None:  # Others may have been published before this connection.
+        elif number is not None and self._next in (None, number):
+            if self._next is None:  # Others may have been published before this connection.
                 yield Lost()
             yield self._taken(number, payload)
-        elif self._wanted is not None and (number != self._wanted - 1 or payload != self._last):
+        elif self._next is not None and (number != self._next - 1 or payload != self._last):
             async for event in self._catch_up(context, number, payload):
                 yield event
 
@@ -90,33 +90,33 @@ class EventStream:
 
         The replay includes the last batch before them: if that has changed, the publisher was restarted.
         """
-        assert self._wanted is not None
-        replayed = await self._replayed(context, max(self._wanted - 1, 0))
-        if replayed and replayed[0] == (self._wanted - 1, self._last):
+        assert self._next is not None
+        replayed = await self._replayed(context, max(self._next - 1, 0))
+        if replayed and replayed[0] == (self._next - 1, self._last):
             del replayed[0]
-        elif not self._wanted and not (replayed and replayed[0][0]):
+        elif not self._next and not (replayed and replayed[0][0]):
             pass  # Nothing had been published at the start.
         elif number is None and replayed is None:
             return  # There is no replay.
         else:
             yield Lost()
-            self._wanted, replayed = None, await self._replayed(context, 0)
+            self._next, replayed = None, await self._replayed(context, 0)
         while replayed:
             for one in replayed:
                 yield self._taken(*one)
-            if number is None or self._wanted is None or number <= self._wanted:
+            if number is None or self._next is None or number <= self._next:
                 break
-            replayed = await self._replayed(context, self._wanted)  # A publisher drops batches when its queue is full.
-            if replayed and replayed[0][0] != self._wanted:
+            replayed = await self._replayed(context, self._next)  # A publisher drops batches when its queue is full.
+            if replayed and replayed[0][0] != self._next:
                 break
-        if number is None or (self._wanted is not None and number < self._wanted):
+        if number is None or (self._next is not None and number < self._next):
             return
-        if self._wanted is not None and number != self._wanted:
+        if self._next is not None and number != self._next:
             yield Lost()
         yield self._taken(number, payload)
 
     def _taken(self, number: int, payload: bytes) -> Batch:
-        self._wanted, self._last = number + 1, payload
+        self._next, self._last = number + 1, payload
         return Batch(payload)
 
     async def _replayed(self, context: Context, first: int) -> list[tuple[int, bytes]] | None:

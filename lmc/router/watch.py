@@ -126,7 +126,7 @@ class Watch:
     async def _look_at(self, engine: Engine) -> None:
         ended, before = False, engine.healthy
         try:
-            up = await self._asked(engine, "/health") is not None
+            up = await self._get(engine, "/health") is not None
         except (aiohttp.ClientError, OSError, ValueError) as error:
             up, ended = False, has_ended(error)
         engine.checked(up, ended=ended)
@@ -153,12 +153,12 @@ class Watch:
 
     async def _ask_models(self, engine: Engine) -> None:
         try:
-            found = await self._asked(engine, "/v1/models", json=True)
+            found = await self._get(engine, "/v1/models", json=True)
             engine.models = frozenset(str(one["id"]) for one in found["data"])
         except (aiohttp.ClientError, OSError, ValueError, TypeError, KeyError) as error:
             log.warning("lmc router: models of %s could not be read: %s", engine.url, error)
 
-    async def _asked(self, engine: Engine, path: str, *, json: bool = False) -> Any:
+    async def _get(self, engine: Engine, path: str, *, json: bool = False) -> Any:
         """Return the JSON of an answer, or `True` without `json`; None if its status is not 200."""
         async with self._session.get(engine.url + path, headers=self._settings.login, timeout=HEALTH_TIMEOUT) as answer:
             if answer.status != 200:
