@@ -15,7 +15,6 @@ PURPOSES: dict[str, dict[str, str]] = {
         "max_local_cpu_size": "Size of the memory tier in GB (2**30 bytes). It is allocated at start.",
         "local_disk": "Directory of the disk tier. One process owns it.",
         "max_local_disk_size": "Size of the disk tier in GB. The oldest records are removed first.",
-        "local_disk_serde": "Codec of records on disk.",
         "remote_url": "Redis to share chunks between processes and hosts.",
         "remote_serde": "Codec of records in Redis. `planes` pays on connections below 0.2 to 0.4 GB/s.",
         "remote_deadline": "Timeout of a response from Redis, and of each piece of 256 KiB.",
@@ -23,7 +22,6 @@ PURPOSES: dict[str, dict[str, str]] = {
         "remote_prefix": "Prefix of all keys in Redis; it separates installations.",
         "server": "Socket of a cache server. The server then has memory, disk and Redis for all engines.",
         "document_share": "Share of memory and disk in which documents are evicted after all other chunks.",
-        "store_policy": "Whether chunks are written to lower tiers at once or when they are evicted from memory.",
         "max_local_device_size": "Size of a slab on the accelerator in GB (transformers only).",
     },
     "Saving and loading": {
@@ -44,9 +42,14 @@ PURPOSES: dict[str, dict[str, str]] = {
         "blend_strategy": "How recomputed tokens are chosen. `random`, `all` and `none` are for comparison.",
         "blend_correction": "How the other tokens are corrected. `deviation` has no correction.",
         "blend_learn_prefix": "The tokens that precede a document when it is learned.",
-        "blend_calibration": "Whether a model that `lmc calibrate` advises against is blended.",
         "blend_check_layers": "Layers at which `deviation` compares fresh with stored keys.",
         "blend_thresholds": "Minimum deviation of a recomputed token at each check layer.",
+    },
+    "Operation": {
+        "admin": "Address of the [administration endpoint](operations.md#administration).",
+        "admin_token": "Bearer token of the administration endpoint. Required if other hosts can reach it.",
+        "document_events": "ZeroMQ addresses that publish document events for routers.",
+        "log_requests": "Whether each request has a line in the log.",
     },
 }
 
@@ -86,11 +89,7 @@ These belong to a process and are not in the YAML file. `lmc config` shows them 
 | variable | effect |
 |---|---|
 | `LMC_CONFIG_FILE` | Path of the YAML file. |
-| `LMC_ADMIN` | Address of the [administration endpoint](operations.md#administration): `HOST:PORT` or `unix:///PATH`. |
-| `LMC_ADMIN_TOKEN` | Bearer token of the administration endpoint. Required if other hosts can reach it. |
-| `LMC_DOCUMENT_EVENTS` | ZeroMQ addresses that publish document events for routers. |
 | `LMC_LOG_LEVEL` | Level of lmc's log: `DEBUG`, `INFO`, `WARNING` or `ERROR`. |
-| `LMC_LOG_REQUESTS` | `true` logs one line for each request. |
 | `LMC_KERNELS` | Kernels of the blender: `auto`, `triton` or `torch`. |
 """
 

@@ -7,7 +7,6 @@ and nothing else, even where both are in one process.
 """
 
 import logging
-import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
