@@ -30,6 +30,28 @@ settings.load_profile("same")
 torch.set_num_threads(1)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--long` runs everything; the environment variable passes it on to the processes that tests start."""
+    given = "LONG_TESTS" in os.environ
+    parser.addoption("--long", action="store_true", default=given, help="run all tests, with full counts")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Tell `amount.py`, which is imported later, whether everything is run."""
+    if config.getoption("--long"):
+        os.environ["LONG_TESTS"] = "1"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect the tests marked long, unless `--long` is given."""
+    if config.getoption("--long"):
+        return
+    long = [item for item in items if item.get_closest_marker("long")]
+    if long:
+        config.hook.pytest_deselected(items=long)
+        items[:] = [item for item in items if not item.get_closest_marker("long")]
+
+
 # Tests of the vLLM connector need an environment with vLLM (`make test` makes it and runs them there).
 collect_ignore = [] if importlib.util.find_spec("vllm") else ["engine"]
 # Triton decides when it is imported whether it interprets, so `test_kernels.py` runs these tests in a process apart.

@@ -205,6 +205,7 @@ def test_no_text_of_a_prompt_becomes_a_part_of_the_page(tmp_path) -> None:  # ty
     assert json.loads(data)[0]["tokens"] == tokens
 
 
+@pytest.mark.long
 def test_the_pretrained_model_answers_real_questions_in_four_ways(collection: Collection, tmp_path) -> None:  # type: ignore[no-untyped-def]
     """Few and short passages, for time: with them all answers are right."""
     kept = {name: text for name, text in collection.documents.items() if name in ("jargon-041", "jargon-015")}

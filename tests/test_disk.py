@@ -18,6 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from amount import some
 from storage_fakes import PART_BYTES, PARTS, RECORD_BYTES, content, key_of, memory, meta_of, raw_record, stored
 from tier_contract import TierContract, read, write
 
@@ -385,12 +386,12 @@ def test_garbage_under_a_record_s_name_is_found_wrong_once_and_is_gone(tmp_path)
     tier.close()
 
 
-def test_a_thousand_flipped_bits_and_not_one_wrong_byte(tmp_path):
+def test_flipped_bits_and_not_one_wrong_byte(tmp_path):
     tier = DiskTier(tmp_path, ROOM)
-    dice, served = random.Random(5), 0
+    dice, served, flips = random.Random(5), 0, some(1000)
     original = raw_record(meta_of(K0))
     right = bytes(stored(meta_of(K0)))
-    for _ in range(1000):
+    for _ in range(flips):
         write(tier, K0)
         blob = bytearray(original)
         bit = dice.randrange(len(blob) * 8)
@@ -403,7 +404,7 @@ def test_a_thousand_flipped_bits_and_not_one_wrong_byte(tmp_path):
         served += 1
         assert found == right
     assert served == 0
-    assert tier.corrupt == 1000
+    assert tier.corrupt == flips
     tier.close()
 
 
@@ -498,7 +499,7 @@ def mutated(dice: random.Random, meta: RecordMeta, body: bytes) -> bytes:
     return bytes(blob)
 
 
-def test_five_thousand_mutated_files_are_misses_and_never_wrong_bytes(tmp_path, monkeypatch):
+def test_mutated_files_are_misses_and_never_wrong_bytes(tmp_path, monkeypatch):
     """Nor does any of them make us allocate more than there is in the file (a length of 1 MiB before 16 KiB of file
     did).
     """
@@ -512,8 +513,8 @@ def test_five_thousand_mutated_files_are_misses_and_never_wrong_bytes(tmp_path, 
     monkeypatch.setattr(
         mmap, "mmap", lambda fd, size, *rest, **named: taken.append(size) or plain(fd, size, *rest, **named)
     )
-    right = wrong = 0
-    for number in range(5000):
+    right, wrong, files = 0, 0, some(5000)
+    for number in range(files):
         meta, body = bodies[number % 2]
         blob = mutated(dice, meta, body)
         path.write_bytes(blob)
@@ -533,8 +534,8 @@ def test_five_thousand_mutated_files_are_misses_and_never_wrong_bytes(tmp_path, 
             wrong += 1
             assert not path.exists()
         assert sum(taken) <= 2 * len(blob) + 4096  # header and parts, and the first block once a thread
-    assert wrong > 4000
-    assert right > 500, "records with another label, say: their bytes are right"
+    assert wrong > 0.8 * files
+    assert right > 0.1 * files, "records with another label, say: their bytes are right"
     tier.close()
 
 

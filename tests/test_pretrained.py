@@ -17,6 +17,8 @@ from lmc.demo import pretrained
 from lmc.demo.pretrained import smollm2
 from lmc.errors import InputError
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def checkpoint():

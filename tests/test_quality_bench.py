@@ -10,6 +10,8 @@ import pytest
 
 from lmc.blend.strategies import STRATEGIES
 
+pytestmark = pytest.mark.long
+
 BENCH = Path(__file__).parents[1] / "bench"
 
 

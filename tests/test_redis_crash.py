@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from amount import some
 from redis_crash_child import KEYS, PART_BYTES, PARTS, RECORD_BYTES, cut_small
 from redis_servers import RedisServer, wait_until
 from storage_fakes import memory, meta_of, stored
@@ -22,14 +23,14 @@ from lmc.storage.redis.tier import UNFINISHED_SECONDS, RedisTier
 
 pytest_plugins = ["redis_servers"]
 
-ROUNDS = 300
+ROUNDS = some(300, share=0.08)
 CAPACITY = 8 * RECORD_BYTES
 RIGHT = {key: bytes(stored(meta_of(key, PARTS, PART_BYTES))) for key in KEYS}
 NAME = re.compile(rb"lmc:\{(?P<key>[0-9a-f]{64})\}(:(?P<token>[0-9a-f]{16}))?(:(?P<number>[0-9]+))?")
 INTO = memory(PARTS * PART_BYTES)
 
 
-def test_three_hundred_killed_writers_leave_no_wrong_record_in_two_tiers(tmp_path, redis, monkeypatch):
+def test_killed_writers_leave_no_wrong_record_in_two_tiers(tmp_path, redis, monkeypatch):
     monkeypatch.setattr(values, "CLASSES", values.CLASSES)
     monkeypatch.setattr(values, "LARGEST", values.LARGEST)
     monkeypatch.setattr("lmc.storage.redis.tier.LARGEST", values.LARGEST)
@@ -80,7 +81,7 @@ def test_three_hundred_killed_writers_leave_no_wrong_record_in_two_tiers(tmp_pat
     finally:
         zygote.kill()  # a writer that is left over sees that its parent is gone
         zygote.communicate()
-    assert min(torn.values()) >= 5, f"hardly a writer was killed while it wrote: {torn}"
+    assert min(torn.values()) >= max(1, ROUNDS // 60), f"hardly a writer was killed while it wrote: {torn}"
     assert min(found.values()) > ROUNDS, found
     tier = DiskTier(directory, CAPACITY)
     tier.check(fix=True)

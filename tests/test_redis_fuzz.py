@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
+from amount import some
 from ledger_check import check_store
 from redis_servers import HOST, RedisServer
 from storage_fakes import PART_BYTES, PARTS, key_of, memory, meta_of, stored
@@ -30,8 +31,7 @@ from lmc.storage.tier import Tier, Written
 
 pytest_plugins = ["redis_servers"]
 
-RECORDS = 5000
-SERVERS = 500
+RECORDS, SERVERS, FORGED = some(5000), some(500), some(500)
 LIMIT = 2.5  # seconds: the deadline, and room for a machine that is busy with something else
 KEY, OTHER = key_of(0), key_of(1)
 CODECS = ("none", "planes")
@@ -158,7 +158,7 @@ def taken(tier: Tier) -> bytes | None:
         return bytes(into)
 
 
-def test_five_thousand_records_that_are_not_what_was_written_are_never_delivered(redis):
+def test_records_that_are_not_what_was_written_are_never_delivered(redis):
     dice = random.Random(11)
     shelf = Shelf(redis, KEY)
     plain = RedisTier(parse_redis_url(redis.tcp_url()), deadline=10)
@@ -228,7 +228,7 @@ def test_encoded_parts_that_were_forged_with_right_checksums_do_no_harm(redis):
         record = shelf.held()
         meta, value = decode_header(record[shelf.name]), record[shelf.names[1]]
         with traced():
-            for _ in range(500):
+            for _ in range(FORGED):
                 forged = flip(dice, value)
                 parts = split_parts([memoryview(forged)], meta.stored)
                 sums = tuple(checksum(part) for part in parts)
@@ -446,7 +446,7 @@ def test_a_greeting_that_announces_a_billion_items_takes_no_memory():
 
 
 @pytest.mark.usefixtures("quick")
-def test_five_hundred_servers_that_lie_get_errors_and_misses_out_of_us_and_little_memory():
+def test_servers_that_lie_get_errors_and_misses_out_of_us_and_little_memory():
     crashes: dict[str, int] = {}
     for seed in range(SERVERS):
         tracing = traced(24 * MIB) if seed % 5 == 0 else contextlib.nullcontext()

@@ -11,6 +11,8 @@ from lmc.demo import SHIPPED as SMALL
 from lmc.demo.questions import Example, Prompts, read_collection
 from lmc.demo.run import answers, learn_all
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def scene() -> Iterator[tuple[CachedModel, object, dict[str, list[Example]]]]:

@@ -5,6 +5,7 @@ import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 
+from amount import some
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -206,5 +207,5 @@ class StoreAgainstDict(RuleBasedStateMachine):
 
 TestStoreAgainstDict = StoreAgainstDict.TestCase
 TestStoreAgainstDict.settings = settings(
-    max_examples=600, stateful_step_count=40, deadline=None, derandomize=True, database=None
+    max_examples=some(600), stateful_step_count=40, deadline=None, derandomize=True, database=None
 )

@@ -28,8 +28,8 @@ def blended(monkeypatch, kernels: str, family: str, **more):
     ("family", "more"),
     [
         ("llama", {}),
-        ("qwen2", {}),
-        ("qwen2", {"blend_strategy": "query"}),
+        pytest.param("qwen2", {}, marks=pytest.mark.long),
+        pytest.param("qwen2", {"blend_strategy": "query"}, marks=pytest.mark.long),
         ("llama", {"blend_strategy": "deviation", "blend_check_layers": [1]}),
         ("qwen2", {"blend_recompute_ratios": [0.4], "blend_learn_prefix": "sink"}),
     ],

@@ -5,6 +5,7 @@ The model's own layers do not count. On a CPU nothing has to wait, so this watch
 
 import pytest
 import torch
+from amount import mostly_long
 from models import random_model, random_tokens
 from watching import Watch, watch_kernels, watched
 
@@ -54,7 +55,7 @@ def blended(monkeypatch, documents: int, **policy):
     return watched(watch, Blender(canvas, given, RecomputePolicy(**policy)).slices())
 
 
-@pytest.mark.parametrize("documents", [1, 10])
+@pytest.mark.parametrize("documents", mostly_long([1, 10], 10))
 @pytest.mark.parametrize(
     "policy",
     [{"strategy": "union", "ratios": (0.3,), "correction": "shift"}, {"strategy": "query", "ratios": (0.3,)},

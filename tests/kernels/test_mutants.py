@@ -11,6 +11,8 @@ import torch
 
 from lmc.blend.kernels import attention_triton, place_triton, shift_triton
 
+pytestmark = pytest.mark.long
+
 SHAPE, PARTLY, FLOAT = (2, 4, 64, 16), (3, 96, 32, 48), torch.float32
 # Which test fails: its module, its name, and its arguments.
 OUTPUTS = test_attention, "test_outputs_are_those_of_torch", (SHAPE, FLOAT, "apart")

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from amount import mostly_long
 from models import random_model, random_tokens
 from watching import KERNELS, watch_kernels
 
@@ -13,7 +14,7 @@ from lmc.connectors.transformers.canvas import DenseCanvas
 from lmc.connectors.transformers.layers import DecoderLayers
 
 
-@pytest.mark.parametrize("layers", [1, 3])
+@pytest.mark.parametrize("layers", mostly_long([1, 3], 3))
 def test_a_rehearsal_runs_every_kernel(monkeypatch, layers):
     """Also those of rows that share their keys, and of scores whose tokens are shared; contexts are short here."""
     monkeypatch.setattr(selftest, "LONG", 96)
