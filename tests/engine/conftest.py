@@ -1,13 +1,73 @@
-"""Models and a cache server for the engine tests."""
+"""Models, an engine that files share, and a cache server for the engine tests."""
 
 import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
-from lab import make_model
+from lab import Lab, engine, make_model
+from stepping import worker
 
 sys.path.append(str(Path(__file__).parent.parent))
 from service_process import ServerProcess
+
+
+class SharedEngine:
+    """The engine that stays for the next file, which may ask for the same model, settings and options.
+
+    Only one engine fits into a process. An engine of another kind takes its place.
+    """
+
+    def __init__(self) -> None:
+        self._running, self._lab, self._kind = ExitStack(), None, None
+
+    def __call__(self, model: Path, settings: dict[str, Any] | None = None, **options: Any) -> Lab:
+        """Return an engine of this kind with empty caches and pages, as after its start."""
+        kind = (model, settings or {}, options)
+        if kind != self._kind:
+            self.close()
+            self._lab, self._kind = self._running.enter_context(engine(model, settings, **options)), kind
+            self._markers = self._lab.connector._scheduler._setup.markers
+        self._lab.forget()
+        self._lab.connector._scheduler._setup.markers = self._markers
+        for view in worker()._pages._views:
+            view.zero_()
+        return self._lab
+
+    def close(self) -> None:
+        """Stop the engine, if there is one."""
+        self._lab = self._kind = None
+        self._running.close()
+
+
+SHARED = SharedEngine()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run the tests of the shared engine first, those of the common kind before those of other models."""
+
+    def later(item: pytest.Item) -> tuple[bool, bool]:
+        parameters = item.callspec.params if hasattr(item, "callspec") else {}
+        return "shared_engine" not in item.fixturenames, parameters.get("lab", "llama") != "llama"
+
+    items.sort(key=later)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Stop the shared engine before a test that may start another one."""
+    if "shared_engine" not in item.fixturenames:
+        SHARED.close()
+
+
+@pytest.fixture(scope="session")
+def shared_engine() -> Iterator[SharedEngine]:
+    """A function from a model, settings and engine options to an engine, which is started only if there is no other."""
+    yield SHARED
+    SHARED.close()
 
 
 @pytest.fixture(scope="session")

@@ -46,6 +46,7 @@ def cached_model(path: Path, settings: dict[str, object]) -> CachedModel:
     return CachedModel(model, Settings(**{**SETTINGS, **settings}), SEPARATOR, checkpoint=path)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("policy", [("union", 0.15), ("deviation", 0.15)], ids=lambda policy: policy[0])
 def test_vllm_finds_what_transformers_has_learned(place, policy):
     """With the shipped model and its tokenizer, which find the special string in both connectors."""
@@ -75,6 +76,7 @@ def test_vllm_finds_what_transformers_has_learned(place, policy):
     assert max(abs(float(full[token]) - logprob) for token, logprob in found.items()) > 10 * SAME, "it was no blend"
 
 
+@pytest.mark.long
 def test_transformers_finds_what_vllm_has_learned(models, place):
     tier, settings = place
     with engine(models("llama"), settings) as lab:
@@ -99,6 +101,7 @@ def note_what_is_known(monkeypatch, prefix):
     return known
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("primer", [(), (9, 11, 12, 5)])
 def test_documents_behind_a_sink_are_the_same_in_both(tmp_path, monkeypatch, primer):
     """They are learned by a request that begins with the sink, by one that does not, and from a prompt."""
@@ -157,6 +160,7 @@ def test_what_was_learned_with_something_else_is_no_hit(models, tmp_path, change
         assert not any(cached.knows(document) for document in DOCUMENTS)
 
 
+@pytest.mark.long
 def test_after_a_reset_what_documents_are_learned_behind_is_computed_anew(monkeypatch):
     """The weights may have changed, and keys and values of the old ones must not stand before new documents."""
     known = note_what_is_known(monkeypatch, (7, 9, 11, 12, 5))

@@ -10,6 +10,8 @@ from other_engine import OtherEngine
 
 from lmc.service.connection import status
 
+pytestmark = pytest.mark.long
+
 RATIOS = 0.0, 0.15, 1.0
 
 

@@ -6,7 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from lmc.demo.pretrained import smollm2
+
+pytestmark = pytest.mark.long
 
 ROOT = Path(__file__).parents[2]
 

@@ -3,7 +3,7 @@
 import itertools
 
 import pytest
-from lab import BLOCK, DOCUMENTS, PROMPT, agree, answer, engine, facts, words
+from lab import BLOCK, DOCUMENTS, PROMPT, agree, answer, facts, words
 from stepping import Steps, poison
 
 from lmc.blend.markers import Markers
@@ -13,10 +13,10 @@ TOKENS = [*PROMPT.tokens, *HEADER]
 
 
 @pytest.fixture(scope="module")
-def shared(models):
-    with engine(models("llama")) as lab:
-        lab.connector._scheduler._setup.markers = Markers(separators=(), answers=(HEADER,))
-        yield lab
+def shared(models, shared_engine):
+    lab = shared_engine(models("llama"))
+    lab.connector._scheduler._setup.markers = Markers(separators=(), answers=(HEADER,))
+    return lab
 
 
 @pytest.fixture

@@ -67,6 +67,7 @@ def test_a_router_that_follows_the_events_knows_what_is_in_memory_and_on_disk(mo
     assert second.parent_block_hash == first.block_hashes[0]
 
 
+@pytest.mark.long
 def test_what_an_earlier_process_has_left_on_disk_is_announced_at_the_start(models, tmp_path):
     """A router learned of it only when it was loaded again."""
     tokens, told = words(128 + BLOCK, 50), []
@@ -88,6 +89,7 @@ def test_what_an_earlier_process_has_left_on_disk_is_announced_at_the_start(mode
     assert told[1] == told[0]
 
 
+@pytest.mark.long
 def test_without_listeners_nothing_is_kept(models):
     with engine(models("llama")) as lab:
         lab.ask(words(300, 1), None, 1)
@@ -95,6 +97,7 @@ def test_without_listeners_nothing_is_kept(models):
         assert lab.connector._scheduler.events is None
 
 
+@pytest.mark.long
 def test_blocks_of_a_tenant_say_what_their_hashes_cover_and_the_disk_does_not(models, tmp_path):
     with listened_to(models, tmp_path) as (lab, kept):
         lab.ask(words(128, 60), {"blend": False}, 1, salt="a tenant's secret")
@@ -107,6 +110,7 @@ def test_blocks_of_a_tenant_say_what_their_hashes_cover_and_the_disk_does_not(mo
         assert b"secret" not in record.read_bytes()
 
 
+@pytest.mark.long
 def test_documents_are_published_on_a_topic_of_their_own_and_batches_can_be_asked_for_again(
     models, tmp_path, monkeypatch
 ):

@@ -1,7 +1,8 @@
 """At ratio 1 the blend is the engine's own prefill, whatever the model, the strategy and the engine's options."""
 
 import pytest
-from lab import Prompt, answer, distance, engine, facts, words
+from amount import mostly_long
+from lab import Prompt, answer, distance, facts, words
 
 from lmc.blend.strategies import NEEDS_QUESTION
 from lmc.connectors.vllm.native import NativeLayers
@@ -29,12 +30,14 @@ ENGINES = {
 }
 
 
-@pytest.fixture(scope="module", params=ENGINES, ids=lambda name: name.replace(" ", "-"))
-def lab(request, models):
+@pytest.fixture(
+    scope="module", params=mostly_long(ENGINES, "llama", "qwen3moe"), ids=lambda name: name.replace(" ", "-")
+)
+def lab(request, models, shared_engine):
     family, settings, options = ENGINES[request.param]
-    with engine(models(family), settings, **options) as found:
-        found.name = request.param
-        yield found
+    found = shared_engine(models(family), settings, **options)
+    found.name = request.param
+    return found
 
 
 def same(found, wanted) -> bool:

@@ -10,9 +10,12 @@ from collections import Counter
 from pathlib import Path
 
 import httpx
+import pytest
 from http_engine import free_port
 
 from lmc.demo import SHIPPED
+
+pytestmark = pytest.mark.long
 
 ROOT = Path(__file__).parents[2]
 START_SECONDS = 240

@@ -3,7 +3,7 @@ chunks.
 """
 
 import pytest
-from lab import BLOCK, DOCUMENTS, PROMPT, Prompt, agree, answer, engine, facts, words
+from lab import BLOCK, DOCUMENTS, PROMPT, Prompt, agree, answer, facts, words
 from stepping import Steps, poison
 
 OTHER = Prompt(DOCUMENTS, system=70, seed=2000)
@@ -17,9 +17,8 @@ APPROXIMATE = [
 
 
 @pytest.fixture(scope="module")
-def shared(models):
-    with engine(models("llama")) as lab:
-        yield lab
+def shared(models, shared_engine):
+    return shared_engine(models("llama"))
 
 
 @pytest.fixture

@@ -11,6 +11,8 @@ from vllm.config import KVEventsConfig
 from vllm.distributed.kv_events import BlockStored
 from vllm.lora.request import LoRARequest
 
+pytestmark = pytest.mark.long
+
 RANK, LAYERS, HIDDEN, HEADS_DIM = 8, 4, 256, 256
 PROMPT, OTHER = words(700, 9), words(128, 60)
 WHOLE = len(PROMPT) // BLOCK * BLOCK

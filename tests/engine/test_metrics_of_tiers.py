@@ -51,6 +51,7 @@ def stats(usable: bool) -> StoreStats:
     )
 
 
+@pytest.mark.long
 def test_a_blend_is_a_span_in_the_trace_of_its_request(models):
     spans = InMemorySpanExporter()
     provider = TracerProvider()
@@ -150,6 +151,7 @@ def lab(models, tmp_path_factory):
         yield lab
 
 
+@pytest.mark.long
 def test_an_engine_s_metrics_are_its_store_s(lab):
     lag = {
         "stored_chunks",
@@ -173,11 +175,13 @@ def test_an_engine_s_metrics_are_its_store_s(lab):
     assert value("layers", model=lab.model) == lab.connector._scheduler._layers
 
 
+@pytest.mark.long
 def test_what_may_still_happen_is_there_as_zero(lab):
     assert value("corrupt_records_total", model=lab.model, tier="disk") == 0
     assert value("failures_total", model=lab.model, tier="disk") == 0
 
 
+@pytest.mark.long
 def test_requests_are_observed_by_way_and_blends_with_their_budget(lab):
     ways = {way: value("ttft_seconds_count", model=lab.model, way=way) for way in ("full", "learn", "blend")}
     assert ways == {"full": 1, "learn": len(DOCUMENTS), "blend": 1}
@@ -187,6 +191,7 @@ def test_requests_are_observed_by_way_and_blends_with_their_budget(lab):
     assert value("budget_count", model=lab.model) == 1
 
 
+@pytest.mark.long
 def test_a_blend_in_half_precision_is_far_nearer_to_full_prefill_than_blind_reuse(lab):
     prompt, found = Prompt(DOCUMENTS[::-1], seed=3000), {}
     wanted = lab.vanilla(prompt.tokens)

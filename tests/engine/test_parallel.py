@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.long
+
 CHILD = Path(__file__).parent / "parallel_child.py"
 SECONDS = 240
 REUSED = 690

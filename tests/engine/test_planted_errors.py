@@ -3,7 +3,8 @@
 import logging
 
 import pytest
-from lab import DOCUMENTS, PLAIN, PROMPT, agree, engine, words
+from amount import mostly_long
+from lab import DOCUMENTS, PLAIN, PROMPT, agree, words
 from stepping import Steps, poison, worker
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
@@ -21,10 +22,9 @@ class PlantedError(Exception):
 
 
 @pytest.fixture(scope="module")
-def shared(models):
-    with engine(models("llama")) as lab:
-        wanted = {name: lab.vanilla(tokens) for name, tokens in ASKED.items()}
-        yield lab, wanted
+def shared(models, shared_engine):
+    lab = shared_engine(models("llama"))
+    return lab, {name: lab.vanilla(tokens) for name, tokens in ASKED.items()}
 
 
 ASKED = {"exact": EXACT, "blend": PROMPT.tokens, "plain": PLAIN}
@@ -101,7 +101,9 @@ class Request:
     request_id = "unknown"
 
 
-@pytest.mark.parametrize("name", ["arrive", "claim", "allocated", "plan", "reported", "finished"])
+@pytest.mark.parametrize(
+    "name", mostly_long(["arrive", "claim", "allocated", "plan", "reported", "finished"], "claim", "plan")
+)
 def test_lmc_switches_itself_off_if_errors_go_on(shared, lab, monkeypatch, caplog, name):
     plant(monkeypatch, lab.connector._scheduler, name, "before", times=1000)
     lab.connector._scheduler.engine.learning.clear()

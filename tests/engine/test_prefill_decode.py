@@ -17,6 +17,8 @@ from service_process import ServerProcess
 
 from lmc.service.connection import status
 
+pytestmark = pytest.mark.long
+
 TOKENS = 16  # of an answer
 DECODER = {"blend_learn": False, "save_decode_cache": False}
 LATE, TURN = words(700, 8), words(300, 7)  # prompts without documents

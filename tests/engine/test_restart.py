@@ -97,6 +97,7 @@ def test_a_record_that_has_changed_on_disk_is_not_used(lab, when, what):
     assert right(lab, lab.ask(tokens, lmc), tokens)
 
 
+@pytest.mark.long
 def test_other_weights_on_the_same_disk_find_nothing(before, tmp_path, restarted):
     """The last test of this module: it takes the disk from the engine above."""
     restarted.llm.llm_engine.engine_core.shutdown()

@@ -38,6 +38,8 @@ from lmc.router.requests import read
 from lmc.router.settings import RouterSettings
 from lmc.storage.places import place_of
 
+pytestmark = pytest.mark.long
+
 TEXTS = [path.read_text().strip() for path in sorted((MODEL.parent / "documents").glob("*.txt"))]
 TEMPLATE = "{% for one in messages %}{{ one.role }} : {{ one.content }} .{% endfor %}"
 TEMPLATE += "{% if add_generation_prompt %} a{% endif %}"

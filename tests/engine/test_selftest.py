@@ -4,7 +4,7 @@ wrong.
 
 import pytest
 import torch
-from lab import Prompt, answer, distance, engine, words
+from lab import Prompt, answer, distance, words
 from stepping import worker
 
 from lmc.blend.kernels import place
@@ -16,9 +16,8 @@ DOCUMENTS = [words(150, 1), words(300, 2)]
 
 
 @pytest.fixture(scope="module")
-def lab(models):
-    with engine(models("llama")) as found:
-        yield found
+def lab(models, shared_engine):
+    return shared_engine(models("llama"))
 
 
 def prove(lab) -> None:

@@ -1,6 +1,6 @@
 """A server as `examples/serve_vllm.md` starts it: every command of that page, real clients, many users, a restart.
 
-LMC_SOAK_REQUESTS (240) is how often eight users ask.
+LMC_SOAK_REQUESTS (240 with --long, else 80) is how often eight users ask.
 """
 
 import ast
@@ -28,6 +28,7 @@ import psutil
 import pytest
 import transformers
 import yaml
+from amount import some
 
 from lmc import metrics
 from lmc.blend.strategies import STRATEGIES
@@ -40,7 +41,7 @@ QUESTIONS = json.loads((ROOT / "lmc/demo/small_model/questions.json").read_text(
 SYSTEM, SPECIAL = QUESTIONS["system"], " # # "
 START_SECONDS, STOP_SECONDS = 600, 120  # after which it hangs; a busy machine takes long
 # Taken away: it is no setting of lmc, which ends the start of an engine over it.
-SOAK_REQUESTS, USERS = int(os.environ.pop("LMC_SOAK_REQUESTS", "240")), 8
+SOAK_REQUESTS, USERS = int(os.environ.pop("LMC_SOAK_REQUESTS", some(240, share=1 / 3))), 8
 WARM = 0.6  # share of the requests after which the worker's kernels have met the numbers of rows that there are
 BLOCKS = 512  # of 32 tokens: all of them are in use soon, so that memory can be flat
 INTERVAL = 9  # seconds, at least, between vLLM's lines of numbers
@@ -570,9 +571,10 @@ def soak(server):
 def test_eight_users_get_right_answers(soak):
     """Nobody met an error (that would have ended the fixture); the shipped model itself errs in one question of 80."""
     assert soak.asked.total() == SOAK_REQUESTS
-    assert soak.right.total() >= 0.97 * soak.asked.total()
+    assert soak.right.total() >= 0.97 * soak.asked.total() - 1
 
 
+@pytest.mark.long
 def test_memory_is_flat_after_the_warm_up(soak):
     """The engine's core has our index and store. In the worker vLLM's own CPU kernels keep something for every number
     of rows they meet: without lmc it grows by 0.2 MB a request over the first 2000. A leaked prompt would be 6.7 MB.

@@ -11,6 +11,8 @@ from stepping import poison
 from lmc.connectors.vllm.admin import Administration
 from lmc.connectors.vllm.native import NativeLayers
 
+pytestmark = pytest.mark.long
+
 SAME = 1e-5  # logprobs, float32
 DOCUMENTS = [words(150, 1), words(300, 2)]
 PROMPT = Prompt(DOCUMENTS)

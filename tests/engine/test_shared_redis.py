@@ -12,6 +12,8 @@ from stepping import poison
 sys.path.append(str(Path(__file__).parent.parent))
 from redis_servers import RedisServer, wait_until
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):

@@ -13,6 +13,8 @@ from lmc.demo import SHIPPED as SMALL
 from lmc.demo.questions import Prompts, read_collection
 from lmc.demo.run import answers, begins, learn_all
 
+pytestmark = pytest.mark.long
+
 KINDS = ("self", "referring", "chained")
 TOKENS = 2  # an answer is one word of the grammar, which is one token; the next shows that it ends there
 # How it is asked through transformers (how, strategy, ratio), and through vLLM

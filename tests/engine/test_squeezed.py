@@ -9,6 +9,8 @@ from lab import Prompt, answer, engine, facts, words
 from stepping import Steps, only_on_disk, poison, threads_are_done
 from tier_wrappers import Faulty
 
+pytestmark = pytest.mark.long
+
 DOCUMENTS = [words(150, 1), words(300, 2), words(150, 3), words(90, 4)]
 PROMPT = Prompt([DOCUMENTS[i] for i in (2, 0, 3, 1)])
 PLAIN = [words(360, 10), words(330, 11), words(200, 12)]

@@ -58,6 +58,7 @@ def said(caplog: Any) -> list[str]:
 # -- models -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_a_model_with_states_starts_and_answers_as_without_lmc(models, caplog):
     """Two block tables, of which one has states at block borders (align mode). Without `SupportsHMA`, vLLM raised
     'Failed to promote local KV cache specs to one unified type'.
@@ -118,6 +119,7 @@ def test_the_hybrid_manager_stays_on_only_for_models_with_states(hybrid, free):
     assert config.scheduler_config.disable_hybrid_kv_cache_manager is not (hybrid or free)
 
 
+@pytest.mark.long
 def test_sliding_windows_keep_one_block_table_and_are_offloaded(models):
     """With the hybrid manager, vLLM would give windows a block table of their own, and free the blocks behind them."""
     with engine(models("gemma3mixed")) as lab:
@@ -133,6 +135,7 @@ def test_sliding_windows_keep_one_block_table_and_are_offloaded(models):
         lab.check()
 
 
+@pytest.mark.long
 def test_an_encoder_without_kv_cache_starts_and_embeds_as_without_lmc(tmp_path, caplog):
     torch.manual_seed(0)
     sizes = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 256}
@@ -177,6 +180,7 @@ def beside(model: Any, *children: dict[str, Any], idle: bool = True) -> Iterator
         yield lab
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("order", [(LMC, STAND_IN), (STAND_IN, LMC)], ids=["first", "last"])
 def test_lmc_stands_beside_a_connector_with_handshake_metadata_of_its_own(models, caplog, order):
     """`MultiConnector` hands the first child's metadata to all children, and NIXL's scheduler raises unless it is its
@@ -200,6 +204,7 @@ def test_lmc_stands_beside_a_connector_with_handshake_metadata_of_its_own(models
         lab.check()
 
 
+@pytest.mark.long
 def test_no_blend_reaches_a_connector_that_hashes_tokens(models, caplog, tmp_path):
     """A request with `blend: false` got the approximate KV that a blend had left in the other connector."""
     example = {
@@ -223,6 +228,7 @@ def test_no_blend_reaches_a_connector_that_hashes_tokens(models, caplog, tmp_pat
         lab.check_idle()
 
 
+@pytest.mark.long
 def test_alone_in_a_multi_connector_prompts_are_blended_and_requests_before_the_facts_are_served(models):
     """Facts of workers come with the first step, in which requests may be waiting already. One that has begun is left
     alone.

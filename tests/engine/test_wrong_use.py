@@ -31,13 +31,13 @@ BOS = 1
 
 
 @pytest.fixture(scope="module")
-def lab(models):
+def lab(models, shared_engine):
     """One engine for all requests: it has to live through every one of them."""
-    with engine(models("llama")) as found:
-        # As a tokenizer would say.
-        found.connector._scheduler._setup.markers = Markers(separators=((2, 2),), special=frozenset({BOS}))
-        found.learn(DOCUMENTS)
-        yield found
+    found = shared_engine(models("llama"))
+    # As a tokenizer would say.
+    found.connector._scheduler._setup.markers = Markers(separators=((2, 2),), special=frozenset({BOS}))
+    found.learn(DOCUMENTS)
+    return found
 
 
 # -- requests ---------------------------------------------------------------------------------------------------------
@@ -177,6 +177,7 @@ def test_attention_that_is_not_lmc_s_own_is_not_blended(lab, monkeypatch, name, 
         NativeLayers(loaded_model(), side._config, side._kv_cache_config, {})
 
 
+@pytest.mark.long
 def test_without_a_load_failure_policy_a_warning_says_what_to_add(models, caplog):
     with (
         caplog.at_level(logging.WARNING, "lmc"),
@@ -187,6 +188,7 @@ def test_without_a_load_failure_policy_a_warning_says_what_to_add(models, caplog
     assert """add "kv_load_failure_policy":"recompute" to --kv-transfer-config""" in caplog.text
 
 
+@pytest.mark.long
 def test_a_model_that_cannot_be_blended_is_offloaded_exactly(models, caplog):
     with caplog.at_level(logging.WARNING, "lmc"), engine(models("gemma3")) as lab:
         assert "blending is off: Gemma3ForCausalLM has not been proven" in caplog.text
@@ -203,6 +205,7 @@ def test_a_model_that_cannot_be_blended_is_offloaded_exactly(models, caplog):
         lab.check()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
@@ -216,6 +219,7 @@ def test_a_setting_that_cannot_work_ends_the_start(models, settings, said):
     assert said in refusal(models("llama"), settings)
 
 
+@pytest.mark.long
 def test_an_unknown_variable_ends_the_start(models, monkeypatch):
     monkeypatch.setenv("LMC_CHUNKSIZE", "128")
     said = refusal(models("llama"))
