@@ -88,11 +88,13 @@ def written(formula: str) -> str:
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", VECTORS["cache_aware_decision"]["cases"])
 def test_cache_aware_decides_as_published(case: dict[str, Any]) -> None:
     assert decide(case["loads"], case["rate"], case["threshold"], case["abs"], case["rel"]).value == case["expect"]
 
 
+@pytest.mark.long
 def test_the_presets_of_cache_aware_are_those_that_were_seen() -> None:
     for preset, seen in zip(
         (LOG_OF_2025_06, PYTHON_ARGUMENTS), VECTORS["cache_aware_decision"]["defaults_seen"], strict=True
@@ -101,11 +103,13 @@ def test_the_presets_of_cache_aware_are_those_that_were_seen() -> None:
         CacheAware(**preset)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", VECTORS["bounded_loads"]["ok"])
 def test_loads_are_bounded_as_published(case: dict[str, Any]) -> None:
     assert within_bound(case["load"], case["total"], case["n"], case["factor"]) == case["ok"]
 
 
+@pytest.mark.long
 def test_chwbl_serves_as_published() -> None:
     run = VECTORS["bounded_loads"]["run"]
     policy, both, served = BoundedLoads(mean_load_factor=run["factor"]), engines(*run["loads"]), Counter[str]()
@@ -121,6 +125,7 @@ def test_chwbl_serves_as_published() -> None:
         assert [one.load for one in both] == step.get("loads", [one.load for one in both])
 
 
+@pytest.mark.long
 def test_chwbl_takes_the_first_one_if_all_are_above_the_bound() -> None:
     policy = BoundedLoads(mean_load_factor=1.0)
     assert policy.choose(asked("x"), engines(7, 7)).why == "first on the ring"  # 7 <= (14 + 1) / 2
@@ -128,6 +133,7 @@ def test_chwbl_takes_the_first_one_if_all_are_above_the_bound() -> None:
     assert policy.choose(asked("x"), engines(*(9 if f"e{n}" == first else 0 for n in (0, 1)))).why == "next on the ring"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", VECTORS["hash_trie"]["cases"])
 def test_the_hash_trie_matches_as_published(case: dict[str, Any]) -> None:
     policy = PrefixHashTrie()
@@ -136,6 +142,7 @@ def test_the_hash_trie_matches_as_published(case: dict[str, Any]) -> None:
     assert policy.match(asked(written(case["text"])), case["available"]) == (case["matched"], case["endpoints"])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", VECTORS["approximate_lru_index"]["cases"])
 def test_blocks_of_approx_lru_are_as_published(case: dict[str, Any]) -> None:
     policy = ApproximateLru(block_tokens=1, characters_per_token=case["block_chars"])
@@ -146,6 +153,7 @@ def test_blocks_of_approx_lru_are_as_published(case: dict[str, Any]) -> None:
     assert (sum(map(int.__eq__, one, other)), len(other)) == (case["matched"], case["of"])
 
 
+@pytest.mark.long
 def test_the_index_of_approx_lru_is_as_published() -> None:
     for case in VECTORS["approximate_lru_index"]["lru"]:
         index = LruIndex(case["size"])
@@ -154,6 +162,7 @@ def test_the_index_of_approx_lru_is_as_published() -> None:
         assert {block: index.holders(int(block)) for block in case["get"]} == case["get"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", VECTORS["block_hash_table"]["cases"])
 def test_blocks_of_block_hash_are_as_published(case: dict[str, Any]) -> None:
     if "bytes" in case:
@@ -162,6 +171,7 @@ def test_blocks_of_block_hash_are_as_published(case: dict[str, Any]) -> None:
         assert match_percent(case["matched"], case["of"]) == case["percent"]
 
 
+@pytest.mark.long
 def test_the_least_cost_is_taken_as_published() -> None:
     """Dynamo's example has costs, which are compared as loads are here."""
     case = VECTORS["cost"]
@@ -377,6 +387,7 @@ def test_a_session_stays_and_a_request_without_one_goes_where_the_load_is_least(
     assert len(of_tenants) == 3
 
 
+@pytest.mark.long
 def test_ties_of_the_hash_trie_are_random_or_go_by_load() -> None:
     for ties, chosen in (("random", {"e0", "e1"}), ("least_loaded", {"e1"})):
         policy = make("prefix_hash_trie", ties=ties, seed=1, min_match_characters=128)
@@ -387,6 +398,7 @@ def test_ties_of_the_hash_trie_are_random_or_go_by_load() -> None:
         assert policy.choose(asked("x" * 200), engines(2, 1, 0)).expected_tokens == 50
 
 
+@pytest.mark.long
 def test_cache_aware_evicts_when_its_interval_has_passed() -> None:
     clock = HandClock()
     policy = CacheAware(max_tree_size=100, eviction_interval_secs=60, clock=clock)
@@ -402,6 +414,7 @@ def test_cache_aware_evicts_when_its_interval_has_passed() -> None:
     assert policy.choose(asked("c" * 60), engines(0, 0)).why == "match too short"
 
 
+@pytest.mark.long
 def test_cache_aware_takes_the_smallest_tree_or_the_least_load() -> None:
     older, newer = CacheAware(**LOG_OF_2025_06), CacheAware()
     for policy in (older, newer):
@@ -413,6 +426,7 @@ def test_cache_aware_takes_the_smallest_tree_or_the_least_load() -> None:
     assert newer.choose(asked("y" * 20), engines(0)).why == "match too short", "the engine that has it is away"
 
 
+@pytest.mark.long
 def test_block_hash_keeps_load_in_bounds_and_drops_what_is_idle() -> None:
     clock = HandClock()
     policy = BlockHash(block_bytes=4, idle_secs=100, clock=clock)
@@ -428,6 +442,7 @@ def test_block_hash_keeps_load_in_bounds_and_drops_what_is_idle() -> None:
     assert policy.choose(prompt, engines(2, 2, 2)).why == "no match"
 
 
+@pytest.mark.long
 def test_approx_lru_has_no_end_of_a_prompt_without_its_beginning() -> None:
     policy = ApproximateLru(block_tokens=1, characters_per_token=1, server_blocks=5)
     policy.sent(asked("abcd"), "e1")
@@ -467,6 +482,7 @@ def test_precise_tokenizes_a_prompt_once() -> None:
     assert asked_for == ["one prompt", "another prompt"]
 
 
+@pytest.mark.long
 def test_similar_prompts_have_the_same_fingerprint_more_often_than_others() -> None:
     dice = random.Random(5)
     words = ["".join(dice.choices("etaoinshrdlu", k=dice.randint(2, 9))) for _ in range(2000)]
@@ -516,6 +532,7 @@ def test_the_number_of_leading_blocks_is_found(blocks: list[bytes], held: int) -
     assert not set(hashes) & set(chained(blocks, "another scope"))
 
 
+@pytest.mark.long
 @given(
     st.lists(
         st.tuples(st.text("ab", max_size=12), st.sampled_from(["e0", "e1"]), st.sampled_from(["", "t"])), max_size=25
