@@ -8,6 +8,7 @@ from pathlib import Path
 
 import mistral_common
 import pytest
+from amount import mostly_long
 from transformers import LlamaTokenizer
 from transformers.integrations.mistral import convert_tekken_tokenizer
 from vllm.tokenizers.mistral import MistralTokenizer
@@ -67,7 +68,7 @@ TEMPLATE = (
 )
 
 
-@pytest.fixture(scope="module", params=FILES)
+@pytest.fixture(scope="module", params=mostly_long(FILES, "mistral_instruct_tokenizer_241114.model.v7"))
 def templated(request, tmp_path_factory):
     """A tokenizer that writes chats with a template."""
     if request.param.startswith("tekken"):
