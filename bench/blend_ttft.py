@@ -14,7 +14,7 @@ from collections import Counter
 from common import closing_line, parser, prompt_of
 
 from lmc.blend.strategies import RecomputePolicy
-from lmc.config import Settings
+from lmc.config.settings import Settings
 from lmc.connectors.transformers import CachedModel
 from lmc.demo.random_model import SEPARATOR, machine, random_llama, random_tokens
 

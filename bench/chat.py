@@ -31,12 +31,12 @@ from vllm_server import SMALL_TEMPLATE, Server
 
 from lmc.blend.markers import Markers
 from lmc.blend.segments import document_tokens, split
-from lmc.config import Settings
+from lmc.commands.inspect import places, survey
+from lmc.config.settings import Settings
 from lmc.demo import REAL, SHIPPED
 from lmc.demo.questions import TOP, Collection, Question, Retriever, read_collection
 from lmc.demo.run import begins
-from lmc.http_client import HttpClient
-from lmc.inspect import places, survey
+from lmc.http.client import HttpClient
 from lmc.keys import RecordKind, chunk_bounds, tokens_digest
 from lmc.rag import SEPARATOR, messages
 

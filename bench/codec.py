@@ -16,13 +16,13 @@ from collections.abc import Callable, Iterator
 import torch
 from common import closing_line, parser
 
-from lmc.config import Settings
+from lmc.config.settings import Settings
 from lmc.connectors.transformers.hf import load, prefilled, rows_of
 from lmc.demo import SHIPPED
 from lmc.demo.questions import Prompts, read_collection
 from lmc.demo.random_model import machine, random_llama, random_tokens
 from lmc.shapes import aligned
-from lmc.storage.codec import decode_part, encode_part
+from lmc.storage.tiers.codec import decode_part, encode_part
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 TIERS = (0.5, 1.0, 2.0)  # GB/s

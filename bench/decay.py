@@ -8,7 +8,7 @@ import statistics
 
 from common import closing_line, parser, prompt_of
 
-from lmc.config import Settings
+from lmc.config.settings import Settings
 from lmc.connectors.transformers import CachedModel
 from lmc.demo.random_model import SEPARATOR, machine, random_llama, random_tokens
 

@@ -348,8 +348,8 @@ class _Parts:
 
     def __init__(self) -> None:
         from lmc.blend import shift
-        from lmc.connectors.vllm.canvas import PagedCanvas
-        from lmc.connectors.vllm.native import NativeLayers
+        from lmc.connectors.vllm.worker.canvas import PagedCanvas
+        from lmc.connectors.vllm.worker.native import NativeLayers
 
         self.seconds: dict[str, float] = {}
         self._inside = 0.0  # seconds of the parts that have ended inside of the one that is running

@@ -194,7 +194,7 @@ class ProbeHost(Host):
 
     def _count_calls(self) -> None:
         """Count how often blends call the compiled model; the self-test has done that already."""
-        from lmc.connectors.vllm.canvas import PagedCanvas
+        from lmc.connectors.vllm.worker.canvas import PagedCanvas
 
         self._calls, call = 0, PagedCanvas.run_through
 

@@ -38,11 +38,11 @@ from lmc.blend.blender import Blender
 from lmc.blend.markers import Markers
 from lmc.blend.selftest import difference
 from lmc.blend.strategies import RecomputePolicy
-from lmc.config import Settings
+from lmc.config.settings import Settings
 from lmc.connectors.transformers import CachedModel, Prefilled
 from lmc.connectors.transformers.report import How
-from lmc.connectors.vllm.paged import Move, Pages
-from lmc.connectors.vllm.streams import Streams
+from lmc.connectors.vllm.worker.paged import Move, Pages
+from lmc.connectors.vllm.worker.streams import Streams
 from lmc.copies import can_submit, merged
 from lmc.demo import REAL, SHIPPED
 from lmc.demo.pretrained import smollm2
@@ -52,7 +52,7 @@ from lmc.demo.run import ask, learn_all
 from lmc.errors import InputError
 from lmc.rag import SEPARATOR as SEPARATOR_TEXT
 from lmc.shapes import GIB
-from lmc.storage.slab import Slab
+from lmc.storage.memory.slab import Slab
 
 SLOTS = 8  # of the slab
 DELAY = 20_000_000  # cycles that a stream sleeps, some 10 ms

@@ -32,13 +32,13 @@ from transformers import AutoTokenizer
 
 from lmc.blend.markers import Markers
 from lmc.blend.segments import document_tokens
-from lmc.config import Settings
+from lmc.config.settings import Settings
 from lmc.connectors.transformers import CachedModel
 from lmc.demo import SHIPPED
+from lmc.documents.sources import read_documents
 from lmc.keys import ChunkKey, RecordKind
-from lmc.learn.sources import read_documents
 from lmc.rag import SEPARATOR
-from lmc.storage.disk import UNBOUNDED, DiskTier
+from lmc.storage.tiers.disk import UNBOUNDED, DiskTier
 
 MODEL, SIZES = SHIPPED / "model", (200, 500)
 

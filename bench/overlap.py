@@ -17,13 +17,13 @@ import torch
 from common import closing_line, parser
 
 from lmc.blend.segments import Span
-from lmc.config import Settings
+from lmc.config.settings import Settings
 from lmc.demo.random_model import machine, random_tokens
 from lmc.engine import CacheEngine, Geometry, Piece, PromptView
 from lmc.keys import Namespace, RecordKind
 from lmc.shapes import KVShape
-from lmc.storage.disk import DiskTier
-from lmc.storage.tier import Tier
+from lmc.storage.tiers.disk import DiskTier
+from lmc.storage.tiers.tier import Tier
 
 sys.path.append(str(Path(__file__).parent.parent / "tests"))
 from tier_wrappers import Delayed

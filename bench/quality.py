@@ -36,7 +36,7 @@ from quality.rows import MEAN, Rows, summary
 from quality.tasks import CONTROLS, MAIN, TASKS
 from quality.ways import BLIND, FULL, ROUNDED, default, ways
 
-from lmc.config import Settings
+from lmc.config.settings import Settings
 from lmc.demo.random_model import machine
 
 PICTURED = 1  # prompts of each task whose choice the page shows

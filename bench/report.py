@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import torch
 from common import closing_line
 
-from lmc.connectors.vllm.streams import seconds_of
+from lmc.connectors.vllm.worker.streams import seconds_of
 
 REPEATS = 15
 CACHE = 256 << 20  # bytes, more than the cache of any GPU

@@ -30,7 +30,7 @@ from vllm_server import Program, Server, free_port
 
 from lmc.blend.markers import Markers
 from lmc.blend.segments import document_tokens
-from lmc.config import Settings
+from lmc.config.settings import Settings
 from lmc.connectors.transformers.hf import kv_shape
 from lmc.demo import REAL
 from lmc.demo.questions import TOP, Retriever, read_collection

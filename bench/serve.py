@@ -20,14 +20,14 @@ import torch
 from common import closing_line, parser
 
 from lmc.keys import ChunkKey, RecordKind
-from lmc.service.remote_store import RemoteStore
-from lmc.service.sizes import Sizes
+from lmc.server.client.remote_store import RemoteStore
+from lmc.server.sizes import Sizes
 from lmc.shapes import GIB
 from lmc.storage.contract import ChunkStore, Reservation
-from lmc.storage.record import RecordMeta
+from lmc.storage.memory.slab import Slab
 from lmc.storage.shares import Shares
-from lmc.storage.slab import Slab
 from lmc.storage.store import Store
+from lmc.storage.tiers.record import RecordMeta
 
 sys.path.append(str(Path(__file__).parent.parent / "tests"))
 from service_process import ServerProcess

@@ -27,13 +27,13 @@ from common import closing_line, parser
 
 from lmc.errors import ChunkLost, TierUnusable
 from lmc.keys import ChunkKey, RecordKind
-from lmc.service.connection import status
-from lmc.service.remote_store import RemoteStore
-from lmc.service.sizes import Sizes
+from lmc.server.client.connection import status
+from lmc.server.client.remote_store import RemoteStore
+from lmc.server.sizes import Sizes
 from lmc.shapes import GIB
 from lmc.storage.contract import PinState
-from lmc.storage.record import RecordMeta
 from lmc.storage.shares import Shares
+from lmc.storage.tiers.record import RecordMeta
 
 sys.path.append(str(Path(__file__).parent.parent / "tests"))
 from service_process import ServerProcess

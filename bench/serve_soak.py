@@ -13,8 +13,8 @@ import psutil
 from common import closing_line, parser
 from serve_kills import SAID, SIZES, served, wait_for
 
-from lmc.service.connection import status
-from lmc.service.remote_store import RemoteStore
+from lmc.server.client.connection import status
+from lmc.server.client.remote_store import RemoteStore
 from lmc.shapes import MIB
 
 

@@ -26,16 +26,16 @@ from pathlib import Path
 import torch
 from common import closing_line, parser
 
+from lmc.config.redis_url import parse_redis_url
 from lmc.demo.random_model import machine
 from lmc.errors import ChunkLost
 from lmc.keys import ChunkKey, RecordKind
-from lmc.redis_url import parse_redis_url
 from lmc.shapes import MIB
-from lmc.storage.disk import DiskTier
-from lmc.storage.record import RecordMeta
-from lmc.storage.slab import Slab
+from lmc.storage.memory.slab import Slab
 from lmc.storage.store import Store
-from lmc.storage.tier import Tier
+from lmc.storage.tiers.disk import DiskTier
+from lmc.storage.tiers.record import RecordMeta
+from lmc.storage.tiers.tier import Tier
 
 sys.path.append(str(Path(__file__).parent.parent / "tests"))
 from ledger_check import check_store
@@ -158,7 +158,7 @@ def open_tiers(folder: Path, stack: ExitStack) -> list[Tier]:
     try:
         from redis_servers import RedisServer
 
-        from lmc.storage.redis import RedisTier
+        from lmc.storage.tiers.redis import RedisTier
     except ImportError as error:
         print(f"without Redis: {error}")
         return tiers

@@ -35,18 +35,18 @@ from typing import Any, NamedTuple
 import torch
 from common import closing_line, parser
 
+from lmc.config.redis_url import parse_redis_url
 from lmc.demo.random_model import machine
 from lmc.keys import ChunkKey, RecordKind
-from lmc.redis_url import parse_redis_url
 from lmc.shapes import MIB
-from lmc.storage.disk import DiskTier
-from lmc.storage.disk import reader as disk_reader
-from lmc.storage.disk import tier as disk
 from lmc.storage.loader import READ_AHEAD_BYTES
-from lmc.storage.record import RecordMeta
-from lmc.storage.slab import Slab
+from lmc.storage.memory.slab import Slab
 from lmc.storage.store import Store
-from lmc.storage.tier import RecordReader, Tier, Written
+from lmc.storage.tiers.disk import DiskTier
+from lmc.storage.tiers.disk import reader as disk_reader
+from lmc.storage.tiers.disk import tier as disk
+from lmc.storage.tiers.record import RecordMeta
+from lmc.storage.tiers.tier import RecordReader, Tier, Written
 from lmc.storage.writer import WRITERS
 
 SHAPES = {1: (4, MIB // 4), 4: (8, MIB // 2), 32: (32, MIB)}  # MiB of a chunk: parts, bytes of each
@@ -292,8 +292,8 @@ class Redis(Arena):
     """A real server, by one kind of connection."""
 
     def __init__(self, mib: int, threads: Turn, server: Any, kind: str) -> None:
-        from lmc.storage.redis import RedisTier
-        from lmc.storage.redis.layout import value_sizes
+        from lmc.storage.tiers.redis import RedisTier
+        from lmc.storage.tiers.redis.layout import value_sizes
 
         super().__init__("redis", mib, threads)
         self.server, self.tcp = server, kind == "tcp"

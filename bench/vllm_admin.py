@@ -39,7 +39,7 @@ from transformers import AutoTokenizer
 
 from lmc.background import RUNNING_SECONDS
 from lmc.demo.random_model import machine
-from lmc.http_client import admin_client
+from lmc.http.client import admin_client
 from lmc.rag import SEPARATOR
 
 STEPS, ROUNDS, PAUSE = 300, 5, 0.1

@@ -27,7 +27,7 @@ from quality.measure import TOKENS
 from quality.rows import Rows
 from quality.ways import FULL, default
 
-from lmc.config import Settings
+from lmc.config.settings import Settings
 from lmc.demo.questions import Prompts, Question
 from lmc.demo.random_model import machine
 from lmc.demo.run import begins, common

@@ -12,7 +12,7 @@ from typing import Any, Self
 from urllib.error import URLError
 from urllib.request import urlopen
 
-from lmc.http_client import admin_client
+from lmc.http.client import admin_client
 
 START_SECONDS = 300
 # The token for the end of a text tells messages of the small model apart.

@@ -1,8 +1,9 @@
 """The canvas is the interface through which the blender uses an inference engine for one prompt.
 
 A canvas holds the keys and values of one prompt, wherever the engine keeps them, and runs the model's own layers on
-rows of it. There are two: `lmc.connectors.transformers.canvas` keeps dense tensors, `lmc.connectors.vllm.canvas` writes
-into the engine's pages. To blend in another engine, one writes a third canvas; the blender stays as it is.
+rows of it. There are two: `lmc.connectors.transformers.canvas` keeps dense tensors, and
+`lmc.connectors.vllm.worker.canvas` writes into the engine's pages. To blend in another engine, one writes a third
+canvas; the blender stays as it is.
 """
 
 from collections.abc import Callable, Sequence

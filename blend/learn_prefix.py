@@ -7,7 +7,7 @@ nothing in particular. The primer is the same for all users, so nothing that one
 
 from typing import Any
 
-from lmc.config import Settings
+from lmc.config.settings import Settings
 
 PRIMER = (
     "The town library stands on the north side of the square, in a long brick building that was once a grain store. It "

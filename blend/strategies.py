@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from lmc.blend.kernels.attention import OverHeads
-from lmc.config import Settings
+from lmc.config.settings import Settings
 from lmc.errors import ConfigError
 
 # What `union` repairs whatever the question is: the tokens of a document that were computed at these first positions,

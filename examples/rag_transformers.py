@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from lmc.blend.segments import join
-from lmc.config import Settings
+from lmc.config.settings import Settings
 from lmc.connectors.transformers import CachedModel
 from lmc.demo import SHIPPED
 from lmc.errors import LmcError

@@ -1,5 +1,5 @@
 """`python -m lmc` is the command `lmc`."""
 
-from lmc.cli import main
+from lmc.commands.cli import main
 
 main()

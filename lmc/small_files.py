@@ -1,6 +1,6 @@
 """Small files that outlive a process: where those of a user are, how one is replaced, and how processes share one.
 
-Records of chunks are not small files: see `move` in `lmc/storage/disk/files.py`.
+Records of chunks are not small files: see `move` in `lmc/storage/tiers/disk/files.py`.
 """
 
 import fcntl

@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 from lmc.keys import ChunkKey, RecordKind
 from lmc.storage.locks import Rank, new_lock
 from lmc.storage.places import place_of
-from lmc.storage.record import RecordMeta
+from lmc.storage.tiers.record import RecordMeta
 
 KEPT = 1 << 16  # changes, about 10 MB
 BATCH = 128  # changes that are worked out together, so that nobody waits long for them

@@ -2,7 +2,7 @@
 
 A handle can be sent to another process, so that a store in a service of its own fulfils the same contract: the bytes
 are in slots of a slab that both processes have mapped, and the handle names the slot. `lmc.storage.store.Store` is the
-driver for a store in the same process, and `lmc.service.remote_store.RemoteStore` the one for a cache server.
+driver for a store in the same process, and `lmc.server.client.remote_store.RemoteStore` the one for a cache server.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,9 +16,9 @@ from lmc.keys import ChunkKey
 from lmc.storage.change_log import Changes
 from lmc.storage.cost_model import CostModel
 from lmc.storage.ledger import Slot
-from lmc.storage.record import RecordMeta
-from lmc.storage.slab import Slab
+from lmc.storage.memory.slab import Slab
 from lmc.storage.stats import StoreStats
+from lmc.storage.tiers.record import RecordMeta
 
 
 class PinState(Enum):

@@ -14,9 +14,9 @@ from lmc.storage.contract import PinState
 from lmc.storage.eviction import Standing
 from lmc.storage.fairness import FairShares, Owner
 from lmc.storage.ledger import Ledger, MemoryClaims, Slot
-from lmc.storage.record import RecordMeta
-from lmc.storage.slab import Slab
-from lmc.storage.tier import Tier
+from lmc.storage.memory.slab import Slab
+from lmc.storage.tiers.record import RecordMeta
+from lmc.storage.tiers.tier import Tier
 
 TAKEN_AT_ONCE = 64  # chunks of one owner that are to be evicted
 

@@ -23,8 +23,8 @@ from lmc.storage.cost_model import CostModel, LoadTiming, Spent
 from lmc.storage.level import Load
 from lmc.storage.state import StoreState
 from lmc.storage.supply import SlotSupply
-from lmc.storage.tier import RecordReader, Tier
-from lmc.storage.tier_guard import T, TierGuard, logged
+from lmc.storage.tiers.tier import RecordReader, Tier
+from lmc.storage.tiers.tier_guard import T, TierGuard, logged
 
 OPEN_FILES_SHARE = 4  # A batch opens at most a fourth of the files that a process may have open.
 MOST_IN_TURN = 128  # records of one client, when several load

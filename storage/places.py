@@ -1,6 +1,6 @@
 """The places where chunks can be, in one table, which metrics, KV events, reports and `lmc top` read.
 
-A new tier needs a line here, and a class with the methods of `lmc.storage.tier.Tier`.
+A new tier needs a line here, and a class with the methods of `lmc.storage.tiers.tier.Tier`.
 """
 
 from dataclasses import dataclass

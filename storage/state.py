@@ -18,10 +18,10 @@ from lmc.storage.eviction import Standing
 from lmc.storage.ledger import Slot
 from lmc.storage.level import Held, Level, Load, Outgoing, Todo
 from lmc.storage.locks import Rank, new_lock
-from lmc.storage.record import RecordMeta
-from lmc.storage.slab import tag_of
+from lmc.storage.memory.slab import tag_of
 from lmc.storage.stats import StoreStats
-from lmc.storage.tier import Tier, Written
+from lmc.storage.tiers.record import RecordMeta
+from lmc.storage.tiers.tier import Tier, Written
 from lmc.storage.write_queues import WriteQueues
 
 

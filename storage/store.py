@@ -24,14 +24,14 @@ from lmc.storage.fairness import FairShares, Owner
 from lmc.storage.ledger import Slot
 from lmc.storage.level import Backing, Level
 from lmc.storage.loader import Loader
+from lmc.storage.memory.slab import Slab
 from lmc.storage.places import MEMORY
-from lmc.storage.record import RecordMeta
-from lmc.storage.slab import Slab
 from lmc.storage.state import StoreState
 from lmc.storage.stats import StoreStats
 from lmc.storage.supply import SlotSupply
-from lmc.storage.tier import Tier
-from lmc.storage.tier_guard import TierGuard
+from lmc.storage.tiers.record import RecordMeta
+from lmc.storage.tiers.tier import Tier
+from lmc.storage.tiers.tier_guard import TierGuard
 from lmc.storage.writer import Writer
 
 SPREAD_SECONDS = 30.0  # that a chunk may take to be read and written again

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Sequence
 from lmc.storage.fairness import Owner
 from lmc.storage.ledger import Slot
 from lmc.storage.level import Backing, Todo
-from lmc.storage.record import RecordMeta
 from lmc.storage.state import StoreState
+from lmc.storage.tiers.record import RecordMeta
 
 
 class SlotSupply:

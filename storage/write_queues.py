@@ -9,9 +9,9 @@ from collections.abc import Sequence
 
 from lmc.keys import ChunkKey
 from lmc.storage.level import Level
-from lmc.storage.record import RecordMeta
 from lmc.storage.stats import Verb
-from lmc.storage.tier import Tier, Written
+from lmc.storage.tiers.record import RecordMeta
+from lmc.storage.tiers.tier import Tier, Written
 
 
 class WriteQueues:

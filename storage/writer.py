@@ -13,10 +13,10 @@ from itertools import chain
 from lmc.keys import ChunkKey
 from lmc.storage.contract import Pin
 from lmc.storage.level import Held, Level, Outgoing, Todo
-from lmc.storage.record import RecordMeta
 from lmc.storage.state import StoreState
-from lmc.storage.tier import Tier, Written
-from lmc.storage.tier_guard import T, TierGuard, logged
+from lmc.storage.tiers.record import RecordMeta
+from lmc.storage.tiers.tier import Tier, Written
+from lmc.storage.tiers.tier_guard import T, TierGuard, logged
 
 # Threads that write to a tier which only this process uses. With two threads, one computes checksums while the other
 # writes: on a disk (2 cores, direct I/O) 1.7 to 2.6 GiB/s instead of 1.4 for records of 1 MiB, 2.2 instead of 1.8 for

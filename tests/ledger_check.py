@@ -2,10 +2,10 @@
 
 from collections import Counter
 
-from lmc.storage.disk import DiskTier
 from lmc.storage.eviction import Standing
 from lmc.storage.ledger import Ledger, Slot
 from lmc.storage.store import Store
+from lmc.storage.tiers.disk import DiskTier
 
 
 def check_store(store: Store) -> None:

@@ -12,13 +12,13 @@ import sys
 from storage_crash_child import say
 from storage_fakes import get, key_of, put
 
+from lmc.config.redis_url import parse_redis_url
 from lmc.errors import ChunkLost
-from lmc.redis_url import parse_redis_url
-from lmc.storage.disk import DiskTier
-from lmc.storage.redis import RedisTier, layout
-from lmc.storage.redis import tier as redis
-from lmc.storage.slab import Slab
+from lmc.storage.memory.slab import Slab
 from lmc.storage.store import Store
+from lmc.storage.tiers.disk import DiskTier
+from lmc.storage.tiers.redis import RedisTier, layout
+from lmc.storage.tiers.redis import tier as redis
 
 PARTS, PART_BYTES = 3, 128 << 10
 RECORD_BYTES = 4096 + PARTS * PART_BYTES

@@ -13,8 +13,8 @@ from pathlib import Path
 from service_fakes import SIZES
 from storage_fakes import key_of, meta_of
 
-from lmc.service.remote_store import RemoteStore
-from lmc.storage.slab import Slab, SlabAddress
+from lmc.server.client.remote_store import RemoteStore
+from lmc.storage.memory.slab import Slab, SlabAddress
 
 WORKER = "worker"
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import storage_fakes
 from storage_fakes import PART_BYTES, PARTS
 
-from lmc.config import Settings
-from lmc.service.remote_store import RemoteStore
-from lmc.service.server import CacheServer
-from lmc.service.sizes import Sizes
+from lmc.config.settings import Settings
+from lmc.server.client.remote_store import RemoteStore
+from lmc.server.server import CacheServer
+from lmc.server.sizes import Sizes
 from lmc.shapes import GIB, aligned
 from lmc.storage.shares import Shares
 

@@ -31,7 +31,7 @@ class ServerProcess:
         command = [
             sys.executable,
             "-c",
-            "from lmc.cli import main; main()",
+            "from lmc.commands.cli import main; main()",
             "serve",
             "--socket",
             str(self.path),

@@ -14,7 +14,7 @@ from storage_fakes import PARTS, as_tensor, content, key_of, meta_of, pin_bytes
 
 from lmc.errors import ChunkLost
 from lmc.keys import ChunkKey
-from lmc.service.remote_store import RemoteStore
+from lmc.server.client.remote_store import RemoteStore
 from lmc.storage.contract import Pin, PinState
 
 KEYS = 30

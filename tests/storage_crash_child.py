@@ -9,9 +9,9 @@ import sys
 from storage_fakes import PART_BYTES, PARTS, get, key_of, put
 
 from lmc.errors import ChunkLost
-from lmc.storage.disk import DiskTier
-from lmc.storage.slab import Slab
+from lmc.storage.memory.slab import Slab
 from lmc.storage.store import Store
+from lmc.storage.tiers.disk import DiskTier
 
 
 def write_until_killed(directory: str, capacity: int, seed: int) -> None:

@@ -19,9 +19,9 @@ from lmc.storage.change_log import ChangeLog
 from lmc.storage.contract import Pin
 from lmc.storage.cost_model import CostModel
 from lmc.storage.eviction import Standing
-from lmc.storage.record import RecordMeta, checksum, decode_header, encode_header, header_size, split_parts
 from lmc.storage.store import Store
-from lmc.storage.tier import Entry, Finding, RecordReader, Wrapped, Written
+from lmc.storage.tiers.record import RecordMeta, checksum, decode_header, encode_header, header_size, split_parts
+from lmc.storage.tiers.tier import Entry, Finding, RecordReader, Wrapped, Written
 
 NAMESPACE = bytes(32)
 PARTS = 3

@@ -21,11 +21,11 @@ from test_cli import lmc
 from test_vllm_scheduler import counted, pretend
 from vllm_fakes import DOC_A, DOC_B, Adapter, Lab, hashes_of, learn, prompt
 
-from lmc import http_server
-from lmc.connectors.vllm.admin import Administration, serve, serve_if_wanted
+from lmc.connectors.vllm.scheduler.admin import Administration, serve, serve_if_wanted
 from lmc.engine.names import Names
 from lmc.errors import ConfigError, InputError
-from lmc.http_client import HttpClient, Refused, Unreachable, engine_client
+from lmc.http import server as http_server
+from lmc.http.client import HttpClient, Refused, Unreachable, engine_client
 from lmc.keys import RecordKind
 
 OTHER_TENANT = "it was learned under another cache_salt, or without one, and tenants share nothing"

@@ -7,8 +7,8 @@ import pytest
 from redis_servers import wait_until
 
 from lmc.errors import TierUnusable
-from lmc.storage import breaker
-from lmc.storage.breaker import Breaker
+from lmc.storage.tiers import breaker
+from lmc.storage.tiers.breaker import Breaker
 
 
 @pytest.fixture

@@ -11,11 +11,11 @@ from typer.testing import CliRunner
 
 from lmc.blend.markers import Markers
 from lmc.blend.segments import join, split
-from lmc.calibrate.measure import BLIND, RATIOS, Measured, Measurement, Numbers
-from lmc.calibrate.prompts import ANSWER, ASK, CalibrationPrompts, collect, questions_about
-from lmc.calibrate.verdict import fusion_settings, judge, reads_documents, report_of, table, yaml_lines
-from lmc.cli import app
-from lmc.config import Settings
+from lmc.commands.calibrate.measure import BLIND, RATIOS, Measured, Measurement, Numbers
+from lmc.commands.calibrate.prompts import ANSWER, ASK, CalibrationPrompts, collect, questions_about
+from lmc.commands.calibrate.verdict import fusion_settings, judge, reads_documents, report_of, table, yaml_lines
+from lmc.commands.cli import app
+from lmc.config.settings import Settings
 from lmc.demo import SHIPPED
 
 MODEL, DOCUMENTS, QUESTIONS = SHIPPED / "model", SHIPPED / "documents", SHIPPED / "questions.json"
@@ -148,7 +148,7 @@ def test_as_many_prompts_are_measured_as_a_few_minutes_allow(
         clock.now += seconds
         found.full.append(seconds)
 
-    monkeypatch.setattr("lmc.calibrate.measure.time", clock)
+    monkeypatch.setattr("lmc.commands.calibrate.measure.time", clock)
     monkeypatch.setattr(Measurement, "_warm_up", lambda self, prompt: None)
     monkeypatch.setattr(Measurement, "_measure", measure)
     shown: list[tuple[int, int]] = []
@@ -245,7 +245,7 @@ def test_the_small_model_is_worth_it(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 def test_without_a_target_blends_have_to_agree_at_90_percent(
     shares: dict[float, float], code: int, said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("lmc.calibrate.command._measure", lambda *_: measured(shares))
+    monkeypatch.setattr("lmc.commands.calibrate.command._measure", lambda *_: measured(shares))
     file = tmp_path / "report.json"
     found, out, _ = lmc(MODEL, "--documents", DOCUMENTS, "--report", file)
     assert found == code
@@ -298,7 +298,7 @@ def test_documents_that_are_too_short_to_be_blended_are_named(tmp_path: Path) ->
 
 
 def test_a_report_that_cannot_be_written_is_named_behind_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lmc.calibrate.command._measure", lambda *_: measured({0.5: 0.1}))
+    monkeypatch.setattr("lmc.commands.calibrate.command._measure", lambda *_: measured({0.5: 0.1}))
     code, out, err = lmc(MODEL, "--documents", DOCUMENTS, "--report", "/proc/nowhere/report.json")
     assert code == 2
     assert "Blending is not worth it" in out

@@ -26,9 +26,9 @@ from test_disk import path_of
 from lmc.errors import ChunkLost
 from lmc.keys import RecordKind
 from lmc.storage.change_log import Amount, Change, ChangeLog, Chunk
-from lmc.storage.disk import DiskTier
-from lmc.storage.slab import Slab
+from lmc.storage.memory.slab import Slab
 from lmc.storage.store import Store
+from lmc.storage.tiers.disk import DiskTier
 
 K0, K1, K2, K3 = map(key_of, range(4))
 KEYS = (K0, K1, K2, K3)

@@ -17,13 +17,13 @@ from storage_fakes import Broken, DictTier, key_of, meta_of, stored
 from typer.testing import CliRunner
 
 from lmc import __version__
-from lmc.cli import app
-from lmc.config import Settings
+from lmc.commands.cli import app
+from lmc.config.settings import Settings
 from lmc.connectors.transformers import CachedModel, hf
 from lmc.demo import SHIPPED as SMALL
 from lmc.demo.run import begins
-from lmc.engine import tiers as engine_tiers
-from lmc.storage.disk import UNBOUNDED, DiskTier
+from lmc.storage.tiers import opening as engine_tiers
+from lmc.storage.tiers.disk import UNBOUNDED, DiskTier
 
 SIGNALS = signal.SIGTERM, signal.SIGINT
 
@@ -43,7 +43,7 @@ def lmc(*words: str | Path) -> tuple[int, str, str]:
 
 def without_torch(*words: str | Path, **variables: str) -> tuple[int, str, str]:
     """Run a command in a process of its own, in which torch cannot be imported."""
-    program = "import sys; sys.modules['torch'] = None; from lmc.cli import main; main()"
+    program = "import sys; sys.modules['torch'] = None; from lmc.commands.cli import main; main()"
     command = [sys.executable, "-c", program, *map(str, words)]
     done = subprocess.run(command, env={**os.environ, **variables}, capture_output=True, text=True, check=False)
     return done.returncode, done.stdout, done.stderr
@@ -172,7 +172,8 @@ def test_a_template_is_printed_for_a_server(tmp_path: Path) -> None:
 
 
 def test_help_imports_nothing_heavy() -> None:
-    code = "import sys; sys.argv[1:] = ['--help']\nfrom lmc.cli import main\ntry: main()\nfinally: print(*sys.modules)"
+    run = "from lmc.commands.cli import main\ntry: main()\nfinally: print(*sys.modules)"
+    code = f"import sys; sys.argv[1:] = ['--help']\n{run}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert {"torch", "numpy", "pydantic", "transformers", "yaml"}.isdisjoint(done.stdout.split())
 

@@ -10,9 +10,9 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from lmc.cli import Commands, app
-from lmc.config import Settings
-from lmc.config_sources import VARIABLES
+from lmc.commands.cli import Commands, app
+from lmc.config.settings import Settings
+from lmc.config.sources import VARIABLES
 from lmc.errors import CorruptRecord
 
 
@@ -110,16 +110,17 @@ def test_a_bug_is_not_mistaken_for_an_error_of_lmc() -> None:
 
 
 def test_config_imports_nothing_that_loads_models() -> None:
-    code = "import sys; sys.argv[1:] = ['config']\nfrom lmc.cli import main\ntry: main()\nfinally: print(*sys.modules)"
+    run = "from lmc.commands.cli import main\ntry: main()\nfinally: print(*sys.modules)"
+    code = f"import sys; sys.argv[1:] = ['config']\n{run}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     *_, last = done.stdout.splitlines()
     assert "chunk_size" in done.stdout
-    assert "lmc.config" in last.split()
+    assert "lmc.config.settings" in last.split()
     assert {"torch", "numpy", "transformers", "vllm"}.isdisjoint(last.split())
 
 
 def test_the_entry_point_runs_as_a_process() -> None:
-    command = [sys.executable, "-c", "from lmc.cli import main; main()", "config"]
+    command = [sys.executable, "-c", "from lmc.commands.cli import main; main()", "config"]
     root = Path(__file__).parent.parent
     done = subprocess.run(command, env={"LMC_CHNK_SIZE": "1"}, cwd=root, capture_output=True, check=False)
     assert done.returncode == 2
@@ -131,7 +132,7 @@ def test_the_entry_point_runs_as_a_process() -> None:
 
 @pytest.mark.parametrize("words", [("config",), ("config", "--json")], ids=" ".join)
 def test_output_to_a_full_disk_is_an_error_of_one_line(words: tuple[str, ...]) -> None:
-    command = [sys.executable, "-c", "from lmc.cli import main; main()", *words]
+    command = [sys.executable, "-c", "from lmc.commands.cli import main; main()", *words]
     with open("/dev/full", "w") as full:
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, check=False)
     assert done.returncode == 2
@@ -141,6 +142,6 @@ def test_output_to_a_full_disk_is_an_error_of_one_line(words: tuple[str, ...]) -
 @pytest.mark.parametrize("words", [("config",), ("config", "--json")], ids=" ".join)
 def test_a_command_without_an_output_says_nothing(words: tuple[str, ...]) -> None:
     """Python has no standard output if whoever starts it has closed that, as some daemons do."""
-    command = [sys.executable, "-c", "from lmc.cli import main; main()", *words]
+    command = [sys.executable, "-c", "from lmc.commands.cli import main; main()", *words]
     done = subprocess.run(["sh", "-c", 'exec "$@" >&-', "sh", *command], stderr=subprocess.PIPE, check=False)
     assert (done.returncode, done.stderr) == (0, b"")

@@ -28,13 +28,13 @@ from tier_wrappers import Counted
 
 from lmc.errors import ChunkLost, ConfigError, CorruptRecord
 from lmc.shapes import ALIGN, aligned
-from lmc.storage import codec as codecs
-from lmc.storage.codec import Coded, decode_part
-from lmc.storage.disk import DiskTier
-from lmc.storage.record import checksum, decode_header, header_size, split_parts
-from lmc.storage.slab import Slab
+from lmc.storage.memory.slab import Slab
 from lmc.storage.store import Store
-from lmc.storage.tier import Wrapped, Written
+from lmc.storage.tiers import codec as codecs
+from lmc.storage.tiers.codec import Coded, decode_part
+from lmc.storage.tiers.disk import DiskTier
+from lmc.storage.tiers.record import checksum, decode_header, header_size, split_parts
+from lmc.storage.tiers.tier import Wrapped, Written
 
 K0, K1, K2 = map(key_of, range(3))
 lz4 = pytest.importorskip("lz4.block")

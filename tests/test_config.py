@@ -11,13 +11,13 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from lmc.admin_address import admin_token
-from lmc.config import CACHEBLEND, Settings
-from lmc.config_sources import OF_SERVICES, REMOVED, shown
+from lmc.config.lmcache import ALIASES, FEATURES, NESTED, feature_of, ignored
+from lmc.config.redis_url import parse_redis_url
+from lmc.config.settings import CACHEBLEND, Settings
+from lmc.config.sources import OF_SERVICES, REMOVED, shown
 from lmc.errors import ConfigError, LmcError
-from lmc.lmcache_compat import ALIASES, FEATURES, NESTED, feature_of, ignored
+from lmc.http.address import admin_token
 from lmc.rag import SEPARATOR
-from lmc.redis_url import parse_redis_url
 
 DATA = Path(__file__).parent / "data"
 CONFIGURATIONS = yaml.safe_load((DATA / "lmcache_configurations.yaml").read_text())

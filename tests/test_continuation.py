@@ -4,7 +4,7 @@ import pytest
 import torch
 from models import random_model, random_tokens
 
-from lmc.config import Settings
+from lmc.config.settings import Settings
 from lmc.connectors.transformers import CachedModel, Prefilled
 from lmc.connectors.transformers.continuation import divergence, greedy_answer, log_probabilities
 

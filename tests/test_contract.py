@@ -29,12 +29,12 @@ from storage_fakes import (
 
 from lmc.errors import ChunkLost
 from lmc.keys import RecordKind
-from lmc.service.remote_store import RemoteStore
+from lmc.server.client.remote_store import RemoteStore
 from lmc.storage import loader
 from lmc.storage.contract import ChunkStore, Pin, PinState, Reservation
-from lmc.storage.record import RecordMeta
-from lmc.storage.slab import Slab, tag_of
+from lmc.storage.memory.slab import Slab, tag_of
 from lmc.storage.store import Store
+from lmc.storage.tiers.record import RecordMeta
 
 K0, K1, K2 = map(key_of, range(3))
 

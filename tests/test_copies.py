@@ -16,8 +16,8 @@ from test_staging import Machine, Stream, Task
 from test_vllm_paged import LAYOUTS, B, L, caches_of, part_of
 
 from lmc import copies as copies_module
-from lmc.connectors.vllm import paged
-from lmc.connectors.vllm.paged import Move, Pages
+from lmc.connectors.vllm.worker import paged
+from lmc.connectors.vllm.worker.paged import Move, Pages
 from lmc.copies import Copies, can_submit, merged, stretches_of, submit_of
 
 

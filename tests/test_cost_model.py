@@ -9,7 +9,7 @@ from storage_fakes import PART_BYTES, PARTS, DictTier, get, key_of, note_load, p
 from tier_wrappers import Delayed, Faulty
 from vllm_fakes import Lab
 
-from lmc.connectors.vllm.prefill_pace import EngineStep, PrefillPace
+from lmc.connectors.vllm.scheduler.prefill_pace import EngineStep, PrefillPace
 from lmc.errors import ChunkLost
 from lmc.storage.cost_model import (
     BLEND_TRIAL_CHOICES,
@@ -26,7 +26,7 @@ from lmc.storage.cost_model import (
     Rate,
     Spent,
 )
-from lmc.storage.slab import Slab
+from lmc.storage.memory.slab import Slab
 from lmc.storage.store import Store
 
 AUTO = LoadPolicy.AUTO

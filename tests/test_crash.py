@@ -13,7 +13,7 @@ from storage_fakes import RECORD_BYTES, key_of, meta_of, stored, waits_of
 from test_disk import used
 from tier_contract import read
 
-from lmc.storage.disk import DiskTier
+from lmc.storage.tiers.disk import DiskTier
 
 ROUNDS = some(100, share=0.2)
 CAPACITY = 60 * RECORD_BYTES

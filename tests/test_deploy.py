@@ -13,10 +13,10 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from lmc.cli import stat
-from lmc.config import Settings
-from lmc.redis_url import parse_redis_url
-from lmc.service.command import serve
+from lmc.commands.cli import stat
+from lmc.commands.serve import serve
+from lmc.config.redis_url import parse_redis_url
+from lmc.config.settings import Settings
 
 FOLDER = Path(__file__).parent.parent / "examples" / "deploy"
 KUBERNETES = "1.31"

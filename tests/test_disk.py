@@ -24,11 +24,11 @@ from tier_contract import TierContract, read, write
 
 from lmc.errors import CorruptRecord, TierUnusable
 from lmc.keys import ChunkKey
-from lmc.storage.disk import DiskTier, files
-from lmc.storage.disk import reader as disk_reader
-from lmc.storage.disk import tier as disk
-from lmc.storage.record import RecordMeta, checksum, encode_header, split_parts
-from lmc.storage.tier import Written
+from lmc.storage.tiers.disk import DiskTier, files
+from lmc.storage.tiers.disk import reader as disk_reader
+from lmc.storage.tiers.disk import tier as disk
+from lmc.storage.tiers.record import RecordMeta, checksum, encode_header, split_parts
+from lmc.storage.tiers.tier import Written
 
 K0, K1, K2, K3 = map(key_of, range(4))
 ROOM = 100 * RECORD_BYTES
@@ -560,7 +560,7 @@ def test_a_directory_in_use_is_refused_in_this_process_and_in_another(tmp_path):
     with pytest.raises(TierUnusable, match="in use by another process"):
         DiskTier(tmp_path, ROOM)
     script = (
-        "import sys\nfrom lmc.errors import TierUnusable\nfrom lmc.storage.disk import DiskTier\n"
+        "import sys\nfrom lmc.errors import TierUnusable\nfrom lmc.storage.tiers.disk import DiskTier\n"
         "try: DiskTier(sys.argv[1], 10**6)\nexcept TierUnusable as error: print(error)\n"
     )
     run = subprocess.run([sys.executable, "-c", script, tmp_path], capture_output=True, text=True, check=True)

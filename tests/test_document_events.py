@@ -8,8 +8,8 @@ from storage_fakes import DictTier, key_of, meta_of
 from vllm_fakes import DOC_A, DOC_B, learn
 
 from lmc.background import Background
-from lmc.engine.document_events import DocumentEvents, DocumentMoved
-from lmc.engine.known_documents import KnownDocuments
+from lmc.documents.events import DocumentEvents, DocumentMoved
+from lmc.documents.known import KnownDocuments
 from lmc.keys import RecordKind, tokens_digest
 from lmc.storage.change_log import ChangeLog
 

@@ -11,11 +11,11 @@ from storage_fakes import PART_BYTES, PARTS, RECORD_BYTES, DictTier, get, key_of
 from test_disk import used
 
 from lmc.keys import RecordKind
-from lmc.storage.disk import DiskTier
 from lmc.storage.eviction import EvictionOrder, Standing
-from lmc.storage.slab import Slab
+from lmc.storage.memory.slab import Slab
 from lmc.storage.store import Store
-from lmc.storage.tier import Written
+from lmc.storage.tiers.disk import DiskTier
+from lmc.storage.tiers.tier import Written
 
 OTHER, DOCUMENT, PINNED = Standing.OTHER, Standing.DOCUMENT, Standing.PINNED
 PAGES = [key_of(f"pages {i}") for i in range(12)]

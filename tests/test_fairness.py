@@ -11,7 +11,7 @@ from storage_fakes import PART_BYTES, PARTS, get, key_of, meta_of
 
 from lmc.storage.eviction import EvictionOrder, Standing
 from lmc.storage.fairness import EVENTS, FairShares
-from lmc.storage.slab import Slab
+from lmc.storage.memory.slab import Slab
 from lmc.storage.store import Store
 
 SLOTS = 40

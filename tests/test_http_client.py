@@ -2,9 +2,9 @@
 
 import pytest
 
-from lmc.admin_address import admin_token
 from lmc.errors import InputError
-from lmc.http_client import bearer, with_scheme
+from lmc.http.address import admin_token
+from lmc.http.client import bearer, with_scheme
 
 
 def test_addresses() -> None:

@@ -10,10 +10,10 @@ import pytest
 from service_fakes import eventually
 from storage_fakes import PART_BYTES, PARTS, content, key_of, meta_of
 
-from lmc.service import journal as journals
-from lmc.service.journal import Journal
+from lmc.server import journal as journals
+from lmc.server.journal import Journal
 from lmc.storage.ledger import Slot
-from lmc.storage.slab import Slab
+from lmc.storage.memory.slab import Slab
 
 SLOTS = 4
 

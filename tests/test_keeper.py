@@ -16,13 +16,16 @@ from storage_fakes import DictTier, Shared
 from tier_wrappers import Faulty
 
 from lmc.blend.segments import Span
-from lmc.config import Settings
-from lmc.engine import CacheEngine, Geometry, documents_file, keeper, known_documents
-from lmc.engine.document_desk import DocumentDesk
+from lmc.config.settings import Settings
+from lmc.documents import file as documents_file
+from lmc.documents import keeper
+from lmc.documents import known as known_documents
+from lmc.documents.desk import DocumentDesk
+from lmc.engine import CacheEngine, Geometry
 from lmc.errors import InputError
 from lmc.keys import Namespace, RecordKind
 from lmc.shapes import GIB, KVShape
-from lmc.storage.disk import DiskTier
+from lmc.storage.tiers.disk import DiskTier
 
 SHAPE = KVShape(layers=2, kv_heads=1, head_dim=8, dtype=torch.float32)
 CHUNK = 16

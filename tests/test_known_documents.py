@@ -2,8 +2,8 @@
 
 import pytest
 
-from lmc.engine import known_documents
-from lmc.engine.known_documents import KnownDocuments, pack_tokens, unpack_tokens
+from lmc.documents import known as known_documents
+from lmc.documents.known import KnownDocuments, pack_tokens, unpack_tokens
 from lmc.keys import document_keys
 
 NAMESPACE = b"n" * 32

@@ -5,7 +5,7 @@ from array import array
 import pytest
 from storage_fakes import key_of, meta_of
 
-from lmc.connectors.vllm.kv_events import BlockDetails, KVEvents
+from lmc.connectors.vllm.scheduler.kv_events import BlockDetails, KVEvents
 from lmc.storage.change_log import ChangeLog
 
 SIZE = 4

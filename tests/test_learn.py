@@ -19,14 +19,14 @@ import pytest
 from rich.console import Console
 from test_cli import lmc, without_torch
 
-from lmc.config import Settings
+from lmc.commands.learn.learners import Retention, Stored
+from lmc.commands.learn.manifest import Manifest
+from lmc.commands.learn.run import LearnRun
+from lmc.config.settings import Settings
 from lmc.connectors.transformers import CachedModel
 from lmc.demo import SHIPPED
+from lmc.documents.sources import Document, read_documents
 from lmc.errors import InputError
-from lmc.learn.learners import Retention, Stored
-from lmc.learn.manifest import Manifest
-from lmc.learn.run import LearnRun
-from lmc.learn.sources import Document, read_documents
 from lmc.rag import messages
 from lmc.terminal import seconds_of
 
@@ -277,7 +277,7 @@ def test_after_kill_nothing_is_lost_and_nothing_is_learned_twice(tmp_path: Path)
     manifest = tmp_path / "manifest.jsonl"
     words = ["learn", str(tmp_path / "d.jsonl"), "--model", str(MODEL), "--local-disk", str(tmp_path / "disk")]
     words += ["--manifest", str(manifest), "--json"]
-    process = subprocess.Popen([sys.executable, "-c", "from lmc.cli import main; main()", *words])
+    process = subprocess.Popen([sys.executable, "-c", "from lmc.commands.cli import main; main()", *words])
     due = time.monotonic() + 120
     while not manifest.exists() or manifest.read_text().count("\n") < 40:
         assert time.monotonic() < due
@@ -333,7 +333,7 @@ def test_an_interrupted_run_says_how_to_go_on_and_what_it_waits_for(
             told.set()
             super().shutdown(*arguments, **named)
 
-    monkeypatch.setattr("lmc.learn.run.ThreadPoolExecutor", Pool)
+    monkeypatch.setattr("lmc.commands.learn.run.ThreadPoolExecutor", Pool)
     documents = [Document("slow", "one"), Document("fast", "two")]
     with Manifest(tmp_path / "learned.jsonl") as manifest, pytest.raises(KeyboardInterrupt):
         LearnRun(documents, manifest, Retention(pinned=False, ttl=None)).learn(Slow(), 2)  # type: ignore[arg-type]
@@ -431,7 +431,9 @@ def test_documents_are_sent_to_a_server_without_torch(server: Any, tmp_path: Pat
 
 def test_a_terminal_is_shown_how_many_documents_are_learned(server: Any, tmp_path: Path, monkeypatch) -> None:
     screen = io.StringIO()
-    monkeypatch.setattr("lmc.learn.run.console", lambda **_: Console(file=screen, force_terminal=True, width=80))
+    monkeypatch.setattr(
+        "lmc.commands.learn.run.console", lambda **_: Console(file=screen, force_terminal=True, width=80)
+    )
     monkeypatch.setenv("TERM", "xterm")
     server.answers["/v1/completions"] = 200, {"kv_transfer_params": {"lmc": {"learned": True}}}
     for name in ("a.txt", "b.txt", "c.txt"):

@@ -3,7 +3,7 @@
 import pytest
 
 from lmc.blend.learn_prefix import PRIMER, learn_prefix, sink_of
-from lmc.config import Settings
+from lmc.config.settings import Settings
 
 
 class _Tokenizer:

@@ -6,11 +6,11 @@ import threading
 import pytest
 from ranked_locks import RankedLock
 
-from lmc.storage.disk import DiskTier
 from lmc.storage.locks import Rank
+from lmc.storage.memory.slab import Slab
 from lmc.storage.places import MEMORY, PLACES, Place, fastest_first, place_of
-from lmc.storage.slab import Slab
 from lmc.storage.store import Store
+from lmc.storage.tiers.disk import DiskTier
 
 PAIRS = list(itertools.product(Rank, Rank))
 
@@ -228,7 +228,7 @@ def test_places_are_listed_fastest_first_and_unknown_ones_last():
 
 def test_the_table_has_every_place_of_a_store(tmp_path):
     """Memory is what a store need not load from. A name that is changed in one place only would be unknown."""
-    from lmc.storage.redis import RedisTier
+    from lmc.storage.tiers.redis import RedisTier
 
     store = Store(Slab(1, 1, 1), [DiskTier(tmp_path, 1 << 20)], device=Slab(1, 1, 1))
     levels = {level.name for level in store._levels}

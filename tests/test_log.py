@@ -12,7 +12,7 @@ import pytest
 from service_process import ServerProcess
 from typer.testing import CliRunner
 
-from lmc.cli import app
+from lmc.commands.cli import app
 from lmc.connectors.vllm.plugin import join_log
 
 

@@ -23,8 +23,9 @@ from rich.console import Console
 from storage_fakes import PART_BYTES, PARTS, DictTier, get, key_of, put
 from typer.testing import CliRunner
 
-from lmc.cli import app
-from lmc.config import Settings
+from lmc.commands.cli import app
+from lmc.commands.top import Sample, complete, fetch, read, table, top
+from lmc.config.settings import Settings
 from lmc.connectors.transformers import CachedModel
 from lmc.connectors.transformers.metrics import Prefills
 from lmc.errors import InputError
@@ -42,10 +43,9 @@ from lmc.metrics import (
 )
 from lmc.router.router_metrics import OF_ROUTERS, REFUSED
 from lmc.shapes import GIB
-from lmc.storage.slab import Slab
+from lmc.storage.memory.slab import Slab
 from lmc.storage.stats import StoreStats
 from lmc.storage.store import Store
-from lmc.top import Sample, complete, fetch, read, table, top
 
 K0, K1, K2 = map(key_of, range(3))
 BOARD = Path(__file__).parent.parent / "docs/grafana.json"
@@ -403,7 +403,7 @@ def watching(url: str, *, ignores_interrupts: bool = False) -> Iterator[subproce
     """A process that runs `lmc top`; one line that never comes ends it. Its parent may ignore SIGINT, as a script
     does.
     """
-    program = f"from lmc.top import top; top({url!r}, 0.2, False)"
+    program = f"from lmc.commands.top import top; top({url!r}, 0.2, False)"
     ignoring = "trap '' INT;" if ignores_interrupts else ""
     with subprocess.Popen(
         ["sh", "-c", f'{ignoring} exec "$@"', "", sys.executable, "-c", program],
@@ -455,7 +455,7 @@ def test_an_interrupt_that_a_finaliser_has_swallowed_ends_top_all_the_same(monke
 
     rounds = []
     before = signal.getsignal(signal.SIGINT)
-    monkeypatch.setattr("lmc.top.fetch", fetch_once_more)
+    monkeypatch.setattr("lmc.commands.top.fetch", fetch_once_more)
     top("http://nowhere", 0.01, False, Console(file=io.StringIO()))
     assert len(rounds) == 1
     assert signal.getsignal(signal.SIGINT) is before

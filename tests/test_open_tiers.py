@@ -7,13 +7,13 @@ import pytest
 import torch
 from storage_fakes import DictTier, key_of, meta_of
 
-from lmc.config import Settings
-from lmc.engine import tiers
-from lmc.engine.tiers import open_tiers
+from lmc.config.settings import Settings
 from lmc.errors import ConfigError
-from lmc.storage import codec
-from lmc.storage.disk import UNBOUNDED, DiskTier
-from lmc.storage.record import encode_header
+from lmc.storage.tiers import codec
+from lmc.storage.tiers import opening as tiers
+from lmc.storage.tiers.disk import UNBOUNDED, DiskTier
+from lmc.storage.tiers.opening import open_tiers
+from lmc.storage.tiers.record import encode_header
 
 
 def test_a_tier_whose_codec_is_missing_does_not_stay_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from lmc.blend.kernels.attention import attend
 from lmc.blend.kernels.choice import TORCH
 from lmc.blend.segments import join
 from lmc.blend.strategies import RecomputePolicy
-from lmc.config import Settings
+from lmc.config.settings import Settings
 from lmc.connectors.transformers import CachedModel
 from lmc.demo import pretrained
 from lmc.demo.pretrained import smollm2

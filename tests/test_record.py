@@ -11,7 +11,7 @@ import safetensors.torch
 from storage_fakes import NAMESPACE, content, key_of, meta_of, raw_record, stored
 
 from lmc.errors import CorruptRecord
-from lmc.storage.record import (
+from lmc.storage.tiers.record import (
     HEADER_LIMIT,
     RecordMeta,
     checksum,

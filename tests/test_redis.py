@@ -10,12 +10,12 @@ from redis_servers import RedisCluster, RedisServer, Sentinels, wait_until
 from storage_fakes import key_of, memory, meta_of, stored
 from tier_contract import K0, K1, K2, TierContract, read, write
 
+from lmc.config.redis_url import parse_redis_url
 from lmc.errors import CorruptRecord, TierUnusable
-from lmc.redis_url import parse_redis_url
 from lmc.shapes import MIB
-from lmc.storage.redis import RedisTier
-from lmc.storage.redis.layout import LARGEST, overlaps, value_sizes
-from lmc.storage.tier import Written
+from lmc.storage.tiers.redis import RedisTier
+from lmc.storage.tiers.redis.layout import LARGEST, overlaps, value_sizes
+from lmc.storage.tiers.tier import Written
 
 pytest_plugins = ["redis_servers"]
 

@@ -16,10 +16,10 @@ from redis_servers import RedisServer, wait_until
 from storage_fakes import memory, meta_of, stored
 from test_disk import used
 
-from lmc.redis_url import parse_redis_url
-from lmc.storage.disk import DiskTier
-from lmc.storage.redis import layout as values
-from lmc.storage.redis.tier import UNFINISHED_SECONDS, RedisTier
+from lmc.config.redis_url import parse_redis_url
+from lmc.storage.tiers.disk import DiskTier
+from lmc.storage.tiers.redis import layout as values
+from lmc.storage.tiers.redis.tier import UNFINISHED_SECONDS, RedisTier
 
 pytest_plugins = ["redis_servers"]
 
@@ -33,7 +33,7 @@ INTO = memory(PARTS * PART_BYTES)
 def test_killed_writers_leave_no_wrong_record_in_two_tiers(tmp_path, redis, monkeypatch):
     monkeypatch.setattr(values, "CLASSES", values.CLASSES)
     monkeypatch.setattr(values, "LARGEST", values.LARGEST)
-    monkeypatch.setattr("lmc.storage.redis.tier.LARGEST", values.LARGEST)
+    monkeypatch.setattr("lmc.storage.tiers.redis.tier.LARGEST", values.LARGEST)
     cut_small()
     values_of_each = len(values.value_sizes(PARTS * PART_BYTES))
     assert values_of_each > 1

@@ -22,19 +22,19 @@ from storage_fakes import as_tensor, content, key_of, memory, meta_of, own_secon
 
 from lmc.blend.segments import join
 from lmc.blend.strategies import RecomputePolicy as Repair
-from lmc.config import Settings
+from lmc.config.redis_url import parse_redis_url
+from lmc.config.settings import Settings
 from lmc.connectors.transformers import CachedModel
-from lmc.engine.tiers import open_redis
 from lmc.errors import ChunkLost, CorruptRecord, TierUnusable
 from lmc.keys import ChunkKey
-from lmc.redis_url import parse_redis_url
-from lmc.storage import breaker
-from lmc.storage.redis import RedisTier, resp
-from lmc.storage.redis import tier as redis_tier
-from lmc.storage.redis.connections import Server
-from lmc.storage.slab import Slab
+from lmc.storage.memory.slab import Slab
 from lmc.storage.store import Store
-from lmc.storage.tier import Written
+from lmc.storage.tiers import breaker
+from lmc.storage.tiers.opening import open_redis
+from lmc.storage.tiers.redis import RedisTier, resp
+from lmc.storage.tiers.redis import tier as redis_tier
+from lmc.storage.tiers.redis.connections import Server
+from lmc.storage.tiers.tier import Written
 
 pytest_plugins = ["redis_servers"]
 
@@ -230,7 +230,7 @@ def test_connections_that_are_killed_under_load_are_made_again(redis):
 
 
 def test_a_full_server_is_read_from_and_written_to_again_when_there_is_room(redis, monkeypatch, caplog):
-    monkeypatch.setattr("lmc.storage.redis.tier.PAUSE_SECONDS", 0.3)
+    monkeypatch.setattr("lmc.storage.tiers.redis.tier.PAUSE_SECONDS", 0.3)
     with traffic(redis.tcp_url()) as (busy, store, tier):
         used = int(redis.client().info("memory")["used_memory"])
         redis.ask("CONFIG", "SET", "maxmemory", used)
@@ -479,7 +479,7 @@ def test_three_slow_lookups_in_a_row_are_enough(redis, monkeypatch):
     """Answers that come in time, but take most of it; the first two in a row are followed by a quick one."""
     monkeypatch.setattr(breaker, "FIRST_PAUSE", 60.0)
     clock = SimpleNamespace(now=0.0, step=0.0, monotonic=lambda: clock.now)
-    monkeypatch.setattr("lmc.storage.redis.connections.time", clock)
+    monkeypatch.setattr("lmc.storage.tiers.redis.connections.time", clock)
     original = redis_tier.Connection.collect
 
     def collect(connection, count):

@@ -17,17 +17,17 @@ from ledger_check import check_store
 from redis_servers import HOST, RedisServer
 from storage_fakes import PART_BYTES, PARTS, key_of, memory, meta_of, stored
 
+from lmc.config.redis_url import parse_redis_url
 from lmc.errors import ChunkLost, CorruptRecord, TierUnusable
 from lmc.keys import FORMAT, ChunkKey
-from lmc.redis_url import parse_redis_url
 from lmc.shapes import MIB
-from lmc.storage import breaker
-from lmc.storage.codec import Coded
-from lmc.storage.record import RecordMeta, checksum, decode_header, encode_header, split_parts
-from lmc.storage.redis import RedisTier
-from lmc.storage.slab import Slab
+from lmc.storage.memory.slab import Slab
 from lmc.storage.store import Store
-from lmc.storage.tier import Tier, Written
+from lmc.storage.tiers import breaker
+from lmc.storage.tiers.codec import Coded
+from lmc.storage.tiers.record import RecordMeta, checksum, decode_header, encode_header, split_parts
+from lmc.storage.tiers.redis import RedisTier
+from lmc.storage.tiers.tier import Tier, Written
 
 pytest_plugins = ["redis_servers"]
 

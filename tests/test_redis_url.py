@@ -2,7 +2,7 @@
 
 import pytest
 
-from lmc.redis_url import Address, parse_redis_url
+from lmc.config.redis_url import Address, parse_redis_url
 
 
 def test_a_plain_url_is_a_single_host() -> None:

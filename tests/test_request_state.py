@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 from vllm_fakes import Lab
 
-from lmc.connectors.vllm import request_state
-from lmc.connectors.vllm.request_state import RequestState, Role
-from lmc.connectors.vllm.roles import Roles
+from lmc.connectors.vllm.scheduler import request_state
+from lmc.connectors.vllm.scheduler.request_state import RequestState, Role
+from lmc.connectors.vllm.scheduler.roles import Roles
 
 
 def test_the_blocks_of_a_request_with_lora_are_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from lmc.storage.redis.resp import Connection, ProtocolError, command
+from lmc.storage.tiers.redis.resp import Connection, ProtocolError, command
 
 DEADLINE = 0.4
 SOON = 1.5  # seconds: the deadline, and room for a machine that is busy with something else

@@ -16,7 +16,7 @@ from router_house import SECONDS, served
 from service_fakes import eventually
 from typer.testing import CliRunner
 
-from lmc.cli import app
+from lmc.commands.cli import app
 from lmc.errors import InputError
 from lmc.router.arguments import OTHER_NAMES
 from lmc.router.discovery import discovery, in_file, in_kubernetes
@@ -164,8 +164,8 @@ def chosen(monkeypatch, *arguments: str, **variables: str) -> tuple:
         options.append(given)
         return from_command_line(name, given)
 
-    monkeypatch.setattr("lmc.router.command.from_command_line", making)
-    monkeypatch.setattr("lmc.router.command._run", lambda *given: found.append(given))
+    monkeypatch.setattr("lmc.commands.router.from_command_line", making)
+    monkeypatch.setattr("lmc.commands.router._run", lambda *given: found.append(given))
     result = CliRunner().invoke(app, ["router", *arguments], env=variables)
     assert result.exit_code == 0, result.output
     _, policy, _, engines, where, _, _ = found[0]
@@ -186,7 +186,7 @@ def test_engines_with_events_can_be_chosen_by_them(monkeypatch, found):
 
 def test_a_file_may_name_tokenizers_as_a_mapping(monkeypatch, tmp_path):
     found = []
-    monkeypatch.setattr("lmc.router.command._run", lambda settings, *_: found.append(settings.tokenizers))
+    monkeypatch.setattr("lmc.commands.router._run", lambda settings, *_: found.append(settings.tokenizers))
     file = tmp_path / "router.yaml"
     for tokenizers in ("{a/b: /x, c: hub/y}", "[a/b=/x, c=hub/y]", "a/b=/x,c=hub/y"):
         file.write_text(f"static_backends: http://a\ntokenizers: {tokenizers}\n")
@@ -224,7 +224,7 @@ def test_options_of_a_policy_may_be_a_variable_or_in_the_file(monkeypatch, tmp_p
 def settings_of(monkeypatch, *arguments: str, **variables: str) -> tuple:
     """The settings with which the command would run, and what was given in an earlier form."""
     found = []
-    monkeypatch.setattr("lmc.router.command._run", lambda settings, *rest: found.append((settings, rest[-1])))
+    monkeypatch.setattr("lmc.commands.router._run", lambda settings, *rest: found.append((settings, rest[-1])))
     result = CliRunner().invoke(app, ["router", "--static-backends", "http://a", *arguments], env=variables)
     assert result.exit_code == 0, result.output
     return found[0]
@@ -267,7 +267,7 @@ def test_later_sources_of_options_come_before_earlier_ones(monkeypatch, tmp_path
 
 def test_a_special_string_is_that_of_the_router_and_of_the_policy(monkeypatch):
     found = []
-    monkeypatch.setattr("lmc.router.command._run", lambda settings, _, policy, *rest: found.append((settings, policy)))
+    monkeypatch.setattr("lmc.commands.router._run", lambda settings, _, policy, *rest: found.append((settings, policy)))
     arguments = ["router", "--static-backends", "http://a", "--option", "special_string= <doc> "]
     assert CliRunner().invoke(app, arguments).exit_code == 0
     settings, policy = found[0]

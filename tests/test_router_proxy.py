@@ -14,9 +14,9 @@ from router_house import SECONDS, house, served
 from service_fakes import eventually
 
 from lmc.blend.markers import Markers
+from lmc.commands.top import complete, top
 from lmc.router.cut import MOST_LETTERS
 from lmc.router.engines import FAILURES
-from lmc.top import complete, top
 
 ASK = "/v1/completions"
 

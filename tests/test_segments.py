@@ -15,7 +15,7 @@ from lmc.blend import segments
 from lmc.blend.locate import PLACES, find_text
 from lmc.blend.markers import Markers
 from lmc.blend.segments import Span, document_tokens, join, split, without_separators
-from lmc.chat_template import with_documents
+from lmc.commands.chat_template import with_documents
 from lmc.demo import SHIPPED
 from lmc.demo.pretrained import smollm2
 from lmc.errors import InputError

@@ -36,16 +36,18 @@ from storage_fakes import (
 from tier_wrappers import Delayed
 
 from lmc.blend.segments import join
-from lmc.config import Settings
+from lmc.config.settings import Settings
 from lmc.connectors.transformers import CachedModel
 from lmc.errors import ChunkLost, ConfigError, NoMemory, StorageError, TierUnusable
-from lmc.service import arenas, remote_store
-from lmc.service import server as servers
-from lmc.service.channel import LARGEST, Channel
-from lmc.service.connection import Gone, ServerConnection, retire, status
-from lmc.service.greeting import PROTOCOL, Hello
-from lmc.service.lifelines import Lifelines
-from lmc.service.messages import (
+from lmc.server import arenas
+from lmc.server import server as servers
+from lmc.server.channel import LARGEST, Channel
+from lmc.server.client import remote_store
+from lmc.server.client.connection import Gone, ServerConnection, retire, status
+from lmc.server.client.remote_store import RemoteStore
+from lmc.server.greeting import PROTOCOL, Hello
+from lmc.server.lifelines import Lifelines
+from lmc.server.messages import (
     Abort,
     Attached,
     Begin,
@@ -69,14 +71,13 @@ from lmc.service.messages import (
     Release,
     Since,
 )
-from lmc.service.remote_store import RemoteStore
-from lmc.service.server import CacheServer
-from lmc.service.sizes import Sizes
+from lmc.server.server import CacheServer
+from lmc.server.sizes import Sizes
 from lmc.storage.contract import PinState
 from lmc.storage.level import Backing
-from lmc.storage.memory_files import locked
+from lmc.storage.memory.memory_files import locked
+from lmc.storage.memory.slab import Slab
 from lmc.storage.shares import Shares
-from lmc.storage.slab import Slab
 from lmc.storage.store import Store
 
 K0, K1, K2, K3, K4 = map(key_of, range(5))
@@ -403,7 +404,7 @@ def test_nobody_waits_while_the_system_takes_memory_for_another_client(tmp_path,
 
 
 def test_a_slot_whose_memory_was_not_taken_is_unused_again_and_costs_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr("lmc.service.arena.PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr("lmc.server.arena.PAUSE_SECONDS", 0.0)
     tier = DictTier()
     tier.write(meta_of(K0), [stored(meta_of(K0))])
     with serving(tmp_path, 8, [tier]) as server:
@@ -645,7 +646,7 @@ def test_a_client_that_has_too_many_open_files_attaches_when_it_has_fewer(tmp_pa
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
     with monkeypatch.context() as patch:
-        patch.setattr("lmc.service.connection.socket.socket", exhausted)
+        patch.setattr("lmc.server.client.connection.socket.socket", exhausted)
         eventually(lambda: len(tried) > 1)
     with serving(tmp_path, 4):
         eventually(lambda: store.attachment is not None)
@@ -698,7 +699,7 @@ def test_only_its_own_user_ends_a_server(server, monkeypatch):
 def test_a_server_of_another_protocol_is_taken_over_and_ends_quietly(server, attach, monkeypatch, caplog):
     """An upgrade is what a takeover is for."""
     put(attach(), K0)
-    monkeypatch.setattr("lmc.service.connection.PROTOCOL", PROTOCOL + 1)
+    monkeypatch.setattr("lmc.server.client.connection.PROTOCOL", PROTOCOL + 1)
     with pytest.raises(TierUnusable, match="has not ended"):  # It is in this process.
         retire(server.path, 0.1)
     assert server.ends
@@ -757,7 +758,7 @@ def greeted(server):
 
 
 def test_another_protocol_is_refused_and_both_versions_are_named(server, monkeypatch):
-    monkeypatch.setattr("lmc.service.connection.PROTOCOL", PROTOCOL + 1)
+    monkeypatch.setattr("lmc.server.client.connection.PROTOCOL", PROTOCOL + 1)
     with pytest.raises(
         ConfigError, match=rf"protocol {PROTOCOL}\).*protocol {PROTOCOL + 1}\): install the same version"
     ):
@@ -1074,7 +1075,7 @@ def test_members_of_the_group_may_attach(tmp_path):
 import os
 from service_fakes import SIZES, attached
 from storage_fakes import expected, get, key_of, put
-from lmc.storage.slab import Slab
+from lmc.storage.memory.slab import Slab
 os.setgroups([{group}]); os.setgid(65534); os.setuid(65534)
 class server: path = __import__("pathlib").Path({str(made.path)!r})
 store = attached(server)

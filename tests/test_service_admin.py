@@ -29,17 +29,17 @@ from vllm_fakes import DOC_A, DOC_B, Lab, prompt
 from vllm_fakes import learn as learn_in
 
 import lmc.demo as lmc_demo
-from lmc import http_server
-from lmc.connectors.vllm.admin import Administration, serve_if_wanted
-from lmc.engine.document_desk import DocumentDesk
+from lmc.connectors.vllm.scheduler.admin import Administration, serve_if_wanted
+from lmc.documents.desk import DocumentDesk
 from lmc.errors import ConfigError, InputError
-from lmc.http_client import Unreachable, admin_client
+from lmc.http import server as http_server
+from lmc.http.client import Unreachable, admin_client
 from lmc.keys import RecordKind, tenant_of, tokens_digest
-from lmc.service import http_api
-from lmc.service.events import Events
-from lmc.service.http_api import application
-from lmc.service.overview import Overview
-from lmc.service.quotas import Quota, Quotas
+from lmc.server import http_api
+from lmc.server.events import Events
+from lmc.server.http_api import application
+from lmc.server.overview import Overview
+from lmc.server.quotas import Quota, Quotas
 from lmc.shapes import GIB
 from lmc.storage.change_log import ChangeLog
 from lmc.storage.contract import ChunkStore
@@ -127,7 +127,7 @@ def test_a_missing_package_does_not_end_the_server_that_would_be_taken_over(
     service, monkeypatch, setting, value, package
 ):
     monkeypatch.setenv(setting, value)
-    for name in [name for name in sys.modules if name.startswith(("lmc.storage.redis", package))]:
+    for name in [name for name in sys.modules if name.startswith(("lmc.storage.tiers.redis", package))]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, package, None)
     code, _, err = lmc("serve", "--socket", str(service.server.path), "--takeover")

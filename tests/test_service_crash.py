@@ -20,10 +20,10 @@ from service_fakes import Child, arena_of, attached, eventually, filled, put, se
 from service_process import ServerProcess
 from storage_fakes import PART_BYTES, PARTS, expected, get, key_of, meta_of
 
-from lmc.config import Settings
+from lmc.config.settings import Settings
 from lmc.errors import TierUnusable
-from lmc.service.connection import status
-from lmc.service.server import CacheServer
+from lmc.server.client.connection import status
+from lmc.server.server import CacheServer
 from lmc.shapes import GIB
 
 KILLS, CLIENTS, SLOTS = int(os.environ.get("SERVICE_KILLS", "12")), 4, 12
@@ -244,7 +244,7 @@ def test_memory_on_a_disk_is_warned_of(memory, tmp_path, monkeypatch, caplog):
         return f"{memory} is on a disk" in caplog.text
 
     assert not start("one.sock")
-    monkeypatch.setattr("lmc.storage.memory_files.IN_MEMORY", ())  # as if it were none of these kinds
+    monkeypatch.setattr("lmc.storage.memory.memory_files.IN_MEMORY", ())  # as if it were none of these kinds
     assert start("other.sock")
 
 
@@ -252,8 +252,8 @@ def test_a_server_that_is_told_to_end_while_it_starts_ends(tmp_path):
     """In a container it would get no other signal than the one that kills it, minutes later."""
     code = """
 import os, signal, sys
-from lmc.cli import main
-from lmc.service import server
+from lmc.commands.cli import main
+from lmc.server import server
 
 def starting(*_, **__):
     os.kill(os.getpid(), signal.SIGTERM)

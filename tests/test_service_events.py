@@ -16,13 +16,13 @@ from storage_fakes import key_of, meta_of
 from test_admin import free_port
 from test_keeper import RECORD, A, B, C, engine_of, learn
 
-from lmc.admin_address import DOCUMENT_EVENTS
 from lmc.background import Background
-from lmc.engine import document_publisher
-from lmc.engine.document_events import DocumentEvents
-from lmc.engine.document_publisher import TOPIC, DocumentPublisher
-from lmc.engine.known_documents import KnownDocuments
+from lmc.documents import publisher as document_publisher
+from lmc.documents.events import DocumentEvents
+from lmc.documents.known import KnownDocuments
+from lmc.documents.publisher import TOPIC, DocumentPublisher
 from lmc.errors import ConfigError
+from lmc.http.address import DOCUMENT_EVENTS
 from lmc.keys import RecordKind, tenant_of, tokens_digest
 from lmc.router.event_stream import EventStream, Lost
 from lmc.router.follow import decoded
@@ -92,7 +92,7 @@ def test_batches_are_sent_again_to_any_client(tmp_path):
             return self.left.pop(0) if self.left else []
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lmc.engine.document_publisher._message", lambda moved: {"type": moved})
+        patch.setattr("lmc.documents.publisher._message", lambda moved: {"type": moved})
         publisher = DocumentPublisher(f"{address}, {replay}", Moves())
         context = zmq.Context.instance()
         with closing(publisher), context.socket(zmq.REQ) as asking:
@@ -122,7 +122,7 @@ def test_a_reader_notices_events_that_an_error_has_lost(tmp_path, monkeypatch, a
 
     Now a number is missing, also if nothing changes afterwards, and everything that is there is announced again.
     """
-    monkeypatch.setattr("lmc.engine.document_publisher.AGAIN_SECONDS", 0.05)
+    monkeypatch.setattr("lmc.documents.publisher.AGAIN_SECONDS", 0.05)
     addresses = [f"ipc://{tmp_path}/events", *([f"ipc://{tmp_path}/again"] if again else [])]
     log, known, broken = ChangeLog(), KnownDocuments(), threading.Event()
 

@@ -17,21 +17,21 @@ from service_fakes import SIZES, Child, arena_of, attached, eventually, filled, 
 from storage_fakes import NAMESPACE, PART_BYTES, PARTS, DictTier, key_of, meta_of, stored
 from test_cli import lmc
 
-from lmc.config import Settings
+from lmc.config.settings import Settings
 from lmc.errors import StorageError, TierUnusable
-from lmc.service import arenas, lifelines, own_files
-from lmc.service.http_api import MOST_SUBSCRIBERS, application
-from lmc.service.journal import Journal
-from lmc.service.messages import Described, Keep
-from lmc.service.overview import Overview
-from lmc.service.server import CacheServer
-from lmc.service.sizes import Sizes
+from lmc.server import arenas, lifelines, own_files
+from lmc.server.http_api import MOST_SUBSCRIBERS, application
+from lmc.server.journal import Journal
+from lmc.server.messages import Described, Keep
+from lmc.server.overview import Overview
+from lmc.server.server import CacheServer
+from lmc.server.sizes import Sizes
 from lmc.storage.contract import PinState
-from lmc.storage.disk import UNBOUNDED, DiskTier
 from lmc.storage.level import Backing
+from lmc.storage.memory.slab import Slab
 from lmc.storage.shares import Shares
-from lmc.storage.slab import Slab
 from lmc.storage.store import Store
+from lmc.storage.tiers.disk import UNBOUNDED, DiskTier
 
 OTHER, THIRD = (Sizes(Shares((PARTS + more,)), PART_BYTES, 1) for more in (1, 2))
 

@@ -9,12 +9,12 @@ import pytest
 from models import random_model
 from service_fakes import arena_of, serving
 
-from lmc.config import Settings
+from lmc.config.settings import Settings
 from lmc.connectors.transformers import CachedModel
-from lmc.engine.learn_queue import LearnQueue, Unlearned
+from lmc.documents.learn_queue import LearnQueue, Unlearned
 from lmc.keys import RecordKind
-from lmc.service.learning import AT_ONCE, CLAIM_SECONDS, MOST_CLAIMS, MOST_WAITING, WaitingDocuments
-from lmc.service.remote_learning import RemoteLearning
+from lmc.server.client.remote_learning import RemoteLearning
+from lmc.server.learning import AT_ONCE, CLAIM_SECONDS, MOST_CLAIMS, MOST_WAITING, WaitingDocuments
 
 ONE, TWO = b"\1" * 32, b"\2" * 32  # namespaces
 BEAT = 1.0  # second

@@ -18,7 +18,7 @@ from lmc.blend.rope import rotate
 from lmc.blend.segments import Placement, join, split
 from lmc.blend.shift import Shift, shifts_of
 from lmc.blend.strategies import RecomputePolicy
-from lmc.config import Settings
+from lmc.config.settings import Settings
 from lmc.connectors.transformers.canvas import DenseCanvas
 from lmc.connectors.transformers.hf import forward, prefilled, rows_of
 from lmc.connectors.transformers.layers import DecoderLayers

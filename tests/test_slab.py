@@ -15,11 +15,11 @@ import torch
 from lmc.errors import NoMemory, StorageError
 from lmc.keys import ChunkKey
 from lmc.shapes import GIB
-from lmc.storage import host_memory
-from lmc.storage import slab as slab_module
 from lmc.storage.ledger import Slot
+from lmc.storage.memory import host_memory
+from lmc.storage.memory import slab as slab_module
+from lmc.storage.memory.slab import LOST, Slab, SlabAddress, tag_of
 from lmc.storage.shares import Shares
-from lmc.storage.slab import LOST, Slab, SlabAddress, tag_of
 
 S0, S1 = Slot(0), Slot(1)
 KEY = ChunkKey(bytes(range(32)))
@@ -162,7 +162,7 @@ def test_a_container_s_limit_counts_and_idle_page_cache_is_room(monkeypatch, tmp
 
 OWNER = """
 import sys
-from lmc.storage.slab import Slab
+from lmc.storage.memory.slab import Slab
 slab = Slab(3, 2, 5000, shared=True)
 slab.part(1, 1)[:3] = 7
 slab.label(1, bytes(range(32)), 2)
@@ -172,7 +172,7 @@ sys.stdin.readline()
 READER = """
 import sys
 from lmc.storage.shares import Shares
-from lmc.storage.slab import Slab, SlabAddress
+from lmc.storage.memory.slab import Slab, SlabAddress
 slab = Slab.attach(SlabAddress(path=sys.argv[1], slots=3, shares=Shares((2,)), part_bytes=5000))
 print(slab.ready(1, int(sys.argv[2])), slab.ready(1, 5), slab.ready(2, 5), slab.part(1, 1)[:4].tolist(), flush=True)
 slab.part(2, 0)[4999] = 9
@@ -359,7 +359,7 @@ class Registered:
 def test_a_worker_page_locks_its_own_share_in_stretches_of_whole_slots(monkeypatch):
     owner = Slab(20, Shares(STAGES, RANKS), 4096, shared=True)
     found = Registered(monkeypatch)
-    monkeypatch.setattr("lmc.storage.page_lock.LOCKED_AT_ONCE", 4 * 4096)
+    monkeypatch.setattr("lmc.storage.memory.page_lock.LOCKED_AT_ONCE", 4 * 4096)
     share = owner.address.shares.of(0, 1)
     attached = Slab.attach(owner.address, share)
     first = attached.part(0, share.first).data_ptr()
@@ -373,8 +373,8 @@ def test_a_worker_page_locks_its_own_share_in_stretches_of_whole_slots(monkeypat
 
 def test_stretches_that_are_locked_are_released_and_others_are_not(monkeypatch, caplog):
     found = Registered(monkeypatch, refused=1)
-    monkeypatch.setattr("lmc.storage.page_lock.LOCKED_AT_ONCE", 4096)
-    monkeypatch.setattr("lmc.storage.page_lock.THREADS", 1)
+    monkeypatch.setattr("lmc.storage.memory.page_lock.LOCKED_AT_ONCE", 4096)
+    monkeypatch.setattr("lmc.storage.memory.page_lock.THREADS", 1)
     with caplog.at_level(logging.WARNING):
         slab = Slab(4, 1, 4096)
     (line,) = caplog.messages
@@ -401,7 +401,7 @@ def sparse_slab_of_a_server(monkeypatch, **refused):
     """A slab whose workers lock it, the share of one of them, and what is locked from then on."""
     owner = Slab(20, Shares(STAGES, RANKS), 4096, shared=True, sparse=True, page_locked=True)
     found = Registered(monkeypatch, **refused)
-    monkeypatch.setattr("lmc.storage.page_lock.LOCKED_BESIDE", 4 * 4096)
+    monkeypatch.setattr("lmc.storage.memory.page_lock.LOCKED_BESIDE", 4 * 4096)
     return owner, owner.address.shares.of(0, 1), found
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from lmc.blend.strategies import RecomputePolicy
-from lmc.config import Settings
+from lmc.config.settings import Settings
 from lmc.connectors.transformers import CachedModel
 from lmc.demo import SHIPPED as SMALL
 from lmc.demo.questions import Example, Prompts, read_collection

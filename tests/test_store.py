@@ -36,10 +36,10 @@ from tier_wrappers import Counted, Delayed, Faulty
 from lmc.errors import ChunkLost, CorruptRecord
 from lmc.storage import loader
 from lmc.storage.contract import PinState
-from lmc.storage.disk import DiskTier
-from lmc.storage.slab import LOST, Slab, tag_of
+from lmc.storage.memory.slab import LOST, Slab, tag_of
 from lmc.storage.store import Store
-from lmc.storage.tier import Wrapped
+from lmc.storage.tiers.disk import DiskTier
+from lmc.storage.tiers.tier import Wrapped
 from lmc.storage.writer import WRITERS
 
 K0, K1, K2, K3, K4, K5 = map(key_of, range(6))

@@ -16,9 +16,9 @@ from tier_wrappers import Faulty
 
 from lmc.errors import ChunkLost
 from lmc.storage import loader
-from lmc.storage.disk import DiskTier
-from lmc.storage.slab import Slab
+from lmc.storage.memory.slab import Slab
 from lmc.storage.store import Store
+from lmc.storage.tiers.disk import DiskTier
 
 KEYS = [key_of(i) for i in range(8)]
 BELOW = [("dict",), ("disk",), ("disk", "remote")]  # tiers, fastest first

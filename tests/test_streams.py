@@ -4,7 +4,7 @@ import pytest
 import torch
 from test_staging import DEVICE, Machine, Stream, Task
 
-from lmc.connectors.vllm.streams import LayerLoads, Streams
+from lmc.connectors.vllm.worker.streams import LayerLoads, Streams
 
 LAYERS = 5
 

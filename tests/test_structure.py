@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tomllib
 from collections import Counter
+from collections.abc import Collection
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -16,17 +17,24 @@ import pytest
 from setuptools import find_packages
 
 ROOT = Path(__file__).parent.parent
-FOUNDATION = {
-    "lmc", "lmc.shapes", "lmc.keys", "lmc.errors", "lmc.config", "lmc.config_sources", "lmc.lmcache_compat",
-    "lmc.redis_url", "lmc.background", "lmc.copies", "lmc.admin_address",
-}  # fmt: skip
-# Who may import whom, beside the foundation.
-ALLOWED = {
-    "storage": {"lmc.storage"},
-    "blend": {"lmc.blend"},
-    "connectors": {"lmc.connectors", "lmc.blend", "lmc.engine", "lmc.metrics", "lmc.storage"},
-}
-SOURCES = [path for folder in ("lmc", *ALLOWED) for path in sorted((ROOT / folder).rglob("*.py"))]
+# The rooms of the house, from the bottom to the top. A module imports from its own room, and from lower floors.
+FLOORS: tuple[tuple[str, ...], ...] = (
+    ("lmc.errors",),
+    ("lmc", "lmc.shapes", "lmc.keys", "lmc.background", "lmc.copies", "lmc.small_files", "lmc.terminal"),
+    ("lmc.config",),
+    ("lmc.http",),
+    ("lmc.storage", "lmc.blend"),
+    ("lmc.metrics", "lmc.documents"),
+    ("lmc.server",),
+    ("lmc.engine",),
+    ("lmc.connectors", "lmc.router", "lmc.rag"),
+    ("lmc.demo",),
+    ("lmc.commands",),
+    ("lmc.__main__",),
+)
+FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
+TOP = ("storage", "blend", "connectors")
+SOURCES = [path for folder in ("lmc", *TOP) for path in sorted((ROOT / folder).rglob("*.py"))]
 
 
 def imports(path: Path) -> set[str]:
@@ -39,20 +47,54 @@ def imports(path: Path) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("folder", sorted(ALLOWED))
-def test_arrows_point_one_way(folder: str) -> None:
-    for path in (ROOT / folder).rglob("*.py"):
-        ours = {name for name in imports(path) if name.split(".")[0] == "lmc"} - FOUNDATION
-        stray = {name for name in ours if not any(name == ok or name.startswith(ok + ".") for ok in ALLOWED[folder])}
-        assert not stray, f"{path.name} imports {stray}"
+def room_of(module: str) -> str:
+    """Return the room in which a module is."""
+    while module not in FLOOR:
+        module = module.rpartition(".")[0]
+    return module
 
 
-def test_the_engine_knows_no_model_and_the_foundation_knows_nobody() -> None:
-    for path in (ROOT / "lmc/engine").glob("*.py"):
-        blend = {name for name in imports(path) if name.startswith(("lmc.blend", "lmc.connectors"))}
-        assert blend <= {"lmc.blend.segments"}, "of the blender it knows where documents stand, and nothing else"
-    for name in ("shapes", "keys", "errors", "config"):
-        assert {found for found in imports(ROOT / f"lmc/{name}.py") if found.startswith("lmc.")} <= FOUNDATION
+def imported(tree: ast.Module, modules: Collection[str]) -> set[str]:
+    """Return the modules of the package that a module imports, also inside of functions."""
+    wanted = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            wanted |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            inside = {f"{node.module}.{alias.name}" for alias in node.names}
+            wanted |= {name for name in inside if name in modules} or {node.module}
+    return {name for name in wanted if name in modules}
+
+
+def test_arrows_point_down() -> None:
+    modules = parsed()
+    wrong = [
+        f"{name} imports {other}"
+        for name, tree in modules.items()
+        for other in imported(tree, modules)
+        if room_of(other) != room_of(name) and FLOOR[room_of(other)] >= FLOOR[room_of(name)]
+    ]
+    assert not wrong
+
+
+# What rooms may know of others that are below them, if that is not everything.
+KNOWN = {
+    ("lmc.storage", "lmc.config"): {"lmc.config.redis_url", "lmc.config.settings"},
+    ("lmc.blend", "lmc.config"): {"lmc.config.settings"},
+    ("lmc.documents", "lmc.blend"): {"lmc.blend.segments"},
+    ("lmc.server", "lmc.blend"): set(),
+    ("lmc.engine", "lmc.blend"): {"lmc.blend.segments"},
+    ("lmc.router", "lmc.blend"): {"lmc.blend.markers", "lmc.blend.segments"},
+    ("lmc.router", "lmc.engine"): set(),
+    ("lmc.router", "lmc.server"): set(),
+}
+
+
+@pytest.mark.parametrize(("room", "below"), KNOWN)
+def test_a_room_knows_only_a_part_of_another(room: str, below: str) -> None:
+    modules = parsed()
+    others = {one for name, tree in modules.items() if room_of(name) == room for one in imported(tree, modules)}
+    assert {one for one in others if room_of(one) == below} <= KNOWN[room, below]
 
 
 def test_only_connectors_and_the_demo_import_an_engine() -> None:
@@ -64,7 +106,7 @@ def test_only_connectors_and_the_demo_import_an_engine() -> None:
 
 
 def test_top_folders_are_reached_through_links() -> None:
-    for folder in ALLOWED:
+    for folder in TOP:
         assert os.readlink(ROOT / "lmc" / folder) == f"../{folder}"
 
 
@@ -86,16 +128,7 @@ def test_no_two_classes_have_one_name() -> None:
 def test_no_import_goes_in_a_circle() -> None:
     """Imports inside of functions and under TYPE_CHECKING count as well."""
     modules = parsed()
-    graph: dict[str, set[str]] = {}
-    for name, tree in modules.items():
-        wanted = set()
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Import):
-                wanted |= {alias.name for alias in node.names}
-            elif isinstance(node, ast.ImportFrom) and node.module:
-                inside = {f"{node.module}.{alias.name}" for alias in node.names}
-                wanted |= (inside & modules.keys()) or {node.module}
-        graph[name] = (wanted & modules.keys()) - {name}
+    graph = {name: imported(tree, modules) - {name} for name, tree in modules.items()}
     TopologicalSorter(graph).prepare()  # raises CycleError
 
 
@@ -116,7 +149,9 @@ def test_the_licence_is_apache_2() -> None:
 
 
 def test_the_command_line_answers_without_torch() -> None:
-    program = "import sys, lmc.cli; sys.exit(1 if {'torch', 'transformers', 'vllm'} & sys.modules.keys() else 0)"
+    program = (
+        "import sys, lmc.commands.cli; sys.exit(1 if {'torch', 'transformers', 'vllm'} & sys.modules.keys() else 0)"
+    )
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 
@@ -233,7 +268,7 @@ def test_commands_of_the_documentation_run(command: str, command_home: Path) -> 
         words[0] = sys.executable
         words[1] = str(ROOT / words[1])
     if words[0] == "lmc":
-        words[:1] = [sys.executable, "-c", "from lmc.cli import main; main()"]
+        words[:1] = [sys.executable, "-c", "from lmc.commands.cli import main; main()"]
         if words[3:4] == ["demo"]:
             words += ["--limit", "3", "--no-large"]
     variables = dict(re.findall(r"(\w+)=(\S+)", command)) if "=" in command.split(maxsplit=1)[0] else {}

@@ -19,14 +19,14 @@ from test_redis_faults import say_no_secret
 from typer.testing import CliRunner
 
 from lmc.blend.segments import join
-from lmc.cli import app
-from lmc.config import Settings
+from lmc.commands.cli import app
+from lmc.config.redis_url import parse_redis_url
+from lmc.config.settings import Settings
 from lmc.connectors.transformers import CachedModel
 from lmc.engine import PromptView
 from lmc.errors import ConfigError, LmcError
 from lmc.keys import ChunkKey, RecordKind, exact_keys
-from lmc.redis_url import parse_redis_url
-from lmc.storage.redis import RedisTier
+from lmc.storage.tiers.redis import RedisTier
 
 pytest_plugins = ["redis_servers"]
 

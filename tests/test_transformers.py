@@ -19,7 +19,7 @@ from transformers import DynamicCache
 
 from lmc.blend.segments import Span, join
 from lmc.blend.strategies import RecomputePolicy
-from lmc.config import Settings
+from lmc.config.settings import Settings
 from lmc.connectors.transformers import CachedModel
 from lmc.connectors.transformers.hf import cache_argument, identity, prefilled, rows_of
 from lmc.connectors.transformers.report import How, Report
@@ -27,9 +27,9 @@ from lmc.engine import PromptView
 from lmc.errors import ConfigError, InputError, NoMemory, UnsupportedModel
 from lmc.storage import cost_model
 from lmc.storage.contract import Reservation
-from lmc.storage.disk import DiskTier
-from lmc.storage.record import RecordMeta
-from lmc.storage.tier import Written
+from lmc.storage.tiers.disk import DiskTier
+from lmc.storage.tiers.record import RecordMeta
+from lmc.storage.tiers.tier import Written
 
 EVERYTHING = RecomputePolicy(strategy="query", ratios=(1.0,))
 DOCUMENTS = [random_tokens(20 + 5 * i, i) for i in range(6)]

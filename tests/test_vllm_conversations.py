@@ -4,10 +4,10 @@ import pytest
 from vllm_fakes import BLOCK, DOC_A, DOC_B, Lab, Request, learn, prompt, state_of
 
 from lmc.blend.segments import Span
-from lmc.connectors.vllm import backfill, isolation
-from lmc.connectors.vllm.idle import MAX_PAUSE_SECONDS
-from lmc.connectors.vllm.isolation import OwnBlends, set_salts
 from lmc.connectors.vllm.messages import StepReport
+from lmc.connectors.vllm.scheduler import backfill, isolation
+from lmc.connectors.vllm.scheduler.idle import MAX_PAUSE_SECONDS
+from lmc.connectors.vllm.scheduler.isolation import OwnBlends, set_salts
 from lmc.engine import Piece
 from lmc.keys import RecordKind
 

@@ -3,8 +3,8 @@
 import pytest
 
 from lmc.blend.segments import Span
-from lmc.config import Settings
-from lmc.connectors.vllm.request_options import Options
+from lmc.config.settings import Settings
+from lmc.connectors.vllm.scheduler.request_options import Options
 from lmc.errors import InputError
 
 NAN, INFINITY, HUGE = float("nan"), float("inf"), 10**5000

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lmc.blend.kernels.choice import TORCH
-from lmc.connectors.vllm.paged import Pages, TokenAccess
+from lmc.connectors.vllm.worker.paged import Pages, TokenAccess
 from lmc.errors import UnsupportedModel
 
 L, B, H, N, C = 2, 6, 3, 4, 5

@@ -34,18 +34,18 @@ from vllm_fakes import (
 )  # fmt: skip
 
 from lmc.blend.segments import Span
-from lmc.connectors.vllm import claims
-from lmc.connectors.vllm.idle import MAX_PAUSE_SECONDS
 from lmc.connectors.vllm.messages import BlendJob, LoadJob, StepReport
 from lmc.connectors.vllm.model_identity import layout_of, model_identity
-from lmc.connectors.vllm.request_state import Role
+from lmc.connectors.vllm.scheduler import claims
+from lmc.connectors.vllm.scheduler.idle import MAX_PAUSE_SECONDS
+from lmc.connectors.vllm.scheduler.request_state import Role
 from lmc.engine import CacheEngine, NewChunk
 from lmc.engine.identity import adapter_stamp
 from lmc.errors import ConfigError
 from lmc.keys import RecordKind
 from lmc.storage import loader
 from lmc.storage.contract import PinState
-from lmc.storage.disk import DiskTier
+from lmc.storage.tiers.disk import DiskTier
 
 MB = 1 << 20
 
@@ -1226,7 +1226,7 @@ def test_a_load_and_a_blend_are_spans_of_their_requests(make):
     lab.forget_prefixes()
     lab.serve("exact", [7] * 20)
     (_, *learned), (one, blend, start, stop, about), (other, exact, _, _, more) = spans
-    assert (learned[0], one, blend, other, exact) == ("lmc.learn", "blend", "lmc.blend", "exact", "lmc.exact")
+    assert (learned[0], one, blend, other, exact) == ("lmc.commands.learn", "blend", "lmc.blend", "exact", "lmc.exact")
     assert stop - 60 < start <= stop <= time.time()
     assert about["lmc.tokens_from.host"] == len(DOC_A)
     assert more["lmc.exact_tokens"] == 16

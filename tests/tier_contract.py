@@ -5,7 +5,7 @@ from storage_fakes import PART_BYTES, PARTS, content, key_of, memory, meta_of, r
 
 from lmc.errors import CorruptRecord
 from lmc.keys import ChunkKey
-from lmc.storage.tier import Tier, Written
+from lmc.storage.tiers.tier import Tier, Written
 
 K0, K1, K2, K3 = map(key_of, range(4))
 
@@ -154,7 +154,7 @@ class TierContract:
     def test_a_record_of_another_format_version_is_deleted(self, tier, monkeypatch):
         write(tier, K0)
         with monkeypatch.context() as patch:
-            patch.setattr("lmc.storage.record.FORMAT", 2)
+            patch.setattr("lmc.storage.tiers.record.FORMAT", 2)
             other = raw_record(meta_of(K0))
         assert b"lmc-2" in other
         self.raw_write(tier, K0, other)

@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from lmc.keys import ChunkKey
-from lmc.storage.record import RecordMeta
-from lmc.storage.tier import RecordReader, Tier, Wrapped, Written
+from lmc.storage.tiers.record import RecordMeta
+from lmc.storage.tiers.tier import RecordReader, Tier, Wrapped, Written
 
 
 class Delayed(Wrapped):

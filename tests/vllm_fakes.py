@@ -15,12 +15,12 @@ from ledger_check import check_store
 from storage_fakes import open_gates
 
 from lmc.blend.markers import Markers
-from lmc.config import Settings
+from lmc.config.settings import Settings
 from lmc.connectors.vllm.messages import BlendJob, LoadJob, SaveJob, StepPlan, StepReport, WorkerFacts
-from lmc.connectors.vllm.scheduler import Scheduler
+from lmc.connectors.vllm.scheduler.scheduler import Scheduler
 from lmc.connectors.vllm.start import Setup, layers_of_stages, open_engine
 from lmc.shapes import GIB
-from lmc.storage.slab import LOST, Slab
+from lmc.storage.memory.slab import LOST, Slab
 
 BLOCK, CHUNK, LAYERS, HEADS, DIM = 4, 8, 2, 1, 8
 PAGE = 2 * HEADS * DIM * 4 * BLOCK  # bytes

@@ -8,7 +8,7 @@
 import json
 import sys
 
-from lmc.config import Settings
+from lmc.config.settings import Settings
 
 PURPOSES: dict[str, dict[str, str]] = {
     "Storage": {

@@ -17,7 +17,7 @@ from lmc.blend.learn_prefix import learn_prefix
 from lmc.blend.segments import split
 from lmc.blend.shift import Shift
 from lmc.blend.strategies import STRATEGIES, Evidence, highest
-from lmc.config import Settings
+from lmc.config.settings import Settings
 from lmc.connectors.transformers import CachedModel
 from lmc.connectors.transformers.continuation import divergence, greedy_answer, log_probabilities
 from lmc.connectors.transformers.hf import forward, rows_of

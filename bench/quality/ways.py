@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lmc.blend.strategies import BLIND_REUSE, STRATEGIES, RecomputePolicy, by_none
-from lmc.config import Settings
+from lmc.config.settings import Settings
 
 FULL, BLIND, ROUNDED = "full", "blind", "bfloat16"
 ORACLE = "oracle"

@@ -28,7 +28,7 @@ from lmc.blend.learn_prefix import learn_prefix
 from lmc.blend.markers import Markers
 from lmc.blend.segments import Segments, split
 from lmc.blend.strategies import BLIND_REUSE, RecomputePolicy
-from lmc.config import Settings
+from lmc.config.settings import Settings
 from lmc.connectors.transformers.arguments import check_options, checked_markers, checked_tokens
 from lmc.connectors.transformers.canvas import DenseCanvas
 from lmc.connectors.transformers.hf import cache_argument, cache_of, forward, identity, load, prefilled, rows_of

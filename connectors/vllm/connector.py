@@ -16,24 +16,24 @@ import torch
 
 from lmc.blend.learn_prefix import learn_prefix
 from lmc.blend.markers import Markers
-from lmc.config import Settings
+from lmc.config.settings import Settings
 from lmc.connectors.vllm import multi, vllm_api
-from lmc.connectors.vllm.admin import Administration, serve_if_wanted
 from lmc.connectors.vllm.guard import HookGuard
 from lmc.connectors.vllm.messages import StepPlan, StepReport, WorkerFacts
 from lmc.connectors.vllm.model_identity import model_identity
 from lmc.connectors.vllm.model_kinds import objection, use_one_table
 from lmc.connectors.vllm.plugin import join_log, loaded_model
-from lmc.connectors.vllm.scheduler import Scheduler
-from lmc.connectors.vllm.start import Setup, check_chunk_size, layers_of_stages, open_engine
+from lmc.connectors.vllm.scheduler.admin import Administration, serve_if_wanted
+from lmc.connectors.vllm.scheduler.scheduler import Scheduler
+from lmc.connectors.vllm.start import Setup, check_chunk_size, layers_of_stages, open_engine, publisher_if_wanted
 from lmc.connectors.vllm.stats import LmcPromMetrics, LmcStats
-from lmc.connectors.vllm.worker import Worker
+from lmc.connectors.vllm.worker.worker import Worker
+from lmc.documents.publisher import DocumentPublisher
 from lmc.engine import CacheEngine
-from lmc.engine.document_publisher import DocumentPublisher, publisher_if_wanted
-from lmc.engine.tiers import described
 from lmc.errors import ConfigError, InputError
 from lmc.metrics import key
 from lmc.storage.places import place_of
+from lmc.storage.tiers.opening import described
 
 T = TypeVar("T")
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from lmc.blend.strategies import RecomputePolicy
 from lmc.engine import Piece
-from lmc.storage.slab import SlabAddress
+from lmc.storage.memory.slab import SlabAddress
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

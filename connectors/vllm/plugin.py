@@ -10,7 +10,7 @@ import logging
 import sys
 from typing import Any
 
-from lmc.config_sources import log_level
+from lmc.config.sources import log_level
 from lmc.connectors.vllm import vllm_api
 from lmc.errors import ConfigError
 

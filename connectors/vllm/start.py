@@ -8,14 +8,16 @@ from typing import Any
 import torch
 
 from lmc.blend.markers import Markers
-from lmc.config import Settings
+from lmc.config.settings import Settings
 from lmc.connectors.vllm.messages import WorkerFacts
+from lmc.documents.events import DocumentEvents
+from lmc.documents.publisher import DocumentPublisher
 from lmc.engine import CacheEngine, Geometry
 from lmc.errors import ConfigError
 from lmc.keys import Namespace
 from lmc.shapes import KV
 from lmc.storage.shares import Shares
-from lmc.storage.tier import Tier
+from lmc.storage.tiers.tier import Tier
 
 
 @dataclass(slots=True, kw_only=True)
@@ -103,3 +105,12 @@ def open_engine(
     return CacheEngine(
         settings, geometry, namespace, shared=True, tiers=tiers, prefix=prefix, model=name, tokenizer=tokenizer
     )
+
+
+def publisher_if_wanted(engine: CacheEngine, number: int) -> DocumentPublisher | None:
+    """Return the publisher that the settings ask for, if they do."""
+    address = engine.settings.document_events
+    if not address:
+        return None
+    events = DocumentEvents(engine.store.changes, engine.known.get, engine.salt_of, engine.background)
+    return DocumentPublisher(address, events, number)

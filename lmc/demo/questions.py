@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from lmc.blend.segments import join
+from lmc.documents.sources import read_text
 from lmc.errors import InputError
-from lmc.learn.sources import read_text
 
 TOP = 6  # documents a question, as in CacheBlend's evaluation
 DOCUMENTS = "\0"  # where the documents stand in a chat

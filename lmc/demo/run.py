@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from lmc.blend.segments import join, split
-from lmc.config import Settings
+from lmc.config.settings import Settings
 from lmc.connectors.transformers import CachedModel
 from lmc.connectors.transformers.continuation import greedy_answer
 from lmc.connectors.transformers.report import How, Prefilled

@@ -1,9 +1,9 @@
 """The cache engine: what is cached where for a prompt, and the chunks themselves. Both connectors are built on it."""
 
+from lmc.documents.learn_queue import Unlearned
 from lmc.engine.cache_engine import CacheEngine, PromptView
 from lmc.engine.geometry import Geometry
 from lmc.engine.index import NewChunk
-from lmc.engine.learn_queue import Unlearned
 from lmc.engine.pieces import Piece
 from lmc.engine.planner import DocumentLookup, Lookup, Plan, Wish
 

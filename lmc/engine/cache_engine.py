@@ -18,14 +18,14 @@ import torch
 
 from lmc.background import Background
 from lmc.blend.segments import Span
-from lmc.config import Settings
+from lmc.config.settings import Settings
 from lmc.copies import settle
-from lmc.engine.documents_file import FILE
+from lmc.documents.file import FILE
+from lmc.documents.keeper import DocumentKeeper, Keeper
+from lmc.documents.known import KnownDocument, KnownDocuments, document_label, parted_label
+from lmc.documents.learn_queue import LearnQueue, Unlearned
 from lmc.engine.geometry import Geometry
 from lmc.engine.index import BlockChain, CacheIndex, ExactChain, NewChunk, TokenChain, find_run
-from lmc.engine.keeper import DocumentKeeper, Keeper
-from lmc.engine.known_documents import KnownDocument, KnownDocuments, document_label, parted_label
-from lmc.engine.learn_queue import LearnQueue, Unlearned
 from lmc.engine.names import Names
 from lmc.engine.pieces import Piece
 from lmc.engine.planner import DocumentLookup, Lookup, Plan, Wish, blend_offer, choose_plan, without_slow_blend
@@ -35,10 +35,10 @@ from lmc.keys import ChunkKey, Namespace, RecordKind, chunk_bounds, document_key
 from lmc.shapes import GIB, KVShape
 from lmc.storage.contract import Pin, PinState, Reservation
 from lmc.storage.cost_model import BlendOffer, CostModel, LoadPolicy
-from lmc.storage.record import RecordMeta
 from lmc.storage.stats import StoreStats
 from lmc.storage.store import Store
-from lmc.storage.tier import Tier
+from lmc.storage.tiers.record import RecordMeta
+from lmc.storage.tiers.tier import Tier
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,13 +4,12 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from lmc.documents.known import SHOWN, KnownDocument
 from lmc.engine.cache_engine import CacheEngine
-from lmc.engine.known_documents import KnownDocument
 from lmc.engine.planner import DocumentLookup, Plan
 from lmc.keys import RecordKind
 
 Decode = Callable[[list[int]], str]
-SHOWN = 60  # letters of a document
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,21 +6,21 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lmc.config import Settings
+from lmc.config.settings import Settings
+from lmc.documents.keeper import DocumentKeeper
+from lmc.documents.known import KnownDocument
+from lmc.documents.learn_queue import LearnQueue, Unlearned
 from lmc.engine.geometry import Geometry
-from lmc.engine.keeper import DocumentKeeper
-from lmc.engine.known_documents import KnownDocument
-from lmc.engine.learn_queue import LearnQueue, Unlearned
-from lmc.engine.tiers import open_tiers
 from lmc.errors import need_msgspec
 from lmc.shapes import GIB
 from lmc.storage.contract import ChunkStore
-from lmc.storage.slab import Slab
+from lmc.storage.memory.slab import Slab
 from lmc.storage.store import Store
-from lmc.storage.tier import Tier
+from lmc.storage.tiers.opening import open_tiers
+from lmc.storage.tiers.tier import Tier
 
 if TYPE_CHECKING:
-    from lmc.service.remote_store import RemoteStore
+    from lmc.server.client.remote_store import RemoteStore
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ def open_store(
 
 def keeper_in_server(store: ChunkStore, unqueue: Callable[[KnownDocument], object]) -> DocumentKeeper:
     """Return what asks a store's cache server for pins and time limits; `unqueue` as for `RemoteKeeper`."""
-    from lmc.service.remote_keeper import RemoteKeeper
+    from lmc.server.client.remote_keeper import RemoteKeeper
 
     remote = _in_server(store)
     assert remote is not None
@@ -74,7 +74,7 @@ def share_learning(
     The arguments are those of `RemoteLearning`.
     """
     if (remote := _in_server(store)) is not None:
-        from lmc.service.remote_learning import RemoteLearning
+        from lmc.server.client.remote_learning import RemoteLearning
 
         remote.learning = RemoteLearning(queue, namespaces, has_time, learn)
 
@@ -92,7 +92,7 @@ def _in_server(store: ChunkStore) -> "RemoteStore | None":
     """Return a store as that of a cache server, or None if it is in this process."""
     if isinstance(store, Store):
         return None
-    from lmc.service.remote_store import RemoteStore
+    from lmc.server.client.remote_store import RemoteStore
 
     assert isinstance(store, RemoteStore)
     return store
@@ -100,8 +100,8 @@ def _in_server(store: ChunkStore) -> "RemoteStore | None":
 
 def _attached(settings: Settings, geometry: Geometry, model: str, tokenizer: str) -> ChunkStore:
     need_msgspec()
-    from lmc.service.remote_store import RemoteStore
-    from lmc.service.sizes import Sizes
+    from lmc.server.client.remote_store import RemoteStore
+    from lmc.server.sizes import Sizes
 
     assert settings.server is not None
     sizes = Sizes(geometry.shares, geometry.part_bytes, geometry.item_bytes)

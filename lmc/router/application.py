@@ -19,7 +19,7 @@ from starlette.routing import Route
 
 from lmc.blend.markers import Markers
 from lmc.errors import InputError
-from lmc.http_server import Guard, Receive, Send, refuse
+from lmc.http.server import Guard, Receive, Send, refuse
 from lmc.router.client import Client, Refusal
 from lmc.router.document_tokens import DocumentTokens
 from lmc.router.engines import Engine, EngineAddress, Engines, address

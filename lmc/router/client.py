@@ -9,7 +9,7 @@ from typing import Any
 
 from multidict import CIMultiDict
 
-from lmc.http_server import Receive, Send
+from lmc.http.server import Receive, Send
 
 RETRIABLE = (429, 503)  # statuses that are sent with Retry-After
 RETRY_AFTER = b"1"  # seconds

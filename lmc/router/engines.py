@@ -11,7 +11,7 @@ from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from lmc.errors import InputError
-from lmc.http_client import with_scheme
+from lmc.http.client import with_scheme
 from lmc.router.policy import Candidate
 
 FAILURES = 3  # failed requests in a row that open the circuit breaker

@@ -16,9 +16,9 @@ from urllib.parse import urlsplit
 import aiohttp
 import msgspec
 
-from lmc.admin_address import address_of_engine
 from lmc.blend.markers import Markers
 from lmc.errors import InputError
+from lmc.http.address import address_of_engine
 from lmc.router.cut import Cutter
 from lmc.router.document_index import DocumentIndex, Told
 from lmc.router.engines import Engine

@@ -18,7 +18,7 @@ from multidict import CIMultiDict
 from yarl import URL
 
 from lmc.errors import InputError
-from lmc.http_server import Receive, Send
+from lmc.http.server import Receive, Send
 from lmc.router import router_metrics as numbers
 from lmc.router.client import REQUEST, Client, Refusal, Room, Stalled, sent_back, sent_on
 from lmc.router.cut import MOST_LETTERS

@@ -8,7 +8,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from lmc.http_server import bearer_token
+from lmc.http.server import bearer_token
 from lmc.shapes import MIB
 
 NAME_DIGITS = 12  # of the name that hides an engine's address

@@ -82,7 +82,7 @@ def without_memory(worker) -> None:
     """In each rank: the second one has no memory for a long blend when it is asked for the third time."""
     import torch
 
-    from lmc.connectors.vllm import worker as connector
+    from lmc.connectors.vllm.worker import worker as connector
 
     make_room, empty = connector.make_room, torch.empty
 

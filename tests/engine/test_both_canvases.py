@@ -17,8 +17,8 @@ from lmc.blend.strategies import NEEDS_QUESTION, STRATEGIES, RecomputePolicy
 from lmc.connectors.transformers.canvas import DenseCanvas
 from lmc.connectors.transformers.hf import prefilled, rows_of
 from lmc.connectors.transformers.layers import DecoderLayers
-from lmc.connectors.vllm.canvas import BatchRows, PagedCanvas
 from lmc.connectors.vllm.messages import BlendJob, DocumentPart
+from lmc.connectors.vllm.worker.canvas import BatchRows, PagedCanvas
 from lmc.engine import Piece
 from lmc.keys import ChunkKey, RecordKind
 

@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM
 
 from lmc.blend.segments import join
 from lmc.blend.strategies import RecomputePolicy
-from lmc.config import Settings
+from lmc.config.settings import Settings
 from lmc.connectors.transformers import CachedModel
-from lmc.connectors.vllm.canvas import prefill_alone
+from lmc.connectors.vllm.worker.canvas import prefill_alone
 from lmc.demo import SHIPPED as SMALL
 
 sys.path.append(str(Path(__file__).parent.parent))
@@ -97,7 +97,7 @@ def note_what_is_known(monkeypatch, prefix):
         known.append(given[-1])
         return prefill_alone(*given)
 
-    monkeypatch.setattr("lmc.connectors.vllm.worker.prefill_alone", noted)
+    monkeypatch.setattr("lmc.connectors.vllm.worker.worker.prefill_alone", noted)
     return known
 
 

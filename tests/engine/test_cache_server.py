@@ -8,7 +8,7 @@ import pytest
 from lab import DOCUMENTS, PLAIN, PROMPT, agree, answer, engine, facts, words
 from other_engine import OtherEngine
 
-from lmc.service.connection import status
+from lmc.server.client.connection import status
 
 pytestmark = pytest.mark.long
 

@@ -12,7 +12,7 @@ from lab import BLOCK, engine, words
 from vllm.config import KVEventsConfig
 from vllm.distributed.kv_events import BlockRemoved, BlockStored
 
-from lmc.engine.document_publisher import DocumentPublisher
+from lmc.documents.publisher import DocumentPublisher
 from lmc.errors import ConfigError
 from lmc.keys import tokens_digest
 

@@ -5,7 +5,7 @@ from amount import mostly_long
 from lab import Prompt, answer, distance, facts, words
 
 from lmc.blend.strategies import NEEDS_QUESTION
-from lmc.connectors.vllm.native import NativeLayers
+from lmc.connectors.vllm.worker.native import NativeLayers
 
 SAME = 1e-5  # logprobs, float32
 DOCUMENTS = [words(150, 1), words(300, 2), words(150, 3), words(90, 4)]

@@ -10,7 +10,7 @@ from lab import DOCUMENTS, PLAIN, PROMPT, Prompt, agree, answer, engine, facts
 from stepping import SECONDS, Clock, Gate, Steps, only_on_disk, poison, threads_are_done, worker
 from tier_wrappers import Delayed
 
-from lmc.connectors.vllm.canvas import PagedCanvas
+from lmc.connectors.vllm.worker.canvas import PagedCanvas
 from lmc.storage import loader
 
 EXACT = {"ratio": 1.0}

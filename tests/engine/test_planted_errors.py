@@ -9,7 +9,7 @@ from stepping import Steps, poison, worker
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
 from lmc.connectors.vllm import guard
-from lmc.connectors.vllm.scheduler import Scheduler
+from lmc.connectors.vllm.scheduler.scheduler import Scheduler
 
 EXACT = words(600, 77)
 EVERYTHING = PROMPT.blend(strategy="union", ratio=1.0)  # A blend that repairs everything is as full prefill.

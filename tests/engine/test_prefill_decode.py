@@ -15,7 +15,7 @@ from other_engine import OtherEngine
 sys.path.append(str(Path(__file__).parent.parent))
 from service_process import ServerProcess
 
-from lmc.service.connection import status
+from lmc.server.client.connection import status
 
 pytestmark = pytest.mark.long
 

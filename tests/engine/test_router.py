@@ -26,7 +26,7 @@ sys.path.append(str(Path(__file__).parent.parent))
 from router_house import House, served
 from service_fakes import eventually
 
-from lmc.chat_template import with_documents
+from lmc.commands.chat_template import with_documents
 from lmc.router.application import Router
 from lmc.router.document_index import Told
 from lmc.router.engines import Engines, address

@@ -8,8 +8,8 @@ from lab import Prompt, answer, distance, words
 from stepping import worker
 
 from lmc.blend.kernels import place
-from lmc.connectors.vllm.native import NativeLayers
-from lmc.connectors.vllm.selftest import FIRST_SHARE, prove_model, run_full_batch
+from lmc.connectors.vllm.worker.native import NativeLayers
+from lmc.connectors.vllm.worker.selftest import FIRST_SHARE, prove_model, run_full_batch
 from lmc.errors import UnsupportedModel
 
 DOCUMENTS = [words(150, 1), words(300, 2)]
@@ -133,8 +133,8 @@ def test_a_batch_that_does_not_fit_on_another_rank_is_not_run(lab, monkeypatch):
     """This rank would wait for that one in the middle of the layer."""
     asked, run = [], NativeLayers.run
     monkeypatch.setattr(NativeLayers, "run", lambda self, *what: [asked.append(what), run(self, *what)])
-    monkeypatch.setattr("lmc.connectors.vllm.selftest.several_ranks", lambda: True)
-    monkeypatch.setattr("lmc.connectors.vllm.memory.on_all_ranks", lambda good: False)
+    monkeypatch.setattr("lmc.connectors.vllm.worker.selftest.several_ranks", lambda: True)
+    monkeypatch.setattr("lmc.connectors.vllm.worker.memory.on_all_ranks", lambda good: False)
     lab.settle()
     with pytest.raises(UnsupportedModel, match=r"a batch of 300 tokens does not fit"):
         run_full_batch(worker()._layers, 300)

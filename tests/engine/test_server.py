@@ -32,7 +32,7 @@ from amount import some
 
 from lmc import metrics
 from lmc.blend.strategies import STRATEGIES
-from lmc.config import Settings
+from lmc.config.settings import Settings
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "examples/serve_vllm.md").read_text()
@@ -286,7 +286,7 @@ def test_the_page_s_misspelt_option_is_answered_with_a_note(server):
 
 
 def test_the_page_s_options_are_all_there_are():
-    from lmc.connectors.vllm.request_options import Options
+    from lmc.connectors.vllm.scheduler.request_options import Options
 
     (table,) = re.findall(r"^## 4\..*?(?=^## )", PAGE, re.S | re.M)
     assert set(re.findall(r"^\| `(\w+):", table, re.M)) == set(Options.model_fields)
@@ -297,7 +297,7 @@ def test_the_page_s_options_are_all_there_are():
 
 
 def test_the_page_s_families_are_those_that_were_proven():
-    from lmc.connectors.vllm.native import PROVEN
+    from lmc.connectors.vllm.worker.native import PROVEN
 
     (said,) = re.findall(r"blending for (.*?), if a self-test", PAGE, re.S)
     families = re.split(r",\s+|\s+and\s+", said)

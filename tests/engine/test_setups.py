@@ -8,8 +8,8 @@ import torch
 from lab import SIZES, Prompt, answer, distance, engine, facts, words
 from stepping import poison
 
-from lmc.connectors.vllm.admin import Administration
-from lmc.connectors.vllm.native import NativeLayers
+from lmc.connectors.vllm.scheduler.admin import Administration
+from lmc.connectors.vllm.worker.native import NativeLayers
 
 pytestmark = pytest.mark.long
 

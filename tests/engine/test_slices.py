@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from lmc.connectors.vllm.messages import StepPlan, StepReport
-from lmc.connectors.vllm.streams import Streams
-from lmc.connectors.vllm.work import Cost, Work
-from lmc.connectors.vllm.worker import BLEND_SHARE, Worker
+from lmc.connectors.vllm.worker.streams import Streams
+from lmc.connectors.vllm.worker.work import Cost, Work
+from lmc.connectors.vllm.worker.worker import BLEND_SHARE, Worker
 
 STEP, LAYERS = 1000, 32
 WHOLE = STEP * LAYERS  # token-layers of a full step

@@ -7,7 +7,7 @@ import pytest
 from lab import engine, facts
 
 from lmc.blend.strategies import RecomputePolicy
-from lmc.config import Settings
+from lmc.config.settings import Settings
 from lmc.connectors.transformers import CachedModel
 from lmc.demo import SHIPPED as SMALL
 from lmc.demo.questions import Prompts, read_collection

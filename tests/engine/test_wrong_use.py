@@ -13,18 +13,18 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.platforms import current_platform
 
 from lmc.blend.markers import Markers
-from lmc.config import Settings
-from lmc.connectors.vllm.admin import Administration
+from lmc.config.settings import Settings
 from lmc.connectors.vllm.connector import MAX_WAIT_STEPS, Handshake, LMCConnector, WorkerMetadata
 from lmc.connectors.vllm.messages import StepPlan, StepReport, WorkerFacts
-from lmc.connectors.vllm.native import NativeLayers
 from lmc.connectors.vllm.plugin import loaded_model
-from lmc.connectors.vllm.rank_slab import RankSlab
+from lmc.connectors.vllm.scheduler.admin import Administration
 from lmc.connectors.vllm.start import layers_of_stages
 from lmc.connectors.vllm.vllm_api import KVConnectorBase_V1, KVConnectorRole
+from lmc.connectors.vllm.worker.native import NativeLayers
+from lmc.connectors.vllm.worker.rank_slab import RankSlab
 from lmc.errors import ConfigError, UnsupportedModel
+from lmc.storage.memory.slab import SlabAddress
 from lmc.storage.shares import Shares
-from lmc.storage.slab import SlabAddress
 
 DOCUMENTS = [words(150, 1), words(90, 2)]
 BOS = 1
@@ -46,7 +46,7 @@ WRONG = {
     "a word instead of an object": ("blend", "kv_transfer_params['lmc'] must be an object, not 'blend'"),
     "unknown option": ({"ration": 0.3}, "has no 'ration'; there are blend, learn, name, strategy, ratio, documents"),
     "blend as text": ({"blend": "no"}, "lmc.blend must be true or false, not 'no'"),
-    "learn as a number": ({"learn": 1}, "lmc.learn must be true or false, not 1"),
+    "learn as a number": ({"learn": 1}, "lmc.commands.learn must be true or false, not 1"),
     "ratio above 1": ({"ratio": 15}, "lmc.ratio must be between 0 and 1, not 15"),
     "ratio below 0": ({"ratio": -0.1}, "lmc.ratio must be between 0 and 1, not -0.1"),
     "ratio that is no number": ({"ratio": float("nan")}, "lmc.ratio must be between 0 and 1, not nan"),
@@ -406,11 +406,11 @@ def test_the_ranks_of_all_pipeline_stages_have_each_part_of_a_slot_once(monkeypa
     told = [SimpleNamespace(rank=rank, page_bytes=(64,) * stages[rank[0]]) for rank in everybody[::-1]]
     assert layers_of_stages(told) == stages
     slab = SimpleNamespace(part=lambda slot, part: part)
-    monkeypatch.setattr("lmc.connectors.vllm.rank_slab.Slab", SimpleNamespace(attach=lambda at, share: slab))
+    monkeypatch.setattr("lmc.connectors.vllm.worker.rank_slab.Slab", SimpleNamespace(attach=lambda at, share: slab))
     for stage, rank in everybody:
         for kind, number in (("pp", stage), ("tp", rank)):
             group = SimpleNamespace(rank_in_group=number, world_size=ranks)
-            monkeypatch.setattr(f"lmc.connectors.vllm.rank_slab.get_{kind}_group", lambda group=group: group)
+            monkeypatch.setattr(f"lmc.connectors.vllm.worker.rank_slab.get_{kind}_group", lambda group=group: group)
         side = RankSlab(SlabAddress(path="", slots=1, shares=Shares(stages, ranks), part_bytes=64))
         found += [side.part(0, layer) for layer in range(stages[stage])]
         arrived += [side.needed(layer) for layer in range(stages[stage])]

@@ -15,8 +15,8 @@ from watching import MetaBlender, kernels_without_values
 
 from lmc.blend.kernels.choice import kernels_of
 from lmc.blend.staging import SIDES
-from lmc.connectors.vllm.memory import UNUSED, memory_for
-from lmc.connectors.vllm.native import NativeLayers
+from lmc.connectors.vllm.worker.memory import UNUSED, memory_for
+from lmc.connectors.vllm.worker.native import NativeLayers
 
 ROWS = 2048  # of a full batch
 
@@ -48,7 +48,9 @@ def layers(monkeypatch):
     # The engine's own attention, for rows without a gap.
     monkeypatch.setattr(paged.Implementation, "forward", lambda *given: None)
     monkeypatch.setattr(NativeLayers, "_metadata", lambda self, batch: None)
-    monkeypatch.setattr("lmc.connectors.vllm.tensor_parallel.get_tp_group", lambda: SimpleNamespace(world_size=1))
+    monkeypatch.setattr(
+        "lmc.connectors.vllm.worker.tensor_parallel.get_tp_group", lambda: SimpleNamespace(world_size=1)
+    )
     kernels_without_values(monkeypatch)
 
     def made(length):

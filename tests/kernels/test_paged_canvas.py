@@ -15,11 +15,11 @@ from lmc.blend.blender import Blender, BlendInput
 from lmc.blend.kernels.choice import TORCH, kernels_of
 from lmc.blend.strategies import RecomputePolicy
 from lmc.connectors.vllm import vllm_api
-from lmc.connectors.vllm.canvas import BatchRows, PagedCanvas
-from lmc.connectors.vllm.memory import memory_for
 from lmc.connectors.vllm.messages import BlendJob, DocumentPart
-from lmc.connectors.vllm.native import MOST_RUNS, NativeLayers
-from lmc.connectors.vllm.paged import TokenAccess
+from lmc.connectors.vllm.worker.canvas import BatchRows, PagedCanvas
+from lmc.connectors.vllm.worker.memory import memory_for
+from lmc.connectors.vllm.worker.native import MOST_RUNS, NativeLayers
+from lmc.connectors.vllm.worker.paged import TokenAccess
 from lmc.engine import Piece
 from lmc.keys import ChunkKey, RecordKind
 from lmc.shapes import KVShape
@@ -283,7 +283,9 @@ class MetaCanvas(PagedCanvas):
 def blended_without_values(monkeypatch, policy, *, through: bool) -> set[int]:
     """Blend on the meta device, and return the layers that ran."""
     kernels_without_values(monkeypatch)
-    monkeypatch.setattr("lmc.connectors.vllm.tensor_parallel.get_tp_group", lambda: SimpleNamespace(world_size=1))
+    monkeypatch.setattr(
+        "lmc.connectors.vllm.worker.tensor_parallel.get_tp_group", lambda: SimpleNamespace(world_size=1)
+    )
     layers = layers_over(kernels_of(torch.device("cpu")), 1, monkeypatch, length_of(3), without_values=True)
     canvas, given, policy = blend_of(MetaCanvas, layers, 3, policy, through=through)
     with torch.inference_mode():
@@ -318,7 +320,9 @@ def test_a_value_that_is_read_behind_a_layer_is_found(monkeypatch, read, through
 def test_nothing_waits_and_launches_are_few(monkeypatch, policy, documents, through):
     """Layer by layer, and in a second pass through the compiled model, which is one slice."""
     watch = watch_kernels(monkeypatch)
-    monkeypatch.setattr("lmc.connectors.vllm.tensor_parallel.get_tp_group", lambda: SimpleNamespace(world_size=1))
+    monkeypatch.setattr(
+        "lmc.connectors.vllm.worker.tensor_parallel.get_tp_group", lambda: SimpleNamespace(world_size=1)
+    )
     length = length_of(documents)
     layers = layers_over(kernels_of(torch.device("cpu")), 1, monkeypatch, length, watch.set)
     canvas, given, policy = blend_of(PagedCanvas, layers, documents, policy, through=through)

@@ -1,0 +1,1 @@
+"""What runs in the process of vLLM's scheduler: it decides what is loaded, blended, saved and learned."""

@@ -1,0 +1,262 @@
+"""The administration endpoint: what the store holds, and what would happen with a prompt, while the engine runs.
+
+It runs in a thread of the process that owns the store, and is off unless the setting `admin` names an address. It
+computes nothing itself: documents can be pinned, limited in time, removed, and queued to be learned. An explanation
+counts as a choice of the cost model.
+"""
+
+import json
+import logging
+import secrets
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from lmc.background import Background
+from lmc.blend.segments import Span, document_tokens
+from lmc.connectors.vllm.scheduler.claims import Claims
+from lmc.connectors.vllm.scheduler.isolation import cached_blocks
+from lmc.connectors.vllm.scheduler.request_state import Role
+from lmc.connectors.vllm.scheduler.roles import Roles
+from lmc.connectors.vllm.start import Setup
+from lmc.documents.desk import LISTED, DocumentDesk, Facts
+from lmc.engine import PromptView
+from lmc.engine.explain import explain
+from lmc.engine.stores import administered_at
+from lmc.errors import ConfigError, InputError, NotFound
+from lmc.http import server as http_server
+from lmc.http.address import ADDRESS, address_of_engine, url_of
+from lmc.metrics import flat
+
+EXPLAIN = "/v1/explain"
+BOOT = Path("/proc/sys/kernel/random/boot_id")  # tells hosts apart
+
+log = logging.getLogger(__name__)
+
+
+class Administration:
+    """Answers questions about one engine. Its methods may be called by any thread."""
+
+    def __init__(
+        self,
+        setup: Setup,
+        requests: "OrderedDict[str, Facts]",
+        number: int = 0,
+        status: Callable[[], str] = lambda: "ok",
+    ) -> None:
+        """`requests` are the facts of the last requests, by the engine's id. With data parallelism, engines have a
+        `number`. `status` returns the state of lmc in the engine: "ok", or why it is off.
+        """
+        self.status, self.settings = status, setup.settings
+        self._number = number
+        self._setup, self._engine, self._tokenizer, self._requests = setup, setup.engine, setup.tokenizer, requests
+        self._claims, self.background = Claims(setup), setup.engine.background
+        self.desk = DocumentDesk(lambda: [setup.engine], lambda tokens, _: self._text(tokens), self.background)
+        self.explain_token = secrets.token_urlsafe(32)  # with which a cache server may ask for explanations only
+
+    def answers_at(self, url: str) -> None:
+        """Tell a cache server, if there is one, where this is asked for explanations, and with which token."""
+        administered_at(self._engine.store, url, self.explain_token)
+
+    def stat(self) -> Facts:
+        """Return the store's numbers, by the keys of `lmc.metrics`."""
+        return {**flat(self._engine.stats()), "documents": self.desk.count()}
+
+    def learn(self, asked: Facts) -> Facts:
+        """Queue `texts` to be learned when the engine runs next, for the tenant `cache_salt`; raise `InputError`."""
+        texts, salt = asked.get("texts"), str(asked.get("cache_salt") or "")
+        if not isinstance(texts, list) or set(map(type, texts)) - {str} or asked.keys() - {"texts", "cache_salt"}:
+            raise InputError('give {"texts": ["…", …]}, and cache_salt if a tenant has one, and nothing else')
+        if self._tokenizer is None or self._setup.markers is None or not self._setup.blends:
+            raise InputError(self._setup.refused or "this engine has no tokenizer, or does not blend")
+        separator, queued, known = self._engine.settings.blend_special_str, 0, 0
+        for text in texts:
+            for tokens in document_tokens(self._tokenizer.encode, self._setup.markers, separator, text):
+                (document,) = self._engine.documents(tokens, [Span(0, len(tokens))], salt)
+                if all(self._engine.lookup([piece.key for piece in document.pieces], {})):
+                    known += 1
+                else:
+                    queued += len(self._engine.learn_later(tokens, [document.span], salt))
+        return {"queued": queued, "known": known}
+
+    def routing(self) -> Facts:
+        """Return what a router has to know, so that it cuts prompts as this engine does."""
+        settings, markers = self._engine.settings, self._setup.markers if self._setup.blends else None
+        events = self.settings.document_events or ""
+        return {
+            "special_string": settings.blend_special_str,
+            "separators": markers.separators if markers else (),
+            "special": sorted(markers.special) if markers else (),
+            "answers": markers.answers if markers else (),
+            "messages": markers.messages if markers else (),
+            "ratio": settings.blend_recompute_ratios[-1],
+            "blend_min_tokens": settings.blend_min_tokens,
+            "capacity": self._engine.capacity(),
+            "chunk_size": self._engine.chunk_size,
+            # Engines of one cache server have the same documents.
+            "cache": f"{BOOT.read_text().strip()}:{settings.server}" if settings.server else "",
+            "document_events": ",".join(address_of_engine(one.strip(), self._number) for one in events.split(",")),
+        }
+
+    def request(self, name: str) -> Facts:
+        """Return the facts of one of the last requests, by the id of its response; raise `InputError` otherwise."""
+        for known, facts in reversed(list(self._requests.items())):
+            if known == name or known.startswith((f"{name}-", f"{name}_")):  # The engine adds to the id of a response.
+                return facts
+        raise NotFound(f"no request {name} among the last {len(self._requests)}")
+
+    def explain(self, asked: Facts) -> Facts:
+        """Return what would happen with a prompt: `messages`, `prompt` or `prompt_token_ids`, with `cache_salt`, `lora`
+        and `lmc` as in a request. Raises `InputError` for anything else.
+        """
+        prompt, salt = self._tokens(asked), str(asked.get("cache_salt") or "")
+        given = asked.get("kv_transfer_params")
+        options = asked.get("lmc") or (given.get("lmc") if isinstance(given, dict) else None)
+        if not 0 < len(prompt) <= self._setup.longest:
+            raise InputError(f"the prompt has {len(prompt)} tokens, the engine takes 1 to {self._setup.longest}")
+        request = SimpleNamespace(
+            request_id="explain", prompt_token_ids=prompt, num_prompt_tokens=len(prompt), num_tokens=len(prompt),
+            cache_salt=salt or None, kv_transfer_params={"lmc": options} if options else None,
+            lora_request=asked.get("lora"), mm_features=[], prompt_embeds=None, skip_reading_prefix_cache=False,
+            block_hashes=[], num_preemptions=0, all_token_ids=prompt,
+        )  # fmt: skip
+        if self._setup.hash_blocks and not request.lora_request:
+            request.block_hashes = self._setup.hash_blocks(request)
+        state = Roles(self._setup, Counter(), quiet=True).classify(request)
+        refused = self._setup.refused or state.note
+        if state.role is Role.EXACT and not refused:
+            special = f"there is no special string {self._engine.settings.blend_special_str!r} in the prompt"
+            refused = "the request says blend: false" if state.policy and not state.blends else special
+        size, hashes = self._setup.block_size, request.block_hashes
+        local = min(cached_blocks(self._setup.pool, hashes), (len(prompt) - 1) // size) * size
+        found = self._engine.look(PromptView(self._engine.block_chain(hashes, size), state.documents))
+        wish = self._claims.wish(state, local) if state.policy else None
+        cost = self._engine.store.cost.snapshot()  # An explanation is none of the choices that requests count.
+        plan = self._engine.plan(found, replace(wish, refused=refused), cost)[0] if wish else None
+        documents = []
+        if plan is not None:
+            documents = explain(self._engine, prompt, found.documents, plan, salt, refused, self._text)
+        reused = sum(piece.tokens for piece in plan.approximate) if plan and not refused else 0
+        return {
+            "tokens": len(prompt),
+            "engine_tokens": local,
+            "exact_tokens": plan.reach - local if plan else 0,
+            "reused_tokens": reused,
+            "repaired_tokens": round(reused * (state.policy.ratios[-1] if state.policy else 0)),
+            "why": refused or (plan.note if plan else ""),
+            "documents": [asdict(one) for one in documents],
+        }
+
+    def _tokens(self, asked: Facts) -> list[int]:
+        given = asked.get("prompt_token_ids")
+        if given is None and isinstance(asked.get("prompt"), list):
+            given = asked["prompt"]
+        if given is not None:
+            return [int(token) for token in given]
+        if self._tokenizer is None:
+            why = self._setup.refused or "it was started with skip_tokenizer_init"
+            raise InputError(f"this engine has no tokenizer ({why}): give prompt_token_ids")
+        if isinstance(asked.get("messages"), list):
+            try:
+                return list(
+                    self._tokenizer.apply_chat_template(
+                        asked["messages"], tokenize=True, add_generation_prompt=True, return_dict=False
+                    )
+                )
+            except Exception as error:  # templates raise whatever they like
+                first = str(error).splitlines()[0][:200]
+                wrong = f"the tokenizer's own chat template cannot be applied ({type(error).__name__}: {first})"
+                raise InputError(f"{wrong}: let the server do it, with lmc explain --server URL") from error
+        if isinstance(asked.get("prompt"), str):
+            return list(self._tokenizer.encode(asked["prompt"]))
+        raise InputError("give messages, prompt or prompt_token_ids")
+
+    def _text(self, tokens: list[int]) -> str:
+        return str(self._tokenizer.decode(tokens)) if self._tokenizer else " ".join(map(str, tokens))
+
+
+def serve(of: Administration, address: str, token: str, engine: int = 0) -> Callable[[], None]:
+    """Answer at an address from a thread, and return the function that ends it; see `lmc.http.server.serve`."""
+    return http_server.serve(application(of, token), address, token, setting=ADDRESS, number=engine)
+
+
+def application(of: Administration, token: str) -> Any:
+    """Return the ASGI application; raise `ConfigError` without Starlette."""
+    try:
+        from starlette.applications import Starlette
+        from starlette.concurrency import run_in_threadpool
+        from starlette.requests import ClientDisconnect, Request
+        from starlette.responses import JSONResponse, Response
+        from starlette.routing import Route
+    except ImportError as error:
+        raise ConfigError(f"{ADDRESS} needs {error.name}: pip install starlette uvicorn") from error
+
+    def answering(find: Callable[[Request, Any], Facts]) -> Callable[[Request], Any]:
+        async def answer(request: Request) -> Response:
+            try:
+                body = await _body(request) if request.method in ("POST", "PATCH") else {}
+                found = await run_in_threadpool(lambda: _encoded(find(request, body), of.background))
+                return Response(found, media_type="application/json")
+            except (InputError, ValueError, TypeError, KeyError, ClientDisconnect) as error:
+                return JSONResponse({"error": str(error)}, 404 if isinstance(error, NotFound) else 400)
+
+        return answer
+
+    desk = of.desk
+    routes: list[tuple[str, str, Callable[[Request, Any], Facts]]] = [
+        ("GET", "/health", lambda _, __: {"status": of.status()}),
+        ("GET", "/v1/stat", lambda _, __: of.stat()),
+        ("GET", "/v1/routing", lambda _, __: of.routing()),
+        ("POST", EXPLAIN, lambda _, body: of.explain(body)),
+        ("GET", "/v1/documents", lambda request, _: desk.listed(_limit(request))),
+        ("GET", "/v1/documents/{name:path}", lambda request, _: desk.show(request.path_params["name"])),
+        ("PATCH", "/v1/documents/{name:path}", lambda request, body: desk.change(request.path_params["name"], body)),
+        ("DELETE", "/v1/documents/{name:path}", lambda request, _: desk.remove(request.path_params["name"])),
+        ("POST", "/v1/learn", lambda _, body: of.learn(body)),
+        ("GET", "/v1/requests/{name}", lambda request, _: of.request(request.path_params["name"])),
+    ]
+    routed = Starlette(routes=[Route(path, answering(find), methods=[method]) for method, path, find in routes])
+    return http_server.Guard(routed, token, path_tokens={EXPLAIN: of.explain_token})
+
+
+def _encoded(facts: Facts, background: Background) -> bytes:
+    """Return facts as JSON. The items of a list are encoded one by one: while JSON is encoded, no other thread runs."""
+
+    def encoded(value: Any) -> str:
+        if isinstance(value, list):
+            return f"[{', '.join(map(json.dumps, background.gently(value)))}]"
+        return json.dumps(value)
+
+    fields = ", ".join(f"{json.dumps(name)}: {encoded(value)}" for name, value in facts.items())
+    return ("{" + fields + "}").encode()
+
+
+async def _body(request: Any) -> Facts:
+    """Return what was sent as JSON; raise `InputError` for anything else."""
+    try:
+        found = await request.json()
+    except ValueError as error:
+        raise InputError(f"the body is no JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise InputError("a JSON object is wanted")
+    return found
+
+
+def _limit(request: Any) -> int:
+    text = request.query_params.get("limit", str(LISTED))
+    if not text.isdecimal() or not int(text):
+        raise InputError(f"limit = {text} must be a whole number from 1 on")
+    return int(text)
+
+
+def serve_if_wanted(of: Administration, engine: int) -> Callable[[], None] | None:
+    """Open the endpoint that the settings ask for, if they do, for one of several data-parallel engines."""
+    address, token = of.settings.admin, of.settings.admin_token or ""
+    if not address:
+        return None
+    stop = serve(of, address, token, engine)
+    of.answers_at(url_of(address, token, engine))
+    return stop

@@ -1,0 +1,156 @@
+"""Claims of requests on stored chunks.
+
+The planner decides which chunks are used. This module pins them, waits for chunks that are being loaded from tiers, up
+to a deadline, and gives up those that are too late.
+"""
+
+from dataclasses import replace
+
+from lmc.blend.blender import QUESTION_ROWS
+from lmc.blend.strategies import NEEDS_QUESTION
+from lmc.connectors.vllm.scheduler.request_state import Claim, RequestState, Role
+from lmc.connectors.vllm.start import Setup
+from lmc.engine import Lookup, PromptView, Wish
+from lmc.engine.planner import make_plan
+from lmc.keys import ChunkKey
+from lmc.storage.contract import PinState
+from lmc.storage.memory.slab import LOST
+from lmc.storage.places import MEMORY
+
+DEADLINES = 10  # A load may take so many deadlines if something of it arrives within each of them.
+
+
+class Claims:
+    """The claims on one cache engine."""
+
+    def __init__(self, setup: Setup) -> None:
+        self._setup, self._engine, self._settings = setup, setup.engine, setup.settings
+
+    def look(self, state: RequestState) -> Lookup:
+        """Look up what is stored for a request. Tiers that other processes share are asked only the first time."""
+        chain = self._engine.block_chain(state.hashes, self._setup.block_size)
+        blends = state.role is not Role.EXACT and not state.request.num_preemptions
+        found = self._engine.look(PromptView(chain, state.documents if blends else ()), state.elsewhere)
+        if state.elsewhere is None:
+            shared = self._engine.store.shared_places
+            state.elsewhere = {piece.key: str(piece.place) for piece in found.pieces if piece.place in shared}
+        return found
+
+    def wish(self, state: RequestState, local: int) -> Wish:
+        """Return what the request wants behind the `local` tokens that the engine has."""
+        prompt, policy = state.request.num_prompt_tokens, state.policy
+        asks = policy is not None and policy.strategy in NEEDS_QUESTION
+        return Wish(
+            prompt=prompt,
+            local=local,
+            exact_stop=state.request.num_tokens,
+            document_stop=prompt - 1,  # The engine computes the last token.
+            min_tokens=self._settings.blend_min_tokens if state.role is Role.BLEND else 0,
+            ratio=policy.share(sum(self._setup.stages)) if policy else 0.0,
+            whole_prompt=asks,
+            twice=(min(prompt - state.question, QUESTION_ROWS) if asks else 0) if state.role is Role.BLEND else None,
+            block_size=self._setup.block_size,
+            refused=state.slow,
+            memory_only=state.memory_only,
+            lost=frozenset(state.lost),
+        )
+
+    def prefetch(self, state: RequestState, found: Lookup, local: int) -> None:
+        """Begin to load what is on slower tiers, if that is expected to be faster than to compute it.
+
+        Waiting requests hold at most half of the slots.
+        """
+        plan, wish = self._engine.plan(found, self.wish(state, local))
+        state.unknown, state.skipped, state.memory_only = plan.unknown, plan.skipped, wish.memory_only
+        state.slow, state.weighed = wish.refused, local
+        state.note = "; ".join(filter(None, (state.note, plan.note)))
+        away = list(dict.fromkeys(piece.key for piece in plan.pieces if piece.place not in MEMORY))
+        room = self._engine.store.slots // 2 - self._engine.store.held()
+        self._pin(state, away[: max(0, room)])
+
+    def make(self, state: RequestState, local: int) -> Claim | None:
+        """Return the best claim behind `local` tokens; None if a chunk is being loaded and there is time to wait."""
+        if self.is_late(state):
+            self._give_up(state, PinState.COMING)
+        found, late, missing = self.look(state), self.is_late(state), frozenset[ChunkKey]()
+        while True:
+            wish = self.wish(state, local)
+            wish = replace(wish, memory_only=wish.memory_only or late, lost=wish.lost | missing)
+            plan = make_plan(found, wish)
+            wanted = [piece.key for piece in plan.pieces]
+            missing |= self._pin(state, [key for key in wanted if key not in state.pins])
+            if not self._give_up(state, PinState.LOST) and missing.isdisjoint(wanted):
+                break
+        if self.waits(state):
+            return None
+        if local != state.weighed:  # The engine's cache has changed since the blend was weighed against prefill.
+            state.weighed = local
+            weighed, wish = self._engine.without_slow_blend(found, plan, wish)
+            if weighed is not plan:
+                state.slow, state.skipped = wish.refused, state.skipped + weighed.skipped
+                state.note = "; ".join(filter(None, (state.note, wish.refused)))
+                plan, wanted = weighed, [piece.key for piece in weighed.pieces]
+        state.unknown = plan.unknown
+        self._release(state, state.pins.keys() - set(wanted))
+        return Claim(local, plan, self._engine.blend_offer(plan, wish))
+
+    def is_late(self, state: RequestState) -> bool:
+        """Return whether no part has arrived within a deadline, or not everything within `DEADLINES` of them."""
+        if state.waiting_since is None:
+            return False
+        now, deadline = self._setup.clock(), self._settings.load_deadline
+        return now - state.progress_at > deadline or now - state.waiting_since > DEADLINES * deadline
+
+    def waits(self, state: RequestState) -> bool:
+        """Return whether a pinned chunk has no part yet, and there is time to wait for it."""
+        store = self._engine.store
+        return not self.is_late(state) and any(
+            store.state(pin) is PinState.COMING and not store.arrived(pin) for pin in state.pins.values()
+        )
+
+    def wait_from_now(self, state: RequestState) -> None:
+        """Let the deadline begin now."""
+        state.waiting_since = state.progress_at = self._setup.clock()
+
+    def note_progress(self, state: RequestState) -> None:
+        """Note the time if parts have arrived since the last call."""
+        arrived = sum(self._engine.store.arrived(pin) for pin in state.pins.values())
+        if arrived != state.parts_arrived:
+            state.parts_arrived, state.progress_at = arrived, self._setup.clock()
+
+    def arrived(self, state: RequestState) -> int:
+        """Return how many parts of each pinned chunk are there; `LOST` if the rest of one will never arrive."""
+        store = self._engine.store
+        if any(store.state(pin) is PinState.LOST for pin in state.pins.values()):
+            return LOST
+        return min((store.arrived(pin) for pin in state.pins.values()), default=LOST)
+
+    def give_up_late(self, state: RequestState) -> bool:
+        """Release chunks that are lost, and those that a late load still waits for; return whether there were any."""
+        self.note_progress(state)
+        lost = self._give_up(state, PinState.LOST)
+        return (self.is_late(state) and self._give_up(state, PinState.COMING)) or lost
+
+    def release(self, state: RequestState) -> None:
+        """Release everything that is pinned for a request."""
+        self._release(state, set(state.pins))
+        state.claim = state.waiting_since = None
+
+    def _pin(self, state: RequestState, keys: list[ChunkKey]) -> frozenset[ChunkKey]:
+        """Pin chunks, and return those that could not be pinned."""
+        unique = list(dict.fromkeys(keys))
+        found = self._engine.store.pin(unique, self._engine.lookup(unique, state.elsewhere or {}))
+        state.pins.update({pin.key: pin for pin in found if pin is not None})
+        return frozenset(unique) - state.pins.keys()
+
+    def _release(self, state: RequestState, keys: set[ChunkKey]) -> None:
+        """Release chunks. Loads are not waited for, because workers check the tags of the slots that they read."""
+        if keys:
+            self._engine.store.release([state.pins.pop(key) for key in keys], wait=False)
+
+    def _give_up(self, state: RequestState, what: PinState) -> bool:
+        """Release the chunks that are in the state `what`, and never try them again; return whether there were any."""
+        useless = {key for key, pin in state.pins.items() if self._engine.store.state(pin) is what}
+        self._release(state, useless)
+        state.lost |= useless
+        return bool(useless)

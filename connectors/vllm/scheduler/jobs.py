@@ -1,0 +1,63 @@
+"""Turns a claim into a job for the workers: which stored pages and document parts go into which blocks."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from lmc.blend.strategies import NEEDS_QUESTION
+from lmc.connectors.vllm.messages import BlendJob, DocumentPart, LoadJob, PageCopy
+from lmc.connectors.vllm.scheduler.request_state import Claim, RequestState
+from lmc.engine import Piece
+from lmc.keys import ChunkKey, RecordKind
+from lmc.storage.contract import Pin
+
+NULL = 0  # the engine's null block
+
+
+def job_of(
+    state: RequestState, claim: Claim, blocks: Sequence[int], block_size: int, *, ready: bool
+) -> LoadJob | BlendJob:
+    """Return the job for a claim; `ready` says that all parts are in their slots already."""
+    plan, request = claim.plan, state.request
+    copies = page_copies(plan.exact, state.pins, blocks, block_size)
+    documents = [(piece, state.pins[piece.key]) for piece in plan.pieces if piece.kind is RecordKind.DOCUMENT]
+    if not documents:
+        return LoadJob(request=state.id, copies=copies, ready=ready)
+    assert state.policy is not None
+    pages = [piece.stop for piece in plan.exact if piece.kind is RecordKind.PAGES]
+    length = plan.stop if state.policy.strategy in NEEDS_QUESTION else min(plan.stop, request.num_prompt_tokens)
+    return BlendJob(
+        request=state.id,
+        tokens=tuple(request.prompt_token_ids[:length]),
+        blocks=tuple(blocks[: -(-length // block_size)]),
+        start=claim.local,
+        exact=max([claim.local, *pages]),
+        stop=min(plan.stop, request.num_prompt_tokens - 1),
+        question=min(state.question, length),
+        copies=copies,
+        documents=tuple(DocumentPart(slot=pin.slot, tag=pin.tag, piece=piece) for piece, pin in documents),
+        ready=ready,
+        policy=state.policy,
+    )
+
+
+def page_copies(
+    pieces: Sequence[Piece], pins: Mapping[ChunkKey, Pin], blocks: Sequence[int], block_size: int
+) -> tuple[PageCopy, ...]:
+    """Return copies of the pages of exact chunks, except into the null blocks that a sliding window has left behind."""
+    passed = next((at for at, block in enumerate(blocks) if block != NULL), len(blocks))
+    copies = []
+    for piece in pieces:
+        at, page, stop = piece.at // block_size, piece.skip // block_size, piece.stop // block_size
+        skip = max(0, passed - at)
+        if piece.kind is RecordKind.PAGES and at + skip < stop:
+            pin, wanted = pins[piece.key], tuple(blocks[at + skip : stop])
+            copies.append(PageCopy(slot=pin.slot, tag=pin.tag, blocks=wanted, first=page + skip))
+    return tuple(copies)
+
+
+def sources_of(pieces: Sequence[Piece], pins: Mapping[ChunkKey, Pin]) -> Counter[str]:
+    """Return how many tokens come from each place."""
+    sources: Counter[str] = Counter()
+    for piece in pieces:
+        sources[pins[piece.key].place] += piece.tokens
+    return sources

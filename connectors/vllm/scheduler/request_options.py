@@ -1,0 +1,92 @@
+"""The options of a request, in `kv_transfer_params: {"lmc": {…}}`. By default the settings apply."""
+
+import reprlib
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from lmc.blend.segments import Span
+from lmc.blend.strategies import STRATEGIES, RecomputePolicy
+from lmc.config.settings import Settings, Strategy
+from lmc.errors import InputError
+from lmc.keys import LONGEST_NAME
+
+
+class Options(BaseModel):
+    """The options of one request. A field's description completes the error "… must be"."""
+
+    model_config = ConfigDict(frozen=True, strict=True)
+
+    blend: bool = Field(default=True, description="true or false")
+    # True: the documents of the prompt are learned before it is answered; without separators, it is one document.
+    # False: its documents are not learned afterwards either.
+    learn: bool | None = Field(default=None, description="true or false")
+    name: str = Field(
+        default="",
+        max_length=LONGEST_NAME,
+        description=f"a text of at most {LONGEST_NAME} letters, for lmc documents",
+    )
+    strategy: Strategy | None = Field(default=None, description=f"one of {', '.join(STRATEGIES)}")
+    ratio: float | None = Field(default=None, ge=0, le=1, description="between 0 and 1")
+    documents: tuple[Span, ...] | tuple[str, ...] | None = None  # instead of the special string; texts are looked for
+
+    @classmethod
+    def read(cls, given: Any, prompt_tokens: int) -> "Options":
+        """Read the request's parameters; raise `InputError` if they are wrong."""
+        if given is None:
+            return cls()
+        if not isinstance(given, Mapping):
+            raise InputError(f"kv_transfer_params['lmc'] must be an object, not {_shown(given)}")
+        unknown = sorted(_shown(name) for name in given if name not in cls.model_fields)
+        if unknown:
+            known = ", ".join(cls.model_fields)
+            raise InputError(f"kv_transfer_params['lmc'] has no {', '.join(unknown)}; there are {known}")
+        documents = given.get("documents")
+        if documents is not None and given.get("learn"):
+            raise InputError(
+                "lmc.commands.learn and lmc.documents exclude each other, because the whole prompt is learned"
+            )
+        if given.get("name") and not given.get("learn"):
+            raise InputError("lmc.name names documents that are learned: it needs lmc.commands.learn")
+        if documents is not None:
+            documents = tuple(documents) if _all_texts(documents) else _spans(documents, prompt_tokens)
+        try:
+            return cls.model_validate({**given, "documents": documents})
+        except ValidationError as error:
+            name = str(error.errors(include_input=False)[0]["loc"][0])
+            wanted = cls.model_fields[name].description
+            raise InputError(f"lmc.{name} must be {wanted}, not {_shown(given[name])}") from None
+
+    def policy(self, settings: Settings) -> RecomputePolicy:
+        """Return the policy for this request; raise `ConfigError` if there is no such policy."""
+        return RecomputePolicy.of(settings, self.strategy, self.ratio)
+
+
+def _all_texts(documents: Any) -> bool:
+    return isinstance(documents, list | tuple) and bool(documents) and all(isinstance(one, str) for one in documents)
+
+
+def _spans(given: Any, prompt_tokens: int) -> tuple[Span, ...]:
+    if not isinstance(given, list | tuple):
+        raise InputError(f"lmc.documents must be a list of [start, stop], or of texts, not {_shown(given)}")
+    spans: list[Span] = []
+    for pair in given:
+        good = isinstance(pair, list | tuple) and len(pair) == 2
+        if not good or not all(isinstance(edge, int) and not isinstance(edge, bool) for edge in pair):
+            raise InputError(f"lmc.documents: {_shown(pair)} is no [start, stop]")
+        start, stop = pair
+        if not 0 <= start < stop <= prompt_tokens:
+            raise InputError(f"lmc.documents: {_shown(pair)} is not inside the prompt of {prompt_tokens} tokens")
+        if spans and start < spans[-1].stop:
+            raise InputError(f"lmc.documents: [{start}, {stop}) overlaps what comes before it; give them in order")
+        spans.append(Span(start, stop))
+    return tuple(spans)
+
+
+def _shown(given: Any) -> str:
+    """Return what a client sent, cut to a size that fits into an error."""
+    try:
+        return reprlib.repr(given)
+    except ValueError:  # an integer of more digits than Python writes
+        return "a number of too many digits"

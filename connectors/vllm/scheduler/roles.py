@@ -1,0 +1,157 @@
+"""Decides how a request is served: exactly, as a blend, or as a document to learn."""
+
+import logging
+import reprlib
+from array import array
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from lmc.blend.locate import find_text
+from lmc.blend.markers import Markers
+from lmc.blend.segments import Span, has_turns, split
+from lmc.blend.strategies import BLIND_REUSE
+from lmc.blend.turn_headers import occurrences
+from lmc.connectors.vllm.scheduler.request_options import Options
+from lmc.connectors.vllm.scheduler.request_state import RequestState, Role
+from lmc.connectors.vllm.start import Setup
+from lmc.errors import ConfigError, InputError
+from lmc.keys import check_tokens
+
+log = logging.getLogger(__name__)
+
+MOST_TEXTS = 1000  # that are looked for in a prompt: the engine makes no step meanwhile
+
+
+class Roles:
+    """Classifies requests. Those that are refused are served exactly and counted, and each reason is logged once."""
+
+    def __init__(self, setup: Setup, counts: "Counter[str]", *, quiet: bool = False) -> None:
+        self._setup, self._counts, self._quiet = setup, counts, quiet
+        self.told: set[str] = set()
+
+    def classify(self, request: Any) -> RequestState:
+        """Return the state of a new request, with its role and its documents."""
+        state = self.begin(request)
+        self.find_role(state)
+        return state
+
+    def begin(self, request: Any) -> RequestState:
+        """Return the state of a new request with its options; `find_role` does the rest."""
+        given = request.kv_transfer_params
+        try:
+            options = Options.read(given.get("lmc") if isinstance(given, dict) else None, request.num_prompt_tokens)
+            state = RequestState(request=request, role=Role.EXACT, policy=options.policy(self._setup.settings))
+        except (InputError, ConfigError) as error:
+            return self._refused(request, error)
+        state.options, state.blends = options, options.blend
+        state.learns, state.name = options.learn is not False, options.name
+        return state
+
+    def find_role(self, state: RequestState) -> None:
+        """Find the documents of a request, and decide how it is served."""
+        if state.options is None:
+            return
+        try:
+            self._find_role(state, state.options)
+        except (InputError, ConfigError) as error:
+            refused = self._refused(state.request, error)
+            state.role, state.policy, state.note, state.documents = refused.role, None, refused.note, ()
+
+    def may_go_on(self, state: RequestState) -> bool:
+        """Return whether a request may go on from its engine's blends without a look at its documents."""
+        options, request = state.options, state.request
+        if options is None or options.learn:
+            return False
+        if options.documents is not None or self._setup.markers is None or request.prompt_token_ids is None:
+            return False
+        return request.lora_request is None and not request.mm_features and request.prompt_embeds is None
+
+    def separators_after(self, state: RequestState, start: int) -> int:
+        """Return how many separators a prompt has that end after the position `start`."""
+        separators = self._setup.markers.separators if self._setup.markers else ()
+        before = max(0, start + 1 - max(map(len, separators), default=1))
+        places = occurrences(state.request.prompt_token_ids[before:], separators)
+        return sum(before + at + len(separator) > start for at, separator in places)
+
+    def _find_role(self, state: RequestState, options: Options) -> None:
+        request = state.request
+        asked = bool(options.learn) or (options.blend and options.documents is not None)
+        if not asked and not (self._setup.blends and options.blend and self._setup.markers):
+            return
+        assert state.policy is not None
+        state.policy.check_depth(sum(self._setup.stages))
+        if request.prompt_token_ids is not None:  # Otherwise there are only prompt embeddings.
+            check_tokens(request.prompt_token_ids)
+            self._find_documents(state, options)
+        why = self._why_not(state, bool(options.learn))
+        if not why and (asked or state.documents):
+            state.role = Role.LEARN if options.learn else Role.BLEND
+            state.policy = BLIND_REUSE if options.learn else state.policy
+        elif why and (asked or any(document.learnable for document in state.documents)):
+            state.note = why
+            self._refuse(why, f"{why}; served exactly")
+
+    def _find_documents(self, state: RequestState, options: Options) -> None:
+        prompt, start = state.request.prompt_token_ids, None
+        spans: tuple[Span, ...] | None = None
+        if options.documents is not None:
+            spans = self._spans_of(prompt, options.documents)
+            state.question = spans[-1].stop if spans else 0
+        else:
+            segments = split(prompt, self._setup.markers or Markers(separators=()))
+            spans, start, state.question = segments.documents, segments.opening, segments.question.start
+            if options.learn and not state.question:  # There are no separators, and the prompt is one document.
+                spans = (self._setup.engine.document_span(prompt),)
+        state.question = min(state.question, len(prompt) - 1)  # Without a question, the last token is one.
+        start = None if options.learn else start
+        state.documents = self._setup.engine.documents(prompt, spans, state.salt, start=start)
+
+    def _spans_of(self, prompt: Sequence[int], documents: Sequence[Span | str]) -> tuple[Span, ...]:
+        """Return where documents stand in a prompt that may be given as texts; raise `InputError` if one does not."""
+        spans: list[Span] = []
+        packed = array("I", prompt)
+        if sum(isinstance(given, str) for given in documents) > MOST_TEXTS:
+            raise InputError(
+                f"lmc.documents: a prompt may name {MOST_TEXTS} texts at most; give the others as positions"
+            )
+        for given in documents:
+            found: Span | None = given if isinstance(given, Span) else None
+            if isinstance(given, str):
+                tokenizer, behind = self._setup.tokenizer, spans[-1].stop if spans else 0
+                if tokenizer is None:
+                    raise InputError("lmc.documents as texts need a tokenizer, which this engine does not have")
+                found = find_text(packed, given, tokenizer.encode, tokenizer.decode, behind)
+            if found is None:
+                wrong = f"lmc.documents: {reprlib.repr(given)} is not in the prompt behind the text before it"
+                raise InputError(f"{wrong}, or has fewer than 3 words")
+            spans.append(found)
+        return tuple(spans)
+
+    def _why_not(self, state: RequestState, learn: bool) -> str:
+        """Return why a request that would be blended or learned has to be served exactly; empty if it need not."""
+        request, markers = state.request, self._setup.markers
+        spans = [document.span for document in state.documents] if learn else []
+        documents = [request.prompt_token_ids[span.start : span.stop] for span in spans]
+        turns = markers is not None and any(has_turns(document, markers) for document in documents)
+        reasons = {
+            "blending is off; the log of the engine's start says why": not self._setup.blends,
+            "requests with LoRA are not blended": request.lora_request is not None,
+            "requests with multimodal input are not blended": bool(request.mm_features),
+            "requests with prompt embeddings are not blended": request.prompt_embeds is not None,
+            "a document to learn must have no special tokens (add_special_tokens: false)": turns,
+            "there is no document to learn": learn and not any(documents),
+            "a request for prompt_logprobs is no request to learn": learn and request.skip_reading_prefix_cache,
+        }
+        return next((why for why, there in reasons.items() if there), "")
+
+    def _refused(self, request: Any, error: InputError | ConfigError) -> RequestState:
+        """Return the state of a request whose options are wrong."""
+        self._refuse("options", f"a request is served without blending: {error}")
+        return RequestState(request=request, role=Role.EXACT, note=str(error))
+
+    def _refuse(self, about: str, text: str) -> None:
+        self._counts["refused"] += 1
+        if about not in self.told and not self._quiet:
+            self.told.add(about)
+            log.warning("%s (said once, counted as lmc:refused)", text)

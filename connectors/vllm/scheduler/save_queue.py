@@ -1,0 +1,192 @@
+"""The save queue: exact chunks are saved when they are full, the last blocks at a request's end, and documents learned.
+
+Workers copy pages after the step that completes them. The blocks are held until every rank has reported the copy, so
+that the engine does not give them to another request.
+"""
+
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+from lmc.connectors.vllm.messages import LearnJob, SaveJob
+from lmc.connectors.vllm.scheduler.idle import IdleJob
+from lmc.connectors.vllm.scheduler.kv_events import KVEvents
+from lmc.connectors.vllm.scheduler.pending import Done, PendingTransfers
+from lmc.connectors.vllm.scheduler.request_state import RequestState, Role
+from lmc.connectors.vllm.start import Setup
+from lmc.engine import NewChunk, Unlearned
+
+log = logging.getLogger(__name__)
+
+Table = Callable[[], Sequence[int]]  # returns a request's block table
+
+
+class SaveQueue:
+    """The saving and learning of one engine."""
+
+    def __init__(self, setup: Setup, pending: PendingTransfers, events: KVEvents | None) -> None:
+        self._settings, self._engine, self._pool = setup.settings, setup.engine, setup.pool
+        self._block_size = setup.block_size
+        self._pending, self._events, self._chunk = pending, events, setup.engine.chunk_size
+        self._longest = setup.longest
+        self._spare = -(-setup.batch_tokens // setup.block_size)  # blocks that learning leaves free for a prompt
+        self._saves: list[SaveJob] = []
+        self._clock = setup.clock
+        self._idle: IdleJob | None = None  # the document that is being learned in idle steps
+        self.resets = 0  # of the caches, until now
+
+    @property
+    def saving(self) -> bool:
+        """Whether something is being saved, or will be in the next step."""
+        return bool(self._saves or self._pending.under_way)
+
+    def take_saves(self) -> list[SaveJob]:
+        """Return the saves for the next step."""
+        saves, self._saves = self._saves, []
+        return saves
+
+    def save_due(self, state: RequestState, computed: int, table: Table) -> None:
+        """Save the exact chunks that are full when `computed` tokens are computed."""
+        if state.role is Role.LEARN:  # Its document is stored, and its pages are not saved as well.
+            return
+        full = self._storable(state, computed) // self._chunk
+        if full > state.saved:
+            chunks, state.saved = range(state.saved, full), full
+            self._save(state, table, dict.fromkeys(chunks, self._chunk))
+        following = (state.saved + 1) * self._chunk
+        state.save_at = following if following <= self._last_storable(state) else math.inf
+
+    def save_tail(self, state: RequestState, blocks: Sequence[int]) -> None:
+        """Save the full blocks behind a request's last full chunk, as a partly full chunk."""
+        if not self._settings.save_unfull_chunk or state.role is Role.LEARN:
+            return
+        # The last sampled token has no KV.
+        tokens = self._storable(state, min(state.request.num_computed_tokens, state.request.num_tokens - 1))
+        chunk, rest = divmod(tokens, self._chunk)
+        rest -= rest % self._block_size
+        if rest and chunk >= state.saved:
+            self._save(state, lambda: blocks, {chunk: rest})
+
+    def learns(self, document: Unlearned) -> bool:
+        """Return whether a document waits to be learned, or is being learned."""
+        waiting = self._engine.learning
+        return document in waiting or document in waiting.under_way
+
+    def learn_next(self, *, idle: bool) -> LearnJob | None:
+        """Return the next document to learn, if none is under way and the engine has blocks to spare.
+
+        Unless the engine is `idle`, that is a wanted document.
+        """
+        waiting = self._engine.learning
+        if waiting.under_way:
+            return None
+        wanted = waiting.has_wanted
+        document = waiting.take(self._can_learn_now, wanted=wanted) if wanted or idle else None
+        if document is None:
+            return None
+        tokens = (*self._engine.prefix, *document.tokens)
+        need = self._blocks_for(document)
+        if self._never_fits(document):
+            log.warning("a document of %d tokens is too long to be learned", len(document.tokens))
+            return None
+        slots = self._engine.begin_document(document.namespace, document.tokens, document.name)
+        if slots is None:
+            return None
+        blocks, resets = self._pool.get_new_blocks(need), self.resets
+
+        def done(*, failed: bool) -> None:
+            self._pool.free_blocks(blocks)
+            waiting.under_way.discard(document)
+            given_up = self._idle is not None and self._idle.given_up
+            self._idle = None
+            if given_up and failed and resets == self.resets:
+                waiting.add(document)
+
+        waiting.under_way.add(document)
+        job = self._pending.begin([slot for slot in slots if slot], done)
+        self._idle = None if wanted else IdleJob(job, self._clock)
+        return LearnJob(
+            job=job,
+            tokens=tokens,
+            document=len(self._engine.prefix),
+            blocks=tuple(block.block_id for block in blocks),
+            chunk=self._chunk,
+            slots=tuple(slot.slot if slot else -1 for slot in slots),
+            resets=resets,
+            idle=not wanted,
+        )
+
+    @property
+    def has_idle_job(self) -> bool:
+        """Whether a document is being learned in idle steps."""
+        return self._idle is not None
+
+    def to_cancel(self, *, idle: bool, blocked: bool) -> list[int]:
+        """Return the job that learns a document in idle steps, if it is to be given up; the document then waits again.
+
+        It makes room for a request that is `blocked` for want of engine blocks, and for wanted documents.
+        """
+        job = self._idle
+        if job is None or not job.gives_up(idle=idle, blocked=blocked or self._engine.learning.has_wanted):
+            return []
+        return [job.number]
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _blocks_for(self, document: Unlearned) -> int:
+        """Return how many blocks it takes to learn a document."""
+        return -(-(len(self._engine.prefix) + len(document.tokens)) // self._block_size)
+
+    def _never_fits(self, document: Unlearned) -> bool:
+        """Return whether a document is too long to be learned in this engine. The null block is never free."""
+        too_long = len(self._engine.prefix) + len(document.tokens) > self._longest
+        return too_long or self._blocks_for(document) + self._spare >= len(self._pool.blocks)
+
+    def _can_learn_now(self, document: Unlearned) -> bool:
+        """Return whether the first document leaves the queue: it can be learned now, or never."""
+        free: int = self._pool.get_num_free_blocks()
+        return self._never_fits(document) or self._blocks_for(document) + self._spare <= free
+
+    def _storable(self, state: RequestState, computed: int) -> int:
+        """Return how many of the `computed` tokens can be saved as exact now."""
+        request = state.request
+        tokens: int = min(computed, request.num_tokens, len(request.block_hashes) * self._block_size)
+        return int(min(tokens, self._last_storable(state)))
+
+    def _last_storable(self, state: RequestState) -> float:
+        """Return how many tokens of a request can ever be saved as exact."""
+        last = math.inf if self._settings.save_decode_cache else float(state.request.num_prompt_tokens)
+        return last if state.approximate is None else min(last, state.approximate)
+
+    def _save(self, state: RequestState, table: Table, chunks: Mapping[int, int]) -> None:
+        """Save exact chunks, of which `chunks` has the numbers of tokens."""
+        places = [
+            (chunk * self._chunk // self._block_size, tokens // self._block_size) for chunk, tokens in chunks.items()
+        ]
+        details = [self._events.details(state.request, *place) if self._events else None for place in places]
+        labels = [one.label() if one else "" for one in details]
+        new = [NewChunk(*chunk, label) for chunk, label in zip(chunks.items(), labels, strict=True)]
+        chain = self._engine.block_chain(state.hashes, self._block_size)
+        slots = self._engine.begin_exact(chain, new, state.request.cache_salt or "")
+        numbers = table() if any(slots) else ()
+        for slot, (first, count), known in zip(slots, places, details, strict=True):
+            if slot is None:
+                continue
+            blocks = tuple(numbers[first : first + count])
+            if len(blocks) < count or any(self._pool.blocks[block].is_null for block in blocks):
+                self._engine.store.abort(slot)  # A sliding window has passed these blocks.
+                continue
+            if self._events and known:
+                self._events.expect(slot.meta.key, known)
+            job = self._pending.begin([slot], self._hold(blocks))
+            self._saves.append(SaveJob(job=job, slot=slot.slot, blocks=blocks))
+
+    def _hold(self, blocks: Sequence[int]) -> Done:
+        """Keep the engine from reusing blocks; return the function that releases them."""
+        held = [self._pool.blocks[block] for block in blocks]
+        self._pool.touch(held)
+
+        def done(*, failed: bool) -> None:
+            self._pool.free_blocks(reversed(held))
+
+        return done

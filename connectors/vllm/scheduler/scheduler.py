@@ -1,0 +1,631 @@
+"""The scheduler's side of the connector: it decides what requests load, and what the workers load, compute and save.
+
+A request arrives, is given a claim on stored chunks, gets blocks from the engine, and is loaded or blended by the
+workers, step by step. Nothing here blocks: while a chunk is being loaded from a tier, the engine is told to ask again.
+The engine's requests and block pool come in as arguments; no vLLM is imported.
+"""
+
+import logging
+import os
+import time
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from lmc.blend.strategies import NEEDS_QUESTION, RecomputePolicy
+from lmc.connectors.vllm.messages import StepPlan, StepReport
+from lmc.connectors.vllm.scheduler.backfill import Backfill
+from lmc.connectors.vllm.scheduler.claims import Claims
+from lmc.connectors.vllm.scheduler.isolation import OwnBlends, cached_blocks, salt_of, set_salts
+from lmc.connectors.vllm.scheduler.jobs import job_of, sources_of
+from lmc.connectors.vllm.scheduler.kv_events import KVEvents
+from lmc.connectors.vllm.scheduler.pending import PendingTransfers
+from lmc.connectors.vllm.scheduler.prefill_pace import PrefillPace
+from lmc.connectors.vllm.scheduler.request_state import Claim, RequestState, Role
+from lmc.connectors.vllm.scheduler.roles import Roles
+from lmc.connectors.vllm.scheduler.save_queue import SaveQueue
+from lmc.connectors.vllm.start import Setup
+from lmc.engine.identity import adapter_stamp
+from lmc.metrics import flat, key
+from lmc.storage.contract import PinState
+from lmc.storage.cost_model import LoadPolicy
+from lmc.storage.memory.slab import SlabAddress
+
+log = logging.getLogger(__name__)
+
+Tables = Callable[[str], Sequence[int]]  # returns the block table of a scheduled request
+
+# A second prompt with the same documents in the same order is computed, as vLLM alone would have computed the first.
+REPEATED = "its documents are computed, so that the engine's own cache has them for further prompts with this beginning"
+RECENT = 1000  # requests whose facts are kept
+BEGUN = 16  # tokens, at most, that a chat template writes after the header of an answer that is to come
+FEW_TOKENS = 128  # of a prompt; if the engine has all others, lmc does not look for what else may be stored
+SPARE = 0.5  # of an engine's blocks, that have to be free if it learns documents of other engines
+AWAKE_SECONDS = 1.0  # An engine that computed something within this time makes steps, and can learn in them.
+LEARN_SECONDS = 10.0  # for which an idle engine goes on learning; a shutdown or a pause may have to wait so long
+
+
+class Scheduler:
+    """The requests of one vLLM engine."""
+
+    def __init__(self, setup: Setup) -> None:
+        """Raise `ConfigError` if the model does not have the check layers of the settings."""
+        self._layers = sum(setup.stages)
+        if setup.blends:
+            RecomputePolicy.of(setup.settings).check_depth(self._layers)
+        self._setup, self.engine, self._pool, self._block_size = setup, setup.engine, setup.pool, setup.block_size
+        self.counts: Counter[str] = Counter()
+        # For histograms, by the keys of `lmc.metrics`.
+        self._observed: defaultdict[str, list[float]] = defaultdict(list)
+        self._roles = Roles(setup, self.counts)
+        self._claims = Claims(setup)
+        self._pace = PrefillPace(self.engine.store.cost)
+        self.pending = PendingTransfers(setup.ranks, self.engine.store)
+        changes = self.engine.store.changes
+        self.events = KVEvents(changes, setup.block_size, setup.extra_keys) if setup.announces else None
+        if self.events:
+            self.events.recall(self.engine.recalled)
+        self._saves = SaveQueue(setup, self.pending, self.events)
+        self._states: dict[str, RequestState] = {}
+        self.recent: OrderedDict[str, Mapping[str, Any]] = OrderedDict()  # facts of requests that have ended
+        self._next = StepPlan()  # what workers will have to do from the next step on, as far as that is known
+        self._introduced: SlabAddress | None = None  # the slab that workers know of
+        self._ran = setup.clock()  # when the engine last computed something
+        self.has_news = (
+            True  # Something was counted since the numbers were reported, beside tokens of running requests.
+        )
+        self.off = False  # lmc is switched off: nothing is loaded, saved or learned for requests that arrive now.
+        if setup.blends and setup.settings.blend_learn:
+            self.engine.share_learning(self._has_time)
+        self._own_blends = OwnBlends(setup.block_size)
+        self._backfill = Backfill(setup, self.pending)
+        self._adapters: dict[tuple[int, str], bytes] = {}
+        self._process = os.urandom(32)
+        self._few = max(1, min(setup.settings.blend_min_tokens, FEW_TOKENS))
+        self._weighs_blends = setup.settings.load_policy != LoadPolicy.ALWAYS.value and setup.caches_prefixes
+        self._logs_requests = setup.settings.log_requests
+
+    # -- requests come and go ----------------------------------------------------------------------------------------
+
+    def arrive(self, request: Any) -> None:
+        """Look up what is stored for a new request, and begin to load what is on slower tiers."""
+        if self.off:
+            return
+        self.has_news = True
+        state = self._roles.begin(request)
+        if request.lora_request is not None:
+            state.stamp = self._adapter(request.lora_request)
+        if request.mm_features and self._setup.counts_images:
+            state.stamp += self._process  # The same number means another image in another process.
+        self._states[state.id] = state
+        self.counts["requests"] += 1
+        if self._is_cached(state):
+            state.cached = True
+            return
+        self._roles.find_role(state)
+        if request.skip_reading_prefix_cache:
+            return
+        found = self._claims.look(state)
+        if state.role is Role.BLEND:
+            state.exact_hashes = list(request.block_hashes)
+            stored = found.exact[-1].stop if found.exact else 0
+            state.stored_exactly = stored
+            if not self._continue_own_blend(state, max(stored, self._cached(request))) and self._weighs_blends:
+                state.slow = REPEATED if self._own_blends.repeats(state.exact_hashes) else ""
+        self._claims.prefetch(state, found, self._cached(request))
+        if state.memory_only and state.skipped:
+            self.counts["loads_skipped"] += 1
+
+    def claim(self, request: Any, local: int) -> int | None:
+        """Return how many tokens behind the `local` first ones will be loaded, or None if that is not known yet."""
+        state = self._states.get(request.request_id)
+        if state is None or state.given_up or self.off or request.skip_reading_prefix_cache:
+            return 0
+        if state.role is Role.LEARN and not self._has_learned(state):
+            return None
+        state.decodes = False  # It was preempted, if it decoded.
+        if state.cached:
+            if local > request.num_tokens - self._few:
+                self._note_cached(state, local)
+                return 0
+            state.cached, state.role = False, Role.EXACT  # Blocks were evicted since it arrived.
+            self._roles.find_role(state)
+        if state.waiting_since is None:
+            self._claims.wait_from_now(state)
+        self._claims.note_progress(state)
+        if state.claim is None and self._claims.waits(state):
+            return None
+        if state.claim is None and self._waits_for_own_blend(state, local):
+            self._claims.wait_from_now(state)
+            return None
+        if state.claim is None or state.claim.local != local:
+            state.claim = self._claims.make(state, local)
+        self._note_cached(state, local)
+        return None if state.claim is None else state.claim.plan.stop - local
+
+    def _note_cached(self, state: RequestState, local: int) -> None:
+        """Note how many tokens of a request the engine has, and how many of these are of an earlier blend."""
+        state.local = local
+        if state.salts:
+            state.continued = max(0, local - state.salts[0][0] * self._block_size)
+
+    def allocated(self, request: Any, blocks: Sequence[int], tokens: int) -> None:
+        """Make the job for a claim of `tokens` tokens, for which the engine has allocated `blocks`."""
+        state = self._states.get(request.request_id)
+        if state is None or not tokens:
+            return
+        self.has_news = True
+        claim = state.claim
+        assert claim is not None
+        assert claim.plan.stop - claim.local == tokens, "the engine loads another number of tokens than was claimed"
+        state.claim, state.loading, state.loading_since = None, True, self._setup.clock()
+        self._claims.wait_from_now(state)
+        state.sources = sources_of(claim.plan.pieces, state.pins)
+        if request.prefill_stats and not request.num_preemptions:
+            # For `cached_tokens` in the response. The engine has counted the whole claim, with what a blend computes.
+            request.prefill_stats.set(request.num_prompt_tokens, claim.local, claim.plan.tokens)
+        state.exact_tokens += claim.plan.reach - claim.local
+        ready = all(self.engine.store.state(pin) is PinState.READY for pin in state.pins.values())
+        # How fast a tier is says nothing about blends.
+        state.begun, state.offer = self._setup.clock(), claim.blend if ready else None
+        if claim.plan.approximate:
+            self._isolate(state, claim)
+        self._next.loads.append(job_of(state, claim, blocks, self._block_size, ready=ready))
+        if state.role is not Role.LEARN:
+            self.counts["blends" if claim.plan.approximate else "loads"] += 1
+            for place, count in state.sources.items():
+                self.counts[f"tokens_from_{place}"] += count
+
+    def sources(self, request: Any, tokens: int) -> dict[str, int]:
+        """Return how many of `tokens` loaded tokens come from each place; a blend's own work counts as "computed"."""
+        state = self._states.get(request.request_id)
+        found = dict(state.sources) if state else {}
+        found["computed"] = tokens - sum(found.values())
+        return {place: count for place, count in found.items() if count > 0}
+
+    def finished(self, request: Any, blocks: Sequence[int]) -> dict[str, object] | None:
+        """Save the last blocks of a request that has ended, and queue its unknown documents to be learned.
+
+        Returns facts for the response.
+        """
+        state = self._states.get(request.request_id)
+        if state is None:
+            return None
+        self.has_news = True
+        self._note_answer(state)
+        if request.num_computed_tokens:
+            self._observed[key("reused_tokens", (state.way,))].append(sum(state.sources.values()))
+        if not state.loading:  # Otherwise a worker may be reading, and reports when it has stopped.
+            self._saves.save_tail(state, blocks)
+            aborted = request.status.name == "FINISHED_ABORTED"
+            if state.salts and request.num_computed_tokens and not aborted and self._is_chat(state):
+                self._backfill.add(request, state.salts)
+            self._forget(state)
+        if state.role is Role.BLEND and request.num_computed_tokens:
+            documents, unknown = [one for one in state.documents if one.learnable], set(state.unknown)
+            stored = [one for one in documents if one.span not in unknown]
+            self.counts["documents_known"] += len(stored)
+            self.counts["documents_unknown"] += len(documents) - len(stored)
+            self.engine.note(request.prompt_token_ids, stored, state.salt, used=True)
+        # Nothing is learned for a request that never ran: its engine may be asleep, without weights.
+        if self._setup.settings.blend_learn and state.learns and request.num_computed_tokens:
+            self.engine.learn_later(request.prompt_token_ids, state.unknown, state.salt)
+        if state.role is Role.BLEND:
+            self.counts["blends_continued"] += state.continued > 0
+            self.counts["blends_skipped"] += bool(state.slow)
+        facts = state.facts()
+        self.recent[state.id] = facts or {}
+        if len(self.recent) > RECENT:
+            self.recent.popitem(last=False)
+        if self._logs_requests:
+            log.info("request %s of %d tokens: %s", state.id, request.num_prompt_tokens, facts or "nothing reused")
+        return facts
+
+    # -- a step ------------------------------------------------------------------------------------------------------
+
+    def plan(self, scheduled: dict[str, int], tables: Tables) -> StepPlan:
+        """Return what the workers have to do in this step."""
+        if scheduled:
+            self.engine.background.stepped()
+            self._ran = self._setup.clock()
+        else:
+            self.has_news = True
+        prefills: dict[str, Any] = {}  # requests whose prompts may be computed in this step
+        for request, tokens in scheduled.items():
+            state = self._states.get(request)
+            if state is None:
+                continue
+            if not state.decodes:
+                prefills[request] = state.request
+                self._note_step(state)
+            computed = state.request.num_computed_tokens + tokens
+            if computed >= state.save_at:
+                self._saves.save_due(state, computed, lambda request=request: tables(request))  # type: ignore[misc]
+        loading = [state for state in self._states.values() if state.loading]
+        late = [state.id for state in loading if self._claims.give_up_late(state)]
+        plan = self._next
+        plan.slab = self._introduced = self._slab
+        plan.scheduled, plan.late = sum(scheduled.values()), late
+        if self._setup.ranks > 1:
+            plan.arrived = {state.id: self._claims.arrived(state) for state in loading}
+        idle = not scheduled and not loading and not plan.loads
+        holds_blocks = self._saves.has_idle_job or self._backfill.under_way
+        blocked = holds_blocks and self._waits_for_blocks
+        plan.cancel = self._saves.to_cancel(idle=idle, blocked=blocked)
+        learn = self._saves.learn_next(idle=idle) if self._runs and not self.off else None
+        plan.learn += [learn] if learn else []
+        blocked = blocked or (learn is None and self._could_learn(idle=idle))
+        idle = idle and not self.engine.learning.under_way
+        plan.cancel += self._backfill.to_cancel(idle=idle, blocked=blocked)
+        if idle and not self.off and (backfill := self._backfill.next_job()) is not None:
+            plan.backfill.append(backfill)
+        if len(loading) + len(scheduled) + len(plan.learn) + len(self.engine.learning.under_way) > 1:
+            for state in (*loading, *(self._states[name] for name in scheduled if name in self._states)):
+                state.alone = False
+        blending = any(state.approximate is not None for state in loading)
+        self._pace.planned(self._setup.clock(), scheduled, prefills, alone=not (blending or plan.learn))
+        return self.take_plan()
+
+    def _note_step(self, state: RequestState) -> None:
+        """Note that the engine computes tokens of a request, until its first token has come."""
+        state.scheduled = True
+        self._claims.release(state)  # The engine did not use this claim.
+        self._note_answer(state)
+        if state.begun is None and not state.request.num_preemptions:
+            state.begun = self._setup.clock()
+            state.prefilled = state.request.num_prompt_tokens - state.request.num_computed_tokens
+        state.decodes = state.answered
+
+    @property
+    def _waits_for_blocks(self) -> bool:
+        """Whether a request waits for blocks of the engine."""
+        return any(state.claim is not None and not state.scheduled for state in self._states.values())
+
+    def _could_learn(self, *, idle: bool) -> bool:
+        """Return whether a document waits that would be learned in this step if there were blocks for it."""
+        waiting = self.engine.learning
+        return self._runs and not waiting.under_way and bool(waiting.has_wanted or (idle and len(waiting)))
+
+    def take_plan(self) -> StepPlan:
+        """Return what workers have to do, as far as it is known. After an error in `plan`, that is enough for them."""
+        plan, self._next = self._next, StepPlan()
+        plan.slab = self._introduced
+        plan.saves += self._saves.take_saves()
+        return plan
+
+    # -- after an error ----------------------------------------------------------------------------------------------
+
+    def abandon(self, request: str) -> None:
+        """Serve a request without lmc from now on, and release what is held for it.
+
+        If workers are loading for it, they report a failure, because what they read is not pinned any more.
+        """
+        state = self._states.get(request)
+        if state is not None:
+            state.role, state.given_up, state.learns = Role.EXACT, True, False
+            state.approximate, state.documents, state.unknown, state.queued = 0, (), (), ()
+            self._own_blends.forget(request, state.salt)
+            self._claims.release(state)
+
+    def fail_load(self, request: str, blocks: Sequence[int]) -> None:
+        """Report to the engine that the load of a request has failed; `blocks` is its block table."""
+        state = self._states[request]
+        self._next.loads = [job for job in self._next.loads if job.request != request]
+        self._next.failed[request] = tuple(blocks[state.local // self._block_size :])
+        state.loading = True
+        self.abandon(request)
+
+    def drop(self, request: str) -> None:
+        """Forget a request that has ended."""
+        self.abandon(request)
+        state = self._states.get(request)
+        if state is not None and not state.loading:
+            del self._states[request]
+
+    def recover(self, report: StepReport, received: Iterable[str]) -> None:
+        """Return the blocks of ended jobs and end the received loads, after an error in `reported`."""
+        self.pending.report(report.done, report.failed)
+        for request in received:
+            self.abandon(request)
+            state = self._states.get(request)
+            if state is not None:
+                state.loading = False
+                if state.request.is_finished():
+                    del self._states[request]
+
+    def switch_off(self) -> None:
+        """Serve the engine without lmc from now on. What is under way is finished."""
+        self.off = True
+        self.engine.learning.clear()
+        self._backfill.cancel()
+        for request in list(self._states):
+            if not self._states[request].loading:
+                self.abandon(request)
+
+    def reset(self) -> None:
+        """Forget everything that was computed until now, for example because the weights have changed."""
+        self.engine.begin_anew()
+        self._saves.resets += 1
+        self._own_blends.clear()
+        self._backfill.cancel()
+        self.forget_all(wait=False)
+        self.engine.learning.clear()
+        for state in self._states.values():
+            state.approximate = 0  # What it still computes depends on old KV.
+            # Its documents have keys of the old weights.
+            state.role, state.documents, state.unknown = Role.EXACT, (), ()
+            if not state.loading:
+                self._claims.release(state)
+
+    def forget_all(self, *, wait: bool = True) -> None:
+        """Remove every chunk, and do not keep those that are being saved."""
+        self.pending.fail_all()
+        self.engine.forget_all(wait=wait)
+
+    def close(self) -> None:
+        """Write to the tiers what is not there yet, and close everything."""
+        self.pending.drop_all()
+        self.engine.close()
+
+    def reported(self, report: StepReport, received: set[str]) -> None:
+        """Take in what workers have done; `received` are requests whose load has ended on all ranks."""
+        self.has_news = True
+        self.pending.report(report.done, report.failed)
+        for request in report.lost & self._states.keys():
+            state = self._states[request]
+            state.given_up, state.exact_tokens, state.alone = True, 0, False
+            state.sources.clear()
+            self._own_blends.forget(request, state.salt)
+            stats = state.request.prefill_stats
+            if stats and not state.request.num_preemptions:  # For `cached_tokens`: what was lost is computed.
+                stats.set(state.request.num_prompt_tokens, state.local, 0)
+            self.counts["failed_loads"] += 1
+        for request, facts in report.blended.items():
+            self.counts["token_layers"] += int(facts["token_layers"])  # type: ignore[call-overload]
+            asking = self._states.get(request)
+            if asking is None:
+                continue
+            asking.blended = facts
+            if asking.role is Role.BLEND:  # Learning is blind reuse, with a budget of 0.
+                self._observed["budget"].append(float(facts["charged_budget"]))  # type: ignore[arg-type]
+        for request in received & self._states.keys():
+            state = self._states[request]
+            if not state.loading:  # Another connector has loaded it.
+                continue
+            state.loading = False
+            self._note_load(state)
+            if state.request.is_finished():
+                self._forget(state)
+            else:
+                self._claims.release(state)
+
+    @property
+    def busy(self) -> bool:
+        """Whether lmc needs the engine to make steps. One lets the workers open a slab, or let go of one."""
+        news = self._introduced != self._slab
+        learns = self._runs and not self.off and bool(len(self.engine.learning))
+        backfills = self._runs and not self.off and self._backfill.waiting
+        return news or bool(self._next.failed) or self._saves.saving or learns or backfills
+
+    @property
+    def _slab(self) -> SlabAddress | None:
+        """Where the workers find the slab; None without a cache server."""
+        slab = self.engine.store.slab
+        return None if slab is None else slab.address
+
+    def _has_time(self) -> bool:
+        """Return whether the engine makes steps, and has blocks to spare for documents of other engines."""
+        spare = self._pool.get_num_free_blocks() > len(self._pool.blocks) * SPARE
+        return spare and self._setup.clock() - self._ran < AWAKE_SECONDS
+
+    @property
+    def _runs(self) -> bool:
+        """Whether the engine has computed something lately; if not, it may be paused, or asleep without its weights."""
+        return self._setup.clock() - self._ran < LEARN_SECONDS
+
+    def numbers(self) -> dict[str, float]:
+        """Return counts since the start and gauges, by the keys of `lmc.metrics`."""
+        return {
+            **self.counts,
+            **flat(self.engine.store.stats()),
+            "stored_chunks": self.pending.stored["chunks"],
+            "stored_tokens": self.pending.stored["tokens"],
+            "documents_learned": self.pending.stored["documents"],
+            "layers": self._layers,
+            "backfills": self._backfill.done,
+            "switched_off": float(self.off),
+            **{key("capacity_tokens", (place,)): tokens for place, tokens in self.engine.capacity().items()},
+        }
+
+    def take_observed(self) -> dict[str, list[float]]:
+        """Return what was observed for histograms since the last time, by the keys of `lmc.metrics`."""
+        observed, self._observed = self._observed, defaultdict(list)
+        return dict(observed)
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _note_load(self, state: RequestState) -> None:
+        seconds = self._setup.clock() - state.loading_since
+        self._observed[key("load_seconds", (state.way,))].append(seconds)
+        if self._setup.trace is not None:
+            facts = state.facts() or {}
+            facts |= {f"tokens_from.{place}": count for place, count in state.sources.items()}
+            plain = {f"lmc.{name}": fact for name, fact in facts.items() if isinstance(fact, str | int | float)}
+            now = time.time()
+            self._setup.trace(state.request, f"lmc.{state.way}", now - seconds, now, plain)
+
+    def _note_answer(self, state: RequestState) -> None:
+        """Note when the first token of a request has come. It came in the step before, or while this was planned."""
+        if not state.answered and state.request.num_output_tokens:
+            state.answered = self.has_news = True
+            seconds = time.time() - state.request.arrival_time
+            self._observed[key("ttft_seconds", (state.way,))].append(seconds)
+            self._measure(state)
+
+    def _measure(self, state: RequestState) -> None:
+        """Report to the cost model how long it took to compute a prompt, if nothing else was computed meanwhile."""
+        if state.begun is None or not state.alone or state.role is Role.LEARN or state.request.num_preemptions:
+            return
+        seconds, cost = self._setup.clock() - state.begun, self.engine.store.cost
+        if state.offer is not None:
+            cost.blended(state.offer, seconds)
+        elif 2 * state.prefilled >= state.request.num_prompt_tokens:  # Less says little about long prompts.
+            cost.computed(state.prefilled, seconds, 2 * state.request.num_prompt_tokens - state.prefilled)
+
+    def _has_learned(self, state: RequestState) -> bool:
+        """Return whether the documents of a request to learn are stored, as far as they can be.
+
+        The request is served from what was learned, so that nothing is computed twice.
+        """
+        if state.unknown or state.queued:
+            self._ran = self._setup.clock()  # An engine that asks is awake, and can learn.
+            fitting = [span for span in state.unknown if self.engine.fits(len(span))]
+            state.unknown = ()
+            for number, span in enumerate(fitting):
+                queued = self.engine.learn_later(
+                    state.request.prompt_token_ids, [span], state.salt, state.name, wanted=True
+                )
+                if not queued:  # There is no room for more now.
+                    state.unknown = tuple(fitting[number:])
+                    break
+                state.queued += queued
+            if state.unknown or any(map(self._saves.learns, state.queued)):
+                return False
+            state.queued = ()
+        keys = [piece.key for document in state.documents for piece in document.pieces]
+        state.learned = all(self.engine.lookup(keys, state.elsewhere or {}))
+        if not state.learned:
+            state.note = state.note or "not all documents could be learned; the log may say why"
+            return True
+        stored = self.engine.note(state.request.prompt_token_ids, state.documents, state.salt)
+        state.stored = tuple(document.id for document in stored)
+        for document in stored:
+            document.name = document.name or state.name  # No request renames what somebody else has named.
+        return True
+
+    def _adapter(self, lora: Any) -> bytes:
+        """Return the stamp that an adapter's files had when a request first asked for it and the engine loaded it."""
+        named = (lora.lora_int_id, lora.lora_path)
+        if named not in self._adapters or lora.load_inplace:
+            self._adapters[named] = adapter_stamp(lora.lora_path)
+        return self._adapters[named]
+
+    def _cached(self, request: Any) -> int:
+        """Return how many leading tokens of a request are in the engine's own cache."""
+        return cached_blocks(self._pool, request.block_hashes) * self._block_size
+
+    def _is_cached(self, state: RequestState) -> bool:
+        """Return whether the engine has a prompt but for so few tokens that lmc has nothing to add.
+
+        To load these tokens would take a step of the engine, as it takes to compute them. A request that goes on from
+        an earlier blend gets its salts. Further documents may be stored or have to be learned, so there are none.
+        """
+        request, few = state.request, self._few
+        known = request.num_prompt_tokens - few
+        block = known // self._block_size
+        if known <= 0 or request.skip_reading_prefix_cache or block >= len(request.block_hashes):
+            return False
+        exact = bool(self._pool.get_cached_block(request.block_hashes[block], [0]))
+        options = state.options
+        if options is not None and not options.learn and not (self._setup.blends and options.blend):
+            return exact
+        if not self._roles.may_go_on(state):
+            return False
+        state.role, state.exact_hashes = Role.BLEND, list(request.block_hashes)
+        self._continue_own_blend(state, known if exact else 0, by_separators=True)
+        cached = self._cached(request)
+        if cached > known:
+            asks = state.policy is not None and state.policy.strategy in NEEDS_QUESTION
+            # Otherwise, the blend ends with its last document, and a separator follows in any case.
+            one = state.salts and not asks
+            before = state.blended_before if state.salts else cached
+            if self._roles.separators_after(state, before) <= bool(one):
+                return True
+        set_salts(request, (), replacing=state.salts)
+        state.role, state.salts, state.exact_hashes = Role.EXACT, (), ()
+        state.approximate, state.searched = None, -1
+        return False
+
+    def _waits_for_own_blend(self, state: RequestState, local: int) -> bool:
+        """Return whether a request waits for a blend that is under way, or has just found one to go on from.
+
+        In both cases the engine asks again in its next step, and then finds the blocks of that blend.
+        """
+        if state.role is not Role.BLEND or state.salts or state.searched == self._own_blends.changes:
+            return False
+        return self._continue_own_blend(state, max(state.stored_exactly, local))
+
+    def _continue_own_blend(self, state: RequestState, exact: int, *, by_separators: bool = False) -> bool:
+        """Salt the hashes of a request so that it goes on from an earlier blend of the engine.
+
+        It does so if the engine has more blocks of that blend than the `exact` tokens which can be had otherwise.
+        Returns true if it does so, or if it has to wait for a blend that is under way.
+        """
+        request, policy = state.request, state.policy
+        assert policy is not None
+        for blend in self._own_blends.find(
+            tenant=state.salt,
+            prompt=request.prompt_token_ids,
+            hashes=state.exact_hashes,
+            documents=None if by_separators else [document.span for document in state.documents],
+            policy=policy,
+        ):
+            if not state.follows and request.num_prompt_tokens > blend.end + BEGUN:
+                state.follows = True
+                self._backfill.followed()
+            first = self._states.get(blend.request)
+            # The engine caches the blocks of a load when it schedules the request for the first time.
+            if first is not None and not first.scheduled and first is not state:
+                return True
+            set_salts(request, blend.salts)
+            if self._cached(request) > max(exact, blend.first):
+                state.salts, state.approximate, state.blended_before = blend.salts, blend.first, blend.end
+                return True
+            set_salts(request, (), replacing=blend.salts)
+        state.searched = self._own_blends.changes
+        return False
+
+    def _isolate(self, state: RequestState, claim: Claim) -> None:
+        """Salt the hashes of a request that is blended, and remember the blend for requests that go on from it."""
+        reused, request, policy = claim.plan.approximate, state.request, state.policy
+        assert policy is not None
+        first = reused[0].at
+        state.approximate = first if state.approximate is None else min(first, state.approximate)
+        # Blocks of an earlier blend that the engine still has stay what they are; the others are blended anew.
+        kept = tuple(one for one in state.salts if one[0] * self._block_size < claim.local)
+        salts = (*kept, (first // self._block_size, salt_of(request.prompt_token_ids, reused, policy)))
+        set_salts(request, salts, replacing=state.salts)
+        state.salts = salts
+        self._own_blends.add(
+            request=state.id,
+            tenant=state.salt,
+            prompt=request.prompt_token_ids,
+            hashes=state.exact_hashes,
+            end=self._end_of_question(state)[0] if policy.strategy in NEEDS_QUESTION else reused[-1].stop,
+            reused=reused,
+            policy=policy,
+            salts=salts,
+            by_separators=state.options is not None and state.options.documents is None,
+        )
+
+    def _is_chat(self, state: RequestState) -> bool:
+        """Return whether another turn may follow that finds what the engine has cached of this one."""
+        return self._setup.caches_prefixes and self._end_of_question(state)[1]
+
+    def _end_of_question(self, state: RequestState) -> tuple[int, bool]:
+        """Return where the question of a prompt ends, and whether a chat template begins an answer there.
+
+        Templates may write something else there when the answer is a part of the history, for example no empty
+        thoughts.
+        """
+        prompt, markers = state.request.prompt_token_ids, self._setup.markers
+        headers = markers.answers if markers else ()
+        first = len(prompt) - max(map(len, headers), default=0) - BEGUN
+        for at in range(len(prompt) - 1, max(state.question, first) - 1, -1):
+            if match := [header for header in headers if tuple(prompt[at : at + len(header)]) == header]:
+                return at + min(map(len, match)), True
+        return len(prompt), False
+
+    def _forget(self, state: RequestState) -> None:
+        self._claims.release(state)
+        del self._states[state.id]

@@ -1,0 +1,214 @@
+"""The paged canvas: a request's keys and values in the engine's pages, and the model's own layers over them.
+
+This module also has the two other operations of a worker on single tokens: to prefill a document alone, and to read its
+keys and values.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+
+from lmc.blend.canvas import KV, Attention, Paged, positions_of
+from lmc.blend.rope import Turn, turn_between
+from lmc.blend.staging import Staging
+from lmc.connectors.vllm.messages import BlendJob
+from lmc.connectors.vllm.worker.native import NativeLayers, PagedRows, RowBatch
+from lmc.connectors.vllm.worker.streams import LayerLoads
+from lmc.connectors.vllm.worker.tensor_parallel import agreed, largest, summed
+from lmc.shapes import KV as KINDS
+
+# On a GPU the launches of a layer that is not compiled take about as long as computing so many rows (`docs/gpu.md`).
+CALL_COST = 512
+COPY_COST = 32  # So many tokens are moved in the time in which one is computed: about 10 on GPUs, 100 on CPUs.
+
+Part = Callable[[int, int], torch.Tensor]  # returns the part of a slot for a layer of this rank, uint8 [n]
+Arrived = Callable[[int], bool]  # see `Canvas.arrived`; the same answer on every rank
+
+
+class BatchRows(NamedTuple):
+    """How many rows go in one call."""
+
+    layer: int  # of a layer
+    through: int = 0  # of the compiled model; 0 if that is not called
+
+
+class PagedCanvas:
+    """The pages of one request."""
+
+    def __init__(
+        self,
+        layers: NativeLayers,
+        job: BlendJob,
+        batch_rows: BatchRows,
+        part: Part,
+        arrived: Arrived,
+        loads: LayerLoads | None = None,
+        stream: "torch.cuda.Stream | None" = None,
+    ) -> None:
+        """`part` and `arrived` give the stored parts of the job; on a GPU they are copied on `stream`.
+
+        `loads` loads its exact pages.
+        """
+        self.depth, self.device, self.scale, self.arrived = layers.depth, layers.device, layers.scale, arrived
+        self.interleaved, self.kernels = layers.interleaved, layers.kernels
+        self._layers, self._job, self._batch_rows, self._part = layers, job, batch_rows, part
+        self.call_cost, self.compiled = call_cost(self.device), batch_rows.through > 0
+        self._tokens = torch.tensor(job.tokens, device=self.device)
+        self._blocks = torch.tensor(job.blocks, device=self.device)
+        self._kernel_blocks = layers.kernel_blocks(self._blocks).to(torch.int32)
+        old, new = positions_of([part.piece for part in job.documents], self.device)
+        self._stored, self._turn = self.slots(new), self.turn(old, new)
+        self._loads, self._place_cost = loads, len(self._stored) // COPY_COST + 1
+        if loads is not None:
+            self._place_cost += loads.cost
+        self._staging: Staging | None = None
+        if stream is not None and self.kernels.in_pages and job.documents:
+            self._staging = Staging(self.kernels, self._parts, self._unplaced, stream)
+
+    def place(self, layer: int) -> int:
+        """Load the exact pages of a layer, and write its stored keys, rotated, and values into the other pages.
+
+        What has arrived for the next layer is copied to the GPU while the model works on this one.
+        """
+        if self._loads is not None:
+            self._loads.finish(layer)
+        if self._staging is not None:
+            with self._staging.parts(layer) as parts:
+                self._place([parts], self._stored, self.paged(layer))
+        elif self.kernels.in_pages:
+            self._place(self._parts(layer), self._stored, self.paged(layer))
+        else:  # The backend's own writer knows its layout, and is called once.
+            keys, values = self._unplaced()
+            beside = torch.arange(len(self._stored), device=self.device)
+            self._place(self._parts(layer), beside, Paged.of((keys.transpose(0, 1), values.transpose(0, 1))))
+            self.write(layer, self._stored, keys, values)
+        ahead = [one for one in (self._loads, self._staging) if one is not None]
+        if ahead and layer + 1 < self.depth and self.arrived(layer + 1):
+            for one in ahead:
+                one.begin(layer + 1)
+        return self._place_cost
+
+    def _place(self, parts: Sequence[torch.Tensor], slots: torch.Tensor, into: Paged) -> None:
+        self.kernels.place(parts, self._turn, slots, into, interleaved=self.interleaved)
+
+    def _parts(self, layer: int) -> list[torch.Tensor]:
+        """Return what is stored of a layer, `[K, T, H, D]` for each piece."""
+        parts = []
+        for part in self._job.documents:
+            piece, raw = part.piece, self._part(part.slot, layer)
+            parts.append(self._layers.shape.part(raw, piece.stored)[:, piece.skip : piece.skip + piece.tokens])
+        return parts
+
+    def _unplaced(self) -> torch.Tensor:
+        """Return memory for the stored parts of one layer, `[K, T, H, D]`."""
+        shape = self._layers.shape
+        size = (KINDS, len(self._stored), shape.kv_heads, shape.head_dim)
+        return torch.empty(size, dtype=shape.dtype, device=self.device)
+
+    def begin(self, positions: torch.Tensor, *, through: bool = False) -> PagedRows:
+        """Describe the tokens to the attention backend."""
+        size = self._batch_rows.through if through else self._batch_rows.layer
+        return self._layers.begin(self._tokens, positions, self._blocks, size)
+
+    def keep(self, rows: PagedRows, kept: torch.Tensor) -> PagedRows:
+        """Return some of the rows. Their projections are computed again when they run."""
+        return self._layers.keep(rows, kept, self._blocks, self._batch_rows.layer)
+
+    def batches(self, rows: PagedRows) -> list[slice]:
+        """Return batches of as many rows as go in one call."""
+        return [batch.rows for batch in rows.batches]
+
+    def run(self, layer: int, rows: PagedRows, batch: slice, attention: Attention | None = None) -> None:
+        """Run the engine's own layer, which writes the rows' keys and values into the pages."""
+        self._layers.run(layer, rows, _batch(rows, batch), attention)
+
+    def run_through(self, rows: PagedRows, batch: slice, attention_of: Callable[[int], Attention | None]) -> None:
+        """Run the engine's compiled model."""
+        self._layers.run_through(rows, _batch(rows, batch), attention_of)
+
+    def slots(self, positions: torch.Tensor) -> torch.Tensor:
+        """Return slot numbers `[T]`: block × block size + offset."""
+        return self._layers.slots(self._blocks, positions)
+
+    def read(self, layer: int, slots: torch.Tensor) -> KV:
+        """Return copies `[T, H, D]` from the pages."""
+        return self._layers.access[layer].gather(slots)
+
+    def write(self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Write keys and values `[T, H, D]` into the pages, with the backend's own writer."""
+        self._layers.access[layer].scatter(slots, keys, values)
+
+    def paged(self, layer: int) -> Paged:
+        """Return the pages, with this prompt's blocks."""
+        return self._layers.access[layer].pages._replace(table=self._kernel_blocks)
+
+    def turn(self, old: torch.Tensor, new: torch.Tensor) -> Turn:
+        """Return cos and sin `[T, R/2]` from the model's own table, which is the same in every layer."""
+        return turn_between(self._layers.angles(old), self._layers.angles(new))
+
+    def context(self, layer: int, stop: int, absent: torch.Tensor) -> KV | Paged:
+        """Return the pages, or copies `[H, stop, D]` from whole pages."""
+        if self.kernels.in_pages:
+            return self.paged(layer)
+        blocks = self._layers.kernel_blocks(self._blocks[: -(-stop // self._layers.block_size)])
+        keys, values = self._layers.access[layer].tokens_of(blocks, stop)
+        for one in (keys, values):
+            one.index_fill_(1, absent, 0)  # The assignment of a number would be waited for on a GPU.
+        return keys, values
+
+    def context_cost(self, stop: int) -> int:
+        """Return the cost of copying these keys and values."""
+        return 0 if self.kernels.in_pages else stop // COPY_COST + 1
+
+    def summed(self, evidence: torch.Tensor) -> torch.Tensor:
+        """Add up evidence over the tensor-parallel group."""
+        return summed(evidence)
+
+    def largest(self, evidence: torch.Tensor) -> torch.Tensor:
+        """Return the largest evidence of the tensor-parallel group."""
+        return largest(evidence)
+
+    def agreed(self, chosen: torch.Tensor, of: int) -> torch.Tensor:
+        """Return the choice of rank 0."""
+        return agreed(chosen, of)
+
+
+def _batch(rows: PagedRows, wanted: slice) -> RowBatch:
+    return next(batch for batch in rows.batches if batch.rows == wanted)
+
+
+def call_cost(device: torch.device) -> int:
+    """Return the rows that a layer computes in the time that the launches of one call of it take."""
+    return CALL_COST if device.type == "cuda" else 0
+
+
+def prefill_alone(
+    layers: NativeLayers, tokens: torch.Tensor, blocks: torch.Tensor, batch_rows: BatchRows, known: int = 0
+) -> Iterator[int]:
+    """Prefill a document behind its first `known` tokens, whose keys and values are in its blocks; yield the cost.
+
+    It goes in chunks through all layers, as the engine's own chunked prefill does.
+    """
+    size = batch_rows.through or batch_rows.layer
+    for start in range(known, len(tokens), size):
+        positions = torch.arange(start, min(start + size, len(tokens)), device=layers.device)
+        rows = layers.begin(tokens, positions, blocks, size)
+        (batch,), cost = rows.batches, max(len(positions), call_cost(layers.device))  # They have no gaps.
+        if batch_rows.through:
+            layers.run_through(rows, batch, lambda layer: None)
+            yield layers.depth * cost
+            continue
+        for layer in range(layers.depth):
+            layers.run(layer, rows, batch)
+            yield cost
+
+
+def read_tokens(
+    layers: NativeLayers, layer: int, blocks: torch.Tensor, start: int, stop: int, into: torch.Tensor
+) -> None:
+    """Copy the keys and values of the positions `[start, stop)` to `into [K, T, H, D]`."""
+    positions = torch.arange(start, stop, device=layers.device)
+    keys, values = layers.access[layer].gather(layers.slots(blocks, positions))
+    into[0].copy_(keys, non_blocking=True)
+    into[1].copy_(values, non_blocking=True)

@@ -1,0 +1,255 @@
+"""Reads and writes the engine's KV cache: whole pages of any layout, and single tokens where the layout is known.
+
+vLLM has for every layer one logical view `[B, H, N, C]`: blocks, KV heads, slots of a block, key and value side by
+side. Its strides say how that lies in memory. Whole pages can be copied whatever is in them. A kernel may use smaller
+blocks than the scheduler; then the view has several rows for each of the scheduler's blocks.
+"""
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from lmc.blend.canvas import Paged
+from lmc.blend.kernels.choice import TORCH
+from lmc.blend.kernels.operations import Kernels
+from lmc.connectors.vllm.worker.streams import sent
+from lmc.copies import Addresses, Copies, can_submit, merged, stretches_of, submit_of
+from lmc.errors import UnsupportedModel
+from lmc.shapes import KV
+
+log = logging.getLogger(__name__)
+
+TIMED, TIMED_PAGES = 5, 256
+PART_PAGES = 16  # of a chunk of 256 tokens, where pages have 16
+WIDEST = torch.complex128  # torch's numbers of 16 bytes; nothing computes with them here
+CPU_LAYOUTS = ("vec", "vec16")  # instruction sets with pages of a transposed key block and a value block
+
+
+class Move(NamedTuple):
+    """Pages that are copied to or from a part, where they lie side by side from its page `first` on."""
+
+    blocks: Sequence[int]
+    part: torch.Tensor  # uint8 [n]
+    first: int = 0
+
+
+class Pages:
+    """The pages of all layers, addressed by the scheduler's block numbers."""
+
+    def __init__(self, caches: Mapping[str, torch.Tensor], blocks: int) -> None:
+        # Layers may share a cache.
+        apart = {(cache.data_ptr(), cache.shape, cache.stride()): cache for cache in caches.values()}.values()
+        views = [(_page_major(cache, blocks), _order(cache)) for cache in apart]
+        self._views = [view for view, _ in views]
+        layouts = [f"{tuple(view.shape[1:])}{view.dtype}{order}" for view, order in views]
+        self.layout = ";".join(dict.fromkeys(layouts))  # Pages can be exchanged between caches whose layouts are equal.
+        self.layers = len(self._views)
+        self.page_bytes = tuple(view[0].numel() * view.dtype.itemsize for view in self._views)
+        self._stretches = [stretches_of(view[0]) for view in self._views]
+        self._submit = submit_of(self._views[0].device)
+        self._stages = False  # Parts are copied whole, and pages are moved on the GPU.
+
+    def choose_way(self, seconds_of: Callable[[Callable[[], None]], float]) -> None:
+        """Measure which way of copying pages is faster, if the device has a call for many copies.
+
+        Either every page is a copy of its own, or each part is copied whole and a kernel on the GPU moves its pages,
+        which is faster where pages are small. Only copies out of pages are timed, so that they stay as they are.
+        """
+        if self._submit is None:
+            return
+        count, seconds = min(TIMED_PAGES, len(self._views[0])), {False: float("inf"), True: float("inf")}
+        way, blocks = ("one by one", "by way of memory on the GPU"), range(count)[::-1]
+        for stages in (False, True):
+            self._stages = stages
+            try:
+                memory = torch.empty(count * self.page_bytes[0], dtype=torch.uint8).pin_memory()
+                parts, starts = memory.split(PART_PAGES * self.page_bytes[0]), range(0, count, PART_PAGES)
+                moves = [Move(blocks[at : at + PART_PAGES], part) for at, part in zip(starts, parts, strict=True)]
+                seconds[stages] = min(seconds_of(partial(self.save_all, 0, moves)) for _ in range(TIMED))
+            except RuntimeError as error:
+                log.warning("lmc cannot copy many pages in one call, %s: %s", way[stages], error)
+        self._stages = seconds[True] < seconds[False]
+        if seconds[self._stages] == float("inf"):
+            self._submit = None
+            return
+        text = "lmc copies pages of %d KiB %s (%d of them: %.0f us, the other way %.0f us)"
+        ours, other = (1e6 * seconds[stages] for stages in (self._stages, not self._stages))
+        log.info(text, self.page_bytes[0] >> 10, way[self._stages], count, ours, other)
+
+    def save_all(self, layer: int, moves: Sequence[Move]) -> None:
+        """Copy pages into parts; on a GPU all of them in one call."""
+        if self._in_one_call(layer, moves, to_pages=False):
+            return
+        for blocks, part, first in moves:
+            self.save(layer, blocks, part[first * self.page_bytes[layer] :])
+
+    def load_all(self, layer: int, moves: Sequence[Move]) -> None:
+        """Copy parts into pages; on a GPU all of them in one call."""
+        if self._in_one_call(layer, moves, to_pages=True):
+            return
+        for blocks, part, first in moves:
+            self.load(layer, blocks, part, first)
+
+    def _in_one_call(self, layer: int, moves: Sequence[Move], *, to_pages: bool) -> bool:
+        """Issue all copies together; return false if the device has no call for that, or cannot reach the memory."""
+        if self._submit is None or not all(can_submit(move.part) for move in moves):
+            return False
+        if self._stages:
+            with suppress(torch.OutOfMemoryError):  # Copies of pages one by one need no memory.
+                self._in_stages(layer, moves, to_pages=to_pages)
+                return True
+        self._issue(self.copies(layer, moves), to_gpu=to_pages)
+        return True
+
+    def _issue(self, copies: Copies, *, to_gpu: bool) -> None:
+        """Issue copies from the GPU's memory to parts, or with `to_gpu` the same in the other direction."""
+        assert self._submit is not None
+        self._submit(merged(copies.reversed() if to_gpu else copies))
+
+    def _in_stages(self, layer: int, moves: Sequence[Move], *, to_pages: bool) -> None:
+        view, size = _wide(self._views[layer]), self.page_bytes[layer]
+        blocks = sent(torch.from_numpy(_blocks_of(moves)), view.device)
+        side_by_side = view.new_empty((len(blocks), *view.shape[1:])) if to_pages else view.index_select(0, blocks)
+        sizes = np.array([len(move.blocks) for move in moves], np.int64) * size
+        staged = side_by_side.data_ptr() + np.cumsum(sizes) - sizes
+        parts = np.array([move.part.data_ptr() + move.first * size for move in moves], np.int64)
+        self._issue(Copies(staged, parts, sizes), to_gpu=to_pages)
+        if to_pages:
+            view.index_copy_(0, blocks, side_by_side)
+
+    def copies(self, layer: int, moves: Sequence[Move]) -> Copies:
+        """Return the addresses of pages and of their places in parts, and the bytes of each stretch of a page."""
+        view, size = self._views[layer], self.page_bytes[layer]
+        offsets, stretch = self._stretches[layer]
+        blocks = _blocks_of(moves)
+        begins = [
+            move.part.data_ptr() + np.arange(move.first, move.first + len(move.blocks), dtype=np.int64) * size
+            for move in moves
+        ]
+        pages = view.data_ptr() + blocks * (view.stride(0) * view.element_size())
+        inside = np.arange(len(offsets), dtype=np.int64) * stretch
+        found = (pages[:, None] + offsets).ravel(), (np.concatenate(begins)[:, None] + inside).ravel()
+        return Copies(*found, np.full(len(found[0]), stretch, np.int64))
+
+    def save(self, layer: int, blocks: Sequence[int], part: torch.Tensor) -> None:
+        """Copy the pages of `blocks` side by side into `part`, uint8 `[n]`."""
+        for at, start, count in _runs(blocks):
+            self._in_part(layer, part, at, count).copy_(self._views[layer][start : start + count], non_blocking=True)
+
+    def load(self, layer: int, blocks: Sequence[int], part: torch.Tensor, first: int) -> None:
+        """Copy the pages of `part`, from its page `first` on, into `blocks`."""
+        for at, start, count in _runs(blocks):
+            source = self._in_part(layer, part, first + at, count)
+            self._views[layer][start : start + count].copy_(source, non_blocking=True)
+
+    def _in_part(self, layer: int, part: torch.Tensor, page: int, count: int) -> torch.Tensor:
+        view, size = self._views[layer], self.page_bytes[layer]
+        return part[page * size : (page + count) * size].view(view.dtype).view(count, *view.shape[1:])
+
+
+class TokenAccess:
+    """The keys and values of single tokens in one layer's cache, by slot number (block × block size + offset)."""
+
+    def __init__(self, attention: Any, cache: torch.Tensor, kernels: Kernels) -> None:
+        """Raise `UnsupportedModel` for a cache in which a token's key and value cannot be found."""
+        self._attention, self._cache, backend = attention, cache, attention.attn_backend.get_name()
+        self.head_dim: int = attention.head_size
+        self.dtype: torch.dtype = cache.dtype
+        if cache.dim() != 4 or cache.shape[3] != KV * self.head_dim:
+            raise UnsupportedModel("its KV cache does not hold a key and a value for each head and token")
+        if not cache.dtype.is_floating_point or cache.dtype.itemsize == 1:
+            raise UnsupportedModel(f"its KV cache is quantised ({cache.dtype})")
+        if not hasattr(attention.impl, "do_kv_cache_update"):
+            raise UnsupportedModel(f"its attention backend {backend} has no writer of its own")
+        blocks, self.kv_heads, self._size, _ = cache.shape
+        self._cpu = backend == "CPU_ATTN"
+        self.kernels = TORCH if self._cpu else kernels  # Those in Triton want the numbers of a row side by side.
+        if self._cpu:
+            if attention.isa not in CPU_LAYOUTS:
+                raise UnsupportedModel(f"keys cannot be read from pages of the CPU kernel {attention.isa!r}")
+            self._halves = cache.view(blocks, self.kv_heads, KV, self._size * self.head_dim)
+            self._keys = self._halves[:, :, 0].view(blocks, self.kv_heads, self.head_dim, self._size).transpose(2, 3)
+            self._rows = cache.view(-1, self.head_dim)
+        else:
+            keys, values = cache.split(self.head_dim, dim=-1)
+            self.pages = Paged(keys, values, torch.empty(0, dtype=torch.int32))  # of no prompt yet
+
+    def gather(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return keys and values `[T, H, D]` of `slots [T]`."""
+        if self._cpu:
+            block, offset = slots // self._size, slots % self._size
+            # In a page, each head has a block of keys, and then a row of `head_dim` numbers for the value of a token.
+            heads = block[:, None] * self.kv_heads + torch.arange(self.kv_heads)
+            rows = (heads * KV + 1) * self._size + offset[:, None]  # [T, H]
+            values = self._rows.index_select(0, rows.flatten()).unflatten(0, rows.shape)
+            return self._keys[block, :, offset], values
+        keys, values = self.kernels.gather(self.pages, slots)
+        return keys, values
+
+    def tokens_of(self, blocks: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return copies of the keys and values `[H, T, D]` of the first `tokens` tokens in kernel blocks `[B]`."""
+        if self._cpu:  # The keys stay transposed, so that whole rows of pages are copied.
+            pages = self._halves.index_select(0, blocks).transpose(0, 1)  # [H, B, K, N·D]
+            keys = pages[:, :, 0].unflatten(-1, (self.head_dim, self._size)).transpose(1, 2).flatten(2).transpose(1, 2)
+            return keys[:, :tokens], pages[:, :, 1].unflatten(-1, (self._size, self.head_dim)).flatten(1, 2)[:, :tokens]
+        keys, values = self._cache[blocks].split(self.head_dim, dim=-1)  # [B, H, N, D]
+        return tuple(one.transpose(0, 1).flatten(1, 2)[:, :tokens] for one in (keys, values))
+
+    def scatter(self, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Write keys and values `[T, H, D]` with the backend's own writer, which knows its layout."""
+        self._attention.impl.do_kv_cache_update(
+            self._attention, keys.contiguous(), values.contiguous(), self._cache, slots
+        )
+
+
+def _blocks_of(moves: Sequence[Move]) -> Addresses:
+    return np.concatenate([np.asarray(move.blocks, np.int64) for move in moves])
+
+
+def _order(cache: torch.Tensor) -> tuple[int, ...]:
+    """Return a page's dimensions in the order that they have in memory.
+
+    The strides themselves may depend on the number of blocks.
+    """
+    strides = cache.stride()
+    return tuple(sorted(range(1, cache.dim()), key=lambda d: -strides[d]))
+
+
+def _page_major(cache: torch.Tensor, blocks: int) -> torch.Tensor:
+    """Return the cache `[B, ratio, …]` with a page's dimensions in the order that they have in memory.
+
+    `ratio` is the number of the kernel's blocks in a block of the scheduler.
+    """
+    if cache.shape[0] % blocks:
+        raise UnsupportedModel(f"a cache of shape {tuple(cache.shape)} is not made of the engine's {blocks} blocks")
+    pages: torch.Tensor = cache.permute(0, *_order(cache)).unflatten(0, (blocks, cache.shape[0] // blocks))
+    return pages
+
+
+def _wide(pages: torch.Tensor) -> torch.Tensor:
+    """Return pages `[B, …]` as `[B, n]` numbers of 16 bytes, as which a GPU moves them faster, if they are that.
+
+    A page has to be in one piece, and every page to begin at a multiple of 16 bytes.
+    """
+    apart = pages.stride(0) * pages.element_size()
+    in_one_piece = pages[0].is_contiguous() and pages[0].numel() * pages.element_size() % WIDEST.itemsize == 0
+    if not in_one_piece or apart % WIDEST.itemsize or pages.data_ptr() % WIDEST.itemsize:
+        return pages
+    offset = pages.storage_offset() * pages.element_size()
+    if offset % WIDEST.itemsize:  # though the page itself is aligned, which no view of its storage can say
+        return pages
+    return pages.as_strided((len(pages), pages[0].numel()), (pages.stride(0), 1)).view(WIDEST)
+
+
+def _runs(blocks: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """Return runs of consecutive numbers: the index of the first, the first, and how many."""
+    at = 0
+    for i in range(1, len(blocks) + 1):
+        if i == len(blocks) or blocks[i] != blocks[i - 1] + 1:
+            yield at, blocks[at], i - at
+            at = i

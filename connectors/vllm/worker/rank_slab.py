@@ -1,0 +1,50 @@
+"""A rank's share of the slab that the scheduler's process owns."""
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+
+import torch
+
+from lmc.connectors.vllm.messages import DocumentPart, PageCopy
+from lmc.connectors.vllm.vllm_api import get_pp_group, get_tp_group
+from lmc.storage.ledger import Slot
+from lmc.storage.memory.memory_files import wait_until_unlocked
+from lmc.storage.memory.slab import Slab, SlabAddress
+
+log = logging.getLogger(__name__)
+
+
+class RankSlab:
+    """The parts of slots that belong to this rank's layers."""
+
+    def __init__(self, at: SlabAddress, gone: Callable[[SlabAddress], object] = lambda _: None) -> None:
+        """Map them; raise `StorageError` if the slab cannot be opened.
+
+        `gone` is called by another thread when a cache server has ended whose slab it is.
+        """
+        self.at = at
+        self._share = at.shares.of(get_pp_group().rank_in_group, get_tp_group().rank_in_group)
+        self._slab = Slab.attach(at, self._share)
+        if at.owner:
+            if torch.cuda.is_available() and not at.page_locked:
+                text = "the memory of the cache server is not page-locked, and copies to the GPU are slower"
+                log.warning("%s: start `lmc serve` with --page-locked if all of its engines have one model", text)
+            threading.Thread(target=_wait_for, args=(at, gone), name="lmc-server", daemon=True).start()
+
+    def part(self, slot: int, layer: int) -> torch.Tensor:
+        """Return the part of a slot for one of this rank's layers: uint8 `[n]`."""
+        return self._slab.part(Slot(slot), self._share.first + layer * self._share.step)
+
+    def needed(self, layer: int) -> int:
+        """Return how many parts of a chunk have arrived when those of all ranks for this layer have."""
+        return self._share.needed(layer)
+
+    def ready(self, wanted: Sequence[PageCopy | DocumentPart]) -> int:
+        """Return how many parts are in each slot now; `LOST`, which is less than any number, if a chunk has gone."""
+        return min((self._slab.ready(Slot(one.slot), one.tag) for one in wanted), default=self._slab.parts)
+
+
+def _wait_for(at: SlabAddress, gone: Callable[[SlabAddress], object]) -> None:
+    if wait_until_unlocked(at.owner):
+        gone(at)

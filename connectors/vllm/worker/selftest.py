@@ -1,0 +1,159 @@
+"""The self-test for vLLM, which runs once at start in blocks that are not in use yet."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from lmc.blend.canvas import KV
+from lmc.blend.selftest import ASKING, MOVED, TOKENS, prove, prove_compiled, random_prompt, rehearse
+from lmc.blend.strategies import RecomputePolicy
+from lmc.connectors.vllm.messages import BlendJob, DocumentPart
+from lmc.connectors.vllm.worker.canvas import BatchRows, PagedCanvas, prefill_alone
+from lmc.connectors.vllm.worker.memory import allocated, make_room
+from lmc.connectors.vllm.worker.native import NativeLayers
+from lmc.connectors.vllm.worker.tensor_parallel import on_all_ranks, several_ranks
+from lmc.engine import Piece
+from lmc.errors import NoMemory, UnsupportedModel
+from lmc.keys import ChunkKey, RecordKind
+
+log = logging.getLogger(__name__)
+
+FIRST_SHARE = 8  # An eighth of a full batch is run before it.
+
+
+def prove_model(layers: NativeLayers, vocabulary: int, blocks: int, stream: "torch.cuda.Stream | None" = None) -> bool:
+    """Raise `UnsupportedModel` if lmc leaves other keys and values in the pages than the model's own forward pass.
+
+    On a GPU, a stored document is copied on `stream` from page-locked memory, as those of blends are. Returns whether
+    the model can also be called as the engine has compiled it.
+    """
+    need = -(-TOKENS // layers.block_size)
+    if blocks <= need:
+        raise UnsupportedModel(f"the KV cache has only {blocks} blocks, too few for the self-test")
+    table, tokens = tuple(range(1, need + 1)), random_prompt(vocabulary)  # Block 0 is the null block.
+    piece = Piece.whole(RecordKind.DOCUMENT, ChunkKey(b""), TOKENS - MOVED, MOVED, 0, None, exact=False)
+    document = DocumentPart(slot=0, tag=0, piece=piece)
+    with torch.inference_mode():
+        try:
+            whole, in_two = (_prefill(layers, tokens, table, chunks) for chunks in ([TOKENS], [MOVED, TOKENS]))
+            alone = _prefill_alone(layers, tokens[MOVED:], table)
+            part = torch.stack(alone[0]).flatten().view(torch.uint8)
+            if stream is not None:
+                part = part.cpu().pin_memory()
+            canvas = _canvas(layers, tokens, table, (), torch.empty(0))
+            _agree(lambda: prove(canvas, _canvas(layers, tokens, table, (document,), part, stream), whole, in_two))
+            if layers.device.type == "cuda":  # Nothing is compiled for a CPU.
+                moved = replace(document, piece=replace(piece, tokens=piece.tokens - ASKING))
+                rehearse(lambda: _canvas(layers, tokens, table, (moved,), part, stream), moved.piece)
+            return layers.compiled and on_all_ranks(good=_as_compiled(canvas, whole, in_two))
+        finally:
+            _clear(layers, table)
+
+
+def _agree(test: Callable[[], None]) -> None:
+    """Raise `UnsupportedModel` on every rank if a test fails on one of them: the others would wait for that one."""
+    failed = UnsupportedModel("the self-test failed on another rank")
+    try:
+        test()
+        passed = True
+    except UnsupportedModel as error:
+        passed, failed = False, error
+    if not on_all_ranks(good=passed):
+        raise failed
+
+
+def _as_compiled(canvas: PagedCanvas, whole: list[KV], in_two: list[KV]) -> bool:
+    try:
+        prove_compiled(canvas, whole, in_two)
+        return True
+    except UnsupportedModel as error:
+        log.warning("lmc calls the model layer by layer, which is slower than as it was compiled: %s", error)
+    except Exception:
+        log.exception("lmc calls the model layer by layer, because it could not call it as it was compiled")
+    return False
+
+
+def run_full_batch(layers: NativeLayers, rows: int) -> int:
+    """Run as many rows through a layer as a blend ever does, so that memory that is missing is missed at the start.
+
+    With several ranks, some of the rows come first, by whose memory they agree on whether the others will fit: an error
+    on one rank in the middle of a layer would leave the others waiting for it. Returns the bytes that all of the rows
+    took on a GPU. Raises `UnsupportedModel` on every rank if one of them has not the memory.
+    """
+    try:
+        if several_ranks():
+            make_room(FIRST_SHARE * _bytes_of(layers, rows // FIRST_SHARE), layers.device, f"a batch of {rows} tokens")
+        return _bytes_of(layers, rows)
+    except (torch.OutOfMemoryError, NoMemory) as error:
+        cure = "lower --max-num-batched-tokens or --gpu-memory-utilization"
+        raise UnsupportedModel(f"a batch of {rows} tokens does not fit into what memory is left: {cure}") from error
+
+
+def _bytes_of(layers: NativeLayers, rows: int) -> int:
+    """Return how many bytes rows took on a GPU in a layer. All of them lie in block 1, which holds nothing yet."""
+    positions = torch.arange(rows + 1, device=layers.device)
+    blocks, scattered = torch.ones_like(positions[:: layers.block_size]), positions[positions != 1]
+    cuda, before = layers.device.type == "cuda", allocated(layers.device)
+    try:
+        if cuda:
+            torch.cuda.reset_peak_memory_stats(layers.device)
+        with torch.inference_mode():
+            batches = layers.begin(torch.zeros_like(positions), scattered, blocks, rows)
+            for batch in batches.batches:
+                layers.run(0, batches, batch)
+    finally:
+        _clear(layers, (1,))
+    return torch.cuda.max_memory_allocated(layers.device) - before if cuda else 0
+
+
+def _canvas(
+    layers: NativeLayers,
+    tokens: list[int],
+    table: tuple[int, ...],
+    documents: Any,
+    part: torch.Tensor,
+    stream: "torch.cuda.Stream | None" = None,
+) -> PagedCanvas:
+    job = BlendJob(
+        request="self-test",
+        tokens=tuple(tokens),
+        blocks=table,
+        stop=len(tokens),
+        documents=documents,
+        policy=RecomputePolicy(strategy="all"),
+    )
+    return PagedCanvas(layers, job, BatchRows(TOKENS, TOKENS), lambda *_: part, lambda _: True, stream=stream)
+
+
+def _prefill(layers: NativeLayers, tokens: list[int], table: tuple[int, ...], stops: list[int]) -> list[KV]:
+    """Return the KV that the model's forward passes leave in the pages, with chunks that end at `stops`."""
+    blocks, ids = torch.tensor(table, device=layers.device), torch.tensor(tokens, device=layers.device)
+    for start, stop in zip([0, *stops], stops, strict=False):
+        positions = torch.arange(start, stop, device=layers.device)
+        rows = layers.begin(ids, positions, blocks, TOKENS)
+        layers.run_model(rows, rows.batches[0])
+    return _read(layers, blocks, stops[-1])
+
+
+def _prefill_alone(layers: NativeLayers, tokens: list[int], table: tuple[int, ...]) -> list[KV]:
+    blocks, ids = torch.tensor(table, device=layers.device), torch.tensor(tokens, device=layers.device)
+    for _ in prefill_alone(layers, ids, blocks, BatchRows(TOKENS)):
+        pass
+    return _read(layers, blocks, len(tokens))
+
+
+def _read(layers: NativeLayers, blocks: torch.Tensor, count: int) -> list[KV]:
+    slots = layers.slots(blocks, torch.arange(count, device=layers.device))
+    return [tuple(one.clone() for one in access.gather(slots)) for access in layers.access]  # type: ignore[misc]
+
+
+def _clear(layers: NativeLayers, table: tuple[int, ...]) -> None:
+    """Write zeros to the blocks that were used, as they had before."""
+    blocks = torch.tensor(table, device=layers.device)
+    slots = layers.slots(blocks, torch.arange(len(table) * layers.block_size, device=layers.device))
+    for access in layers.access:
+        keys, values = access.gather(slots)
+        access.scatter(slots, torch.zeros_like(keys), torch.zeros_like(values))

@@ -1,0 +1,486 @@
+"""The worker's side of the connector: it copies between pages and slots, blends and learns, a slice in every step.
+
+Work is a queue of generators, oldest first, which yield their cost in token-layers. In each step, lmc may compute as
+much as the engine's own limit leaves: `max_num_batched_tokens` through all layers, less the tokens that the engine
+computes itself, and a tenth of that in any case. So a running request waits a tenth longer at most for its next token
+than behind a full step of chunked prefill, if the model has ten layers or more. A job that fails is reported, and the
+engine computes its tokens. An error ends the engine only where other ranks would wait for this one for ever (tensor
+parallelism), and where the slab cannot be opened. With several ranks, all that could make their steps differ is agreed
+upon: what has arrived, by the scheduler's plan, and whether there is memory for a job's next step, by a vote.
+"""
+
+import logging
+from collections.abc import Generator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from lmc.blend.blender import Blender, BlendInput, BlendResult
+from lmc.blend.canvas import KV
+from lmc.connectors.vllm.messages import (
+    BackfillJob,
+    BlendJob,
+    DocumentPart,
+    LearnJob,
+    LoadJob,
+    PageCopy,
+    SaveJob,
+    StepPlan,
+    StepReport,
+    WorkerFacts,
+)
+from lmc.connectors.vllm.model_identity import layout_of, weights_in_memory
+from lmc.connectors.vllm.vllm_api import get_pp_group, get_tensor_model_parallel_rank, get_tp_group
+from lmc.connectors.vllm.worker.canvas import COPY_COST, BatchRows, PagedCanvas, prefill_alone, read_tokens
+from lmc.connectors.vllm.worker.memory import allocated, make_room, memory_for
+from lmc.connectors.vllm.worker.native import NativeLayers
+from lmc.connectors.vllm.worker.paged import Move, Pages
+from lmc.connectors.vllm.worker.rank_slab import RankSlab
+from lmc.connectors.vllm.worker.selftest import prove_model, run_full_batch
+from lmc.connectors.vllm.worker.streams import LayerLoads, Streams, divided, seconds_of
+from lmc.connectors.vllm.worker.work import Cost, Work
+from lmc.errors import ChunkLost, NoMemory, StorageError, UnsupportedModel
+from lmc.keys import chunk_bounds
+from lmc.storage.memory.slab import LOST, SlabAddress
+
+log = logging.getLogger(__name__)
+
+# Blends get at least a tenth of a step, whatever the engine computes, and the compiled model at most that in one call.
+BLEND_SHARE = 10
+LEARN_EVERY = 8  # While blends and loads run, one slice of learning in this many steps, so that documents are learned.
+LEAST_ROWS = 512  # in one call of a layer on a CPU, or of the compiled model, because it reads all of the weights
+
+
+class EndedLoad(NamedTuple):
+    """A load that has been issued, or has failed."""
+
+    event: Any  # It is over when its copies are.
+    request: str
+    bad: tuple[int, ...]  # blocks that the engine has to compute
+    blocks: tuple[int, ...] = ()  # all that it filled
+    wanted: Sequence[PageCopy | DocumentPart] = ()  # the slots that it read
+
+
+class Worker:
+    """One rank's side of the connector."""
+
+    def __init__(self, config: Any, kv_cache_config: Any, *, blends: bool) -> None:
+        self._config, self._kv_cache_config, self._blends = config, kv_cache_config, blends
+        self._pages: Pages
+        self._layers: NativeLayers | None = None
+        self._slab: RankSlab | None = None
+        self._loading: dict[str, Work] = {}  # by request, oldest first
+        self._learning: list[Work] = []
+        self._backfills: list[Work] = []  # exact prefill in idle steps
+        self._steps = 0
+        # By layer, of the tokens behind which all documents are learned; by the resets after which it was computed.
+        self._prefix_kv: dict[int, list[KV]] = {}
+        self._arrived: dict[str, int] = {}  # by request, see `StepPlan.arrived`
+        self._report = StepReport()
+        self._copied: list[tuple[Any, int]] = []  # (event, job) of copies that may be under way
+        self._ended: list[EndedLoad] = []  # loads whose copies may be under way
+        self._step_tokens = int(config.scheduler_config.max_num_batched_tokens)
+        self._rows = BatchRows(layer=self._step_tokens)
+        self._batch_bytes = 0  # on a GPU, that a layer takes for a batch of full size
+
+    # -- start -------------------------------------------------------------------------------------------------------
+
+    def register(self, caches: dict[str, torch.Tensor], model: Any | None, why_not: str = "") -> WorkerFacts:
+        """Take the KV caches and the model, which is None if it was not found.
+
+        `why_not` says why nothing may be blended in this engine, whatever the model; it is empty if prompts may be.
+        Returns what the caches are, and why the model cannot be blended, if it cannot.
+        """
+        self._pages = Pages(caches, self._kv_cache_config.num_blocks)
+        self._ranks: int = get_tp_group().world_size
+        cache = next(iter(caches.values()))
+        self._device = cache.device
+        self._streams = Streams(self._device)
+        self._pages.choose_way(seconds_of)
+        if self._device.type != "cuda":  # On a GPU, kernels may have buffers for the tokens of one step only.
+            self._rows = BatchRows(layer=max(LEAST_ROWS, self._step_tokens))
+        refused = "blending is off (enable_blending)"
+        if self._blends:
+            refused = why_not or self._prepare_blending(caches, model)
+        shape = self._layers.shape if self._layers else None
+        return WorkerFacts(
+            rank=(get_pp_group().rank_in_group, get_tensor_model_parallel_rank()),
+            page_bytes=self._pages.page_bytes,
+            layout=layout_of(self._config, self._kv_cache_config, self._pages.layout),
+            weights=weights_in_memory(self._config, model),
+            kv_heads=shape.kv_heads if shape else 0,
+            head_dim=shape.head_dim if shape else 0,
+            dtype=str(cache.dtype),
+            rope=self._layers.rope if self._layers else "",
+            refused=refused,
+        )
+
+    def _prepare_blending(self, caches: dict[str, torch.Tensor], model: Any | None) -> str:
+        if model is None:
+            return "the loaded model was not found in this worker (is another plugin in the way?)"
+        if self._config.lora_config is not None:
+            # Its layers would apply the adapters of the engine's last batch to lmc's rows.
+            return "LoRA is enabled (--enable-lora)"
+        try:
+            layers = NativeLayers(model, self._config, self._kv_cache_config, caches)
+            if layers.depth != self._pages.layers:
+                raise UnsupportedModel("the engine has other KV caches than one for each of its layers")
+            vocabulary, blocks = self._config.model_config.get_vocab_size(), self._kv_cache_config.num_blocks
+            as_compiled = prove_model(layers, vocabulary, blocks, self._streams.load)
+            if as_compiled and self._step_tokens >= BLEND_SHARE * LEAST_ROWS:
+                self._rows = self._rows._replace(through=self._step_tokens // BLEND_SHARE)
+            if self._device.type == "cuda":  # On a CPU it takes seconds, and more memory can be had.
+                self._batch_bytes = run_full_batch(
+                    layers, min(self._rows.layer, self._config.model_config.max_model_len - 1)
+                )
+        except UnsupportedModel as error:
+            return str(error)
+        except Exception as error:
+            log.exception("lmc could not try whether this model can be blended")
+            return f"the self-test raised {type(error).__name__}: {error}"
+        self._layers = layers
+        return ""
+
+    # -- a step ------------------------------------------------------------------------------------------------------
+
+    @property
+    def ends_loads(self) -> bool:
+        """Whether loads have ended of which the engine does not know."""
+        return bool(self._ended)
+
+    @property
+    def has_news(self) -> bool:
+        """Whether there is something to report."""
+        return bool(self._copied or self._report)
+
+    def work(self, plan: StepPlan) -> None:
+        """Take in new jobs, and do a slice of all jobs."""
+        self._find_slab(plan)
+        if not (plan.has_jobs or self._loading or self._learning or self._backfills):
+            self._arrived = {}
+            self._steps += 1
+            return
+        self._arrived = plan.arrived
+        for request, blocks in plan.failed.items():
+            self._fail(request, blocks)
+        for request in self._loading.keys() & plan.late:
+            self._end(self._loading[request], self._loading[request].blocks)
+        for job in plan.loads:
+            self._loading[job.request] = self._load_or_blend(job)
+        for document in plan.learn:
+            what = f"a document of {len(document.tokens)} tokens"
+            batch = self._pages.layers * min(self._rows.through, len(document.tokens))
+            self._learning.append(
+                Work(self._learn(document), job=document.job, idle=document.idle, computes=what, coming=batch)
+            )
+        for backfill in plan.backfill:
+            what = f"the exact KV of {len(backfill.tokens)} tokens"
+            rows = self._pages.layers * min(self._rows.through, len(backfill.tokens))
+            self._backfills.append(Work(self._backfill(backfill), job=backfill.job, computes=what, coming=rows))
+        for given_up in [one for one in (*self._learning, *self._backfills) if one.job in plan.cancel]:
+            self._end(given_up, (), failed=True)
+        whole = self._step_tokens * self._pages.layers
+        most = max(whole - plan.scheduled * self._pages.layers, whole // BLEND_SHARE)
+        with torch.inference_mode():
+            left = most - self._do(list(self._loading.values()), most)
+            # Learning comes last. While requests run, it gets one slice of a step, so that they hardly wait for it.
+            self._steps += 1
+            turn = left == most or not self._steps % LEARN_EVERY
+            idle = not plan.scheduled and not self._loading
+            self._do([work for work in self._learning if not work.idle], 0 if plan.scheduled else left, alone=turn)
+            # Idle work gets one slice of a step, so that a request that comes now waits no longer.
+            if idle and all(work.idle for work in self._learning):
+                self._do(self._learning or self._backfills, 0)
+
+    def fail_work(self, plan: StepPlan) -> None:
+        """Report every load and every document as failed, after an error in `work`."""
+        self.end_all()
+        for job in plan.loads:
+            self._fail(job.request, _blocks(job.copies) if isinstance(job, LoadJob) else self._blocks_to_fill(job))
+        for request, blocks in plan.failed.items():
+            self._fail(request, blocks)
+        known = {job for _, job in self._copied}
+        numbers = {document.job for document in plan.learn} | {backfill.job for backfill in plan.backfill}
+        for number in numbers - known:
+            self._report.failed.add(number)
+            self._copied.append((self._streams.event(), number))
+
+    def fail_saves(self, jobs: Sequence[SaveJob]) -> None:
+        """Report saves as failed, after an error in `save`."""
+        reported = {job for _, job in self._copied}
+        self._report.failed |= {job.job for job in jobs}
+        self._copied += [(self._streams.event(), job.job) for job in jobs if job.job not in reported]
+
+    def _fail(self, request: str, blocks: tuple[int, ...]) -> None:
+        """Report the load of a request as failed, unless that has been done."""
+        if request not in {ended.request for ended in self._ended}:
+            self._report.lost.add(request)
+            self._ended.append(EndedLoad(self._streams.event(), request, blocks))
+
+    def _find_slab(self, plan: StepPlan) -> None:
+        """Map the slab. That of a cache server may be another one than before, or have gone.
+
+        It is mapped for the first job, because only then the scheduler's process is sure to keep it open.
+        """
+        at = plan.slab
+        if self._slab is not None and self._slab.at != at:
+            self._slab = None
+        if self._slab is None and at is not None and (not at.lifeline or plan.loads or plan.saves or plan.learn):
+            try:
+                self._slab = RankSlab(at, self._let_go)
+            except StorageError as error:
+                if not at.lifeline or self._ranks > 1:  # Other ranks may have mapped it, and would wait for this one.
+                    raise
+                log.warning("the memory of the cache server cannot be mapped, and nothing is loaded: %s", error)
+
+    def _let_go(self, at: SlabAddress) -> None:
+        """Unmap the slab of a cache server that has gone, also if the engine is idle: its memory would stay taken."""
+        under_way = self._loading or self._learning or self._copied or self._ended
+        if self._slab is not None and self._slab.at == at and not under_way:
+            self._slab = None
+
+    def save(self, jobs: list[SaveJob]) -> None:
+        """Copy the blocks that this step has completed, after the forward pass."""
+        if not jobs:
+            return
+        with torch.inference_mode(), self._streams.behind(self._streams.save):
+            for job in jobs:
+                try:
+                    self._save(job)
+                except Exception as error:
+                    if not isinstance(error, ChunkLost):  # Then it has been said that there is no slab.
+                        log.exception("lmc could not save a chunk")
+                    self._report.failed.add(job.job)
+            event = self._streams.event()
+            self._copied += [(event, job.job) for job in jobs]
+
+    def cancel(self, requests: set[str]) -> None:
+        """Stop the work for requests that have ended. The engine frees their blocks when they are reported."""
+        for request in requests & self._loading.keys():
+            self._loading[request].wanted = ()  # Its blocks will not be read.
+            self._end(self._loading[request], ())
+
+    def end_all(self) -> None:
+        """End everything that is under way as failed, and drop the KV that learning keeps in the engine's memory."""
+        for work in [*self._loading.values(), *self._learning, *self._backfills]:
+            self._end(work, work.blocks, failed=True)
+        self._prefix_kv = {}
+
+    def outcome(self) -> tuple[set[str], set[int]]:
+        """Return for the engine the requests whose load has ended, and the blocks whose contents are wrong."""
+        over, waiting = divided(self._ended)
+        bad = {block for load in over for block in load.bad}
+        for load in over:
+            if not load.bad and self._is_lost(load.wanted):  # A slot was given to another chunk during the copies.
+                self._report.lost.add(load.request)
+                bad.update(load.blocks)
+        self._ended = waiting  # An error until here loses none of them.
+        return {load.request for load in over}, bad
+
+    def report(self) -> StepReport:
+        """Return for lmc's scheduler what has ended since the last report."""
+        over, self._copied = divided(self._copied)
+        self._report.done |= {job: 1 for _, job in over}
+        report, self._report = self._report, StepReport()
+        return report
+
+    # -- inside: slices ----------------------------------------------------------------------------------------------
+
+    def _do(self, queue: list[Work], left: int, *, alone: bool = True) -> int:
+        """Do what costs no more than `left` token-layers, and return what it has cost.
+
+        If lmc has done nothing else in this step (`alone`), it is one slice at least, however much that costs.
+        """
+        done = 0
+        for work in list(queue):
+            if (alone and not done) or done + work.coming <= left:
+                done += self._advance(work, left - done)
+        return done
+
+    def _advance(self, work: Work, left: int) -> int:
+        """Do a slice of a job and those that still fit into `left` behind it, and return what they have cost.
+
+        It stops where the job waits for bytes or ends.
+        """
+        done, among_ranks = 0, work.computes and self._ranks > 1
+        try:
+            if among_ranks:  # Until it goes on, the engine may use what it had asked for before.
+                make_room(self._batch_bytes + max(work.memory, 0), self._device, work.computes)
+            before = allocated(self._device) if among_ranks else 0
+            while (not done or done + work.coming <= left) and (cost := work.next_slice()):
+                done += cost
+            if among_ranks:
+                work.memory -= allocated(self._device) - before
+        except StopIteration:
+            self._end(work, ())
+        except (ChunkLost, NoMemory) as error:
+            lost = isinstance(error, ChunkLost)
+            why = f"a chunk for request {work.request} was lost while it was loaded" if lost else str(error)
+            log.warning("%s; %s", why, "the engine computes it" if work.request else "it is not learned")
+            self._end(work, work.blocks, failed=True)
+        except Exception:
+            if self._ranks > 1:
+                raise  # The other ranks are about to enter a collective operation, and would hang.
+            log.exception("lmc failed in a worker; the engine computes what lmc should have loaded")
+            self._end(work, work.blocks, failed=True)
+        return done
+
+    def _end(self, work: Work, bad: tuple[int, ...], *, failed: bool = False) -> None:
+        work.steps.close()
+        if work.request:
+            del self._loading[work.request]
+            if bad:
+                self._report.lost.add(work.request)
+            with self._streams.behind(self._streams.load):
+                self._ended.append(EndedLoad(self._streams.event(), work.request, bad, work.blocks, work.wanted))
+        else:
+            (self._learning if work in self._learning else self._backfills).remove(work)
+            if failed:
+                self._report.failed.add(work.job)
+            with self._streams.behind(self._streams.save):
+                self._copied.append((self._streams.event(), work.job))
+
+    # -- inside: jobs ------------------------------------------------------------------------------------------------
+
+    def _load_or_blend(self, job: LoadJob | BlendJob) -> Work:
+        if isinstance(job, LoadJob):
+            return Work(self._load(job), job.request, _blocks(job.copies), wanted=job.copies)
+        assert self._layers is not None
+        return Work(
+            self._blend(job),
+            job.request,
+            self._blocks_to_fill(job),
+            wanted=(*job.copies, *job.documents),
+            computes=f"a blend of {len(job.tokens)} tokens",
+            memory=memory_for(self._layers, job),
+        )
+
+    def _blocks_to_fill(self, job: BlendJob) -> tuple[int, ...]:
+        return job.blocks[job.start // self._block_size :]
+
+    def _load(self, job: LoadJob) -> Generator[Cost, None, None]:
+        loads, last = self._page_loads(job), self._pages.layers - 1
+        for layer in range(self._pages.layers):
+            while not (job.ready or self._has_arrived(job.request, job.copies, layer)):
+                yield Cost(0)
+            loads.begin(layer)
+            yield Cost(loads.cost, loads.cost if layer < last else 0)
+        self._check(job.copies)
+
+    def _page_loads(self, job: LoadJob | BlendJob) -> LayerLoads:
+        def load(layer: int) -> None:
+            self._pages.load_all(
+                layer, [Move(one.blocks, self._part(one.slot, layer), one.first) for one in job.copies]
+            )
+
+        return LayerLoads(load, len(_blocks(job.copies)) * self._block_size // COPY_COST + 1, self._streams)
+
+    def _blend(self, job: BlendJob) -> Generator[Cost, None, None]:
+        assert self._layers is not None
+        wanted: list[PageCopy | DocumentPart] = [*job.copies, *job.documents]
+
+        def arrived(layer: int) -> bool:
+            return job.ready or self._has_arrived(job.request, wanted, layer)
+
+        loads = self._page_loads(job) if job.copies else None
+        canvas = PagedCanvas(self._layers, job, self._rows, self._part, arrived, loads, self._streams.load)
+        pieces = [part.piece for part in job.documents]
+        given = BlendInput(
+            length=len(job.tokens), stop=job.stop, question=job.question, placements=pieces, start=job.exact
+        )
+        blender = Blender(canvas, given, job.policy)
+        for done in blender.slices():
+            yield Cost(done.cost, done.coming)
+        self._check(wanted)
+        self._report.blended[job.request] = _facts(job, blender.result)
+
+    def _learn(self, job: LearnJob) -> Generator[Cost, None, None]:
+        assert self._layers is not None
+        tokens, blocks = (torch.tensor(one, device=self._device) for one in (job.tokens, job.blocks))
+        behind = self._layers.slots(blocks, torch.arange(job.document, device=self._device))
+        prefix = self._prefix_kv.get(job.resets, [])
+        known = job.document if prefix else 0
+        for access, kv in zip(self._layers.access, prefix, strict=False):
+            access.scatter(behind, *kv)
+        for cost in prefill_alone(self._layers, tokens, blocks, self._rows, known):
+            yield Cost(cost)
+        if job.document > known:
+            self._prefix_kv = {job.resets: [access.gather(behind) for access in self._layers.access]}
+        begin, count = job.document, len(job.tokens) - job.document
+        for slot, (start, stop) in zip(job.slots, chunk_bounds(count, job.chunk), strict=True):
+            if slot >= 0:
+                with self._streams.behind(self._streams.save, blocks):  # Steps of the engine need not wait for the bus.
+                    self._save_tokens(slot, blocks, begin + start, begin + stop)
+            cost = (stop - start) * self._layers.depth // COPY_COST + 1
+            yield Cost(cost, cost if stop < count else 0)
+
+    def _backfill(self, job: BackfillJob) -> Generator[Cost, None, None]:
+        assert self._layers is not None
+        tokens, blocks = (torch.tensor(one, device=self._device) for one in (job.tokens, job.blocks))
+        rows = self._rows._replace(layer=min(self._rows.layer, LEAST_ROWS))
+        for cost in prefill_alone(self._layers, tokens, blocks, rows, job.known):
+            yield Cost(cost)
+
+    def _save(self, job: SaveJob) -> None:
+        for layer in range(self._pages.layers):
+            self._pages.save_all(layer, [Move(job.blocks, self._part(job.slot, layer))])
+
+    def _save_tokens(self, slot: int, blocks: torch.Tensor, start: int, stop: int) -> None:
+        assert self._layers is not None
+        for layer in range(self._layers.depth):
+            part = self._layers.shape.part(self._part(slot, layer), stop - start)
+            read_tokens(self._layers, layer, blocks, start, stop, part)
+
+    # -- inside: the slab --------------------------------------------------------------------------------------------
+
+    @property
+    def _mapped(self) -> RankSlab:
+        """The slab; raise `ChunkLost` if that of a cache server could not be mapped."""
+        if self._slab is None:
+            raise ChunkLost([])
+        return self._slab
+
+    def _part(self, slot: int, layer: int) -> torch.Tensor:
+        return self._mapped.part(slot, layer)
+
+    def _has_arrived(self, request: str, wanted: Sequence[PageCopy | DocumentPart], layer: int) -> bool:
+        """Return whether all parts of a layer are in all slots, with the same answer on every rank.
+
+        Raises `ChunkLost` if they never will be.
+        """
+        ready = self._arrived.get(request, 0) if self._ranks > 1 else self._mapped.ready(wanted)
+        if ready == LOST:
+            raise ChunkLost([])
+        return ready >= self._mapped.needed(layer)
+
+    def _check(self, wanted: Sequence[PageCopy | DocumentPart]) -> None:
+        """Raise `ChunkLost` if one of the slots was given to another chunk while it was read.
+
+        This is asked at the end of a job, where ranks may differ: what one of them reports is wrong for all.
+        """
+        if self._is_lost(wanted):
+            raise ChunkLost([])
+
+    def _is_lost(self, wanted: Sequence[PageCopy | DocumentPart]) -> bool:
+        """Return whether a slot holds another chunk than the wanted one, or is not mapped any more."""
+        return bool(wanted) and (self._slab is None or self._slab.ready(wanted) == LOST)
+
+    @property
+    def _block_size(self) -> int:
+        size: int = self._config.cache_config.block_size
+        return size
+
+
+def _facts(job: BlendJob, result: BlendResult) -> dict[str, object]:
+    """What a blend took, for the response."""
+    return {
+        "strategy": job.policy.strategy,
+        "reused_tokens": result.reused,
+        "fresh_tokens": result.fresh,
+        "token_layers": sum(result.computed),
+        "charged_budget": round(result.charged_budget, 4),
+    }
+
+
+def _blocks(copies: tuple[PageCopy, ...]) -> tuple[int, ...]:
+    return tuple(block for copy in copies for block in copy.blocks)

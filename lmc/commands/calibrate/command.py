@@ -1,0 +1,102 @@
+"""The command line of `lmc calibrate`. What it needs is imported when it runs, so that `lmc --help` stays quick."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+from rich.text import Text
+
+from lmc.errors import InputError, needs_transformers
+from lmc.terminal import console
+
+if TYPE_CHECKING:
+    from lmc.commands.calibrate.measure import Measured
+    from lmc.commands.calibrate.verdict import Verdict
+    from lmc.config.settings import Settings
+
+NO = 1  # the exit code if blending is not worth it
+
+
+def calibrate(
+    model: Annotated[str, typer.Argument(help="directory or hub id of a Llama, Mistral, Qwen2 or Qwen3 model")],
+    documents: Annotated[Path, typer.Option(help="directory of .txt and .md files")],
+    questions: Annotated[
+        Path | None, typer.Option(help="JSON file of questions and answers; default: made from the documents")
+    ] = None,
+    agreement: Annotated[
+        float, typer.Option(help="share of full prefill's tokens, and of its first tokens, that blends must give")
+    ] = 0.9,
+    prompts: Annotated[int | None, typer.Option(min=2, help="how many; default: as many as 4 minutes allow")] = None,
+    report: Annotated[Path | None, typer.Option(help="JSON file to write with the verdict and its numbers")] = None,
+) -> None:
+    """Measure whether blending is worth it for a model and documents. Exit code 0: it is; 1: it is not."""
+    try:
+        import lmc.connectors.transformers
+        import lmc.demo.questions  # noqa: F401
+    except ImportError as error:
+        raise needs_transformers("lmc calibrate", error) from error
+    from lmc.commands.calibrate.verdict import judge, report_of
+    from lmc.small_files import replace_text
+
+    if not 0 < agreement <= 1:
+        raise InputError(f"--agreement {agreement:g} must be above 0 and at most 1")
+    settings = calibration_settings()
+    found = _measure(model, documents, questions, settings, prompts)
+    verdict = judge(found, agreement)
+    _show(model, found, verdict, settings)
+    if report is not None:
+        try:
+            replace_text(report, json.dumps(report_of(model, found, verdict, agreement, settings), indent=1) + "\n")
+        except OSError as error:
+            raise InputError(f"the report cannot be written to {report}: {error.strerror}") from error
+    if verdict.ratio is None:
+        raise typer.Exit(NO)
+
+
+def calibration_settings() -> "Settings":
+    """Return the user's settings with blending, without tiers and cache server: a calibration leaves nothing there."""
+    from lmc.config.settings import Settings
+
+    alone = {"local_disk": None, "remote_url": None, "server": None}
+    return Settings.load({"enable_blending": True, **alone})
+
+
+def _measure(
+    model: str, documents: Path, questions: Path | None, settings: "Settings", prompts: int | None
+) -> "Measured":
+    """Return what was measured."""
+    from lmc.commands.calibrate.measure import Measurement
+    from lmc.commands.calibrate.prompts import CalibrationPrompts, check_inputs, collect
+    from lmc.connectors.transformers import CachedModel
+
+    check_inputs(documents, questions)  # before the model is loaded, which may take minutes
+    cached, tokenizer = CachedModel.load(model, settings)
+    with cached, Progress(console=Console(stderr=True), transient=True) as bar:
+        collection = collect(documents, questions, tokenizer, cached.layers.positions)
+        made = CalibrationPrompts(collection, tokenizer, settings.blend_special_str)
+        task = bar.add_task("prompts in all ways", total=None)
+        return Measurement(cached, made).run(prompts, lambda done, total: bar.update(task, completed=done, total=total))
+
+
+def _show(model: str, found: "Measured", verdict: "Verdict", settings: "Settings") -> None:
+    """Print what was done, the table, the verdict, and the lines for a YAML file."""
+    from lmc.commands.calibrate.measure import BLIND
+    from lmc.commands.calibrate.verdict import heading, table, yaml_lines
+
+    columns, rows = table(found)
+    shown = Table(*columns)
+    for row in rows:
+        shown.add_row(*map(Text, row))
+    console().print(Text(heading(model, found, settings)), shown, sep="\n")
+    if verdict.ratio is None:
+        console().print(Text(f"Blending is not worth it for this model: {verdict.reason}."))
+        return
+    console().print(Text(f"Blending is worth it at ratio {verdict.ratio:g}: {verdict.reason}."))
+    if found.ways[BLIND].agreement >= found.ways[verdict.ratio].agreement:
+        note = "Blind reuse agrees as well: these questions do not need documents to see each other."
+        console().print(Text(note))
+    console().print(Text(f"\n{yaml_lines(settings, verdict.ratio)}"))

@@ -1,0 +1,127 @@
+"""Measures blends against full prefill: the same prompts in all ways, with all documents learned before."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from math import sqrt
+from statistics import fmean, median
+
+import torch
+
+from lmc.blend.strategies import BLIND_REUSE, RecomputePolicy
+from lmc.commands.calibrate.prompts import ANSWER, CalibrationPrompt, CalibrationPrompts
+from lmc.connectors.transformers import CachedModel
+from lmc.connectors.transformers.continuation import divergence, greedy_answer, log_probabilities
+from lmc.errors import InputError
+
+BLIND, RATIOS = 0.0, (0.05, 0.1, 0.15, 0.3, 0.5)  # ratio 0 is blind reuse, for scale
+LEAST_PROMPTS, MOST_PROMPTS = 8, 64
+SECONDS = 210.0  # of measuring, if that is possible with the least number of prompts
+TIMED_PROMPTS = 2  # from which the number of prompts is estimated
+
+
+@dataclass(slots=True)
+class Numbers:
+    """The numbers of one way, one of each for each prompt."""
+
+    same: list[float] = field(default_factory=list)  # share of full prefill's answer that this way predicts as well
+    first: list[bool] = field(default_factory=list)  # whether that has the first token of the answer
+    kl: list[float] = field(default_factory=list)  # KL(full ‖ way), mean over the answer
+    seconds: list[float] = field(default_factory=list)  # TTFT
+
+    @property
+    def tokens_same(self) -> float:
+        """The share of the answers' tokens that is the same."""
+        return fmean(self.same)
+
+    @property
+    def first_same(self) -> float:
+        """The share of prompts whose answer begins with the same token."""
+        return fmean(self.first)
+
+    @property
+    def agreement(self) -> float:
+        """The smaller one of the two. Behind given tokens the next one is often easy, and the first one never is.
+
+        There are only as many first tokens as prompts, so one standard error is added to their share.
+        """
+        first = self.first_same
+        return min(self.tokens_same, first + sqrt(first * (1 - first) / len(self.first)))
+
+    @property
+    def ttft(self) -> float:
+        """The median TTFT."""
+        return median(self.seconds)
+
+
+@dataclass(slots=True)
+class Measured:
+    """All numbers of a calibration."""
+
+    full: list[float] = field(default_factory=list)  # TTFT of each prompt
+    ways: dict[float, Numbers] = field(default_factory=lambda: {ratio: Numbers() for ratio in (BLIND, *RATIOS)})
+    gains: list[float] = field(default_factory=list)  # how much documents raise log p(right answer), per token
+    tokens: list[int] = field(default_factory=list)  # of each prompt
+
+    @property
+    def full_ttft(self) -> float:
+        """The median TTFT of full prefill."""
+        return median(self.full)
+
+
+class Measurement:
+    """Measures one model."""
+
+    def __init__(self, cached: CachedModel, prompts: CalibrationPrompts) -> None:
+        self._cached, self._prompts = cached, prompts
+        settings = cached.settings
+        self._policies = {ratio: RecomputePolicy.of(settings, ratio=ratio) for ratio in RATIOS}
+        self._policies[BLIND] = BLIND_REUSE
+
+    def run(self, count: int | None, progress: Callable[[int, int], None]) -> Measured:
+        """Measure `count` prompts, or as many as there is time for. `progress(done, of)` is called as it goes."""
+        found, total = Measured(), count or MOST_PROMPTS
+        self._warm_up(self._prompts.prompt(MOST_PROMPTS))
+        started = time.perf_counter()
+        while len(found.full) < total:
+            self._measure(self._prompts.prompt(len(found.full)), len(found.full), found)
+            if count is None and len(found.full) == TIMED_PROMPTS:
+                each = (time.perf_counter() - started) / TIMED_PROMPTS
+                total = min(max(int(SECONDS / each), LEAST_PROMPTS), MOST_PROMPTS)
+            progress(len(found.full), total)
+        return found
+
+    def _warm_up(self, prompt: CalibrationPrompt) -> None:
+        self._cached.learn_documents(prompt.tokens)
+        self._cached.prefill(prompt.tokens, "full")
+        done = self._cached.prefill(prompt.tokens, "blend", policy=self._policies[RATIOS[0]])
+        if not done.report.reused:
+            why = done.report.note or "blend_min_tokens is more than they have"
+            raise InputError(f"no prompt over these documents is blended: {why}")
+
+    def _measure(self, prompt: CalibrationPrompt, number: int, found: Measured) -> None:
+        cached, tokens = self._cached, prompt.tokens
+        cached.learn_documents(tokens)
+        done = cached.prefill(tokens, "full")
+        found.full.append(done.report.seconds)
+        found.tokens.append(len(tokens))
+        answer = greedy_answer(cached, tokens, done, ANSWER)
+        full = log_probabilities(cached, tokens, done, answer)
+        with_documents = log_probabilities(cached, tokens, done, prompt.right)
+        without = log_probabilities(cached, prompt.bare, cached.prefill(prompt.bare, "full"), prompt.right)
+        found.gains.append(float((picked(with_documents, prompt.right) - picked(without, prompt.right)).mean()))
+        ratios = [*self._policies]
+        for turn in range(len(ratios)):  # Another one is first each time.
+            ratio = ratios[(number + turn) % len(ratios)]
+            done = cached.prefill(tokens, "blend", policy=self._policies[ratio])
+            blended, numbers = log_probabilities(cached, tokens, done, answer), found.ways[ratio]
+            same = blended.argmax(-1) == full.argmax(-1)
+            numbers.same.append(float(same.float().mean()))
+            numbers.first.append(bool(same[0]))
+            numbers.kl.append(divergence(full, blended))
+            numbers.seconds.append(done.report.seconds)
+
+
+def picked(scores: torch.Tensor, answer: list[int]) -> torch.Tensor:
+    """Return the log-probabilities `[A]` of an answer."""
+    return scores[torch.arange(len(answer)), answer]

@@ -1,0 +1,350 @@
+"""The command `lmc`. Typer parses the arguments; each subcommand is a function.
+
+A command raises what the library raises, and `Commands` turns every `LmcError` into a line and exit code 2. What a
+command needs is imported when it runs, because `lmc --help` should not wait for torch.
+"""
+
+import errno
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.table import Table
+from rich.text import Text
+from typer.core import TyperGroup
+
+from lmc import __version__
+from lmc.commands import top as tops
+from lmc.commands.administration import documents, explain
+from lmc.commands.calibrate.command import calibrate
+from lmc.commands.learn.command import learn
+from lmc.commands.learn.size import size
+from lmc.commands.router import router
+from lmc.commands.serve import serve, show_status
+from lmc.demo.command import demo
+from lmc.errors import ConfigError, InputError, LmcError
+from lmc.http.address import refusal
+from lmc.terminal import AsJson, console, print_json, time_text
+
+if TYPE_CHECKING:
+    from lmc.commands.inspect import Holdings, TierLocation
+    from lmc.config.settings import Settings
+    from lmc.keys import ChunkKey
+    from lmc.storage.tiers.tier import Tier
+
+FAILED = 2  # the exit code of a command that lmc refused
+# click's UsageError, or since typer 0.29 that of its private copy of click, which types as nothing in particular
+WRONG_WORDS: Any = typer.BadParameter.__mro__[1]
+
+Directory = Annotated[
+    Path | None, typer.Argument(help="a disk tier; without it local_disk and remote_url of the settings")
+]
+
+
+class Commands(TyperGroup):
+    """All subcommands, and the one place that answers their errors."""
+
+    # Any: typer's context class is click's, or since 0.29 a private copy of it
+    def make_context(self, *arguments: Any, **named: Any) -> Any:
+        """Read the words before the command."""
+        with _errors_in_one_line():
+            return super().make_context(*arguments, **named)
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the chosen command."""
+        try:
+            with _errors_in_one_line():
+                answer = super().invoke(ctx)
+                if sys.stdout is not None:  # as it is if whoever started us had closed it
+                    sys.stdout.flush()
+                return answer
+        except LmcError as error:
+            lines = str(error).splitlines()
+            # Settings may be wrong in many ways, each of which has a line.
+            for line in lines if isinstance(error, ConfigError) else [" ".join(lines)]:
+                typer.echo(f"error: {line}", err=True)
+            raise typer.Exit(FAILED) from None
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            typer.echo(f"error: cannot write {error.filename or 'the output'}: {error.strerror}", err=True)
+            if error.filename is None:  # At its end Python writes what is left, and would fail again.
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise typer.Exit(FAILED) from None
+
+
+@contextmanager
+def _errors_in_one_line() -> Iterator[None]:
+    """Say what is wrong with the words of a command in one line."""
+    try:
+        yield
+    except WRONG_WORDS as error:
+        context = getattr(error, "ctx", None)
+        if context is None or type(error).__name__ == "NoArgsIsHelpError":  # It shows the help.
+            raise
+        said = " ".join(error.format_message().split())
+        end = "" if said.endswith((".", "?")) else "."
+        typer.echo(f"error: {said}{end} See {context.command_path} --help", err=True)
+        raise typer.Exit(FAILED) from None
+
+
+# No pretty tracebacks: they may print local variables, and a URL there may hold a password.
+app = typer.Typer(cls=Commands, no_args_is_help=True, pretty_exceptions_enable=False)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"lmc {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def lmc(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="show the version and end")
+    ] = False,
+) -> None:
+    """Tiered KV cache offload and CacheBlend fusion."""
+
+
+@app.command()
+def config(as_json: AsJson = False) -> None:
+    """Show every setting, its effective value, and where that comes from; then the variables that are no settings."""
+    from lmc.config.settings import Settings
+
+    settings = Settings.load()
+    if as_json:
+        print_json({row[0]: {"value": row[1], "from": row[2]} for row in setting_rows(settings)})
+    else:
+        console().print(settings_table(settings))
+    if wrong := refusal(settings.admin or "", settings.admin_token or ""):
+        typer.echo(f"no engine starts with this: {wrong}", err=True)
+
+
+@app.command()
+def check(
+    directory: Directory = None,
+    fix: Annotated[bool, typer.Option("--fix", help="remove what is wrong; nothing right is removed")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Verify every byte of a tier. Exit code 1 if something is wrong and was not mended."""
+    from lmc.commands.inspect import places
+
+    unmended, found = False, []
+    for place in places(directory):
+        with place.opened(change=fix) as tier:
+            records = sum(1 for _ in tier.entries())
+            findings = tier.check(fix)
+        found.append({"place": place.name, "records": records, "findings": [asdict(finding) for finding in findings]})
+        unmended |= any(not finding.fixed for finding in findings)
+        if as_json:
+            continue
+        for finding in findings:
+            console().print(Text(f"{finding.where}: {finding.problem}{' (removed)' if finding.fixed else ''}"))
+        mended = ", all removed" if fix and findings else ""
+        console().print(Text(f"{place.name}: {records} records, {len(findings)} wrong{mended}"))
+    if as_json:
+        print_json(found)
+    if unmended:
+        raise typer.Exit(1)
+
+
+@app.command()
+def stat(
+    directory: Directory = None,
+    server: Annotated[Path | None, typer.Option(help="the socket of a cache server, which is asked instead")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show what a tier holds, by namespace (model, its settings, tenant), or what a cache server has and does.
+
+    Of a tier, only headers are read.
+    """
+    if server is not None:
+        show_status(server, as_json=as_json)
+        return
+    from lmc.commands.inspect import places, survey
+
+    if as_json:
+        print_json([holdings_summary(place.name, *survey(place)) for place in places(directory)])
+        return
+    for place in places(directory):
+        found, unreadable = survey(place)
+        console().print(Text(place.name), holdings_table(found))
+        if unreadable:
+            console().print(f"{unreadable} records have headers that cannot be read: see lmc check")
+
+
+@app.command()
+def clear(
+    directory: Directory = None,
+    namespace: Annotated[
+        str | None, typer.Option(help="first digits of the namespace whose records go; lmc stat lists them")
+    ] = None,
+    everything: Annotated[bool, typer.Option("--all", help="all records, of every namespace")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="do not ask")] = False,
+) -> None:
+    """Remove records from a tier: those of one namespace, or all, with their pins. Other files stay."""
+    from lmc.commands.inspect import places
+    from lmc.documents.file import forget_noted
+    from lmc.storage.tiers.disk import DiskTier
+
+    if everything == (namespace is not None):
+        raise InputError("say which records to remove: --namespace DIGITS, or --all")
+    with ExitStack() as open_tiers:
+        tiers = [(place, open_tiers.enter_context(place.opened(change=True))) for place in places(directory)]
+        doomed = doomed_records(tiers, namespace)
+        count = sum(map(len, doomed.values()))
+        where = " and ".join(place.name for place, _ in tiers)
+        if not yes:
+            typer.confirm(f"Remove {count} records from {where}?", abort=True)
+        removed = sum(tier.delete(key) for place, tier in tiers for key in doomed[place.name])
+        for place, tier in tiers:
+            if isinstance(tier, DiskTier):  # Otherwise pinned documents would be learned again.
+                forget_noted(tier.root, {key.hex() for key in doomed[place.name]}, namespace or "")
+    console().print(Text(f"{removed} records removed from {where}"))
+
+
+@app.command()
+def top(
+    url: Annotated[str, typer.Argument(help="where a vLLM server or serve_metrics shows its metrics")] = tops.URL,
+    interval: Annotated[float, typer.Option(min=0.1, max=86400, help="seconds between two looks")] = 2.0,
+    once: Annotated[bool, typer.Option("--once", help="print the totals and end")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show what a running store does: hits, bytes, seconds per GiB, failures, as rates per second.
+
+    The address may be HOST:PORT. With --json, the totals since the start are printed once.
+    """
+    url = tops.complete(url)
+    if as_json:
+        numbers = tops.fetch(url).since(None)
+        print_json(
+            [{"name": name, "labels": list(labels), "value": n} for (name, labels), n in sorted(numbers.items())]
+        )
+    else:
+        tops.top(url, interval, once, console())
+
+
+@app.command()
+def template(
+    model: Annotated[str, typer.Argument(help="directory or hub id of a model with a chat template")],
+    file: Annotated[
+        Path | None, typer.Option("--template", help="a chat template to begin with, instead of the model's")
+    ] = None,
+) -> None:
+    """Print a chat template that puts the `documents` of a request between separators: vllm serve --chat-template."""
+    from lmc.commands.chat_template import with_documents
+    from lmc.config.settings import Settings
+    from lmc.documents.sources import read_text
+
+    if file is not None:
+        text = read_text(file)
+    else:
+        try:
+            from lmc.connectors.transformers.hf import chat_template
+
+            text = chat_template(model)
+        except (OSError, ImportError) as error:
+            raise InputError(f"no chat template: {error}") from None
+    typer.echo(with_documents(text, Settings.load().blend_special_str), nl=False)
+
+
+app.command(name="demo")(demo)
+app.command(name="calibrate")(calibrate)
+app.command(name="learn")(learn)
+app.command(name="size")(size)
+app.command(name="serve")(serve)
+# `lmc.router.arguments` reads the flags of other routers and of earlier versions.
+router_context = {"ignore_unknown_options": True, "allow_extra_args": True, "auto_envvar_prefix": "LMC_ROUTER"}
+app.command(name="router", context_settings=router_context)(router)
+app.command(name="explain")(explain)
+app.add_typer(documents, name="documents")
+
+
+def doomed_records(tiers: "Sequence[tuple[TierLocation, Tier]]", namespace: str | None) -> "dict[str, list[ChunkKey]]":
+    """Return the keys of every record, or of one namespace's, by the name of the place.
+
+    Raises `InputError` if `namespace` does not name exactly one.
+    """
+    from lmc.commands.inspect import find_namespace, survey
+
+    if namespace is None:
+        return {place.name: [entry.key for entry in tier.entries()] for place, tier in tiers}
+    # A tier that is opened to change it would note a use of whatever it opens.
+    found = {place.name: survey(place)[0] for place, _ in tiers}
+    digest = find_namespace(namespace, chain.from_iterable(found.values()))
+    return {name: [entry.key for entry, _ in there.get(digest, ())] for name, there in found.items()}
+
+
+def holdings_table(found: "Holdings") -> Table:
+    """Return one row for each namespace, the largest first, and their total."""
+    from lmc.commands.inspect import SHORT
+    from lmc.shapes import GIB
+
+    columns = "namespace", "records", "tokens", "GiB", "layers", "bytes a token", "codec"
+    table = Table(*columns, "least recently used", "most recently used")
+    rows = sorted(found.items(), key=lambda item: -sum(entry.bytes for entry, _ in item[1]))
+    everything = list(chain.from_iterable(found.values()))
+    for name, held in [*((digest.hex()[:SHORT], held) for digest, held in rows), ("total", everything)]:
+        if name == "total":
+            table.add_section()
+        size, tokens = sum(entry.bytes for entry, _ in held), sum(meta.tokens for _, meta in held)
+        used = [time_text(entry.used) for entry, _ in held] or ["-"]
+        table.add_row(
+            name,
+            str(len(held)),
+            str(tokens),
+            f"{size / GIB:.3f}",
+            ", ".join(map(str, sorted({meta.parts for _, meta in held}))) or "-",
+            f"{size / tokens:.0f}" if tokens else "-",
+            ", ".join(sorted({meta.codec for _, meta in held})) or "-",
+            min(used),
+            max(used),
+        )
+    return table
+
+
+def holdings_summary(place: str, found: "Holdings", unreadable: int) -> dict[str, Any]:
+    """Return what `holdings_table` shows as plain data, with whole digests and times in seconds since 1970."""
+    namespaces = {
+        digest.hex(): {
+            "records": len(held),
+            "tokens": sum(meta.tokens for _, meta in held),
+            "bytes": sum(entry.bytes for entry, _ in held),
+            "layers": sorted({meta.parts for _, meta in held}),
+            "codecs": sorted({meta.codec for _, meta in held}),
+            "used": [min(entry.used for entry, _ in held), max(entry.used for entry, _ in held)],
+        }
+        for digest, held in found.items()
+    }
+    return {"place": place, "namespaces": namespaces, "unreadable": unreadable}
+
+
+def setting_rows(settings: "Settings") -> list[tuple[str, str, str]]:
+    """Return the name of each setting and variable, its value as text, and where that comes from."""
+    from lmc.config.sources import VARIABLES, shown, shown_variable
+
+    names = type(settings).model_fields
+    rows = [(name, shown(name, getattr(settings, name)), settings.origin(name)) for name in names]
+    return [*rows, *((name, *shown_variable(name)) for name in VARIABLES)]
+
+
+def settings_table(settings: "Settings") -> Table:
+    """Return one row for each setting and variable."""
+    table = Table("setting", "value", "from")
+    for column in table.columns:
+        column.overflow = "fold"  # An ellipsis would cut paths.
+    for row in setting_rows(settings):
+        table.add_row(*map(Text, row))  # Text: nothing in a value is markup
+    return table
+
+
+def main() -> None:
+    """Entry point of the command `lmc`."""
+    app()

@@ -1,0 +1,231 @@
+"""Who computes documents: a vLLM server with lmc, or a model in this process."""
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Protocol
+
+from lmc.blend.segments import Span, document_tokens, without_separators
+from lmc.commands.administration import URL
+from lmc.commands.top import fetch
+from lmc.config.settings import Settings
+from lmc.documents.sources import Document
+from lmc.errors import InputError
+from lmc.http.client import Refused, Unreachable, admin_client, vllm_client
+from lmc.keys import LONGEST_NAME
+from lmc.metrics import parted
+from lmc.storage.places import fastest_first
+
+TIMEOUT = 600.0  # seconds for a document, which may wait for others
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """What has become of a text: the ids of its documents, of which it has several if it has separators."""
+
+    ids: tuple[str, ...] = ()
+    failed: str = ""  # why it is not stored
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """How long documents stay."""
+
+    pinned: bool = False
+    ttl: float | None = None  # seconds after which they are removed
+
+    def __bool__(self) -> bool:
+        """Whether anything is wanted."""
+        return self.pinned or self.ttl is not None
+
+
+class Learner(Protocol):
+    """Computes documents, and stores their KV."""
+
+    def learn(self, document: Document) -> Stored:
+        """Learn a document. Raises `Unreachable` if no other document can be learned either."""
+        ...
+
+    def stored(self) -> set[str] | None:
+        """Return the ids of all documents that are stored; None if nobody can be asked."""
+        ...
+
+    def retain(self, document: Document, ids: Sequence[str], retention: Retention) -> None:
+        """Pin what was stored of a document, or limit its time; raise `InputError` if that is impossible."""
+        ...
+
+    def tokens(self, text: str) -> int:
+        """Return how many tokens a text has."""
+        ...
+
+    def capacity(self) -> dict[str, float]:
+        """Return how many tokens of documents fit into each place that this process or server has for itself."""
+        ...
+
+    def held(self) -> dict[str, float]:
+        """Return how many tokens are in each of these places now."""
+        ...
+
+    def dropped(self) -> float:
+        """Return how many chunks the slowest tier has dropped for lack of room since the learner was made."""
+        ...
+
+
+class ServerLearner:
+    """A vLLM server with lmc, through its completions. Documents may be learned by several threads."""
+
+    def __init__(
+        self, url: str, separator: str, salt: str = "", admin: str = URL, *, chat: bool = False, retains: bool = False
+    ) -> None:
+        """`admin` is the server's administration endpoint. It must answer if documents are to be pinned (`retains`).
+
+        With `chat`, documents are sent as messages, in case the server's chat template changes what is in them.
+        Raises `Unreachable` if one of them does not answer.
+        """
+        self._client, self._evictions = vllm_client(url, TIMEOUT), 0.0
+        self._separator, self._salt, self._chat = separator, salt, chat
+        self.model = self._client.model()
+        self._admin = admin_client(
+            admin,
+            "--pin and --ttl ask the engine's administration endpoint, so start the server with "
+            "LMC_ADMIN=127.0.0.1:9180, and give its address with --admin",
+        )
+        if retains:
+            self._admin.ask("/health")
+        self._evictions = self.dropped()
+
+    def learn(self, document: Document) -> Stored:
+        """See `Learner`."""
+        text = self._separator.join(("", without_separators(document.text, self._separator), ""))
+        asked = {
+            "model": self.model,
+            "max_tokens": 1,
+            "kv_transfer_params": {"lmc": {"learn": True, "name": document.id[:LONGEST_NAME]}},
+            **({"messages": [{"role": "user", "content": text}]} if self._chat else {"prompt": text}),
+            **({"cache_salt": self._salt} if self._salt else {}),
+        }
+        try:
+            answer = self._client.ask("/v1/chat/completions" if self._chat else "/v1/completions", asked)
+        except Refused as error:
+            return Stored(failed=str(error))
+        facts = (answer.get("kv_transfer_params") or {}).get("lmc")
+        if not facts:
+            raise Unreachable(
+                f"{self._client.url} answers without lmc: start it with LMCConnector and LMC_ENABLE_BLENDING=true"
+            )
+        if not facts.get("learned"):
+            return Stored(failed=str(facts.get("note") or "the server does not say why"))
+        return Stored(ids=tuple(facts.get("documents", ())))
+
+    def stored(self) -> set[str] | None:
+        """See `Learner`."""
+        with suppress(InputError):
+            listed = self._admin.ask(f"/v1/documents?limit={1 << 30}")["documents"]
+            return {one["id"] for one in listed if one["places"]}
+        return None
+
+    def retain(self, document: Document, ids: Sequence[str], retention: Retention) -> None:
+        """See `Learner`."""
+        wanted: dict[str, object] = {"name": document.id[:LONGEST_NAME]}
+        wanted |= ({"pinned": True} if retention.pinned else {}) | ({"ttl": retention.ttl} if retention.ttl else {})
+        for name in ids:
+            self._admin.ask(f"/v1/documents/{name}", wanted, "PATCH")
+
+    def tokens(self, text: str) -> int:
+        """See `Learner`."""
+        asked = {"model": self.model, "prompt": text, "add_special_tokens": False}
+        return int(self._client.ask("/tokenize", asked)["count"])
+
+    def capacity(self) -> dict[str, float]:
+        """See `Learner`; nothing if the server does not say."""
+        return self._numbers("capacity_tokens")
+
+    def held(self) -> dict[str, float]:
+        """See `Learner`; nothing if the server does not say. Its metrics may be old while it is idle."""
+        with suppress(InputError):
+            numbers = {parted(key): count for key, count in self._admin.ask("/v1/stat").items()}
+            return {labels[0]: count for (name, labels), count in numbers.items() if name == "chunk_tokens"}
+        return self._numbers("chunk_tokens")
+
+    def dropped(self) -> float:
+        """See `Learner`; 0 if the server does not say."""
+        return _of_slowest(self._numbers("evictions")) - self._evictions
+
+    def _numbers(self, metric: str) -> dict[str, float]:
+        with suppress(InputError):
+            numbers = fetch(f"{self._client.url}/metrics").since(None)
+            return {labels[0]: count for (name, labels), count in numbers.items() if name == metric}
+        return {}
+
+
+class ModelLearner:
+    """A model in this process, with the tiers of the settings, where a server of the same model finds its documents."""
+
+    def __init__(self, model: str, settings: Settings, salt: str = "") -> None:
+        """Load the model; raise `ConfigError` or `InputError` if it cannot be."""
+        from lmc.connectors.transformers import CachedModel
+
+        self._separator, self._salt = settings.blend_special_str, salt
+        self._cached, self._tokenizer = CachedModel.load(model, settings, cache_salt=salt)
+
+    def learn(self, document: Document) -> Stored:
+        """See `Learner`."""
+        engine, stored = self._cached.engine, []
+        try:
+            for tokens in document_tokens(self._tokenizer.encode, self._cached.markers, self._separator, document.text):
+                self._cached.learn(tokens, document.id[:LONGEST_NAME])
+                views = engine.documents(tokens, [Span(0, len(tokens))], self._salt)
+                stored += engine.note(tokens, views, self._salt)
+            engine.store.flush()  # The manifest must not name a document that is not on a tier yet.
+        except InputError as error:
+            return Stored(failed=str(error))
+        usable = engine.stats().usable
+        if usable and not any(usable.values()):  # What is in memory ends with this process.
+            raise Unreachable(f"documents cannot be kept: {' and '.join(usable)} cannot be written to")
+        for one in stored:
+            one.name = one.name or document.id[:LONGEST_NAME]
+        why = "" if stored else "it has special tokens of the model, and would be taken for a conversation"
+        return Stored(tuple(one.id for one in stored), why)
+
+    def stored(self) -> set[str] | None:
+        """See `Learner`."""
+        engine = self._cached.engine
+        return {one.id for one in engine.known.list() if all(engine.lookup(one.keys))}
+
+    def retain(self, document: Document, ids: Sequence[str], retention: Retention) -> None:
+        """See `Learner`."""
+        engine = self._cached.engine
+        if engine.settings.local_disk is None and engine.settings.server is None:
+            raise InputError(
+                "pins and time limits without a server need a disk tier, where they are noted: --local-disk"
+            )
+        found = [one for one in map(engine.known.get, ids) if one is not None]
+        if retention.pinned:
+            engine.keeper.pin(found)
+        if retention.ttl:
+            engine.keeper.expire(found, retention.ttl)
+
+    def tokens(self, text: str) -> int:
+        """See `Learner`."""
+        return len(self._tokenizer.encode(text))
+
+    def capacity(self) -> dict[str, float]:
+        """See `Learner`."""
+        return self._cached.engine.capacity()
+
+    def held(self) -> dict[str, float]:
+        """See `Learner`."""
+        return {place: tokens for place, (_, tokens) in self._cached.engine.stats().present.items()}
+
+    def dropped(self) -> float:
+        """See `Learner`."""
+        return _of_slowest(self._cached.engine.stats().evictions)
+
+    def close(self) -> None:
+        """Write everything to the tiers."""
+        self._cached.close()
+
+
+def _of_slowest(evictions: Mapping[str, float]) -> float:
+    """Return what the slowest tier has evicted. What a faster one evicts is in a slower one."""
+    return evictions[fastest_first(set(evictions))[-1]] if evictions else 0.0

@@ -1,0 +1,139 @@
+"""A run of `lmc learn`: documents are learned side by side, and each that is stored is noted."""
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
+
+from lmc.commands.learn.learners import Learner, Retention, Stored
+from lmc.commands.learn.manifest import Manifest
+from lmc.documents.sources import Document
+from lmc.errors import InputError
+from lmc.http.client import Unreachable
+from lmc.terminal import all_of, console, counted
+
+SAMPLE = 16  # documents whose tokens are counted beforehand
+
+
+@dataclass
+class Learned:
+    """What a run has done, in numbers of documents."""
+
+    documents: int
+    before: int = 0  # learned by an earlier run
+    learned: int = 0
+    failed: dict[str, str] = field(default_factory=dict)  # why, by id
+    dropped: float = 0.0  # chunks that the slowest tier has dropped meanwhile, for lack of room
+    held: dict[str, float] = field(default_factory=dict)  # tokens in each place afterwards
+    seconds: float = 0.0
+
+
+@dataclass
+class LearnRun:
+    """The documents of one command, and the manifest in which they are noted."""
+
+    documents: Sequence[Document]
+    manifest: Manifest
+    retention: Retention
+    again: bool = False
+
+    def __post_init__(self) -> None:
+        known = [not self.again and self.manifest.has(document) for document in self.documents]
+        self.new = [document for document, there in zip(self.documents, known, strict=True) if not there]
+        self._old = [document for document, there in zip(self.documents, known, strict=True) if there]
+
+    @property
+    def result(self) -> Learned:
+        """What is known before anything is learned."""
+        return Learned(len(self.documents), before=len(self.documents) - len(self.new))
+
+    @property
+    def note(self) -> str:
+        """What to say about documents that were learned before, if there are any."""
+        before = self.result.before
+        of = all_of(len(self.documents), "document")
+        said = f"{before} of {of} learned before, says {self.manifest.path}"
+        return f"{said} (--again: all)" if before else ""
+
+    def notes(self, learner: Learner | None, share: float, chunk_size: int, dry_run: bool) -> list[str]:
+        """Look after documents that were learned before, if this is no `dry_run`, and return what to say beforehand."""
+        if learner is None:
+            return []
+        before = () if dry_run else (self.note, self.check_old(learner))
+        return list(filter(None, (*before, self.too_many(learner, share, chunk_size))))
+
+    def check_old(self, learner: Learner) -> str:
+        """Pin documents that were learned before, or limit their time, as is wanted; learn again those that are gone.
+
+        Return what to say if nobody knows whether they are gone.
+        """
+        stored = learner.stored() if self._old else set()
+        if stored is None and (held := learner.held()) and not any(held.values()):
+            stored = set()  # The server has been started again without a disk, or says so until its first request.
+        for document in self._old:
+            ids = self.manifest.ids(document)
+            if stored is not None and not (ids and stored.issuperset(ids)):
+                self.new.append(document)
+            elif self.retention:
+                learner.retain(document, ids, self.retention)
+        unknown = "whether the server still has them was not asked, because LMC_ADMIN does not answer (--admin)"
+        return unknown if stored is None else ""
+
+    def too_many(self, learner: Learner, share: float, chunk_size: int) -> str:
+        """Return a warning if the new documents will not all fit, by the tokens of some of them; else nothing.
+
+        Pinned documents may take no more than a `share` of the room.
+        """
+        capacity, part = learner.capacity(), share if self.retention.pinned else 1.0
+        room = max(capacity.values(), default=0.0) * part
+        some = self.new[:: max(1, len(self.new) // SAMPLE)]
+        if not room or not some:
+            return ""
+        with suppress(InputError):  # The server may not count tokens.
+            each = sum(learner.tokens(one.text) for one in some) / sum(len(one.text) for one in some)
+            tokens = each * sum(len(one.text) for one in self.new)
+            if "disk" not in capacity:  # In memory, each document takes whole chunks.
+                tokens = max(tokens, float(len(self.new) * chunk_size))
+            if tokens > room:
+                said = f"these documents have about {tokens:.0f} tokens, and at most {room:.0f}"
+                then = "may be pinned" if self.retention.pinned else "fit: the first will be evicted"
+                return f"{said} {then}. Raise max_local_disk_size, or learn fewer (lmc size)"
+        return ""
+
+    def learn(self, learner: Learner, jobs: int) -> Learned:
+        """Learn the new documents, `jobs` at a time."""
+        result, started = self.result, time.monotonic()
+        columns = TextColumn("learning"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+        screen = console(error=True)
+        bar = Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal)
+        with ThreadPoolExecutor(jobs) as pool, bar:
+            task = bar.add_task("learning", total=len(self.new))
+            asked: dict[Future[Stored], Document] = {pool.submit(learner.learn, one): one for one in self.new}
+            try:
+                for future in as_completed(asked):
+                    self._note(learner, asked[future], future.result(), result)
+                    bar.advance(task)
+            except BaseException as error:
+                how = "again, without --again," if self.again else "again"
+                wrong = isinstance(error, InputError) and not isinstance(error, Unreachable)
+                hint = "" if wrong else f"; run the same command {how} to go on"
+                under_way = sum(future.running() for future in asked)
+                waits = f"; waiting for what has begun ({counted(under_way, 'document')})" if under_way else ""
+                screen.print(Text(f"{result.learned} of {all_of(len(self.new), 'document')} learned{hint}{waits}"))
+                pool.shutdown(cancel_futures=True)  # This waits for those that are being learned.
+                raise
+        result.seconds, result.dropped, result.held = time.monotonic() - started, learner.dropped(), learner.held()
+        return result
+
+    def _note(self, learner: Learner, document: Document, stored: Stored, result: Learned) -> None:
+        if stored.failed:
+            result.failed[document.id] = stored.failed
+            return
+        result.learned += 1
+        self.manifest.add(document, stored.ids)
+        if self.retention:
+            learner.retain(document, stored.ids, self.retention)

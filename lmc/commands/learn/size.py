@@ -1,0 +1,112 @@
+"""`lmc size`: what the KV of a model and of documents takes, and how much of it fits where."""
+
+from dataclasses import asdict, dataclass
+from typing import Annotated
+
+import typer
+from rich.text import Text
+
+from lmc.errors import needs_transformers
+from lmc.terminal import AsJson, console, print_json
+
+MANY = 10_000  # documents, for which the need is said as well
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Size:
+    """Sizes in bytes."""
+
+    token: int
+    slot: int  # of memory, for a chunk
+    chunk_tokens: int
+    memory: float
+    disk: float  # 0 without a disk tier
+    documents: int = 0
+    tokens: int = 0  # of all documents
+    shortest: int = 0
+    longest: int = 0
+    on_disk: int = 0  # what all documents take there
+    slots: int = 0  # of memory that all documents take
+
+    @property
+    def fit_in_memory(self) -> int:
+        """How many documents of the same mean size fit into memory."""
+        return int(self.memory // self.slot * self.documents / self.slots)
+
+    @property
+    def fit_on_disk(self) -> int:
+        """How many documents of the same mean size fit on the disk."""
+        return int(self.disk * self.documents / self.on_disk)
+
+
+def size(
+    model: Annotated[str, typer.Argument(help="directory or hub id of a model")],
+    documents: Annotated[
+        str | None, typer.Option(help="directory of .txt and .md files, a JSONL file, or - for JSONL")
+    ] = None,
+    id_field: Annotated[str, typer.Option("--id", help="field of a JSONL line that names the document")] = "id",
+    text_field: Annotated[str, typer.Option("--text", help="field of a JSONL line with the text")] = "text",
+    dtype: Annotated[
+        str | None, typer.Option(help="of the KV, if it is not the model's: bfloat16, float16, float32, float8_e4m3fn")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say what the KV of a model takes, what documents need, and how many of them fit into memory and on the disk.
+
+    Only the model's configuration and tokenizer are read. Memory, disk and chunk_size are those of the settings.
+    """
+    from lmc.config.settings import Settings
+    from lmc.documents.sources import read_documents
+
+    texts = [document.text for document in read_documents(documents, id_field, text_field)] if documents else []
+    try:
+        from lmc.connectors.transformers.hf import kv_shape, tokenizer_of
+    except ImportError as error:
+        raise needs_transformers("lmc size", error) from error
+    from lmc.engine import Geometry
+    from lmc.keys import chunk_bounds
+    from lmc.shapes import GIB, aligned
+
+    settings, shape = Settings.load(), kv_shape(model, dtype)
+    geometry = Geometry.of(shape, settings.chunk_size)
+    tokenizer = tokenizer_of(model) if texts else None
+    lengths = [len(tokenizer.encode(text, add_special_tokens=False)) for text in texts] if tokenizer else []
+    found = Size(
+        token=shape.token_bytes * shape.layers,
+        slot=aligned(geometry.part_bytes) * geometry.parts,
+        chunk_tokens=settings.chunk_size,
+        memory=settings.max_local_cpu_size * GIB,
+        disk=settings.max_local_disk_size * GIB if settings.local_disk is not None else 0.0,
+        documents=len(lengths),
+        tokens=sum(lengths),
+        shortest=min(lengths, default=0),
+        longest=max(lengths, default=0),
+        on_disk=sum(map(geometry.document_bytes, lengths)),
+        slots=sum(len(chunk_bounds(length, settings.chunk_size)) for length in lengths),
+    )
+    if as_json:
+        fit = {"fit_in_memory": found.fit_in_memory, "fit_on_disk": found.fit_on_disk} if lengths else {}
+        print_json(asdict(found) | fit)
+        return
+    heads = f"{shape.layers} layers with {shape.kv_heads} KV heads of {shape.head_dim}"
+    console().print(Text(f"{model}: {found.token} bytes a token ({heads}, {str(shape.dtype).removeprefix('torch.')})"))
+    console().print(Text("\n".join(_lines(found))))
+
+
+def _lines(found: Size) -> list[str]:
+    from lmc.shapes import GIB, MIB
+
+    slots = int(found.memory // found.slot)
+    memory = f"memory, {found.memory / GIB:g} GB: {slots} chunks of up to {found.chunk_tokens} tokens"
+    disk = f"disk, {found.disk / GIB:g} GB" if found.disk else "no disk tier (local_disk is not set)"
+    if not found.documents:
+        return [memory, f"{disk}: {found.disk / found.token:.0f} tokens" if found.disk else disk]
+    mean = found.on_disk / found.documents
+    need = f"{found.documents} documents of {found.shortest} to {found.longest} tokens, {found.tokens} together: "
+    per_document = found.slots * found.slot / found.documents / MIB
+    return [
+        f"{need}{found.on_disk / GIB:.2f} GB on a disk, {mean / MIB:.2f} MB each; {MANY} like them: "
+        f"{mean * MANY / GIB:.1f} GB",
+        f"{memory}, {found.fit_in_memory} such documents, which take whole chunks ({per_document:.2f} MB each)",
+        f"{disk}: {found.fit_on_disk} such documents" if found.disk else disk,
+    ]

@@ -1,0 +1,233 @@
+"""`lmc router`: reads the command line, the environment and a YAML file, and runs the router."""
+
+import difflib
+import json
+import logging
+import os
+import signal
+from collections.abc import Mapping, Set
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from lmc.errors import ConfigError
+from lmc.http.address import LOCAL, TOKEN, admin_token
+from lmc.router.arguments import (
+    MOVED,
+    addresses,
+    check_kv_events,
+    checked,
+    items,
+    other_flags,
+    paths_of_models,
+    policy_name,
+    policy_options,
+    router_options,
+    written_options,
+)
+from lmc.router.engines import EnginePorts, Engines
+from lmc.router.policies import from_command_line
+from lmc.router.policies.base import Policy
+from lmc.router.settings import RouterSettings
+
+log = logging.getLogger(__name__)
+
+PREFIX = "LMC_ROUTER"  # of the variables; typer derives their names from those of the options
+CONFIG_VARIABLE = f"{PREFIX}_CONFIG_FILE"
+SHUTDOWN_SECONDS = 60  # timeout for answers in flight at shutdown
+SOURCES = ("DEFAULT_MAP", "ENVIRONMENT", "COMMANDLINE")  # as click names them; later ones win
+FROM_FILE = "lmc.router.moved"  # key of the context's data: values of the file that `--option` takes now
+
+
+def _read_file(context: typer.Context, file: Path | None) -> Path | None:
+    """Read the YAML file. Its values apply where neither the command line nor the environment has any.
+
+    Raises `ConfigError` if the file or the environment names an unknown option.
+    """
+    import yaml
+
+    names = {str(parameter.name) for parameter in context.command.params}
+    _check_environment(names)
+    if file is None:
+        return None
+    try:
+        content = yaml.safe_load(file.read_text()) or {}
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ConfigError(f"--config {file} cannot be read: {getattr(error, 'strerror', None) or 'not YAML'}") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"--config {file}: expected a mapping; `lmc router --help` shows the options, its names")
+    values = {str(name).replace("-", "_"): value for name, value in content.items()}
+    if unknown := values.keys() - names - MOVED:
+        raise ConfigError(f"--config {file}: unknown: {', '.join(sorted(unknown))}; see `lmc router --help`")
+    for name, value in values.items():
+        if name == "option":
+            values[name] = list(map(str, value)) if isinstance(value, list) else [str(value)]
+        elif name == "tokenizers" and isinstance(value, dict):
+            # JSON, because names and paths may contain commas or equals signs.
+            values[name] = json.dumps({str(model): str(path or "") for model, path in value.items()})
+        elif isinstance(value, list):
+            values[name] = ",".join(map(str, value))
+    context.meta[FROM_FILE] = {name: values[name] for name in values.keys() & MOVED}
+    context.default_map = values
+    return file
+
+
+def _check_environment(names: Set[str]) -> None:
+    """Raise `ConfigError` for variables of unknown options. Those of a Kubernetes service `lmc-router` are removed."""
+    from lmc.config.sources import is_of_a_service
+
+    variables = {f"{PREFIX}_{name.upper()}" for name in names - {"config"} | MOVED} | {CONFIG_VARIABLE}
+    for name, value in list(os.environ.items()):
+        if name.startswith(f"{PREFIX}_") and is_of_a_service(name, value):
+            del os.environ[name]
+        elif name.startswith(f"{PREFIX}_") and name not in variables:
+            near = difflib.get_close_matches(name, variables, 1)
+            raise ConfigError(f"unknown variable {name}" + (f": did you mean {near[0]}?" if near else ""))
+
+
+def router(
+    context: typer.Context,
+    config: Annotated[
+        Path | None,
+        typer.Option(callback=_read_file, is_eager=True, envvar=CONFIG_VARIABLE, help="YAML file with these options"),
+    ] = None,
+    static_backends: Annotated[str, typer.Option(help="URLs of the engines, comma-separated")] = "",
+    static_models: Annotated[
+        str, typer.Option(help="the model of each engine; by default, the router reads /v1/models")
+    ] = "",
+    static_caches: Annotated[
+        str, typer.Option(help="the cache of each engine: the same name for all engines of one `lmc serve`")
+    ] = "",
+    static_admins: Annotated[
+        str, typer.Option(help="the LMC_ADMIN address of each engine, which reports the documents it has")
+    ] = "",
+    admin_port: Annotated[
+        int, typer.Option(min=0, max=65535, help="port of each engine's LMC_ADMIN endpoint (0: none)")
+    ] = 0,
+    discovery: Annotated[
+        str,
+        typer.Option(help="file:PATH, dns:HOST:PORT or kubernetes:NAMESPACE/LABEL=VALUE:PORT, to find engines"),
+    ] = "",
+    policy: Annotated[
+        str, typer.Option("--policy", "--routing-logic", help="routing policy; docs/router.md lists them")
+    ] = "documents",
+    option: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="another option of the router or the policy, as name=value; repeatable (in the variable: separated "
+            "by spaces); docs/router.md lists them"
+        ),
+    ] = None,
+    host: Annotated[str, typer.Option(help="address to listen at")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="port to listen at")] = 8000,
+    api_key: Annotated[str, typer.Option(help="API key sent to engines; replaces the client's")] = "",
+    client_tokens: Annotated[
+        str,
+        typer.Option(
+            help="tokens of which each client needs one, comma-separated; safer in the variable, because other users "
+            "can read command lines"
+        ),
+    ] = "",
+    max_requests: Annotated[int, typer.Option(min=1, help="requests in flight; more are answered with 429")] = 1000,
+    answer_seconds: Annotated[float, typer.Option(min=1, help="timeout for an engine that sends nothing")] = 600.0,
+    tokenizers: Annotated[
+        str,
+        typer.Option(help="MODEL=DIRECTORY, comma-separated, or a JSON mapping: tokenizes prompts in the router"),
+    ] = "",
+) -> None:
+    """Send each request to the vLLM server that has its documents.
+
+    Clients use the router as they would use one vLLM server. Every option can also be set by a variable, such as
+    LMC_ROUTER_PORT, or in a YAML file. LMC_ADMIN_TOKEN protects /engines and /lmc/….
+    """
+    flags = other_flags(context.args, [f"--{parameter.name}".replace("_", "-") for parameter in context.command.params])
+    given, moved = _options(context, flags.moved, option or [])
+    name, options = policy_name(policy), router_options(given)
+    settings = RouterSettings(
+        session_key=options.session_key, special_string=options.special_string, exact_tokens=options.exact_tokens,
+        api_key=api_key, tokenizers=paths_of_models(tokenizers), tokenizer_processes=options.tokenizer_processes,
+        admin_token=admin_token(), open_admin=host in LOCAL, max_requests=max_requests,
+        client_tokens=frozenset(items(client_tokens)), allowed_paths=frozenset(items(options.allowed_paths)),
+        max_body=options.max_body_mib << 20, max_held=options.max_held_mib << 20,
+        health_seconds=options.health_seconds, answer_seconds=answer_seconds,
+    )  # fmt: skip
+    engines = Engines(EnginePorts(admin_port, options.kv_events_port, options.kv_replay_port))
+    columns = static_models, static_caches, static_admins, options.static_kv_events
+    for one in addresses(static_backends or flags.backends, *columns):
+        engines.add(one)
+    where = discovery or flags.discovery
+    if not len(engines) and not where:
+        raise ConfigError("no engines: set --static-backends http://a:8000,http://b:8000, or --discovery")
+    chosen = from_command_line(name, {**flags.options, **policy_options(name, given)})
+    if chosen.needs.cutter is not None:
+        chosen.needs.cutter.special_string = options.special_string
+    check_kv_events(name, chosen, engines, where)
+    _run(checked(settings, TOKEN), name, chosen, engines, where, (host, port), moved)
+
+
+def _options(
+    context: typer.Context, flags: Mapping[str, str], written: list[str]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the values for `--option` from all sources, and those that were given in an earlier form.
+
+    Earlier versions had a flag, a variable and a name in the file for each of them. These still work.
+    """
+    variables = {name: value for name in sorted(MOVED) if (value := os.environ.get(f"{PREFIX}_{name.upper()}"))}
+    moved = dict(zip(SOURCES, (context.meta.get(FROM_FILE, {}), variables, flags), strict=True))
+    source = getattr(context.get_parameter_source("option"), "name", "")
+    given: dict[str, Any] = {}
+    for kind in SOURCES:
+        given |= moved[kind] | (written_options(written) if kind == source else {})
+    return given, {name: value for kind in SOURCES for name, value in moved[kind].items()}
+
+
+def _run(
+    settings: RouterSettings,
+    name: str,
+    policy: Policy,
+    engines: Engines,
+    where: str,
+    listen: tuple[str, int],
+    moved: Mapping[str, Any],
+) -> None:
+    """Run a router until it gets a signal."""
+    from lmc.config.sources import log_level
+
+    logging.basicConfig(level=log_level(logging.INFO), format="%(asctime)s %(levelname)s %(message)s")
+    try:
+        import uvicorn
+
+        from lmc.http.server import tcp_socket
+        from lmc.router.application import Router
+        from lmc.router.connections import allow_files, bounded_protocol
+        from lmc.router.discovery import discovery
+    except ImportError as error:
+        raise ConfigError(f"lmc router needs {error.name}: pip install 'lmc[router]'") from None
+    if moved:
+        instead = " ".join(f"--option {option}={value}" for option, value in moved.items())
+        log.warning("lmc router: read options in their earlier form; use instead: %s", instead)
+    application = Router(settings, policy, engines, discovery(where) if where else None)
+    try:
+        listening = tcp_socket(*listen)
+    except OSError as error:
+        wrong = f"--host {listen[0]} --port {listen[1]}: nothing can listen there ({error.strerror})"
+        raise ConfigError(f"{wrong}; is the port in use?") from None
+    allow_files(settings.max_requests)
+    config = uvicorn.Config(
+        application,
+        http=bounded_protocol(),
+        log_level="critical",
+        access_log=False,
+        lifespan="on",
+        timeout_graceful_shutdown=SHUTDOWN_SECONDS,
+        server_header=False,
+        date_header=False,
+    )
+    server = uvicorn.Server(config)
+    # uvicorn installs its own handlers later, and raises the signal again after shutdown.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: setattr(server, "should_exit", True))
+    log.info("lmc router: listening at %s:%s, policy %s, %d engines", *listening.getsockname()[:2], name, len(engines))
+    server.run([listening])
+    log.info("lmc router: stopped")

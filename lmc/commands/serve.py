@@ -1,0 +1,283 @@
+"""`lmc serve`: one store for all engines of a host."""
+
+import gc
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from lmc.errors import ConfigError, InputError, TierUnusable, need_msgspec
+from lmc.http.address import TOKEN, UNIX, host_and_port
+from lmc.shapes import GIB
+from lmc.storage.places import fastest_first, place_of
+from lmc.terminal import console, counted, print_json
+
+if TYPE_CHECKING:
+    from lmc.config.settings import Settings
+    from lmc.server.server import CacheServer
+
+log = logging.getLogger(__name__)
+
+KIB = 1 << 10
+TAKEOVER_SECONDS = 600.0  # for which a server that is to end is waited for
+SWITCH_SECONDS = 5e-5  # for which a thread keeps the interpreter while others wait; Python's default is 100 times that
+
+
+EventAddresses = Annotated[
+    str | None,
+    typer.Option(
+        help="where events of documents are published: tcp://*:5558, and behind a comma where they are sent again; by "
+        "default the setting document_events",
+    ),
+]
+PageLocked = Annotated[
+    bool,
+    typer.Option("--page-locked", help="vLLM's workers on GPUs page-lock the memory, which is for one geometry then"),
+]
+
+
+def serve(
+    socket: Annotated[
+        Path | None, typer.Option(help="where engines attach, as LMC_SERVER=unix://PATH says; by default that setting")
+    ] = None,
+    config: Annotated[Path | None, typer.Option(help="a YAML file of settings, instead of LMC_CONFIG_FILE")] = None,
+    group: Annotated[str | None, typer.Option(help="a group whose processes may attach, too")] = None,
+    memory: Annotated[
+        Path | None,
+        typer.Option(help="a directory on tmpfs, such as /dev/shm/lmc, for memory that outlives the server"),
+    ] = None,
+    page_locked: PageLocked = False,
+    takeover: Annotated[bool, typer.Option("--takeover", help="end the server that runs there, and go on")] = False,
+    http: Annotated[
+        str | None,
+        typer.Option(
+            help="where it is administered: 127.0.0.1:9180, or unix:///run/lmc/admin.sock; by default the setting admin"
+        ),
+    ] = None,
+    document_events: EventAddresses = None,
+    tenants: Annotated[
+        Path | None,
+        typer.Option(help="a YAML file of cache salts and the token of each, with which a tenant sees what is its own"),
+    ] = None,
+    certificate: Annotated[Path | None, typer.Option(help="a PEM file with the certificate chain, for HTTPS")] = None,
+    key: Annotated[Path | None, typer.Option(help="a PEM file with the key of the certificate")] = None,
+) -> None:
+    """Run a cache server: memory, disk and Redis for all engines of this host, which attach with LMC_SERVER.
+
+    Memory and tiers are those of the settings (max_local_cpu_size, local_disk, remote_url, ...). The server ends with
+    SIGTERM or Ctrl-C, after it has written down what is in memory only. Engines go on without it. With --http it shows
+    what it has and does to browsers, Prometheus and `lmc documents`; LMC_ADMIN_TOKEN is the token that it wants.
+    """
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # Without a handler, process 1 of a container ignores it.
+    need_msgspec()
+    from lmc.config.settings import Settings
+    from lmc.config.sources import log_level
+    from lmc.server.server import CacheServer
+    from lmc.storage.tiers.opening import described
+
+    if config is not None:
+        os.environ["LMC_CONFIG_FILE"] = str(config)
+    settings = Settings.load()
+    http, document_events = http or settings.admin or "", document_events or settings.document_events or ""
+    token = settings.admin_token or ""
+    visitors = _checked(http, token, tenants, certificate, key)
+    path, group_number = _path_of(socket, settings.server), _number_of(group)
+    logging.basicConfig(level=log_level(logging.INFO), format="%(asctime)s %(levelname)s %(message)s")
+    sys.setswitchinterval(SWITCH_SECONDS)
+    _prepare(settings, http, document_events)
+    if takeover:
+        _take_over(path)
+    kept = memory.absolute() if memory else None
+    server = CacheServer(settings, path, group=group_number, memory=kept, page_locked=page_locked)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: server.stop())
+    log.info(
+        "the cache server listens at %s: %g GB of memory, %s", path, settings.max_local_cpu_size, described(settings)
+    )
+    with ExitStack() as opened:
+        opened.callback(_close, server)
+        if document_events:
+            opened.callback(_published(server, document_events))
+        if http:
+            opened.callback(_administered(server, http, token, visitors, certificate, key))
+        _answer(server)
+    log.info("the cache server has ended, and everything is written")
+
+
+def _answer(server: "CacheServer") -> None:
+    # Each full collection of garbage would look at all that was imported, and nobody would be answered for a tenth of a
+    # second.
+    gc.collect()
+    gc.freeze()
+    server.serve()
+
+
+def _path_of(socket: Path | None, setting: Path | None) -> Path:
+    """Return where engines attach; raise `InputError` if neither the command line nor the settings say it."""
+    path = socket_at(socket) if socket is not None else setting
+    if path is None:
+        raise InputError("say where engines attach: --socket /run/lmc.sock, or LMC_SERVER=unix:///run/lmc.sock")
+    return path
+
+
+def _take_over(path: Path) -> None:
+    """End the server that listens at a path, if there is one."""
+    from lmc.server.client.connection import retire
+
+    try:
+        if path.exists():
+            retire(path, TAKEOVER_SECONDS)
+    except TierUnusable as error:
+        log.warning("no server is taken over: %s", error)
+
+
+def socket_at(path: Path) -> Path:
+    """Return where a socket is, of which a command line has the path, also as unix://PATH.
+
+    Raises `InputError` for an address of HTTP.
+    """
+    said = str(path)  # A Path has made unix:/path of unix:///path.
+    if said.startswith(("http:/", "https:/")):
+        raise InputError(f"{said} is no socket: give that of LMC_SERVER; `lmc top URL` shows what is told by HTTP")
+    return Path(said.removeprefix("unix:")) if said.startswith("unix:/") else path.absolute()
+
+
+def show_status(path: Path, *, as_json: bool) -> None:
+    """Print what a cache server has and does; raise `TierUnusable` if there is none."""
+    need_msgspec()
+    import msgspec
+
+    from lmc.server.client.connection import status
+
+    found = status(socket_at(path))
+    if as_json:
+        print_json(msgspec.to_builtins(found, str_keys=True))
+        return
+    names = fastest_first({place for arena in found.arenas for place in arena.stats.present})
+    table = Table("chunks of", "memory GiB", *(f"in {place_of(name).title}" for name in names), "tokens", "hits")
+    for name in ("misses", "held", "no room"):
+        table.add_column(name)
+    for arena in found.arenas:
+        present, stats = arena.stats.present, arena.stats
+        table.add_row(
+            f"{arena.parts} x {arena.part_bytes / KIB:g} KiB",
+            f"{arena.memory / GIB:.3f}",
+            *(str(present.get(name, (0, 0))[0]) for name in names),
+            str(max((tokens for _, tokens in present.values()), default=0)),
+            str(sum(stats.hits.values())),
+            *map(str, (stats.misses, arena.held, stats.no_room)),
+        )
+    used = sum(arena.memory for arena in found.arenas)
+    said = f"lmc {found.version}: {used / GIB:.3f} of {found.memory / GIB:.3f} GiB in use"
+    console().print(table, Text(f"{said}, {counted(found.clients, 'connection')}"))
+
+
+def _close(server: "CacheServer") -> None:
+    log.info("the cache server ends, and writes down what is in memory only")
+    server.close()
+
+
+def _checked(
+    address: str, token: str, tenants: Path | None, certificate: Path | None, key: Path | None
+) -> dict[str, str]:
+    """Return the cache salts of tenants, by token; raise `ConfigError` for options that do not go together."""
+    from lmc.http.server import Certificate
+
+    if not address and (tenants or certificate or key):
+        raise ConfigError("--tenants, --certificate and --key need --http")
+    if (certificate is None) != (key is None):
+        raise ConfigError("--certificate and --key belong together")
+    if tenants is not None and not token:
+        raise ConfigError(f"with --tenants the server needs a token of its own: set {TOKEN}")
+    if address and not address.startswith(UNIX):
+        host_and_port(address, token, "--http")
+    if certificate and key:  # A server that is taken over goes on if they cannot be used.
+        Certificate(certificate, key).check()
+    salts = _tenants_in(tenants) if tenants else {}
+    if token in salts:
+        raise ConfigError(f"--tenants {tenants}: a tenant has the token of the server")
+    return salts
+
+
+def _administered(
+    server: "CacheServer",
+    address: str,
+    token: str,
+    tenants: dict[str, str],
+    certificate: Path | None,
+    key: Path | None,
+) -> Callable[[], None]:
+    """Answer over HTTP, and return the function that ends it; raise `ConfigError`."""
+    from lmc.http.server import Certificate
+    from lmc.http.server import serve as serve_http
+    from lmc.server.http_api import application
+    from lmc.server.overview import Overview
+
+    files = Certificate(certificate, key) if certificate and key else None
+    return serve_http(
+        application(Overview(server), token, tenants), address, token, setting="--http", certificate=files
+    )
+
+
+def _published(server: "CacheServer", address: str) -> Callable[[], None]:
+    """Publish events of documents, and return the function that ends it; raise `ConfigError`."""
+    from lmc.background import Background
+    from lmc.documents.events import DocumentEvents
+    from lmc.documents.publisher import DocumentPublisher
+
+    arenas = server.arenas
+    events = DocumentEvents(arenas.changes, arenas.document, lambda _: None, Background())
+    return DocumentPublisher(address, events).close
+
+
+def _prepare(settings: "Settings", http: str, document_events: str) -> None:
+    """Import what answers over HTTP, which takes seconds, and read where events are published.
+
+    The server that would be taken over goes on meanwhile, and stays if something is wrong. Raises `ConfigError` if a
+    package is missing, or these are no addresses.
+    """
+    from lmc.documents.publisher import event_addresses
+    from lmc.storage.tiers.opening import check_packages
+
+    check_packages(settings)
+    if document_events:
+        event_addresses(document_events)
+    try:
+        if http:
+            import uvicorn  # noqa: F401
+
+            from lmc.server import http_api  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(f"--http needs the package {error.name}: pip install fastapi uvicorn") from None
+
+
+def _tenants_in(file: Path) -> dict[str, str]:
+    """Return the cache salts in a file, by token; raise `ConfigError` if it has something else."""
+    import yaml
+
+    try:
+        found = yaml.safe_load(file.read_text())
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ConfigError(f"--tenants {file} cannot be read: {getattr(error, 'strerror', 'it is no YAML')}") from None
+    texts = isinstance(found, dict) and all(isinstance(one, str) and one for pair in found.items() for one in pair)
+    if not texts or len(set(found.values())) < len(found):
+        raise ConfigError(f"--tenants {file} must have a line `cache_salt: token` for each tenant, and no token twice")
+    return {token: salt for salt, token in found.items()}
+
+
+def _number_of(group: str | None) -> int | None:
+    """Return the number of a group; raise `ConfigError` if there is none of this name."""
+    import grp
+
+    try:
+        return None if group is None else grp.getgrnam(group).gr_gid
+    except KeyError:
+        raise ConfigError(f"--group {group}: this host has no such group") from None

@@ -1,0 +1,274 @@
+"""`lmc top`: shows what a store is doing, read from any Prometheus endpoint that has lmc's metrics.
+
+The endpoint is a vLLM server's, or one that `lmc.metrics.serve_metrics` has opened. Each round fetches a sample,
+subtracts the one before, and prints the difference as a table.
+"""
+
+import signal
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from functools import partial
+from http.client import HTTPException
+from urllib.error import HTTPError, URLError
+from urllib.parse import urlsplit
+from urllib.request import Request
+
+from prometheus_client.parser import text_string_to_metric_families
+from rich import box
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from lmc.errors import InputError
+from lmc.http.address import TOKEN
+from lmc.http.client import bearer, opener, with_scheme
+from lmc.metrics import NAMES, Labels, key
+from lmc.router.router_metrics import OF_ROUTERS
+from lmc.shapes import GIB, MIB
+from lmc.storage.places import fastest_first
+
+URL = "http://127.0.0.1:8000/metrics"
+TIMEOUT = 5.0  # seconds
+KNOWN = NAMES | {name.name: name for name in OF_ROUTERS if not name.buckets}
+LOWEST = {"tier_usable", "layers"}  # Of several engines these gauges show the lowest value, not the sum.
+
+Series = tuple[str, tuple[tuple[str, str], ...]]  # a metric, and all its labels
+Numbers = dict[tuple[str, Labels], float]  # by metric and lmc's own labels
+Rates = defaultdict[str, dict[str, float]]  # by metric, or metric|direction, and place; totals if no time is given
+Line = tuple[str, str, dict[str, str]]  # a title, the number over all places, and the numbers by place
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """All of lmc's numbers at one time."""
+
+    at: float
+    series: dict[Series, float]
+
+    def since(self, before: "Sample | None") -> Numbers:
+        """Return what was counted since an earlier sample, or since the start; gauges are returned as they are.
+
+        A counter that has become smaller was reset when its server restarted.
+        """
+        found: Numbers = {}
+        for (name, labels), value in self.series.items():
+            known = KNOWN[name]
+            own = (name, tuple(dict(labels).get(label, "") for label in known.labels))
+            if name in LOWEST:
+                found[own] = min(value, found.get(own, value))
+                continue
+            earlier = 0.0 if known.gauge or before is None else before.series.get((name, labels), 0.0)
+            found[own] = found.get(own, 0.0) + (value - earlier if value >= earlier else value)
+        return found
+
+
+def top(url: str, interval: float, once: bool, console: Console | None = None) -> None:
+    """Show rates every `interval` seconds until Ctrl-C, or the totals `once`.
+
+    Raises `InputError` if there is nothing to show.
+    """
+    console = console or Console()
+    if interval <= 0:
+        raise InputError(f"an interval of {interval:g} seconds: it must be more than 0")
+    with _ended_by_ctrl_c() as interrupted:
+        before = fetch(url)
+        live = Live(console=console, auto_refresh=False) if console.is_terminal and not once else None
+        show = partial(live.update, refresh=True) if live else console.print
+        with live or nullcontext():
+            show(table(url, before.since(None)))
+            while not once and not interrupted():
+                time.sleep(interval)
+                try:
+                    now = fetch(url)
+                except InputError as error:  # A server that is restarted comes back.
+                    show(Text(f"{error}\nTrying again; Ctrl-C ends."))
+                else:
+                    show(table(url, now.since(before), now.at - before.at))
+                    before = now
+
+
+@contextmanager
+def _ended_by_ctrl_c() -> Iterator[Callable[[], bool]]:
+    """Leave the block when SIGINT arrives; the value says whether it has arrived.
+
+    Python's own handler is not enough. It is not installed where the parent process ignores SIGINT, as a shell script
+    does for a command behind `&`. And an interrupt that arrives while a finaliser runs is printed and dropped.
+    """
+    arrived: list[int] = []
+
+    def interrupt(number: int, _: object) -> None:
+        arrived.append(number)
+        raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGINT, interrupt)
+    try:
+        with suppress(KeyboardInterrupt):
+            yield lambda: bool(arrived)
+    finally:
+        signal.signal(signal.SIGINT, previous)
+
+
+def complete(address: str) -> str:
+    """Return the URL of an endpoint that may be given as `host:port`, or without a path."""
+    url = with_scheme(address)
+    try:
+        path = urlsplit(url).path
+    except ValueError:
+        raise InputError(f"{address} is no address of metrics: give one like {URL}") from None
+    return url if path.strip("/") else f"{url.rstrip('/')}/metrics"
+
+
+def fetch(url: str) -> Sample:
+    """Ask an endpoint; raise `InputError` in one line if it does not answer with lmc's metrics."""
+    if not url.startswith(("http://", "https://")):
+        raise InputError(f"{url} is no address of metrics: give one like {URL}")
+    try:
+        with opener().open(Request(url, headers=bearer(TOKEN)), timeout=TIMEOUT) as answer:
+            text = answer.read().decode()
+    except HTTPError as error:
+        error.close()
+        said = f"{url} answers {error.code} {error.reason}"
+        if error.code in (401, 403):
+            raise InputError(f"{said}: {TOKEN} has to hold the token of the server") from None
+        raise InputError(f"{said}: give the address of the metrics, as {URL}") from None
+    except (OSError, HTTPException, ValueError) as error:
+        failed = f"no metrics at {url} ({error.reason if isinstance(error, URLError) else error})"
+        raise InputError(f"{failed}: start the server, or give another address: lmc top {URL}") from None
+    try:
+        series = read(text)
+    except ValueError as error:
+        raise InputError(f"{url} does not answer with Prometheus metrics: {error}") from None
+    if not series:
+        raise InputError(
+            f"{url} has no metrics of lmc: a vLLM server has them if it runs with LMCConnector and without "
+            "--disable-log-stats"
+        )
+    return Sample(at=time.monotonic(), series=series)
+
+
+def read(text: str) -> dict[Series, float]:
+    """Return lmc's numbers from an endpoint's answer."""
+    found = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            prefix, name = sample.name[:4], sample.name[4:].removesuffix("_total")
+            if prefix in ("lmc_", "lmc:") and name in KNOWN:
+                found[name, tuple(sorted(sample.labels.items()))] = sample.value
+    return found
+
+
+# -- the table --------------------------------------------------------------------------------------------------------
+
+# The lines of single metrics: above the bytes, between the bytes and the tokens, and below the tokens.
+CHUNKS = {"hits": "hits", "misses": "misses"}
+WORK = {
+    "chunks written": "written_chunks", "evictions": "evictions", "failures": "failures",
+    "corrupt records": "corrupt_records", "usable (now)": "tier_usable", "chunks (now)": "chunks",
+    "tokens (now)": "chunk_tokens", "write queue (now)": "write_queue_depth", "dropped writes": "dropped_writes",
+    "no room": "no_room", "requests": "requests", "blends": "blends", "loads": "loads",
+    "loads skipped": "loads_skipped", "loads failed": "failed_loads", "refused": "refused",
+}  # fmt: skip
+ROUTED_LINES = {
+    "requests": "router_requests", "requests (now)": "router_engine_requests", "usable (now)": "router_engine_usable",
+    "tokens of prompts": "router_prompt_tokens", "tokens expected reused": "router_expected_tokens",
+    "tokens reported reused": "router_reported_tokens", "retries": "router_retries",
+    "answers broken off": "router_broken_answers", "clients that left": "router_clients_left",
+    "refused": "router_refused", "index (now)": "router_index_entries",
+}  # fmt: skip
+ROUTED = set(ROUTED_LINES.values())
+STORED = {"chunks stored": "stored_chunks", "tokens stored": "stored_tokens"}
+
+
+def table(url: str, numbers: Numbers, seconds: float | None = None) -> Table:
+    """Return the table of numbers that were counted in `seconds`, as rates; without `seconds`, of totals."""
+    title = "lmc: totals since the start" if seconds is None else f"lmc: per second, over the last {seconds:.1f} s"
+    if any(name in ROUTED for name, _ in numbers):
+        return router_table(url, numbers, seconds, title)
+    shown = Table("", "all", title=title, caption=Text(url), box=box.SIMPLE_HEAD)
+    places = fastest_first({labels[0] for _, labels in numbers if labels})
+    for place in places:
+        shown.add_column(Text(place), justify="right")
+    shown.columns[1].justify = "right"
+    rates: Rates = defaultdict(dict)
+    for (name, labels), n in numbers.items():
+        unit = 1.0 if seconds is None or NAMES[name].gauge else seconds
+        rates[key(name, labels[1:])][labels[0] if labels else ""] = n / unit
+    for name, over_all, by_place in _lines(rates):
+        shown.add_row(*map(Text, (name, over_all, *(by_place.get(place, "") for place in places))))
+    return shown
+
+
+def router_table(url: str, numbers: Numbers, seconds: float | None, title: str) -> Table:
+    """Return the table of a router's numbers: a column for each engine."""
+    engines = sorted({labels[0] for (name, labels) in numbers if KNOWN[name].labels[:1] == ("engine",)})
+    shown = Table("", "all", title=title, caption=Text(url), box=box.SIMPLE_HEAD)
+    for engine in engines:
+        shown.add_column(Text(engine), justify="right")
+    by_name: Rates = defaultdict(lambda: defaultdict(float))
+    for (name, labels), n in numbers.items():
+        of = labels[0] if KNOWN[name].labels[:1] == ("engine",) else ""
+        by_name[name][of] += n / (1.0 if seconds is None or KNOWN[name].gauge else seconds)
+    for line, name in ROUTED_LINES.items():
+        found = by_name[name]
+        if name == "router_engine_usable":
+            cells = ["", *(("yes" if found[one] else "NO") if one in found else "" for one in engines)]
+        else:
+            cells = [number(sum(found.values())), *(number(found[one]) if one in found else "" for one in engines)]
+        shown.add_row(line, *cells)
+    return shown
+
+
+def _lines(rates: Rates) -> Iterator[Line]:
+    hits, misses = (sum(rates[name].values()) for name in CHUNKS)
+    yield "hit rate", f"{hits / (hits + misses):.1%}" if hits + misses else "-", {}
+    yield from _counts(rates, CHUNKS)
+    yield from _moved(rates, "read", "read")
+    yield from _moved(rates, "written", "write")
+    yield "seconds of lookups", "", {place: f"{n:.3f}" for place, n in rates["seconds|lookup"].items()}
+    yield from _counts(rates, WORK)
+    yield from _tokens(rates)
+    yield from _counts(rates, STORED)
+
+
+def _counts(rates: Rates, titles: Mapping[str, str]) -> Iterator[Line]:
+    for title, name in titles.items():
+        metric, found = NAMES[name], rates[name]
+        if name == "tier_usable":
+            yield title, "", {place: "yes" if n else "NO" for place, n in found.items()}
+        elif found:
+            over_all = "" if metric.gauge and metric.labels else number(sum(found.values()))
+            yield title, over_all, {place: number(n) for place, n in found.items()}
+
+
+def _moved(rates: Rates, title: str, way: str) -> Iterator[Line]:
+    """Bytes in one direction, and the seconds that a GiB of them took."""
+    moved, took = rates[f"bytes|{way}"], rates[f"seconds|{way}"]
+    if moved:
+        yield title, size(sum(moved.values())), {place: size(n) for place, n in moved.items()}
+        costs = {place: took[place] / n * GIB for place, n in moved.items() if n and place in took}
+        yield f"  {way}: seconds per GiB", "", {place: f"{cost:.3f}" for place, cost in costs.items()}
+
+
+def _tokens(rates: Rates) -> Iterator[Line]:
+    """Where reused tokens came from, and how many tokens blends have computed again."""
+    named = {name.removeprefix("tokens_from_"): rates[name] for name in NAMES if name.startswith("tokens_from_")}
+    found = {place: sum(counts.values()) for place, counts in named.items() if counts}
+    if found:
+        yield "tokens reused", number(sum(found.values())), {place: number(n) for place, n in found.items()}
+    layers = sum(rates["layers"].values())
+    if layers:
+        yield "tokens recomputed by blends", number(sum(rates["token_layers"].values()) / layers), {}
+
+
+def number(count: float) -> str:
+    """Return a count or a rate as text."""
+    return f"{count:,.0f}" if count == round(count) else f"{count:,.2f}"
+
+
+def size(count: float) -> str:
+    """Return bytes as text."""
+    return f"{count / GIB:,.2f} GiB" if count >= GIB else f"{count / MIB:,.2f} MiB"

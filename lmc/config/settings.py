@@ -1,0 +1,308 @@
+"""The settings: one frozen value, which `Settings.load` makes once at start, and which is passed down from there.
+
+Names are LMCache's where the meaning is the same, so that its YAML files and environments work unchanged. Sources, of
+which later ones win, are: defaults, a YAML file (`LMC_CONFIG_FILE`, else `LMCACHE_CONFIG_FILE`), the environment
+(`LMCACHE_*`, then `LMC_*`), and overrides (an engine's extra options). Settings that cannot work raise `ConfigError`
+here, and not later. This module opens no file but the YAML, and knows no model and no device.
+"""
+
+import json
+import logging
+import os
+import re
+from collections import ChainMap
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, Literal, Self, get_args
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError
+
+from lmc.config.lmcache import FEATURES, feature_of, ignored, other_store
+from lmc.config.redis_url import parse_redis_url
+from lmc.config.sources import (
+    REMOVED,
+    Given,
+    Source,
+    is_on,
+    read_environment,
+    read_overrides,
+    read_yaml,
+    shown,
+    shown_foreign,
+)
+from lmc.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+CACHEBLEND: Mapping[str, object] = {  # `blend_preset: cacheblend` means the published method
+    "blend_strategy": "deviation",
+    "blend_check_layers": (1,),
+    "blend_recompute_ratios": (0.15,),
+    "blend_correction": "none",
+    "blend_learn_prefix": "none",
+}
+
+
+def _number(value: object) -> object:
+    if isinstance(value, bool):  # pydantic would read `chunk_size: yes` as 1
+        raise ValueError("a number is wanted, not true or false")
+    return value
+
+
+def _optional(value: object) -> object:
+    """Return None for the texts with which an environment says "not set"."""
+    return None if isinstance(value, str) and value.strip().lower() in {"", "none", "null"} else value
+
+
+def _token(value: object) -> object:
+    """Return a token without white space around it, because files of secrets often end with a new line."""
+    return (value.strip() or None) if isinstance(value, str) else value
+
+
+def _items(value: object) -> object:
+    """Return `1`, `"1,2"`, `"[1, 2]"` and `[1, 2]` as lists."""
+    if isinstance(value, str):
+        text = value.strip()
+        return json.loads(text) if text.startswith("[") else [item.strip() for item in text.split(",")]
+    return [value] if isinstance(value, int | float) else value
+
+
+def _directory(value: object) -> object:
+    if not isinstance(value, str | Path):
+        return value
+    text = str(value)
+    path = os.path.expanduser(text.removeprefix("file://"))  # As with LMCache, file://kv is the relative path kv.
+    if re.match(r"(?!file://)\w+:", text):
+        raise ValueError("no scheme but file://")
+    if path.startswith("~") or re.search(r",\s*(/|~|file:)", path):
+        raise ValueError("nobody's home, or several directories")
+    return Path(path)
+
+
+def _socket(value: object) -> object:
+    if not isinstance(value, str | Path):
+        return value
+    path = Path(str(value).removeprefix("unix://"))
+    if not path.is_absolute():
+        raise ValueError("no absolute path")
+    return path
+
+
+def _redis(url: str) -> str:
+    parse_redis_url(url)
+    return url
+
+
+def _rising(layers: tuple[int, ...]) -> tuple[int, ...]:
+    if any(b <= a for a, b in pairwise(layers)):
+        raise ValueError("not strictly increasing")
+    return layers
+
+
+def _falling(ratios: tuple[float, ...]) -> tuple[float, ...]:
+    if any(b > a for a, b in pairwise(ratios)):
+        raise ValueError("increasing")
+    return ratios
+
+
+Whole = Annotated[int, BeforeValidator(_number)]
+Real = Annotated[float, BeforeValidator(_number), Field(allow_inf_nan=False)]
+Layers = Annotated[tuple[Annotated[Whole, Field(ge=1)], ...], Field(min_length=1), AfterValidator(_rising)]
+Ratios = Annotated[tuple[Annotated[Real, Field(ge=0, le=1)], ...], Field(min_length=1), AfterValidator(_falling)]
+Thresholds = tuple[Annotated[Real, Field(ge=0)], ...]
+OTHER_CODECS = {"None": "none", "naive": "none", "lz4": "planes"}  # naive is LMCache's name for none
+Codec = Annotated[Literal["none", "planes"], BeforeValidator(lambda name: OTHER_CODECS.get(str(name), name))]
+Strategy = Literal["query", "deviation", "head", "union", "random", "all", "none"]
+
+
+class Settings(BaseModel):
+    """All settings. A field's description completes the error "… must be"."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
+
+    # What is stored
+    chunk_size: Whole = Field(256, ge=1, description="a whole number of tokens, at least 1")
+    save_unfull_chunk: bool = Field(True, description="true or false")
+    save_decode_cache: bool = Field(True, description="true or false")
+
+    # Where, and how much of it (a GB is 2**30 bytes)
+    server: Annotated[Path | None, BeforeValidator(_socket), BeforeValidator(_optional)] = Field(
+        None, description="the socket of a cache server (`lmc serve`): unix:///run/lmc.sock, or an absolute path"
+    )
+    max_local_cpu_size: Real = Field(5.0, gt=0, description="a number of GB above 0")
+    max_local_device_size: Real = Field(0.0, ge=0, description="a number of GB, or 0 for no slab on the accelerator")
+    local_disk: Annotated[Path | None, BeforeValidator(_directory), BeforeValidator(_optional)] = Field(
+        None, description="one directory, written as a path or as file:///path"
+    )
+    max_local_disk_size: Real = Field(10.0, ge=0, description="a number of GB")
+    remote_url: Annotated[Annotated[str, AfterValidator(_redis)] | None, BeforeValidator(_optional)] = Field(
+        None,
+        repr=False,
+        description="redis://[user:password@]host[:port][/db], rediss:// for TLS, unix:///path[?db=0], "
+        "redis-cluster://host:port,host:port or redis-sentinel://host:port,host:port/service[/db]; rediss-… with TLS",
+    )
+    remote_serde: Codec = Field("none", description="none (or naive, its other name) or planes")
+    remote_deadline: Real = Field(0.5, gt=0, description="a number of seconds above 0")
+    remote_ttl: Whole = Field(0, ge=0, description="a whole number of seconds, or 0 for chunks that stay until evicted")
+    remote_prefix: str = Field(
+        "lmc",
+        pattern=r"^[\w.:-]+$",
+        description="letters, digits and . : _ - that begin the names of our keys in Redis",
+    )
+    document_share: Real = Field(
+        0.5, ge=0, le=1, description="the share of memory and of the disk, from 0 to 1, that belongs to documents"
+    )
+    load_policy: Literal["auto", "always", "never"] = Field(
+        "auto", description="auto (not what is clearly faster computed), always, or never from tiers below memory"
+    )
+    load_deadline: Real = Field(2.0, gt=0, description="a number of seconds above 0")
+
+    # Blending
+    enable_blending: bool = Field(False, description="true or false")
+    blend_preset: Annotated[Literal["cacheblend"] | None, BeforeValidator(_optional)] = Field(
+        None, description="cacheblend, or left out"
+    )
+    blend_special_str: str = Field(
+        " # # ", pattern=r"\S", description="a separator with something other than spaces in it, such as ' # # '"
+    )
+    blend_strategy: Strategy = Field("union", description=f"one of {', '.join(get_args(Strategy))}")
+    blend_check_layers: Annotated[Layers, BeforeValidator(_items)] = Field(
+        (1,), description="increasing layer numbers from 1 on (re-rotated keys never deviate at layer 0)"
+    )
+    blend_recompute_ratios: Annotated[Ratios, BeforeValidator(_items)] = Field(
+        (0.15,), description="a share from 0 to 1 for each check layer, none larger than the one before"
+    )
+    blend_thresholds: Annotated[Thresholds | None, BeforeValidator(_items), BeforeValidator(_optional)] = Field(
+        None, description="a number from 0 on for each check layer, or left out"
+    )
+    blend_correction: Literal["shift", "none"] = Field(
+        "shift", description="shift (other tokens change as recomputed ones of their document that are alike) or none"
+    )
+    blend_learn_prefix: Literal["primer", "sink", "none"] = Field(
+        "primer", description="primer (documents are learned behind a neutral one), sink (the first token) or none"
+    )
+    blend_min_tokens: Whole = Field(256, ge=0, description="a whole number of tokens from 0 on")
+    blend_learn: bool = Field(True, description="true or false")
+
+    # Administration
+    admin: Annotated[str | None, BeforeValidator(_optional)] = Field(
+        None, description="the address where an engine is administered: 127.0.0.1:9180, or unix:///run/lmc.sock"
+    )
+    admin_token: Annotated[str | None, BeforeValidator(_token)] = Field(
+        None, repr=False, description="text, in YAML between quotes if it has digits only"
+    )
+    document_events: Annotated[str | None, BeforeValidator(_optional)] = Field(
+        None, description="the address where events of documents are published, such as tcp://*:5558"
+    )
+    log_requests: Annotated[bool, BeforeValidator(lambda value: value or False)] = Field(
+        False, description="true or false"
+    )
+
+    _origins: dict[str, str] = PrivateAttr(default_factory=dict)
+
+    def __init__(self, *sources: Source, **arguments: object) -> None:
+        """Make settings from `arguments` and then `sources`, of which the first that has a value wins.
+
+        Raises `ConfigError` with everything that is wrong.
+        """
+        fields = Settings.model_fields
+        every = [read_overrides(arguments, fields, "argument"), *sources]
+        given = ChainMap(*(source.own for source in every))
+        foreign = dict(ChainMap(*(source.foreign for source in every)))
+        if "blend_preset" in given and given["blend_preset"].value == "cacheblend":
+            given.maps.append({name: Given(value, "preset cacheblend") for name, value in CACHEBLEND.items()})
+        problems = [problem for source in every for problem in source.problems] + list(_missing_features(foreign))
+        try:
+            super().__init__(**{name: given[name].value for name in fields if name in given})
+        except ValidationError as error:
+            # pydantic's own text adds types, and could add a password.
+            bad = dict.fromkeys(str(problem["loc"][0]) for problem in error.errors(include_input=False))
+            problems += [_wrong_value(name, *given[name]) for name in bad]
+        if not problems:
+            self._origins = {name: given[name].origin if name in given else "default" for name in fields}
+            problems = [
+                f"{self._described(name)} contradicts {self._described(other)}: {why}"
+                for name, other, why in _conflicts(self)
+            ]
+        if problems:
+            raise ConfigError("\n".join(problems))
+        removed = dict(ChainMap(*(source.removed for source in every)))
+        removed |= {
+            f"{name}: {entry.value}": entry for name, entry in given.items() if f"{name}: {entry.value}" in REMOVED
+        }
+        for name, entry in removed.items():
+            log.warning("%s (%s) %s", name, entry.origin, REMOVED[name])
+        if foreign:
+            names = [f"{name} ({entry.origin}), as {_unused(name)}" for name, entry in foreign.items()]
+            log.warning("lmc has no use for these settings of LMCache, and ignores them: %s", "; ".join(names))
+
+    @classmethod
+    def load(cls, overrides: Mapping[str, object] | None = None, *, environ: Mapping[str, str] | None = None) -> Self:
+        """Return the settings of this process: overrides before environment before YAML before defaults.
+
+        Keys of `overrides` may start with `lmc.` or `lmcache.`; `environ` is by default `os.environ`. Raises
+        `ConfigError`.
+        """
+        environ, names = os.environ if environ is None else environ, cls.model_fields
+        return cls(
+            read_overrides(overrides or {}, names),
+            read_environment(environ, names, "LMC_"),
+            read_environment(environ, names, "LMCACHE_"),
+            read_yaml(environ, names),
+        )
+
+    def origin(self, name: str) -> str:
+        """Return in words where the value of `name` came from; raise `KeyError` if there is no such setting."""
+        return self._origins[name]
+
+    def _described(self, name: str) -> str:
+        return _described(name, getattr(self, name), self.origin(name))
+
+
+def _described(name: str, value: object, origin: str) -> str:
+    return f"{name} = {shown(name, value)} ({origin})"
+
+
+def _conflicts(settings: Settings) -> Iterator[tuple[str, str, str]]:
+    """Return pairs of settings that cannot work together, and why."""
+    if settings.enable_blending and not settings.save_unfull_chunk:
+        yield "save_unfull_chunk", "enable_blending", "blending needs it; leave it out or set it to true"
+    for name, value in CACHEBLEND.items():
+        if settings.blend_preset and getattr(settings, name) != value:
+            yield name, "blend_preset", f"the preset means {name} = {shown(name, value)}; leave one of the two out"
+    if settings.server and settings.max_local_device_size:
+        yield "max_local_device_size", "server", "a cache server keeps chunks in host memory; leave one of the two out"
+    if settings.local_disk and not settings.max_local_disk_size:
+        yield "max_local_disk_size", "local_disk", "a disk tier needs more than 0 GB"
+    ratios, thresholds = settings.blend_recompute_ratios, settings.blend_thresholds
+    for name, values in (("blend_recompute_ratios", ratios), ("blend_thresholds", thresholds)):
+        if values is not None and len(values) != len(settings.blend_check_layers):
+            yield name, "blend_check_layers", "give one number for each check layer"
+    if settings.blend_strategy != "deviation":
+        if len(ratios) > 1:
+            yield "blend_recompute_ratios", "blend_strategy", "only the strategy deviation takes several ratios"
+        if thresholds is not None:
+            yield "blend_thresholds", "blend_strategy", "only the strategy deviation takes thresholds"
+
+
+def _wrong_value(name: str, value: object, origin: str) -> str:
+    if name == "remote_url" and (why := other_store(value)):
+        return f"remote_url ({origin}): {why}"
+    return f"{_described(name, value, origin)} must be {Settings.model_fields[name].description}"
+
+
+def _missing_features(foreign: Mapping[str, Given]) -> Iterator[str]:
+    """Yield a line for each feature of LMCache that is turned on and that lmc does not have."""
+    for feature in FEATURES:
+        if any(name in foreign and is_on(foreign[name].value) for name in feature.switches):
+            names = [name for name in foreign if feature_of(name) is feature]
+            values = ", ".join(f"{name} = {shown_foreign(name, foreign[name].value)}" for name in names)
+            where = ", ".join(dict.fromkeys(foreign[name].origin for name in names))
+            yield f"lmc does not have {feature.title}, as LMCache does: {feature.instead}. Remove {values} ({where})"
+
+
+def _unused(name: str) -> str:
+    feature = feature_of(name)
+    off = f"{feature.title} is not turned on" if feature else "lmc does not know it"
+    return ignored(name) or off

@@ -1,0 +1,231 @@
+"""Where settings are written: overrides, the environment, a YAML file.
+
+What is wrong with them is collected, and not raised, so that a user sees all of it at once.
+"""
+
+import difflib
+import logging
+import os
+import re
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import NamedTuple
+
+import yaml
+
+from lmc.config.lmcache import ALIASES, LOSSY, NESTED, feature_of, ignored, login_names, with_login
+from lmc.config.redis_url import parse_redis_url
+from lmc.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+CONFIG_FILES = ("LMC_CONFIG_FILE", "LMCACHE_CONFIG_FILE")
+# Variables that are no settings, and that `lmc config` shows below them.
+VARIABLES = ("LMC_CONFIG_FILE", "LMC_KERNELS", "LMC_LOG_LEVEL")
+# All variables that begin like a setting's and belong to other parts of lmc, or to LMCache alone.
+NO_SETTINGS = (
+    *CONFIG_FILES, *VARIABLES, "LMC_ROUTER_*",  # whose names lmc router checks
+    "LMCACHE_USE_EXPERIMENTAL", "LMCACHE_TRACK_USAGE", "LMCACHE_LOG_LEVEL",
+)  # fmt: skip
+# Settings that lmc had, and what is said if one is given: by name, or by name and value.
+REMOVED: Mapping[str, str] = {
+    "store_policy": "has no effect any more: a new chunk is written to every tier at once",
+    "local_disk_serde": "has no effect any more: records on the disk are written as they are in memory",
+    "blend_calibration": "has no effect any more: `lmc calibrate` prints settings, and turns nothing off",
+    # Neither loses anything, and planes makes records smaller, which lz4 alone does not.
+    "remote_serde: lz4": "is read as planes; records in the codec lz4 are not used any more",
+}
+# Variables that Kubernetes sets in every pod for a Service whose name begins with lmc, with the values that they have.
+_ADDRESS, _NUMBER = r"[0-9a-fA-F.:]+", r"\d+"
+OF_SERVICES = {
+    r".*_SERVICE_HOST": _ADDRESS,
+    r".*_SERVICE_PORT(_\w+)?": _NUMBER,
+    r"\w*_PORT(_\d+_(TCP|UDP|SCTP))?": rf"(tcp|udp|sctp)://\[?{_ADDRESS}\]?:\d+",
+    r".*_PORT_\d+_(TCP|UDP|SCTP)_PROTO": "tcp|udp|sctp",
+    r".*_PORT_\d+_(TCP|UDP|SCTP)_PORT": _NUMBER,
+    r".*_PORT_\d+_(TCP|UDP|SCTP)_ADDR": _ADDRESS,
+}
+
+
+class Given(NamedTuple):
+    """A value as it was written, and where it was written."""
+
+    value: object
+    origin: str
+
+
+@dataclass(slots=True)
+class Source:
+    """One source of settings."""
+
+    own: dict[str, Given] = field(default_factory=dict)  # by the name of the setting
+    foreign: dict[str, Given] = field(default_factory=dict)  # settings of LMCache that lmc does not have
+    removed: dict[str, Given] = field(default_factory=dict)  # settings that lmc had
+    problems: list[str] = field(default_factory=list)  # in words, without values that may be passwords
+
+    def read(self, written: Mapping[str, object], spellings: Mapping[str, str], origin: Callable[[str], str]) -> None:
+        """Take in what was written; `spellings` are the names of lmc's settings as this source spells them."""
+        nested = []
+        for key, value in written.items():
+            name = spellings.get(key) or self._alias(key, spellings)
+            entry = Given(value, origin(key))
+            bare = _bare(key)
+            if name == "remote_serde" and value in LOSSY:
+                name, bare = None, f"remote_serde: {value}"
+            if bare == "local_device" and str(value).startswith("file://") and "local_disk" in spellings.values():
+                name = "local_disk"  # LMCache's first versions
+            if name is None and bare == NESTED:
+                nested.append(entry)
+            elif name is None and bare in REMOVED:
+                self.removed[bare] = entry
+            elif name is None and (feature_of(bare) or ignored(bare)):
+                self.foreign[bare] = entry
+            elif name is None:
+                self.problems.append(_unknown(key, spellings, entry.origin))
+            elif name in self.own:  # as with "lmc.chunk_size" and "lmcache.chunk_size"
+                before = self.own[name]
+                twice = f"{name} = {shown(name, before.value)} ({before.origin}) is set again"
+                self.problems.append(f"{twice}, to {shown(name, value)} ({entry.origin}): leave one of the two out")
+            else:
+                self.own[name] = entry
+        for entry in nested:  # What stands at the top counts.
+            self._read_nested(entry, set(spellings.values()))
+
+    def _alias(self, key: str, spellings: Mapping[str, str]) -> str | None:
+        name = ALIASES.get(_bare(key))
+        return name if name in spellings.values() else None
+
+    def _read_nested(self, given: Given, names: Collection[str]) -> None:
+        """Take in LMCache's mapping of further settings. Those that lmc does not know are ignored with a warning."""
+        try:  # as JSON, which is YAML too
+            nested = yaml.safe_load(given.value) if isinstance(given.value, str) else given.value
+        except (yaml.YAMLError, ValueError):  # A date that there is not is a ValueError.
+            nested = given.value
+        if not isinstance(nested, Mapping | None):
+            self.problems.append(f"{NESTED} ({given.origin}) must be a mapping of settings")
+            return
+        origin = f"{given.origin}, in {NESTED}"
+        more = {_bare(str(key)): value for key, value in (nested or {}).items()}
+        if "remote_url" in self.own:
+            url, where = self.own["remote_url"]
+            self.own["remote_url"] = Given(with_login(str(url), more), where)
+            for name in login_names(url).values():
+                more.pop(name, None)
+        for name, value in more.items():
+            kept = self.own if name in names else self.removed if name in REMOVED else self.foreign
+            kept.setdefault(name, Given(value, origin))
+
+
+def shown(name: str, value: object) -> str:
+    """Return the value of a setting as a person may see it, without passwords."""
+    if name == "admin_token" and value is not None:
+        return "***"
+    if name == "remote_url" and value is not None:  # It may hold a password.
+        try:
+            parse_redis_url(str(value))
+        except ValueError:
+            return "(not shown)"  # Any part of it may be a password.
+    text = str(value) if isinstance(value, Path) else repr(list(value) if isinstance(value, tuple) else value)
+    return _without_login(text)
+
+
+def shown_variable(name: str) -> tuple[str, str]:
+    """Return the value of a variable that is no setting as a person may see it, and where it comes from."""
+    value = os.environ.get(name)
+    if value is None:
+        return "None", "default"
+    return repr(value), "environment"
+
+
+def shown_foreign(name: str, value: object) -> str:
+    """Return the value of a setting of LMCache as a person may see it: nothing that may be a password or a key."""
+    secret = isinstance(value, Mapping | list) or re.search("passw|secret|token|key|credential", name)
+    return "…" if secret else _without_login(repr(value))
+
+
+def _without_login(text: str) -> str:
+    return re.sub(r"(?<=://)\S*@", "***@", text)
+
+
+def is_on(value: object) -> bool:
+    """Return whether the value of a switch turns it on."""
+    return str(value).strip().lower() not in {"", "none", "null", "false", "0", "no", "off", "[]", "{}"}
+
+
+def log_level(default: int) -> int:
+    """Return the level of lmc's log that the environment names (`LMC_LOG_LEVEL=DEBUG`), else the default."""
+    name, known = os.environ.get("LMC_LOG_LEVEL", ""), logging.getLevelNamesMapping()
+    if name and name.upper() not in known:
+        log.warning("LMC_LOG_LEVEL = %s is no level of a log; there are %s", name, ", ".join(known))
+    return known.get(name.upper(), default)
+
+
+def read_overrides(written: Mapping[str, object], names: Collection[str], kind: str = "override") -> Source:
+    """Return settings that a program gives, under names that may begin with `lmc.` or `lmcache.`."""
+    found = Source()
+    spellings = {prefix + name: name for prefix in ("", "lmc.", "lmcache.") for name in names}
+    found.read(written, spellings, lambda key: f"{kind} {key}")
+    return found
+
+
+def read_environment(environ: Mapping[str, str], names: Collection[str], prefix: str) -> Source:
+    """Return the settings whose variables begin with `prefix`."""
+    found, spellings = Source(), {prefix + name.upper(): name for name in names}
+    written = {
+        key: value
+        for key, value in environ.items()
+        if key.startswith(prefix) and (key in spellings or not (_is_no_setting(key) or is_of_a_service(key, value)))
+    }
+    found.read(written, spellings, "environment {}".format)
+    return found
+
+
+def read_yaml(environ: Mapping[str, str], names: Collection[str]) -> Source:
+    """Return the settings of the file that the environment names; raise `ConfigError` if it cannot be read."""
+    variable = next((name for name in CONFIG_FILES if environ.get(name)), None)
+    if variable is None:
+        return Source()
+    path = Path(os.path.expanduser(environ[variable]))
+    origin = f"YAML {path}"
+    try:
+        document = yaml.safe_load(path.read_bytes())
+    except OSError as error:
+        wanted = "give the path of a readable YAML file, or unset the variable"
+        raise ConfigError(f"{variable} = {path} (environment): {error.strerror}; {wanted}") from error
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date such as 2024-99-99
+        mark = getattr(error, "problem_mark", None)
+        where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        problem = getattr(error, "problem", None) or getattr(error, "reason", "a value that cannot be read")
+        # The parser's own text quotes the line, which may hold a password.
+        raise ConfigError(f"{origin}{where} (from {variable}) is no YAML: {problem}") from None
+    if not isinstance(document, dict | None):
+        kind = type(document).__name__
+        raise ConfigError(f"{origin} (from {variable}) holds a {kind}; it must be a mapping such as 'chunk_size: 256'")
+    found = Source()
+    written = {str(key): value for key, value in (document or {}).items()}
+    found.read(written, {name: name for name in names}, lambda _: origin)
+    return found
+
+
+def _is_no_setting(key: str) -> bool:
+    return any(fnmatchcase(key, pattern) for pattern in NO_SETTINGS)
+
+
+def is_of_a_service(key: str, value: str) -> bool:
+    """Return whether Kubernetes has set a variable, for a service whose name is like the beginning of a setting's."""
+    return any(re.fullmatch(name, key) and re.fullmatch(shape, value) for name, shape in OF_SERVICES.items())
+
+
+def _bare(key: str) -> str:
+    return re.sub(r"^(lmcache|lmc)[._]", "", key.lower())
+
+
+def _unknown(key: str, spellings: Mapping[str, str], origin: str) -> str:
+    """Return the error for a key that names no setting. It leaves out the value, which may be a password."""
+    variable = next(iter(difflib.get_close_matches(key, VARIABLES, n=1, cutoff=0.85)), "")
+    near = difflib.get_close_matches(_bare(key), list(spellings.values()), n=1)
+    if spelt := variable or next((known for known, name in spellings.items() if name in near), ""):
+        return f"unknown setting {key} ({origin}): did you mean {spelt}?"
+    return f"unknown setting {key} ({origin}): `lmc config` lists all that there are"

@@ -1,0 +1,111 @@
+"""Document events for routers: which documents are in lmc's memory or on its disk.
+
+They have a publisher of their own, so that routers that know prefixes only are not misled. The store's change log says
+which chunks appeared and left. A document is announced on a medium when all of its chunks are there, and withdrawn when
+one of them leaves.
+"""
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from lmc.background import Background
+from lmc.documents.known import KnownDocument
+from lmc.keys import ChunkKey, RecordKind, tokens_digest
+from lmc.storage.change_log import Changes, media_steps
+
+UNREAD = -1  # A change log does not reach back so far, and lists what is there.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DocumentMoved:
+    """A document appeared on a medium, or left it."""
+
+    stored: bool
+    medium: str  # as in the engine's KV events: CPU or STORAGE
+    digest: str  # of its tokens alone, see `tokens_digest`: a router can compute it
+    document: str  # its id, which `lmc documents` shows: it depends on the model and the tenant, too
+    tokens: int
+    salt: str | None  # SHA-256 of the tenant's cache_salt, empty without one; None if this process has not met it
+    model: str  # its name, which an engine gives it
+    tenant: str  # the tenant's name, as `lmc.keys.tenant_of` makes it of the cache_salt; empty without one
+
+
+class DocumentEvents:
+    """The documents that have appeared and left since the last time."""
+
+    def __init__(
+        self,
+        changes: Changes,
+        find: Callable[[str], KnownDocument | None],
+        salt_of: Callable[[KnownDocument], str | None],
+        background: Background,
+    ) -> None:
+        """`find` returns a known document by its id, and `salt_of` the cache salt of its tenant, if that is known."""
+        self._changes, self._find, self._salt_of, self._background = changes, find, salt_of, background
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
+        """Let the next changes be those from an empty store to what is there: readers have lost some."""
+        self._read = UNREAD  # number of the last change that was read
+        self._present: defaultdict[str, set[ChunkKey]] = defaultdict(set)  # chunks of documents by medium
+        self._owners: defaultdict[ChunkKey, dict[str, KnownDocument]] = defaultdict(dict)  # documents of a chunk, by id
+        self._announced: dict[tuple[str, str], DocumentMoved] = {}  # by medium and id
+
+    def take(self) -> list[DocumentMoved]:
+        """Return the changes since the last call, in order."""
+        self._read, steps = media_steps(self._changes, self._read, self._seen, RecordKind.DOCUMENT)
+        return [moved for step in self._background.gently(steps) for moved in self._moved(*step)]
+
+    def _seen(self) -> set[tuple[ChunkKey, str]]:
+        return {(key, medium) for medium, keys in self._present.items() for key in keys}
+
+    def _moved(self, key: ChunkKey, medium: str, stored: bool) -> Iterator[DocumentMoved]:
+        there = self._present[medium]
+        (there.add if stored else there.discard)(key)
+        whole = self._find(key.hex())  # A document has the name of its last chunk.
+        if whole is not None:
+            for part in whole.keys:
+                self._owners[part][whole.id] = whole
+        for document in list(self._owners[key].values()):
+            complete = there.issuperset(document.keys)
+            known = (medium, document.id) in self._announced
+            if complete and not known:
+                moved = self._announced[medium, document.id] = self._event(document, medium)
+                yield moved
+            elif known and not complete:
+                yield self._withdrawn(document, medium)
+            if not any(document.keys[-1] in chunks for chunks in self._present.values()):
+                for part in document.keys:
+                    self._owners[part].pop(document.id, None)
+                    if not self._owners[part]:
+                        del self._owners[part]
+        if not self._owners[key]:
+            del self._owners[key]
+
+    def _event(self, document: KnownDocument, medium: str) -> DocumentMoved:
+        salt = self._salt_of(document)
+        return DocumentMoved(
+            stored=True,
+            medium=medium,
+            digest=tokens_digest(document.tokens),
+            document=document.id,
+            tokens=len(document.tokens),
+            salt=hashlib.sha256(salt.encode()).hexdigest() if salt else salt,
+            model=document.model,
+            tenant=document.tenant,
+        )
+
+    def _withdrawn(self, document: KnownDocument, medium: str) -> DocumentMoved:
+        before = self._announced.pop((medium, document.id))
+        return DocumentMoved(
+            stored=False,
+            medium=medium,
+            digest=before.digest,
+            document=before.document,
+            tokens=before.tokens,
+            salt=before.salt,
+            model=before.model,
+            tenant=before.tenant,
+        )

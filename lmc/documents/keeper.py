@@ -1,0 +1,358 @@
+"""The keeper: pins and time limits of documents. Pinned ones stay, and those whose time is over go.
+
+Both are noted in a file beside the disk tier, with a line of JSON for each change, and hold after a restart. A thread
+removes documents whose time is over, and once a minute brings pinned documents back to tiers that have lost them.
+"""
+
+import json
+import logging
+import threading
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from lmc.documents import file as documents_file
+from lmc.documents.known import BY_A_PERSON, KnownDocument, KnownDocuments, unpack_tokens
+from lmc.errors import InputError
+from lmc.keys import ChunkKey
+from lmc.storage.store import Store
+
+log = logging.getLogger(__name__)
+
+EXPIRY_SECONDS = 1.0  # between two looks for documents whose time is over
+RESTORE_SECONDS = 60.0  # between two looks for pinned documents that a tier has lost
+AT_ONCE = 8  # chunks that a tier is asked for together
+
+
+class DocumentKeeper(Protocol):
+    """Pins and time limits of documents, kept in this process or by a cache server. Any thread may call any method."""
+
+    moving: threading.RLock  # Nothing is removed, pinned or learned again while somebody has it.
+
+    @property
+    def pinned_chunks(self) -> int:
+        """How many chunks are pinned."""
+
+    def pin(self, documents: Sequence[KnownDocument]) -> None:
+        """Let documents not be evicted; raise `InputError` if there is no room for that."""
+
+    def unpin(self, documents: Sequence[KnownDocument]) -> None:
+        """Let documents be evicted again."""
+
+    def expire(self, documents: Sequence[KnownDocument], seconds: float | None) -> None:
+        """Remove documents `seconds` from now, pinned or not; never, if it is None."""
+
+    def remove(self, documents: Sequence[KnownDocument]) -> None:
+        """Remove documents from memory and all tiers, and from the queue of those that are to be learned."""
+
+    def renamed(self, documents: Sequence[KnownDocument]) -> None:
+        """Keep the new names of those documents that are kept."""
+
+    def refresh(self, documents: Sequence[KnownDocument]) -> None:
+        """Let documents say what is kept of them now."""
+
+    def begin_anew(self) -> None:
+        """Forget all pins and time limits of this process: its documents have keys that no later process finds."""
+
+    def close(self) -> None:
+        """End what runs."""
+
+
+class PinnedShare:
+    """How much of the room for pinned documents is taken. Several keepers may share it."""
+
+    def __init__(self) -> None:
+        self._taken, self._mutex = 0.0, threading.Lock()
+
+    def take(self, part: float) -> float:
+        """Take a part of the room, from 0 to 1, if that much is left; return what is, or would be, taken."""
+        with self._mutex:
+            wanted = self._taken + part
+            if wanted <= 1:
+                self._taken = wanted
+            return wanted
+
+    def give(self, part: float) -> None:
+        """Give a part of the room back."""
+        with self._mutex:
+            self._taken -= part
+
+
+class Keeper(DocumentKeeper):
+    """The pins and time limits of the documents of a store in this process."""
+
+    def __init__(
+        self,
+        store: Store,
+        known: KnownDocuments,
+        path: Path | None,
+        *,
+        keys_of: Callable[[bytes, Sequence[int], Sequence[ChunkKey]], Sequence[ChunkKey]],
+        learn: Callable[[KnownDocument], object],
+        unqueue: Callable[[KnownDocument], object],
+        size: Callable[[KnownDocument], float],
+        share: PinnedShare | None = None,
+    ) -> None:
+        """Without a `path` nothing is noted, and pins and time limits end with the process.
+
+        `keys_of` returns the keys of a document by its namespace and tokens, and by the keys that were noted with it.
+        `learn` queues one to be computed again, `unqueue` takes it out of that queue, and `size` says which part of the
+        room for pinned documents one takes.
+        """
+        self._share = share or PinnedShare()
+        self._store, self._known, self._path = store, known, path
+        self._keys_of, self._learn, self._unqueue, self._size = keys_of, learn, unqueue, size
+        self._kept: dict[str, KnownDocument] = {}  # those that are pinned or have a time limit, by id
+        self._pins: Counter[ChunkKey] = Counter()  # documents that begin alike share chunks
+        self._foreign: list[str] = []  # lines about documents of other settings, which may come back
+        self._torn = False  # whether the file may end with half a line
+        self._mutex = threading.Lock()  # for what is above; held for moments only
+        # So that nothing that is removed is pinned meanwhile, or learned again. It is taken before the others.
+        self.moving = threading.RLock()
+        self._file = threading.Lock()  # for the file, which has to agree with `_kept`; taken before the mutex
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def pinned_chunks(self) -> int:
+        """How many chunks are pinned."""
+        return len(self._pins)
+
+    def load(self) -> None:
+        """Read what earlier processes have noted. Pins for which there is no room any more are given up."""
+        try:
+            lines = self._path.read_text(encoding="utf-8", errors="replace").splitlines() if self._path else []
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            log.warning("cannot read %s (%s): no document is pinned", self._path, error.strerror)
+            return
+        noted: dict[str, dict[str, Any]] = {}
+        for one in filter(None, map(documents_file.parsed, lines)):
+            noted[one["id"]] = noted.get(one["id"], {}) | one
+        given_up = sum(not self._take_over(one) for one in noted.values())
+        if given_up:
+            log.warning("%d documents are not pinned any more: there is no room (document_share)", given_up)
+        if len(lines) != len(self._kept) + len(self._foreign):
+            self._rewrite()
+        self._start()
+
+    def pin(self, documents: Sequence[KnownDocument]) -> None:
+        """Let documents not be evicted; raise `InputError` if there is no room for that."""
+        with self.moving:
+            with self._mutex:
+                new = [document for document in documents if not document.pinned and not document.removed]
+                share = self._share.take(sum(map(self._size, new)))
+                if new and share > 1:
+                    raise InputError(
+                        f"there is no room to pin them: pinned documents would take {share:.0%} of what may be pinned, "
+                        "which is the share document_share of the disk or, without a disk, of memory. Unpin some, or "
+                        "raise document_share, max_local_disk_size or max_local_cpu_size"
+                    )
+                for document in new:
+                    self._pin(document)
+            for document in new:
+                self._store.protect(document.keys, pinned=True)
+            self._note(new)
+
+    def unpin(self, documents: Sequence[KnownDocument]) -> None:
+        """Let documents be evicted again."""
+        with self.moving:
+            self._unpin(documents)
+            self._note(documents)
+        self._known.may_forget(documents)
+
+    def expire(self, documents: Sequence[KnownDocument], seconds: float | None) -> None:
+        """Remove documents `seconds` from now, pinned or not; never, if it is None."""
+        with self._mutex:
+            for document in documents:
+                document.expires = time.time() + seconds if seconds is not None else 0.0
+        self._note(documents)
+        self._known.may_forget(documents)
+
+    def remove(self, documents: Sequence[KnownDocument]) -> None:
+        """Remove documents from memory and all tiers, and from the queue of those that are to be learned."""
+        self._remove(documents, BY_A_PERSON)
+
+    def _remove(self, documents: Sequence[KnownDocument], why: str) -> None:
+        with self.moving:
+            self._unpin(documents)
+            for document in documents:
+                self._unqueue(document)
+                for key in document.keys:
+                    if key not in self._pins:
+                        self._store.forget(key)
+                document.removed, document.expires = why, 0.0
+            with self._mutex:
+                noted = [self._kept.pop(document.id, None) for document in documents]
+        self._known.may_forget(documents)
+        if any(noted):
+            self._rewrite()  # Nothing of them is left in the file.
+
+    def remove_expired(self) -> None:
+        """Remove the documents whose time is over."""
+        now = time.time()
+        over = [document for document in self._all() if 0 < document.expires <= now]
+        if over:
+            self._remove(over, "its time limit was over")
+            log.info("%d documents are removed, because their time is over", len(over))
+
+    def restore(self) -> None:
+        """Write pinned documents to tiers that have lost them, and have those computed again that are nowhere."""
+        owners = {key: document for document in self._all() if document.pinned for key in document.keys}
+        keys = list(owners)
+        for first in range(0, len(keys), AT_ONCE):
+            if self._ended.is_set():
+                return
+            wanted = [key for key in keys[first : first + AT_ONCE] if owners[key].pinned]
+            nowhere, hangs = list[ChunkKey](), False
+            try:  # Without a lock: a tier may take long.
+                nowhere = self._store.spread(wanted)
+            except TimeoutError:
+                hangs = True
+            with self.moving:
+                for key in wanted:
+                    if owners[key].removed and key not in self._pins:  # It may have been loaded, and written again.
+                        self._store.forget(key, wait=False)
+                for document in {owners[key].id: owners[key] for key in nowhere}.values():
+                    if document.pinned:
+                        self._learn(document)
+            if hangs:
+                log.warning("a tier hangs: pinned documents are not written there again until it answers")
+                return
+
+    def renamed(self, documents: Sequence[KnownDocument]) -> None:
+        """Note the new names of those documents that are kept."""
+        self._note(documents)
+
+    def refresh(self, documents: Sequence[KnownDocument]) -> None:
+        """Do nothing: documents of this process are changed here only."""
+
+    def begin_anew(self) -> None:
+        """Forget all pins and time limits of this process: its documents have keys that no later process finds."""
+        with self.moving, self._mutex:
+            self._share.give(sum(self._size(document) for document in self._kept.values() if document.pinned))
+            self._kept.clear()
+            self._pins.clear()
+            self._path = None
+
+    def close(self) -> None:
+        """End the thread."""
+        self._ended.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _all(self) -> list[KnownDocument]:
+        with self._mutex:
+            return list(self._kept.values())
+
+    def _pin(self, document: KnownDocument) -> None:
+        document.pinned = True
+        self._pins.update(document.keys)
+
+    def _unpin(self, documents: Iterable[KnownDocument]) -> None:
+        with self._mutex:
+            pinned = [document for document in documents if document.pinned]
+            for document in pinned:
+                document.pinned = False
+                self._pins.subtract(document.keys)
+                self._share.give(self._size(document))
+            free = [key for document in pinned for key in document.keys if not self._pins[key]]
+            for key in free:
+                self._pins.pop(key, None)
+        if free:
+            self._store.protect(free, pinned=False)
+
+    def _take_over(self, noted: dict[str, Any]) -> bool:
+        """Pin and limit a document as noted; return whether there is room for its pin, if it has one."""
+        pinned, expires = noted.get("pinned") is True, noted.get("expires")
+        if not pinned and not expires:
+            return True
+        try:
+            tokens, namespace = unpack_tokens(noted["tokens"]).tolist(), bytes.fromhex(noted["namespace"])
+            there = bytes.fromhex(noted.get("keys", ""))
+            keys = self._keys_of(namespace, tokens, [ChunkKey(there[i : i + 32]) for i in range(0, len(there), 32)])
+            expires = float(expires or 0.0)
+            if keys[-1].hex() != noted["id"]:  # chunk_size has changed, and with it the chunks.
+                self._foreign.append(json.dumps(noted) + "\n")
+                return True
+        except (ValueError, TypeError, KeyError, IndexError):  # lmc did not write this line.
+            return True
+        model, tenant = str(noted.get("model", "")), str(noted.get("tenant", ""))
+        document = self._known.note(namespace, tokens, keys, model=model, tenant=tenant)
+        document.name, document.expires = str(noted.get("name", "")) or document.name, expires
+        fits = not pinned or self._share.take(self._size(document)) <= 1
+        if pinned and fits:
+            self._pin(document)
+            self._store.protect(document.keys, pinned=True)
+        if document.kept:
+            self._kept[document.id] = document
+        return fits
+
+    def _note(self, documents: Sequence[KnownDocument]) -> None:
+        """Append a line for each document that is kept, or was."""
+        with self._file:
+            with self._mutex:
+                noted = [document for document in documents if document.kept or document.id in self._kept]
+                new = {document.id for document in noted} - self._kept.keys()
+                for document in noted:
+                    if document.kept:
+                        self._kept[document.id] = document
+                    else:
+                        self._kept.pop(document.id, None)
+            if noted:
+                self._write([documents_file.line_about(document, whole=document.id in new) for document in noted])
+        if self._path is None and new:
+            log.warning("there is no disk tier (local_disk): pins and time limits end with this process")
+        self._start()
+
+    def _rewrite(self) -> None:
+        """Replace the file by one with a line for each document."""
+        with self._file:
+            self._write()
+
+    def _write(self, more: Sequence[str] | None = None) -> None:
+        """Write `more` lines behind the others, or all of them anew: a line behind half of one would not be read."""
+        if self._path is None:
+            return
+        try:
+            if more is None or self._torn:
+                whole = [documents_file.line_about(document, whole=True) for document in self._all()]
+                documents_file.replace(self._path, [*whole, *self._foreign])
+                self._torn = False
+            else:
+                documents_file.append(self._path, more)
+        except OSError as error:
+            self._torn |= more is not None
+            wrong = "cannot write %s (%s): what is pinned or limited in time now ends with this process"
+            log.warning(wrong, self._path, error.strerror)
+
+    def _start(self) -> None:
+        with self._mutex:
+            if self._thread is None and self._kept and not self._ended.is_set():
+                ours = weakref.ref(self), self._ended
+                self._thread = threading.Thread(target=_look_after, args=ours, name="lmc-keeper", daemon=True)
+                self._thread.start()
+
+
+def _look_after(found: "weakref.ref[Keeper]", ended: threading.Event) -> None:
+    """Remove and restore documents until the keeper is closed, or nobody has it any more."""
+    since = 0.0
+    while not ended.wait(EXPIRY_SECONDS):
+        keeper = found()
+        if keeper is None:
+            return
+        try:
+            keeper.remove_expired()
+            since += EXPIRY_SECONDS
+            if since >= RESTORE_SECONDS:
+                since = 0.0
+                keeper.restore()
+        except Exception:
+            log.exception("lmc: looking after pinned documents failed unexpectedly; it is tried again")
+        del keeper

@@ -1,0 +1,217 @@
+"""The documents that an engine knows: those it has learned, met in prompts, or found on its disk at the start.
+
+This is what `lmc documents` lists and what `lmc explain` compares with. It decides nothing: whether a document can be
+reused is asked of the store, chunk by chunk.
+"""
+
+import base64
+import threading
+import time
+import zlib
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from heapq import nlargest
+
+import numpy as np
+
+from lmc.background import Background
+from lmc.keys import ChunkKey
+
+COMPARED, LIKELY = 64, 16  # documents that are compared at once, and that are looked at closely
+# Tokens of all documents: 64 MiB. Beyond that, those are forgotten that were used longest ago, but not those that are
+# pinned or have a time limit.
+SHOWN = 60  # characters of a document, for people
+REMEMBERED = 1 << 24
+
+
+BY_A_PERSON = "lmc documents remove"
+
+
+@dataclass(slots=True)
+class KnownDocument:
+    """A document, under the namespace of its model and tenant."""
+
+    namespace: bytes
+    tokens: "array[int]" = field(repr=False)
+    keys: tuple[ChunkKey, ...]
+    uses: int = 0
+    removed: str = ""  # who has removed it, if somebody has; it may be learned again
+    used: float = field(default_factory=time.time)  # when it was learned or used last, in seconds since 1970
+    name: str = ""  # for people; several documents may have the same
+    begins: str = ""  # its first letters, after somebody has asked for them
+    model: str = ""  # its name, for people
+    tenant: str = ""  # digest of the cache salt
+    pinned: bool = False  # Only the keeper sets `pinned` and `expires`.
+    expires: float = 0.0  # when it is removed, in seconds since 1970; 0 for never
+
+    @property
+    def id(self) -> str:
+        """The key of its last chunk, which covers all of its tokens and its namespace."""
+        return self.keys[-1].hex()
+
+    @property
+    def kept(self) -> bool:
+        """Whether it is pinned or has a time limit, so that it must not be forgotten."""
+        return bool(self.pinned or self.expires)
+
+
+class KnownDocuments:
+    """All known documents. May be used by several threads."""
+
+    def __init__(self, background: Background | None = None) -> None:
+        """What takes long is done gently in the `background` of an engine's steps, if it is given."""
+        self._background = background or Background()
+        self._documents: OrderedDict[str, KnownDocument] = OrderedDict()  # used longest ago first
+        self._forgettable: OrderedDict[str, None] = OrderedDict()  # ids in the same order, without those that are kept
+        self._by_tenant: dict[str, dict[str, KnownDocument]] = {}
+        self._tokens = 0
+        self._mutex = threading.Lock()
+
+    def note(
+        self,
+        namespace: bytes,
+        tokens: Sequence[int],
+        keys: Sequence[ChunkKey],
+        *,
+        used: bool = False,
+        model: str = "",
+        tenant: str = "",
+    ) -> KnownDocument:
+        """Note that a document was learned, or that a prompt has `used` it, and return it."""
+        with self._mutex:
+            name = keys[-1].hex()
+            document = self._documents.get(name)
+            if document is None:
+                document = KnownDocument(namespace, array("I", tokens), tuple(keys), model=model, tenant=tenant)
+                self._documents[name] = self._by_tenant.setdefault(tenant, {})[name] = document
+                self._tokens += len(tokens)
+            elif (model or tenant) and not (document.model or document.tenant):  # Records of before do not say.
+                self._by_tenant[""].pop(name)
+                document.model, document.tenant = model, tenant
+                self._by_tenant.setdefault(tenant, {})[name] = document
+            document.uses, document.used, document.removed = document.uses + used, time.time(), ""
+            self._documents.move_to_end(name)
+            self._forgettable[name] = None
+            self._forgettable.move_to_end(name)
+            while self._tokens > REMEMBERED and len(self._forgettable) > 1:
+                oldest, _ = self._forgettable.popitem(last=False)
+                if not self._documents[oldest].kept:
+                    gone = self._documents.pop(oldest)
+                    self._tokens -= len(gone.tokens)
+                    self._by_tenant[gone.tenant].pop(oldest)
+                    if not self._by_tenant[gone.tenant]:
+                        del self._by_tenant[gone.tenant]
+            return document
+
+    def use(self, keys: Iterable[ChunkKey]) -> None:
+        """Note that somebody uses the documents that end with one of these chunks."""
+        with self._mutex:
+            for key in keys:
+                document = self._documents.get(key.hex())
+                if document is not None:
+                    document.uses, document.used = document.uses + 1, time.time()
+                    self._documents.move_to_end(document.id)
+                    if document.id in self._forgettable:
+                        self._forgettable.move_to_end(document.id)
+
+    def may_forget(self, documents: Iterable[KnownDocument]) -> None:
+        """Note that these documents are not kept any more. They are forgotten before those that may be forgotten
+        already.
+        """
+        with self._mutex:
+            for document in documents:
+                if not document.kept and document.id in self._documents and document.id not in self._forgettable:
+                    self._forgettable[document.id] = None
+                    self._forgettable.move_to_end(document.id, last=False)
+
+    def clear(self) -> None:
+        """Forget all documents."""
+        with self._mutex:
+            self._documents.clear()
+            self._forgettable.clear()
+            self._by_tenant.clear()
+            self._tokens = 0
+
+    def get(self, name: str) -> KnownDocument | None:
+        """Return the document with this id."""
+        with self._mutex:
+            return self._documents.get(name)
+
+    def list(self, tenant: str | None = None) -> "list[KnownDocument]":
+        """Return all documents, or those of a tenant; the one that was used last comes first.
+
+        The documents of a tenant take no longer if there are more of others.
+        """
+        with self._mutex:
+            if tenant is None:
+                return list(reversed(self._documents.values()))
+            found = list(self._by_tenant.get(tenant, {}).values())
+        return sorted(found, key=lambda one: one.used, reverse=True)
+
+    def count(self) -> int:
+        """Return how many documents are known and were not removed by a person."""
+        with self._mutex:
+            return len(self._documents) - sum(bool(one.removed) for one in self._documents.values())
+
+    def with_tokens(self, tokens: "array[int]") -> Sequence[KnownDocument]:
+        """Return the documents of all namespaces that have exactly these tokens."""
+        return [one for one in self._background.gently(self.list()) if one.tokens == tokens]
+
+    def nearest(self, tokens: Sequence[int], namespace: bytes) -> KnownDocument | None:
+        """Return the document of a namespace that has more than half of its distinct tokens in common with `tokens`.
+
+        All documents are compared by how many of their tokens are among the wanted ones. Of those that look best, the
+        one with the greatest share of common distinct tokens (Jaccard index) is returned.
+        """
+        listed = self._background.gently(self.list())
+        own = [one for one in listed if one.namespace == namespace and not one.removed]
+        wanted = set(tokens)
+        among = np.zeros(max(wanted, default=0) + 2, np.bool_)  # Greater tokens are clipped to the last one.
+        among[list(wanted)] = True
+        likely: list[tuple[float, KnownDocument]] = []
+        for start in self._background.gently(range(0, len(own), COMPARED)):
+            some = own[start : start + COMPARED]
+            lengths = np.array([len(one.tokens) for one in some])
+            joined = np.concatenate([np.frombuffer(one.tokens, np.uint32) for one in some])
+            common = np.add.reduceat(among.take(joined, mode="clip"), np.cumsum(lengths) - lengths, dtype=np.int64)
+            enough = np.flatnonzero(2 * common > len(wanted))
+            likely += [(common[i] / lengths[i], some[i]) for i in enough]
+        likely = nlargest(LIKELY, likely, key=lambda one: one[0])
+        shares = [(_common_share(wanted, set(one.tokens)), one) for _, one in self._background.gently(likely)]
+        share, best = max(shares, key=lambda one: one[0], default=(0.0, None))
+        return best if share > 0.5 else None
+
+
+def _common_share(first: set[int], second: set[int]) -> float:
+    """Return the Jaccard index of two sets."""
+    return len(first & second) / len(first | second)
+
+
+def document_label(tokens: Sequence[int], name: str) -> str:
+    """Return the label of a document's last record, by which later processes know the document."""
+    return f"{pack_tokens(tokens)} {name}".rstrip()
+
+
+def parted_label(label: str) -> "tuple[array[int], str]":
+    """Return the tokens and the name in a document's label; raise `ValueError` for any other label."""
+    packed, _, name = label.partition(" ")
+    return unpack_tokens(packed), name
+
+
+def pack_tokens(tokens: Sequence[int]) -> str:
+    """Return tokens as a text for the label of a record."""
+    return base64.b64encode(zlib.compress(array("I", tokens).tobytes(), 1)).decode()  # b85 is a hundred times slower
+
+
+def unpack_tokens(text: str) -> "array[int]":
+    """Return the tokens that `pack_tokens` has written; raise `ValueError` for any other text."""
+    try:
+        unpacking = zlib.decompressobj()
+        tokens = array("I", unpacking.decompress(base64.b64decode(text, validate=True), REMEMBERED))
+        if not unpacking.eof:
+            raise ValueError("more tokens than a document can have, or half of them")
+        return tokens
+    except zlib.error as error:
+        raise ValueError("no packed tokens") from error

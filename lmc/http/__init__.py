@@ -1,0 +1,1 @@
+"""HTTP for administration: a small server, a client, and addresses."""

@@ -1,0 +1,305 @@
+"""HTTP in a thread: where it listens, who may ask, and how large a question may be.
+
+Both the administration endpoint of an engine and that of a cache server use it. It needs uvicorn.
+"""
+
+import asyncio
+import errno
+import hmac
+import json
+import logging
+import os
+import socket
+import ssl
+import stat
+import threading
+import time
+from collections.abc import Awaitable, Callable, Collection, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from lmc.errors import ConfigError
+from lmc.http.address import LOCAL, TOKEN, UNIX, host_and_port, socket_path
+from lmc.shapes import KIB, MIB
+
+log = logging.getLogger(__name__)
+
+START_SECONDS = 60.0  # within which a server has to answer; more than enough while a model is being loaded beside it
+STOP_SECONDS = 10.0  # for which the end of a server is waited for
+LARGEST = 16 * MIB  # bytes of a question
+AT_ONCE = 256  # connections
+SILENT_SECONDS = 10.0  # for which a new connection may ask nothing
+BODY_SECONDS = 30.0  # for which the rest of a question may not come
+VISITOR = "lmc.visitor"  # in the scope of a request
+
+Message = Mapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+Application = Callable[[Any, Receive, Send], Awaitable[None]]
+
+
+class Visitor(NamedTuple):
+    """Who asks."""
+
+    tenant: str | None = None  # None for somebody who may see and do everything
+
+
+class Certificate(NamedTuple):
+    """The files of TLS."""
+
+    chain: Path
+    key: Path
+
+    def check(self) -> None:
+        """Raise `ConfigError` if the files cannot be used."""
+        try:
+            ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(self.chain, self.key)
+        except OSError as error:
+            said = f"the certificate and the key {self.chain} and {self.key} cannot be used"
+            raise ConfigError(f"{said}: {error.strerror or error}") from None
+
+
+def serve(
+    application: Application,
+    address: str,
+    token: str,
+    *,
+    setting: str,
+    number: int = 0,
+    certificate: Certificate | None = None,
+) -> Callable[[], None]:
+    """Answer at an address from a thread, and return the function that ends it.
+
+    The address is `host:port`, where server `number` n has the port + n, or `unix:///path`, where n is added to the
+    path if it is not 0. `setting` is what gave the address. Raises `ConfigError` if the address cannot be had, or can
+    be reached from elsewhere without a token, or if the server does not start.
+    """
+    try:
+        import uvicorn
+    except ImportError as error:
+        raise ConfigError(f"{setting} needs {error.name}: pip install starlette uvicorn") from error
+    if certificate:
+        certificate.check()
+    tls = {"ssl_certfile": certificate.chain, "ssl_keyfile": certificate.key} if certificate else {}
+    config = uvicorn.Config(
+        application,
+        http=_impatient(),
+        log_level="warning",
+        access_log=False,
+        lifespan="off",
+        limit_concurrency=AT_ONCE,
+        **tls,
+    )
+    config.load()
+    listening = _listening(address, token, setting, number)
+    server = uvicorn.Server(config)
+    listening_at = listening.getsockname()
+    scheme = "https" if certificate else "http"
+    where = (
+        f"unix://{listening_at}" if isinstance(listening_at, str) else "{}://{}:{}".format(scheme, *listening_at[:2])
+    )
+    errors: list[BaseException] = []  # that have ended the thread
+
+    def run() -> None:
+        try:
+            server.run([listening])
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - it is raised below, or logged
+            errors.append(error)
+            if server.started:
+                log.error("lmc: administration at %s has ended: %s", where, _said(error))
+
+    def stop() -> None:
+        server.should_exit = server.force_exit = True
+        thread.join(STOP_SECONDS)
+        listening.close()
+        if listening.family is socket.AF_UNIX:
+            with suppress(FileNotFoundError):
+                os.unlink(listening_at)
+
+    thread = threading.Thread(target=run, name="lmc-admin", daemon=True)
+    thread.start()
+    until = time.monotonic() + START_SECONDS
+    while not server.started and thread.is_alive() and time.monotonic() < until:
+        time.sleep(0.01)
+    if not server.started:
+        stop()
+        why = _said(errors[0]) if errors else f"it did not start within {START_SECONDS:g} s"
+        raise ConfigError(f"{setting} = {address}: the server of the administration endpoint does not run: {why}")
+    log.info("lmc: administration at %s", where)
+    return stop
+
+
+def _said(error: BaseException) -> str:
+    """Return an error in one line, with its type if it has no text."""
+    return str(error) or type(error).__name__
+
+
+def _listening(address: str, token: str, setting: str, number: int) -> socket.socket:
+    """Listen at an address; arguments and errors as those of `serve`."""
+    try:
+        if address.startswith(UNIX):
+            return _unix_socket(socket_path(address, number, setting))
+        host, port = host_and_port(address, token, setting)
+        return tcp_socket(host, port + number)
+    except OSError as error:
+        taken = "; is another engine or server using it?" if error.errno == errno.EADDRINUSE else ""
+        raise ConfigError(f"{setting} = {address} cannot be had: {error.strerror or error}{taken}") from None
+
+
+def tcp_socket(host: str, port: int) -> socket.socket:
+    """Listen at a port of a host, whose address may be one of IPv6; raise `OSError` if that is not possible."""
+    return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+
+
+def _impatient() -> Any:
+    """Return uvicorn's protocol, which also closes connections over which nothing is asked.
+
+    It closes those that have been idle since their last answer, but not those over which nobody has asked anything yet.
+    """
+    from uvicorn.protocols.http.auto import AutoHTTPProtocol
+
+    class Impatient(AutoHTTPProtocol):  # type: ignore[misc]
+        """A connection that is closed if no whole head of a question comes in time."""
+
+        def connection_made(self, transport: Any) -> None:
+            """Begin to wait for the first question."""
+            super().connection_made(transport)
+            self.loop.call_later(SILENT_SECONDS, self._close_if_silent)
+
+        def _close_if_silent(self) -> None:
+            if self.cycle is None:
+                self.transport.close()
+
+    return Impatient
+
+
+def _unix_socket(path: str) -> socket.socket:
+    """Listen at a path that only this user may open. A socket at which nobody listens any more is replaced."""
+    with suppress(FileNotFoundError), socket.socket(socket.AF_UNIX) as asking:
+        if stat.S_ISSOCK(os.stat(path).st_mode) and asking.connect_ex(path) == errno.ECONNREFUSED:
+            os.unlink(path)
+    listening, before = socket.socket(socket.AF_UNIX), os.umask(0o177)
+    try:
+        listening.bind(path)
+    except OSError:
+        listening.close()
+        raise
+    finally:
+        os.umask(before)
+    listening.listen()
+    return listening
+
+
+class Guard:
+    """Lets those through who have a token, and questions that are not too large, as an ASGI application."""
+
+    def __init__(
+        self,
+        application: Application,
+        token: str,
+        tenants: Mapping[str, str] | None = None,
+        unguarded: Collection[str] = (),
+        largest: int = LARGEST,
+        larger: Mapping[str, int] | None = None,
+        path_tokens: Mapping[str, str] | None = None,
+    ) -> None:
+        """`tenants` are those whose own token lets them see what is theirs: tenant by token.
+
+        Paths that are `unguarded` need no token. `path_tokens` has a second token for some paths, which opens nothing
+        else. A question may have `largest` bytes, or as many as `larger` has for
+        its path.
+        """
+        self._application, self._token, self._tenants, self._open = application, token, tenants or {}, unguarded
+        self._largest, self._larger, self._path_tokens = largest, larger or {}, path_tokens or {}
+
+    async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
+        """Answer a question, or refuse it."""
+        if scope["type"] != "http":
+            return
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        code, refused = self._refusal(scope, headers)
+        if code:
+            await refuse(send, code, refused)
+            return
+        received, whole, largest = 0, False, self._may_have(scope)
+
+        async def receive_bounded() -> Message:
+            nonlocal received, whole, code, refused
+            if not whole:
+                try:
+                    message = await asyncio.wait_for(receive(), BODY_SECONDS)
+                except TimeoutError:
+                    code, refused = 408, f"the body did not arrive within {BODY_SECONDS:g} s"
+                    raise _BadBody from None
+            else:  # What comes now is that the visitor has gone.
+                message = await receive()
+            whole = whole or not message.get("more_body", False)
+            received += len(message.get("body", b""))
+            if received > largest:
+                code, refused = 413, _too_large(largest)
+                raise _BadBody
+            return message
+
+        async def send_if_bounded(message: Message) -> None:
+            if not code:  # Otherwise this is what the application makes of the error above.
+                await send(message)
+
+        with suppress(_BadBody):
+            await self._application(scope, receive_bounded, send_if_bounded)
+        if code:
+            await refuse(send, code, refused, close=True)  # The rest of the body would be taken for a request.
+
+    def _refusal(self, scope: Any, headers: Mapping[str, str]) -> tuple[int, str]:
+        visitor = self._visitor(bearer_token(headers.get("authorization", "")), scope["path"])
+        if visitor is None and scope["path"] not in self._open:
+            return 401, f"{TOKEN} is wanted as a bearer token"
+        host = headers.get("host", "").rpartition("@")[2]
+        name = host.partition("]")[0].removeprefix("[") if host.startswith("[") else host.partition(":")[0]
+        if not self._token and name not in LOCAL:  # A web page may have led a browser here.
+            return 403, f"this is not {name}; {TOKEN} is not set"
+        length, largest = headers.get("content-length", "0"), self._may_have(scope)
+        if length.isdecimal() and int(length) > largest:
+            return 413, _too_large(largest)
+        kind = headers.get("content-type", "").partition(";")[0].strip()
+        if scope["method"] in ("POST", "PATCH", "PUT") and kind != "application/json":
+            return 400, "content-type: application/json is wanted"  # A web page cannot send it without being asked.
+        scope[VISITOR] = visitor or Visitor("")
+        return 0, ""
+
+    def _may_have(self, scope: Any) -> int:
+        """Return how many bytes a question may have."""
+        return self._larger.get(scope["path"], self._largest)
+
+    def _visitor(self, given: str, path: str) -> Visitor | None:
+        accepted = filter(None, (self._token, self._path_tokens.get(path)))
+        if not self._token or any(hmac.compare_digest(given.encode(), one.encode()) for one in accepted):
+            return Visitor()
+        found = None
+        for token, tenant in self._tenants.items():
+            if hmac.compare_digest(given.encode(), token.encode()):
+                found = Visitor(tenant)
+        return found
+
+
+def bearer_token(authorization: str) -> str:
+    """Return the token of the header `authorization`, or "" if its scheme, in either case of letters, is not Bearer."""
+    scheme, _, token = authorization.partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else ""
+
+
+def _too_large(largest: int) -> str:
+    return f"a question may have {largest // KIB} KiB at most"
+
+
+class _BadBody(Exception):
+    """The body of a request is too large, or does not arrive in time."""
+
+
+async def refuse(send: Send, code: int, why: str, *, close: bool = False) -> None:
+    """Answer with an error, and `close` the connection if that is wanted."""
+    body = json.dumps({"error": why}).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    headers += [(b"connection", b"close")] if close else []
+    await send({"type": "http.response.start", "status": code, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

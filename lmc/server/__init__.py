@@ -1,0 +1,1 @@
+"""The cache server: one store for all engines of a host."""

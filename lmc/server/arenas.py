@@ -1,0 +1,271 @@
+"""The memory of a cache server: one budget, and an arena for each geometry of chunks, which grows and shrinks.
+
+The slab of an arena has addresses for the whole budget, and memory only for the slots in use. An arena that needs a
+slot when the budget is spent evicts a chunk of its own. If it has less than its equal share, a thread takes slots from
+the arena that is furthest above its share, so that the next chunks find room.
+"""
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from lmc.config.settings import Settings
+from lmc.documents.file import file_of_geometry
+from lmc.documents.keeper import PinnedShare
+from lmc.documents.known import KnownDocument
+from lmc.errors import NoMemory, StorageError
+from lmc.server.arena import Arena, ArenaBacking, ArenaTier, ChangeLogs
+from lmc.server.budget import Budget
+from lmc.server.journal import Journal
+from lmc.server.lifelines import Lifelines, wait_until_gone
+from lmc.server.quotas import Quotas
+from lmc.server.sizes import Sizes
+from lmc.shapes import GIB, MIB
+from lmc.storage.change_log import Amount, ChangeLog
+from lmc.storage.ledger import Slot
+from lmc.storage.memory.host_memory import memory_available
+from lmc.storage.memory.slab import Slab
+from lmc.storage.store import Store
+from lmc.storage.tiers.opening import coded, open_plain_tiers
+from lmc.storage.tiers.tier import Tier
+
+log = logging.getLogger(__name__)
+
+MEMORY_SECONDS = 10.0  # for which a server waits for memory
+MOST_SLOTS = 1 << 22
+MOST_ARENAS = 64  # Each takes a few threads, and addresses for the whole budget.
+BLOCK = 512  # bytes, in which the system counts what a file takes
+
+
+class Arenas:
+    """All arenas of a server, which share tiers and memory."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        lifelines: Lifelines,
+        *,
+        tiers: Sequence[Tier] | None = None,
+        memory: Path | None = None,
+        page_locked: bool = False,
+        group: int | None = None,
+    ) -> None:
+        """Open the tiers, by default those of the settings, and what is left in `memory`, a directory on tmpfs.
+
+        With `page_locked`, workers on GPUs may page-lock memory. So none of it is given back, and there is one arena.
+        Raises `TierUnusable` or `ConfigError`, or `NoMemory` if there is less memory than the budget.
+        """
+        self._settings, self.budget = settings, Budget(int(settings.max_local_cpu_size * GIB))
+        self._lifelines, self._memory, self._group = lifelines, memory, group
+        self.page_locked, self._most = page_locked, 1 if page_locked else MOST_ARENAS
+        kept = sum(path.stat().st_blocks * BLOCK for path in memory.glob("*.slab")) if memory else 0
+        until = time.monotonic() + MEMORY_SECONDS  # Clients have the memory of a server that has ended for a moment.
+        while self.budget.size > (room := _room(memory) + kept) and time.monotonic() < until:
+            time.sleep(0.1)
+        if self.budget.size > room:
+            there = f"{room / GIB:.2f} GiB of memory are available{f' in {memory}' if memory else ''}"
+            raise NoMemory(f"max_local_cpu_size = {settings.max_local_cpu_size:g} GB: {there}; lower it")
+        self.changes = ChangeLog()  # of all arenas
+        self.quotas = Quotas(self.changes, settings.local_disk or memory)
+        self._pinned = PinnedShare()
+        self._tiers = [(tier, ChangeLogs()) for tier in (open_plain_tiers(settings) if tiers is None else tiers)]
+        for tier, logs in self._tiers:
+            tier.report_to(logs)
+        self._arenas: dict[Sizes, Arena] = {}
+        self._lock, self._closed = threading.Condition(threading.Lock()), False
+        self._making: set[Sizes] = set()  # geometries that wait until other arenas are closed for them
+        self._closing: set[Sizes] = set()  # geometries whose arena is being closed, outside of the lock
+        for sizes in self._kept():
+            self._arenas[sizes] = self._made(sizes)
+        self._mover = threading.Thread(target=self._move, name="lmc-memory", daemon=True)
+        self._mover.start()
+
+    def open(self, sizes: Sizes) -> Arena:
+        """Return the arena of a geometry, for one client more.
+
+        Raises `NoMemory` if the budget does not hold one chunk of it, or `StorageError` if clients have too many others
+        already, or the server ends.
+        """
+        with self._lock:
+            self._lock.wait_for(lambda: self._closed or sizes not in self._making | self._closing)
+            leaving = self._taken_out_for(sizes)
+            if sizes in self._arenas and not leaving:
+                self.budget.use(sizes, 1)
+                return self._arenas[sizes]
+            self._making.add(sizes)
+        try:
+            with ExitStack() as closing:  # This may take long, and others attach meanwhile.
+                for arena in leaving:
+                    closing.callback(self._close, arena)
+            with self._lock:
+                if self._closed:
+                    raise StorageError("the cache server ends")
+                if sizes not in self._arenas:
+                    self._arenas = {**self._arenas, sizes: self._made(sizes)}
+                self.budget.use(sizes, 1)
+                return self._arenas[sizes]
+        finally:
+            with self._lock:
+                self._making.discard(sizes)
+                self._lock.notify_all()
+
+    def left(self, arena: Arena) -> None:
+        """Note that a client has left an arena."""
+        self.budget.use(arena.sizes, -1)
+
+    def _taken_out_for(self, wanted: Sizes) -> list[Arena]:
+        """Take arenas that no client has out of the others, if there are too many, and return them to be closed.
+
+        Raises `StorageError` if that is not enough, or the server ends. The lock is held.
+        """
+        if self._closed:
+            raise StorageError("the cache server ends")
+        others = {*self._arenas, *self._making} - {wanted}
+        unused = [sizes for sizes in self._arenas if not self.budget.used(sizes)]
+        unused = [sizes for sizes in unused if sizes != wanted and sizes not in self._making]
+        too_many = max(0, len(others) + 1 - self._most)
+        if len(unused) < too_many:
+            there = f"clients have {self._most} geometries of chunks already, which is the most"
+            locked = "clients have chunks of another geometry, and with --page-locked there is one"
+            cure = "start another server for these, or this server without --page-locked"
+            raise StorageError(f"{locked}: {cure}" if self.page_locked else there)
+        leaving = unused[:too_many]
+        self._closing.update(leaving)
+        closed = [self._arenas[sizes] for sizes in leaving]
+        self._arenas = {sizes: one for sizes, one in self._arenas.items() if sizes not in leaving}
+        return closed
+
+    def _close(self, arena: Arena) -> None:
+        """Close an arena that was taken out, with its memory. It writes down what is in memory only."""
+        log.info("there are too many geometries of chunks: one that no client has is closed, with its memory")
+        try:
+            arena.close()
+            arena.leave()
+        finally:
+            with self._lock:
+                self.budget.forget(arena.sizes)
+                for _, logs in self._tiers:
+                    logs.remove(arena.store.changes)
+                self._closing.discard(arena.sizes)
+                self._lock.notify_all()
+
+    def all(self) -> list[Arena]:
+        """Return the arenas that are open."""
+        return list(self._arenas.values())  # Without the lock: it is held while memory from before is read.
+
+    def document(self, name: str) -> KnownDocument | None:
+        """Return the known document with an id."""
+        return next((found for arena in self.all() if (found := arena.known.get(name))), None)
+
+    def close(self) -> None:
+        """Write down what is in memory only, and close the tiers."""
+        with self._lock:
+            self._closed = True
+            self.budget.refused.set()
+            self._lock.notify_all()
+            self._lock.wait_for(lambda: not self._closing)
+            for arena in self._arenas.values():
+                arena.close()
+            for tier, _ in self._tiers:
+                tier.close()
+        self._mover.join()
+
+    def _made(self, sizes: Sizes) -> Arena:
+        settings, slots = self._settings, self.budget.size // sizes.slot_bytes
+        if slots > MOST_SLOTS:
+            raise StorageError(f"chunks of {sizes.slot_bytes} bytes are too small for a cache server")
+        if not slots:
+            taken = f"one takes {sizes.slot_bytes / MIB:.3f} MiB; raise max_local_cpu_size of the cache server"
+            raise NoMemory(f"{self.budget.size / MIB:.3f} MiB of memory hold no chunk: {taken}")
+        file = self._memory / f"{sizes.name}-{slots}.slab" if self._memory else None
+        found = file is not None and file.exists()
+        slab = Slab(
+            slots, sizes.shares, sizes.part_bytes, shared=True, sparse=True, page_locked=self.page_locked, file=file
+        )
+        if file is not None and self._group is not None:
+            os.chown(file, -1, self._group)
+            file.chmod(0o660)
+        own = [ArenaTier(tier, logs, sizes) for tier, logs in self._tiers]
+        tiers = coded(own, settings, sizes.item_bytes)
+        self.budget.count(sizes, 0)
+        journal = Journal(file.with_suffix(".chunks"), slab) if file else None
+        arena = Arena(
+            slab,
+            tiers,
+            sizes=sizes,
+            backing=ArenaBacking(self.budget, sizes, slab, journal, list(map(Slot, range(slots))) if found else ()),
+            everything=self.changes,
+            document_share=settings.document_share,
+            share=self._pinned,
+            room=self._room_for_pins(),
+            noted=self._notes(sizes),
+            quotas=self.quotas,
+            neighbours=self.all,
+        )
+        arena.start()
+        if journal is not None:
+            log.info("%d chunks are in memory from before", arena.store.changes.counts().get("host", Amount()).chunks)
+            threading.Thread(target=self._make_safe, args=(arena.store,), name="lmc-older", daemon=True).start()
+        return arena
+
+    def _room_for_pins(self) -> int:
+        """Return how many bytes pinned documents may take: of the disk, or of memory without a disk."""
+        settings = self._settings
+        room = settings.max_local_disk_size if settings.local_disk else settings.max_local_cpu_size
+        return int(settings.document_share * room * GIB)
+
+    def _notes(self, sizes: Sizes) -> Path | None:
+        """Return the file in which pins of an arena are noted; None if nothing outlives the server."""
+        place = self._settings.local_disk or self._memory
+        return place / file_of_geometry(sizes.name) if place else None
+
+    def _kept(self) -> list[Sizes]:
+        """Return the geometries of which there is memory; remove memory of another size than it would have now."""
+        found = []
+        for path in sorted(self._memory.glob("*.slab")) if self._memory else ():
+            name, _, slots = path.stem.rpartition("-")
+            sizes = Sizes.named(name)
+            if sizes is not None and slots == str(self.budget.size // sizes.slot_bytes):
+                found.append(sizes)
+            else:
+                log.warning("%s was made with another max_local_cpu_size, and is removed", path)
+                path.unlink()
+                path.with_suffix(".chunks").unlink(missing_ok=True)
+        return found
+
+    def _make_safe(self, store: Store) -> None:
+        """Let a store use its other slots when no client of the server before this one can write into them."""
+        for path in self._lifelines.older:
+            wait_until_gone(path)
+        store.make_safe()
+
+    def _move(self) -> None:
+        """Take memory from arenas that have more than their share, as long as others want it."""
+        while self.budget.refused.wait() and not self._closed:
+            self.budget.refused.clear()
+            held: set[Sizes] = set()
+            while (owing := self.budget.owing(held)) and not self._closed:
+                sizes, slots = owing
+                given = self._shrunk(sizes, slots)
+                self.budget.count(sizes, -given)
+                if not given:
+                    held.add(sizes)
+
+    def _shrunk(self, sizes: Sizes, slots: int) -> int:
+        """Take up to so many slots from an arena; return how many it has given. One that is being closed gives none."""
+        arena = self._arenas.get(sizes)
+        try:
+            return arena.store.shrink(slots) if arena is not None else 0
+        except Exception:  # Other arenas have memory as well.
+            log.exception("no memory can be taken from the chunks of one geometry now")
+            return 0
+
+
+def _room(memory: Path | None) -> int:
+    """Return how many bytes of memory there are. A client that writes to a tmpfs that is full would be killed."""
+    there = os.statvfs(memory) if memory else None
+    return min(memory_available(), there.f_bavail * there.f_frsize) if there else memory_available()

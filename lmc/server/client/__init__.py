@@ -1,0 +1,1 @@
+"""The cache server's side in an engine's process."""

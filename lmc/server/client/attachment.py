@@ -1,0 +1,81 @@
+"""A client's connections to a cache server, and the slab that it has mapped."""
+
+import itertools
+import os
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from lmc.errors import StorageError
+from lmc.server.client.connection import ServerConnection, lock_of
+from lmc.server.messages import Attached
+from lmc.server.sizes import Sizes
+from lmc.storage.memory.memory_files import locked
+from lmc.storage.memory.slab import Slab, SlabAddress
+
+_serials = itertools.count(1)
+_attached: msgspec.msgpack.Decoder[Attached] = msgspec.msgpack.Decoder(Attached)
+
+
+@dataclass(frozen=True, slots=True)
+class Attachment:
+    """What a client has of one server, until one of the two ends."""
+
+    quick: ServerConnection  # for questions that are answered at once; everything that is held belongs to it
+    slow: ServerConnection
+    slab: Slab
+    shared_places: frozenset[str]
+    pins_yield: bool
+    serial: int  # which no other attachment of this process has
+
+    @classmethod
+    def open(cls, path: Path, sizes: Sizes, *, deadline: float, patience: float) -> "Attachment":
+        """Attach to the server at a path; raise as `ServerConnection`, or `StorageError` if it refuses the sizes.
+
+        Answers are awaited for `deadline` seconds, and those to slow questions for `patience`.
+        """
+        with ExitStack() as opened:
+            quick = opened.enter_context(closing(ServerConnection(path, deadline)))
+            opened.callback(_close, quick.files)
+            attached = quick.open(sizes, _attached)
+            slow = opened.enter_context(closing(ServerConnection(path, deadline)))
+            opened.callback(_close, slow.files)
+            slow.open(sizes, _attached)
+            slow.set_timeout(patience)
+            serial = next(_serials)
+            try:
+                # A file that is not there is not made: the server would not see it in a directory of another container.
+                quick.files.append(locked(attached.lifeline, new=False))
+                at = SlabAddress(
+                    path=f"/proc/{os.getpid()}/fd/{quick.files[0]}",
+                    slots=attached.slots,
+                    shares=sizes.shares,
+                    part_bytes=sizes.part_bytes,
+                    sparse=True,
+                    page_locked=attached.page_locked,
+                    lifeline=attached.lifeline,
+                    owner=str(lock_of(path)),
+                    serial=serial,
+                )
+                slab = Slab.attach(at)
+            except OSError as error:
+                raise StorageError(f"the memory of the cache server at {path} cannot be mapped: {error}") from error
+            opened.pop_all()
+        _close(slow.files)  # It holds nothing.
+        return cls(quick, slow, slab, attached.shared_places, attached.pins_yield, serial)
+
+    def hang_up(self) -> None:
+        """End the connections. What is mapped stays so, because it may still be read or written."""
+        self.quick.close()
+        self.slow.close()
+
+    def let_go(self) -> None:
+        """Tell the server that this process writes no more. A worker that has the slab mapped says so for itself."""
+        _close(self.quick.files)
+
+
+def _close(files: list[int]) -> None:
+    while files:
+        os.close(files.pop())

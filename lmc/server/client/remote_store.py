@@ -1,0 +1,387 @@
+"""The chunk store of a cache server, as an engine sees it.
+
+It fulfils the contract of `lmc.storage.contract`. Chunks are read and filled in the slab that the server shares;
+whether a chunk has arrived stands in the slot's label, so that nobody has to be asked. If the server ends or does not
+answer in time, everything is a miss, and what was being loaded is lost. A thread attaches again when there is a server,
+and when nothing of the old one is held any more.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from lmc.errors import ChunkLost, LmcError, StorageError, TierUnusable
+from lmc.http.address import is_local_url
+from lmc.keys import ChunkKey
+from lmc.server import messages as m
+from lmc.server.client.attachment import Attachment
+from lmc.server.client.connection import Gone
+from lmc.server.client.remote_learning import RemoteLearning
+from lmc.server.sizes import Sizes
+from lmc.storage.change_log import Change, Changes, Chunk
+from lmc.storage.contract import ChunkStore, Pin, PinState, Reservation
+from lmc.storage.cost_model import CostModel
+from lmc.storage.memory.slab import LOST, Slab
+from lmc.storage.stats import RunningCounts, StoreStats
+from lmc.storage.tiers.record import RecordMeta
+
+log = logging.getLogger(__name__)
+
+BEAT_SECONDS = 1.0
+COMPLAINT_SECONDS = 60.0
+PATIENCE = 300.0  # seconds for questions such as the list of all records
+NUMBERS = 1 << 40  # of changes, for each attachment
+FIRST_PAUSE, LONGEST_PAUSE = 2e-5, 1e-3  # seconds between two looks at a label
+
+
+class RemoteStore(ChunkStore):
+    """A chunk store in a cache server."""
+
+    slab: Slab | None
+
+    def __init__(
+        self, path: Path, sizes: Sizes, *, deadline: float, model: str = "", tokenizer: str = "", chunk_size: int = 0
+    ) -> None:
+        """Attach to the server that listens at `path`.
+
+        A server that does not answer within `deadline` seconds is left. `model` and the place of its `tokenizer` are
+        for people who ask the server; documents are cut into chunks of `chunk_size` tokens. Raises `TierUnusable`,
+        `ConfigError` or `StorageError`.
+        """
+        self._path, self._sizes, self._deadline = path, sizes, deadline
+        self._introduction = m.Introduce(model, tokenizer, chunk_size)
+        self._lock = threading.Lock()
+        self._held: set[int] = set()  # leases
+        self._lost: set[int] = set()  # leases of a server that has gone, and whose pins and reservations are still used
+        self._asking = 0  # questions under way, whose answers may be leases
+        self.pinned_chunks = 0
+        self.learning: RemoteLearning | None = None  # None as long as this process learns no documents
+        self._counts = RunningCounts()
+        self._ended = threading.Event()
+        self.cost, self.changes = CostModel(), _RemoteChanges(self)
+        self.attachment: Attachment | None = None
+        self._last: Attachment | None = None  # whose slab may still be mapped
+        self._complained = float("-inf")
+        try:
+            self._take(self._attach())
+        except Gone as error:
+            raise TierUnusable(f"the cache server at {path} has gone ({error})") from error
+        self._thread = threading.Thread(target=self._look_after, name="lmc-server", daemon=True)
+        self._thread.start()
+
+    # -- finding and reading -----------------------------------------------------------------------------------------
+
+    def lookup(self, keys: Sequence[ChunkKey], *, shared: bool = True) -> list[str | None]:
+        """See `ChunkStore.lookup`."""
+        found: list[str | None] = self.ask(m.LookUp(list(keys), shared), [None] * len(keys)) if keys else []
+        return found
+
+    def pin(self, keys: Sequence[ChunkKey], places: Sequence[str | None] | None = None) -> list[Pin | None]:
+        """See `ChunkStore.pin`."""
+        if not keys:
+            return []
+        asked = m.PinKeys(list(keys), None if places is None else list(places))
+        with self._question() as at:
+            found: list[Pin | None] = self._asked(at, asked, [None] * len(keys))
+            self._hold(at, [pin.lease for pin in found if pin is not None])
+        return found
+
+    def state(self, pin: Pin) -> PinState:
+        """See `ChunkStore.state`."""
+        ready = self._ready(pin)
+        return {self._sizes.shares.parts: PinState.READY, LOST: PinState.LOST}.get(ready, PinState.COMING)
+
+    def arrived(self, pin: Pin) -> int:
+        """See `ChunkStore.arrived`."""
+        return max(0, self._ready(pin))
+
+    def part(self, pin: Pin, part: int) -> torch.Tensor:
+        """See `ChunkStore.part`."""
+        pause = FIRST_PAUSE
+        while (ready := self._ready(pin)) <= part:
+            if ready == LOST:
+                raise ChunkLost([pin.key])
+            time.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE)
+        assert self.slab is not None, "a slab stays mapped while something is held"
+        return self.slab.part(pin.slot, part)
+
+    def release(self, pins: Sequence[Pin], *, wait: bool = True) -> None:
+        """See `ChunkStore.release`. Loads are not waited for: the server gives their slots to nobody meanwhile."""
+        if leases := self._let_go([pin.lease for pin in pins]):
+            self._tell(m.Release(leases))
+
+    # -- storing -----------------------------------------------------------------------------------------------------
+
+    def begin(self, metas: Sequence[RecordMeta]) -> list[Reservation | None]:
+        """See `ChunkStore.begin`."""
+        if not metas:
+            return []
+        with self._question() as at:
+            found: list[Reservation | None] = self._asked(at, m.Begin(list(metas)), [None] * len(metas))
+            self._hold(at, [one.lease for one in found if one is not None])
+        return found
+
+    def view(self, reservation: Reservation) -> torch.Tensor:
+        """See `ChunkStore.view`."""
+        assert self.slab is not None, "a slab stays mapped while something is held"
+        return self.slab.slot(reservation.slot)
+
+    def commit(self, reservations: Sequence[Reservation]) -> None:
+        """See `ChunkStore.commit`. Without the server, the chunks are not kept."""
+        if leases := self._let_go([one.lease for one in reservations]):
+            self._tell(m.Commit(leases))
+
+    def abort(self, reservation: Reservation) -> None:
+        """See `ChunkStore.abort`."""
+        for lease in self._let_go([reservation.lease]):
+            self._tell(m.Abort(lease))
+
+    def forget(self, key: ChunkKey, *, wait: bool = True, shared: bool = True) -> None:
+        """See `ChunkStore.forget`; raise `StorageError` without the server, which may have the chunk."""
+        if self.attachment is None:
+            raise StorageError(f"the cache server at {self._path} is away, so nothing can be removed there")
+        self.ask_slowly(m.Forget(key, wait, shared), None)
+
+    def copies(self, keys: Sequence[ChunkKey]) -> list[str]:
+        """See `ChunkStore.copies`."""
+        found: list[str] = self.ask_slowly(m.CopiesOf(list(keys)), [])
+        return found
+
+    # -- what is there -----------------------------------------------------------------------------------------------
+
+    def records(self) -> Iterator[tuple[str, RecordMeta]]:
+        """See `ChunkStore.records`."""
+        some = self.ask_slowly(m.Records(first=True), [])
+        while some:
+            yield from some
+            some = self.ask_slowly(m.Records(first=False), [])
+
+    def last_uses(self) -> dict[ChunkKey, float]:
+        """See `ChunkStore.last_uses`."""
+        found: dict[ChunkKey, float] = self.ask_slowly(m.LastUses(), {})
+        return found
+
+    def known_keys(self) -> set[ChunkKey]:
+        """See `ChunkStore.known_keys`."""
+        found: set[ChunkKey] = self.ask_slowly(m.KnownKeys(), set())
+        return found
+
+    def held(self) -> int:
+        """See `ChunkStore.held`. All clients are counted."""
+        found: int = self.ask(m.HeldSlots(), len(self._held))
+        return found
+
+    def stats(self) -> StoreStats:
+        """Return hits and misses of this client, and the server's other counts, since this one is there.
+
+        They are a second old at most.
+        """
+        return self._counts.total
+
+    def administered_at(self, address: str, explain_token: str) -> None:
+        """Tell the server where this process is administered, and explains prompts if asked with the token."""
+        if not is_local_url(address):
+            log.warning(
+                "the cache server cannot ask for explanations at %s: LMC_ADMIN has no address of loopback", address
+            )
+            return
+        self._introduction = msgspec.structs.replace(self._introduction, admin=address, explain_token=explain_token)
+        self._tell(self._introduction)
+
+    def trim(self) -> None:
+        """Do nothing: the server does that when it opens an arena."""
+
+    def flush(self) -> None:
+        """See `ChunkStore.flush`."""
+        self.ask_slowly(m.Flush(), None)
+
+    def close(self) -> None:
+        """End the connection. The server keeps everything, and writes it down."""
+        self._ended.set()
+        self.held()  # The server answers when it has stored what it was told to.
+        with self._lock:
+            at, self.attachment = self.attachment, None
+        if at is not None:
+            at.hang_up()
+        self._thread.join()
+        if self._last is not None:
+            self._last.let_go()
+
+    # -- the server --------------------------------------------------------------------------------------------------
+
+    def ask(self, question: m.Request, otherwise: Any) -> Any:
+        """Return the answer to a quick question, or `otherwise` without the server."""
+        return self._asked(self.attachment, question, otherwise)
+
+    def ask_slowly(self, question: m.Request, otherwise: Any) -> Any:
+        """Return the answer to a question that may take long, or `otherwise` without the server."""
+        self.held()  # The answer comes after everything that the server was told to do before.
+        return self._asked(self.attachment, question, otherwise, slowly=True)
+
+    def _tell(self, question: m.Request) -> None:
+        at = self.attachment
+        if at is not None:
+            with self._without(at):
+                at.quick.tell(question)
+
+    def _asked(self, at: Attachment | None, question: m.Request, otherwise: Any, *, slowly: bool = False) -> Any:
+        if at is not None:
+            try:
+                with self._without(at):
+                    return (at.slow if slowly else at.quick).ask(question)
+            except StorageError as error:
+                if slowly:
+                    raise
+                self._complain("the cache server at %s could not answer: %s", error)
+        return otherwise
+
+    @contextmanager
+    def _without(self, at: Attachment) -> Iterator[None]:
+        """Do without a server from now on, if it turns out to have gone."""
+        try:
+            yield
+        except Gone as error:
+            with self._lock:
+                lost = self.attachment is at
+                if lost:
+                    self.attachment, self._lost, self._held = None, self._lost | self._held, set()
+            at.hang_up()
+            if lost and not self._ended.is_set():
+                why = str(error)  # The error itself, in a record of the log, would keep the memory mapped.
+                log.warning("the cache server at %s is away (%s): nothing is reused until it is back", self._path, why)
+
+    def _attach(self) -> Attachment:
+        return Attachment.open(self._path, self._sizes, deadline=self._deadline, patience=PATIENCE)
+
+    def _take(self, at: Attachment) -> bool:
+        """Use a server from now on, and return whether this store is still open; raise `Gone` if it has gone already.
+
+        If the store was closed meanwhile, the server keeps no lease for it.
+        """
+        try:
+            beat = at.quick.ask(m.Ping())
+            at.quick.tell(self._introduction)
+        except BaseException:
+            at.hang_up()
+            at.let_go()
+            raise
+        if self.learning is not None:
+            self.learning.begin()
+        self._counts.begin(beat.stats)
+        self.pinned_chunks = beat.pinned
+        with self._lock:
+            closed = self._ended.is_set()
+            if not closed:
+                self.slab, self.slots = at.slab, at.slab.slots
+                self.shared_places, self.pins_yield = at.shared_places, at.pins_yield
+                self._last = self.attachment = at
+        if closed:
+            at.hang_up()
+            at.let_go()
+        return not closed
+
+    def _look_after(self) -> None:
+        """Notice that the server has gone, and attach again."""
+        while not self._ended.wait(BEAT_SECONDS):
+            at = self.attachment
+            try:
+                if at is not None:
+                    with self._without(at):
+                        self._beat(at)
+                elif self._unused() and self._take(self._attach()):
+                    log.info("the cache server at %s is back", self._path)
+            except (TierUnusable, Gone) as error:  # It is not there yet, or has gone again.
+                log.debug("no cache server at %s: %s", self._path, str(error))
+            except LmcError as error:
+                self._complain("cannot attach to the cache server at %s: %s", error)
+            except Exception as error:  # noqa: BLE001 - nothing may end this thread: nobody else attaches again
+                self._complain("the cache server at %s cannot be used now: %s", error)
+
+    def _beat(self, at: Attachment) -> None:
+        learning = self.learning
+        beat = at.quick.ask(learning.news() if learning else m.Ping())
+        self._counts.update(beat.stats)
+        self.pinned_chunks = beat.pinned
+        if learning:
+            learning.got(beat.wanted)
+        self.cost.take_speeds(beat.speeds)
+        at.slow.ask_if_idle(m.Ping())
+
+    def _unused(self) -> bool:
+        """Return whether nothing of the last server is held; its memory is unmapped then."""
+        with self._lock:
+            unused = not (self._held or self._lost or self._asking)
+            if unused and self._last is not None:
+                self._last.let_go()
+                self._last = self.slab = None
+            return unused
+
+    def _complain(self, text: str, error: Exception) -> None:
+        """Say what is wrong with the server; once a minute."""
+        if time.monotonic() - self._complained > COMPLAINT_SECONDS:
+            self._complained = time.monotonic()
+            log.warning(text, self._path, str(error))
+
+    # -- leases ------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _question(self) -> Iterator[Attachment | None]:
+        """Ask the server that there is for leases. Until they are noted, no other server is attached."""
+        with self._lock:
+            self._asking += 1
+            at = self.attachment
+        try:
+            yield at
+        finally:
+            with self._lock:
+                self._asking -= 1
+
+    def _hold(self, at: Attachment | None, leases: Sequence[int]) -> None:
+        """Note what was asked for over an attachment, which may have been lost since."""
+        with self._lock:
+            (self._held if self.attachment is at else self._lost).update(leases)
+
+    def _let_go(self, leases: Sequence[int]) -> list[int]:
+        """Forget leases, and return those that the server still has."""
+        with self._lock:
+            alive = [lease for lease in leases if lease in self._held]
+            self._held.difference_update(alive)
+            self._lost.difference_update(leases)
+            return alive
+
+    def _ready(self, pin: Pin) -> int:
+        """Return how many parts of a pinned chunk are there, or `LOST`."""
+        slab = self.slab
+        return LOST if slab is None or pin.lease not in self._held else slab.ready(pin.slot, pin.tag)
+
+
+class _RemoteChanges(Changes):
+    """The change log of a server. Numbers begin with that of the attachment, so that each has numbers of its own."""
+
+    def __init__(self, store: RemoteStore) -> None:
+        self._store = store
+
+    def since(self, number: int) -> tuple[list[Change], bool]:
+        """See `Changes.since`. A reader has to begin again when another server answers."""
+        at = self._store.attachment
+        if at is None:
+            return [], True
+        base = at.serial * NUMBERS
+        if not base <= number < base + NUMBERS:
+            return [], False
+        found, complete = self._store.ask(m.Since(number - base), ([], True))
+        return [change._replace(number=base + change.number) for change in found], complete
+
+    def present(self) -> tuple[int, dict[str, list[Chunk]]]:
+        """See `Changes.present`."""
+        at = self._store.attachment
+        number, present = self._store.ask_slowly(m.Present(), (0, {}))
+        return (at.serial * NUMBERS if at is not None else 0) + number, present

@@ -1,0 +1,153 @@
+"""The journal: which chunk is in which slot of a slab that outlives its server, and the checksums of its parts.
+
+It is a file beside the slab's, on tmpfs. Each frame of msgpack has a slot and the metadata of the chunk that was put
+there, with checksums, and the last frame of a slot counts. A thread writes it, because checksums take time, and writes
+it anew when most of its frames count no more. Whether the slot still has the chunk stands in its label in the slab; the
+label of a slot that is being written names no chunk.
+"""
+
+import errno
+import io
+import logging
+import os
+import queue
+import threading
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+
+from lmc.small_files import replace_bytes
+from lmc.storage.ledger import Slot
+from lmc.storage.memory.slab import Slab, tag_of
+from lmc.storage.tiers.record import RecordMeta, checksum
+
+log = logging.getLogger(__name__)
+
+THREADS = min(8, os.cpu_count() or 1)  # that verify chunks at the start
+LARGEST_TIMES, LEAST_BYTES = 2, 1 << 16  # of the frames that count, beyond which the file is written anew
+
+_encode = msgspec.msgpack.Encoder().encode
+_entry: msgspec.msgpack.Decoder[tuple[int, RecordMeta]] = msgspec.msgpack.Decoder(tuple[int, RecordMeta])
+
+
+class Journal:
+    """What is in the slots of one slab."""
+
+    def __init__(self, path: Path, slab: Slab) -> None:
+        self._path, self._slab = path, slab
+        self._frames: dict[Slot, bytes] = {}  # the last one of each slot, in the order in which chunks were last noted
+        self._filled: queue.SimpleQueue[tuple[Slot, RecordMeta] | None] = queue.SimpleQueue()
+        self._size = 0  # bytes of the file
+        self._complained = False
+        self._thread = threading.Thread(target=self._write, name="lmc-journal", daemon=True)
+
+    def restore(self) -> list[tuple[Slot, RecordMeta]]:
+        """Return the chunks that are in the slab and right, every byte of which is read; then begin to write.
+
+        Those that were noted longest ago come first.
+        """
+        noted: dict[Slot, RecordMeta] = {}
+        for slot, meta in self._read():
+            noted.pop(slot, None)
+            noted[slot] = meta
+        with ThreadPoolExecutor(THREADS) as pool:
+            right = list(pool.map(self._is_right, noted, noted.values()))
+        found = [(slot, meta) for (slot, meta), good in zip(noted.items(), right, strict=True) if good]
+        self._frames = {slot: _frame(slot, meta) for slot, meta in found}
+        self._write_anew()
+        self._thread.start()
+        return [(slot, replace(meta, checksums=())) for slot, meta in found]
+
+    def filled(self, slot: Slot, meta: RecordMeta) -> None:
+        """Note that a chunk is in a slot."""
+        self._filled.put((slot, meta))
+
+    def close(self, last_used: Iterable[Slot] = ()) -> None:
+        """Write everything that was noted, in the order in which slots were `last_used`, if that is known."""
+        self._filled.put(None)
+        self._thread.join()
+        for slot in last_used:
+            if slot in self._frames:
+                self._frames[slot] = self._frames.pop(slot)
+        self._write_anew()
+
+    def remove(self) -> None:
+        """Remove the file, and that of the slab."""
+        for path in (self._path, self._path.with_suffix(".slab")):
+            path.unlink(missing_ok=True)
+
+    def _read(self) -> Iterator[tuple[Slot, RecordMeta]]:
+        """Yield what was written, up to a frame that a killed server has left unfinished."""
+        content, at = self._path.read_bytes() if self._path.exists() else b"", 0
+        while at < len(content):
+            stop = at + 4 + int.from_bytes(content[at : at + 4], "little")
+            try:
+                slot, meta = _entry.decode(content[at + 4 : stop])
+            except (msgspec.MsgspecError, ValueError):
+                return
+            yield Slot(slot), meta
+            at = stop
+
+    def _write(self) -> None:
+        while (filled := self._filled.get()) is not None:
+            slot, meta = filled
+            sums = self._sums(slot, meta)
+            if self._has(slot, meta):  # Otherwise it has been evicted meanwhile, and the sums are of anything.
+                self._frames.pop(slot, None)
+                frame = self._frames[slot] = _frame(slot, replace(meta, checksums=sums))
+                if self._size + len(frame) > LEAST_BYTES + LARGEST_TIMES * sum(map(len, self._frames.values())):
+                    self._write_anew()
+                else:
+                    self._append(frame)
+
+    def _append(self, frame: bytes) -> None:
+        try:
+            with self._opened(self._path, os.O_APPEND) as file:
+                if file.write(frame) < len(frame):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            self._size += len(frame)
+        except OSError as error:
+            self._fail(error)
+
+    def _write_anew(self) -> None:
+        content = b"".join(self._frames.values())
+        try:
+            replace_bytes(self._path, content, durable=False)  # The slab is on tmpfs, and does not outlive the host.
+            self._size, self._complained = len(content), False
+        except OSError as error:
+            self._fail(error)
+
+    def _fail(self, error: OSError) -> None:
+        """Go on without the frame: its chunk is not found by the next server. What is behind half a frame is not read,
+        so the file is written anew with the next one.
+        """
+        self._size = 1 << 62
+        if not self._complained:
+            self._complained = True
+            log.warning("cannot write %s (%s): what is stored now is not kept for the next server", self._path, error)
+
+    @staticmethod
+    def _opened(path: Path, how: int) -> io.FileIO:
+        """Open a file to write, which nobody else may read: labels of documents have their tokens."""
+        return io.FileIO(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | how, 0o600), "w")
+
+    def _has(self, slot: Slot, meta: RecordMeta) -> bool:
+        return slot < self._slab.slots and self._slab.ready(slot, tag_of(meta.key)) == self._slab.parts == meta.parts
+
+    def _is_right(self, slot: Slot, meta: RecordMeta) -> bool:
+        fits = self._has(slot, meta) and meta.part_bytes <= self._slab.part_bytes
+        return fits and self._sums(slot, meta) == meta.checksums
+
+    def _sums(self, slot: Slot, meta: RecordMeta) -> tuple[int, ...]:
+        """Return the checksums of the parts. The chunk may have been evicted meanwhile, and its memory given back: it
+        must not be touched, because that would take it again, beyond the budget.
+        """
+        return tuple(checksum(self._slab.read(slot, part, meta.stored_part)) for part in range(meta.parts))
+
+
+def _frame(slot: Slot, meta: RecordMeta) -> bytes:
+    entry = _encode((slot, meta))
+    return len(entry).to_bytes(4, "little") + entry

@@ -1,0 +1,165 @@
+"""What an administrator asks a cache server, and what it answers."""
+
+import os
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from prometheus_client.metrics_core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from lmc import __version__
+from lmc.background import Background
+from lmc.documents.desk import DocumentDesk
+from lmc.errors import InputError
+from lmc.http.client import engine_client
+from lmc.metrics import StoreCollector, flat
+from lmc.server.events import Events
+from lmc.server.quotas import Owners, Quota
+from lmc.server.server import CacheServer
+from lmc.server.texts import Texts
+from lmc.storage.stats import StoreStats, summed
+
+
+class Overview:
+    """Answers questions about one server. Any thread may call any method."""
+
+    def __init__(self, server: CacheServer) -> None:
+        self._server, self._arenas = server, server.arenas
+        self._texts = Texts(server.tokenizers)
+        self.desk = DocumentDesk(self._arenas.all, self._texts.of, Background())
+        self.events = Events(self._arenas.changes, os.urandom(6).hex())
+        self._started = time.time()
+        self.subscribers = 0  # of events
+
+    @property
+    def ended(self) -> bool:
+        """Whether the server ends, or has ended."""
+        return self._server.ends
+
+    def why_not_ready(self) -> str:
+        """Return why no client can attach; nothing if one can."""
+        return "the server ends" if self.ended else ""
+
+    def store_stats(self) -> StoreStats:
+        """Return the counts of all arenas together."""
+        counts = self._arenas.changes.counts()
+        present = {place: (amount.chunks, amount.tokens) for place, amount in counts.items()}
+        return replace(summed([arena.store.stats() for arena in self._arenas.all()]), present=present)
+
+    def memory(self) -> dict[str, int]:
+        """Return how many bytes of memory there are, and how many are in use."""
+        budget = self._arenas.budget
+        ready = sum(arena.ready_bytes for arena in self._arenas.all())
+        return {"memory_bytes": budget.size, "used_bytes": budget.taken.total() - ready}
+
+    def stat(self) -> dict[str, Any]:
+        """Return what is in use."""
+        budget = self._arenas.budget
+        arenas = [
+            {
+                "parts": arena.sizes.shares.parts,
+                "part_bytes": arena.sizes.part_bytes,
+                "memory_bytes": budget.taken[arena.sizes],
+                "held": arena.store.held(),
+            }
+            for arena in self._arenas.all()
+        ]
+        return {
+            "version": __version__,
+            "started": self._started,
+            **self.memory(),
+            "arenas": arenas,
+            "owners": self.owners(None),
+            "totals": flat(self.store_stats()),
+            "documents": self.desk.count(),
+            "clients": len(self.clients()),
+        }
+
+    def owners(self, tenant: str | None) -> list[dict[str, Any]]:
+        """Return what each model and tenant has in each place, or only what a `tenant` has."""
+        found: dict[tuple[str, str], dict[str, Any]] = {}
+        for (place, model, owner), amount in sorted(self._arenas.changes.held().items()):
+            if tenant in (None, owner):
+                found.setdefault((model, owner), {})[place] = amount._asdict()
+        return [{"model": model, "tenant": owner, "places": places} for (model, owner), places in found.items()]
+
+    def clients(self) -> list[dict[str, Any]]:
+        """Return who is attached."""
+        return self._server.attached()
+
+    def explain(self, asked: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what an engine of the `model` in a question says would happen with a prompt; raise `InputError`.
+
+        A request may call the model otherwise than the engine does, so with engines of one model any name will do.
+        """
+        engines = self._server.explainers()
+        if not engines:
+            raise InputError("no engine explains prompts: start one with an LMC_ADMIN of its own (127.0.0.1:9181)")
+        models = {one.model: one for one in reversed(engines)}  # A client that comes later replaces no earlier one.
+        model = asked.get("model") if len(models) > 1 else engines[0].model
+        if model not in models:
+            raise InputError(f"say of which model the prompt is: model must be one of {', '.join(sorted(models))}")
+        engine = models[model]
+        return {**engine_client(engine.admin, engine.token).ask("/v1/explain", dict(asked)), "engine": engine.admin}
+
+    def clear(self, model: str | None, tenant: str | None) -> int:
+        """Remove all chunks of a model, a tenant or both, or of everybody, and return how many there were."""
+        return len(set().union(*(arena.clear(Owners(model, tenant)) for arena in self._arenas.all())))
+
+    def quotas(self) -> list[dict[str, Any]]:
+        """Return all quotas."""
+        return [
+            {
+                "model": quota.model,
+                "tenant": quota.tenant,
+                "max_bytes": quota.bytes,
+                "weight": quota.weight,
+                "used_bytes": taken,
+            }
+            for quota, taken in self._arenas.quotas.all()
+        ]
+
+    def quota(self, model: str | None, tenant: str | None) -> Quota:
+        """Return the quota of a model or a tenant, or of both together."""
+        return self._arenas.quotas.get(model, tenant)
+
+    def bound(self, quota: Quota) -> None:
+        """Set a quota, and evict what is beyond it."""
+        self._arenas.quotas.set(quota)
+        for arena in self._arenas.all():
+            arena.quotas_changed()
+
+    def drain(self) -> None:
+        """Let the server end."""
+        self._server.stop()
+
+
+class ServerCollector(Collector):
+    """The metrics of a server: those of its stores, its memory, and what each model has."""
+
+    def __init__(self, of: Overview) -> None:
+        self._of, self._stores = of, StoreCollector(of.store_stats)
+
+    def describe(self) -> Iterable[Metric]:
+        """Return the names, without asking anybody."""
+        return self._stores.describe()
+
+    def collect(self) -> Iterator[Metric]:
+        """Return all metrics as they are now."""
+        yield from self._stores.collect()
+        memory = self._of.memory()
+        for name, what in (("memory_bytes", "that all arenas may take"), ("used_bytes", "that they take")):
+            yield GaugeMetricFamily(f"lmc_server_{name}", f"lmc: bytes of memory {what}", value=memory[name])
+        clients = len(self._of.clients())
+        yield GaugeMetricFamily("lmc_server_clients", "lmc: connections with a lease", value=clients)
+        what, labels = "lmc: bytes that a model has in a place", ("model", "place")
+        family = GaugeMetricFamily("lmc_model_bytes", what, labels=labels)
+        sums: Counter[tuple[str, str]] = Counter()
+        for owner in self._of.owners(None):
+            sums.update({(owner["model"], place): amount["bytes"] for place, amount in owner["places"].items()})
+        for of, size in sums.items():
+            family.add_metric(of, size)
+        yield family

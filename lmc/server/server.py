@@ -1,0 +1,351 @@
+"""The cache server: it owns memory and tiers, and answers the engines of a host over a unix socket.
+
+Each client has a connection and a thread, so that a slow one holds up nobody else. A client that ends, is silent for
+too long, or sends what it must not send loses its lease (`lease.py`), and nobody else notices.
+"""
+
+import logging
+import os
+import socket
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from lmc import __version__
+from lmc.config.settings import Settings
+from lmc.errors import LmcError
+from lmc.server import messages as m
+from lmc.server.arenas import Arenas
+from lmc.server.channel import ANSWER, ERROR, BrokenProtocol, Channel, decoded
+from lmc.server.greeting import PROTOCOL, ArenaStatus, Hello, Opening, Retire, ServerStatus, Status
+from lmc.server.lease import Lease
+from lmc.server.lifelines import Lifelines
+from lmc.server.own_files import OwnFiles
+from lmc.server.sizes import Sizes
+from lmc.storage.tiers.tier import Tier
+from lmc.storage.tiers.tier_guard import TierGuard
+
+log = logging.getLogger(__name__)
+
+SILENT_SECONDS = 10.0  # after which a client counts as hung; it asks for something every second
+MOST_MODELS = 1000  # whose tokenizers are remembered
+MOST_SESSIONS = 1024  # with those of clients that have ended and whose processes still live
+PAUSE_SECONDS = 0.1  # after a connection that could not be accepted
+
+_question: msgspec.msgpack.Decoder[m.Request] = msgspec.msgpack.Decoder(m.Question)
+_hello: msgspec.msgpack.Decoder[Hello] = msgspec.msgpack.Decoder(Hello)
+_opening: msgspec.msgpack.Decoder[Sizes | Status | Retire] = msgspec.msgpack.Decoder(Opening)
+_encode = msgspec.msgpack.Encoder().encode
+
+complain = TierGuard().complain  # at most once a minute about the same
+
+
+class Explainer(NamedTuple):
+    """A client that explains prompts of its model."""
+
+    model: str
+    admin: str  # an address on this host
+    token: str  # which the client has made for this server
+
+
+class CacheServer:
+    """A store for the engines of a host."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        path: Path,
+        *,
+        group: int | None = None,
+        memory: Path | None = None,
+        page_locked: bool = False,
+        tiers: Sequence[Tier] | None = None,
+    ) -> None:
+        """Listen at `path`, for processes of this user, of root, and of a `group`.
+
+        What is in `memory`, a directory on tmpfs, outlives the server. See `Arenas` for `page_locked`.
+        Raises `TierUnusable` if another server listens there or has this memory, and as `Arenas`.
+        """
+        self.path, self._group = path, group
+        self._files = OwnFiles(path, group, memory)
+        with ExitStack() as opened:
+            opened.callback(self._files.close)
+            self._listener = self._files.listener
+            self.lifelines = Lifelines((memory or path.with_suffix(".d")) / "clients", group)
+            self.arenas = Arenas(
+                settings, self.lifelines, tiers=tiers, memory=memory, page_locked=page_locked, group=group
+            )
+            opened.pop_all()
+        self._sessions: set[Session] = set()
+        self._tokenizers: OrderedDict[str, str] = OrderedDict()  # by model, the one that was named last at the end
+        self._lock, self._closed = threading.Lock(), False
+
+    def serve(self) -> None:
+        """Answer clients until `close` is called."""
+        self._files.used = True
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+                self._admit(Channel(connection))
+            except (OSError, RuntimeError) as error:  # There are too many open files, or threads.
+                if self._closed:
+                    return
+                complain("connections", f"a client cannot be served now: {error}")
+                time.sleep(PAUSE_SECONDS)
+
+    def _admit(self, channel: Channel) -> None:
+        session = None
+        try:
+            session = Session(self, channel)
+            if not self._may_attach(session):
+                channel.close()
+                return
+            with self._lock:
+                full = len(self._sessions) >= MOST_SESSIONS
+                if not full:
+                    self._sessions.add(session)
+            if full:
+                complain("full", f"there are {MOST_SESSIONS} connections of clients, and no more are accepted")
+                channel.close()
+                return
+            threading.Thread(target=session.run, name="lmc-client", daemon=True).start()
+        except BaseException:
+            if session is not None:
+                self.ended(session)
+            channel.close()
+            raise
+
+    def stop(self) -> None:
+        """Let `serve` return."""
+        self._closed = True
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """End all connections, write down what is in memory only, and close the tiers."""
+        self.stop()
+        with self._lock:
+            sessions = list(self._sessions)
+        for session in sessions:
+            session.hang_up()
+        self.arenas.close()
+        self._files.close()
+
+    @property
+    def clients(self) -> int:
+        """How many connections have a lease, and how many leases wait for processes to end, together."""
+        with self._lock:
+            return sum(session.attached for session in self._sessions)
+
+    @property
+    def ends(self) -> bool:
+        """Whether no client can attach any more."""
+        return self._closed
+
+    def attached(self) -> list[dict[str, Any]]:
+        """Return who has a lease, and what each holds."""
+        with self._lock:
+            sessions = list(self._sessions)
+        return [found for session in sessions if (found := session.described())]
+
+    def explainers(self) -> list[Explainer]:
+        """Return the clients that explain prompts, the one that has been attached longest first."""
+        with self._lock:
+            sessions = sorted(self._sessions, key=lambda session: session.since)
+        return [found for session in sessions if (found := session.explainer)]
+
+    def tokenizers(self) -> dict[str, str]:
+        """Return where the tokenizers of models lie, as clients have said."""
+        with self._lock:
+            return dict(self._tokenizers)
+
+    def introduced(self, model: str, tokenizer: str) -> None:
+        """Note where a model's tokenizer lies."""
+        with self._lock:
+            self._tokenizers[model] = tokenizer
+            self._tokenizers.move_to_end(model)
+            if len(self._tokenizers) > MOST_MODELS:
+                self._tokenizers.popitem(last=False)
+
+    def status(self) -> ServerStatus:
+        """Return how the server is."""
+        budget = self.arenas.budget
+        arenas = [
+            ArenaStatus(
+                one.sizes.shares.parts,
+                one.sizes.part_bytes,
+                budget.taken[one.sizes],
+                one.store.held(),
+                one.store.stats(),
+            )
+            for one in self.arenas.all()
+        ]
+        return ServerStatus(__version__, budget.size, self.clients, arenas)
+
+    def ended(self, session: "Session") -> None:
+        """Forget a client."""
+        with self._lock:
+            self._sessions.discard(session)
+
+    def _may_attach(self, session: "Session") -> bool:
+        """Return whether the process at the other end is of our user, of root, or of the group."""
+        process, user, groups = session.peer
+        allowed = user in (0, os.getuid()) or self._group in groups
+        if not allowed:
+            log.warning("process %d of user %d may not attach (start the server with --group for it)", process, user)
+        return allowed
+
+
+class Session:
+    """One client, in a thread of its own."""
+
+    def __init__(self, server: CacheServer, channel: Channel) -> None:
+        self._server, self._channel = server, channel
+        self._lease: Lease | None = None
+        self.peer, self.since = channel.peer(), time.time()
+
+    def run(self) -> None:
+        """Answer until the connection ends."""
+        try:
+            self._channel.set_timeout(SILENT_SECONDS)
+            refused = self._greet()
+            opening = self._opening(refused)
+            if isinstance(opening, Retire):
+                if self.peer[1] not in (0, os.getuid()):
+                    raise BrokenProtocol("only the server's own user may end it")
+                log.info("another server takes over")
+                self._channel.send(ANSWER + _encode(None))
+                self._server.stop()
+                return
+            if isinstance(opening, Status):
+                self._channel.send(ANSWER + _encode(self._server.status()))
+                return
+            lease = self._attach(opening)
+            while (frame := self._channel.receive()) is not None:
+                self._answer(decoded(_question, frame), lease)
+        except TimeoutError:
+            complain("silent", f"a client was silent for {SILENT_SECONDS:g} s, and has lost what it held")
+        except (OSError, LmcError) as error:
+            if not self._server.ends:  # which closes all connections
+                why = getattr(error, "strerror", None) or error
+                complain("closed", f"the connection to a client, process {self.peer[0]}, is closed: {why}")
+        except Exception:
+            log.exception("the connection to a client is closed, because of an error of the server")
+        finally:
+            self._channel.close()
+            try:
+                self._end_lease()
+            finally:
+                self._server.ended(self)
+
+    def _end_lease(self) -> None:
+        if self._lease is not None:
+            try:
+                self._lease.end()
+            finally:
+                self._server.arenas.left(self._lease.arena)
+
+    @property
+    def attached(self) -> bool:
+        """Whether the client has a lease."""
+        return self._lease is not None
+
+    def described(self) -> dict[str, Any]:
+        """Return who the client is, and what it holds; nothing before it has introduced itself.
+
+        The second connection of a client, for slow questions, does not introduce itself.
+        """
+        if self._lease is None or self._lease.model is None:
+            return {}
+        pinned, reserved = self._lease.held
+        return {
+            "process": self.peer[0],
+            "user": self.peer[1],
+            "model": self._lease.model,
+            "admin": self._lease.admin,
+            "attached": self.since,
+            "pinned": pinned,
+            "reserved": reserved,
+            "hits": dict(self._lease.hits),
+            "misses": self._lease.misses,
+            "stored": self._lease.stored,
+            "refused": self._lease.refused,
+        }
+
+    @property
+    def explainer(self) -> Explainer | None:
+        """The client as one that explains prompts, if it does."""
+        lease = self._lease
+        if lease is None or lease.model is None or not lease.admin:
+            return None
+        return Explainer(lease.model, lease.admin, lease.explain_token)
+
+    def hang_up(self) -> None:
+        """End the connection from another thread."""
+        self._channel.close()
+
+    def _greet(self) -> str:
+        """Say which version this is, and return why the client is refused; nothing if it is not."""
+        theirs = decoded(_hello, self._received())
+        refused = ""
+        if theirs.protocol != PROTOCOL:
+            both = f"the cache server is lmc {__version__} (protocol {PROTOCOL}), the client {theirs.version}"
+            refused = f"{both} (protocol {theirs.protocol}): install the same version for both"
+        self._channel.send(_encode(Hello(PROTOCOL, __version__, refused)))
+        return refused
+
+    def _opening(self, refused: str) -> Sizes | Status | Retire:
+        """Return what the connection is for. A server of another version may take over, and a client may not attach."""
+        if not refused:
+            return decoded(_opening, self._received())
+        with suppress(OSError, BrokenProtocol):  # A client that was refused hangs up.
+            if isinstance(opening := decoded(_opening, self._received()), Retire):
+                return opening
+        raise BrokenProtocol(refused)
+
+    def _attach(self, sizes: Sizes) -> Lease:
+        """Open the arena that the client wants, and send it the descriptor of its memory."""
+        if not sizes.possible:
+            raise BrokenProtocol("impossible sizes of chunks")
+        try:
+            arena = self._server.arenas.open(sizes)
+            try:
+                self._lease = Lease(arena, self._server.lifelines.new(), self._server.introduced)
+            except BaseException:
+                self._server.arenas.left(arena)
+                raise
+        except (LmcError, OSError) as error:
+            self._channel.send(ERROR + str(error).encode())
+            raise
+        answer = m.Attached(
+            arena.store.slots,
+            arena.store.shared_places,
+            str(self._lease.lifeline),
+            self._server.arenas.page_locked,
+            arena.store.pins_yield,
+        )
+        self._channel.send(ANSWER + _encode(answer), (arena.store.slab.file,))
+        return self._lease
+
+    def _answer(self, question: m.Request, lease: Lease) -> None:
+        try:
+            answer = ANSWER + _encode(question.asked(lease))
+        except BrokenProtocol:
+            raise
+        except LmcError as error:
+            answer = ERROR + str(error).encode()
+            complain("refused", f"a client could not be served: {error}")
+        if question.answered:
+            self._channel.send(answer)
+
+    def _received(self) -> bytes:
+        frame = self._channel.receive()
+        if frame is None:
+            raise BrokenProtocol("it ended before it had attached")
+        return frame

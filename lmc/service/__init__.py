@@ -1,1 +1,0 @@
-"""The cache server: one store for all engines of a host. See docs/service.md."""

@@ -1,0 +1,323 @@
+"""The slab: the memory that chunks lie in, allocated once at start, with equal slots of L parts.
+
+A slab does not know who uses a slot; the ledger does. A slab that several processes use is shared memory without a
+name. Other processes open it through the process that made it (`Slab.attach`), and it disappears with the last process
+that maps it, however that process ends. Behind its slots such a slab has a label for each slot, which says which chunk
+the slot holds and how many of its parts have arrived.
+"""
+
+import mmap
+import os
+import threading
+import weakref
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import torch
+
+from lmc.errors import NoMemory, StorageError
+from lmc.keys import ChunkKey
+from lmc.shapes import GIB, MIB, aligned
+from lmc.storage.ledger import Slot
+from lmc.storage.memory.host_memory import (
+    UNLIMITED,
+    in_huge_pages,
+    new_memory,
+    new_memory_file,
+    populate,
+    room_on,
+)
+from lmc.storage.memory.memory_files import locked, punch, seal_size, take_pages, whole_pages
+from lmc.storage.memory.page_lock import lock, lock_beside
+from lmc.storage.shares import Share, Shares
+
+LABEL_BYTES = 16  # of a slot
+LOST = -1  # stands in a label instead of a number of parts: the rest of the chunk will not arrive
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlabAddress:
+    """Where another process of this host finds a shared slab."""
+
+    path: str  # the owner's open file, under /proc
+    slots: int
+    shares: Shares
+    part_bytes: int
+    sparse: bool = False  # see `Slab`
+    page_locked: bool = False  # see `Slab`
+    serial: int = 0  # tells slabs apart whose descriptors have had the same number, one after the other
+    lifeline: str = ""  # a file that each process which maps the slab locks, so that its owner sees them end
+    owner: str = ""  # a file that its owner has locked alone for as long as it lives
+
+
+def tag_of(key: ChunkKey) -> int:
+    """Return what a label says of a chunk: the first 63 bits of its key."""
+    return int.from_bytes(key[:8], "little") >> 1
+
+
+class Slab:
+    """`slots` × `[L parts]` of uint8 on one device.
+
+    In host memory, parts begin at page boundaries, as direct I/O needs it, and are page-locked under CUDA. The parts of
+    one worker lie together, slot after slot; see `lmc.storage.shares`.
+    """
+
+    def __init__(
+        self,
+        slots: int,
+        parts: int | Shares,
+        part_bytes: int,
+        device: torch.device | str = "cpu",
+        *,
+        shared: bool = False,
+        sparse: bool = False,
+        page_locked: bool = False,
+        file: Path | None = None,
+        at: SlabAddress | None = None,
+        share: Share | None = None,
+    ) -> None:
+        """Allocate the memory, or map the slab of another process `at` its address, to use one `share` of it.
+
+        The memory of a `sparse` slab is taken when it is first written, slot by slot; its owner watches how much that
+        may be, and gives back slots that are not needed. Such a slab is not page-locked, unless it is `page_locked`:
+        then nothing is given back, and workers lock their shares of it. A `file` on tmpfs keeps the memory for the next
+        process.
+        Raises `NoMemory`, which says how much was asked for and how much there is.
+        """
+        self._shares = parts if isinstance(parts, Shares) else Shares((parts,))
+        self.slots, self.parts, self.part_bytes = slots, self._shares.parts, part_bytes
+        assert min(slots, self.parts, part_bytes) > 0
+        self.stride = aligned(part_bytes)
+        self.device = torch.device(device)
+        self.bytes = slots * self.parts * self.stride
+        self.labels: memoryview | None = None  # int64, two for each slot: the chunk's tag, and the parts that are there
+        self._sparse, self._page_locked, self._at_address, self._kept_in = sparse, page_locked, at, file
+        room = UNLIMITED if at or sparse else room_on(self.device)
+        if self.bytes > room:
+            lower = "max_local_cpu_size" if self.device.type == "cpu" else "max_local_device_size"
+            there = f"does not fit on {device}: {room / GIB:.2f} GiB are available"
+            raise NoMemory(f"a slab of {self.bytes / GIB:.2f} GiB {there}; lower {lower}")
+        if self.device.type == "cpu":
+            memory = self._shared_memory(at, share) if shared or at else new_memory(self.bytes)
+            self._view = memoryview(memory)
+            flat = torch.frombuffer(memory, dtype=torch.uint8, count=self.bytes)
+            if shared or at:
+                self.labels = self._view[self.bytes : self.bytes + self.slots * LABEL_BYTES].cast("q")
+        else:
+            flat = torch.zeros(self.bytes, dtype=torch.uint8, device=self.device)
+        self._rows = flat.view(slots * self.parts, self.stride)
+        # The workers that attach to a shared slab copy to and from the GPU. Its owner does not, and page-locking would
+        # make it create a CUDA context for nothing.
+        if self.device.type == "cpu" and not shared and torch.cuda.is_available():
+            self._page_lock(share)
+        self._at = [(0, 0)] * self.parts  # by part: its row in slot 0, and how many rows there are to the next slot
+        self._of_shares: list[tuple[Share, torch.Tensor]] = []  # each with its memory [slots, its parts, stride]
+        for one in self._shares.all:
+            row = self._stretch(one)[0] // self.stride
+            self._at[one.parts] = [(row + layer, one.count) for layer in range(one.count)]
+            rows = self._rows[row : row + slots * one.count]
+            self._of_shares.append((one, rows.view(slots, one.count, self.stride)))
+        self._written: dict[Slot, torch.cuda.Event] = {}  # on a GPU: the last write that was issued into each slot
+
+    @classmethod
+    def of_size(
+        cls,
+        budget: float,
+        parts: int | Shares,
+        part_bytes: int,
+        device: torch.device | str = "cpu",
+        *,
+        shared: bool = False,
+    ) -> "Slab":
+        """Make a slab of as many slots as `budget` bytes hold; raise `NoMemory` if they hold none."""
+        slot_bytes = (parts.parts if isinstance(parts, Shares) else parts) * aligned(part_bytes)
+        if budget < slot_bytes:
+            taken = f"one takes {slot_bytes / MIB:.3f} MiB"
+            raise NoMemory(f"a slab of {budget / MIB:.3f} MiB holds no chunk: {taken}; raise its size")
+        return cls(int(budget // slot_bytes), parts, part_bytes, device, shared=shared)
+
+    # -- shared with other processes ---------------------------------------------------------------------------------
+
+    @classmethod
+    def attach(cls, at: SlabAddress, share: Share | None = None) -> "Slab":
+        """Map the shared slab of another process, to use one share of it or all.
+
+        Raises `StorageError` if it cannot be opened.
+        """
+        return cls(at.slots, at.shares, at.part_bytes, sparse=at.sparse, page_locked=at.page_locked, at=at, share=share)
+
+    @cached_property
+    def address(self) -> SlabAddress:
+        """Where other processes find this shared slab."""
+        return self._at_address or SlabAddress(
+            path=f"/proc/{os.getpid()}/fd/{self.file}",
+            slots=self.slots,
+            shares=self._shares,
+            part_bytes=self.part_bytes,
+            sparse=self._sparse,
+            page_locked=self._page_locked,
+        )
+
+    def label(self, slot: Slot, key: ChunkKey, ready: int) -> None:
+        """Tell other processes which chunk is in `slot`, and how many of its parts have arrived."""
+        if self.labels is not None:
+            self.labels[2 * slot + 1] = 0  # so that no reader takes the number of one chunk for that of the other
+            self.labels[2 * slot] = tag_of(key)
+            self.labels[2 * slot + 1] = ready
+
+    def lose(self, slot: Slot) -> None:
+        """Tell other processes that the chunk in `slot` is gone."""
+        if self.labels is not None:
+            self.labels[2 * slot + 1] = LOST
+
+    def ready(self, slot: Slot, tag: int) -> int:
+        """Return how many parts of the chunk `tag` are in `slot`; `LOST` if it holds another one or they never come."""
+        assert self.labels is not None
+        # The number is read before the tag, because the tag is written before the number.
+        ready, found = self.labels[2 * slot + 1], self.labels[2 * slot]
+        return ready if found == tag else LOST
+
+    # -- bytes -------------------------------------------------------------------------------------------------------
+
+    def slot(self, slot: Slot) -> torch.Tensor:
+        """Return a view of all parts of `slot`, which belong to one worker: uint8 `[L, stride]`."""
+        ((_, memory),) = self._of_shares
+        return memory[slot]
+
+    def part(self, slot: Slot, part: int) -> torch.Tensor:
+        """Return a view of part `part` of `slot`: uint8 `[stride]`, of which the first `part_bytes` have a meaning."""
+        row, step = self._at[part]
+        return self._rows[row + slot * step]
+
+    def stretch(self, start: int, stop: int) -> torch.Tensor:
+        """See `page_lock.HostMemory.stretch`."""
+        return self._rows.view(-1)[start:stop]
+
+    def memory(self, slot: Slot, first: int, count: int, size: int) -> list[memoryview]:
+        """Return writable views of the first `size` bytes of `count` parts of a host slab, one view if they adjoin."""
+        if size == self.stride and len(self._of_shares) == 1:
+            start = (slot * self.parts + first) * size
+            return [self._view[start : start + count * size]]
+        starts = [(row + slot * step) * self.stride for row, step in self._at[first : first + count]]
+        return [self._view[start : start + size] for start in starts]
+
+    def read(self, slot: Slot, part: int, size: int) -> bytes:
+        """Return a copy of the first `size` bytes of a part of a shared slab. Memory that is not there is not taken."""
+        row, step = self._at[part]
+        return os.pread(self.file, size, (row + slot * step) * self.stride)
+
+    def seal(self, slot: Slot, size: int) -> None:
+        """Note that a slot was filled with parts of `size` bytes.
+
+        The rest of each part's last block is zeroed, so that no bytes of an older chunk are stored with this one.
+        """
+        end = aligned(size)
+        if end != size:
+            for _, memory in self._of_shares:
+                memory[slot, :, size:end] = 0
+        self.written(slot)
+
+    def written(self, slot: Slot) -> None:
+        """Make later copies in and out of `slot` wait for the writes that this thread has issued to a GPU."""
+        if self.device.type == "cuda":
+            event = self._written.setdefault(slot, torch.cuda.Event())
+            event.record(torch.cuda.current_stream(self.device))
+
+    def copy_from(self, slot: Slot, source: "Slab", there: Slot) -> None:
+        """Copy a whole slot of another slab, and wait until it is copied.
+
+        Copies to and from a GPU have a stream of their own, beside the model's work.
+        """
+        stream = self._stream or source._stream
+        if stream is None:
+            self.slot(slot).copy_(source.slot(there))
+            return
+        with torch.cuda.stream(stream):
+            for event in (source._written.get(there), self._written.get(slot)):
+                if event is not None:
+                    stream.wait_event(event)
+            self.slot(slot).copy_(source.slot(there), non_blocking=True)
+        stream.synchronize()
+
+    def take(self, slot: Slot) -> bool:
+        """Take the memory of a slot of a sparse slab now; return whether the system had it.
+
+        A process that writes to a page for which a tmpfs has no memory would be killed. The pages are not touched,
+        because that takes two to three times as long, and the process that fills the slot has to map them in any case.
+        """
+        for share in self._shares.all:
+            start, size = self._stretch(share)[0], share.count * self.stride
+            if not take_pages(self.file, start + slot * size, size):
+                self.give_back(slot)
+                return False
+        return True
+
+    def give_back(self, slot: Slot) -> None:
+        """Give the memory of a slot of a sparse slab back to the system; it reads as zeros from then on.
+
+        A slab that is page-locked keeps it: a GPU would go on to use the pages that were there before.
+        """
+        for share in () if self._page_locked else self._shares.all:
+            start, size = self._stretch(share)[0], share.count * self.stride
+            punch(self.file, start + slot * size, size)
+
+    def snapshot(self, slot: Slot, parts: int, size: int) -> memoryview:
+        """Copy the first `size` bytes of `parts` parts, side by side, into page-aligned host memory."""
+        if slot in self._written:
+            self._written[slot].synchronize()
+        copy = mmap.mmap(-1, parts * size)
+        whole = torch.frombuffer(copy, dtype=torch.uint8).view(parts, size)
+        for share, memory in self._of_shares:
+            mine = whole[share.parts]
+            mine.copy_(memory[slot, : len(mine), :size])
+        return memoryview(copy)
+
+    @cached_property
+    def _stream(self) -> "torch.cuda.Stream | None":
+        return torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+
+    def _stretch(self, share: Share) -> tuple[int, int]:
+        """Return where a share's bytes begin and end."""
+        before = self._shares.all[: self._shares.all.index(share)]
+        start = sum(one.count for one in before) * self.slots * self.stride
+        return start, start + share.count * self.slots * self.stride
+
+    def _page_lock(self, share: Share | None) -> None:
+        whole = self.stride * (share.count if share else self.parts)
+        if not self._sparse:
+            lock(self, *(self._stretch(share) if share else (0, self.bytes)), whole)
+        elif self._page_locked and share:
+            lock_beside(self, *self._stretch(share), whole)
+
+    def _shared_memory(self, at: SlabAddress | None, share: Share | None) -> mmap.mmap:
+        size = self.bytes + self.slots * LABEL_BYTES
+        if at is None:
+            # A file without a name needs no room in a container's small /dev/shm, and a killed process leaves none.
+            if self._kept_in is None:
+                self.file = new_memory_file(size)
+            else:
+                self.file = os.open(self._kept_in, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            weakref.finalize(self, os.close, self.file)
+            memory = new_memory(size, self.file)
+            if self._kept_in is None:
+                seal_size(self.file)
+            if not populate(memory, self.bytes if self._sparse else 0, size):
+                raise NoMemory(
+                    f"a slab of {size / GIB:.2f} GiB: the system has no such memory; lower max_local_cpu_size"
+                )
+            return memory
+        try:
+            if at.lifeline:  # One that is not there is not made: the server would not look at it.
+                weakref.finalize(self, os.close, locked(at.lifeline, new=False))
+            with open(at.path, "r+b", buffering=0) as file:
+                memory = in_huge_pages(mmap.mmap(file.fileno(), whole_pages(file.fileno(), size)))
+        except (OSError, ValueError) as error:  # `ValueError`: a file of another size, which is not this slab
+            wanted = "workers must run on the scheduler's host, in the same PID namespace and as the same user"
+            raise StorageError(f"cannot open the slab at {at.path} ({error}): {wanted}") from error
+        if self._sparse:
+            return memory
+        # The owner has taken the pages. Mapping them into this process goes on beside the first steps.
+        stretch = self._stretch(share) if share else (0, size)
+        threading.Thread(target=populate, args=(memory, *stretch), name="lmc-map", daemon=True).start()
+        return memory

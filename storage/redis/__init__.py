@@ -1,5 +1,0 @@
-"""The Redis tier: records in a server, cluster or sentinel group that processes and hosts share."""
-
-from lmc.storage.redis.tier import RedisTier
-
-__all__ = ["RedisTier"]

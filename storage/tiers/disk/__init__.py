@@ -1,0 +1,6 @@
+"""The disk tier: records as files in a directory of its own."""
+
+from lmc.storage.tiers.disk.files import UNBOUNDED
+from lmc.storage.tiers.disk.tier import DiskTier
+
+__all__ = ["UNBOUNDED", "DiskTier"]

@@ -1,0 +1,5 @@
+"""The Redis tier: records in a server, cluster or sentinel group that processes and hosts share."""
+
+from lmc.storage.tiers.redis.tier import RedisTier
+
+__all__ = ["RedisTier"]
