@@ -1,8 +1,18 @@
 """The scheduler's side of the connector: it decides what requests load, and what the workers load, compute and save.
 
-A request arrives, is given a claim on stored chunks, gets blocks from the engine, and is loaded or blended by the
-workers, step by step. Nothing here blocks: while a chunk is being loaded from a tier, the engine is told to ask again.
-The engine's requests and block pool come in as arguments; no vLLM is imported.
+A step of the engine, in the order in which vLLM calls:
+
+1. `arrive`: a new request is classified, what is stored for it is looked up, and slow tiers begin to load.
+2. `claim`: a waiting request asks how many tokens will be loaded after those that the engine has. Chunks are pinned.
+   While one is on its way, the answer is to ask again in the next step.
+3. `allocated`: the claim becomes a load or a blend into the blocks that the engine has allocated.
+4. `plan`: the engine knows what it computes. Full chunks are saved, a document may be learned, and the step's plan goes
+   to the workers (`worker/`), which load, blend, learn and save a slice of it.
+5. `reported`: what the workers have ended. Saved chunks become visible, loaded requests can run.
+6. `finished`: a request has ended. Its last blocks are saved, its unknown documents queued.
+7. `busy`: whether lmc needs another step although no request runs.
+
+Nothing here blocks. The engine's requests and block pool come in as arguments; no vLLM is imported.
 """
 
 import logging

@@ -9,7 +9,7 @@ engine but not confirmed by its events are weighted by how often such assumption
 
 Engines with more than their share of the requests get a surcharge, so that a few popular documents do not fill one
 engine. A bound on the load, as in consistent hashing with bounded loads, was measured and lost a tenth to a fifth of
-the reuse (docs/log.md).
+the reuse (docs/decisions/015-router.md).
 
 Documents that no engine has go to the engine that the heaviest of them hashes to. The corpus spreads by itself, and
 several routers agree.
