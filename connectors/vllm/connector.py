@@ -246,10 +246,10 @@ class LMCConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
             )
         if parallel.data_parallel_size > 1 and settings.local_disk:  # Each engine needs a directory of its own.
             own = settings.local_disk / f"dp{parallel.data_parallel_index}"
-            settings = settings.model_copy(update={"local_disk": own})
+            self.settings = settings = settings.model_copy(update={"local_disk": own})
         model = model_identity(self._config, [facts.weights for facts in workers])
         refused = next((facts.refused for facts in workers if facts.refused), "")
-        if refused and self.settings.enable_blending:
+        if refused and settings.enable_blending:
             log.warning("blending is off: %s. Exact offload goes on.", refused)
         # `lmc explain` says why nothing is blended, also of a prompt that is given as text.
         tokenizer = self._tokenizer() if not refused or settings.admin else None
@@ -263,7 +263,7 @@ class LMCConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
         engine = open_engine(settings, workers, cache.block_size, model, hashing, prefix=prefix, **names)
         log.info("%s", self._summary(engine, blends=not refused))
         setup = Setup(
-            settings=self.settings,
+            settings=settings,
             engine=engine,
             pool=self._pool,
             block_size=cache.block_size,
