@@ -1226,7 +1226,7 @@ def test_a_load_and_a_blend_are_spans_of_their_requests(make):
     lab.forget_prefixes()
     lab.serve("exact", [7] * 20)
     (_, *learned), (one, blend, start, stop, about), (other, exact, _, _, more) = spans
-    assert (learned[0], one, blend, other, exact) == ("lmc.commands.learn", "blend", "lmc.blend", "exact", "lmc.exact")
+    assert (learned[0], one, blend, other, exact) == ("lmc.learn", "blend", "lmc.blend", "exact", "lmc.exact")
     assert stop - 60 < start <= stop <= time.time()
     assert about["lmc.tokens_from.host"] == len(DOC_A)
     assert more["lmc.exact_tokens"] == 16

@@ -46,7 +46,7 @@ WRONG = {
     "a word instead of an object": ("blend", "kv_transfer_params['lmc'] must be an object, not 'blend'"),
     "unknown option": ({"ration": 0.3}, "has no 'ration'; there are blend, learn, name, strategy, ratio, documents"),
     "blend as text": ({"blend": "no"}, "lmc.blend must be true or false, not 'no'"),
-    "learn as a number": ({"learn": 1}, "lmc.commands.learn must be true or false, not 1"),
+    "learn as a number": ({"learn": 1}, "lmc.learn must be true or false, not 1"),
     "ratio above 1": ({"ratio": 15}, "lmc.ratio must be between 0 and 1, not 15"),
     "ratio below 0": ({"ratio": -0.1}, "lmc.ratio must be between 0 and 1, not -0.1"),
     "ratio that is no number": ({"ratio": float("nan")}, "lmc.ratio must be between 0 and 1, not nan"),

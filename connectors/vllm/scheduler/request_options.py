@@ -44,11 +44,9 @@ class Options(BaseModel):
             raise InputError(f"kv_transfer_params['lmc'] has no {', '.join(unknown)}; there are {known}")
         documents = given.get("documents")
         if documents is not None and given.get("learn"):
-            raise InputError(
-                "lmc.commands.learn and lmc.documents exclude each other, because the whole prompt is learned"
-            )
+            raise InputError("lmc.learn and lmc.documents exclude each other, because the whole prompt is learned")
         if given.get("name") and not given.get("learn"):
-            raise InputError("lmc.name names documents that are learned: it needs lmc.commands.learn")
+            raise InputError("lmc.name names documents that are learned: it needs lmc.learn")
         if documents is not None:
             documents = tuple(documents) if _all_texts(documents) else _spans(documents, prompt_tokens)
         try:
