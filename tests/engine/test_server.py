@@ -318,7 +318,9 @@ def test_the_page_s_metrics_are_all_metrics_of_the_kind_that_it_says():
 def test_the_page_s_lines_of_the_log_are_lines_of_the_code():
     (table,) = re.findall(r"^## 9\..*", PAGE, re.S | re.M)
     quoted = [text for cell in re.findall(r"^\| (.*?) \|", table, re.M) for text in re.findall(r"`(.*?)`", cell)]
-    said = list(chain.from_iterable(map(texts_of, (*ROOT.glob("connectors/vllm/*.py"), *ROOT.glob("lmc/*.py")))))
+    said = list(
+        chain.from_iterable(map(texts_of, (*ROOT.glob("connectors/vllm/**/*.py"), *ROOT.glob("lmc/config/*.py"))))
+    )
     of_vllm = {"AsyncLLM output_handler failed", "Unsupported connector type: LMCConnector"}
     assert of_vllm < set(quoted)
     for text in set(quoted) - of_vllm:
