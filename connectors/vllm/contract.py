@@ -276,7 +276,7 @@ def lmc_hooks() -> dict[str, Signature]:
 def lmc_calls() -> set[tuple[str, int, tuple[str, ...]]]:
     """Return how lmc calls what it imports from vLLM: name, number of positional arguments, keywords."""
     found = set()
-    for file in HERE.glob("*.py"):
+    for file in HERE.rglob("*.py"):
         for call in ast.walk(ast.parse(file.read_text())):
             match call:
                 case (

@@ -7,29 +7,20 @@ import os
 import signal
 from collections.abc import Mapping, Set
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from lmc.errors import ConfigError
 from lmc.http.address import LOCAL, TOKEN, admin_token
-from lmc.router.arguments import (
-    MOVED,
-    addresses,
-    check_kv_events,
-    checked,
-    items,
-    other_flags,
-    paths_of_models,
-    policy_name,
-    policy_options,
-    router_options,
-    written_options,
-)
 from lmc.router.engines import EnginePorts, Engines
 from lmc.router.policies import from_command_line
-from lmc.router.policies.base import Policy
-from lmc.router.settings import RouterSettings
+
+if TYPE_CHECKING:
+    from lmc.router.policies.base import Policy
+    from lmc.router.settings import RouterSettings
+
+# `lmc.router.arguments` is imported where it is used, because `lmc --help` does not need pydantic.
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +37,8 @@ def _read_file(context: typer.Context, file: Path | None) -> Path | None:
     Raises `ConfigError` if the file or the environment names an unknown option.
     """
     import yaml
+
+    from lmc.router.arguments import MOVED
 
     names = {str(parameter.name) for parameter in context.command.params}
     _check_environment(names)
@@ -76,6 +69,7 @@ def _read_file(context: typer.Context, file: Path | None) -> Path | None:
 def _check_environment(names: Set[str]) -> None:
     """Raise `ConfigError` for variables of unknown options. Those of a Kubernetes service `lmc-router` are removed."""
     from lmc.config.sources import is_of_a_service
+    from lmc.router.arguments import MOVED
 
     variables = {f"{PREFIX}_{name.upper()}" for name in names - {"config"} | MOVED} | {CONFIG_VARIABLE}
     for name, value in list(os.environ.items()):
@@ -141,6 +135,21 @@ def router(
     Clients use the router as they would use one vLLM server. Every option can also be set by a variable, such as
     LMC_ROUTER_PORT, or in a YAML file. LMC_ADMIN_TOKEN protects /engines and /lmc/….
     """
+    from lmc.config.sources import log_level
+    from lmc.router.arguments import (
+        addresses,
+        check_kv_events,
+        checked,
+        items,
+        other_flags,
+        paths_of_models,
+        policy_name,
+        policy_options,
+        router_options,
+    )
+    from lmc.router.settings import RouterSettings
+
+    logging.basicConfig(level=log_level(logging.INFO), format="%(asctime)s %(levelname)s %(message)s")
     flags = other_flags(context.args, [f"--{parameter.name}".replace("_", "-") for parameter in context.command.params])
     given, moved = _options(context, flags.moved, option or [])
     name, options = policy_name(policy), router_options(given)
@@ -173,6 +182,8 @@ def _options(
 
     Earlier versions had a flag, a variable and a name in the file for each of them. These still work.
     """
+    from lmc.router.arguments import MOVED, written_options
+
     variables = {name: value for name in sorted(MOVED) if (value := os.environ.get(f"{PREFIX}_{name.upper()}"))}
     moved = dict(zip(SOURCES, (context.meta.get(FROM_FILE, {}), variables, flags), strict=True))
     source = getattr(context.get_parameter_source("option"), "name", "")
@@ -183,18 +194,15 @@ def _options(
 
 
 def _run(
-    settings: RouterSettings,
+    settings: "RouterSettings",
     name: str,
-    policy: Policy,
+    policy: "Policy",
     engines: Engines,
     where: str,
     listen: tuple[str, int],
     moved: Mapping[str, Any],
 ) -> None:
     """Run a router until it gets a signal."""
-    from lmc.config.sources import log_level
-
-    logging.basicConfig(level=log_level(logging.INFO), format="%(asctime)s %(levelname)s %(message)s")
     try:
         import uvicorn
 
