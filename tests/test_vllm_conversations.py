@@ -175,6 +175,18 @@ def test_a_new_document_among_the_few_tokens_that_the_engine_lacks_is_learned(la
     assert large.engine.learning
 
 
+def test_another_question_about_documents_that_the_engine_has_exactly_is_served_without_a_look(large: Lab) -> None:
+    """The separator after the last document is among the tokens that the engine lacks."""
+    tokens = [*prompt(list(range(600, 620)), question=[70, 71, 72, 73]), *HEADER]
+    large.serve("exact", tokens, {"blend": False})
+    other = large.arrive("other", [*tokens[:-7], 80, 81, 82, 83, *HEADER])
+    assert large.look(other) < len(tokens) - 7, "it ends inside of the separator"
+    assert state_of(large, "other").cached
+    assert large.admit(other) == 0
+    large.compute(other, len(tokens) - other.num_computed_tokens)
+    assert large.finish(other) is None
+
+
 def test_a_prompt_that_the_engine_has_exactly_is_served_without_a_look(large: Lab) -> None:
     tokens = [*prompt(DOC_C, question=list(range(200, 225))), *HEADER]
     large.serve("exact", tokens, {"blend": False})

@@ -528,7 +528,7 @@ class Scheduler:
         """Return whether the engine has a prompt but for so few tokens that lmc has nothing to add.
 
         To load these tokens would take a step of the engine, as it takes to compute them. A request that goes on from
-        an earlier blend gets its salts. Further documents may be stored or have to be learned, so there are none.
+        an earlier blend gets its salts. Among these tokens is no new document, which would have to be learned.
         """
         request, few = state.request, self._few
         known = request.num_prompt_tokens - few
@@ -544,13 +544,10 @@ class Scheduler:
         state.role, state.exact_hashes = Role.BLEND, list(request.block_hashes)
         self._continue_own_blend(state, known if exact else 0, by_separators=True)
         cached = self._cached(request)
-        if cached > known:
-            asks = state.policy is not None and state.policy.strategy in NEEDS_QUESTION
-            # Otherwise, the blend ends with its last document, and a separator follows in any case.
-            one = state.salts and not asks
-            before = state.blended_before if state.salts else cached
-            if self._roles.separators_after(state, before) <= bool(one):
-                return True
+        # One separator may end a document that the engine has. A new document lies between two.
+        before = state.blended_before if state.salts else cached
+        if cached > known and self._roles.separators_after(state, before) <= 1:
+            return True
         set_salts(request, (), replacing=state.salts)
         state.role, state.salts, state.exact_hashes = Role.EXACT, (), ()
         state.approximate, state.searched = None, -1
