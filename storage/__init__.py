@@ -1,1 +1,1 @@
-"""Places where KV bytes are kept. Knows bytes, keys and layers; never tokens or models."""
+"""Storage of KV bytes in memory and tiers. It knows bytes, keys and layers; never tokens or models."""

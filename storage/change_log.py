@@ -1,8 +1,8 @@
-"""The change log says which chunks have appeared in a place, and which have left it.
+"""The change log: the chunks that have appeared in a place or left it, in order.
 
-KV events, metrics and routers read it, each at its own pace. Changes are numbered, and a reader asks for those after
-the last number that it has seen. If the log does not reach back so far, the reader is told so, and starts again from
-the list of the chunks that are present.
+KV events, metrics and routers read it, each at its own pace. Changes are numbered, and a reader requests those after
+the last number that it has seen. If the log no longer has them, the reader starts again from the list of the chunks
+that are present.
 """
 
 import itertools
@@ -15,18 +15,18 @@ from lmc.storage.locks import Rank, new_lock
 from lmc.storage.places import place_of
 from lmc.storage.tiers.record import RecordMeta
 
-KEPT = 1 << 16  # changes, about 10 MB
-BATCH = 128  # changes that are worked out together, so that nobody waits long for them
+KEPT = 1 << 16  # changes that the log keeps, about 10 MB
+BATCH = 128  # changes that are processed at once; more would make a thread that stores chunks wait too long
 
 
 class Chunk(NamedTuple):
-    """What is known of a chunk apart from its bytes."""
+    """A chunk's metadata, without its bytes."""
 
     key: ChunkKey
     kind: RecordKind
     tokens: int
     namespace: bytes  # digest
-    model: str  # its name
+    model: str  # name
     tenant: str  # digest of the cache salt; empty without one
     bytes: int  # in memory
 
@@ -37,7 +37,7 @@ class Chunk(NamedTuple):
 
 
 class Amount(NamedTuple):
-    """How much there is in a place."""
+    """The amount of stored KV: chunks, tokens and bytes."""
 
     chunks: int = 0
     tokens: int = 0
@@ -49,9 +49,9 @@ class Amount(NamedTuple):
 
 
 class Change(NamedTuple):
-    """A chunk has appeared in a place, or left it. A chunk that moved has done both."""
+    """The event that a chunk has appeared in a place or left it. A move is two changes."""
 
-    number: int  # from 1 on, without gaps
+    number: int  # counts from 1, without gaps
     chunk: Chunk
     place: str
     appeared: bool
@@ -59,17 +59,17 @@ class Change(NamedTuple):
 
 @runtime_checkable
 class Changes(Protocol):
-    """What readers of a change log need."""
+    """The interface for readers of a change log."""
 
     def since(self, number: int) -> tuple[list[Change], bool]:
-        """Return the changes after `number`, and true; or none and false if the log does not reach back so far."""
+        """Return the changes after `number`, and true. Returns an empty list and false if the log has lost them."""
 
     def present(self) -> tuple[int, dict[str, list[Chunk]]]:
-        """Return the number of the last change, and the chunks that are in each place after it."""
+        """Return the number of the last change, and the chunks in each place after it."""
 
 
 class _Place:
-    """What is in one place, and how much of it models and tenants have."""
+    """The chunks in one place, and the amounts that models and tenants have of it."""
 
     __slots__ = ("bytes_of_models", "bytes_of_tenants", "chunks", "held")
 
@@ -80,7 +80,7 @@ class _Place:
         self.bytes_of_tenants: dict[str, int] = {}
 
     def count(self, chunk: Chunk, sign: int) -> None:
-        """Count a chunk that has appeared (1), or has left (-1)."""
+        """Add a chunk that has appeared (`sign` 1) to the amounts, or subtract one that has left (-1)."""
         _, _, tokens, _, model, tenant, size = chunk
         owner = (model, tenant)
         held = self.held.get(owner)
@@ -98,54 +98,54 @@ class _Place:
 
 
 class ChangeLog(Changes):
-    """The newest changes, and what is present in each place after them.
+    """The newest changes, and the chunks that are present in each place after them.
 
-    Noting a change costs little, because chunks are stored and evicted all the time. What follows from it is worked out
-    when somebody reads, or after `BATCH` changes.
+    Recording a change must be cheap, because chunks are stored and evicted all the time. Recorded changes are processed
+    when a reader reads the log, or after `BATCH` changes.
     """
 
     def __init__(self, kept: int = KEPT) -> None:
         self._lock = new_lock(Rank.LEAF)
-        self._noted: deque[tuple[str, ChunkKey, Chunk | None]] = deque()  # not worked out yet
-        self._changes: deque[tuple[Chunk, str, bool]] = deque(maxlen=kept)  # the rest of a `Change`, which has a number
+        self._noted: deque[tuple[str, ChunkKey, Chunk | None]] = deque()  # recorded, and not processed yet
+        self._changes: deque[tuple[Chunk, str, bool]] = deque(maxlen=kept)  # the fields of `Change` after its number
         self._number = 0
         self._places: defaultdict[str, _Place] = defaultdict(_Place)
 
     def appeared(self, place: str, meta: RecordMeta) -> None:
-        """Note that a chunk can be found in a place from now on."""
+        """Record that a chunk has appeared in a place."""
         self.note(place, meta.key, Chunk.of(meta))
 
     def left(self, place: str, key: ChunkKey) -> None:
-        """Note that a chunk cannot be found in a place any more."""
+        """Record that a chunk has left a place."""
         self.note(place, key, None)
 
     def note(self, place: str, key: ChunkKey, chunk: Chunk | None) -> None:
-        """Note that a key's chunk is in a place from now on, or with None that it is not."""
+        """Record that a key's chunk has appeared in a place, or with None that it has left."""
         self._noted.append((place, key, chunk))
         if len(self._noted) >= BATCH:
             with self._lock:
                 self._work_out()
 
     def since(self, number: int) -> tuple[list[Change], bool]:
-        """Return the changes after `number`, and true; or none and false if the log does not reach back so far."""
+        """Return the changes after `number`, and true. Returns an empty list and false if the log has lost them."""
         with self._lock:
             self._work_out()
-            if number == self._number:  # as in most steps of an engine
+            if number == self._number:  # the common case in a step of an engine
                 return [], True
-            seen = len(self._changes) - (self._number - number)  # how many of the kept changes are older
+            seen = len(self._changes) - (self._number - number)  # kept changes that the reader has seen
             if not 0 <= seen <= len(self._changes):
                 return [], False
             after = itertools.islice(self._changes, seen, None)
             return [Change(number + i, *change) for i, change in enumerate(after, 1)], True
 
     def present(self) -> tuple[int, dict[str, list[Chunk]]]:
-        """Return the number of the last change, and the chunks that are in each place after it."""
+        """Return the number of the last change, and the chunks in each place after it."""
         with self._lock:
             self._work_out()
             return self._number, {name: list(place.chunks.values()) for name, place in self._places.items()}
 
     def held(self) -> dict[tuple[str, str, str], Amount]:
-        """Return how much each place has of each model and tenant."""
+        """Return the amount that each place has of each model and tenant."""
         with self._lock:
             self._work_out()
             return {
@@ -155,7 +155,7 @@ class ChangeLog(Changes):
             }
 
     def taken(self, place: str, model: str | None = None, tenant: str | None = None) -> int:
-        """Return how many bytes a place has of a model, of a tenant, or of a tenant's chunks of one model."""
+        """Return how many bytes a place has of a model, of a tenant, or of one tenant's chunks of one model."""
         with self._lock:
             self._work_out()
             there = self._places.get(place) or _Place()
@@ -166,7 +166,7 @@ class ChangeLog(Changes):
             return there.bytes_of_tenants.get(tenant, 0) if tenant is not None else 0
 
     def counts(self) -> dict[str, Amount]:
-        """Return how much each place has."""
+        """Return the amount that each place has."""
         held = self.held()
         counts = dict.fromkeys(self._places, Amount())
         for (place, _, _), amount in held.items():
@@ -174,7 +174,7 @@ class ChangeLog(Changes):
         return counts
 
     def _work_out(self) -> None:
-        """Number the noted changes. One that changes nothing gets no number."""
+        """Process and number the recorded changes. A record that changes nothing gets no number."""
         noted, places, changes = self._noted, self._places, self._changes
         while noted:
             name, key, new = noted.popleft()
@@ -196,10 +196,10 @@ class ChangeLog(Changes):
 def media_steps(
     changes: Changes, read: int, seen: Callable[[], set[tuple[ChunkKey, str]]], kind: RecordKind | None = None
 ) -> tuple[int, list[tuple[ChunkKey, str, bool]]]:
-    """Return the number of the last change, and which chunks have come to a medium (true) or left it after `read`.
+    """Return the number of the last change, and the chunks that reached a medium (true) or left it since `read`.
 
-    If the log does not reach back so far, these are the steps from what was `seen`, chunks and their media, to what is
-    there now. With a `kind`, only chunks of that kind count.
+    If the log has lost changes, the result is the difference between `seen`, the chunks and media that the reader has
+    seen, and the present chunks. With a `kind`, only chunks of that kind count.
     """
 
     def medium(chunk: Chunk, place: str) -> str:

@@ -1,11 +1,11 @@
-"""The order in which a place evicts entries: the least recently used one first, but documents have a share of it.
+"""The eviction order of a place: the least recently used entry first, with a share reserved for documents.
 
-A share of each place belongs to documents. While they take no more than that, other entries are evicted before them. An
-entry that somebody has pinned counts as a document, and is not evicted while pinned ones take no more than the share.
-In memory over a disk, pinned entries are evicted if nothing else is left.
+A share of each place belongs to documents. While documents do not exceed it, other entries are evicted before them. A
+pinned entry counts as a document. It is not evicted while pinned entries do not exceed the share. In memory over a
+disk, pinned entries are evicted if no other entry is left.
 
-In a cache server entries have owners, each a model and a tenant, and the oldest entry stays if its owner has no more
-than a fair share (`fairness.py`): then the oldest one of an owner that has more goes.
+In a cache server each entry has an owner, a model and a tenant. If the owner of the oldest entry does not exceed its
+fair share (`fairness.py`), the oldest entry of an owner that exceeds its share is evicted instead.
 """
 
 import heapq
@@ -22,7 +22,7 @@ T = TypeVar("T", bound=Hashable)
 
 
 class Standing(IntEnum):  # Hashing a plain `Enum` took a tenth of the time of a store's bookkeeping.
-    """What protects an entry."""
+    """How an entry is protected from eviction."""
 
     OTHER = 0
     DOCUMENT = 1
@@ -35,13 +35,14 @@ class Standing(IntEnum):  # Hashing a plain `Enum` took a tenth of the time of a
 
 
 class EvictionOrder(Generic[T]):
-    """The entries of a place that may be evicted now. All operations are O(1), but for a fair choice now and then."""
+    """The entries of a place that may be evicted now. All operations are O(1), except an occasional fair choice."""
 
     def __init__(self, share: float = 0.0, *, pins_yield: bool = False, fair: FairShares | None = None) -> None:
-        """`share` is how much belongs to documents, in the unit of `count`: slots of memory, or bytes of a disk.
+        """Create an empty order.
 
-        With `pins_yield`, pinned entries are evicted if there is nothing else, because they are on a tier as well. With
-        `fair`, owners have shares.
+        `share` is the amount that belongs to documents, in the unit of `count`: slots of memory, or bytes of a disk.
+        With `pins_yield`, pinned entries are evicted if no other entry is left, because a tier also has them. With
+        `fair`, each owner has a fair share.
         """
         self._share, self._pins_yield, self.fair = share, pins_yield, fair
         self._taken = [0.0] * len(Standing)
@@ -59,29 +60,30 @@ class EvictionOrder(Generic[T]):
         return entry in self._entries
 
     def __iter__(self) -> Iterator[T]:
-        """Return the entries by the time of their last use, whatever protects them."""
+        """Return all entries, least recently used first, regardless of their standing."""
         aged = itertools.chain.from_iterable(queue.items() for queue in self._queues.values())
         return iter([entry for entry, _ in sorted(aged, key=lambda item: item[1])])
 
     def evictable(self, owners: Collection[Owner]) -> Iterator[T]:
-        """Yield the entries of some owners that are not pinned by the time of their last use, without copying them."""
+        """Yield the entries of `owners` that are not pinned, least recently used first, without copying them."""
         of_owners = [self._owned[owner] for owner in owners if owner in self._owned]
         queues = [queues[standing].items() for queues in of_owners for standing in (Standing.OTHER, Standing.DOCUMENT)]
         return (entry for entry, _ in heapq.merge(*queues, key=lambda item: item[1]))
 
     def count(self, standing: Standing, change: float) -> None:
-        """Note that entries of this standing take so much more or less. Entries that are in use count too."""
+        """Add `change` to the amount that entries of this standing take. Entries in use count too."""
         self._taken[standing] += change
 
     def own(self, owner: Owner | None, change: float) -> None:
-        """Note that an owner's entries take so much more or less, in use or not."""
+        """Add `change` to the amount that an owner's entries take, in use or not."""
         if self.fair is not None and owner is not None:
             self.fair.count(owner, change)
 
     def move(self, entry: T, before: Standing, standing: Standing, size: float) -> None:
-        """Change the standing of an entry, and count its `size` under the new one instead of the one `before`.
+        """Change the standing of an entry from `before` to `standing`, and move its `size` between their counts.
 
-        An entry that is here has that one. Several have to be moved in the order of their use, which they keep.
+        An entry that may be evicted now must have the standing `before`. Several entries must be moved in the order of
+        their last use, because the move keeps that order.
         """
         if before is standing:
             return
@@ -97,7 +99,7 @@ class EvictionOrder(Generic[T]):
     def add(
         self, entry: T, standing: Standing = Standing.OTHER, *, owner: Owner | None = None, first: bool = False
     ) -> None:
-        """Let an entry be evicted as the last one of its standing, or before all others."""
+        """Make an entry evictable: after all others of its standing, or with `first` before them."""
         at = -next(self._clock) if first else next(self._clock)
         self._entries[entry] = standing, owner
         for queue in self._queues_of(standing, owner):
@@ -107,7 +109,7 @@ class EvictionOrder(Generic[T]):
         self._use(owner)
 
     def remove(self, entry: T) -> None:
-        """Let an entry not be evicted."""
+        """Make an entry not evictable."""
         standing, owner = self._entries.pop(entry)
         for queue in self._queues_of(standing, owner):
             del queue[entry]
@@ -115,7 +117,7 @@ class EvictionOrder(Generic[T]):
             del self._owned[owner]
 
     def touch(self, entry: T) -> None:
-        """Note a use of an entry."""
+        """Record a use of an entry."""
         standing, owner = self._entries[entry]
         at = next(self._clock)
         for queue in self._queues_of(standing, owner):
@@ -124,7 +126,7 @@ class EvictionOrder(Generic[T]):
         self._use(owner)
 
     def first(self) -> T | None:
-        """Return the entry that is to be evicted next; None if there is none."""
+        """Return the next entry to evict, or None if no entry may be evicted."""
         pinned = self._taken[Standing.PINNED]
         evictable = [Standing.OTHER]
         if self._taken[Standing.DOCUMENT] + pinned > self._share:
@@ -132,7 +134,7 @@ class EvictionOrder(Generic[T]):
         if pinned > self._share:
             evictable.append(Standing.PINNED)
         oldest = _oldest(self._queues, evictable)
-        if oldest is None:  # There is nothing else.
+        if oldest is None:  # Only documents and pinned entries within their share are left.
             oldest = _oldest(self._queues, [Standing.DOCUMENT])
             return _oldest(self._queues, [Standing.PINNED]) if oldest is None and self._pins_yield else oldest
         _, owner = self._entries[oldest]
@@ -151,7 +153,7 @@ class EvictionOrder(Generic[T]):
 
 
 def _oldest(queues: dict[Standing, OrderedDict[T, int]], standings: Sequence[Standing]) -> T | None:
-    if len(standings) == 1:  # as mostly, when documents take less than their share
+    if len(standings) == 1:  # the common case: documents take less than their share
         return next(iter(queues[standings[0]]), None)
     heads = [next(iter(queue.items())) for standing in standings if (queue := queues[standing])]
     return min(heads, key=lambda head: head[1])[0] if heads else None

@@ -1,7 +1,7 @@
-"""Fair shares of a place: of models by their weights, and within each model of its tenants by theirs.
+"""Fair shares of a place: models share it by their weights, and the tenants of a model share its part by theirs.
 
-An owner is a model and a tenant. One that has stored or used nothing for a long time has no share, so that nothing is
-kept for somebody who does not come back.
+An owner is a model and a tenant. An owner that has stored or used nothing for a long time has no share, so that no
+space is kept for a tenant that does not return.
 """
 
 from collections import Counter, defaultdict
@@ -11,13 +11,13 @@ from typing import Protocol
 
 Owner = tuple[str, str]  # the name of a model, and the digest of a tenant's cache salt
 
-EVENTS = 256  # after which the shares are worked out again
-LOOKED_AT = 256  # owners, of which one with too much is wanted
-IDLE = 4  # An owner is idle when so many times more has happened since than there are entries in the place.
+EVENTS = 256  # The shares are computed again after this number of uses.
+LOOKED_AT = 256  # the maximum number of owners to search for one that exceeds its share
+IDLE = 4  # An owner is idle if it uses nothing during EVENTS uses, plus this number of uses per entry of the place.
 
 
 class Weights(Protocol):
-    """How much the shares of models and of tenants weigh. It is 1 for those that nobody has said anything about."""
+    """The weights of models and of tenants. A weight that is not configured is 1."""
 
     def of_model(self, model: str) -> float:
         """Return the weight of a model among models."""
@@ -27,45 +27,45 @@ class Weights(Protocol):
 
 
 class FairShares:
-    """What each owner has of one place, and what would be fair. Guarded by the lock of the place."""
+    """What each owner takes of one place, and its fair share. Guarded by the lock of the place."""
 
     def __init__(self, weights: Weights) -> None:
         self._weights = weights
         self._taken: Counter[Owner] = Counter()  # in the unit of the place: slots, or bytes
         self._entries = self._events = 0
-        self._used: dict[Owner, int] = {}  # when, in events
+        self._used: dict[Owner, int] = {}  # the number of the event of the last use
         self._fair: Mapping[Owner, float] = {}
-        self._greedy: list[Owner] = []  # those that had the most times their share
-        self._due = 0  # the event at which shares are worked out again
+        self._greedy: list[Owner] = []  # owners, highest multiple of their share first
+        self._due = 0  # the event at which shares are computed again
 
     def count(self, owner: Owner, change: float) -> None:
-        """Note that an entry of an owner takes so much, or, with a negative number, takes it no more."""
+        """Count a new entry of an owner with the size `change`, or remove an entry with a negative `change`."""
         self._entries += 1 if change > 0 else -1
         self._taken[owner] += change  # type: ignore[assignment]
         if self._taken[owner] <= 0:
             del self._taken[owner]
 
     def use(self, owner: Owner) -> None:
-        """Note that an owner uses something."""
+        """Record a use by an owner."""
         self._events += 1
         self._used[owner] = self._events
 
     def above(self, owner: Owner) -> bool:
-        """Return whether an owner has more than its fair share."""
+        """Return whether an owner exceeds its fair share."""
         self._work_out()
         return self._taken[owner] > self._fair.get(owner, 0.0)
 
     def greediest(self) -> Iterator[Owner]:
-        """Yield owners that have more than their fair shares, those that had the most times their share first."""
+        """Yield the owners that exceed their fair shares, highest multiple of the share first."""
         self._work_out()
         return (owner for owner in self._greedy if self.above(owner))
 
     def owners(self) -> list[Owner]:
-        """Return all owners that have something."""
+        """Return all owners that have entries."""
         return list(self._taken)
 
     def change(self) -> None:
-        """Work the shares out anew, because weights have changed."""
+        """Compute the shares again when they are next needed, because weights have changed."""
         self._due = 0
 
     def _work_out(self) -> None:

@@ -1,13 +1,22 @@
-"""The ledger: which chunk is in which slot, who holds it, and which slot is taken next. All operations are O(1).
+"""The ledger: the chunk in each slot, the number of its holders, and the next slot to take. All operations are O(1).
 
-This is bookkeeping only: it has no bytes, no tensors and no lock (the store's state guards it). A slot is *free* (it
-may still hold a chunk, which is found until the slot is taken), *being written* (it was reserved), or *held* (somebody
-reads it). Taking a free slot evicts the chunk in it. The order in which slots are taken and returned is that of vLLM's
-block pool in release 0.32.0, as long as no documents are there, which have their share of the slots (`eviction.py`).
+The ledger is bookkeeping only. It has no bytes, no tensors and no lock; the store's state guards it. A slot has one of
+these states:
 
-Where memory is taken slot by slot, a free slot may also be *unused* (it has no memory yet), *preparing* (memory for it
-is being taken), or *ready* (it has memory, and no chunk was in it since). A slot that was unused until it was reserved
-is *bare* until its memory has been taken.
+    free           nothing holds it; it may have a chunk, which lookups find until the slot is taken
+    being written  it was reserved
+    held           a caller reads it
+
+Taking a free slot evicts its chunk. Without documents, slots are taken and returned in the order of vLLM's block pool
+in release 0.32.0. Documents have a share of the slots (`eviction.py`).
+
+If memory is taken slot by slot, a free slot can have more states:
+
+    unused         it has no memory yet
+    preparing      its memory is being taken
+    ready          it has memory, and has had no chunk since
+
+A reserved slot that was unused is *bare* until its memory has been taken.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -21,13 +30,13 @@ Slot = NewType("Slot", int)
 
 
 class MemoryClaims(Protocol):
-    """How many slots may have memory. Both methods are called with the store's lock held, and return at once."""
+    """Decides how many slots may have memory. Both methods are called with the store's lock held, and do not block."""
 
     def claim(self) -> bool:
-        """Claim the memory of one slot more; return whether there may be so much."""
+        """Claim the memory of one more slot, and return whether the claim is granted."""
 
     def unclaim(self) -> None:
-        """Give the claim of a slot back, whose memory was not taken."""
+        """Give back the claim of a slot whose memory was not taken."""
 
 
 class Ledger:
@@ -43,37 +52,38 @@ class Ledger:
         unsafe: Collection[Slot] = (),
         fair: FairShares | None = None,
     ) -> None:
-        """With `claims`, all slots are unused at first, and are used as they allow.
+        """Create a ledger of `slots` slots.
 
-        Slots that are `unsafe` are not used until `make_safe` is called. With `fair`, owners of chunks have shares.
+        With `claims`, all slots start unused, and each first use needs a claim. Slots that are `unsafe` are not used
+        before `make_safe` is called. With `fair`, each owner of chunks has a fair share of the slots.
         """
         assert slots > 0
         self.slots, self.evictions, self.document_evictions = slots, 0, 0
         self._holders = [0] * slots
         self._keys: list[ChunkKey | None] = [None] * slots
         self._writing: set[Slot] = set()
-        # A key may be in several slots: two requests that computed the same chunk each keep their own.
+        # A key may be in several slots: two requests that computed the same chunk each keep their own copy.
         self._slots_of: dict[ChunkKey, list[Slot]] = {}
         self._standing, self._owners = [Standing.OTHER] * slots, list[Owner | None]([None]) * slots
-        # Free slots that have memory, but for the ready ones.
+        # Free slots that have memory, except ready slots.
         self._queue: EvictionOrder[Slot] = EvictionOrder(slots * document_share, pins_yield=pins_yield, fair=fair)
         self._claims, self._unsafe = claims, set(unsafe)
         self._preparing: set[Slot] = set()
         self._ready: list[Slot] = []
         self._bare: set[Slot] = set()
-        self._unused = [slot for slot in map(Slot, reversed(range(slots))) if slot not in self._unsafe]  # last one next
+        self._unused = [slot for slot in map(Slot, reversed(range(slots))) if slot not in self._unsafe]  # pop from end
         while claims is None and self._unused:
             self._queue.add(self._unused.pop())
 
     @property
     def free(self) -> int:
-        """How many slots are free, used or unused."""
+        """The number of free slots, with or without memory."""
         with_memory = len(self._queue) + len(self._ready)
         return with_memory + len(self._preparing) + len(self._unused) + len(self._unsafe)
 
     @property
     def ready(self) -> int:
-        """How many slots are ready."""
+        """The number of ready slots."""
         return len(self._ready)
 
     def find(self, key: ChunkKey) -> Slot | None:
@@ -82,31 +92,32 @@ class Ledger:
         return slots[0] if slots else None
 
     def holds(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        """Return which of `keys` would be found.
+        """Return for each of `keys` whether `find` would find it.
 
         This is the only method that may be called without the lock: no other thread runs between two keys.
         """
         return list(map(self._slots_of.__contains__, keys))
 
     def key_of(self, slot: Slot) -> ChunkKey | None:
-        """Return the key in `slot`."""
+        """Return the key in `slot`, or None."""
         return self._keys[slot]
 
     def keys(self) -> Iterator[ChunkKey]:
-        """Return every key that would be found."""
+        """Return every key that has a slot."""
         return iter(self._slots_of)
 
     def hold(self, slot: Slot) -> None:
-        """Add a holder to a slot that has a key: nothing evicts it until all its holders have released it."""
+        """Add a holder to a slot that has a key. The slot is not evicted before all holders have released it."""
         assert self._keys[slot] is not None, f"slot {slot} holds nothing"
         if self._holders[slot] == 0:
             self._queue.remove(slot)
         self._holders[slot] += 1
 
     def reserve(self, *, used: bool = False) -> Slot | None:
-        """Take a ready slot, or an unused one if there is room, or the one that is evicted next, to write to it.
+        """Reserve a slot to write to: a free slot without a chunk if possible, or else the next slot to evict.
 
-        Returns None if no slot is free, or only pinned ones are. With `used` no unused slot is taken.
+        The order is: a queued slot without a chunk, a ready slot, an unused slot if `claims` grants it, the next slot
+        to evict. With `used`, no unused slot is taken. Returns None if there is no such slot.
         """
         slot = self._queue.first()
         full = slot is None or self._keys[slot] is not None
@@ -123,23 +134,23 @@ class Ledger:
         return slot
 
     def is_bare(self, slot: Slot) -> bool:
-        """Return whether the memory of a reserved slot has still to be taken."""
+        """Return whether a reserved slot has no memory yet."""
         return slot in self._bare
 
     def furnished(self, slots: Iterable[Slot]) -> None:
-        """Note that the memory of bare slots has been taken. A slot that is released before is unused again."""
+        """Record that the memory of bare slots has been taken. A slot released before that becomes unused again."""
         self._bare.difference_update(slots)
 
     def evictable(self, owners: Collection[Owner]) -> Iterator[Slot]:
-        """Yield the slots of some owners that may be evicted, those that were used longest ago first."""
+        """Yield the slots of `owners` that may be evicted, least recently used first."""
         return self._queue.evictable(owners)
 
     def by_last_use(self) -> list[Slot]:
-        """Return the free slots that have a chunk, those that were used longest ago first."""
+        """Return the free slots that have a chunk, least recently used first."""
         return [slot for slot in self._queue if self._keys[slot] is not None]
 
     def prepare(self) -> Slot | None:
-        """Let an unused slot be preparing, and return it; None if there is none."""
+        """Move an unused slot to the state preparing and return it. Returns None if no slot is unused."""
         if not self._unused:
             return None
         slot = self._unused.pop()
@@ -147,17 +158,17 @@ class Ledger:
         return slot
 
     def prepared(self, slot: Slot, *, ready: bool) -> None:
-        """Let a slot that is preparing be `ready`, or unused again."""
+        """End the preparing of a slot: it becomes `ready`, or unused again."""
         self._preparing.remove(slot)
         (self._ready if ready else self._unused).append(slot)
 
     def take(self, slot: Slot) -> None:
-        """Evict the chunk in a slot that may be evicted, and reserve the slot."""
+        """Evict the chunk in an evictable slot, and reserve the slot."""
         self._queue.remove(slot)
         self._evict(slot)
 
     def lay_aside(self, slot: Slot) -> None:
-        """Let a reserved slot be unused."""
+        """Return a reserved slot to the unused slots."""
         self._writing.remove(slot)
         self._holders[slot] = 0
         self._unused.append(slot)
@@ -165,7 +176,7 @@ class Ledger:
     def commit(
         self, slot: Slot, key: ChunkKey, standing: Standing = Standing.OTHER, owner: Owner | None = None
     ) -> None:
-        """Let `key` be found in a reserved slot from now on. The slot stays held until it is released."""
+        """Make `key` visible in a reserved slot. The slot stays held until it is released."""
         self._writing.remove(slot)
         self._keys[slot], self._owners[slot] = key, owner
         self._queue.own(owner, 1)
@@ -173,7 +184,7 @@ class Ledger:
         self._slots_of.setdefault(key, []).append(slot)
 
     def adopt(self, slot: Slot, key: ChunkKey, standing: Standing, owner: Owner | None = None) -> None:
-        """Let a key be found in an unsafe slot that has had it since before this ledger, and is free now."""
+        """Make `key` visible in an unsafe slot, and free the slot. Its chunk is older than this ledger."""
         self._unsafe.remove(slot)
         self._holders[slot] = 1
         self._writing.add(slot)
@@ -182,24 +193,24 @@ class Ledger:
 
     @property
     def unsafe(self) -> list[Slot]:
-        """The slots that are not used because they are unsafe."""
+        """The unsafe slots, which the ledger does not use."""
         return sorted(self._unsafe)
 
     def make_safe(self) -> None:
-        """Let the slots be used that were unsafe."""
+        """Allow the use of the slots that were unsafe."""
         self._unused += reversed(self.unsafe)
         self._unsafe = set()
 
     def abort(self, slot: Slot) -> None:
-        """Give back a reserved slot that was not written."""
+        """Release a reserved slot that was not written."""
         assert slot in self._writing
         self.release([slot])
 
     def release(self, slots: Sequence[Slot]) -> None:
-        """Give back slots in the order of a request's chunks.
+        """Release one hold of each slot. The slots are given in the order of a request's chunks.
 
-        The last one is evicted first, so that a prefix loses its end before its beginning. A slot without a key goes
-        to the head of the queue, because nobody can find anything in it.
+        The last slot is evicted first, so that a prefix loses its end before its beginning. A slot without a key goes
+        to the head of the queue, because no lookup can find it.
         """
         for slot in reversed(slots):
             assert self._holders[slot] > 0, f"slot {slot} is not held"
@@ -216,14 +227,14 @@ class Ledger:
                 self._queue.add(slot, self._standing[slot], owner=self._owners[slot], first=self._keys[slot] is None)
 
     def protect(self, key: ChunkKey, standing: Standing) -> None:
-        """Change what protects a chunk in all slots that hold it."""
+        """Set the standing of a chunk in all slots that hold it."""
         for slot in self._slots_of.get(key, ()):
             self._stand(slot, standing)
             if slot in self._queue:
                 self._queue.touch(slot)
 
     def drop(self, slot: Slot) -> None:
-        """Forget the key in `slot`; whoever holds the slot keeps it until it is released."""
+        """Forget the key in `slot`. Holders keep the slot until they release it."""
         key, owner = self._keys[slot], self._owners[slot]
         assert key is not None
         self._keys[slot] = self._owners[slot] = None

@@ -1,6 +1,6 @@
-"""A level of memory (device or host), and the work that the store's state leaves to threads.
+"""A level of memory (device or host), and the types of work that the store's state gives to threads.
 
-The store's lock guards all of this. Threads do the work outside of the lock, and report each step to the state.
+The store's lock guards everything here. Threads do the work outside the lock, and report each step to the state.
 """
 
 from collections.abc import Collection, Container, Sequence
@@ -18,7 +18,7 @@ from lmc.storage.memory.slab import Slab
 from lmc.storage.tiers.record import RecordMeta
 from lmc.storage.tiers.tier import Tier
 
-TAKEN_AT_ONCE = 64  # chunks of one owner that are to be evicted
+TAKEN_AT_ONCE = 64  # the maximum number of chunks that one call of `Level.evict` evicts
 
 
 class Level:
@@ -36,10 +36,11 @@ class Level:
         backing: "Backing | None" = None,
         fair: FairShares | None = None,
     ) -> None:
-        """`pinned` are the chunks that are not to be evicted; the store adds some and removes some.
+        """Create a level over `slab`.
 
-        With `pins_yield` they are on a tier as well, and are evicted if nothing else is left. With a `backing`, slots
-        are used as it allows. With `fair`, the owners of chunks have shares.
+        `pinned` holds the keys of the pinned chunks; the store updates it. With `pins_yield`, a tier also has these
+        chunks, so they are evicted if no other chunk is left. With a `backing`, slots are used only as it allows. With
+        `fair`, each owner of chunks has a fair share.
         """
         self.name, self.slab, self.changes, self._pinned, self._backing = name, slab, changes, pinned, backing
         self.fair, unsafe = fair, backing.unsafe if backing else ()
@@ -49,7 +50,7 @@ class Level:
         self.metas: dict[Slot, RecordMeta] = {}
 
     def reserve(self, todo: "Todo", *, used: bool = False) -> Slot | None:
-        """Reserve a slot, and note what follows from that; None if every slot is held."""
+        """Reserve a slot, and add the work that follows to `todo`. Returns None if every slot is held."""
         slot = self.ledger.reserve(used=used)
         if slot is not None:
             self._emptied(slot)
@@ -58,10 +59,10 @@ class Level:
         return slot
 
     def evict(self, owners: Collection[Owner], size: int) -> tuple[list[Slot], int]:
-        """Reserve slots of chunks of some owners that are not pinned, with `size` bytes together if there are enough.
+        """Evict chunks of `owners` that are not pinned, least recently used first, and reserve their slots.
 
-        Returns the slots, and how many bytes their chunks had. Those that were used longest ago go first, and only so
-        many of them that nobody waits for long.
+        Stops at `size` bytes or at `TAKEN_AT_ONCE` chunks, because other threads wait for the lock. Returns the slots,
+        and the bytes of the evicted chunks.
         """
         slots: list[Slot] = []
         freed = 0
@@ -81,7 +82,7 @@ class Level:
             self.changes.left(self.name, meta.key)
 
     def commit(self, slot: Slot, meta: RecordMeta) -> None:
-        """Note that a reserved slot has been filled."""
+        """Make the chunk in a filled slot visible."""
         owner = meta.owner if self.fair is not None else None
         self.ledger.commit(slot, meta.key, Standing.of(meta.kind, pinned=meta.key in self._pinned), owner)
         self.metas[slot] = meta
@@ -91,14 +92,14 @@ class Level:
             self._backing.filled(slot, meta)
 
     def adopt(self, slot: Slot, meta: RecordMeta) -> None:
-        """Note that a slot has been filled before this process began."""
+        """Make the chunk of a slot visible that was filled before this process started."""
         owner = meta.owner if self.fair is not None else None
         self.ledger.adopt(slot, meta.key, Standing.of(meta.kind, pinned=False), owner)
         self.metas[slot] = meta
         self.changes.appeared(self.name, meta)
 
     def drop(self, key: ChunkKey) -> None:
-        """Forget a chunk in every slot that has it. Whoever holds such a slot keeps it until it is released."""
+        """Forget a chunk in every slot that has it. Holders keep such a slot until they release it."""
         while (slot := self.ledger.find(key)) is not None:
             self.ledger.drop(slot)
             self.metas.pop(slot, None)
@@ -107,23 +108,23 @@ class Level:
 
 
 class Backing(MemoryClaims, Protocol):
-    """What stands behind a slab whose memory is taken slot by slot, and may outlive the process."""
+    """The provider of a slab's memory, which is taken slot by slot and may outlive the process."""
 
-    unsafe: Collection[Slot]  # Others may still write into these slots.
+    unsafe: Collection[Slot]  # Other processes may still write to these slots.
 
     def furnish(self, slots: Sequence[Slot]) -> set[Slot]:
-        """Take the memory of slots that are used for the first time; return those for which the system has none.
+        """Take the memory of slots before their first use. Returns the slots for which the system has no memory.
 
-        If there are such slots, `claim` refuses for a while. This takes milliseconds, and is called without the store's
+        After such a failure, `claim` refuses for a while. This takes milliseconds, and is called without the store's
         lock.
         """
 
     def filled(self, slot: Slot, meta: RecordMeta) -> None:
-        """Note that a slot has been filled. This is called with the store's lock held, and returns at once."""
+        """Record that a slot has been filled. This is called with the store's lock held, and does not block."""
 
 
 class Held(NamedTuple):
-    """A chunk whose bytes stay in its slot until something has been done with them."""
+    """A chunk in a held slot, so that its bytes stay there until they have been copied or written."""
 
     meta: RecordMeta
     level: Level
@@ -132,34 +133,34 @@ class Held(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Load:
-    """A record on its way from a tier to a slot of the host, for everybody who wants it."""
+    """A record that is being loaded from a tier into a host slot, for all its readers."""
 
     key: ChunkKey
     tier: Tier
     slot: Slot
-    bare: bool  # The slot's memory has to be taken first.
+    bare: bool  # whether the slot's memory must be taken first
     readers: int = 1
     ready: int = 0  # parts that have arrived and been verified
-    started: bool = False  # A thread works on it.
+    started: bool = False  # whether a thread works on the load
     state: PinState = PinState.COMING
 
 
 @dataclass(slots=True, eq=False)
 class Outgoing:
-    """A record on its way to tiers, from a slot of the host that is held."""
+    """A record that waits to be written to tiers, from a held host slot."""
 
     meta: RecordMeta
     slot: Slot
     tiers: list[Tier]
-    left: int  # tiers that are not done with it
-    ticket: int  # in the queue
+    left: int  # tiers that have not finished with the record
+    ticket: int  # its ticket in the write queues
 
 
 @dataclass(slots=True)
 class Todo:
-    """What has to be done outside of the lock after a step of the state, in this order."""
+    """The work to do outside the lock after a step of the state, in this order."""
 
-    bare: list[Slot] = field(default_factory=list)  # whose memory has to be taken before they are written
+    bare: list[Slot] = field(default_factory=list)  # slots whose memory must be taken before they are written
     loads: list[Load] = field(default_factory=list)
-    copies: list[tuple[Held, Level, int]] = field(default_factory=list)  # to another level, each with its ticket
+    copies: list[tuple[Held, Level, int]] = field(default_factory=list)  # chunk, target level and ticket of each copy
     outgoing: list[Outgoing] = field(default_factory=list)

@@ -1,11 +1,11 @@
 """Loading: the threads that copy records from tiers into slots of host memory.
 
-There is one load for each chunk, however many requests want it. The records of a batch are read in step: the first
-parts of all of them before the second parts of any, so that a request can begin with layer 0. Every step is reported to
-the store's state, which decides what becomes of it.
+Each chunk has one load, even if several requests need it. The records of a batch are read in step: the first parts of
+all records before the second parts of any. So a request can start with layer 0. The threads report every step to the
+store's state, which decides what follows.
 
-In a cache server several clients load at once. None of them has more than some of the threads, and their batches take
-turns, so that one that loads much delays another one that loads little by a batch at most.
+In a cache server several clients load at once. Each client has at most a share of the threads, and their batches take
+turns. So a client with many loads delays another client by at most one batch.
 """
 
 import resource
@@ -26,33 +26,33 @@ from lmc.storage.supply import SlotSupply
 from lmc.storage.tiers.tier import RecordReader, Tier
 from lmc.storage.tiers.tier_guard import T, TierGuard, logged
 
-OPEN_FILES_SHARE = 4  # A batch opens at most a fourth of the files that a process may have open.
-MOST_IN_TURN = 128  # records of one client, when several load
-READ_AHEAD_BYTES = 1 << 20  # Smaller parts are read several at a time, because a request costs more than its bytes.
+OPEN_FILES_SHARE = 4  # All loads together open at most a fourth of the files that a process may have open.
+MOST_IN_TURN = 128  # the maximum number of records in one job, if several clients may load
+READ_AHEAD_BYTES = 1 << 20  # Smaller parts are read in groups of this size, because each read has a fixed cost.
 
 
 class Job(NamedTuple):
-    """A part of a batch, for one thread."""
+    """A part of a batch, which one thread loads."""
 
     loads: Sequence[Load]
     timing: LoadTiming
 
 
 class Loader:
-    """A pool of threads that load."""
+    """A pool of threads that load records."""
 
     def __init__(self, state: StoreState, supply: SlotSupply, guard: TierGuard, threads: int, clients: int = 1) -> None:
-        """There are `threads` for each of so many clients that load at once."""
+        """Start a pool of `threads` × `clients` threads. Each client uses at most `threads` of them at a time."""
         self.cost = CostModel()
         self._state, self._supply, self._guard, self._slab = state, supply, guard, state.host.slab
         self._threads, self._all = max(1, threads), max(1, threads) * clients
         self._pool = ThreadPoolExecutor(self._all, thread_name_prefix="lmc-load")
         self._mutex = threading.Lock()
-        self._waiting: OrderedDict[object, deque[Job]] = OrderedDict()  # by client, whose turn it is first
-        self._busy: Counter[object] = Counter()  # threads, by client
+        self._waiting: OrderedDict[object, deque[Job]] = OrderedDict()  # by client; the next client in turn is first
+        self._busy: Counter[object] = Counter()  # the number of busy threads, by client
 
     def run(self, loads: Sequence[Load], client: object = None) -> None:
-        """Divide a batch of loads of a client among its threads."""
+        """Divide a client's batch of loads among its threads."""
         if not loads:
             return
         shares = [loads[share :: self._threads] for share in range(min(self._threads, len(loads)))]
@@ -65,17 +65,17 @@ class Loader:
             self._pool.submit(self._take_turns)
 
     def close(self) -> None:
-        """Wait for the loads under way, and stop the threads."""
+        """Wait for the loads that are queued or in flight, and stop the threads."""
         self._pool.shutdown()
 
     # -- in the threads ----------------------------------------------------------------------------------------------
 
     def _take_turns(self) -> None:
-        """Work on the jobs whose turn it is, until those that are left belong to clients with enough threads."""
+        """Run jobs in turn, until none is left except those of clients that use all their threads."""
         while (turn := self._next()) is not None:
             client, job = turn
             try:
-                with suppress(Exception):  # It has been logged, and other jobs wait for this thread.
+                with suppress(Exception):  # The error has been logged, and other jobs wait for this thread.
                     self._work(job.loads, job.timing)
             finally:
                 with self._mutex:
@@ -101,7 +101,7 @@ class Loader:
                 logged(self._load_together, together, spent, then="chunks that had not arrived are misses")
         finally:
             for load in loads:
-                self._state.ended(load, None)  # This changes nothing for loads that have ended well.
+                self._state.ended(load, None)  # This changes nothing for loads that have ended.
             timing.end(spent)
 
     def _load_together(self, loads: Sequence[Load], spent: Spent) -> None:
@@ -122,7 +122,7 @@ class Loader:
                 self._guard(load.tier, "read", reader.close)
 
     def _furnished(self, loads: Sequence[Load]) -> list[Load]:
-        """Take the memory of the slots that have none yet; return the loads whose slots have some."""
+        """Take memory for bare slots. Returns the loads whose slots have memory; the others end as failed."""
         lacking = self._supply.furnish([load.slot for load in loads if load.bare])
         for load in loads:
             if load.slot in lacking:
@@ -130,7 +130,7 @@ class Loader:
         return [load for load in loads if load.slot not in lacking]
 
     def _announce(self, loads: Sequence[Load], spent: Spent) -> None:
-        """Tell each tier which records will be opened, and where their first parts go."""
+        """Announce to each tier the records that will be opened, and the memory for their first parts."""
         slab, (_, count) = self._slab, self._ranges()[0]
         for tier in {load.tier.name: load.tier for load in loads}.values():
             ours = [load for load in loads if load.tier is tier]
@@ -149,7 +149,7 @@ class Loader:
         ranges = self._ranges()
         self._request(readers, *ranges[0])
         for (first, count), ahead in zip_longest(ranges, ranges[1:]):
-            if ahead is not None:  # The next parts are on their way while these are read.
+            if ahead is not None:  # The next parts are requested before these are read, so that both overlap.
                 self._request(readers, *ahead)
             for load, reader in readers.items():
                 if self._state.wanted(load):
@@ -167,7 +167,7 @@ class Loader:
             self._state.ended(load, reader.meta)
 
     def _request(self, readers: dict[Load, RecordReader], first: int, count: int) -> None:
-        """Tell the readers what will be read next."""
+        """Announce to the readers the parts that will be read next."""
         for load, reader in readers.items():
             coming = load.state is PinState.COMING
             if coming and not self._guard(load.tier, "read", _done, reader.request, first, count):
@@ -181,18 +181,18 @@ class Loader:
             spent[tier.name, what] += self.cost.clock() - started
 
     def _ranges(self) -> list[tuple[int, int]]:
-        """Return which parts are read together: the first of them, and how many."""
+        """Return the ranges of parts that are read together: the first part and the count of each."""
         parts, step = self._slab.parts, max(1, READ_AHEAD_BYTES // self._slab.stride)
         return [(first, min(step, parts - first)) for first in range(0, parts, step)]
 
 
 def _done(operation: Callable[..., None], *arguments: object) -> bool:
-    """Run an operation; true tells it from one that failed under the guard."""
+    """Run an operation and return true. Under the guard, a failed operation returns None instead."""
     operation(*arguments)
     return True
 
 
 def _open_files() -> int:
-    """Return how many files a process may have open."""
+    """Return how many files this process may have open."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return limit if limit != resource.RLIM_INFINITY else 1 << 20

@@ -1,4 +1,4 @@
-"""The places where chunks can be, in one table, which metrics, KV events, reports and `lmc top` read.
+"""The table of places where chunks can be. Metrics, KV events, reports and `lmc top` read it.
 
 A new tier needs a line here, and a class with the methods of `lmc.storage.tiers.tier.Tier`.
 """
@@ -11,29 +11,29 @@ class Place:
     """A kind of memory, or a tier."""
 
     name: str
-    title: str  # in texts for people
-    in_memory: bool = False  # Chunks need not be loaded.
-    medium: str = ""  # its name in vLLM's KV events; empty if its chunks are not announced
-    hit_source: str = "EXTERNAL_UNSPECIFIED"  # its name in vLLM's metrics
+    title: str  # the name that is shown to people
+    in_memory: bool = False  # whether its chunks can be read without a load
+    medium: str = ""  # the name in vLLM's KV events; empty if the place's chunks are not announced
+    hit_source: str = "EXTERNAL_UNSPECIFIED"  # the name in vLLM's metrics
 
 
-# In the order in which they are asked for a chunk, fastest first.
+# All places, in the order of lookups: fastest first.
 PLACES = (
     Place(name="device", title="device memory", in_memory=True, medium="GPU", hit_source="DEVICE"),
     Place(name="host", title="memory", in_memory=True, medium="CPU", hit_source="HOST"),
     Place(name="disk", title="disk", medium="STORAGE", hit_source="DISK"),
-    Place(name="redis", title="Redis"),  # Redis evicts by itself and tells nobody, so its chunks are not announced.
+    Place(name="redis", title="Redis"),  # Not announced: Redis evicts by itself without reporting it.
 )
 MEMORY = frozenset(place.name for place in PLACES if place.in_memory)
 _BY_NAME = {place.name: place for place in PLACES}
 
 
 def place_of(name: str) -> Place:
-    """Return the place of this name. A tier that is not in the table is a place too, and is not announced."""
+    """Return the place with this name. For a tier that is not in the table, return a place that is not announced."""
     return _BY_NAME.get(name) or Place(name=name, title=name)
 
 
 def fastest_first(names: "set[str]") -> list[str]:
-    """Return the names in the order of the table, and unknown ones last."""
+    """Return the names in the order of the table; unknown names come last, sorted."""
     known = [place.name for place in PLACES if place.name in names]
     return [*known, *sorted(names - set(known))]

@@ -1,8 +1,8 @@
-"""Shares: which parts of a slot belong to which worker of an engine, and where they lie in the slab.
+"""Shares: the parts of a slot that belong to each worker of an engine, and their place in the slab.
 
-A chunk has a part for each layer and each tensor-parallel rank. The parts of a layer are side by side in a record, in
-the order of the ranks, so that a layer can be loaded as a whole. In memory, the parts of one worker are one stretch,
-slot after slot, so that each worker page-locks no more than its own share.
+A chunk has one part for each layer and tensor-parallel rank. In a record, the parts of a layer are adjacent, in the
+order of the ranks, so that a layer can be loaded as a whole. In memory, the parts of one worker are contiguous, slot
+after slot, so that each worker page-locks only its own share.
 """
 
 from dataclasses import dataclass
@@ -10,32 +10,32 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The parts of one worker: every `step`-th part from the part `first` on."""
+    """The parts of one worker: every `step`-th part, starting with part `first`."""
 
     first: int
     step: int
-    count: int  # its layers
+    count: int  # the worker's layers
 
     @property
     def parts(self) -> slice:
-        """Their numbers."""
+        """The numbers of the worker's parts."""
         return slice(self.first, self.first + self.count * self.step, self.step)
 
     def needed(self, layer: int) -> int:
-        """Return how many parts of a chunk have arrived when those of all ranks for this worker's layer have."""
+        """Return how many parts of a chunk must have arrived to complete this worker's `layer` on all ranks."""
         return (self.first // self.step + layer + 1) * self.step
 
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """The workers of an engine."""
+    """The shares of all workers of an engine."""
 
-    stages: tuple[int, ...]  # layers of each pipeline stage
-    ranks: int = 1  # of tensor parallelism
+    stages: tuple[int, ...]  # the number of layers of each pipeline stage
+    ranks: int = 1  # tensor-parallel ranks
 
     @property
     def parts(self) -> int:
-        """How many parts a chunk has."""
+        """The number of parts of a chunk."""
         return sum(self.stages) * self.ranks
 
     def of(self, stage: int, rank: int) -> Share:
@@ -44,5 +44,5 @@ class Shares:
 
     @property
     def all(self) -> list[Share]:
-        """The shares in the order in which they lie in memory."""
+        """All shares, in their order in memory."""
         return [self.of(stage, rank) for stage in range(len(self.stages)) for rank in range(self.ranks)]

@@ -1,8 +1,8 @@
 """The store's state: everything that the store's one lock guards.
 
-Each method is one step, which other threads see either completely or not at all. A step moves no bytes, calls no tier,
-starts no thread and waits for nothing but the lock; only the methods named `wait_…` wait for other steps. A step
-returns the work that has to be done after it, outside of the lock.
+Each method is one atomic step: other threads see all of it or nothing. A step moves no bytes, calls no tier, starts no
+thread and waits only for the lock. Only the methods named `wait_…` wait for other steps. A step returns the work that
+its caller does after it, outside the lock.
 """
 
 import itertools
@@ -26,7 +26,7 @@ from lmc.storage.write_queues import WriteQueues
 
 
 class StoreState:
-    """Slots, pins, loads and queues of one store."""
+    """The slots, pins, loads and queues of one store."""
 
     def __init__(self, levels: Sequence[Level], tiers: Sequence[Tier], pinned: set[ChunkKey] | None = None) -> None:
         self._changed = threading.Condition(new_lock(Rank.STATE))
@@ -44,19 +44,19 @@ class StoreState:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Hold the lock: what is done in the block is one step."""
+        """Hold the lock during the block, so that the block is one step."""
         with self._changed:
             yield
 
     @property
     def closed(self) -> bool:
-        """Whether no slot is reserved any more."""
+        """Whether the state is closed, so that it reserves no more slots."""
         return self._closed
 
     # -- pins --------------------------------------------------------------------------------------------------------
 
     def pin(self, keys: Sequence[ChunkKey], places: Sequence[str | None]) -> tuple[list[Pin | None], Todo]:
-        """Hold chunks that are in memory, join loads that are under way, and reserve slots for new loads."""
+        """Hold chunks that are in memory, join loads that are in flight, and reserve slots for new loads."""
         todo = Todo()
         with self._changed:
             # Chunks in memory are held first, so that none of them is evicted to make room for a load.
@@ -70,17 +70,20 @@ class StoreState:
         return pins, todo
 
     def state_of(self, pin: Pin) -> PinState:
-        """Return how far a pinned chunk has come. This needs no lock."""
+        """Return the current state of a pinned chunk. This needs no lock."""
         load = self._held[pin.lease]
         return PinState.READY if load is None else load.state
 
     def arrived(self, pin: Pin) -> int:
-        """Return how many parts of a pinned chunk are there."""
+        """Return how many parts of a pinned chunk have arrived."""
         load = self._held[pin.lease]
         return self.host.slab.parts if load is None else load.ready
 
     def wait_for_part(self, pin: Pin, part: int, patience: float | None = None) -> None:
-        """Return when a part has arrived; raise `ChunkLost` if it never will, or `TimeoutError` without patience."""
+        """Wait until a part has arrived.
+
+        Raises `ChunkLost` if it will not arrive, and `TimeoutError` after `patience` seconds.
+        """
         load = self._held[pin.lease]
         if load is not None and load.ready <= part:
             with self._changed:
@@ -90,7 +93,7 @@ class StoreState:
                 raise ChunkLost([pin.key])
 
     def release(self, pins: Sequence[Pin]) -> tuple[list[Load], Todo]:
-        """Give pins back, and return those of their loads that have not ended well."""
+        """Release pins. Returns the loads among them that are in flight or have failed, and the work to do."""
         left, read, todo = [], [], Todo()
         with self._changed:
             for pin in pins:
@@ -108,14 +111,14 @@ class StoreState:
         return left, todo
 
     def wait_until_left(self, loads: Sequence[Load]) -> None:
-        """Return when no thread works on any of these loads, except on those that somebody else has joined."""
+        """Wait until each of these loads has ended or has a new reader."""
         with self._changed:
             self._changed.wait_for(lambda: all(load.state is not PinState.COMING or load.readers for load in loads))
 
     # -- slots that are filled ---------------------------------------------------------------------------------------
 
     def begin(self, meta: RecordMeta, level: Level | None = None) -> tuple[Reservation | None, Todo]:
-        """Reserve a slot for a chunk that is not in memory, or on `level` for one that is not on that level."""
+        """Reserve a slot for a chunk that is not in memory. With `level`, only this level is checked and used."""
         todo, key = Todo(), meta.key
         with self._changed:
             levels = [level] if level else self.levels
@@ -124,7 +127,7 @@ class StoreState:
                     return None, todo
             if key in self._writing or (level is None and key in self._loads):
                 return None, todo
-            # The slots of a small device may all be held, by chunks on their way to the host.
+            # All slots of a small device may be held by chunks that are being copied to the host.
             for one in levels:
                 slot = self._reserve(one, todo)
                 if slot is not None:
@@ -133,9 +136,10 @@ class StoreState:
         return None, todo
 
     def commit(self, reservation: Reservation, source: Held | None = None) -> Todo:
-        """Let the chunk in a filled slot be found, and send it to the next place.
+        """Make the chunk in a filled slot visible, and send it to the next place.
 
-        It is not kept if it has been forgotten meanwhile, nor is a copy if the chunk in its `source` has been.
+        The slot is given back instead if the chunk was forgotten meanwhile. The same holds for a copy whose `source`
+        slot has lost the chunk.
         """
         meta, slot, todo = reservation.meta, reservation.slot, Todo()
         level = self.by_name[reservation.level]
@@ -155,13 +159,13 @@ class StoreState:
         return todo
 
     def abort(self, reservation: Reservation) -> None:
-        """Give back a slot that was not filled."""
+        """Give back a reserved slot that was not filled."""
         with self._changed:
             self._writing.discard(reservation.meta.key)
             self.by_name[reservation.level].ledger.abort(reservation.slot)
 
     def drop(self, key: ChunkKey) -> None:
-        """Forget a chunk in memory, and one that is being loaded."""
+        """Forget a chunk in memory, also if it is being loaded or written."""
         with self._changed:
             self._loads.pop(key, None)
             self._writing.discard(key)
@@ -169,7 +173,7 @@ class StoreState:
                 level.drop(key)
 
     def protect(self, keys: Collection[ChunkKey], standing: Standing) -> None:
-        """Let chunks be evicted as entries of this standing, now and when they come into memory again."""
+        """Set the standing of chunks, now and whenever they come into memory again."""
         with self._changed:
             (self._pinned.update if standing is Standing.PINNED else self._pinned.difference_update)(keys)
             for level in self.levels:
@@ -179,15 +183,15 @@ class StoreState:
     # -- reports of the loading threads ------------------------------------------------------------------------------
 
     def wanted(self, load: Load) -> bool:
-        """Note that a thread works on a load; return whether anybody still waits for it, and end it if not."""
-        with self._changed:  # in one step, because somebody may be about to join it
+        """Mark a load as started, and end it if it has no readers. Returns whether the load goes on."""
+        with self._changed:  # in one step, because a new reader may join the load at any time
             load.started = True
             if load.readers == 0:
                 self._end(load, None)
             return load.state is PinState.COMING
 
     def part_arrived(self, load: Load, ready: int, size: int) -> None:
-        """Note that `ready` parts are there now; `size` bytes of them are new."""
+        """Record that `ready` parts have arrived; `size` bytes of them are new."""
         with self._changed:
             self.host.slab.label(load.slot, load.key, ready)
             load.ready = ready
@@ -195,19 +199,19 @@ class StoreState:
             self._changed.notify_all()
 
     def ended(self, load: Load, meta: RecordMeta | None) -> None:
-        """Note that a load has ended, well with the record's metadata, or badly with None; only the first counts."""
+        """End a load: with the record's metadata it succeeded, with None it failed. Only the first call counts."""
         with self._changed:
             self._end(load, meta)
 
     # -- reports of the writing threads ------------------------------------------------------------------------------
 
     def copied(self, held: Held, ticket: int) -> None:
-        """Note that a copy to another level has ended, well or not."""
+        """Record that a copy to another level has ended, with success or without."""
         with self._changed:
             self._arrived(held.level, held.slot, ticket)
 
     def written(self, tier: Tier, meta: RecordMeta, outcome: Written | None, outgoing: Outgoing | None) -> None:
-        """Note that a tier is done with a record: its `outcome`, or None if the tier failed.
+        """Record the `outcome` of writing a record to a tier, or None if the tier failed.
 
         `outgoing` is None for a record that was not queued.
         """
@@ -219,50 +223,50 @@ class StoreState:
                     self._arrived(self.host, outgoing.slot, outgoing.ticket)
 
     def not_written(self, why: str, key: ChunkKey, *tiers: Tier) -> None:
-        """Note that a chunk will not be written after all, to these tiers or to any."""
+        """Count a chunk that was to be written but is not written to these tiers, or to any tier without `tiers`."""
         with self._changed:
             self.queues.drop(why, key, *tiers)
 
     def wait_until_flushed(self) -> None:
-        """Return when everything is written that is waiting now, and, in a device's case, what is copied now."""
+        """Wait until all chunks are written that wait now, including chunks that are being copied between levels."""
         with self._changed:
-            for _ in self.levels:  # What is copied from one level to the next is written after that.
+            for _ in self.levels:  # A chunk is written after it has been copied to the next level.
                 last = self.queues.last_ticket
                 self._changed.wait_for(lambda last=last: self.queues.oldest_ticket > last)  # type: ignore[misc]
 
-    # -- the end, and looking at it ----------------------------------------------------------------------------------
+    # -- shutdown and inspection -------------------------------------------------------------------------------------
 
     def close(self) -> bool:
-        """Reserve no more slots and send nothing more; return false if the state was closed already."""
+        """Stop reserving slots and sending chunks. Returns false if the state was closed already."""
         with self._changed:
             closed, self._closed = self._closed, True
             return not closed
 
     def resident(self) -> dict[ChunkKey, Held]:
-        """Return every chunk in memory; one that is on several levels is taken from the host."""
+        """Return every chunk in memory. For a chunk on several levels, the host's slot is returned."""
         with self._changed:
             return {meta.key: Held(meta, level, slot) for level in self.levels for slot, meta in level.metas.items()}
 
     def held_by(self, pin: Pin) -> Held | None:
-        """Return where the bytes of a pinned chunk are; None if it has been forgotten."""
+        """Return the level and slot of a pinned chunk, or None if the chunk has been forgotten."""
         level = self.by_name[pin.level]
         with self._changed:
             meta = level.metas.get(pin.slot)
         return Held(meta, level, pin.slot) if meta is not None else None
 
     def held(self) -> int:
-        """Return how many slots are held or being written; it is zero when nothing is going on."""
+        """Return the number of slots that are held or being written. It is 0 when the store is idle."""
         with self._changed:
             return sum(level.slab.slots - level.ledger.free for level in self.levels)
 
     def take_complaints(self) -> list[tuple[str, str]]:
-        """Return what is to be logged since the last call, and about what."""
+        """Return and clear the warnings to log: subject and text of each."""
         with self._changed:
             complaints, self.queues.complaints = self.queues.complaints, []
         return complaints
 
     def counts(self) -> StoreStats:
-        """Return what is counted here; the tiers and the guard have the other numbers."""
+        """Return the counts of the state. The tiers and the tier guard have the other counts."""
         with self._changed:
             return StoreStats(
                 hits=dict(self._hits),
@@ -295,7 +299,7 @@ class StoreState:
         load = self._loads.get(key)
         if load is None:
             return None
-        if load.readers == 0:  # Other processes were told that it is lost when the last reader left.
+        if load.readers == 0:  # The label has been LOST since the last reader left, so it is set again.
             self.host.slab.label(load.slot, key, load.ready)
         load.readers += 1
         return self._pin_of(key, self.host, load.slot, load.tier.name, load)
@@ -310,18 +314,18 @@ class StoreState:
         return self._pin_of(key, self.host, slot, tier.name, load)
 
     def _leave(self, load: Load) -> None:
-        """Note that a reader leaves a load that has not ended well."""
-        load.readers -= 1  # When there are none, the thread stops before the next part.
+        """Remove a reader from a load that is in flight or has failed."""
+        load.readers -= 1  # Without readers, the thread stops before the next part.
         if load.readers == 0 and load.state is PinState.LOST:
             self.host.ledger.abort(load.slot)
         elif load.readers == 0 and not load.started:
             self._end(load, None)
         elif load.readers == 0:
-            # The thread may hang in the tier. Another process that looks at the slot need not wait for that.
+            # The thread may hang in the tier. Other processes that read the label then need not wait for it.
             self.host.slab.lose(load.slot)
 
     def _end(self, load: Load, meta: RecordMeta | None) -> None:
-        """End a load: with the record's metadata it is a hit from now on; with None, or if forgotten, it is a miss."""
+        """End a load. With the record's metadata it is a hit from now on; with None, or if forgotten, it is a miss."""
         if load.state is not PinState.COMING:
             return
         ours, ledger = self._loads.get(load.key) is load, self.host.ledger
@@ -351,9 +355,9 @@ class StoreState:
         return slot
 
     def _promote(self, slots: Sequence[Slot], todo: Todo) -> None:
-        """Copy chunks that were read from the host to the device, where the next request will find them."""
+        """Copy chunks that were read from the host to the device, so that the next request finds them there."""
         for slot in slots:
-            if self.queues.room > 0 and slot in self.host.metas:  # It may have been forgotten meanwhile.
+            if self.queues.room > 0 and slot in self.host.metas:  # The chunk may have been forgotten meanwhile.
                 self._copy(Held(self.host.metas[slot], self.host, slot), self.top, todo)
 
     def _copy(self, held: Held, target: Level, todo: Todo) -> None:
@@ -361,7 +365,7 @@ class StoreState:
         todo.copies.append((held, target, self.queues.begin()))
 
     def _send(self, meta: RecordMeta, slot: Slot, todo: Todo) -> None:
-        """Let a record wait for the tiers that take one now, and hold its slot meanwhile."""
+        """Queue a record for the tiers that accept one now, and hold its slot meanwhile."""
         takers = self.queues.enter(meta.key)
         if takers:
             self.host.ledger.hold(slot)

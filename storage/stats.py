@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields, replace
 from typing import Literal
 
-Verb = Literal["read", "write", "lookup"]  # deletions count as writes, listings as lookups
+Verb = Literal["read", "write", "lookup"]  # Deletions count as writes, listings as lookups.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -13,18 +13,18 @@ class StoreStats:
 
     hits: dict[str, int]  # chunks pinned, by place
     misses: int
-    bytes: dict[tuple[str, Verb], int]  # read from and written to tiers, counted as in memory, without a codec
+    bytes: dict[tuple[str, Verb], int]  # read from and written to tiers; size in memory, before any codec
     writes: dict[str, int]  # records stored, by tier
-    dropped_writes: int  # because the queue was full, or a tier not usable
-    no_room: int  # chunks for which every slot was held
-    evictions: dict[str, int]  # by place; of tiers those that evict by themselves
-    queued: int  # chunks that wait to be copied or written now
+    dropped_writes: int  # writes that were skipped because a queue was full or a tier was not usable or refused them
+    no_room: int  # chunks that got no slot, because every slot was held
+    evictions: dict[str, int]  # by place; for a tier, only the evictions that lmc itself does
+    queued: int  # chunks that currently wait to be copied or written
     document_evictions: dict[str, int] = field(default_factory=dict)  # evictions of chunks of documents, by place
     seconds: dict[tuple[str, Verb], float] = field(default_factory=dict)  # inside tiers, summed over threads
     failed: dict[str, int] = field(default_factory=dict)  # failed operations, each a miss or a lost write
-    corrupt: dict[str, int] = field(default_factory=dict)  # of these, records that were not what had been written
+    corrupt: dict[str, int] = field(default_factory=dict)  # failed operations whose record was corrupt
     usable: dict[str, bool] = field(default_factory=dict)  # false for tiers that are skipped after failures
-    present: dict[str, tuple[int, int]] = field(default_factory=dict)  # chunks and tokens that are in each place
+    present: dict[str, tuple[int, int]] = field(default_factory=dict)  # chunks and tokens in each place
 
 
 NOTHING = StoreStats(hits={}, misses=0, bytes={}, writes={}, dropped_writes=0, no_room=0, evictions={}, queued=0)
@@ -32,27 +32,27 @@ GAUGES = ("queued", "usable", "present")
 
 
 class RunningCounts:
-    """Counts that only grow, although those of a server begin again when another one takes its place."""
+    """Counts that only grow, although a server's counts start again at 0 when a new server replaces it."""
 
     def __init__(self) -> None:
         self.total = self._last = NOTHING
 
     def begin(self, stats: StoreStats) -> None:
-        """Take the counts of a server as those from which the next ones are counted."""
+        """Set a server's counts as the baseline for the next update."""
         self._last = stats
 
     def update(self, stats: StoreStats) -> None:
-        """Add what has been counted since the last call."""
+        """Add the difference between these counts and the last ones to the total."""
         new = _joined(stats, self._last, lambda now, before: now - before)
         self.total, self._last = _joined(new, self.total, lambda one, other: one + other), stats
 
 
 def summed(found: Iterable[StoreStats]) -> StoreStats:
-    """Return the counts of several stores together, which share their tiers. What is present is left out."""
+    """Return the summed counts of several stores that share their tiers. `present` is left empty."""
     total = NOTHING
     for stats in found:
         joined = _joined(stats, total, lambda one, other: one + other)
-        of_tiers = {  # All stores have the same count of these.
+        of_tiers = {  # All stores report the same counts for the tiers, so these are not added.
             name: getattr(joined, name) | {tier: getattr(stats, name).get(tier, 0) for tier in stats.usable}
             for name in ("evictions", "document_evictions")
         }
@@ -62,7 +62,7 @@ def summed(found: Iterable[StoreStats]) -> StoreStats:
 
 
 def _joined(one: StoreStats, other: StoreStats, join: Callable[[float, float], float]) -> StoreStats:
-    """Join all counts of two, and take the gauges of the first one."""
+    """Combine the counts of two stats with `join`, and take the gauges from the first."""
     found: dict[str, object] = {}
     for name in (each.name for each in fields(StoreStats)):
         here, there = getattr(one, name), getattr(other, name)

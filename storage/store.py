@@ -1,8 +1,8 @@
 """The chunk store of one process: chunks under keys, in memory (device, host) over tiers (disk, Redis).
 
-It fulfils the contract in `contract.py`. `state.py` has everything that the one lock guards; the threads of `loader.py`
-and `writer.py` move bytes outside of the lock. Chunks in memory are looked up without the lock. The store knows keys,
-parts and bytes, and not what a part means.
+It fulfils the contract in `contract.py`. `state.py` has everything that the one lock guards. The threads of `loader.py`
+and `writer.py` move bytes outside the lock. Lookups of chunks in memory need no lock. The store knows keys, parts and
+bytes, but not the meaning of a part.
 """
 
 import threading
@@ -34,8 +34,8 @@ from lmc.storage.tiers.tier import Tier
 from lmc.storage.tiers.tier_guard import TierGuard
 from lmc.storage.writer import Writer
 
-SPREAD_SECONDS = 30.0  # that a chunk may take to be read and written again
-LOADING_CLIENTS = 2  # of a cache server, for which there are threads at the same time
+SPREAD_SECONDS = 30.0  # the time limit to load one chunk, and again to write it to the tiers that lack it
+LOADING_CLIENTS = 2  # the number of a cache server's clients that can load at the same time with all their threads
 
 
 class Store(ChunkStore):
@@ -53,10 +53,11 @@ class Store(ChunkStore):
         changes: ChangeLog | None = None,
         fair: FairShares | None = None,
     ) -> None:
-        """Documents have a share of the slots, from 0 to 1; see `eviction.py`. Tiers have theirs already.
+        """Create a store over a host slab, an optional device slab, and tiers.
 
-        If there is only a host, a `backing` says each time whether one more of its slots may be used, and `fair` gives
-        the owners of chunks their shares of it.
+        `document_share` is the documents' share of the slots, from 0 to 1; see `eviction.py`. Tiers have their own
+        share. Without a device slab, a `backing` may decide whether one more host slot may be used, and `fair` may
+        give each owner of chunks a fair share of the host.
         """
         self.changes, pinned = changes or ChangeLog(), set[ChunkKey]()
         slabs = {"device": device, "host": host}
@@ -89,7 +90,7 @@ class Store(ChunkStore):
     # -- finding and reading -----------------------------------------------------------------------------------------
 
     def lookup(self, keys: Sequence[ChunkKey], *, shared: bool = True) -> list[str | None]:
-        """Return where each chunk is ("device", "host" or a tier's name), or None."""
+        """Return the place of each chunk ("device", "host" or a tier's name), or None if it is missing."""
         found = self._in_memory(keys)
         for tier in self._tiers if shared else [tier for tier in self._tiers if not tier.shared]:
             missing = [i for i, place in enumerate(found) if place is None]
@@ -103,13 +104,13 @@ class Store(ChunkStore):
     def pin(
         self, keys: Sequence[ChunkKey], places: Sequence[str | None] | None = None, client: object = None
     ) -> list[Pin | None]:
-        """Hold chunks; those on tiers begin to load. Loads of several clients take turns."""
+        """Hold chunks, and start to load those that are on tiers. Loads of several clients take turns."""
         pins, todo = self._state.pin(keys, self.lookup(keys) if places is None else places)
         try:
             self._writer.do(todo)
             self._loader.run(todo.loads, client)
         except BaseException:
-            # There was no memory, or no thread. Whoever joined a load that no thread runs would wait for ever.
+            # There was no memory, or no thread. A caller that joins a load without a thread would wait forever.
             self.release([pin for pin in pins if pin is not None], wait=False)
             raise
         used = [pin.key for pin in pins if pin is not None and pin.place in MEMORY]
@@ -118,20 +119,20 @@ class Store(ChunkStore):
         return pins
 
     def state(self, pin: Pin) -> PinState:
-        """Return how far a pinned chunk has come."""
+        """Return the current state of a pinned chunk."""
         return self._state.state_of(pin)
 
     def arrived(self, pin: Pin) -> int:
-        """Return how many parts of a pinned chunk are there."""
+        """Return how many parts of a pinned chunk have arrived."""
         return self._state.arrived(pin)
 
     def part(self, pin: Pin, part: int) -> torch.Tensor:
-        """Wait for part `part` and return a view of it: uint8 `[stride]`; raise `ChunkLost` if it never comes."""
+        """Wait for part `part` and return a view of it: uint8 `[stride]`. Raises `ChunkLost` if it will not arrive."""
         self._state.wait_for_part(pin, part)
         return self._state.by_name[pin.level].slab.part(pin.slot, part)
 
     def release(self, pins: Sequence[Pin], *, wait: bool = True) -> None:
-        """Give pins back."""
+        """Release pins. With `wait`, wait until loads that no other caller needs have ended."""
         left, todo = self._state.release(pins)
         self._writer.do(todo)
         if wait and left:
@@ -142,7 +143,7 @@ class Store(ChunkStore):
     def begin(
         self, metas: Sequence[RecordMeta], may: Callable[[RecordMeta], bool] = lambda _: True
     ) -> list[Reservation | None]:
-        """Reserve slots for new chunks that `may` be stored, which is asked when a slot is reserved."""
+        """Reserve slots for new chunks. `may` is called for each reserved slot, and decides whether it is kept."""
         slab, found, bare = self._levels[0].slab, list[Reservation | None](), list[Slot]()
         try:
             for meta in metas:
@@ -166,7 +167,7 @@ class Store(ChunkStore):
         without = {at: one for at, one in enumerate(found) if one is not None and one.slot in lacking}
         for reservation in without.values():
             self.abort(reservation)
-        # For a while nothing more is claimed. So these chunks get slots that have memory, or none.
+        # Claims are refused for a while. So these chunks get slots that have memory, or none.
         try:
             again = self.begin([one.meta for one in without.values()], may)
         except BaseException:
@@ -179,28 +180,28 @@ class Store(ChunkStore):
         return found
 
     def view(self, reservation: Reservation) -> torch.Tensor:
-        """Return the slot to fill: uint8 `[L, stride]`."""
+        """Return a view of the slot to fill: uint8 `[L, stride]`."""
         return self._state.by_name[reservation.level].slab.slot(reservation.slot)
 
     def commit(self, reservations: Sequence[Reservation]) -> None:
-        """Let the chunks be found from now on, and send them to the next place."""
+        """Make the chunks visible to lookups, and send them to the next place."""
         for reservation in reservations:
             self._state.by_name[reservation.level].slab.seal(reservation.slot, reservation.meta.part_bytes)
             self._writer.do(self._state.commit(reservation))
 
     def abort(self, reservation: Reservation) -> None:
-        """Give the slot back."""
+        """Give back a reserved slot that was not filled."""
         self._state.by_name[reservation.level].slab.written(reservation.slot)
         self._state.abort(reservation)
 
     def forget(self, key: ChunkKey, *, wait: bool = True, shared: bool = True) -> None:
-        """Remove a chunk everywhere, or everywhere but from tiers that other processes share."""
+        """Remove a chunk from memory and all tiers. Without `shared`, tiers that other processes share keep it."""
         self._state.drop(key)  # first, so that it cannot be sent to a tier after it was deleted there
         deletions = self._writer.delete(key, shared=shared)
         if wait:
             for deletion in deletions:
                 deletion.result()
-            self._state.drop(key)  # It may have been loaded meanwhile.
+            self._state.drop(key)  # again, because it may have been loaded meanwhile
 
     def copies(self, keys: Sequence[ChunkKey]) -> list[str]:
         """Return the places that have all of these chunks, without the tiers that other processes share."""
@@ -211,22 +212,22 @@ class Store(ChunkStore):
         return found
 
     def protect(self, keys: Collection[ChunkKey], *, pinned: bool) -> None:
-        """Pin chunks of documents, or let them be evicted again, in memory and in the tiers that only we use."""
+        """Pin chunks of documents, or end that, in memory and in the tiers that evict under this store's control."""
         standing = Standing.PINNED if pinned else Standing.DOCUMENT
         self._state.protect(keys, standing)
         for tier in self._tiers:
             tier.protect(keys, standing)
 
     def trim(self) -> None:
-        """Evict what a tier has beyond its bound, which may be smaller than it was in an earlier process."""
+        """Evict records from tiers that exceed their bound, which may be smaller than in an earlier process."""
         for tier in self._tiers:
             self._guard(tier, "write", tier.trim)
 
     def spread(self, keys: Sequence[ChunkKey], patience: float = SPREAD_SECONDS) -> list[ChunkKey]:
-        """Write chunks to the tiers that do not have them, and return those that are nowhere.
+        """Write chunks to the tiers that lack them. Returns the chunks that are missing from every place.
 
-        A tier that fails is left out, and then nothing is said to be nowhere. Returns when everything is written, or
-        raises `TimeoutError` if one chunk takes longer than `patience` seconds.
+        A tier that fails is skipped; then no chunk is reported as missing. Returns after all writes. Raises
+        `TimeoutError` if loading or writing one chunk takes longer than `patience` seconds.
         """
         lacking: dict[ChunkKey, list[Tier]] = {key: [] for key in keys}
         answered = True
@@ -245,7 +246,7 @@ class Store(ChunkStore):
         return nowhere
 
     def _write_again(self, pin: Pin, tiers: Sequence[Tier], patience: float) -> None:
-        """Write a pinned chunk to tiers, and release the pin; raise `TimeoutError` if that takes too long."""
+        """Write a pinned chunk to tiers, and release the pin. Raises `TimeoutError` after `patience` seconds."""
         writes: list[Future[None]] = []
         try:
             with suppress(ChunkLost):
@@ -254,7 +255,7 @@ class Store(ChunkStore):
             if wait(writes, patience).not_done:
                 raise TimeoutError
         finally:
-            # A tier that hangs still reads the slot, which nobody else may get until it has done so.
+            # A tier that hangs still reads the slot, so the slot stays held until that write has ended.
             ended = threading.Thread(target=self._release_after, args=(pin, writes), name="lmc-late", daemon=True)
             (ended.start if writes and not all(one.done() for one in writes) else ended.run)()
 
@@ -263,7 +264,7 @@ class Store(ChunkStore):
         self.release([pin], wait=False)
 
     def shrink(self, slots: int) -> int:
-        """Give the memory of up to so many slots back to the system; return how many of them could be evicted."""
+        """Give the memory of up to `slots` slots back to the system. Returns the number of slots given back."""
         for done in range(slots):
             retired = self.supply.retire()
             if retired is None:
@@ -273,28 +274,28 @@ class Store(ChunkStore):
         return slots
 
     def evict(self, covers: Callable[[Owner], bool], size: int) -> int:
-        """Evict chunks of memory of some owners, those that were used longest ago, and return how many bytes.
+        """Evict the least recently used chunks in memory of the owners that `covers` accepts. Returns the bytes freed.
 
-        A call evicts some of them only, so that nobody waits for long; 0 means that there are no more.
+        One call evicts only a few chunks, so that other threads do not wait long. 0 means that none are left.
         """
         slots, freed = self.supply.evict(covers, size)
         self.supply.retired(slots, unused=False)
         return freed
 
     def make_safe(self) -> None:
-        """Let slots be used that were unsafe, without what is in them."""
-        for slot in self._state.host.ledger.unsafe:  # Nobody changes them meanwhile.
+        """Allow the use of the slots that were unsafe, and discard their contents."""
+        for slot in self._state.host.ledger.unsafe:  # No other thread changes the unsafe slots.
             self.slab.give_back(slot)
         self.supply.make_safe()
 
     def flush(self) -> None:
-        """Wait until everything that was queued has been written."""
+        """Wait until all queued chunks have been written."""
         self._state.wait_until_flushed()
 
     def close(self) -> None:
-        """Write what is in memory only, stop the threads, and close the tiers.
+        """Write the chunks that are only in memory to the tiers, stop the threads, and close the tiers.
 
-        Memory can still be read afterwards; nothing new is stored.
+        Memory can still be read afterwards; no new chunks are stored.
         """
         if not self._state.close():
             return
@@ -303,7 +304,7 @@ class Store(ChunkStore):
         for tier in self._tiers:
             self._guard(tier, "write", tier.close)
 
-    # -- what is there -----------------------------------------------------------------------------------------------
+    # -- contents and counts -----------------------------------------------------------------------------------------
 
     def stats(self) -> StoreStats:
         """Return counts since the start."""
@@ -323,28 +324,28 @@ class Store(ChunkStore):
         )
 
     def records(self) -> Iterator[tuple[str, RecordMeta]]:
-        """Read the header of every record in the tiers that only this process uses, and enter it in the change log.
+        """Read the header of every record in the tiers that only this process uses, and add it to the change log.
 
-        Yields the tier's name and what the header says.
+        Yields the tier's name and the record's metadata.
         """
         for tier in self._tiers:
             for meta in tier.headers():
-                # It may have been evicted since its header was read, and would be listed for ever.
+                # The record may have been evicted since its header was read. It would then be listed forever.
                 if tier.if_present(meta.key, partial(self.changes.appeared, tier.name, meta)):
                     yield tier.name, meta
 
     def in_memory(self) -> Iterator[tuple[str, RecordMeta]]:
-        """Yield every chunk in memory, with its place."""
+        """Return an iterator over every chunk in memory, with its place."""
         return ((held.level.name, held.meta) for held in self._state.resident().values())
 
     def last_uses(self) -> dict[ChunkKey, float]:
-        """Return when each record in the tiers that only this process uses was used last, in seconds since 1970."""
+        """Return the last use of each record in the tiers that only this process uses, in seconds since 1970."""
         ours = [tier for tier in self._tiers if not tier.shared]
         listed = [self._guard(tier, "lookup", lambda one: list(one.entries()), tier) or () for tier in ours]
         return {entry.key: entry.used for entries in listed for entry in entries}
 
     def held(self) -> int:
-        """Return how many slots are held or being written; it is zero when nothing is going on."""
+        """Return the number of slots that are held or being written. It is 0 when the store is idle."""
         return self._state.held()
 
     def known_keys(self) -> set[ChunkKey]:
@@ -354,7 +355,7 @@ class Store(ChunkStore):
     # -- inside ------------------------------------------------------------------------------------------------------
 
     def _in_memory(self, keys: Sequence[ChunkKey]) -> list[str | None]:
-        """Look in memory without the lock, so that a lookup waits for nobody who stores or loads."""
+        """Look up chunks in memory without the lock, so that a lookup never waits for storing or loading threads."""
         found: list[str | None] = [None] * len(keys)
         for level in self._levels:
             name, there = level.name, level.ledger.holds(keys)

@@ -1,7 +1,7 @@
-"""How many chunks are waiting to be written to each tier. A part of the store's state, guarded by its lock.
+"""The number of chunks that wait to be written to each tier. Part of the store's state, guarded by its lock.
 
-At most half of the host's slots may be waiting at a time, and each tier has an equal share of these, so that a slow
-tier does not hold up the others. A chunk for which there is no room is not written; it stays in memory and is counted.
+At most half of the host's slots may wait at a time. Each tier has an equal share of these, so that a slow tier does not
+delay the others. If the queue is full, a chunk is not written; it stays in memory and is counted as dropped.
 """
 
 from collections import Counter, defaultdict
@@ -15,54 +15,54 @@ from lmc.storage.tiers.tier import Tier, Written
 
 
 class WriteQueues:
-    """The lengths of the queues to tiers and between levels, and what has come of the writes."""
+    """The lengths of the queues to tiers and between levels, and the outcomes of the writes."""
 
     def __init__(self, levels: Sequence[Level], tiers: Sequence[Tier]) -> None:
         slots = levels[-1].slab.slots
         self._levels, self._tiers, self._remembered = levels, tiers, 2 * slots
         self._limit = max(1, slots // 2)
         self._share = max(1, self._limit // max(1, len(tiers)))
-        self._waiting: Counter[str] = Counter()  # by tier, with the chunks that are being written
-        self._tickets: dict[int, None] = {}  # of what waits, the oldest first
+        self._waiting: Counter[str] = Counter()  # by tier, including the chunks that are being written
+        self._tickets: dict[int, None] = {}  # the tickets that wait, oldest first
         self.last_ticket = self.dropped = 0
         self.missed: defaultdict[str, set[ChunkKey]] = defaultdict(set)  # by tier, the chunks that it did not get
-        self.complaints: list[tuple[str, str]] = []  # what to log, and about what
+        self.complaints: list[tuple[str, str]] = []  # warnings to log: subject and text
         self.writes: Counter[str] = Counter()  # records, by tier
         self.bytes: Counter[tuple[str, Verb]] = Counter()
 
     @property
     def length(self) -> int:
-        """How many chunks wait."""
+        """The number of waiting chunks."""
         return len(self._tickets)
 
     @property
     def oldest_ticket(self) -> int:
-        """The ticket of what has waited longest; if nothing waits, one that nothing has had yet."""
+        """The oldest waiting ticket. If no ticket waits, the next ticket."""
         return next(iter(self._tickets), self.last_ticket + 1)
 
     def begin(self) -> int:
-        """Let something wait, and return its ticket, which is higher than all before."""
+        """Add a waiting copy or write, and return its ticket, which is higher than all earlier tickets."""
         self.last_ticket += 1
         self._tickets[self.last_ticket] = None
         return self.last_ticket
 
     def end(self, ticket: int) -> None:
-        """Let something wait no more."""
+        """Remove a ticket whose copy or write has ended."""
         del self._tickets[ticket]
 
     @property
     def room(self) -> int:
-        """How many more chunks may wait."""
+        """The number of further chunks that may wait."""
         return self._limit - self.length
 
     def has_room(self, key: ChunkKey) -> bool:
-        """Return whether a chunk may wait; if not, note that it is dropped."""
+        """Return whether a chunk may wait. If not, count it as dropped."""
         if self.room < 1:
             self.drop("the write queue is full", key)
         return self.room > 0
 
     def enter(self, key: ChunkKey) -> list[Tier]:
-        """Count a chunk for the tiers that take one now, and return them."""
+        """Queue a chunk for the tiers that accept one now, and return these tiers."""
         takers: list[Tier] = []
         if not self._tiers or not self.has_room(key):
             return takers
@@ -75,7 +75,7 @@ class WriteQueues:
         return takers
 
     def done(self, tier: Tier, meta: RecordMeta, outcome: Written | None, *, queued: bool) -> None:
-        """Note that a tier is done with a record: its `outcome`, or None if the tier failed."""
+        """Record the `outcome` of writing a record to a tier, or None if the tier failed."""
         self._waiting[tier.name] -= queued
         if outcome is Written.STORED:
             self.writes[tier.name] += 1
@@ -85,7 +85,7 @@ class WriteQueues:
             self._note_missed(tier, meta.key)
 
     def drop(self, why: str, key: ChunkKey, *tiers: Tier) -> None:
-        """Note that a chunk is not written to these tiers, or to any."""
+        """Count a chunk that is not written to these tiers. Without `tiers`, it is written to no tier."""
         self.dropped += 1
         for tier in tiers or self._tiers:
             self._note_missed(tier, key)
@@ -95,5 +95,5 @@ class WriteQueues:
     def _note_missed(self, tier: Tier, key: ChunkKey) -> None:
         missed = self.missed[tier.name]
         missed.add(key)
-        if len(missed) > self._remembered:  # Chunks that have left memory cannot be written at the end.
+        if len(missed) > self._remembered:  # Chunks that have left memory cannot be written at shutdown.
             missed &= set().union(*(level.ledger.keys() for level in self._levels))

@@ -1,9 +1,10 @@
 """Writing: the threads that copy chunks between levels of memory, and write them as records to tiers.
 
-    stored   a new chunk goes to the next place at once: from the device to the host, from there to every tier
+    stored   a new chunk is sent to the next place at once: from the device to the host, from there to every tier
     read     a chunk that was read from the host is copied to the device
 
-Every step is reported to the store's state, which decides what goes where. A slot is held until its last tier is done.
+The threads report every step to the store's state, which decides where each chunk goes. A slot is held until the write
+to its last tier has ended.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,15 +19,16 @@ from lmc.storage.tiers.record import RecordMeta
 from lmc.storage.tiers.tier import Tier, Written
 from lmc.storage.tiers.tier_guard import T, TierGuard, logged
 
-# Threads that write to a tier which only this process uses. With two threads, one computes checksums while the other
-# writes: on a disk (2 cores, direct I/O) 1.7 to 2.6 GiB/s instead of 1.4 for records of 1 MiB, 2.2 instead of 1.8 for
-# 8 MiB, and 2.2 instead of 2.1 for 32 MiB. A Redis server on the same machine gains nothing (0.8 to 1.3 instead of 1.0
-# GiB/s, 1.30 instead of 1.35, 1.43 instead of 1.38).
+# The number of threads that write to a tier which only this process uses. With two threads, one computes checksums
+# while the other writes. Measured on a disk (2 cores, direct I/O), two threads instead of one:
+#     records of 1 MiB: 1.7 to 2.6 GiB/s instead of 1.4; of 8 MiB: 2.2 instead of 1.8; of 32 MiB: 2.2 instead of 2.1
+# A Redis server on the same machine gains nothing (0.8 to 1.3 instead of 1.0 GiB/s, 1.30 instead of 1.35, 1.43 instead
+# of 1.38).
 WRITERS = 2
 
 
 class Writer:
-    """The queues of one store, each with a thread of its own."""
+    """The queues of one store, each with its own thread."""
 
     def __init__(self, state: StoreState, tiers: Sequence[Tier], guard: TierGuard) -> None:
         self._state, self._tiers, self._guard = state, tiers, guard
@@ -35,7 +37,7 @@ class Writer:
         self._queues = {name: [_thread(f"lmc-{name}-{i}") for i in numbers] for name, numbers in writers.items()}
 
     def do(self, todo: Todo) -> None:
-        """Start copies and writes."""
+        """Start the copies and writes of `todo`."""
         for held, target, ticket in todo.copies:
             self._copies.submit(self._carry, held, target, ticket)
         for outgoing in todo.outgoing:
@@ -43,19 +45,19 @@ class Writer:
         self._complain()
 
     def delete(self, key: ChunkKey, *, shared: bool) -> "list[Future[bool | None]]":
-        """Remove a record that is in no slot any more from the tiers, after the writes of it that are queued."""
+        """Delete a record from the tiers, after its queued writes. The record must have left all slots before."""
         tiers = [tier for tier in self._tiers if shared or not tier.shared]
         return [self._submit(tier, key, logged, self._guard, tier, "write", tier.delete, key) for tier in tiers]
 
     def write_again(self, pin: Pin, tiers: Sequence[Tier]) -> "list[Future[None]]":
-        """Write a pinned chunk to tiers that do not have it any more. It has to stay pinned until that is done."""
+        """Write a pinned chunk to tiers that have lost it. The caller keeps it pinned until the writes have ended."""
         return [self._submit(tier, pin.key, self._write_pinned, tier, pin) for tier in tiers]
 
     def close(self) -> None:
-        """Write what is in memory only, and stop the threads. The state must be closed before.
+        """Write the chunks that are only in memory, and stop the threads. The state must be closed before.
 
-        A tier that other processes share gets only the chunks that it did not get before; it may have evicted the
-        others.
+        A tier that other processes share gets only the chunks that were never written to it. It may have evicted the
+        others on purpose.
         """
         self._state.wait_until_flushed()
         self._copies.shutdown()
@@ -74,7 +76,7 @@ class Writer:
     # -- in the threads ----------------------------------------------------------------------------------------------
 
     def _submit(self, tier: Tier, key: ChunkKey, job: Callable[..., T], *arguments: object) -> "Future[T]":
-        """Run a job after everything that was submitted for `key` in this tier."""
+        """Run a job after all earlier jobs for `key` in this tier."""
         queues = self._queues[tier.name]
         return queues[key[-1] % len(queues)].submit(job, *arguments)
 
@@ -89,7 +91,7 @@ class Writer:
             self._state.copied(held, ticket)
 
     def _copy(self, held: Held, target: Level) -> None:
-        """Copy a chunk to another level, if it is not there and there is room."""
+        """Copy a chunk to another level, if that level lacks it and has room."""
         reservation, todo = self._state.begin(held.meta, target)
         self.do(todo)
         if reservation is None:
@@ -106,7 +108,7 @@ class Writer:
         try:
             if tier.usable:
                 outcome = logged(self._guard, tier, "write", tier.write, meta, parts)
-            else:  # It was usable when the record was queued.
+            else:  # The tier has become unusable since the record was queued.
                 self._state.not_written(f"tier {tier.name} is not usable", meta.key, tier)
                 self._complain()
         finally:
@@ -115,7 +117,7 @@ class Writer:
     def _write_pinned(self, tier: Tier, pin: Pin) -> None:
         """Write a pinned chunk, unless it has been forgotten.
 
-        This is asked here and not before: a chunk that is forgotten from now on is deleted after this write.
+        The check is done in this thread: if the chunk is forgotten after it, its deletion runs after this write.
         """
         held = self._state.held_by(pin)
         if held is not None:
@@ -124,7 +126,7 @@ class Writer:
     def _write_last(self, tier: Tier, held: Held) -> None:
         try:
             parts = self._bytes_of(held)
-        except OSError as error:  # There is no memory for a copy.
+        except OSError as error:  # no memory for a copy
             self._state.not_written(f"what is in memory only cannot be copied ({error})", held.meta.key, tier)
             self._complain()
         else:
@@ -142,7 +144,7 @@ class Writer:
 
 
 def _thread(name: str) -> ThreadPoolExecutor:
-    """Start a thread now: a chunk that is counted as waiting must not fail because no thread can be started."""
+    """Start a thread at once, so that a chunk that waits later cannot fail because no thread can be started."""
     pool = ThreadPoolExecutor(1, thread_name_prefix=name)
     pool.submit(int)
     return pool
