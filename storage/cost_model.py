@@ -1,7 +1,7 @@
 """The cost model estimates whether loading chunks from tiers or computing them is faster.
 
-All estimates are running averages of what was measured. The loader reports its loads here; connectors report how long
-their prefills took, and ask before they load.
+All estimates are running averages of measurements. The loader reports its loads here. Connectors report the duration of
+their prefills, and ask the model before they load.
 """
 
 import threading
@@ -12,32 +12,32 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from enum import Enum
 
-ENOUGH = 3  # Nothing is estimated from fewer observations than this.
+ENOUGH = 3  # An estimate needs at least this many observations.
 FADE = 0.7  # Each new observation multiplies the weight of the older ones by this.
-LEAST_TOKENS = 32  # The time that fewer tokens take is mostly a fixed cost, and says little about a token.
-# A load must be expected to take this many times as long as computing before it is left out. The estimates are rough,
-# and a load also leaves the chunk in memory for the next request.
+LEAST_TOKENS = 32  # Shorter prefills are not measured: they are mostly fixed cost, and say little about a token.
+# A load is skipped if it is expected to take more than this many times as long as computing. The factor is above 1
+# because the estimates are rough, and because a load also leaves the chunk in memory for the next request.
 CLEARLY = 1.5
-TRIAL_CHOICES = 8  # A tier is tried again after so many choices against it,
-TRIAL_SECONDS = 10.0  # and not before so many seconds since the first of them.
-# A blend that is expected to be slower than prefill is tried again after so many choices against it. Each trial that
-# is slower again doubles the number.
+TRIAL_CHOICES = 8  # A tier is tried again after this number of choices against it in a row (and `TRIAL_SECONDS`).
+TRIAL_SECONDS = 10.0  # A tier is tried again at the earliest this long after the first choice against it.
+# A blend that is expected to be slower than prefill is tried again after this number of choices against it. Each trial
+# doubles the number, up to the maximum; a trial that is faster than prefill resets it.
 BLEND_TRIAL_CHOICES = 64
 MAX_BLEND_TRIAL_CHOICES = 4096
-# Until blends of a size were measured, they have to compute at least this much less than prefill.
+# A blend must compute at most this share of the tokens that prefill would compute.
 LESS_WORK = 0.9
-# One of so many prompts is computed although a blend looks better, as long as prefill was not measured at its length.
+# As long as prefill is not measured at a prompt's length, one prompt in this number is computed instead of blended.
 SURVEY_EVERY = 8
-MAX_SURVEYS = 8  # prompts of each length
+MAX_SURVEYS = 8  # the maximum number of such prompts for each length
 
-# What threads have done, by tier: the numbers of "records" and "bytes", and the seconds of "opening" and "reading".
+# The work of loading threads, by tier: the numbers of "records" and "bytes", the seconds of "opening" and "reading".
 Spent = defaultdict[tuple[str, str], float]
 
 
 class LoadPolicy(Enum):
     """When chunks are loaded from tiers below memory."""
 
-    AUTO = "auto"  # unless computing is expected to be clearly faster
+    AUTO = "auto"  # Load unless computing is expected to be clearly faster.
     ALWAYS = "always"
     NEVER = "never"
 
@@ -46,39 +46,39 @@ class LoadPolicy(Enum):
 class Offer:
     """Records on tiers that a request could load, and the computing that this would save."""
 
-    records: Sequence[tuple[str, int]]  # the tier and the bytes of each
-    exact: int  # tokens that would not have to be computed
-    reused: int  # tokens of documents, of which a blend still computes a share
-    ratio: float  # that share
+    records: Sequence[tuple[str, int]]  # the tier and the bytes of each record
+    exact: int  # tokens that need no computing after the load
+    reused: int  # tokens of documents; a blend still computes the share `ratio` of them
+    ratio: float  # the share of the reused tokens that a blend recomputes
     prompt: int  # tokens of the whole prompt
 
     @property
     def saved(self) -> float:
-        """How many tokens would not be computed.
+        """The number of tokens that a load saves from being computed.
 
-        This is an approximation: a blend's first layers, and the rows of the question in its first pass, are left out.
+        This is an approximation: it ignores a blend's first layers, and the question's rows in its first pass.
         """
         return self.exact + self.reused * (1 - self.ratio)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlendOffer:
-    """A blend that could be made, and the prefill that it would replace."""
+    """A possible blend, and the prefill that it would replace."""
 
     rows: float  # tokens that the blend computes, in both of its passes
     tokens: int  # tokens that prefill would compute instead
-    length: int  # of a prompt whose tokens cost as much on average, see `CostModel.computed`
-    records: Sequence[tuple[str, int]] = ()  # on tiers, which the blend would load: the tier and the bytes of each
+    length: int  # the length of a prompt with the same average cost of a token, see `CostModel.computed`
+    records: Sequence[tuple[str, int]] = ()  # the tier and the bytes of each record that the blend would load
 
     @property
     def size(self) -> tuple[int, int]:
-        """The class of blends and prefills that take about as long per token."""
+        """The size class of this blend: blends of one class take about the same time per token."""
         return self.length.bit_length(), int(self.rows).bit_length()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """Whether to load, and the seconds that loading and computing are expected to take, if they are known."""
+    """The decision whether to load, with the expected seconds of loading and of computing, if known."""
 
     load: bool
     loading: float | None = None
@@ -86,7 +86,7 @@ class Choice:
 
     @property
     def why(self) -> str:
-        """The reason why stored tokens are not loaded; empty if they are."""
+        """The reason why stored tokens are not loaded. Empty if they are loaded."""
         if self.load:
             return ""
         if self.loading is None or self.computing is None:
@@ -99,7 +99,7 @@ class Choice:
 class Rate:
     """Seconds per unit: the quotient of two fading sums, so that large observations weigh more than small ones.
 
-    Of the last three observations only the middle one is added, so that a single outlier has no influence.
+    Each new observation adds the median of the last three to the sums, so that a single outlier has no influence.
     """
 
     newest: float = 0.0
@@ -108,7 +108,7 @@ class Rate:
     _units: float = 0.0
 
     def add(self, seconds: float, units: float) -> None:
-        """Add an observation: so many units took so many seconds."""
+        """Add an observation: `units` took `seconds`."""
         self.newest = seconds / units
         self._last.append((seconds, units))
         if len(self._last) == ENOUGH:
@@ -132,18 +132,18 @@ class CostModel:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
-        self._opening: defaultdict[str, Rate] = defaultdict(Rate)  # by tier, for each record
-        self._reading: defaultdict[str, Rate] = defaultdict(Rate)  # by tier, for each byte
+        self._opening: defaultdict[str, Rate] = defaultdict(Rate)  # by tier, seconds per record
+        self._reading: defaultdict[str, Rate] = defaultdict(Rate)  # by tier, seconds per byte
         self._computing: defaultdict[int, Rate] = defaultdict(Rate)  # by bit length of the prompt's length, per token
-        self._passed_over: dict[str, tuple[float, int]] = {}  # by tier: since when, and how many times in a row
+        self._passed_over: dict[str, tuple[float, int]] = {}  # by tier: first time, and number of times in a row
         self._blending: defaultdict[tuple[int, int], Rate] = defaultdict(Rate)  # by `BlendOffer.size`, per row
-        self._not_blended: dict[tuple[int, int], tuple[int, int]] = {}  # choices against a size, and until a trial
-        self._trials: set[tuple[int, int]] = set()  # sizes of which a blend is made to measure it again
-        self._surveys: dict[int, int] = {}  # by bit length of the prompt's length: blends before prefill was measured
+        self._not_blended: dict[tuple[int, int], tuple[int, int]] = {}  # by size: choices against it, limit for a trial
+        self._trials: set[tuple[int, int]] = set()  # sizes whose next blend is a trial
+        self._surveys: dict[int, int] = {}  # by bit length of the prompt's length: prompts before prefill was measured
         self._mutex = threading.Lock()
 
     def snapshot(self) -> "CostModel":
-        """Return a copy. Its choices count in itself only, for example those that explain a prompt to an operator."""
+        """Return a copy. Choices of the copy, for example to explain a prompt to an operator, do not count here."""
         copied = CostModel(self.clock)
         with self._mutex:
             for name, value in vars(self).items():
@@ -152,20 +152,20 @@ class CostModel:
         return copied
 
     def speeds(self) -> dict[str, tuple[float, float]]:
-        """Return the seconds for each record and for each byte of the tiers for which both are known."""
+        """Return the seconds per record and per byte, for each tier where both are known."""
         with self._mutex:
             found = {tier: (self._opening[tier].optimistic, rate.optimistic) for tier, rate in self._reading.items()}
         return {tier: (record, byte) for tier, (record, byte) in found.items() if record is not None and byte}
 
     def take_speeds(self, speeds: Mapping[str, tuple[float, float]]) -> None:
-        """Take over what another cost model has measured of tiers."""
+        """Replace the estimates of tiers by those of another cost model."""
         with self._mutex:
             for tier, (record, byte) in speeds.items():
                 self._opening[tier] = Rate(record, _seconds=record, _units=1)
                 self._reading[tier] = Rate(byte, _seconds=byte, _units=1)
 
     def loaded(self, spent: Spent) -> None:
-        """Add what a batch of loads took; the seconds are those of all its threads together."""
+        """Add the measurement of a batch of loads: the work and seconds of all its threads together."""
         with self._mutex:
             for tier in {tier for tier, _ in spent}:
                 if records := spent[tier, "records"]:
@@ -174,23 +174,23 @@ class CostModel:
                     self._reading[tier].add(spent[tier, "reading"], size)
 
     def computed(self, tokens: float, seconds: float, length: float) -> None:
-        """Add a prefill of `tokens` tokens that cost as much, on average, as those of a whole prompt of `length`.
+        """Add a prefill of `tokens` tokens whose average cost is that of a token in a whole prompt of `length`.
 
-        The attention of a token costs as much as there are tokens before it. So tokens `[a, b)` cost on average what
-        the tokens of a prompt of length a + b cost.
+        The attention cost of a token is proportional to the number of tokens before it. So tokens `[a, b)` cost on
+        average as much as the tokens of a prompt of length a + b.
         """
         if tokens >= LEAST_TOKENS and seconds > 0:
             with self._mutex:
                 self._computing[int(length).bit_length()].add(seconds, tokens)
 
     def blended(self, offer: BlendOffer, seconds: float) -> None:
-        """Add a blend, from the begin of its load until the first token of the answer."""
+        """Add the duration of a blend, from the start of its load to the first token of the response."""
         if offer.rows < 1 or seconds <= 0:
             return
         with self._mutex:
             prefill = self._computing[offer.length.bit_length()].value
             if offer.size in self._trials and prefill is not None and seconds <= prefill * offer.tokens:
-                # A trial that was fast counts by itself: what made the earlier ones slow is over.
+                # A fast trial replaces the old estimate: whatever slowed the earlier blends is over.
                 pace = seconds / offer.rows
                 self._blending[offer.size] = Rate(pace, _seconds=seconds, _units=offer.rows)
                 self._not_blended.pop(offer.size, None)
@@ -199,13 +199,13 @@ class CostModel:
             self._trials.discard(offer.size)
 
     def against_blend(self, offer: BlendOffer, policy: LoadPolicy) -> str:
-        """Return why prefill is expected to be faster than a blend; empty if the blend should be made.
+        """Return why prefill is expected to be faster than a blend. Empty if the blend should be made.
 
-        Both are measured from the begin of the work until the first token of the answer, so that everything counts:
-        both passes, placement, attention, launches, and the step of the engine that follows. Loading overlaps with
-        the blend, so that the longer of both counts. Where blends of about this size were not measured yet, one is made
-        if it computes clearly less. Where prefill at this length was not measured yet, one of `SURVEY_EVERY` prompts is
-        computed: that takes no longer than without lmc.
+        Both are measured from the start of the work to the first token of the response, so that everything counts: both
+        passes, placement, attention, launches, and the engine step that follows. Loading overlaps with the blend, so
+        the longer of both counts. If no blend of about this size has been measured yet, a blend is made if it computes
+        clearly less. If prefill at this length has not been measured yet, one in `SURVEY_EVERY` prompts is computed:
+        that takes no longer than without lmc.
         """
         if policy is LoadPolicy.ALWAYS:
             return ""
@@ -224,7 +224,7 @@ class CostModel:
         return f"prefill takes about {prefill * offer.tokens:.3g} s, and a blend about {blending:.3g} s"
 
     def _is_trial(self, size: tuple[int, int]) -> bool:
-        """Count a choice against blends of this size; return whether one is made all the same, to measure it again."""
+        """Count a choice against blends of this size. Returns whether a blend is made anyway, as a trial."""
         count, limit = self._not_blended.get(size, (0, BLEND_TRIAL_CHOICES))
         due = count >= limit
         if due:
@@ -233,23 +233,24 @@ class CostModel:
         return due
 
     def _survey(self, length: int) -> str:
-        """Return why prefill is measured now; empty if a blend is made."""
+        """Return why prefill is measured now. Empty if a blend is made."""
         self._surveys[length] = count = self._surveys.get(length, 0) + 1
         if count % SURVEY_EVERY or count > SURVEY_EVERY * MAX_SURVEYS:
             return ""
         return "prefill was measured, because its speed at this length was not known yet"
 
     def choose(self, offer: Offer, policy: LoadPolicy) -> Choice:
-        """Decide whether a request loads what is offered.
+        """Decide whether a request loads the offered records.
 
-        It does unless computing is clearly faster, and as long as too little is known of either.
+        A request loads unless computing is expected to be clearly faster. It also loads while either estimate is
+        missing.
 
-        Loading takes a fixed time for each record and a time for each byte, added up over all tiers; a blend also
-        computes while it loads, which is left out. Computing takes the tokens that loading would save, at the pace
-        that was measured for prompts of this length or else of the next shorter length (by powers of two), or of the
-        shortest one. A token costs more in a longer prompt, so the pace of a shorter prompt makes computing look
-        cheaper than it is. That corrects itself, because the tokens are then computed and measured at the right
-        length; an error in the other direction would never be noticed.
+        The estimate of loading is a fixed time per record plus a time per byte, summed over all tiers. A blend also
+        computes while it loads; the estimate ignores that. The estimate of computing is the number of tokens that
+        loading would save, times a measured pace. This pace is that of prompts of this length, or else of the next
+        shorter length (by powers of two), or else of the shortest length. A token costs more in a longer prompt, so the
+        pace of a shorter prompt makes computing look too cheap. That error corrects itself: the tokens are computed,
+        and measured at the right length. An error in the other direction would never be noticed.
 
         A tier that was passed over for a while is tried again, in case it has become faster.
         """
@@ -290,10 +291,10 @@ class CostModel:
 class LoadTiming:
     """Measures a batch of loads that were started together.
 
-    What counts is the time from when the first thread begins until the last thread ends, because that is how long a
-    request waits; the time in the queue behind other batches does not count. This time is divided among the tiers, and
-    between opening and reading, in proportion to what the threads have measured. A batch that was cancelled counts with
-    what it has read.
+    The measured time is from the start of the first thread to the end of the last thread, because a request waits that
+    long. Time in the queue after other batches does not count. This time is divided among the tiers, and between
+    opening and reading, in proportion to the threads' own measurements. A cancelled batch counts with the bytes that it
+    has read.
     """
 
     def __init__(self, cost: CostModel, threads: int) -> None:
@@ -303,13 +304,13 @@ class LoadTiming:
         self._mutex = threading.Lock()
 
     def begin(self) -> Spent:
-        """Note that a thread begins, and return what it counts in."""
+        """Start the measurement of a thread, and return its empty counts."""
         with self._mutex:
             self._begun = min(self._begun, self._cost.clock())
         return defaultdict(float)
 
     def end(self, spent: Spent) -> None:
-        """Note that a thread has ended; the last one reports the batch to the cost model."""
+        """Add the counts of a thread that has ended. The last thread reports the batch to the cost model."""
         with self._mutex:
             for key, amount in spent.items():
                 self._spent[key] += amount

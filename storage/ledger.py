@@ -117,7 +117,7 @@ class Ledger:
         """Reserve a slot to write to: a free slot without a chunk if possible, or else the next slot to evict.
 
         The order is: a queued slot without a chunk, a ready slot, an unused slot if `claims` grants it, the next slot
-        to evict. With `used`, no unused slot is taken. Returns None if there is no such slot.
+        to evict. With `used`, no unused slot is taken. Returns None if no slot can be reserved.
         """
         slot = self._queue.first()
         full = slot is None or self._keys[slot] is not None

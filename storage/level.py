@@ -113,7 +113,7 @@ class Backing(MemoryClaims, Protocol):
     unsafe: Collection[Slot]  # Other processes may still write to these slots.
 
     def furnish(self, slots: Sequence[Slot]) -> set[Slot]:
-        """Take the memory of slots before their first use. Returns the slots for which the system has no memory.
+        """Allocate the memory of slots before their first use. Returns the slots for which the system lacks memory.
 
         After such a failure, `claim` refuses for a while. This takes milliseconds, and is called without the store's
         lock.

@@ -122,7 +122,7 @@ class Loader:
                 self._guard(load.tier, "read", reader.close)
 
     def _furnished(self, loads: Sequence[Load]) -> list[Load]:
-        """Take memory for bare slots. Returns the loads whose slots have memory; the others end as failed."""
+        """Allocate the memory of bare slots. Returns the loads whose slots have memory; the others end as failed."""
         lacking = self._supply.furnish([load.slot for load in loads if load.bare])
         for load in loads:
             if load.slot in lacking:

@@ -355,7 +355,7 @@ class Store(ChunkStore):
     # -- inside ------------------------------------------------------------------------------------------------------
 
     def _in_memory(self, keys: Sequence[ChunkKey]) -> list[str | None]:
-        """Look up chunks in memory without the lock, so that a lookup never waits for storing or loading threads."""
+        """Return the level of each chunk in memory, without the lock. So a lookup never waits for stores or loads."""
         found: list[str | None] = [None] * len(keys)
         for level in self._levels:
             name, there = level.name, level.ledger.holds(keys)

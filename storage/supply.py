@@ -24,9 +24,9 @@ class SlotSupply:
         return self._host.ledger.ready
 
     def furnish(self, bare: Sequence[Slot]) -> set[Slot]:
-        """Take the memory of bare slots. Returns the slots for which the system has no memory; they stay bare.
+        """Allocate the memory of bare slots. Returns the slots for which the system lacks memory; they stay bare.
 
-        The lock is not held meanwhile, because taking memory takes milliseconds.
+        The lock is not held meanwhile, because the allocation takes milliseconds.
         """
         if not bare:
             return set()

@@ -56,8 +56,8 @@ class Writer:
     def close(self) -> None:
         """Write the chunks that are only in memory, and stop the threads. The state must be closed before.
 
-        A tier that other processes share gets only the chunks that were never written to it. It may have evicted the
-        others on purpose.
+        A tier that other processes share gets only the chunks that it missed before. It may have evicted the others,
+        which are then not written again.
         """
         self._state.wait_until_flushed()
         self._copies.shutdown()

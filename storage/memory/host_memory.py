@@ -1,4 +1,4 @@
-"""Host memory: how much of it there is, and how it is mapped, taken, and given back to the system."""
+"""Host memory: how much is available, and how it is mapped and populated."""
 
 import ctypes
 import errno
@@ -20,12 +20,12 @@ from lmc.storage.memory.memory_files import whole_pages
 CONTAINER = Path("/sys/fs/cgroup")
 MADV_POPULATE_WRITE = 23  # Linux 5.14; Python has no name for it yet.
 POPULATED_AT_ONCE = 256 * MIB
-THREADS = min(8, os.cpu_count() or 1)  # that take memory
+THREADS = min(8, os.cpu_count() or 1)  # threads that populate or page-lock memory
 UNLIMITED = 1 << 62  # bytes
 
 
 def new_memory(size: int, file: int | None = None) -> mmap.mmap:
-    """Map `size` bytes of zeros: anonymous pages, which are taken when they are first touched, or those of a file."""
+    """Map `size` bytes of zeros: the pages of a file, or anonymous pages, which are allocated at the first touch."""
     try:
         if file is None:
             return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -36,7 +36,7 @@ def new_memory(size: int, file: int | None = None) -> mmap.mmap:
 
 
 def new_memory_file(size: int) -> int:
-    """Return the descriptor of a new file without a name, in huge pages if the system has reserved so many of them."""
+    """Return the descriptor of a new file without a name. It has huge pages if the system has reserved enough."""
     found = dict(re.findall(r"^(HugePages_Free|Hugepagesize): +(\d+)", _facts(), re.MULTILINE))
     there = int(found.get("HugePages_Free", 0)) * int(found.get("Hugepagesize", 0)) * 1024
     huge = os.MFD_HUGETLB if size <= there else 0
@@ -44,9 +44,9 @@ def new_memory_file(size: int) -> int:
 
 
 def populate(memory: mmap.mmap, start: int, stop: int) -> bool:
-    """Take and map the pages of some bytes now; return whether the system had them.
+    """Allocate and map the pages from `start` to `stop` now. Returns whether the system had enough memory.
 
-    The first touch of a page costs ten times what a copy does (1.7 against 16 GB/s), and would delay a step.
+    The first touch of a page costs ten times as much as a copy (1.7 against 16 GB/s), and would delay an engine step.
     """
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     start -= start % mmap.PAGESIZE
@@ -61,7 +61,7 @@ def populate(memory: mmap.mmap, start: int, stop: int) -> bool:
     else:
         with ThreadPoolExecutor(THREADS) as pool:
             errors = set(pool.map(take, pieces))
-    # Any other error means a kernel before 5.14, which takes pages when they are first touched.
+    # Any other error means a kernel before 5.14, which allocates pages at the first touch.
     return not errors & {errno.ENOMEM, errno.EFAULT}
 
 
@@ -73,23 +73,23 @@ def _madvise() -> Any:
 
 
 def in_huge_pages(memory: mmap.mmap) -> mmap.mmap:
-    """Ask for huge pages, which the system uses for shared memory if its administrator allows that (shmem_enabled)."""
+    """Request huge pages. The system uses them for shared memory if its administrator allows it (shmem_enabled)."""
     with suppress(OSError):
         memory.madvise(mmap.MADV_HUGEPAGE)
     return memory
 
 
 def memory_available() -> int:
-    """Return how many bytes of memory this process can have."""
+    """Return how many bytes of host memory are available to this process."""
     return room_on(torch.device("cpu"))
 
 
 def room_on(device: torch.device) -> int:
-    """Return how many bytes of memory this process can have on a device."""
+    """Return how many bytes of memory on a device are available to this process."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     if device.type != "cpu":
-        return UNLIMITED  # There is no portable way to ask; the allocation itself may fail.
+        return UNLIMITED  # Other devices lack a portable query; the allocation itself may fail.
     found = re.search(r"^MemAvailable: +(\d+) kB$", _facts(), re.MULTILINE)
     if found:
         return min(int(found[1]) * 1024, _container_limit())
@@ -102,9 +102,9 @@ def _facts() -> str:
 
 
 def _container_limit() -> int:
-    """Return what a container (cgroup v2) has left, which /proc/meminfo does not know.
+    """Return the bytes that a container (cgroup v2) has left, which /proc/meminfo does not report.
 
-    Page cache that nobody uses counts as free.
+    Inactive page cache counts as free.
     """
     try:
         limit = (CONTAINER / "memory.max").read_text().strip()

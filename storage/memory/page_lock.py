@@ -1,4 +1,4 @@
-"""Page-locking: host memory that a GPU reads and writes by itself, so that copies run beside the model's work."""
+"""Page-locking: a GPU can read and write page-locked host memory itself, so copies run in parallel with the model."""
 
 import ctypes
 import logging
@@ -16,11 +16,11 @@ from lmc.storage.memory.host_memory import THREADS
 
 log = logging.getLogger(__name__)
 
-LOCKED_AT_ONCE, LOCKED_BESIDE = GIB, 64 * MIB  # bytes; the latter beside the steps of an engine
+LOCKED_AT_ONCE, LOCKED_BESIDE = GIB, 64 * MIB  # bytes per call; the second during the steps of an engine
 
 
 class HostMemory(Protocol):
-    """Whoever has host memory mapped, for as long as it lives."""
+    """An owner of mapped host memory. The memory stays mapped as long as the owner lives."""
 
     def stretch(self, start: int, stop: int) -> torch.Tensor:
         """Return the bytes from `start` to `stop`: uint8 `[stop - start]`."""
@@ -29,12 +29,12 @@ class HostMemory(Protocol):
 def lock(owner: HostMemory, start: int, stop: int, whole: int) -> None:
     """Page-lock memory until its owner is gone.
 
-    That takes about a second for each GiB, so several threads do it, for stretches of a multiple of `whole` bytes:
-    no copy may reach from one stretch into the next. If some cannot be locked, copies from and to them are slower,
-    which is said once.
+    Locking takes about a second for each GiB, so several threads do it. Each locks a stretch whose size is a multiple
+    of `whole` bytes, because no copy may cross from one stretch into the next. If a stretch cannot be locked, copies
+    from and to it are slower; one warning is logged for all of them.
     """
     stretches = [owner.stretch(*one) for one in _divided(start, stop, whole, LOCKED_AT_ONCE)]
-    here = (torch.cuda.current_device(),)  # A new thread would lock for device 0, and take memory there.
+    here = (torch.cuda.current_device(),)  # By default a new thread would lock for device 0, and use memory there.
     with ThreadPoolExecutor(min(THREADS, len(stretches)), initializer=torch.cuda.set_device, initargs=here) as pool:
         found = list(pool.map(_registered, stretches))
     failed = [(stretch.numel(), error) for stretch, error in zip(stretches, found, strict=True) if error]
@@ -46,9 +46,10 @@ def lock(owner: HostMemory, start: int, stop: int, whole: int) -> None:
 
 
 def lock_beside(owner: HostMemory, start: int, stop: int, whole: int) -> None:
-    """Page-lock memory as `lock` does, in a thread, while it is used. What is not locked yet is copied more slowly.
+    """Page-lock memory as `lock` does, but in a background thread while the memory is in use.
 
-    The thread ends early when the owner is gone, or after memory that cannot be locked.
+    Copies of memory that is not locked yet are slower. The thread ends early when the owner is gone, or at the first
+    stretch that cannot be locked.
     """
     stretches = _divided(start, stop, whole, LOCKED_BESIDE)
     arguments = (weakref.ref(owner), stretches, torch.cuda.current_device())
@@ -66,17 +67,17 @@ def _lock_each(owned: "weakref.ref[HostMemory]", stretches: Sequence[tuple[int, 
             _complain(stretches[-1][1] - start, error)
             return
         _release_with(owner, stretch)
-        del owner, stretch  # Otherwise it could not go before the next one is locked.
+        del owner, stretch  # Otherwise these references would keep the owner alive while the next stretch is locked.
 
 
 def _divided(start: int, stop: int, whole: int, size: int) -> list[tuple[int, int]]:
-    """Cut bytes into stretches of about `size`, each a multiple of `whole` but for the last one."""
+    """Divide a range into stretches of about `size` bytes, each a multiple of `whole` except the last."""
     step = -(-size // whole) * whole
     return [(at, min(at + step, stop)) for at in range(start, stop, step)]
 
 
 def _registered(stretch: torch.Tensor) -> int:
-    """Page-lock a stretch of memory, and return CUDA's error, which is 0 if there is none."""
+    """Page-lock a stretch of memory, and return CUDA's error code, 0 for success."""
     status = int(torch.cuda.cudart().cudaHostRegister(stretch.data_ptr(), stretch.numel(), 0))
     if status:
         _clear_cuda_error()
@@ -84,19 +85,19 @@ def _registered(stretch: torch.Tensor) -> int:
 
 
 def _release_with(owner: HostMemory, stretch: torch.Tensor) -> None:
-    """Release a stretch with its owner: an address that is still locked could not be locked again for the next one."""
+    """Unlock a stretch when its owner is gone. Otherwise the next owner could not lock the same address."""
     weakref.finalize(owner, torch.cuda.cudart().cudaHostUnregister, stretch.data_ptr()).atexit = False
 
 
 def _complain(size: int, error: int) -> None:
-    """Say how many bytes cannot be locked, with CUDA's error."""
+    """Log a warning with the number of bytes that cannot be locked and CUDA's error."""
     what = f"{size / GIB:.2f} GiB of memory cannot be page-locked (CUDA error {error})"
     cure = "raise the limit of locked memory (ulimit -l), or lower max_local_cpu_size"
     log.warning("lmc: %s, so copies to and from the GPU are slower; %s", what, cure)
 
 
 def _clear_cuda_error() -> None:
-    """Reset the error that a failed call leaves behind: one of torch's kernels would report it as its own."""
+    """Reset CUDA's last error after a failed call. Otherwise one of torch's kernels would report it as its own."""
     maps = Path("/proc/self/maps")
     paths = {line.split()[-1] for line in maps.read_text().splitlines() if "libcudart" in line} if maps.exists() else ()
     for path in paths:

@@ -1,9 +1,9 @@
-"""The slab: the memory that chunks lie in, allocated once at start, with equal slots of L parts.
+"""The slab: the memory for chunks, allocated once at start, with equal slots of L parts.
 
-A slab does not know who uses a slot; the ledger does. A slab that several processes use is shared memory without a
-name. Other processes open it through the process that made it (`Slab.attach`), and it disappears with the last process
-that maps it, however that process ends. Behind its slots such a slab has a label for each slot, which says which chunk
-the slot holds and how many of its parts have arrived.
+The ledger, not the slab, knows the users of each slot. A slab that several processes use is shared memory without a
+name. Other processes open it through the process that created it (`Slab.attach`). It disappears with the last process
+that maps it, however that process ends. After its slots, such a slab has a label for each slot: the chunk in the slot,
+and the number of its parts that have arrived.
 """
 
 import mmap
@@ -32,13 +32,13 @@ from lmc.storage.memory.memory_files import locked, punch, seal_size, take_pages
 from lmc.storage.memory.page_lock import lock, lock_beside
 from lmc.storage.shares import Share, Shares
 
-LABEL_BYTES = 16  # of a slot
-LOST = -1  # stands in a label instead of a number of parts: the rest of the chunk will not arrive
+LABEL_BYTES = 16  # bytes of one slot's label
+LOST = -1  # in a label instead of the number of parts: the rest of the chunk will not arrive
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlabAddress:
-    """Where another process of this host finds a shared slab."""
+    """The address at which other processes of this host open a shared slab."""
 
     path: str  # the owner's open file, under /proc
     slots: int
@@ -46,21 +46,21 @@ class SlabAddress:
     part_bytes: int
     sparse: bool = False  # see `Slab`
     page_locked: bool = False  # see `Slab`
-    serial: int = 0  # tells slabs apart whose descriptors have had the same number, one after the other
-    lifeline: str = ""  # a file that each process which maps the slab locks, so that its owner sees them end
-    owner: str = ""  # a file that its owner has locked alone for as long as it lives
+    serial: int = 0  # distinguishes successive slabs whose file descriptors had the same number
+    lifeline: str = ""  # a file that each process with the slab mapped locks, so that the owner notices when it ends
+    owner: str = ""  # a file that the owner keeps locked alone as long as it lives
 
 
 def tag_of(key: ChunkKey) -> int:
-    """Return what a label says of a chunk: the first 63 bits of its key."""
+    """Return the tag of a chunk in a label: 63 of the first 64 bits of its key."""
     return int.from_bytes(key[:8], "little") >> 1
 
 
 class Slab:
     """`slots` × `[L parts]` of uint8 on one device.
 
-    In host memory, parts begin at page boundaries, as direct I/O needs it, and are page-locked under CUDA. The parts of
-    one worker lie together, slot after slot; see `lmc.storage.shares`.
+    In host memory, parts start at page boundaries, as direct I/O requires, and are page-locked if CUDA is available.
+    The parts of one worker are contiguous, slot after slot; see `lmc.storage.shares`.
     """
 
     def __init__(
@@ -79,11 +79,10 @@ class Slab:
     ) -> None:
         """Allocate the memory, or map the slab of another process `at` its address, to use one `share` of it.
 
-        The memory of a `sparse` slab is taken when it is first written, slot by slot; its owner watches how much that
-        may be, and gives back slots that are not needed. Such a slab is not page-locked, unless it is `page_locked`:
-        then nothing is given back, and workers lock their shares of it. A `file` on tmpfs keeps the memory for the next
-        process.
-        Raises `NoMemory`, which says how much was asked for and how much there is.
+        The memory of a `sparse` slab is taken slot by slot at the first write. Its owner limits how much is taken, and
+        gives back slots that are not needed. A sparse slab is page-locked only with `page_locked`: then no memory is
+        given back, and workers lock their shares of it. A `file` on tmpfs keeps the memory for the next process.
+        Raises `NoMemory` with the requested and the available size.
         """
         self._shares = parts if isinstance(parts, Shares) else Shares((parts,))
         self.slots, self.parts, self.part_bytes = slots, self._shares.parts, part_bytes
@@ -91,7 +90,7 @@ class Slab:
         self.stride = aligned(part_bytes)
         self.device = torch.device(device)
         self.bytes = slots * self.parts * self.stride
-        self.labels: memoryview | None = None  # int64, two for each slot: the chunk's tag, and the parts that are there
+        self.labels: memoryview | None = None  # int64, two for each slot: the chunk's tag, and its parts that arrived
         self._sparse, self._page_locked, self._at_address, self._kept_in = sparse, page_locked, at, file
         room = UNLIMITED if at or sparse else room_on(self.device)
         if self.bytes > room:
@@ -107,18 +106,18 @@ class Slab:
         else:
             flat = torch.zeros(self.bytes, dtype=torch.uint8, device=self.device)
         self._rows = flat.view(slots * self.parts, self.stride)
-        # The workers that attach to a shared slab copy to and from the GPU. Its owner does not, and page-locking would
-        # make it create a CUDA context for nothing.
+        # The workers that attach to a shared slab copy to and from the GPU. The owner does not, and page-locking would
+        # create a useless CUDA context in it.
         if self.device.type == "cpu" and not shared and torch.cuda.is_available():
             self._page_lock(share)
-        self._at = [(0, 0)] * self.parts  # by part: its row in slot 0, and how many rows there are to the next slot
-        self._of_shares: list[tuple[Share, torch.Tensor]] = []  # each with its memory [slots, its parts, stride]
+        self._at = [(0, 0)] * self.parts  # by part: its row in slot 0, and the number of rows to the next slot
+        self._of_shares: list[tuple[Share, torch.Tensor]] = []  # each share with its memory [slots, its parts, stride]
         for one in self._shares.all:
             row = self._stretch(one)[0] // self.stride
             self._at[one.parts] = [(row + layer, one.count) for layer in range(one.count)]
             rows = self._rows[row : row + slots * one.count]
             self._of_shares.append((one, rows.view(slots, one.count, self.stride)))
-        self._written: dict[Slot, torch.cuda.Event] = {}  # on a GPU: the last write that was issued into each slot
+        self._written: dict[Slot, torch.cuda.Event] = {}  # on a GPU: the last write that was issued to each slot
 
     @classmethod
     def of_size(
@@ -130,7 +129,7 @@ class Slab:
         *,
         shared: bool = False,
     ) -> "Slab":
-        """Make a slab of as many slots as `budget` bytes hold; raise `NoMemory` if they hold none."""
+        """Create a slab with as many slots as fit in `budget` bytes. Raises `NoMemory` if none fits."""
         slot_bytes = (parts.parts if isinstance(parts, Shares) else parts) * aligned(part_bytes)
         if budget < slot_bytes:
             taken = f"one takes {slot_bytes / MIB:.3f} MiB"
@@ -141,7 +140,7 @@ class Slab:
 
     @classmethod
     def attach(cls, at: SlabAddress, share: Share | None = None) -> "Slab":
-        """Map the shared slab of another process, to use one share of it or all.
+        """Map the shared slab of another process, to use one share of it or all of it.
 
         Raises `StorageError` if it cannot be opened.
         """
@@ -149,7 +148,7 @@ class Slab:
 
     @cached_property
     def address(self) -> SlabAddress:
-        """Where other processes find this shared slab."""
+        """The address at which other processes open this shared slab."""
         return self._at_address or SlabAddress(
             path=f"/proc/{os.getpid()}/fd/{self.file}",
             slots=self.slots,
@@ -160,19 +159,22 @@ class Slab:
         )
 
     def label(self, slot: Slot, key: ChunkKey, ready: int) -> None:
-        """Tell other processes which chunk is in `slot`, and how many of its parts have arrived."""
+        """Publish to other processes which chunk is in `slot`, and that `ready` of its parts have arrived."""
         if self.labels is not None:
-            self.labels[2 * slot + 1] = 0  # so that no reader takes the number of one chunk for that of the other
+            self.labels[2 * slot + 1] = 0  # so that no reader combines the new tag with the old chunk's number
             self.labels[2 * slot] = tag_of(key)
             self.labels[2 * slot + 1] = ready
 
     def lose(self, slot: Slot) -> None:
-        """Tell other processes that the chunk in `slot` is gone."""
+        """Publish to other processes that the chunk in `slot` is lost."""
         if self.labels is not None:
             self.labels[2 * slot + 1] = LOST
 
     def ready(self, slot: Slot, tag: int) -> int:
-        """Return how many parts of the chunk `tag` are in `slot`; `LOST` if it holds another one or they never come."""
+        """Return how many parts of the chunk `tag` have arrived in `slot`.
+
+        Returns `LOST` if the slot holds another chunk, or if the other parts will not arrive.
+        """
         assert self.labels is not None
         # The number is read before the tag, because the tag is written before the number.
         ready, found = self.labels[2 * slot + 1], self.labels[2 * slot]
@@ -181,21 +183,21 @@ class Slab:
     # -- bytes -------------------------------------------------------------------------------------------------------
 
     def slot(self, slot: Slot) -> torch.Tensor:
-        """Return a view of all parts of `slot`, which belong to one worker: uint8 `[L, stride]`."""
+        """Return a view of all parts of `slot`: uint8 `[L, stride]`. The slab must have only one share."""
         ((_, memory),) = self._of_shares
         return memory[slot]
 
     def part(self, slot: Slot, part: int) -> torch.Tensor:
-        """Return a view of part `part` of `slot`: uint8 `[stride]`, of which the first `part_bytes` have a meaning."""
+        """Return a view of part `part` of `slot`: uint8 `[stride]`. The first `part_bytes` are data."""
         row, step = self._at[part]
         return self._rows[row + slot * step]
 
     def stretch(self, start: int, stop: int) -> torch.Tensor:
-        """See `page_lock.HostMemory.stretch`."""
+        """Return the bytes from `start` to `stop`, as `page_lock.HostMemory.stretch`."""
         return self._rows.view(-1)[start:stop]
 
     def memory(self, slot: Slot, first: int, count: int, size: int) -> list[memoryview]:
-        """Return writable views of the first `size` bytes of `count` parts of a host slab, one view if they adjoin."""
+        """Return writable views of the first `size` bytes of `count` parts: one view if they are contiguous."""
         if size == self.stride and len(self._of_shares) == 1:
             start = (slot * self.parts + first) * size
             return [self._view[start : start + count * size]]
@@ -203,14 +205,14 @@ class Slab:
         return [self._view[start : start + size] for start in starts]
 
     def read(self, slot: Slot, part: int, size: int) -> bytes:
-        """Return a copy of the first `size` bytes of a part of a shared slab. Memory that is not there is not taken."""
+        """Return a copy of the first `size` bytes of a part of a shared slab. Reading takes no memory for the slot."""
         row, step = self._at[part]
         return os.pread(self.file, size, (row + slot * step) * self.stride)
 
     def seal(self, slot: Slot, size: int) -> None:
-        """Note that a slot was filled with parts of `size` bytes.
+        """Finish a slot that was filled with parts of `size` bytes.
 
-        The rest of each part's last block is zeroed, so that no bytes of an older chunk are stored with this one.
+        The rest of each part's last block is zeroed, so that no bytes of an older chunk are stored with the new chunk.
         """
         end = aligned(size)
         if end != size:
@@ -219,15 +221,15 @@ class Slab:
         self.written(slot)
 
     def written(self, slot: Slot) -> None:
-        """Make later copies in and out of `slot` wait for the writes that this thread has issued to a GPU."""
+        """Make later copies to and from `slot` wait for the writes that this thread has issued to a GPU."""
         if self.device.type == "cuda":
             event = self._written.setdefault(slot, torch.cuda.Event())
             event.record(torch.cuda.current_stream(self.device))
 
     def copy_from(self, slot: Slot, source: "Slab", there: Slot) -> None:
-        """Copy a whole slot of another slab, and wait until it is copied.
+        """Copy a whole slot of another slab, and wait until the copy has ended.
 
-        Copies to and from a GPU have a stream of their own, beside the model's work.
+        Copies to and from a GPU use their own stream, in parallel with the model's work.
         """
         stream = self._stream or source._stream
         if stream is None:
@@ -241,10 +243,10 @@ class Slab:
         stream.synchronize()
 
     def take(self, slot: Slot) -> bool:
-        """Take the memory of a slot of a sparse slab now; return whether the system had it.
+        """Allocate the memory of a slot of a sparse slab now. Returns whether the system had enough memory.
 
-        A process that writes to a page for which a tmpfs has no memory would be killed. The pages are not touched,
-        because that takes two to three times as long, and the process that fills the slot has to map them in any case.
+        Without this, a process that writes to a page is killed if the tmpfs has no memory for it. The pages are not
+        touched here: that takes two to three times as long, and the process that fills the slot maps them anyway.
         """
         for share in self._shares.all:
             start, size = self._stretch(share)[0], share.count * self.stride
@@ -254,16 +256,16 @@ class Slab:
         return True
 
     def give_back(self, slot: Slot) -> None:
-        """Give the memory of a slot of a sparse slab back to the system; it reads as zeros from then on.
+        """Give the memory of a slot of a sparse slab back to the system. The slot then reads as zeros.
 
-        A slab that is page-locked keeps it: a GPU would go on to use the pages that were there before.
+        A page-locked slab keeps its memory, because a GPU would continue to use the old pages.
         """
         for share in () if self._page_locked else self._shares.all:
             start, size = self._stretch(share)[0], share.count * self.stride
             punch(self.file, start + slot * size, size)
 
     def snapshot(self, slot: Slot, parts: int, size: int) -> memoryview:
-        """Copy the first `size` bytes of `parts` parts, side by side, into page-aligned host memory."""
+        """Copy the first `size` bytes of `parts` parts into contiguous, page-aligned host memory."""
         if slot in self._written:
             self._written[slot].synchronize()
         copy = mmap.mmap(-1, parts * size)
@@ -278,7 +280,7 @@ class Slab:
         return torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
 
     def _stretch(self, share: Share) -> tuple[int, int]:
-        """Return where a share's bytes begin and end."""
+        """Return the start and the end of a share's bytes."""
         before = self._shares.all[: self._shares.all.index(share)]
         start = sum(one.count for one in before) * self.slots * self.stride
         return start, start + share.count * self.slots * self.stride
@@ -293,7 +295,7 @@ class Slab:
     def _shared_memory(self, at: SlabAddress | None, share: Share | None) -> mmap.mmap:
         size = self.bytes + self.slots * LABEL_BYTES
         if at is None:
-            # A file without a name needs no room in a container's small /dev/shm, and a killed process leaves none.
+            # A file without a name needs no room in a container's small /dev/shm, and disappears with its processes.
             if self._kept_in is None:
                 self.file = new_memory_file(size)
             else:
@@ -308,16 +310,16 @@ class Slab:
                 )
             return memory
         try:
-            if at.lifeline:  # One that is not there is not made: the server would not look at it.
+            if at.lifeline:  # A missing file is not created, because the server would not watch it.
                 weakref.finalize(self, os.close, locked(at.lifeline, new=False))
             with open(at.path, "r+b", buffering=0) as file:
                 memory = in_huge_pages(mmap.mmap(file.fileno(), whole_pages(file.fileno(), size)))
-        except (OSError, ValueError) as error:  # `ValueError`: a file of another size, which is not this slab
+        except (OSError, ValueError) as error:  # `ValueError`: the file has another size, so it is not this slab.
             wanted = "workers must run on the scheduler's host, in the same PID namespace and as the same user"
             raise StorageError(f"cannot open the slab at {at.path} ({error}): {wanted}") from error
         if self._sparse:
             return memory
-        # The owner has taken the pages. Mapping them into this process goes on beside the first steps.
+        # The owner has allocated the pages. This process maps them in a thread, during the first engine steps.
         stretch = self._stretch(share) if share else (0, size)
         threading.Thread(target=populate, args=(memory, *stretch), name="lmc-map", daemon=True).start()
         return memory

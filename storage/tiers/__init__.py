@@ -1,1 +1,1 @@
-"""The tiers beneath memory: disk and Redis, their records, and the guard around them."""
+"""The tiers below memory: disk and Redis, their records, and the guard around them."""

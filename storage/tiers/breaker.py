@@ -1,7 +1,7 @@
-"""A circuit breaker: a tier that does not answer is left alone until a thread in the background gets an answer.
+"""A circuit breaker: a tier that does not respond is not used until a background thread gets a response.
 
-It opens after one timeout, or after three other failures in a row. So whoever needs an answer waits for a silent server
-once, and not for every question.
+It opens after one timeout, or after three other failures in a row. So callers wait for a silent server only once, and
+not at every request.
 """
 
 import logging
@@ -13,19 +13,19 @@ from lmc.errors import TierUnusable
 
 log = logging.getLogger(__name__)
 
-FAILURES = 3  # in a row
-FIRST_PAUSE, LONGEST_PAUSE = 0.5, 10.0  # seconds between two trials
-CALM = 60.0  # seconds without trouble after which the next trouble is logged again, and tried again soon
+FAILURES = 3  # failures in a row that open the breaker
+FIRST_PAUSE, LONGEST_PAUSE = 0.5, 10.0  # seconds between two retries
+CALM = 60.0  # seconds after a failure until the next one is logged again, and retried after `FIRST_PAUSE`
 
 
 class Breaker:
-    """Decides whether the tier `name` is asked, or a server of it."""
+    """Decides whether the tier or the server `name` may be used."""
 
     def __init__(self, name: str, greet: Callable[[], None]) -> None:
-        """`greet` makes a first contact.
+        """Create a closed breaker.
 
-        It raises `OSError` if there is no answer, and `TierUnusable` if the answer is a refusal that will not change by
-        itself.
+        `greet` makes the first contact. It raises `OSError` without a response, and `TierUnusable` for a permanent
+        refusal.
         """
         self.name, self.usable = name, True
         self._greet = greet
@@ -37,38 +37,38 @@ class Breaker:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Make the first contact; without an answer, open."""
+        """Make the first contact. Without a response, open the breaker."""
         try:
             self._greet()
         except OSError as error:
             self.open(error)
 
     def worked(self) -> None:
-        """Note that an answer has come."""
+        """Reset the count of failures after a response."""
         self._failures = 0
 
     def failed(self, error: OSError) -> None:
-        """Note that there was no answer, or a useless one."""
+        """Count a missing or useless response, and open the breaker after `FAILURES` in a row or one timeout."""
         self._failures += 1
-        # A timeout has cost somebody the whole deadline, and must not cost the next one as much.
+        # A timeout has cost one caller the whole deadline, and must not cost the next caller as much.
         if self._failures >= FAILURES or isinstance(error, TimeoutError):
             self.open(error)
 
     def open(self, error: Exception) -> None:
-        """Let nobody ask from now on, but for the thread that tries."""
+        """Stop all use of the tier, except by the thread that retries."""
         with self._mutex:
             if not self.usable or self._closed.is_set():
                 return
             self.usable = False
             now = time.monotonic()
-            # A server that greets and then is silent would cost a deadline each time: the pauses become longer.
+            # A server that greets and then is silent would cost a deadline each time. So the pauses become longer.
             self._pause = FIRST_PAUSE if now - self._opened > CALM else min(2 * self._pause, LONGEST_PAUSE)
             self._opened = now
             logs = now - self._logged > CALM
             thread = threading.Thread(target=self._try_again, args=(logs,), name="lmc-breaker", daemon=True)
             try:
                 thread.start()
-            except RuntimeError:  # No thread can be started now. The next failure tries again.
+            except RuntimeError:  # No thread can be started now. The next failure will try to start one.
                 self.usable = True
                 return
             self._thread = thread
@@ -78,7 +78,7 @@ class Breaker:
                 log.warning("lmc: no answer from %s (%s); its chunks are misses until it answers", self.name, why)
 
     def close(self, seconds: float = 0.0) -> None:
-        """Let nobody ask any more, and wait for the thread for at most `seconds`."""
+        """Stop all use of the tier for good, and wait for the thread for at most `seconds`."""
         self._closed.set()
         self.usable = False
         thread = self._thread

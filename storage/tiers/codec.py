@@ -1,14 +1,14 @@
-"""Codecs: a tier in front of another one that makes records smaller without loss.
+"""Codecs: a tier that wraps another tier and compresses its records without loss.
 
-The exponents of the numbers in a KV cache repeat, and their mantissas do not. So items of k bytes are split into k
-planes (byte j of every item, the lowest byte first) before LZ4 compresses them. The codec is called `planes<k>+lz4` in
-records. A part of `stored_part` bytes is encoded as
+The exponents of the numbers in a KV cache repeat; their mantissas do not. So items of k bytes are split into k planes
+(byte j of every item, the lowest byte first) before LZ4 compresses them. Records name this codec `planes<k>+lz4`. A
+part of `stored_part` bytes is encoded as
 
     u32 × k   the length of each plane's block; a block as long as its plane is the plane itself
-    blocks    LZ4 blocks or planes, side by side
+    blocks    LZ4 blocks or planes, without gaps
     zeros     up to whole blocks of 4096 bytes
 
-The inner tier keeps the checksums, of what it stores. Nothing in an encoded part makes us allocate more memory than the
+The inner tier computes its checksums over the encoded bytes. No encoded part can make lmc allocate more memory than the
 size of a part.
 """
 
@@ -32,18 +32,21 @@ from lmc.storage.tiers.record import (
 )
 from lmc.storage.tiers.tier import RecordReader, Tier, Wrapped, Written
 
-PART_LIMIT = GIB  # bytes of a part in memory; LZ4 blocks and lengths of 32 bits allow little more
+PART_LIMIT = GIB  # bytes of a part in memory; LZ4 blocks and 32-bit lengths allow little more
 ITEMS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # bytes of an item -> a dtype of that size
 NAMES = {planes: f"planes{planes}+lz4" for planes in ITEMS}
 PLANES = {name: planes for planes, name in NAMES.items()}
-LENGTH = 4  # bytes
+LENGTH = 4  # bytes of the length of a block
 
 
 class Coded(Wrapped):
-    """Encodes what is written with one codec, and decodes what is read with the codec that the record names."""
+    """Encodes written records with one codec, and decodes read records with the codec that each record names."""
 
     def __init__(self, inner: Tier, codec: str, item_bytes: int) -> None:
-        """`codec` is "none" or "planes" (of items of `item_bytes`). Raises `ConfigError` if it is missing."""
+        """Wrap `inner` with the codec "none" or "planes" (of items of `item_bytes` bytes).
+
+        Raises `ConfigError` if the codec is unknown or its package is missing.
+        """
         super().__init__(inner)
         planes = {NO_CODEC: 0, "planes": item_bytes}
         if codec not in planes:
@@ -54,18 +57,18 @@ class Coded(Wrapped):
             lz4_block()
 
     def open(self, key: ChunkKey) -> RecordReader | None:
-        """Open a record; one with a codec or with sizes that lmc never writes is deleted."""
+        """Open a record. One with a codec or sizes that lmc never writes is deleted, and raises `CorruptRecord`."""
         reader = self.inner.open(key)
         if reader is None or (reader.meta.codec == NO_CODEC and not reader.meta.sizes):
             return reader
         try:
             if reader.meta.codec not in PLANES:
                 raise CorruptRecord(f"parts in the unknown codec {reader.meta.codec[:40]!r}")
-            # An encoded part is larger than a raw one by at most its lengths.
+            # An encoded part is larger than a raw part by at most the lengths of its blocks.
             if reader.meta.stored_part > PART_LIMIT or max(reader.meta.stored) > reader.meta.stored_part + ALIGN:
                 raise CorruptRecord("impossible sizes of encoded parts")
             lz4_block()
-        except ConfigError as error:  # The record is right, and cannot be read here.
+        except ConfigError as error:  # The record is valid, but this process cannot decode it.
             reader.close()
             raise OSError(str(error)) from error
         except CorruptRecord:
@@ -85,7 +88,7 @@ class Coded(Wrapped):
 
 
 class CodedReader:
-    """An open record that is decoded while it is read. It looks like a raw record."""
+    """An open record that is decoded while it is read. Its metadata is that of a raw record."""
 
     def __init__(self, inner: RecordReader, tier: Tier) -> None:
         self.meta = replace(inner.meta, codec=NO_CODEC, sizes=())
@@ -93,7 +96,7 @@ class CodedReader:
         self.request, self.close = inner.request, inner.close
 
     def read(self, first: int, count: int, into: Sequence[memoryview]) -> None:
-        """Read parts and decode them into `into`; one that cannot be decoded deletes the record."""
+        """Read parts and decode them into `into`. A part that cannot be decoded deletes the record."""
         sizes = self._inner.meta.stored[first : first + count]
         encoded = scratch(sum(sizes))
         self._inner.read(first, count, [encoded])
@@ -106,7 +109,7 @@ class CodedReader:
 def encode_record(
     meta: RecordMeta, parts: Sequence[memoryview], planes: int
 ) -> tuple[RecordMeta, Sequence[memoryview]]:
-    """Return what to write instead, in memory that direct I/O accepts, or the same if that would not be smaller."""
+    """Return the encoded record, in memory that direct I/O accepts, or the raw record if encoding saves nothing."""
     raw = meta.offset(meta.parts)
     out = pages(raw)
     sizes: list[int] = []
@@ -126,7 +129,7 @@ def encode_record(
 def encode_part(view: memoryview, planes: int) -> list[memoryview | bytes]:
     """Return the pieces of an encoded part: the lengths, then the blocks.
 
-    The blocks may lie in `view` and in this thread's `scratch`, and are good until that is used again.
+    The blocks may be views of `view` and of this thread's `scratch`. They are valid until `scratch` is used again.
     """
     compress, length = lz4_block().compress, len(view) // planes
     split = view if planes == 1 else _split(view, planes)
@@ -139,7 +142,7 @@ def encode_part(view: memoryview, planes: int) -> list[memoryview | bytes]:
 
 
 def decode_part(encoded: memoryview, into: memoryview, planes: int) -> None:
-    """Fill `into` from an encoded part; raise `CorruptRecord` if the part does not fit exactly."""
+    """Decode a part into `into`. Raises `CorruptRecord` if the part does not fit exactly."""
     length, end = len(into) // planes, LENGTH * planes
     blocks = []
     for at in range(0, end, LENGTH):
@@ -154,7 +157,7 @@ def decode_part(encoded: memoryview, into: memoryview, planes: int) -> None:
 
 
 def _plane(block: memoryview, length: int) -> torch.Tensor:
-    """Return one plane: uint8 `[length]`."""
+    """Return the plane that a block encodes: uint8 `[length]`."""
     if len(block) == length:
         return torch.frombuffer(block, dtype=torch.uint8)
     lz4 = lz4_block()
@@ -168,8 +171,8 @@ def _plane(block: memoryview, length: int) -> torch.Tensor:
 
 
 # Planes are split and joined by shifting and adding whole items, at 7 to 20 GB/s (1 MiB in cache, one core of an AMD
-# EPYC; bfloat16 is faster than float32). Copying every k-th byte reaches 0.6 to 0.9 GB/s for splitting, 3.7 for
-# joining.
+# EPYC; bfloat16 is faster than float32). Copying every k-th byte reaches only 0.6 to 0.9 GB/s for splitting and 3.7
+# GB/s for joining.
 def _split(view: memoryview, planes: int) -> memoryview:
     """Split `[n × k]` bytes into `[k, n]`, in this thread's `scratch`."""
     raw = torch.frombuffer(view, dtype=torch.uint8)
@@ -194,7 +197,7 @@ def _join(planes: Sequence[torch.Tensor], into: memoryview) -> None:
 
 
 def _record_bytes(meta: RecordMeta) -> int:
-    """Return the bytes of a record with its header."""
+    """Return the size of a record in bytes, including its header."""
     return len(encode_header(replace(meta, checksums=(0,) * meta.parts))) + meta.offset(meta.parts)
 
 

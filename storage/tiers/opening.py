@@ -1,4 +1,4 @@
-"""Opens the tiers that the settings name."""
+"""Open the tiers that the settings name."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -17,33 +17,33 @@ log = logging.getLogger(__name__)
 
 
 def open_tiers(settings: Settings, item_bytes: int) -> list[Tier]:
-    """Return the tiers, fastest first, behind their codecs, which split numbers of `item_bytes`.
+    """Open the tiers of the settings, and wrap them with codecs for items of `item_bytes` bytes. Fastest tier first.
 
-    Raises `TierUnusable` or `ConfigError`; then nothing stays open.
+    Raises `TierUnusable` or `ConfigError`, and then closes the tiers that it has opened.
     """
     with ExitStack() as opened:
         plain = [opened.enter_context(closing(tier)) for tier in open_plain_tiers(settings)]
         tiers = coded(plain, settings, item_bytes)
-        opened.pop_all()  # Without an error they stay open.
+        opened.pop_all()  # Without an error, the tiers stay open.
     return tiers
 
 
 def coded(tiers: Sequence[Tier], settings: Settings, item_bytes: int) -> list[Tier]:
-    """Return tiers behind their codecs; raise `ConfigError` if a codec's package is missing.
+    """Wrap tiers with their codecs. Raises `ConfigError` if a codec's package is missing.
 
-    Only what is written to Redis may be encoded. Every tier decodes what it has.
+    Only records written to Redis may be encoded. Every tier decodes the encoded records that it has.
     """
     return [Coded(tier, settings.remote_serde if tier.name == "redis" else NO_CODEC, item_bytes) for tier in tiers]
 
 
 def described(settings: Settings) -> str:
-    """Return the tiers of the settings in words, for a log."""
+    """Return a description of the settings' tiers, for a log line."""
     disk = f"{settings.local_disk} ({settings.max_local_disk_size:g} GB)" if settings.local_disk else "no disk"
     return f"{disk}, {parse_redis_url(settings.remote_url)}" if settings.remote_url else disk
 
 
 def open_plain_tiers(settings: Settings) -> list[Tier]:
-    """Return the tiers, fastest first, without codecs; raise as `open_tiers`."""
+    """Open the tiers of the settings without codecs, fastest first. Raises the same errors as `open_tiers`."""
     tiers: list[Tier] = []
     with ExitStack() as opened:
         if settings.local_disk is not None:
@@ -64,14 +64,14 @@ def open_plain_tiers(settings: Settings) -> list[Tier]:
 
 
 def open_redis(settings: Settings) -> Tier:
-    """Return the Redis tier; raise `TierUnusable`, or `ConfigError` if a package for it is missing."""
+    """Open the Redis tier. Raises `TierUnusable`, or `ConfigError` if a package for it is missing."""
     assert settings.remote_url is not None
     tier, remote = _redis_tier(), parse_redis_url(settings.remote_url)
     return tier(remote, deadline=settings.remote_deadline, ttl=settings.remote_ttl, prefix=settings.remote_prefix)
 
 
 def check_packages(settings: Settings) -> None:
-    """Raise `ConfigError` if a package is missing for the tiers of the settings, or for their codecs."""
+    """Raise `ConfigError` if a package for the tiers of the settings, or for their codecs, is missing."""
     if settings.remote_url is not None:
         _redis_tier()
     if settings.remote_serde != NO_CODEC:

@@ -3,11 +3,11 @@
     0     u64 length | JSON header, padded with spaces to whole blocks of 4096 bytes
     4096  part 0 | part 1 | …      one U8 tensor `layer.i` per part, each padded with zeros to whole blocks
 
-All parts have the same size, unless a codec has made them smaller; then the header has the size of each part.
+All parts have the same size, unless a codec has compressed them; then the header has the size of each part.
 
-`__metadata__` holds what the store needs, and checksums (xxh3-64) of each part and of itself. A header is accepted only
-if encoding what it says gives the same bytes again. So a flipped bit anywhere in a record is found, either as an error
-in the header or by the checksum of a part.
+`__metadata__` holds the fields of `RecordMeta`, and checksums (xxh3-64) of each part and of itself. A header is
+accepted only if decoding and encoding it gives the same bytes. So a flipped bit anywhere in a record is detected: as an
+error in the header, or by the checksum of a part.
 """
 
 import json
@@ -25,19 +25,19 @@ from lmc.errors import CorruptRecord
 from lmc.keys import FORMAT, ChunkKey, RecordKind
 from lmc.shapes import ALIGN, aligned
 
-HEADER_LIMIT = 1 << 20  # bytes, so that a manipulated length cannot make us allocate memory
+HEADER_LIMIT = 1 << 20  # bytes; a manipulated length cannot make lmc allocate more memory
 PARTS_LIMIT = 4096
 PART_LIMIT = 1 << 40  # bytes
 NO_CODEC = "none"
 BEGINNING = b'{"__metadata__":'
-OPTIONAL = ("sizes", "label", "model", "tenant")  # metadata that is left out if it is empty
-PLAIN = ("tokens", "first", "parts", "part_bytes", "codec", "label", "model", "tenant")  # written as they are
+OPTIONAL = ("sizes", "label", "model", "tenant")  # metadata that is omitted if it is empty
+PLAIN = ("tokens", "first", "parts", "part_bytes", "codec", "label", "model", "tenant")  # metadata written with `str`
 _thread = threading.local()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordMeta:
-    """What is known of a record besides its parts."""
+    """A record's metadata: everything except its parts."""
 
     key: ChunkKey
     kind: RecordKind
@@ -45,17 +45,17 @@ class RecordMeta:
     tokens: int
     first: int  # position at which the first token was computed; the keys in the parts are rotated for it
     parts: int
-    part_bytes: int  # that have a meaning; a part is stored in `aligned(part_bytes)` bytes
+    part_bytes: int  # bytes of data in a part; a part is stored in `aligned(part_bytes)` bytes
     codec: str = NO_CODEC
-    label: str = ""  # whatever the writer wants to find with the record again
-    model: str = ""  # its name, for people
+    label: str = ""  # free text of the writer, returned with the record
+    model: str = ""  # name, for people
     tenant: str = ""  # digest of the cache salt; empty without one
     sizes: tuple[int, ...] = ()  # stored bytes of each part, if they differ
     checksums: tuple[int, ...] = ()  # xxh3-64 of each stored part
 
     @property
     def stored_part(self) -> int:
-        """Bytes of a part in memory, and in the record if no codec is used."""
+        """Bytes of a part in memory, and in a record without a codec."""
         return aligned(self.part_bytes)
 
     @property
@@ -65,7 +65,7 @@ class RecordMeta:
 
     @property
     def owner(self) -> tuple[str, str]:
-        """The name of the model, and the digest of the tenant's cache salt."""
+        """The owner: the name of the model, and the digest of the tenant's cache salt."""
         return self.model, self.tenant
 
     @property
@@ -74,7 +74,7 @@ class RecordMeta:
         return self.parts * self.stored_part
 
     def offset(self, part: int) -> int:
-        """Return where part `part` begins, from the first part on; `offset(parts)` is the size of all parts."""
+        """Return the offset of part `part` from the first part, in bytes. `offset(parts)` is the size of all parts."""
         return sum(self.sizes[:part]) if self.sizes else part * self.stored_part
 
 
@@ -84,7 +84,7 @@ def checksum(part: memoryview | bytes) -> int:
 
 
 def compare(found: Iterable[int], wanted: Sequence[int], first: int) -> None:
-    """Raise `CorruptRecord` if the checksums of the parts from `first` on are not those that were written."""
+    """Compare computed checksums with the written ones, of the parts from `first` on. Raises `CorruptRecord`."""
     for part, (one, right) in enumerate(zip(found, wanted, strict=True), first):
         if one != right:
             raise CorruptRecord(f"part {part} is not what was written")
@@ -92,7 +92,7 @@ def compare(found: Iterable[int], wanted: Sequence[int], first: int) -> None:
 
 @contextmanager
 def removed_if_corrupt(remove: Callable[[ChunkKey], object], key: ChunkKey) -> Iterator[None]:
-    """Remove a record that turns out to be corrupt inside of the block. The error goes on to the caller."""
+    """Remove a record if the block raises `CorruptRecord`, and raise the error again."""
     try:
         yield
     except CorruptRecord:
@@ -101,13 +101,13 @@ def removed_if_corrupt(remove: Callable[[ChunkKey], object], key: ChunkKey) -> I
 
 
 def verify_parts(meta: RecordMeta, read: Callable[[int, int, Sequence[memoryview]], None]) -> None:
-    """Read each part of a record once, into scratch memory; `read` raises an error for a corrupt one."""
+    """Read each part of a record once into scratch memory. `read` raises an error for a corrupt part."""
     for part, size in enumerate(meta.stored):
         read(part, 1, [scratch(size)])
 
 
 def split_parts(memory: Sequence[memoryview], sizes: Sequence[int]) -> list[memoryview]:
-    """Return a view of each part; `memory` may have several parts side by side in one view."""
+    """Return a view of each part. One view of `memory` may hold several adjacent parts."""
     parts, views = [], iter(memory)
     left = memoryview(b"")
     for size in sizes:
@@ -120,12 +120,12 @@ def split_parts(memory: Sequence[memoryview], sizes: Sequence[int]) -> list[memo
 
 
 def pages(size: int) -> memoryview:
-    """Return zeros in memory that direct I/O accepts."""
+    """Return zeroed memory of `size` bytes that direct I/O accepts."""
     return memoryview(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
 
 
 def scratch(size: int) -> memoryview:
-    """Return this thread's memory, good until the next call: a thread reads one record at a time."""
+    """Return scratch memory of this thread, valid until its next call: a thread reads one record at a time."""
     held: memoryview = getattr(_thread, "scratch", memoryview(b""))
     if len(held) < size:
         held = _thread.scratch = pages(size)
@@ -140,7 +140,7 @@ def encode_header(meta: RecordMeta) -> bytes:
 
 
 def header_size(prefix: bytes) -> int:
-    """Return how many bytes a header takes, from its first 8; raise `CorruptRecord` if it cannot be that many."""
+    """Return the size of a header in bytes, from its first 8 bytes. Raises `CorruptRecord` for an impossible size."""
     size = 8 + int.from_bytes(prefix[:8], "little")
     if len(prefix) < 8 or size % ALIGN or not ALIGN <= size <= HEADER_LIMIT:
         raise CorruptRecord(f"header length {size}")
@@ -148,9 +148,9 @@ def header_size(prefix: bytes) -> int:
 
 
 def decode_header(blob: bytes) -> RecordMeta:
-    """Return what a header says; raise `CorruptRecord` if it is not exactly what `encode_header` would write."""
+    """Decode a header. Raises `CorruptRecord` if it differs from what `encode_header` would write."""
     try:
-        # What follows the metadata need not be parsed: below it is encoded again and compared.
+        # The JSON after the metadata is not parsed, because the header is encoded again and compared below.
         text, _ = json.JSONDecoder().raw_decode(blob[8:].decode(), len(BEGINNING))
         meta = RecordMeta(
             key=ChunkKey(bytes.fromhex(text["key"])),
@@ -180,7 +180,7 @@ def decode_header(blob: bytes) -> RecordMeta:
 
 @lru_cache(maxsize=256)
 def _tensors(sizes: tuple[int, ...]) -> bytes:
-    """Return the JSON behind the metadata, which is the same for all whole chunks of a model."""
+    """Return the JSON after the metadata. It is the same for all whole chunks of a model."""
     entries = [
         f',"layer.{part}":{{"dtype":"U8","shape":[{stop - start}],"data_offsets":[{start},{stop}]}}'
         for part, (start, stop) in enumerate(pairwise(accumulate(sizes, initial=0)))
@@ -194,6 +194,6 @@ def _metadata(meta: RecordMeta) -> dict[str, str]:
     said |= {"sizes": ",".join(map(str, meta.sizes)), "kind": meta.kind.value}
     said |= {name: str(getattr(meta, name)) for name in PLAIN}
     said = {name: value for name, value in said.items() if value or name not in OPTIONAL}
-    # A flipped bit in any of these values gives another digest when the header is encoded again.
+    # A flipped bit in any of these values changes the digest when the header is encoded again.
     said["digest"] = f"{checksum(json.dumps(said).encode()):016x}"
     return said

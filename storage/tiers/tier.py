@@ -1,8 +1,8 @@
-"""What a tier is: a place that keeps records under keys, slower and larger than memory.
+"""The contract of a tier: a place that keeps records by key, slower and larger than memory.
 
-A missing key is an answer, not an error; so is `FileNotFoundError`, for a record that goes while it is read. A tier may
-raise `OSError` or `CorruptRecord`; the store, and only the store, turns these into misses (`tier_guard.py`).
-`tests/tier_contract.py` is the contract as tests: every tier runs them.
+A missing key is an ordinary result, not an error. The same holds for `FileNotFoundError`, if a record disappears while
+it is read. A tier may raise `OSError` or `CorruptRecord`; only the store turns these into misses (`tier_guard.py`).
+`tests/tier_contract.py` tests the contract for every tier.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -17,25 +17,25 @@ from lmc.storage.tiers.record import RecordMeta
 
 
 class Written(Enum):
-    """What became of a record that was to be written."""
+    """The outcome of writing a record."""
 
     STORED = "stored"
-    PRESENT = "present"  # it was there already
-    REFUSED = "refused"  # larger than the tier, or the tier is full or read-only for now
+    PRESENT = "present"  # The tier had the record already.
+    REFUSED = "refused"  # The record is larger than the tier, or the tier is full, read-only or paused.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """One record as a listing shows it."""
+    """One record in a listing of a tier."""
 
     key: ChunkKey
     bytes: int
-    used: float  # seconds since the epoch of its last use
+    used: float  # time of the last use, in seconds since the epoch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """Something wrong in a persistent tier, and whether it was repaired."""
+    """A problem in a persistent tier, and whether it was repaired."""
 
     where: str
     problem: str
@@ -43,96 +43,99 @@ class Finding:
 
 
 class RecordReader(Protocol):
-    """An open record. Parts are read in any order, verified one by one."""
+    """An open record. Its parts can be read in any order, and each part is verified."""
 
     meta: RecordMeta
 
     def request(self, first: int, count: int) -> None:
-        """Announce that this thread reads these parts next, after earlier requests; a remote tier has them sent."""
+        """Announce the parts that this thread reads after those of earlier requests. A remote tier has them sent."""
 
     def read(self, first: int, count: int, into: Sequence[memoryview]) -> None:
-        """Fill `into` (one view per part, or one over all) with stored parts; raise `CorruptRecord` or `OSError`."""
+        """Fill `into` (one view per part, or one for all) with stored parts. Raises `CorruptRecord` or `OSError`."""
 
     def close(self) -> None:
-        """Give back what the reader holds."""
+        """Release the reader's resources."""
 
 
 class Tier(Protocol):
-    """A place for records."""
+    """A place that keeps records."""
 
     name: str
-    shared: bool  # with other processes, which read and write there too
-    evictions: int  # records that it has removed to stay within its bound
-    document_evictions: int  # of these, records of documents
+    shared: bool  # whether other processes also read and write there
+    evictions: int  # records that the tier has removed to stay within its bound
+    document_evictions: int  # evictions of records of documents
 
     @property
     def usable(self) -> bool:
-        """False while the place is known not to answer: then everything is a miss, at once."""
+        """Whether the tier responds. While it does not, every lookup is a miss without waiting."""
 
     def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        """Which of `keys` could be read now, as far as is known without reading them."""
+        """Return for each of `keys` whether it can be read now, as far as the tier knows without reading it."""
 
     def announce(self, keys: Sequence[ChunkKey], into: Sequence[Sequence[memoryview]] = ()) -> None:
-        """Announce that this thread opens these records next: a remote tier gets all their headers at once.
+        """Announce the records that this thread opens next. A remote tier fetches all their headers at once.
 
-        `into` is where the first parts of each record will be read to, if they have the usual size. A tier may fill it
-        while it opens the record; only `RecordReader.read` says whether the bytes are right.
+        `into` is the memory for the first parts of each record, if they have the usual size. A tier may fill it while
+        it opens the record. Only `RecordReader.read` verifies these bytes.
         """
 
     def open(self, key: ChunkKey) -> RecordReader | None:
-        """A reader, or None if there is no such record.
+        """Open a record and return its reader, or None if the record is missing.
 
-        A record that is not what was written is deleted, and raises `CorruptRecord`.
+        A corrupt record is deleted, and raises `CorruptRecord`.
         """
 
     def note_use(self, keys: Sequence[ChunkKey]) -> None:
-        """Note that chunks were used in memory, so that their records here are not evicted as unused.
+        """Record that chunks were used in memory, so that their records here are not evicted as unused.
 
-        It returns at once, and whether these records are there does not matter. A shared tier ignores it.
+        This does not block, and ignores records that the tier does not have. A shared tier does nothing.
         """
 
     def write(self, meta: RecordMeta, parts: Sequence[memoryview]) -> Written:
-        """Keep a record; visible whole or not at all. Checksums are computed here."""
+        """Store a record, and compute its checksums. The record becomes visible as a whole or not at all."""
 
     def delete(self, key: ChunkKey) -> bool:
-        """Forget a record; False if there was none."""
+        """Delete a record. Returns false if it was missing."""
 
     def entries(self) -> Iterator[Entry]:
-        """All records, least recently used first."""
+        """Return all records, least recently used first."""
 
     def headers(self) -> Iterator[RecordMeta]:
-        """The headers of all readable records in the same order, without counting as a use.
+        """Yield the headers of all readable records, least recently used first. This does not count as a use.
 
-        A shared tier has too many, and yields none.
+        A shared tier has too many records, and yields none.
         """
 
     def if_present(self, key: ChunkKey, then: Callable[[], object]) -> bool:
-        """Call `then` while a record is sure to stay, if it is there; return whether it is. A shared tier says no."""
+        """Call `then` if a record is present, and keep the record during the call. Returns whether it is present.
+
+        A shared tier returns false.
+        """
 
     def protect(self, keys: Collection[ChunkKey], standing: Standing) -> None:
-        """Let records be evicted as entries of this standing, also those that are written later.
+        """Set the standing of records, including records that are written later.
 
-        A tier that evicts by itself cannot do so.
+        A tier that evicts by itself does nothing.
         """
 
     def trim(self) -> None:
-        """Evict what is there beyond the tier's bound, after `protect` has said what has to stay."""
+        """Evict records until the tier is within its bound. Call `protect` before, for the records that must stay."""
 
     def report_to(self, changes: ChangeLog) -> None:
-        """Report records that appear and leave from now on, under the tier's name.
+        """Report to `changes` the records that appear and leave from now on, under the tier's name.
 
-        A shared tier reports only what this process does.
+        A shared tier need not report, because other processes change it as well.
         """
 
     def check(self, fix: bool = False) -> list[Finding]:
-        """Verify every byte; with `fix`, remove what is wrong. Nothing right is ever removed."""
+        """Verify every byte. With `fix`, remove corrupt records. Valid records are never removed."""
 
     def close(self) -> None:
-        """Stop using the place. No operation may follow."""
+        """Close the tier. No operation may follow."""
 
 
 class Wrapped:
-    """A tier in front of another one. Whatever a subclass does not define is answered by the inner tier."""
+    """A tier that wraps another tier. Methods that a subclass does not define are those of the inner tier."""
 
     def __init__(self, inner: Tier) -> None:
         self.inner = inner

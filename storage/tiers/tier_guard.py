@@ -1,4 +1,4 @@
-"""The tier guard: the one place where a tier's failure becomes a miss. The store calls its tiers only through it."""
+"""The tier guard: the only code that turns a tier's failure into a miss. The store calls its tiers only through it."""
 
 import logging
 import time
@@ -18,9 +18,9 @@ COMPLAINT_SECONDS = 60.0  # between two log lines about the same tier
 
 
 class TierGuard:
-    """Runs operations of tiers, and measures how long they take.
+    """Runs operations of tiers, and measures their duration.
 
-    A failure is counted and answered with None. It is logged at most once a minute for each tier.
+    A failure is counted, and the result is then None. It is logged at most once a minute for each tier.
     """
 
     def __init__(self) -> None:
@@ -31,13 +31,13 @@ class TierGuard:
         self._lock = new_lock(Rank.LEAF)
 
     def __call__(self, tier: Tier, verb: Verb, operation: Callable[..., T], *arguments: object) -> T | None:
-        """Return what `operation` returns, or None if the tier fails."""
+        """Run `operation` and return its result, or None if the tier fails."""
         started = time.perf_counter()
         try:
             return operation(*arguments)
         except (OSError, CorruptRecord) as error:
             if verb == "read" and isinstance(error, FileNotFoundError):
-                return None  # The record was evicted while it was read, which is not a failure.
+                return None  # The record was evicted while it was read. This is not a failure.
             with self._lock:
                 self.failed[tier.name] += 1
                 self.corrupt[tier.name] += isinstance(error, CorruptRecord)
@@ -49,7 +49,7 @@ class TierGuard:
                 self.seconds[tier.name, verb] += time.perf_counter() - started
 
     def complain(self, about: str, text: str) -> None:
-        """Log a warning, unless there was one about the same matter less than a minute ago."""
+        """Log a warning, unless a warning with the same subject was logged less than a minute ago."""
         now = time.monotonic()
         with self._lock:
             if now - self._complained.get(about, -COMPLAINT_SECONDS) < COMPLAINT_SECONDS:
@@ -59,7 +59,7 @@ class TierGuard:
 
 
 def logged(work: Callable[..., T], *arguments: object, then: str = "the chunk stays where it was") -> T:
-    """Do a thread's work; log an unexpected error, and what follows, before anybody who waits for it goes on."""
+    """Run a thread's work. An unexpected error is logged with its consequence `then`, before any waiter sees it."""
     try:
         return work(*arguments)
     except Exception:

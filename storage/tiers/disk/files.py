@@ -1,6 +1,6 @@
-"""Reading and writing whole files, with direct I/O where the file system has it, and locking a directory.
+"""Read and write whole files, with direct I/O where the file system supports it, and lock a directory.
 
-Nothing here knows of records.
+This module knows nothing about records.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from lmc.shapes import GIB
 
 _locks: set[int] = set()  # descriptors of the locks that this process holds
 VIEWS_PER_CALL = 1000  # below the kernel's IOV_MAX of 1024
-UNBOUNDED = 1 << 62  # a capacity with which nothing is ever evicted
+UNBOUNDED = 1 << 62  # a capacity in bytes so large that no record is evicted
 
 VectoredIO: TypeAlias = Callable[[int, Sequence[memoryview], int], int]  # os.preadv or os.pwritev
 
@@ -26,13 +26,13 @@ VectoredIO: TypeAlias = Callable[[int, Sequence[memoryview], int], int]  # os.pr
 def take_directory(root: Path, folders: Sequence[Path], capacity: int) -> int:
     """Lock a directory, and return the descriptor of the lock.
 
-    The directory and the `folders` in it are made if they are missing, readable by nobody else. Raises `TierUnusable`
-    if that fails, or the file system is too small for `capacity` bytes, even if it were empty.
+    The directory and the `folders` in it are created if they are missing, with access for this user only. Raises
+    `TierUnusable` if that fails, or if the whole file system is smaller than `capacity` bytes.
     """
     lock = None
     try:
         missing = [folder for folder in (root, *root.parents) if not folder.exists()]
-        for folder in (*reversed(missing), *folders):  # One by one: with `parents`, mkdir would ignore the mode.
+        for folder in (*reversed(missing), *folders):  # one at a time: with `parents`, mkdir ignores the mode
             folder.mkdir(mode=0o700, exist_ok=True)
         for folder in folders:
             if not os.access(folder, os.R_OK | os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids):
@@ -62,7 +62,7 @@ def give_directory_back(lock: int) -> None:
 
 
 def _in_a_child() -> None:
-    """Close the locks in a forked child, which would otherwise keep them for as long as it lives."""
+    """Close the locks in a forked child. Otherwise the child would hold them as long as it lives."""
     for lock in list(_locks):
         give_directory_back(lock)
 
@@ -81,34 +81,34 @@ def _check_room(root: Path, capacity: int) -> None:
 
 
 def open_to_read(path: Path) -> int:
-    """Open a file. Anything but a file (a link, a pipe) raises `OSError`, and is never waited for."""
+    """Open a file to read. A symbolic link raises `OSError`, and a pipe does not block."""
     return _open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
 
 
 def touch(fd: int) -> None:
-    """Set a file's time to now. The kernel would set it too, but with a resolution of some milliseconds."""
+    """Set a file's time to now. The kernel sets it as well, but only with a resolution of some milliseconds."""
     now = time.time_ns()
     os.utime(fd, ns=(now, now))
 
 
 def write_new(path: Path, views: Sequence[memoryview], first: Callable[[], memoryview] | None = None) -> None:
-    """Write `views` to a new file, and then, if given, what `first` returns over the start of it."""
+    """Write `views` to a new file. If `first` is given, then overwrite the start of the file with its result."""
     fd = _open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     try:
         _write(fd, views)
         if first is not None:
             _write(fd, [first()])
-        with contextlib.suppress(OSError):  # The time only improves the order of eviction after a restart.
+        with contextlib.suppress(OSError):  # The time only improves the eviction order after a restart.
             touch(fd)
     finally:
         os.close(fd)
 
 
 def transfer(operation: VectoredIO, fd: int, views: Sequence[memoryview], offset: int = 0) -> int:
-    """Read or write all of `views` from `offset` on; return how many bytes that were.
+    """Read or write all of `views`, starting at `offset`. Returns the number of bytes.
 
-    They are fewer only if a file that is read ends before. Memory that direct I/O does not accept goes through the page
-    cache.
+    The number is smaller than that of `views` only if a file that is read ends before. If direct I/O does not accept
+    the memory, the page cache is used.
     """
     moved = 0
     while views:
@@ -128,14 +128,14 @@ def transfer(operation: VectoredIO, fd: int, views: Sequence[memoryview], offset
 
 
 def move(path: Path, to: Path) -> None:
-    """Rename a file, into a folder that usually exists.
+    """Rename a file, and create the target folder if it is missing.
 
-    Neither the file nor the folder is synced: a record that a power failure has cut or lost is a miss, which checksums
-    tell, and a sync for each would make writing wait for the disk.
+    Neither the file nor the folder is synced, because a sync for each record would make writes wait for the disk. After
+    a power failure, the checksums detect a cut record, and a cut or lost record is a miss.
     """
     try:
         path.rename(to)
-    except FileNotFoundError:  # Looking first would cost another system call every time.
+    except FileNotFoundError:  # The folder usually exists; a check before would cost a system call every time.
         to.parent.mkdir(mode=0o700, exist_ok=True)
         path.rename(to)
 
@@ -146,7 +146,7 @@ def _write(fd: int, views: Sequence[memoryview]) -> None:
 
 
 def _open(path: Path, flags: int) -> int:
-    """Open a file with direct I/O, which leaves the page cache to others, or without if the file system has none."""
+    """Open a file with direct I/O, which does not fill the page cache, or without if the file system has no support."""
     try:
         return os.open(path, flags | os.O_CLOEXEC | os.O_DIRECT, 0o600)
     except OSError as error:
@@ -156,7 +156,7 @@ def _open(path: Path, flags: int) -> int:
 
 
 def _advance(views: Sequence[memoryview], done: int) -> Sequence[memoryview]:
-    """Return what is left of `views` after `done` bytes."""
+    """Return the rest of `views` after the first `done` bytes."""
     for i, end in enumerate(accumulate(map(len, views))):
         if end > done:
             return [views[i][done - end :], *views[i + 1 :]]

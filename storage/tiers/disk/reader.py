@@ -1,4 +1,4 @@
-"""Reading a record from its file: parts go straight into the slab by direct I/O, and each one is verified."""
+"""Read a record from its file: direct I/O reads parts straight into the slab, and each part is verified."""
 
 import errno
 import os
@@ -27,10 +27,9 @@ class DiskReader:
     def __init__(
         self, path: Path, key: ChunkKey, discard: Callable[[ChunkKey], None], into: Sequence[memoryview] = ()
     ) -> None:
-        """Read and verify the header, and fill `into` with the bytes that follow it.
+        """Read and verify the header, and fill `into` with the bytes after it.
 
-        `discard` removes a record whose parts turn out to be corrupt later. Raises `FileNotFoundError` or
-        `CorruptRecord`.
+        `discard` removes a record if a later read finds a corrupt part. Raises `FileNotFoundError` or `CorruptRecord`.
         """
         self._discard = discard
         self.fd = open_to_read(path)
@@ -46,7 +45,7 @@ class DiskReader:
             self._start = header_size(bytes(block[:8]))
             if self._start > size:
                 raise CorruptRecord(f"a header of {self._start} bytes in a file of {size}")
-            # How many bytes of the first parts may be in their place already.
+            # The number of bytes of the first parts that may already be in `into`.
             self._early = read - ALIGN if self._start == ALIGN else 0
             if self._start > ALIGN:
                 block = scratch(self._start)
@@ -61,20 +60,20 @@ class DiskReader:
             raise
 
     def request(self, first: int, count: int) -> None:
-        """Do nothing: requests that a disk gets early would only wait in another queue."""
+        """Do nothing: early requests to a disk would only wait in another queue."""
 
     def read(self, first: int, count: int, into: Sequence[memoryview]) -> None:
-        """Fill `into` with `count` parts and verify each; a corrupt one deletes the record."""
+        """Fill `into` with `count` parts, and verify each part. A corrupt part deletes the record."""
         with removed_if_corrupt(self._discard, self.meta.key):
             self.verified(first, count, into)
 
     def verified(self, first: int, count: int, into: Sequence[memoryview]) -> None:
-        """Fill `into` with `count` parts; raise `CorruptRecord` for a corrupt one, which stays where it is."""
+        """Fill `into` with `count` parts. Raises `CorruptRecord` for a corrupt part, without deleting the record."""
         sizes = self.meta.stored[first : first + count]
         assert sum(map(len, into)) == sum(sizes)
         parts, wanted = split_parts(into, sizes), self.meta.checksums[first : first + count]
         early, self._early = first == 0 and self._early == sum(sizes), 0
-        # If they are not right, they were put elsewhere or are corrupt. Reading them again tells.
+        # If the checksums differ, the parts were read to other memory or are corrupt. Reading them again decides.
         if early and tuple(map(checksum, parts)) == wanted:
             return
         self._fill(into, self._start + self.meta.offset(first), at_least=sum(sizes))

@@ -1,11 +1,11 @@
-"""The disk tier: one safetensors file for each record, in a directory, with an index that is rebuilt at the start.
+"""The disk tier: one safetensors file for each record, in a directory, with an index that is rebuilt at start.
 
-    DIR/lock                           held by the one process that writes here
+    DIR/lock                           held by the only process that writes to the directory
     DIR/records/ab/abcd….safetensors   a record, named by its key; the file's time is the time of its last use
     DIR/tmp/                           records that are being written; emptied at the next start
 
-A record is written to `tmp` and renamed, so that a process that is killed leaves no incomplete record under a final
-name. After a power failure the checksums tell. Files whose names are not those of records are never read or removed.
+A record is written to `tmp` and renamed, so that a killed process leaves no incomplete record under a final name. After
+a power failure, the checksums detect incomplete records. Files without a record's name are never read or removed.
 """
 
 import contextlib
@@ -45,19 +45,19 @@ log = logging.getLogger(__name__)
 
 SUFFIX = ".safetensors"
 FULL = (errno.ENOSPC, errno.EDQUOT)
-# From this size on, checksums are computed while the bytes are written, and the header is written once more at the end.
-# On 2 cores (NVMe behind virtio, 2 writers) this gives 3.0 GB/s instead of 2.8 for 32 MiB. For smaller records the
-# second request costs more than it saves: 2.4 GB/s instead of 2.8 for 4 MiB, 1.8 instead of 2.3 for 1 MiB.
+# For records of at least this size, checksums are computed while the bytes are written, and the header is then written
+# a second time. On 2 cores (NVMe over virtio, 2 writers) this gives 3.0 GB/s instead of 2.8 for 32 MiB. For smaller
+# records the second request costs more than it saves: 2.4 GB/s instead of 2.8 for 4 MiB, 1.8 instead of 2.3 for 1 MiB.
 BESIDE_BYTES = 16 * MIB
-# seconds for which nothing is written after a full disk for which evicting did not help, or three errors in a row
+# Writing pauses for this time if the disk stays full after an eviction, and after three write errors in a row.
 PAUSE_SECONDS = 30.0
-CLOSING_SECONDS = 1.0  # for which a trial of the directory under way is waited for
+CLOSING_SECONDS = 1.0  # `close` waits at most this long for a check of the directory that is in flight
 _RECORD_NAME = re.compile(r"[0-9a-f]{64}" + re.escape(SUFFIX))
 _TEMPORARY_NAME = re.compile(r"[0-9]+" + re.escape(SUFFIX))
 
 
 class DiskTier:
-    """Records in a directory of at most `capacity` bytes. The least recently used one is evicted first."""
+    """Records of at most `capacity` bytes in a directory. The least recently used record is evicted first."""
 
     name = "disk"
     shared = False
@@ -65,40 +65,40 @@ class DiskTier:
     def __init__(
         self, root: Path | str, capacity: int, *, read_only: bool = False, document_share: float = 0.0
     ) -> None:
-        """Take the directory and rebuild the index. Documents have a share of the capacity; see `eviction.py`.
+        """Lock the directory and rebuild the index. Documents have a share of the capacity; see `eviction.py`.
 
-        Raises `TierUnusable` if another process has the directory, or it cannot be read or written.
+        Raises `TierUnusable` if another process has locked the directory, or if it cannot be read or written.
         """
         self.root, self.capacity, self.read_only = Path(root), capacity, read_only
         self.corrupt = self.evictions = self.document_evictions = 0
-        self.bytes = 0  # what the records take on disk
+        self.bytes = 0  # bytes of all records on disk
         self._records, self._tmp = self.root / "records", self.root / "tmp"
         self._breaker = Breaker(f"disk tier {self.root}", self._probe)
         self._lock = new_lock(Rank.TIER)
         self._changes: ChangeLog | None = None
         self._index: dict[ChunkKey, int] = {}  # key -> bytes
         self._order: EvictionOrder[ChunkKey] = EvictionOrder(document_share * capacity)
-        self._standing: dict[ChunkKey, Standing] = {}  # of records that are or will be protected
+        self._standing: dict[ChunkKey, Standing] = {}  # standings of records that are or will be protected
         self._paused_until, self._failed_writes = 0.0, 0
-        self._uses: dict[ChunkKey, int] = {}  # in memory, since the last eviction: when, in nanoseconds
+        self._uses: dict[ChunkKey, int] = {}  # uses in memory since the last eviction: time of the last, in nanoseconds
         self._uses_lock = new_lock(Rank.LEAF)
         self._serial = 0
-        self._thread = threading.local()  # `into`: where the records that a thread opens next will be read to
+        self._thread = threading.local()  # `into`: the memory for the records that a thread opens next
         self._sums = ThreadPoolExecutor(2, thread_name_prefix="lmc-sums")
         if read_only and not self._records.is_dir():
             raise TierUnusable(f"no disk tier at {self.root}: it has no records directory")
         lock = -1 if read_only else files.take_directory(self.root, [self._records, self._tmp], capacity)
-        # The lock is released even if nobody calls `close`, for the next tier in this process.
+        # The lock is released even without a call of `close`, for the next tier in this process.
         self._let_go = weakref.finalize(self, files.give_directory_back, lock)
         try:
             for entry in self.entries():
                 self._remember(entry.key, entry.bytes)
                 self.bytes += entry.bytes
             if not read_only:
-                # The lock is ours, so nobody is writing: they are of a writer that was killed.
+                # This process has the lock, so no writer is active: the files were left by a killed writer.
                 for leftover in self._leftovers():
                     leftover.unlink(missing_ok=True)
-                if not document_share:  # Otherwise it is not known yet what has to stay.
+                if not document_share:  # With a share, the protected records are not known yet.
                     self.trim()
         except OSError as error:
             self.close()
@@ -106,24 +106,24 @@ class DiskTier:
 
     @property
     def usable(self) -> bool:
-        """False while the directory as a whole cannot be read; everything is a miss then, at once."""
+        """Whether the directory can be read. While it cannot, every lookup is a miss without waiting."""
         return self._breaker.usable
 
     def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        """Look in the index. A read-only tier looks in the directory, because its owner goes on writing."""
+        """Check keys in the index. A read-only tier checks the directory, because its owner may write to it."""
         if not self.usable:
             return [False] * len(keys)
         if self.read_only:
             return [self._path(key).exists() for key in keys]
-        # The lock is not taken: it is held while files are removed, and the answer may be a moment old.
+        # The lock is not taken, because it is held while files are removed. So the result may be slightly stale.
         return list(map(self._index.__contains__, keys))
 
     def announce(self, keys: Sequence[ChunkKey], into: Sequence[Sequence[memoryview]] = ()) -> None:
-        """Remember where the first parts go. They are read together with the header, which saves a request."""
+        """Remember the memory for the first parts. They are read together with the header, which saves a request."""
         self._thread.into = dict(zip(keys, into, strict=False))
 
     def open(self, key: ChunkKey) -> DiskReader | None:
-        """Open a record, and note its use for eviction. None is there while the directory cannot be read."""
+        """Open a record, and count this as a use. Returns None if it is missing, or if the tier is not usable."""
         path = self._path(key)
         if not self.usable:
             return None
@@ -132,34 +132,34 @@ class DiskTier:
                 reader = DiskReader(path, key, self.discard, getattr(self._thread, "into", {}).pop(key, ()))
         except FileNotFoundError:
             with self._lock:
-                if not path.exists():  # Somebody has removed the file. A writer may also have brought it just now.
+                if not path.exists():  # A writer may have written the file since. Otherwise the file was removed.
                     self._forget(key)
             return None
         except OSError as error:
             self._breaker.failed(error)
             raise
         self._breaker.worked()
-        with self._lock, contextlib.suppress(KeyError):  # A reader of another's directory has no index.
+        with self._lock, contextlib.suppress(KeyError):  # In a read-only tier the index may lack the record.
             self._order.touch(key)
         with self._uses_lock:
-            self._uses.pop(key, None)  # This use is later.
+            self._uses.pop(key, None)  # This use is newer.
         if not self.read_only:
-            with contextlib.suppress(OSError):  # The time only improves the order of eviction after a restart.
+            with contextlib.suppress(OSError):  # The time only improves the eviction order after a restart.
                 files.touch(reader.fd)
         return reader
 
     def note_use(self, keys: Sequence[ChunkKey]) -> None:
-        """Note uses for the next eviction. The lock is not waited for, because files may be removed under it."""
+        """Record uses for the next eviction. This does not wait for the lock, which is held while files are removed."""
         if self.read_only:
             return
         now = time.time_ns()
         with self._uses_lock:
             for key in filter(self._index.__contains__, keys):
-                self._uses.pop(key, None)  # The last use comes last.
+                self._uses.pop(key, None)  # so that the key moves to the end: the latest use is last
                 self._uses[key] = now
 
     def write(self, meta: RecordMeta, parts: Sequence[memoryview]) -> Written:
-        """Write a record to `tmp` and rename it. If the disk stays full after an eviction, it is not kept."""
+        """Write a record to `tmp` and rename it. If the disk stays full after an eviction, the write is refused."""
         if self.contains([meta.key])[0]:
             return Written.PRESENT
         if self.read_only or not self.usable or time.monotonic() < self._paused_until:
@@ -169,20 +169,20 @@ class DiskTier:
         sums = self._sums.submit(_checksums, meta, parts)
         try:
             return self._store(meta, parts, sums)
-        finally:  # `parts` may lie in a slot, which others may fill as soon as this returns, for whatever reason.
+        finally:  # `parts` may be in a slot that is filled again after this returns, so the checksums must have ended.
             if not sums.cancel():
                 wait([sums])
 
     def _store(self, meta: RecordMeta, parts: Sequence[memoryview], sums: "Future[tuple[int, ...]] | None") -> Written:
-        """Write a record, with checksums that a thread computes meanwhile if `sums` are given."""
+        """Write a record. If `sums` is given, another thread computes its checksums meanwhile."""
         header = _header(meta, (0,) * meta.parts if sums else _checksums(meta, parts))
         size = len(header) + meta.offset(meta.parts)
         with self._lock:
             if size <= self.capacity:
                 self._evict(self.bytes + size - self.capacity)
-            if self.bytes + size > self.capacity:  # The rest is being written right now, and cannot be evicted.
+            if self.bytes + size > self.capacity:  # Records that are being written now cannot be evicted.
                 return Written.REFUSED
-            # The bytes are counted before they are written, so that several writers together stay within the bound.
+            # The bytes are counted before the write, so that several writers together stay within the bound.
             self.bytes += size
             self._serial += 1
             temporary = self._tmp / f"{self._serial}{SUFFIX}"
@@ -191,7 +191,7 @@ class DiskTier:
             first = (lambda: _header(meta, sums.result())) if sums else None
             stored = self._write_file(temporary, meta, [header, *parts], first, size)
             self._failed_writes = 0
-        except OSError as error:  # Records may still be readable if the directory cannot be written any more.
+        except OSError as error:  # If the directory cannot be written, its records may still be readable.
             self._failed_writes += 1
             if self._failed_writes >= FAILURES:
                 self._pause(f"cannot be written ({error.strerror})")
@@ -203,7 +203,7 @@ class DiskTier:
         return Written.STORED if stored else Written.REFUSED
 
     def delete(self, key: ChunkKey) -> bool:
-        """Remove the record's file. A read-only tier leaves that to its owner."""
+        """Remove the record's file. A read-only tier does nothing, because the owner removes its files."""
         if self.read_only:
             return False
         with self._lock:
@@ -213,34 +213,34 @@ class DiskTier:
         return there
 
     def discard(self, key: ChunkKey) -> None:
-        """Remove a record that was found to be corrupt, and count it."""
+        """Remove a corrupt record, and count it."""
         self.corrupt += 1
         self.delete(key)
 
     def entries(self) -> Iterator[Entry]:
-        """Return what the directory holds now, least recently used first."""
+        """Return the records in the directory now, least recently used first."""
         found = []
         for shard in os.scandir(self._records) if self._records.is_dir() else ():
             for file in os.scandir(shard.path) if shard.is_dir(follow_symlinks=False) else ():
                 named = _RECORD_NAME.fullmatch(file.name) and file.name[:2] == shard.name
                 if named and file.is_file(follow_symlinks=False):
-                    with contextlib.suppress(FileNotFoundError):  # It may be removed meanwhile.
+                    with contextlib.suppress(FileNotFoundError):  # The file may be removed meanwhile.
                         status, key = file.stat(), ChunkKey(bytes.fromhex(file.name[:64]))
                         found.append(Entry(key=key, bytes=status.st_size, used=status.st_mtime))
         return iter(sorted(found, key=lambda entry: entry.used))
 
     def headers(self) -> Iterator[RecordMeta]:
-        """Read the header of each record, without counting that as a use. Unreadable records are left alone."""
+        """Read the header of each record, without counting a use. Unreadable records are skipped."""
         for entry in self.entries():
             with contextlib.suppress(OSError, CorruptRecord), contextlib.closing(self._read(entry.key)) as reader:
                 if reader.meta.kind is RecordKind.DOCUMENT and reader.meta.key not in self._standing:
                     with self._lock:
-                        if reader.meta.key in self._index:  # It may have been evicted since.
+                        if reader.meta.key in self._index:  # The record may have been evicted since.
                             self._stand(reader.meta.key, Standing.DOCUMENT)
                 yield reader.meta
 
     def if_present(self, key: ChunkKey, then: Callable[[], object]) -> bool:
-        """Call `then` while a record is sure to stay, if it is there; return whether it is."""
+        """Call `then` under the lock if a record is present. Returns whether it is present."""
         with self._lock:
             there = key in self._index
             if there:
@@ -248,7 +248,7 @@ class DiskTier:
             return there
 
     def protect(self, keys: Collection[ChunkKey], standing: Standing) -> None:
-        """Let records be evicted as entries of this standing."""
+        """Set the standing of records."""
         with self._lock:
             for key in keys:
                 self._stand(key, standing)
@@ -256,7 +256,7 @@ class DiskTier:
                     self._order.touch(key)
 
     def trim(self) -> None:
-        """Remove records beyond the bound."""
+        """Evict records until the tier is within its capacity."""
         with self._lock:
             self._evict(self.bytes - self.capacity)
 
@@ -265,13 +265,13 @@ class DiskTier:
         self._standing[key] = standing
 
     def report_to(self, changes: ChangeLog) -> None:
-        """Report what is written, evicted and removed from now on."""
+        """Report to `changes` the records that are written, evicted and removed from now on."""
         self._changes = changes
 
     def check(self, fix: bool = False) -> list[Finding]:
-        """Read and verify every record, and look for what killed writers have left.
+        """Read and verify every record, and find the files that killed writers have left.
 
-        A record that cannot be read for the time being (there may be too many open files) is reported and left alone.
+        A record that cannot be read at the moment (for example with too many open files) is reported, but not removed.
         """
         fix = fix and not self.read_only
         findings = []
@@ -280,18 +280,18 @@ class DiskTier:
                 with contextlib.closing(self._read(entry.key)) as reader:
                     verify_parts(reader.meta, reader.verified)
             except FileNotFoundError:
-                continue  # Its owner has evicted it meanwhile.
+                continue  # The owner has evicted the record meanwhile.
             except (CorruptRecord, OSError) as error:
                 fixed = fix and isinstance(error, CorruptRecord)
                 findings.append(Finding(where=str(self._path(entry.key)), problem=str(error), fixed=fixed))
                 if fixed:
                     self.discard(entry.key)
-        unfinished = self._leftovers() if self.read_only else ()  # What the owner finds there is being written.
+        unfinished = self._leftovers() if self.read_only else ()  # In the owner's process, these are being written.
         wrong = "record that was never finished"
         return [*findings, *(Finding(where=str(path), problem=wrong, fixed=False) for path in unfinished)]
 
     def close(self) -> None:
-        """Let go of the directory."""
+        """Stop the threads, record the last uses, and unlock the directory."""
         self._breaker.close(CLOSING_SECONDS)
         self._sums.shutdown()
         if not self.read_only:
@@ -327,7 +327,7 @@ class DiskTier:
             standing = self._standing.get(key, Standing.OTHER)
             self._order.count(standing, -size)
             self._order.remove(key)
-            if standing is Standing.DOCUMENT:  # A pinned record stays pinned if it is written again.
+            if standing is Standing.DOCUMENT:  # A pinned record keeps its standing, for when it is written again.
                 del self._standing[key]
         with self._uses_lock:
             self._uses.pop(key, None)
@@ -335,13 +335,13 @@ class DiskTier:
             self._changes.left(self.name, key)
 
     def _evict(self, excess: int) -> int:
-        """Remove records, oldest first, until `excess` bytes are free; return how many bytes that gave."""
+        """Evict records, oldest first, until `excess` bytes are free. Returns the bytes freed."""
         freed = 0
         if excess > 0:
             self._apply_uses()
         while freed < excess and (key := self._order.first()) is not None:
             size = self._index[key]
-            self._path(key).unlink(missing_ok=True)  # If this fails, the record stays and can be read.
+            self._path(key).unlink(missing_ok=True)  # If this fails, the record stays in the index and can be read.
             if self._standing.get(key):
                 self._document_evicted()
             self._forget(key)
@@ -350,16 +350,16 @@ class DiskTier:
         return freed
 
     def _apply_uses(self) -> None:
-        """Let records that memory has served be evicted last, in the order of these uses; set the times of their files.
+        """Move records that memory has served to the end of the eviction order, and set the times of their files.
 
-        Among others that were read since, the order is not exact.
+        Their order is that of these uses. Relative to records that were read since, the order is not exact.
         """
         with self._uses_lock:
             uses, self._uses = self._uses, {}
         for key, when in uses.items():
             if key in self._order:
                 self._order.touch(key)
-                with contextlib.suppress(OSError):  # The time only improves the order of eviction after a restart.
+                with contextlib.suppress(OSError):  # The time only improves the eviction order after a restart.
                     os.utime(self._path(key), ns=(when, when))
 
     def _document_evicted(self) -> None:
@@ -374,13 +374,13 @@ class DiskTier:
     def _write_file(
         self, path: Path, meta: RecordMeta, views: list[memoryview], first: Callable[[], memoryview] | None, size: int
     ) -> bool:
-        """Write and rename. If the disk is full, evict and try once more; return false if it stays full."""
+        """Write and rename a file. If the disk is full, evict and retry once. Returns false if it stays full."""
         for last_try in (False, True):
             try:
                 files.write_new(path, views, first)
                 with self._lock:  # The file and the index change together.
                     files.move(path, self._path(meta.key))
-                    self._forget(meta.key)  # Another writer may have been faster.
+                    self._forget(meta.key)  # Another writer may have written the record before.
                     if meta.kind is RecordKind.DOCUMENT:
                         self._standing.setdefault(meta.key, Standing.DOCUMENT)
                     self._remember(meta.key, size)

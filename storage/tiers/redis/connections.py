@@ -1,7 +1,7 @@
-"""Connections to the servers of a Redis, of whatever kind, and a circuit breaker for each server.
+"""Connections to the servers of any kind of Redis, with a circuit breaker for each server.
 
-redis-py makes the connections: addresses, sentinels, the map of a cluster, TLS and logins are its business. What goes
-through a connection is `resp.py`'s.
+redis-py makes the connections: it handles addresses, sentinels, the map of a cluster, TLS and logins. `resp.py` handles
+the data on a connection.
 """
 
 import contextlib
@@ -26,13 +26,13 @@ from lmc.errors import TierUnusable
 from lmc.storage.tiers.breaker import Breaker
 from lmc.storage.tiers.redis.resp import Connection, ProtocolError, ReplyError, TooLong, WrongValue, command
 
-# Refusals that say something about the server, and not about the command.
+# Codes of refusals that concern the server, and not the command.
 MOVED = ("MOVED", "ASK")
 FOR_NOW = (*MOVED, "READONLY", "CLUSTERDOWN", "TRYAGAIN", "MASTERDOWN", "LOADING", "BUSY")
 AWAY = (*FOR_NOW, "NOAUTH", "NOPERM")
 TROUBLES = (OSError, redis.RedisError, RedisClusterException)
 REFUSALS = (ReplyError, redis.AuthenticationError, redis.ResponseError)
-# redis-py raises these when something that is no Redis answers its greeting.
+# redis-py raises these errors if a program other than Redis replies to its greeting.
 GARBAGE = (ValueError, TypeError, LookupError, AttributeError, AssertionError, RecursionError, OverflowError)
 
 
@@ -50,14 +50,18 @@ class _OfThread:
 
 
 class Server:
-    """One server, with a connection for each thread that asks it."""
+    """One server, with a connection for each thread that uses it."""
 
     def __init__(
         self, name: str, pool: ConnectionPool, deadline: float, greet: Greet, lost: Callable[[], None] = lambda: None
     ) -> None:
-        """`greet` is called with a new connection after the server was away; `lost` whenever it cannot be reached."""
+        """Create a server without a connection.
+
+        `greet` is called with a new connection after the server did not respond. `lost` is called whenever a new
+        contact fails.
+        """
         self.name = name
-        # hiredis would take memory for as many items as an answer announces, before the first of them arrives.
+        # hiredis would allocate memory for all items that a reply announces, before the first item arrives.
         pool.connection_kwargs["parser_class"] = _RESP2Parser
         self.breaker = Breaker(name, self._greet_again)
         self._secret = pool.connection_kwargs.get("password")
@@ -67,26 +71,26 @@ class Server:
 
     @property
     def usable(self) -> bool:
-        """Whether the server is asked at all."""
+        """Whether the server may be used."""
         return self.breaker.usable
 
     @contextlib.contextmanager
     def connection(self, *, within: float = float("inf")) -> Iterator[Connection]:
         """Use this thread's connection.
 
-        An error in the block closes it, counts against the server, and is raised as an `OSError`. An answer that takes
-        longer than `within` seconds counts against the server as well. A refused command is a `ReplyError`, and does
-        not count, unless the refusal says that the server as a whole cannot be used now.
+        An error in the block closes it, counts as a failure of the server, and is raised as an `OSError`. A block that
+        takes longer than `within` seconds also counts as a failure. A refused command raises `ReplyError`. It counts
+        only if the refusal concerns the server as a whole.
         """
         if not self.usable:
-            self._drop()  # Answers may still be on their way.
+            self._drop()  # Replies may still be in flight.
             raise OSError(f"{self.name} is away")
         started = time.monotonic()
         try:
             connection = self._of_this_thread()
             connection.heard = False
             yield connection
-        except (WrongValue, TooLong):  # The server is not to blame.
+        except (WrongValue, TooLong):  # The server responds; only the stored data is wrong.
             self.breaker.worked()
             raise
         except TROUBLES as error:
@@ -95,23 +99,24 @@ class Server:
                 raise ReplyError(str(error), self.name) from None
             trouble = _as_os_error(self.name, error, self._secret)
             if isinstance(error, ReplyError) and error.code in MOVED:
-                self._refresh_map()  # The server is not to blame.
+                self._refresh_map()  # The server responds; only the map is stale.
             else:
                 self.breaker.failed(trouble)
             raise trouble from None
         except BaseException:
-            self._drop()  # Answers may still be on their way.
+            self._drop()  # Replies may still be in flight.
             raise
         else:
             if time.monotonic() - started > within:
                 self.breaker.failed(OSError(f"{self.name} answers slowly"))
-            elif connection.heard:  # Something may only have been sent.
+            elif connection.heard:  # A block that only sends says nothing about the server.
                 self.breaker.worked()
 
     def retire(self) -> None:
-        """Use the server no more, as it has left the cluster. Whoever waits on a connection fails at once."""
+        """Stop using the server, because it has left the cluster. Calls that wait on a connection fail at once."""
         self.breaker.close()
-        # Threads would keep theirs, and the pool, which the next server of this name gets, has a limited number.
+        # Otherwise threads would keep connections of the pool, which has a limited number. A later server of this name
+        # uses the same pool.
         for connection in list(self._connections):
             self._give_back(connection)
 
@@ -119,11 +124,11 @@ class Server:
         """Close all connections."""
         self.retire()
         self.breaker.close(2 * self._deadline)
-        self.retire()  # The breaker's thread may have made another one.
+        self.retire()  # again, because the breaker's thread may have opened another connection
 
     def _of_this_thread(self) -> Connection:
         held: _OfThread | None = getattr(self._local, "held", None)
-        # The server may have closed it while nobody used it.
+        # The server may have closed the connection while it was idle.
         if held is None or not held.connection.alive():
             held = self._local.held = _OfThread(self._connect(), self._give_back)
         return held.connection
@@ -134,7 +139,7 @@ class Server:
         except GARBAGE as error:
             raise ProtocolError(f"no Redis: {type(error).__name__}") from None
         try:
-            assert made._sock is not None  # redis-py has no public name for it. The tests would notice a change.
+            assert made._sock is not None  # redis-py has no public name for the socket. Tests would notice a change.
             connection = Connection(made._sock, self._deadline)
         except BaseException:
             made.disconnect()
@@ -163,7 +168,7 @@ class Server:
             raise _first_trouble(self.name, error, self._secret) from None
 
     def _refresh_map(self) -> None:
-        """Get a cluster's new map in a thread of its own."""
+        """Refresh the cluster's map in a new thread."""
         with contextlib.suppress(RuntimeError):  # No thread can be started now.
             threading.Thread(target=self._lost, name="lmc-redis-map", daemon=True).start()
 
@@ -172,16 +177,16 @@ class Servers:
     """All servers of a Redis: one, or the primaries of a cluster."""
 
     def __init__(self, remote: RedisURL, deadline: float, greet: Greet, about: bytes) -> None:
-        """Make a first contact.
+        """Make the first contact.
 
-        A server that is away is used as soon as it comes. `greet` is called with a connection to a server that is new
-        or was away, and asks for the key `about`. Raises `TierUnusable` if a login, a database or a certificate is
-        refused.
+        A server that does not respond is used as soon as it responds. `greet` is called with a connection to a server
+        that is new or did not respond before, and reads the key `about`. Raises `TierUnusable` if a login, a database
+        or a certificate is refused.
         """
         self._remote, self._deadline, self._greet, self._about = remote, deadline, greet, about
-        self._nodes: dict[str, Server] = {}  # of a cluster by their names, or one whose name is empty
+        self._nodes: dict[str, Server] = {}  # by name: the nodes of a cluster, or one server with an empty name
         self._cluster: RedisCluster | None = None
-        self._map: dict[int, str] = {}  # of a cluster: hash slot -> node
+        self._map: dict[int, str] = {}  # for a cluster: hash slot -> name of its node
         self._refreshing = threading.Lock()
         if remote.kind == "cluster":
             self._breaker = Breaker(str(remote), self._find_cluster)
@@ -195,21 +200,21 @@ class Servers:
             raise
 
     def of(self, key: bytes) -> Server | None:
-        """Return the server that has `key`, or None if it is away or not known now."""
+        """Return the server for `key`, or None if it is unknown or not usable now."""
         server = self._nodes.get(self._map.get(key_slot(key), "") if self._map else "")
         return server if server is not None and server.usable else None
 
     def all(self) -> list[Server]:
-        """Return every server that chunks may be on."""
+        """Return every server that may have chunks."""
         return list(self._nodes.values())
 
     @property
     def usable(self) -> bool:
-        """Whether any server is worth asking."""
+        """Whether any server may be used."""
         return any(server.usable for server in self.all())
 
     def refresh_map(self) -> None:
-        """Get a cluster's map anew, if any of its nodes answers, and unless somebody is getting it already."""
+        """Fetch a cluster's map again, if any of its nodes responds and no other thread is fetching it."""
         cluster = self._cluster if self._breaker.usable else None
         if cluster is not None and self._refreshing.acquire(blocking=False):
             try:
@@ -223,7 +228,7 @@ class Servers:
         """Close all connections."""
         self._breaker.close()
         for server in self.all():
-            server.breaker.close()  # all of them, before any is waited for
+            server.breaker.close()  # close all breakers before waiting for any of them
         for server in self.all():
             server.close()
         self._breaker.close(2 * self._deadline)
@@ -246,7 +251,7 @@ class Servers:
                 with owner.connection() as connection:
                     self._greet(connection)
         except (*TROUBLES, *GARBAGE, TierUnusable) as error:
-            for node in self.all():  # No node is asked for anything before the greeting.
+            for node in self.all():  # No node is used before the greeting has succeeded.
                 node.retire()
             self._nodes, self._map = {}, {}
             if cluster is not None:
@@ -260,13 +265,14 @@ class Servers:
                 pool = cluster.get_redis_connection(node).connection_pool
                 name = f"Redis at {node.name}"
                 self._nodes[node.name] = Server(name, pool, self._deadline, self._greet_node, self.refresh_map)
-        # redis-py's map is locked while it is made anew, so lmc has a copy.
+        # lmc keeps a copy of the map, because redis-py's map is locked while it is refreshed.
         self._map = {slot: nodes[0].name for slot, nodes in cluster.nodes_manager.slots_cache.items() if nodes}
         for name in self._nodes.keys() - set(self._map.values()):
             self._nodes.pop(name).retire()
 
     def _greet_node(self, connection: Connection) -> None:
-        # A node of a cluster that is down would answer a PING. That another node has the key is an answer as well.
+        # PING would succeed on a node of a cluster that is down, so EXISTS is used. A reply that another node has the
+        # key counts as a response.
         (answer,) = connection.call_all([command("EXISTS", self._about)])
         if isinstance(answer, ReplyError) and answer.code not in MOVED:
             raise answer
@@ -277,7 +283,7 @@ class Servers:
     def _client(self) -> redis.Redis:
         remote, options = self._remote, self._options()
         if remote.kind == "sentinel":
-            # Sentinels are asked one after the other, within one deadline for all of them together.
+            # Sentinels are contacted one after the other, within one deadline for all of them together.
             patience = self._deadline / len(remote.hosts)
             own = {**options, "socket_timeout": patience, "socket_connect_timeout": patience}
             sentinel = Sentinel(remote.hosts, sentinel_kwargs={**own, "username": None, "password": None})
@@ -295,10 +301,10 @@ class Servers:
 
 
 def _as_os_error(name: str, error: BaseException, secret: str | None) -> OSError:
-    """Translate an error of a connection, without the password."""
-    below = error.__cause__ or error.__context__  # The library's text has the address again, which the name has.
+    """Translate an error of a connection into an `OSError` or `TimeoutError`, without the password."""
+    below = error.__cause__ or error.__context__  # The library's text would repeat the address, which is in `name`.
     said = below.strerror if isinstance(error, redis.ConnectionError) and isinstance(below, OSError) else None
-    # A server that does not know a command repeats its arguments, which for AUTH include the password.
+    # A server that does not know a command repeats its arguments. For AUTH, these include the password.
     said = said or str(error).partition(", with args beginning with")[0]
     kind = TimeoutError if isinstance(error, TimeoutError | redis.TimeoutError) else OSError
     return kind(f"{name}: {said.replace(secret, '***') if secret else said}")
@@ -307,7 +313,7 @@ def _as_os_error(name: str, error: BaseException, secret: str | None) -> OSError
 def _first_trouble(name: str, error: BaseException, secret: str | None) -> OSError | TierUnusable:
     """Translate an error of a first contact.
 
-    Refusals that will not change by themselves (a login, a permission, a database, a certificate) are `TierUnusable`.
+    Permanent refusals (of a login, a permission, a database or a certificate) become `TierUnusable`.
     """
     if isinstance(error, TierUnusable):
         return error

@@ -1,8 +1,8 @@
-"""How the parts of a record lie in values of Redis, and the script that makes them a record.
+"""The layout of a record's parts in Redis values, and the script that makes the values a record.
 
-This is arithmetic on sizes and views, without a connection.
+Apart from the script, this is arithmetic on sizes and views, without a connection.
 
-A value has at most 4 MiB, and is a little smaller than a size class of the allocator (jemalloc). A value of exactly
+A value has at most 4 MiB, and is slightly smaller than a size class of the allocator (jemalloc). A value of exactly
 1 MiB would occupy 1.25 MiB.
 """
 
@@ -13,13 +13,13 @@ import xxhash
 
 from lmc.storage.tiers.redis.resp import PIECE, Connection
 
-OVERHEAD = 64  # bytes of an allocation that Redis needs: its header, a zero, and the end of line while it receives
-CLASSES = tuple(quarters * (1 << 18) for quarters in (4, 5, 6, 7, 8, 10, 12, 14, 16))  # of jemalloc, 1 to 4 MiB
+OVERHEAD = 64  # bytes of an allocation that Redis itself needs: a header, a zero, and the end of line while it receives
+CLASSES = tuple(quarters * (1 << 18) for quarters in (4, 5, 6, 7, 8, 10, 12, 14, 16))  # jemalloc's from 1 to 4 MiB
 LARGEST = CLASSES[-1] - OVERHEAD
 WORTH_CUTTING = 8  # A value that would waste more than an eighth of its size is cut.
 
-# Makes a record visible, or leaves nothing of it. The header is set first, because only that can be refused for want of
-# memory. It expires before the values.
+# A script that makes a record visible, or removes all of it. The header is set first, because only this command can be
+# refused for lack of memory. The header expires before the values.
 COMPLETE = """
 local count, ttl = (#KEYS - 1) / 2, tonumber(ARGV[2])
 local present = redis.call('EXISTS', KEYS[1]) == 1
@@ -35,11 +35,11 @@ for i = 2, count + 1 do
 end
 return 1
 """
-COMPLETED, OTHERS = 1, 2  # its answers
+COMPLETED, OTHERS = 1, 2  # results of the script: the record is visible; another writer's record was there already
 
 
 def value_sizes(total: int) -> tuple[int, ...]:
-    """Return the sizes of the values that hold `total` bytes."""
+    """Return the sizes of the values that together hold `total` bytes."""
     sizes = []
     while total:
         size = min(total, LARGEST)
@@ -53,7 +53,7 @@ def value_sizes(total: int) -> tuple[int, ...]:
 
 
 def overlaps(sizes: Sequence[int], start: int, stop: int) -> list[tuple[int, int, int]]:
-    """Return which values hold bytes `[start, stop)`: the number, the first byte in it, and how many."""
+    """Return the ranges of values that hold bytes `[start, stop)`: value number, first byte in the value, length."""
     found = []
     for number, end in enumerate(accumulate(sizes)):
         begin = end - sizes[number]
@@ -64,12 +64,12 @@ def overlaps(sizes: Sequence[int], start: int, stop: int) -> list[tuple[int, int
 
 
 def value_names(start: bytes, count: int) -> list[bytes]:
-    """Return the names of the `count` values of a record; `start` is the name of its header, or that and a token."""
+    """Return the names of a record's `count` values. `start` is the name of its header, or this name and a token."""
     return [b"%s:%d" % (start, number) for number in range(count)]
 
 
 class Cursor:
-    """Goes through parts from the first byte to the last, and computes the checksum of each part on the way."""
+    """A pass over parts from the first byte to the last, which computes the checksum of each part on the way."""
 
     def __init__(self, parts: Sequence[memoryview]) -> None:
         self._left = iter(parts)
@@ -77,13 +77,13 @@ class Cursor:
         self._hashes: list[xxhash.xxh3_64] = []
 
     def pieces(self, size: int) -> Iterator[memoryview]:
-        """Return the next `size` bytes in pieces, each of which is in the processor's cache when it is returned."""
+        """Yield the next `size` bytes in pieces. Each piece is in the processor's cache when it is yielded."""
         for piece in self._next(size):
             self._hashes[-1].update(piece)
             yield piece
 
     def receive(self, connection: Connection, size: int) -> None:
-        """Fill the next `size` bytes."""
+        """Fill the next `size` bytes from a connection."""
         for piece in self._next(size):
             connection.receive(piece)
             self._hashes[-1].update(piece)

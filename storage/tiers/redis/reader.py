@@ -1,4 +1,4 @@
-"""Reading a record from Redis: ranges of its parts, requested early, received straight into the slab and verified."""
+"""Read a record from Redis: ranges of its parts are requested early, received straight into the slab, and verified."""
 
 import errno
 from collections.abc import Callable, Sequence
@@ -11,13 +11,13 @@ from lmc.storage.tiers.redis.connections import Server
 from lmc.storage.tiers.redis.layout import Cursor, overlaps, value_names, value_sizes
 from lmc.storage.tiers.redis.resp import Connection, Fetch, ReplyError, WrongValue, command
 
-WRONGTYPE = "WRONGTYPE"  # a refusal that concerns one key alone
+WRONGTYPE = "WRONGTYPE"  # the code of a refusal that concerns only one key
 
 Remove: TypeAlias = Callable[[ChunkKey], object]
 
 
 def refused(error: ReplyError) -> CorruptRecord | ReplyError:
-    """Translate a refusal to read."""
+    """Translate a refused read into the error to raise."""
     return CorruptRecord("something else under the name of a record") if error.code == WRONGTYPE else error
 
 
@@ -25,7 +25,7 @@ class RedisReader:
     """An open record."""
 
     def __init__(self, discard: Remove, delete: Remove, server: Server, meta: RecordMeta, header: bytes) -> None:
-        """`discard` removes a record that turns out to be corrupt, `delete` what is left of one that is gone."""
+        """Create a reader. `discard` removes a corrupt record, and `delete` the rest of a record that is incomplete."""
         self.meta = meta
         self._discard, self._delete, self._server = discard, delete, server
         self._sizes = value_sizes(meta.offset(meta.parts))
@@ -33,21 +33,21 @@ class RedisReader:
         self._requested: dict[tuple[int, int], tuple[Connection, list[Fetch]]] = {}
 
     def request(self, first: int, count: int) -> None:
-        """Have these parts sent."""
+        """Request these parts from the server, to be read later."""
         with self._server.connection() as connection:
             self._requested[first, count] = connection, self._request(connection, first, count)
 
     def read(self, first: int, count: int, into: Sequence[memoryview]) -> None:
-        """Fill `into` with `count` parts and verify each; a corrupt or missing one deletes the record."""
+        """Fill `into` with `count` parts, and verify each part. A corrupt or missing part deletes the record."""
         try:
             with removed_if_corrupt(self._discard, self.meta.key):
                 self.verified(first, count, into)
         except FileNotFoundError:
-            self._delete(self.meta.key)  # what is left of it
+            self._delete(self.meta.key)  # remove the rest of the record
             raise
 
     def verified(self, first: int, count: int, into: Sequence[memoryview]) -> None:
-        """Fill `into` with `count` parts; raise `CorruptRecord` or, for a missing part, `FileNotFoundError`."""
+        """Fill `into` with `count` parts. Raises `CorruptRecord` or, for a missing part, `FileNotFoundError`."""
         cursor = Cursor(split_parts(into, self.meta.stored[first : first + count]))
         try:
             with self._server.connection() as connection:
@@ -57,7 +57,7 @@ class RedisReader:
                 for fetch in fetches:
                     connection.fetch(fetch, lambda size=fetch.length: cursor.receive(connection, size))  # type: ignore[misc]
         except WrongValue as error:
-            if error.args == (0,):  # Redis has evicted it, or the whole record was removed meanwhile.
+            if error.args == (0,):  # Redis has evicted the value, or the whole record was removed meanwhile.
                 raise FileNotFoundError(errno.ENOENT, "a value is gone", self._names[0].decode()) from None
             raise CorruptRecord(f"a value has {error} bytes, which is not its length") from None
         except ReplyError as error:
@@ -65,7 +65,7 @@ class RedisReader:
         compare(cursor.checksums(), self.meta.checksums[first : first + count], first)
 
     def close(self) -> None:
-        """Give up what was requested."""
+        """Drop the requested parts that were not read."""
         for connection, fetches in self._requested.values():
             connection.drop(fetches)
         self._requested.clear()

@@ -1,11 +1,11 @@
-"""The Redis tier: records in Redis, shared by all processes that use the same server, or cluster, and prefix.
+"""The Redis tier: records in Redis, shared by all processes that use the same server (or cluster) and prefix.
 
-    PREFIX:{KEY}           the record's header, which is written last: the record is there if its header is
-    PREFIX:{KEY}:0, :1, …  the record's parts, side by side, cut into values that fill an allocation
+    PREFIX:{KEY}           the record's header, which is written last: a record is present if its header is present
+    PREFIX:{KEY}:0, :1, …  the record's parts, joined and then cut into values that fill an allocation
     PREFIX:{KEY}:TOKEN:0…  values of a record that is being written; they expire if the writer dies
 
 The braces around KEY keep all of a record on one node of a cluster. A writer renames its values and adds the header in
-one step (a script), unless another writer was faster.
+one step (a script), unless another writer has finished before.
 """
 
 import contextlib
@@ -40,30 +40,30 @@ from lmc.storage.tiers.tier import Entry, Finding, Written
 
 log = logging.getLogger(__name__)
 
-UNFINISHED_SECONDS = 60
-BEHIND = 2  # values that are sent before the answer to the first of them is awaited
-FULL = ("OOM", "MISCONF", "NOREPLICAS")  # refusals to store anything; what is there can be read
-PROMPTLY = 0.4  # of the deadline; three lookups in a row that take longer open the breaker
-PAUSE_SECONDS = 5.0  # for which nothing is written after Redis was full
-SAID_EVERY = 60.0  # seconds
-VALUES_LIMIT = 1024  # that are removed with a record whose header cannot be read
-LISTED = 500  # names in an answer
+UNFINISHED_SECONDS = 60  # the time after which values of an unfinished record expire
+BEHIND = 2  # values that a writer sends before it waits for the reply to the first of them
+FULL = ("OOM", "MISCONF", "NOREPLICAS")  # codes of refused writes; stored values can still be read
+PROMPTLY = 0.4  # share of the deadline; three lookups in a row that take longer open the breaker
+PAUSE_SECONDS = 5.0  # Writing pauses for this time after Redis was full.
+SAID_EVERY = 60.0  # seconds between two warnings about refused writes
+VALUES_LIMIT = 1024  # the maximum number of values of a record; all are removed if its header cannot be read
+LISTED = 500  # names in one reply to SCAN
 
-Answer: TypeAlias = "Reply | OSError"  # or why there is none
+Answer: TypeAlias = "Reply | OSError"  # the reply, or the error of a failed request
 
 
 class RedisTier:
-    """Records in Redis. Redis itself evicts and expires them."""
+    """Records in Redis, which evicts and expires them itself."""
 
     name = "redis"
     shared = True
     evictions = document_evictions = 0  # Redis does not tell how many chunks it evicts.
 
     def __init__(self, remote: RedisURL, *, deadline: float = 0.5, ttl: int = 0, prefix: str = "lmc") -> None:
-        """Make a first contact with the servers.
+        """Make the first contact with the servers.
 
-        A server that is away is a warning, and is used as soon as it comes. Raises `TierUnusable` for a refusal that
-        will not change by itself.
+        A server that does not respond causes a warning, and is used as soon as it responds. Raises `TierUnusable` for
+        a permanent refusal.
         """
         self.corrupt = 0
         self._prefix, self._ttl = prefix.encode(), ttl
@@ -71,16 +71,16 @@ class RedisTier:
         self._ours = re.compile(ours % re.escape(self._prefix))
         self._paused_until, self._logged = 0.0, float("-inf")
         self._prompt = deadline * PROMPTLY
-        self._thread = threading.local()  # `headers`: those that a thread has fetched and not used yet
+        self._thread = threading.local()  # `headers`: the headers that a thread has fetched and not used yet
         self._servers = Servers(remote, deadline, self._greet, self._prefix + b":format")
 
     @property
     def usable(self) -> bool:
-        """False while no server answers; everything is a miss then, at once."""
+        """Whether any server responds. While none does, every lookup is a miss without waiting."""
         return self._servers.usable
 
     def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        """Ask every server concerned one question. Chunks on a server that is away are missing."""
+        """Check keys with one batch of commands per server. Keys on a server that does not respond are missing."""
         answers = self._ask_all("EXISTS", keys, within=self._prompt)
         errors = [answer for answer in answers.values() if isinstance(answer, OSError)]
         if errors and len(errors) == len(answers):
@@ -88,7 +88,7 @@ class RedisTier:
         return [answers.get(key) == 1 for key in keys]
 
     def announce(self, keys: Sequence[ChunkKey], into: Sequence[Sequence[memoryview]] = ()) -> None:
-        """Fetch the headers of these records, from each server with one question."""
+        """Fetch the headers of these records, with one batch of commands per server."""
         self._thread.headers = self._ask_all("GET", keys)
 
     def open(self, key: ChunkKey) -> RedisReader | None:
@@ -98,10 +98,10 @@ class RedisTier:
             return self._open(server, key) if server is not None else None
 
     def note_use(self, keys: Sequence[ChunkKey]) -> None:
-        """Do nothing: Redis evicts by what it sees itself."""
+        """Do nothing: Redis evicts by the uses that it sees itself."""
 
     def write(self, meta: RecordMeta, parts: Sequence[memoryview]) -> Written:
-        """Write values under temporary names; then rename them and add the header in one step."""
+        """Write the values under temporary names, then rename them and add the header in one step."""
         header, total = self._header(meta.key), meta.offset(meta.parts)
         server = self._servers.of(header)
         if server is None or time.monotonic() < self._paused_until or total > VALUES_LIMIT * LARGEST:
@@ -125,7 +125,7 @@ class RedisTier:
             return Written.REFUSED
 
     def delete(self, key: ChunkKey) -> bool:
-        """Remove header and values at once."""
+        """Remove a record's header and values with one command."""
         header, total = self._header(key), VALUES_LIMIT * LARGEST
         server = self._servers.of(header)
         if server is None:
@@ -137,52 +137,52 @@ class RedisTier:
             if isinstance(blob, bytes):
                 meta = decode_header(blob)
                 total = min(total, meta.offset(meta.parts))
-        # If the header does not tell how many values there are, all that are possible are removed.
+        # If the header does not tell the number of values, all possible values are removed.
         self._call(server, "UNLINK", header, *value_names(header, len(value_sizes(total))))
         return True
 
     def discard(self, key: ChunkKey) -> None:
-        """Remove a record that was found to be corrupt, and count it."""
+        """Remove a corrupt record, and count it."""
         self.corrupt += 1
         self.delete(key)
 
     def entries(self) -> Iterator[Entry]:
-        """Return what the servers that answer hold, least recently used first. Redis counts whole seconds."""
+        """Return the records on the servers that respond, least recently used first. Redis counts whole seconds."""
         found: dict[ChunkKey, Entry] = {}
         for server in self._servers.all():
             for names in self._names(server) if server.usable else []:
                 headers = {_key(name): name[0] for name in names if not name["value"] and _key(name) not in found}
                 now = time.time()
-                # Reading a header is a use of it, so its idle time is asked for before.
+                # Reading a header counts as a use, so the idle time is requested before.
                 verbs = (("OBJECT", "IDLETIME"), ("GET",))
                 asked = [command(*verb, header) for header in headers.values() for verb in verbs]
                 with server.connection() as connection:
                     answers = connection.call_all(asked)
                 for key, seconds, blob in zip(headers, answers[::2], answers[1::2], strict=True):
                     if isinstance(blob, bytes):
-                        used = now - seconds if isinstance(seconds, int) else 0.0  # It may count uses instead.
+                        used = now - seconds if isinstance(seconds, int) else 0.0  # Redis may count uses instead.
                         found[key] = Entry(key=key, bytes=_record_bytes(blob), used=used)
         return iter(sorted(found.values(), key=lambda entry: entry.used))
 
     def headers(self) -> Iterator[RecordMeta]:
-        """Return none, because Redis has the records of many processes."""
+        """Yield nothing, because Redis has the records of many processes."""
         return iter(())
 
     def if_present(self, key: ChunkKey, then: Callable[[], object]) -> bool:
-        """Say no, because Redis evicts by itself."""
+        """Return false without a call of `then`, because Redis evicts by itself."""
         return False
 
     def protect(self, keys: Collection[ChunkKey], standing: Standing) -> None:
         """Do nothing: Redis evicts by itself."""
 
     def trim(self) -> None:
-        """Do nothing: Redis has a bound of its own."""
+        """Do nothing: Redis enforces its own bound."""
 
     def report_to(self, changes: ChangeLog) -> None:
         """Report nothing: Redis evicts by itself, and other processes write and delete."""
 
     def check(self, fix: bool = False) -> list[Finding]:
-        """Read and verify every record, and look for values that have lost their header."""
+        """Read and verify every record, and find values that have lost their header. With `fix`, remove these."""
         findings = []
         for server in self._servers.all():
             ours = {name[0]: name for names in self._names(server) for name in names}
@@ -197,7 +197,7 @@ class RedisTier:
         return findings
 
     def close(self) -> None:
-        """Close all connections. Whoever waits on one fails."""
+        """Close all connections. Calls that wait on a connection fail."""
         self._servers.close()
 
     # -- inside ------------------------------------------------------------------------------------------------------
@@ -210,9 +210,9 @@ class RedisTier:
             raise TierUnusable(f"{name} in Redis is {held!r}: another version of lmc; set another remote_prefix")
 
     def _ask_all(self, verb: str, keys: Sequence[ChunkKey], within: float = float("inf")) -> dict[ChunkKey, Answer]:
-        """Ask all servers at the same time for each key's header, within one deadline.
+        """Send a command for each key's header to all servers at the same time, within one deadline.
 
-        There is no answer for a key on a server that is away, or if an answer that is too long was in the way.
+        The result has no entry for a key on a server that does not respond, or if a reply of its server was too long.
         """
         answers: dict[ChunkKey, Answer] = {}
         asked: dict[Server, list[ChunkKey]] = defaultdict(list)
@@ -223,7 +223,7 @@ class RedisTier:
         silent: OSError | None = None
         for server in list(asked):
             try:
-                if silent is not None:  # One server has taken the whole deadline. The others are asked the next time.
+                if silent is not None:  # One server has used up the deadline. The others are skipped this time.
                     raise silent
                 with server.connection() as connection:
                     connection.post([command(verb, self._header(key)) for key in asked[server]])
@@ -281,7 +281,7 @@ class RedisTier:
             connection.put(b"\r\n$2\r\nEX\r\n$%d\r\n%d\r\n" % (len(str(UNFINISHED_SECONDS)), UNFINISHED_SECONDS))
             if i == 0:
                 connection.flush()
-                # Whether the record exists is asked together with the first value, which saves a round trip.
+                # The check whether the record exists is sent with the first value, which saves a round trip.
                 if granted(connection.reply()) == 1:
                     granted(connection.reply())
                     connection.call("UNLINK", name)
@@ -298,7 +298,7 @@ class RedisTier:
         return Written.STORED if outcome == COMPLETED else Written.PRESENT
 
     def _names(self, server: Server) -> Iterator[list[re.Match[bytes]]]:
-        """Return our names on a server, taken apart, some at a time; a name may come twice."""
+        """Yield the names of this tier on a server, parsed, in batches. A name may come twice."""
         cursor = b""
         while cursor != b"0":
             match self._call(server, "SCAN", cursor or 0, "MATCH", self._prefix + b":{*", "COUNT", LISTED):
@@ -309,7 +309,7 @@ class RedisTier:
                     raise OSError(f"{server.name}: no list of names, though one was asked for")
 
     def _problem(self, server: Server, key: ChunkKey) -> str:
-        """Return what is wrong with a record, if anything; remove nothing."""
+        """Return the problem of a record, or an empty string. This removes nothing."""
         try:
             reader = self._open(server, key)
             if reader is not None:
@@ -320,14 +320,14 @@ class RedisTier:
         return ""
 
     def _astray(self, server: Server, name: re.Match[bytes]) -> str:
-        """Return what is wrong with a value: that it has no header and will not expire."""
+        """Return the problem of a value without a header that will not expire, or an empty string."""
         with server.connection() as connection:
             seconds, there = connection.call_all([command("TTL", name[0]), command("EXISTS", name["header"])])
         return "a value without a record" if seconds == -1 and there == 0 else ""
 
 
 def _granted_unless_full(answer: Reply) -> Reply:
-    """Return an answer. Raise a refusal, unless Redis is full: then it can still be read."""
+    """Return a reply. Raises a refusal, unless Redis refuses writes because it is full: it can still be read."""
     return answer if isinstance(answer, ReplyError) and answer.code in FULL else granted(answer)
 
 
