@@ -198,8 +198,8 @@ def media_steps(
 ) -> tuple[int, list[tuple[ChunkKey, str, bool]]]:
     """Return the number of the last change, and the chunks that reached a medium (true) or left it since `read`.
 
-    If the log has lost changes, the result is the difference between `seen`, the chunks and media that the reader has
-    seen, and the present chunks. With a `kind`, only chunks of that kind count.
+    If the log has lost changes, the result is the difference between `seen` and the present chunks. `seen` returns the
+    chunks and media that the reader knows. With a `kind`, only chunks of that kind count.
     """
 
     def medium(chunk: Chunk, place: str) -> str:

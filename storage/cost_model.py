@@ -247,10 +247,10 @@ class CostModel:
 
         The estimate of loading is a fixed time per record plus a time per byte, summed over all tiers. A blend also
         computes while it loads; the estimate ignores that. The estimate of computing is the number of tokens that
-        loading would save, times a measured pace. This pace is that of prompts of this length, or else of the next
-        shorter length (by powers of two), or else of the shortest length. A token costs more in a longer prompt, so the
-        pace of a shorter prompt makes computing look too cheap. That error corrects itself: the tokens are computed,
-        and measured at the right length. An error in the other direction would never be noticed.
+        loading would save, times a measured pace. This pace is that of prompts of this length. If it is unknown, the
+        next shorter length (by powers of two) is used, or else the shortest length. A token costs more in a longer
+        prompt, so the pace of a shorter prompt makes computing look too cheap. That error corrects itself: the tokens
+        are computed, and measured at the right length. An error in the other direction would never be noticed.
 
         A tier that was passed over for a while is tried again, in case it has become faster.
         """

@@ -4,8 +4,8 @@ A share of each place belongs to documents. While documents do not exceed it, ot
 pinned entry counts as a document. It is not evicted while pinned entries do not exceed the share. In memory over a
 disk, pinned entries are evicted if no other entry is left.
 
-In a cache server each entry has an owner, a model and a tenant. If the owner of the oldest entry does not exceed its
-fair share (`fairness.py`), the oldest entry of an owner that exceeds its share is evicted instead.
+In a cache server each entry has an owner, a model and a tenant. The oldest entry stays if its owner does not exceed its
+fair share (`fairness.py`). The oldest entry of an owner that exceeds its share is evicted instead.
 """
 
 import heapq
@@ -99,7 +99,7 @@ class EvictionOrder(Generic[T]):
     def add(
         self, entry: T, standing: Standing = Standing.OTHER, *, owner: Owner | None = None, first: bool = False
     ) -> None:
-        """Make an entry evictable: after all others of its standing, or with `first` before them."""
+        """Make an entry evictable: as the last of its standing, or with `first` before all other entries."""
         at = -next(self._clock) if first else next(self._clock)
         self._entries[entry] = standing, owner
         for queue in self._queues_of(standing, owner):
@@ -134,7 +134,7 @@ class EvictionOrder(Generic[T]):
         if pinned > self._share:
             evictable.append(Standing.PINNED)
         oldest = _oldest(self._queues, evictable)
-        if oldest is None:  # Only documents and pinned entries within their share are left.
+        if oldest is None:  # Only documents and pinned entries within the share are left, if any.
             oldest = _oldest(self._queues, [Standing.DOCUMENT])
             return _oldest(self._queues, [Standing.PINNED]) if oldest is None and self._pins_yield else oldest
         _, owner = self._entries[oldest]

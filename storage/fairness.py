@@ -1,7 +1,7 @@
 """Fair shares of a place: models share it by their weights, and the tenants of a model share its part by theirs.
 
-An owner is a model and a tenant. An owner that has stored or used nothing for a long time has no share, so that no
-space is kept for a tenant that does not return.
+An owner is a model and a tenant. An owner that has stored or used nothing for a long time has no share. So no space is
+kept for a tenant that does not return.
 """
 
 from collections import Counter, defaultdict

@@ -71,7 +71,8 @@ class Ledger:
         self._preparing: set[Slot] = set()
         self._ready: list[Slot] = []
         self._bare: set[Slot] = set()
-        self._unused = [slot for slot in map(Slot, reversed(range(slots))) if slot not in self._unsafe]  # pop from end
+        # Unused slots; the last entry is used next.
+        self._unused = [slot for slot in map(Slot, reversed(range(slots))) if slot not in self._unsafe]
         while claims is None and self._unused:
             self._queue.add(self._unused.pop())
 

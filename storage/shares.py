@@ -1,8 +1,8 @@
-"""Shares: the parts of a slot that belong to each worker of an engine, and their place in the slab.
+"""Shares: the parts of a slot that belong to each worker of an engine, and their position in the slab.
 
 A chunk has one part for each layer and tensor-parallel rank. In a record, the parts of a layer are adjacent, in the
-order of the ranks, so that a layer can be loaded as a whole. In memory, the parts of one worker are contiguous, slot
-after slot, so that each worker page-locks only its own share.
+order of the ranks. So a layer can be loaded as a whole. In memory, the parts of one worker are contiguous, slot after
+slot, so that each worker page-locks only its own share.
 """
 
 from dataclasses import dataclass

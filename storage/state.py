@@ -165,7 +165,7 @@ class StoreState:
             self.by_name[reservation.level].ledger.abort(reservation.slot)
 
     def drop(self, key: ChunkKey) -> None:
-        """Forget a chunk in memory, also if it is being loaded or written."""
+        """Forget a chunk in memory, even if its slot is being filled or loaded."""
         with self._changed:
             self._loads.pop(key, None)
             self._writing.discard(key)
@@ -223,7 +223,7 @@ class StoreState:
                     self._arrived(self.host, outgoing.slot, outgoing.ticket)
 
     def not_written(self, why: str, key: ChunkKey, *tiers: Tier) -> None:
-        """Count a chunk that was to be written but is not written to these tiers, or to any tier without `tiers`."""
+        """Count a chunk whose planned write to these tiers is skipped. Without `tiers`, all tiers are skipped."""
         with self._changed:
             self.queues.drop(why, key, *tiers)
 

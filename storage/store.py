@@ -56,8 +56,8 @@ class Store(ChunkStore):
         """Create a store over a host slab, an optional device slab, and tiers.
 
         `document_share` is the documents' share of the slots, from 0 to 1; see `eviction.py`. Tiers have their own
-        share. Without a device slab, a `backing` may decide whether one more host slot may be used, and `fair` may
-        give each owner of chunks a fair share of the host.
+        share. `backing` and `fair` need a store without a device slab. A `backing` decides whether one more host slot
+        may be used. `fair` gives each owner of chunks a fair share of the host.
         """
         self.changes, pinned = changes or ChangeLog(), set[ChunkKey]()
         slabs = {"device": device, "host": host}

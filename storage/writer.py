@@ -22,8 +22,8 @@ from lmc.storage.tiers.tier_guard import T, TierGuard, logged
 # The number of threads that write to a tier which only this process uses. With two threads, one computes checksums
 # while the other writes. Measured on a disk (2 cores, direct I/O), two threads instead of one:
 #     records of 1 MiB: 1.7 to 2.6 GiB/s instead of 1.4; of 8 MiB: 2.2 instead of 1.8; of 32 MiB: 2.2 instead of 2.1
-# A Redis server on the same machine gains nothing (0.8 to 1.3 instead of 1.0 GiB/s, 1.30 instead of 1.35, 1.43 instead
-# of 1.38).
+# A Redis server on the same machine gains nothing: 0.8 to 1.3 GiB/s instead of 1.0, 1.30 instead of 1.35, 1.43 instead
+# of 1.38.
 WRITERS = 2
 
 

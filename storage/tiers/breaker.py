@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 FAILURES = 3  # failures in a row that open the breaker
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 10.0  # seconds between two retries
-CALM = 60.0  # seconds after a failure until the next one is logged again, and retried after `FIRST_PAUSE`
+CALM = 60.0  # seconds after which a new opening is logged again, and retried after `FIRST_PAUSE`
 
 
 class Breaker:

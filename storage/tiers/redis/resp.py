@@ -95,7 +95,7 @@ class Connection:
         self._start = self._stop = 0  # the range of the buffer that has arrived and was not consumed
         self._held = bytearray()  # small messages that are sent together with the next one
         self._awaited = 0  # replies to posted commands that were not collected yet
-        self.heard = False  # Whether the server has replied since a caller last set this to false.
+        self.heard = False  # whether the server has replied since a caller last set this to false
         self._deadline, self._closed = deadline, False
         self._moved = time.monotonic()  # the time of the last send or receive
         self._queued: deque[Fetch] = deque()

@@ -320,7 +320,7 @@ class RedisTier:
         return ""
 
     def _astray(self, server: Server, name: re.Match[bytes]) -> str:
-        """Return the problem of a value without a header that will not expire, or an empty string."""
+        """Return the problem of a value that lacks a header and will not expire, or an empty string."""
         with server.connection() as connection:
             seconds, there = connection.call_all([command("TTL", name[0]), command("EXISTS", name["header"])])
         return "a value without a record" if seconds == -1 and there == 0 else ""
