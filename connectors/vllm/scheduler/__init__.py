@@ -1,1 +1,1 @@
-"""What runs in the process of vLLM's scheduler: it decides what is loaded, blended, saved and learned."""
+"""The scheduler's side, in the process of vLLM's scheduler: it decides what is loaded, blended, saved and learned."""

@@ -1,8 +1,8 @@
-"""The administration endpoint: what the store holds, and what would happen with a prompt, while the engine runs.
+"""The administration endpoint: it shows what the store holds, and explains how a prompt would be served.
 
-It runs in a thread of the process that owns the store, and is off unless the setting `admin` names an address. It
-computes nothing itself: documents can be pinned, limited in time, removed, and queued to be learned. An explanation
-counts as a choice of the cost model.
+It runs in a thread of the process that owns the store, while the engine runs. It is off unless the setting `admin`
+names an address. Documents can be pinned, given a time limit, removed, and queued to be learned; the endpoint itself
+computes no KV. An explanation is not counted as a choice of the cost model.
 """
 
 import json
@@ -32,13 +32,13 @@ from lmc.http.address import ADDRESS, address_of_engine, url_of
 from lmc.metrics import flat
 
 EXPLAIN = "/v1/explain"
-BOOT = Path("/proc/sys/kernel/random/boot_id")  # tells hosts apart
+BOOT = Path("/proc/sys/kernel/random/boot_id")  # identifies the host
 
 log = logging.getLogger(__name__)
 
 
 class Administration:
-    """Answers questions about one engine. Its methods may be called by any thread."""
+    """Answers administration requests for one engine. Any thread may call its methods."""
 
     def __init__(
         self,
@@ -47,18 +47,20 @@ class Administration:
         number: int = 0,
         status: Callable[[], str] = lambda: "ok",
     ) -> None:
-        """`requests` are the facts of the last requests, by the engine's id. With data parallelism, engines have a
-        `number`. `status` returns the state of lmc in the engine: "ok", or why it is off.
+        """Prepare the endpoint of one engine.
+
+        `requests` are the facts of the last requests, by the engine's request id. `number` is the number of the engine
+        with data parallelism. `status` returns the state of lmc in the engine: "ok", or why it is off.
         """
         self.status, self.settings = status, setup.settings
         self._number = number
         self._setup, self._engine, self._tokenizer, self._requests = setup, setup.engine, setup.tokenizer, requests
         self._claims, self.background = Claims(setup), setup.engine.background
         self.desk = DocumentDesk(lambda: [setup.engine], lambda tokens, _: self._text(tokens), self.background)
-        self.explain_token = secrets.token_urlsafe(32)  # with which a cache server may ask for explanations only
+        self.explain_token = secrets.token_urlsafe(32)  # token of a cache server; it permits only explanations
 
     def answers_at(self, url: str) -> None:
-        """Tell a cache server, if there is one, where this is asked for explanations, and with which token."""
+        """Register the URL and the token for explanations at the cache server, if the engine uses one."""
         administered_at(self._engine.store, url, self.explain_token)
 
     def stat(self) -> Facts:
@@ -66,7 +68,7 @@ class Administration:
         return {**flat(self._engine.stats()), "documents": self.desk.count()}
 
     def learn(self, asked: Facts) -> Facts:
-        """Queue `texts` to be learned when the engine runs next, for the tenant `cache_salt`; raise `InputError`."""
+        """Queue `texts` of the tenant `cache_salt` to be learned when the engine next runs. Raises `InputError`."""
         texts, salt = asked.get("texts"), str(asked.get("cache_salt") or "")
         if not isinstance(texts, list) or set(map(type, texts)) - {str} or asked.keys() - {"texts", "cache_salt"}:
             raise InputError('give {"texts": ["…", …]}, and cache_salt if a tenant has one, and nothing else')
@@ -83,7 +85,7 @@ class Administration:
         return {"queued": queued, "known": known}
 
     def routing(self) -> Facts:
-        """Return what a router has to know, so that it cuts prompts as this engine does."""
+        """Return the facts with which a router splits prompts as this engine does."""
         settings, markers = self._engine.settings, self._setup.markers if self._setup.blends else None
         events = self.settings.document_events or ""
         return {
@@ -96,21 +98,23 @@ class Administration:
             "blend_min_tokens": settings.blend_min_tokens,
             "capacity": self._engine.capacity(),
             "chunk_size": self._engine.chunk_size,
-            # Engines of one cache server have the same documents.
+            # Engines that use one cache server share its documents.
             "cache": f"{BOOT.read_text().strip()}:{settings.server}" if settings.server else "",
             "document_events": ",".join(address_of_engine(one.strip(), self._number) for one in events.split(",")),
         }
 
     def request(self, name: str) -> Facts:
-        """Return the facts of one of the last requests, by the id of its response; raise `InputError` otherwise."""
+        """Return the facts of one of the last requests, by its response id. Raises `NotFound` for an unknown id."""
         for known, facts in reversed(list(self._requests.items())):
-            if known == name or known.startswith((f"{name}-", f"{name}_")):  # The engine adds to the id of a response.
+            if known == name or known.startswith((f"{name}-", f"{name}_")):  # The engine appends to the response id.
                 return facts
         raise NotFound(f"no request {name} among the last {len(self._requests)}")
 
     def explain(self, asked: Facts) -> Facts:
-        """Return what would happen with a prompt: `messages`, `prompt` or `prompt_token_ids`, with `cache_salt`, `lora`
-        and `lmc` as in a request. Raises `InputError` for anything else.
+        """Return how a prompt would be served, without serving it.
+
+        `asked` has the prompt as `messages`, `prompt` or `prompt_token_ids`, and may have `cache_salt`, `lora` and
+        `lmc` as in a request. Raises `InputError` for an invalid request.
         """
         prompt, salt = self._tokens(asked), str(asked.get("cache_salt") or "")
         given = asked.get("kv_transfer_params")
@@ -134,7 +138,7 @@ class Administration:
         local = min(cached_blocks(self._setup.pool, hashes), (len(prompt) - 1) // size) * size
         found = self._engine.look(PromptView(self._engine.block_chain(hashes, size), state.documents))
         wish = self._claims.wish(state, local) if state.policy else None
-        cost = self._engine.store.cost.snapshot()  # An explanation is none of the choices that requests count.
+        cost = self._engine.store.cost.snapshot()  # A copy, so that an explanation is not counted as a choice.
         plan = self._engine.plan(found, replace(wish, refused=refused), cost)[0] if wish else None
         documents = []
         if plan is not None:
@@ -166,7 +170,7 @@ class Administration:
                         asked["messages"], tokenize=True, add_generation_prompt=True, return_dict=False
                     )
                 )
-            except Exception as error:  # templates raise whatever they like
+            except Exception as error:  # A template may raise any error.
                 first = str(error).splitlines()[0][:200]
                 wrong = f"the tokenizer's own chat template cannot be applied ({type(error).__name__}: {first})"
                 raise InputError(f"{wrong}: let the server do it, with lmc explain --server URL") from error
@@ -179,12 +183,12 @@ class Administration:
 
 
 def serve(of: Administration, address: str, token: str, engine: int = 0) -> Callable[[], None]:
-    """Answer at an address from a thread, and return the function that ends it; see `lmc.http.server.serve`."""
+    """Serve at an address in a thread, and return the function that stops it; see `lmc.http.server.serve`."""
     return http_server.serve(application(of, token), address, token, setting=ADDRESS, number=engine)
 
 
 def application(of: Administration, token: str) -> Any:
-    """Return the ASGI application; raise `ConfigError` without Starlette."""
+    """Return the ASGI application. Raises `ConfigError` if Starlette is missing."""
     try:
         from starlette.applications import Starlette
         from starlette.concurrency import run_in_threadpool
@@ -223,7 +227,10 @@ def application(of: Administration, token: str) -> Any:
 
 
 def _encoded(facts: Facts, background: Background) -> bytes:
-    """Return facts as JSON. The items of a list are encoded one by one: while JSON is encoded, no other thread runs."""
+    """Return facts as JSON.
+
+    The items of a list are encoded separately, because other threads cannot run while `json.dumps` runs.
+    """
 
     def encoded(value: Any) -> str:
         if isinstance(value, list):
@@ -235,7 +242,7 @@ def _encoded(facts: Facts, background: Background) -> bytes:
 
 
 async def _body(request: Any) -> Facts:
-    """Return what was sent as JSON; raise `InputError` for anything else."""
+    """Return the request body, a JSON object. Raises `InputError` for any other body."""
     try:
         found = await request.json()
     except ValueError as error:
@@ -253,7 +260,7 @@ def _limit(request: Any) -> int:
 
 
 def serve_if_wanted(of: Administration, engine: int) -> Callable[[], None] | None:
-    """Open the endpoint that the settings ask for, if they do, for one of several data-parallel engines."""
+    """Start the endpoint of a data-parallel engine if the settings name an address; return its stop function."""
     address, token = of.settings.admin, of.settings.admin_token or ""
     if not address:
         return None

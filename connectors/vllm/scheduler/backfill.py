@@ -1,13 +1,15 @@
 """Backfill: while the engine is idle, the tokens of a blended conversation are computed exactly.
 
-A blend is made for one question. A later turn may ask about something that the first question did not choose, and then
-the KV of the blend is worse than that of a fresh blend (`bench/conversation.py`). Between two turns there is mostly
-time. So the prompt and its answer are prefilled exactly in steps in which the engine computes nothing else, one layer a
-step, and entered into vLLM's own prefix cache under the exact hashes. The next turn then finds exact blocks, as it
-would without lmc. A turn that comes earlier goes on from the blocks of the blend.
+A blend recomputes tokens that matter for one question. A later turn may ask about other tokens. The KV of the old blend
+is then worse than that of a new blend (`bench/conversation.py`).
 
-It is done only for prompts that end where a chat template begins an answer, and only as long as a share of such prompts
-is really followed by another turn.
+Most conversations pause between two turns. In this pause, the prompt and its answer are prefilled exactly, one layer a
+step, in steps in which the engine computes nothing else. The blocks are added to vLLM's own prefix cache under their
+exact hashes. The next turn then finds exact blocks, as it would without lmc. A turn that comes before the backfill ends
+continues from the blocks of the blend.
+
+Only prompts that end where a chat template begins an answer are backfilled. Backfill stops when too few of such prompts
+are followed by another turn.
 """
 
 from collections import OrderedDict
@@ -21,18 +23,18 @@ from lmc.connectors.vllm.scheduler.isolation import Salt, Salts, cached_blocks, 
 from lmc.connectors.vllm.scheduler.pending import PendingTransfers
 from lmc.connectors.vllm.start import Setup
 
-MAX_WAITING = 64  # conversations; the one that has waited longest is dropped
-TRIALS = 16  # blends after which follow-ups have to be seen
-WORTHWHILE = 1 / 8  # follow-ups for each blend
-REMEMBERED = 256  # blends after which older ones count half
+MAX_WAITING = 64  # maximal number of queued conversations; the conversation that has waited longest is dropped
+TRIALS = 16  # number of blends that are backfilled before the share of follow-ups is checked
+WORTHWHILE = 1 / 8  # minimal number of follow-ups per blend
+REMEMBERED = 256  # number of blends at which the counts of blends and follow-ups are halved
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """A prompt and its answer, of which some KV is approximate."""
+    """A prompt and its answer, with partly approximate KV."""
 
     request: Any  # the engine's request
-    tokens: tuple[int, ...]  # of full blocks
+    tokens: tuple[int, ...]  # the tokens of full blocks
     hashes: tuple[bytes, ...]  # the exact hashes of these blocks
 
 
@@ -48,16 +50,16 @@ class ExactRequest:
 
 
 class Backfill:
-    """The conversations of one engine that wait to be computed exactly, at most one of them under way."""
+    """The conversations of one engine that wait to be computed exactly; at most one is being computed."""
 
     def __init__(self, setup: Setup, pending: PendingTransfers) -> None:
         self._pool, self._block_size, self._clock = setup.pool, setup.block_size, setup.clock
-        self._spare = -(-setup.batch_tokens // setup.block_size)  # blocks that are left free for a prompt
+        self._spare = -(-setup.batch_tokens // setup.block_size)  # number of blocks that stay free for a prompt
         self._pending = pending
         self._waiting: OrderedDict[Salt, tuple[Any, Salts]] = OrderedDict()  # requests by their first salt
         self._under_way: IdleJob | None = None
         self._blends = self._follow_ups = 0.0
-        self.done = 0  # conversations that were computed exactly
+        self.done = 0  # number of conversations that were computed exactly
 
     @property
     def waiting(self) -> bool:
@@ -70,13 +72,13 @@ class Backfill:
         return self._under_way is not None
 
     def followed(self) -> None:
-        """Count a prompt that goes on from an earlier blend."""
+        """Count a prompt that continues an earlier blend."""
         self._follow_ups += 1
 
     def add(self, request: Any, salts: Salts) -> None:
-        """Queue a request that has ended, whose block hashes depend on `salts`.
+        """Queue an ended request, whose block hashes depend on `salts`.
 
-        It takes the place of an earlier turn of the same conversation, which depends on the same first salt.
+        It replaces an earlier turn of the same conversation, which has the same first salt.
         """
         self._blends += 1
         if self._blends >= REMEMBERED:
@@ -106,7 +108,7 @@ class Backfill:
         return None
 
     def to_cancel(self, *, idle: bool, blocked: bool) -> list[int]:
-        """Return the job to give up: a request is `blocked` for want of blocks, or others have run for a while."""
+        """Return the job to give up: a request is `blocked` by a lack of blocks, or requests have run for too long."""
         job = self._under_way
         if job is None:
             return []
@@ -114,7 +116,7 @@ class Backfill:
         return [job.number] if job.gives_up(idle=idle, blocked=blocked or short) else []
 
     def cancel(self) -> None:
-        """Give up the job that is under way in the next step, and forget the conversations that wait."""
+        """Mark the job under way to be given up in the next step, and remove all queued conversations."""
         if self._under_way is not None:
             self._under_way.given_up = True
         self._waiting.clear()
@@ -143,7 +145,7 @@ class Backfill:
 
         def done(*, failed: bool) -> None:
             self._under_way = None
-            try:  # A request may have computed and cached the same blocks meanwhile.
+            try:  # A request may have computed and cached the same blocks in the meantime.
                 if not failed and self._known(one) == known:
                     request = ExactRequest(one.request, one.hashes)
                     self._pool.cache_full_blocks(request, blocks, known, len(blocks), self._block_size, 0)

@@ -1,7 +1,7 @@
 """Claims of requests on stored chunks.
 
-The planner decides which chunks are used. This module pins them, waits for chunks that are being loaded from tiers, up
-to a deadline, and gives up those that are too late.
+The planner decides which chunks are used. This module pins them and waits, up to a deadline, for chunks that are being
+loaded from slower tiers. It gives up chunks that are too late.
 """
 
 from dataclasses import replace
@@ -17,17 +17,17 @@ from lmc.storage.contract import PinState
 from lmc.storage.memory.slab import LOST
 from lmc.storage.places import MEMORY
 
-DEADLINES = 10  # A load may take so many deadlines if something of it arrives within each of them.
+DEADLINES = 10  # A load may take this many deadlines if a part arrives within each of them.
 
 
 class Claims:
-    """The claims on one cache engine."""
+    """The claims of requests on one cache engine."""
 
     def __init__(self, setup: Setup) -> None:
         self._setup, self._engine, self._settings = setup, setup.engine, setup.settings
 
     def look(self, state: RequestState) -> Lookup:
-        """Look up what is stored for a request. Tiers that other processes share are asked only the first time."""
+        """Look up the stored chunks of a request. Tiers that processes share are searched only the first time."""
         chain = self._engine.block_chain(state.hashes, self._setup.block_size)
         blends = state.role is not Role.EXACT and not state.request.num_preemptions
         found = self._engine.look(PromptView(chain, state.documents if blends else ()), state.elsewhere)
@@ -37,7 +37,7 @@ class Claims:
         return found
 
     def wish(self, state: RequestState, local: int) -> Wish:
-        """Return what the request wants behind the `local` tokens that the engine has."""
+        """Return the planner's input for a request, after the `local` tokens in the engine's own cache."""
         prompt, policy = state.request.num_prompt_tokens, state.policy
         asks = policy is not None and policy.strategy in NEEDS_QUESTION
         return Wish(
@@ -56,7 +56,7 @@ class Claims:
         )
 
     def prefetch(self, state: RequestState, found: Lookup, local: int) -> None:
-        """Begin to load what is on slower tiers, if that is expected to be faster than to compute it.
+        """Begin to load chunks from slower tiers, if loading is expected to be faster than computing.
 
         Waiting requests hold at most half of the slots.
         """
@@ -69,7 +69,7 @@ class Claims:
         self._pin(state, away[: max(0, room)])
 
     def make(self, state: RequestState, local: int) -> Claim | None:
-        """Return the best claim behind `local` tokens; None if a chunk is being loaded and there is time to wait."""
+        """Return the best claim after `local` tokens; None if a chunk is still loading before the deadline."""
         if self.is_late(state):
             self._give_up(state, PinState.COMING)
         found, late, missing = self.look(state), self.is_late(state), frozenset[ChunkKey]()
@@ -83,7 +83,7 @@ class Claims:
                 break
         if self.waits(state):
             return None
-        if local != state.weighed:  # The engine's cache has changed since the blend was weighed against prefill.
+        if local != state.weighed:  # The engine's cache has changed since the blend was compared with prefill.
             state.weighed = local
             weighed, wish = self._engine.without_slow_blend(found, plan, wish)
             if weighed is not plan:
@@ -95,38 +95,38 @@ class Claims:
         return Claim(local, plan, self._engine.blend_offer(plan, wish))
 
     def is_late(self, state: RequestState) -> bool:
-        """Return whether no part has arrived within a deadline, or not everything within `DEADLINES` of them."""
+        """Return whether no part arrived within one deadline, or not all parts within `DEADLINES` deadlines."""
         if state.waiting_since is None:
             return False
         now, deadline = self._setup.clock(), self._settings.load_deadline
         return now - state.progress_at > deadline or now - state.waiting_since > DEADLINES * deadline
 
     def waits(self, state: RequestState) -> bool:
-        """Return whether a pinned chunk has no part yet, and there is time to wait for it."""
+        """Return whether no part of a pinned chunk has arrived yet, and the deadline has not passed."""
         store = self._engine.store
         return not self.is_late(state) and any(
             store.state(pin) is PinState.COMING and not store.arrived(pin) for pin in state.pins.values()
         )
 
     def wait_from_now(self, state: RequestState) -> None:
-        """Let the deadline begin now."""
+        """Start the deadline now."""
         state.waiting_since = state.progress_at = self._setup.clock()
 
     def note_progress(self, state: RequestState) -> None:
-        """Note the time if parts have arrived since the last call."""
+        """Record the time if the number of arrived parts has changed since the last call."""
         arrived = sum(self._engine.store.arrived(pin) for pin in state.pins.values())
         if arrived != state.parts_arrived:
             state.parts_arrived, state.progress_at = arrived, self._setup.clock()
 
     def arrived(self, state: RequestState) -> int:
-        """Return how many parts of each pinned chunk are there; `LOST` if the rest of one will never arrive."""
+        """Return the smallest number of arrived parts of the pinned chunks; `LOST` if a chunk is lost."""
         store = self._engine.store
         if any(store.state(pin) is PinState.LOST for pin in state.pins.values()):
             return LOST
         return min((store.arrived(pin) for pin in state.pins.values()), default=LOST)
 
     def give_up_late(self, state: RequestState) -> bool:
-        """Release chunks that are lost, and those that a late load still waits for; return whether there were any."""
+        """Release lost chunks and, after the deadline, incomplete chunks. Returns whether any chunk was released."""
         self.note_progress(state)
         lost = self._give_up(state, PinState.LOST)
         return (self.is_late(state) and self._give_up(state, PinState.COMING)) or lost
@@ -144,12 +144,12 @@ class Claims:
         return frozenset(unique) - state.pins.keys()
 
     def _release(self, state: RequestState, keys: set[ChunkKey]) -> None:
-        """Release chunks. Loads are not waited for, because workers check the tags of the slots that they read."""
+        """Release chunks without waiting for their loads, because workers check the tags of the slots they read."""
         if keys:
             self._engine.store.release([state.pins.pop(key) for key in keys], wait=False)
 
     def _give_up(self, state: RequestState, what: PinState) -> bool:
-        """Release the chunks that are in the state `what`, and never try them again; return whether there were any."""
+        """Release chunks in the state `what`, and never try them again. Returns whether any chunk was released."""
         useless = {key for key, pin in state.pins.items() if self._engine.store.state(pin) is what}
         self._release(state, useless)
         state.lost |= useless

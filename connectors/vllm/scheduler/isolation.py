@@ -1,13 +1,13 @@
-"""Isolation: approximate KV is found only by requests that ask for the same approximation.
+"""Isolation: approximate KV is reused only by requests that ask for the same approximation.
 
 vLLM keeps a request's blocks in its prefix cache under the request's block hashes. From the first approximate block on,
-these are replaced by hashes that chain from a salt of everything that the blend depends on. So plain prompts do not
-find these blocks.
+lmc replaces these hashes by hashes that chain from a salt. The salt covers everything that the blend depends on, so
+plain prompts do not find these blocks.
 
-`OwnBlends` remembers the salts of recent blends. A prompt that begins with a prompt which was blended, such as the next
-turn of a conversation, a retry or a step of a beam search, takes the salts over. Its hashes then continue the chain of
-the blend, and the engine finds the blocks of the blend and of everything that was computed after it, as if all of it
-were one long generation. Only public list operations of the request are used.
+`OwnBlends` remembers the salts of recent blends. A prompt may begin with a prompt that was blended: the next turn of a
+conversation, a retry, or a step of a beam search. Such a prompt gets the same salts, and its hashes continue the chain
+of the blend. The engine then finds the blocks of the blend and all blocks computed after it, as in one long generation.
+Only public list operations of the request are used.
 """
 
 import hashlib
@@ -21,21 +21,21 @@ from lmc.blend.segments import Span
 from lmc.blend.strategies import NEEDS_QUESTION, RecomputePolicy
 from lmc.engine import Piece
 
-Salt = tuple[int, bytes]  # (block, secret): the block hashes from `block` on depend on `secret`
+Salt = tuple[int, bytes]  # (block, secret): block hashes from `block` on depend on `secret`
 Salts = tuple[Salt, ...]  # ascending
 
-MAX_BLENDS = 4096  # that are remembered; each takes about a kilobyte
+MAX_BLENDS = 4096  # maximal number of remembered blends; each takes about 1 KB
 
 
 def salt_of(prompt: Sequence[int], reused: Sequence[Piece], policy: RecomputePolicy) -> bytes:
-    """Return the salt of a blend, from its policy, the pieces that it reuses, and every token that it can depend on."""
+    """Return the salt of a blend: a hash of its policy, its reused pieces, and all tokens that it can depend on."""
     tokens = prompt if policy.strategy in NEEDS_QUESTION else prompt[: reused[-1].stop]
     given = repr((policy, [(piece.at, piece.stop) for piece in reused])).encode()
     return hashlib.sha256(b"lmc-blend-2 %d " % len(given) + given + array("I", tokens).tobytes()).digest()
 
 
 def set_salts(request: Any, salts: Salts, *, replacing: Salts = ()) -> None:
-    """Make the request's block hashes depend on `salts`, and not on those that they depended on before."""
+    """Recompute the request's block hashes so that they depend on `salts`, and no longer on `replacing`."""
     if replacing:
         del request.block_hashes[replacing[0][0] :]
         request.update_block_hashes()
@@ -63,10 +63,10 @@ class OwnBlend:
     pieces: tuple[Span, ...]  # where its approximate tokens are
     salts: Salts
     block: bytes  # the exact hash of the last full block among the tokens on which the blend depends
-    rest: tuple[int, ...]  # the tokens after this block on which it depends as well
-    end: int  # It depends on the tokens before this position.
-    documents: bytes  # the exact hash of the last full block of its documents
-    by_separators: bool  # Separators say where its documents are.
+    rest: tuple[int, ...]  # the tokens after this block on which the blend depends as well
+    end: int  # The blend depends on the tokens before this position.
+    documents: bytes  # the exact hash of the last full block of the blend's documents
+    by_separators: bool  # Separators mark the blend's documents.
 
     @property
     def first(self) -> int:
@@ -75,9 +75,9 @@ class OwnBlend:
 
 
 class OwnBlends:
-    """The recent blends of one engine, by the prompts that they belong to.
+    """The recent blends of one engine, by the block hashes of their prompts.
 
-    The hashes of a prompt's blocks cover the tenant's salt, so that a tenant finds only its own blends.
+    The hashes of a prompt's blocks cover the tenant's salt, so a tenant finds only its own blends.
     """
 
     def __init__(self, block_size: int) -> None:
@@ -85,7 +85,7 @@ class OwnBlends:
         self._by_block: defaultdict[bytes, list[OwnBlend]] = defaultdict(list)
         self._by_documents: dict[bytes, OwnBlend] = {}
         self._of_tenant: defaultdict[str, OrderedDict[OwnBlend, None]] = defaultdict(OrderedDict)
-        self.changes = 0  # of what can be found, until now
+        self.changes = 0  # number of blends added or removed until now
 
     def add(
         self,
@@ -100,7 +100,7 @@ class OwnBlends:
         salts: Salts,
         by_separators: bool,
     ) -> None:
-        """Remember a blend that depends on the tokens before `end`. `hashes` are the exact ones of the prompt."""
+        """Add a blend that depends on the tokens before `end`. `hashes` are the exact hashes of the prompt's blocks."""
         full = min(end // self._block_size, len(hashes))
         if not full:
             return
@@ -140,11 +140,11 @@ class OwnBlends:
         documents: Sequence[Span] | None,
         policy: RecomputePolicy,
     ) -> Iterator[OwnBlend]:
-        """Yield the blends that a prompt goes on from, the longest first.
+        """Yield the blends that a prompt can continue, the longest first.
 
-        The prompt begins with all tokens on which the blend depends, asks for the same policy, and has what the blend
-        reused among its own `documents`. They are None if separators cut the prompt, as they did in the blend.
-        `hashes` are the exact ones of the prompt.
+        The prompt begins with all tokens on which the blend depends, and asks for the same policy. The pieces that the
+        blend reused lie inside the prompt's `documents`. `documents` is None if separators mark the documents of the
+        prompt; then they marked those of the blend, too. `hashes` are the exact hashes of the prompt's blocks.
         """
         for full in range(len(hashes) if self._by_block else 0, 0, -1):
             stop = full * self._block_size
@@ -155,9 +155,9 @@ class OwnBlends:
                     yield blend
 
     def repeats(self, hashes: Sequence[bytes]) -> bool:
-        """Return whether a prompt begins with all documents of an earlier blend, in the same order; once for each.
+        """Return whether a prompt begins with all documents of an earlier blend, in the same order.
 
-        `hashes` are the exact ones of the prompt.
+        Each blend is matched only once. `hashes` are the exact hashes of the prompt's blocks.
         """
         blend = next((self._by_documents[one] for one in reversed(hashes) if one in self._by_documents), None)
         if blend is not None:
@@ -189,5 +189,5 @@ class OwnBlends:
 
 
 def _are_inside(pieces: Sequence[Span], documents: Sequence[Span]) -> bool:
-    """Return whether each of the pieces lies in a document."""
+    """Return whether each piece lies inside a document."""
     return all(any(span.start <= piece.start and piece.stop <= span.stop for span in documents) for piece in pieces)

@@ -1,4 +1,4 @@
-"""Turns a claim into a job for the workers: which stored pages and document parts go into which blocks."""
+"""Converts a claim into a job for the workers: which stored pages and document parts go into which blocks."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ NULL = 0  # the engine's null block
 def job_of(
     state: RequestState, claim: Claim, blocks: Sequence[int], block_size: int, *, ready: bool
 ) -> LoadJob | BlendJob:
-    """Return the job for a claim; `ready` says that all parts are in their slots already."""
+    """Return the job for a claim; `ready` means that all parts are already in their slots."""
     plan, request = claim.plan, state.request
     copies = page_copies(plan.exact, state.pins, blocks, block_size)
     documents = [(piece, state.pins[piece.key]) for piece in plan.pieces if piece.kind is RecordKind.DOCUMENT]
@@ -43,7 +43,7 @@ def job_of(
 def page_copies(
     pieces: Sequence[Piece], pins: Mapping[ChunkKey, Pin], blocks: Sequence[int], block_size: int
 ) -> tuple[PageCopy, ...]:
-    """Return copies of the pages of exact chunks, except into the null blocks that a sliding window has left behind."""
+    """Return the page copies of exact chunks, without copies into null blocks that a sliding window has passed."""
     passed = next((at for at, block in enumerate(blocks) if block != NULL), len(blocks))
     copies = []
     for piece in pieces:
@@ -56,7 +56,7 @@ def page_copies(
 
 
 def sources_of(pieces: Sequence[Piece], pins: Mapping[ChunkKey, Pin]) -> Counter[str]:
-    """Return how many tokens come from each place."""
+    """Return how many tokens come from each tier."""
     sources: Counter[str] = Counter()
     for piece in pieces:
         sources[pins[piece.key].place] += piece.tokens

@@ -1,7 +1,7 @@
 """KV events for routers: which of the engine's blocks are in lmc's memory or on its disk.
 
-The store's change log says which chunks appeared and left, and here chunks become blocks. A block may be in several
-chunks: it is announced with the first of them that appears on a medium, and withdrawn with the last that leaves it.
+The store's change log lists the chunks that appeared and left. This module converts chunks to blocks. A block may be in
+several chunks. It is announced when its first chunk appears on a medium, and withdrawn when its last chunk leaves it.
 """
 
 import base64
@@ -16,7 +16,7 @@ from typing import Any
 from lmc.keys import ChunkKey
 from lmc.storage.change_log import Changes, media_steps
 
-ABSENT = 1024  # chunks, of about 10 KB each, whose details are kept while they are nowhere
+ABSENT = 1024  # maximal number of chunks whose details are kept while no medium has them; about 10 KB each
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,13 +28,13 @@ class BlockDetails:
     tokens: "array[int]"
     lora_id: int | None = None
     lora_name: str | None = None
-    extra_keys: tuple[tuple[Any, ...] | None, ...] = ()  # of each block, with what its hash covers beside tokens
+    extra_keys: tuple[tuple[Any, ...] | None, ...] = ()  # for each block, what its hash covers in addition to tokens
 
     def label(self) -> str:
-        """Return a label for the chunk's record, with which the next process can announce it.
+        """Return a label for the chunk's record, from which the next process can announce the chunk.
 
-        It is empty with LoRA, because the engine's LoRA ids change from process to process, and with other extra keys,
-        because a tenant's cache salt must not stand on the disk.
+        The label is empty with LoRA, because the engine's LoRA ids differ between processes. It is also empty with
+        other extra keys, because a tenant's cache salt must not be written to disk.
         """
         if self.lora_id is not None or any(self.extra_keys):
             return ""
@@ -44,7 +44,7 @@ class BlockDetails:
 
     @classmethod
     def from_label(cls, label: str) -> "BlockDetails":
-        """Return what `label` has written; raise `ValueError` for anything else."""
+        """Return the details from a label that `label` wrote. Raises `ValueError` for an invalid label."""
         hashes, parent, tokens = json.loads(label)
         return cls(
             hashes=tuple(bytes.fromhex(block) for block in hashes),
@@ -64,7 +64,7 @@ class BlocksMoved:
 
 
 class KVEvents:
-    """The blocks that have appeared and left since the last time."""
+    """The blocks that have appeared and left since the last call of `take`."""
 
     def __init__(
         self,
@@ -72,13 +72,16 @@ class KVEvents:
         block_size: int,
         extra_keys: Callable[[Any, int, int], tuple[Any, ...] | None] | None = None,
     ) -> None:
-        """`extra_keys` returns what the hash of a request's block `[start, stop)` covers beside tokens."""
+        """Follow the change log `changes`.
+
+        `extra_keys` returns what the hash of a request's block `[start, stop)` covers in addition to tokens.
+        """
         self._changes, self._block_size, self._extra_keys = changes, block_size, extra_keys
         self._read = 0  # number of the last change that was read
         self._details: dict[ChunkKey, BlockDetails] = {}
-        self._absent: dict[ChunkKey, None] = {}  # chunks that have not appeared yet, or have left; the oldest first
-        self._media: dict[ChunkKey, set[str]] = {}  # where announced chunks are
-        self._copies: Counter[tuple[str, bytes]] = Counter()  # chunks that hold a block, by medium
+        self._absent: dict[ChunkKey, None] = {}  # chunks that have not appeared yet, or have left; oldest first
+        self._media: dict[ChunkKey, set[str]] = {}  # media of the announced chunks
+        self._copies: Counter[tuple[str, bytes]] = Counter()  # number of chunks that hold a block, by medium
 
     def details(self, request: Any, first: int, count: int) -> BlockDetails:
         """Return the details of the blocks `[first, first + count)` of a request."""
@@ -96,12 +99,12 @@ class KVEvents:
         )
 
     def expect(self, key: ChunkKey, details: BlockDetails) -> None:
-        """Note that a chunk with these blocks is being saved."""
+        """Record the blocks of a chunk that is being saved."""
         self._details[key] = details
         self._keep_while_absent(key)
 
     def recall(self, recalled: dict[ChunkKey, str]) -> None:
-        """Take over the labels of records on disk that earlier processes wrote, and empty the mapping."""
+        """Read the labels of disk records that earlier processes wrote, and empty the mapping."""
         while recalled:
             key, label = recalled.popitem()
             with suppress(ValueError, TypeError):  # lmc did not write this label.
@@ -122,7 +125,7 @@ class KVEvents:
         return {(key, medium) for key, media in self._media.items() for medium in media}
 
     def _moved(self, key: ChunkKey, medium: str, stored: bool) -> Iterator[BlocksMoved]:
-        """Return the blocks of which this was the first copy on a medium, or the last."""
+        """Yield the blocks whose first copy appeared on a medium, or whose last copy left it."""
         details, media = self._details.get(key), self._media.get(key, set())
         if details is None or stored == (medium in media):
             return
@@ -131,7 +134,7 @@ class KVEvents:
             self._absent.pop(key, None)
         else:
             media.remove(medium)
-            if not media:  # Its write may have been late: it leaves memory before it appears on the disk.
+            if not media:  # The chunk may appear later: a late disk write can end after the chunk has left memory.
                 del self._media[key]
                 self._keep_while_absent(key)
         places = []

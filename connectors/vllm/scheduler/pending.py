@@ -10,10 +10,10 @@ from lmc.storage.contract import ChunkStore, Reservation
 
 
 class Done(Protocol):
-    """Called when every rank has ended a job."""
+    """A function that is called when every rank has ended a job."""
 
     def __call__(self, *, failed: bool) -> None:
-        """Return the engine's blocks; with `failed`, they do not hold what they should."""
+        """Return the engine's blocks; `failed` means that their content is invalid."""
 
 
 @dataclass(slots=True)
@@ -22,7 +22,7 @@ class Transfer:
 
     slots: list[Reservation]
     done: "Done"  # returns the engine's blocks
-    ranks: int = 0  # how many have reported
+    ranks: int = 0  # number of ranks that have reported
     failed: bool = False
 
 
@@ -32,21 +32,21 @@ class PendingTransfers:
     def __init__(self, ranks: int, store: ChunkStore) -> None:
         self._ranks, self._store, self._last = ranks, store, 0
         self.under_way: dict[int, Transfer] = {}
-        self.stored: Counter[str] = Counter()  # chunks, their tokens, and documents
+        self.stored: Counter[str] = Counter()  # numbers of stored chunks, tokens and documents
 
     def begin(self, slots: list[Reservation], done: Done) -> int:
-        """Return a job number, with which the workers will report."""
+        """Record a job that fills `slots`, and return its number, with which the workers will report."""
         self._last += 1
         self.under_way[self._last] = Transfer(slots, done)
         return self._last
 
     def report(self, done: dict[int, int], failed: set[int]) -> None:
-        """Count the ranks that have ended jobs. With the last one, chunks become visible, or slots are returned."""
+        """Count the ranks that have ended jobs. After the last rank, chunks become visible, or slots are returned."""
         for job in failed & self.under_way.keys():
             self.under_way[job].failed = True
         ended = []
         for job in list(done):
-            ranks = done.pop(job)  # A report that is read again after an error counts nothing twice.
+            ranks = done.pop(job)  # A report that is read again after an error is not counted twice.
             transfer = self.under_way.get(job)
             if transfer is None:
                 continue
@@ -56,12 +56,12 @@ class PendingTransfers:
         self._end(ended)
 
     def fail_all(self) -> None:
-        """Do not keep what is under way."""
+        """Mark all transfers under way as failed, so that their chunks are discarded."""
         for transfer in self.under_way.values():
             transfer.failed = True
 
     def drop_all(self) -> None:
-        """Return all slots at the end, when no worker will report any more."""
+        """Return all slots at shutdown, when workers no longer report."""
         self.fail_all()
         self._end(list(self.under_way.values()))
         self.under_way.clear()
@@ -73,11 +73,11 @@ class PendingTransfers:
             for slot in filled:
                 self.stored["chunks"] += 1
                 self.stored["tokens"] += slot.meta.tokens
-                # The last chunk of a document has its tokens in the label.
+                # Only the last chunk of a document has a label: the document's tokens.
                 self.stored["documents"] += slot.meta.kind is RecordKind.DOCUMENT and bool(slot.meta.label)
             for transfer in transfers:
                 for slot in transfer.slots if transfer.failed else ():
                     self._store.abort(slot)
-        finally:  # The engine's blocks are returned, whatever becomes of the slots.
+        finally:  # The engine's blocks are returned even if the store raises an error.
             for transfer in transfers:
                 transfer.done(failed=transfer.failed)

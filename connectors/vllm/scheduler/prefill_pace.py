@@ -1,6 +1,6 @@
 """Estimates how fast the engine prefills, from the times at which its steps are planned.
 
-The scheduler's side sees no other times.
+The scheduler's side has no other times.
 """
 
 from collections import deque
@@ -11,35 +11,40 @@ from typing import Any
 from lmc.storage.cost_model import CostModel
 
 PROMPTS = 0.9  # A step with this share of prompt tokens counts as a prefill.
-LIKE = 0.1  # by how much two steps of one size may differ, and the size of a small step relative to a large one
+LIKE = 0.1  # relative difference up to which two steps count as equal; size of a small step relative to a large step
 
 
 @dataclass(slots=True, kw_only=True)
 class EngineStep:
     """What the engine computes in one step."""
 
-    at: float  # when it was planned
+    at: float  # time at which the step was planned
     alone: bool  # lmc's workers compute nothing in this step.
     requests: frozenset[str]
     tokens: int
-    prompts: int = 0  # tokens of prompts
-    reach: int = 0  # sum over them, of the length of a prompt whose tokens cost the same on average
+    prompts: int = 0  # number of prompt tokens
+    reach: int = 0  # sum over prompt tokens: length of a prompt whose tokens cost the same on average
 
     @property
     def prefills(self) -> bool:
-        """Whether nearly all of its tokens are prompt tokens."""
+        """Whether lmc's workers compute nothing in the step, and nearly all of its tokens are prompt tokens."""
         return self.alone and self.prompts >= max(1, PROMPTS * self.tokens)
 
 
 class PrefillPace:
     """Tells the cost model how long prefills take.
 
-    It looks at three steps in a row. If two prefill steps of one size follow each other, then the time from the
-    planning of the second to that of the third step is the time of one of them, whether the engine plans a step when
-    the one before has ended, or while it runs (asynchronous scheduling). If a prefill step comes before two small steps
-    (a prompt, then its decoding), it takes the time from its own planning to that of the third. In an engine that does
-    not plan ahead, this counts one small step too much. All three must have a request in common, because otherwise the
-    engine may have been idle between them.
+    It compares three consecutive steps.
+
+    If the first two are prefill steps of equal size, one prefill takes the time from the planning of the second step
+    to the planning of the third. This holds whether the engine plans a step after the previous step has ended, or
+    while it runs (asynchronous scheduling).
+
+    If a prefill step comes before two small steps (a prompt, then its decoding), the prefill takes the time from its
+    own planning to the planning of the third step. In an engine that does not plan ahead, this time is too long by one
+    small step.
+
+    Consecutive steps must have a request in common, because otherwise the engine may have been idle between them.
     """
 
     def __init__(self, cost: CostModel) -> None:
@@ -47,9 +52,9 @@ class PrefillPace:
         self._steps: deque[EngineStep] = deque(maxlen=3)
 
     def planned(self, at: float, scheduled: Mapping[str, int], requests: Mapping[str, Any], *, alone: bool) -> None:
-        """Note a step that is planned now, with `scheduled` tokens by request.
+        """Record a step that is planned now, with `scheduled` tokens by request.
 
-        `requests` are those whose prompts may be computed in it; the others decode.
+        `requests` are the requests whose prompts may be computed in the step; all others decode.
         """
         step = EngineStep(at=at, alone=alone, requests=frozenset(scheduled), tokens=sum(scheduled.values()))
         for name, request in requests.items():
@@ -60,7 +65,7 @@ class PrefillPace:
         self.add(step)
 
     def add(self, step: EngineStep) -> None:
-        """Note the next step."""
+        """Record the next step, and report a prefill time if the last three steps show one."""
         self._steps.append(step)
         if len(self._steps) < 3:
             return

@@ -1,4 +1,4 @@
-"""The options of a request, in `kv_transfer_params: {"lmc": {…}}`. By default the settings apply."""
+"""The options of a request, in `kv_transfer_params: {"lmc": {…}}`. The settings are the defaults."""
 
 import reprlib
 from collections.abc import Mapping
@@ -14,13 +14,13 @@ from lmc.keys import LONGEST_NAME
 
 
 class Options(BaseModel):
-    """The options of one request. A field's description completes the error "… must be"."""
+    """The options of one request. The description of a field completes the error message "… must be"."""
 
     model_config = ConfigDict(frozen=True, strict=True)
 
     blend: bool = Field(default=True, description="true or false")
-    # True: the documents of the prompt are learned before it is answered; without separators, it is one document.
-    # False: its documents are not learned afterwards either.
+    # True: the documents of the prompt are learned before it is answered; a prompt without separators is one document.
+    # False: the documents of the prompt are not learned after the request either.
     learn: bool | None = Field(default=None, description="true or false")
     name: str = Field(
         default="",
@@ -29,11 +29,11 @@ class Options(BaseModel):
     )
     strategy: Strategy | None = Field(default=None, description=f"one of {', '.join(STRATEGIES)}")
     ratio: float | None = Field(default=None, ge=0, le=1, description="between 0 and 1")
-    documents: tuple[Span, ...] | tuple[str, ...] | None = None  # instead of the special string; texts are looked for
+    documents: tuple[Span, ...] | tuple[str, ...] | None = None  # replaces separators; the prompt is searched for texts
 
     @classmethod
     def read(cls, given: Any, prompt_tokens: int) -> "Options":
-        """Read the request's parameters; raise `InputError` if they are wrong."""
+        """Return the options from the request's parameters. Raises `InputError` if they are invalid."""
         if given is None:
             return cls()
         if not isinstance(given, Mapping):
@@ -57,7 +57,7 @@ class Options(BaseModel):
             raise InputError(f"lmc.{name} must be {wanted}, not {_shown(given[name])}") from None
 
     def policy(self, settings: Settings) -> RecomputePolicy:
-        """Return the policy for this request; raise `ConfigError` if there is no such policy."""
+        """Return the policy for this request. Raises `ConfigError` if the options and settings make no valid policy."""
         return RecomputePolicy.of(settings, self.strategy, self.ratio)
 
 
@@ -83,8 +83,8 @@ def _spans(given: Any, prompt_tokens: int) -> tuple[Span, ...]:
 
 
 def _shown(given: Any) -> str:
-    """Return what a client sent, cut to a size that fits into an error."""
+    """Return a client's value as text, truncated for an error message."""
     try:
         return reprlib.repr(given)
-    except ValueError:  # an integer of more digits than Python writes
+    except ValueError:  # an integer with more digits than Python converts to text
         return "a number of too many digits"

@@ -41,60 +41,60 @@ class RequestState:
     request: Any
     role: Role
     policy: RecomputePolicy | None = None
-    options: Options | None = None  # what the request asks of lmc; None if that is wrong
-    cached: bool = False  # The engine has nearly all of it, so that its documents were not looked for.
+    options: Options | None = None  # the request's options for lmc; None if they are invalid
+    cached: bool = False  # The engine has nearly all tokens, so the request's documents were not looked up.
     documents: tuple[DocumentLookup, ...] = ()
     question: int = 0
-    stamp: bytes = b""  # joins the block hashes, which do not cover a LoRA adapter's files or numbered images
-    # What is stored for it
-    elsewhere: dict[ChunkKey, str] | None = None  # where its chunks are on tiers that other processes share
+    stamp: bytes = b""  # joined with block hashes, which do not cover a LoRA adapter's files or numbered images
+    # Stored chunks of the request
+    elsewhere: dict[ChunkKey, str] | None = None  # tiers of its chunks, among tiers that processes share
     pins: dict[ChunkKey, Pin] = field(default_factory=dict)
     lost: set[ChunkKey] = field(default_factory=set)  # chunks that could not be loaded, and are not tried again
-    memory_only: bool = False  # Nothing is loaded from tiers, because computing was expected to be faster.
-    slow: str = ""  # why it is not blended: prefill was expected to be faster
-    weighed: int = -1  # the engine's own tokens when a blend was weighed against prefill
+    memory_only: bool = False  # Nothing is loaded from slower tiers, because computing was expected to be faster.
+    slow: str = ""  # why the request is not blended: prefill was expected to be faster
+    weighed: int = -1  # the number of tokens in the engine's cache when a blend was compared with prefill
     claim: Claim | None = None
-    # How long it waits
-    waiting_since: float | None = None  # since when the engine waits for its claim, or for its load
-    progress_at: float = 0.0  # when a part that it waits for arrived last
-    parts_arrived: int = 0  # parts of pinned chunks that had arrived by then
+    # Time limits of the request's loads
+    waiting_since: float | None = None  # time since which the engine waits for the claim or the load
+    progress_at: float = 0.0  # time of the last arrival of a part
+    parts_arrived: int = 0  # number of parts of pinned chunks that had arrived at `progress_at`
     loading: bool = False  # Workers are loading or blending.
-    local: int = 0  # tokens that the engine's own cache had when the load began
+    local: int = 0  # number of tokens in the engine's own cache when the load began
     given_up: bool = False  # A load failed or was too late, and nothing more is loaded.
-    # What is saved of it
-    exact_hashes: Sequence[bytes] = ()  # of its prompt's blocks, as they were when it arrived
-    stored_exactly: int = 0  # leading tokens that were stored exactly when it arrived
-    salts: Salts = ()  # on which its block hashes depend
-    searched: int = -1  # the changes of the engine's own blends when one was looked for
-    scheduled: bool = False  # The engine has computed tokens of it.
-    follows: bool = False  # It is a later turn of a conversation.
-    blended_before: int = 0  # tokens on which the blend depends that it goes on from
+    # Blends and saves of the request
+    exact_hashes: Sequence[bytes] = ()  # hashes of the prompt's blocks when the request arrived
+    stored_exactly: int = 0  # number of leading tokens that were stored exactly when the request arrived
+    salts: Salts = ()  # salts on which the block hashes depend
+    searched: int = -1  # `OwnBlends.changes` at the last search for a blend to continue
+    scheduled: bool = False  # The engine has computed tokens of the request.
+    follows: bool = False  # The request is a later turn of a conversation.
+    blended_before: int = 0  # number of tokens on which the continued blend depends
     continued: int = 0  # tokens from the engine's own blocks of an earlier blend
-    approximate: int | None = None  # the position from which on its KV is not exact, and is not saved as exact
-    saved: int = 0  # full chunks that are saved, or need not be
-    save_at: float = 0  # the computed tokens from which on the next chunk may have to be saved
-    blends: bool = True  # It does not say that nothing shall be blended.
-    learns: bool = True  # Its unknown documents may be learned.
+    approximate: int | None = None  # From this position on, KV is not exact and is not saved as exact.
+    saved: int = 0  # number of full chunks that are saved, or need not be saved
+    save_at: float = 0  # number of computed tokens at which the next chunk may be due to be saved
+    blends: bool = True  # The request allows blending.
+    learns: bool = True  # Unknown documents of the request may be learned.
     unknown: tuple[Span, ...] = ()  # documents to learn
     queued: tuple[Unlearned, ...] = ()  # documents that a request to learn has put into the queue
-    # For the response
-    name: str = ""  # for the documents of a request to learn
+    # Facts for the response
+    name: str = ""  # name for the documents of a request to learn
     learned: bool = False
-    stored: tuple[str, ...] = ()  # the ids of the documents that it has learned
+    stored: tuple[str, ...] = ()  # ids of the documents that the request has learned
     skipped: int = 0  # stored tokens that were not loaded
     exact_tokens: int = 0  # tokens that were loaded exactly
-    sources: Counter[str] = field(default_factory=Counter)  # loaded tokens by the place they came from
+    sources: Counter[str] = field(default_factory=Counter)  # number of loaded tokens by tier
     note: str = ""
     blended: dict[str, object] = field(default_factory=dict)
-    loading_since: float = 0.0  # when its job was made
-    answered: bool = False  # Its first token has come.
-    decodes: bool = False  # It has nothing to do but to be saved, because its prompt is computed.
-    # For the cost model
-    begun: float | None = None  # when the engine or a worker began to compute its prompt
-    alone: bool = True  # Nothing else has been computed since.
-    offer: BlendOffer | None = None  # what its blend computes
-    prefilled: int = 0  # tokens of its prompt that the engine computes; 0 if some are loaded
-    _unstamped: list[bytes] = field(default_factory=list)  # the engine's hashes, of which `_stamped` are made
+    loading_since: float = 0.0  # time at which the load or blend job was created
+    answered: bool = False  # The first output token has been computed.
+    decodes: bool = False  # The prompt is computed: each step only checks whether a chunk is due to be saved.
+    # Measurements for the cost model
+    begun: float | None = None  # time at which the engine or a worker began to compute the prompt
+    alone: bool = True  # Nothing else has been computed since `begun`.
+    offer: BlendOffer | None = None  # what the blend computes and loads
+    prefilled: int = 0  # number of prompt tokens that the engine computes; 0 if some are loaded
+    _unstamped: list[bytes] = field(default_factory=list)  # the engine's hashes, from which `_stamped` is computed
     _stamped: list[bytes] = field(default_factory=list)
 
     @property
@@ -110,15 +110,16 @@ class RequestState:
 
     @property
     def hashes(self) -> Sequence[bytes]:
-        """The hashes of its exact blocks: the engine's, joined with the stamp if there is one.
+        """The hashes of the exact blocks: the engine's hashes, joined with the stamp if there is one.
 
-        A stamped request is never blended, so hashes are added at the end, and each of them is computed once. Only a
-        session that gets more input drops its last token, and with it the hash of a block that had just been full.
+        A stamped request is never blended, so hashes are only appended, and each hash is computed once. The exception
+        is a session that gets more input: it drops its last token. The hash of a block that this token filled is
+        dropped, too.
         """
         found: Sequence[bytes] = self.request.block_hashes
         if not self.stamp:
             return found
-        # A hash covers all blocks before its own, so that those before one that has stayed have stayed as well.
+        # A hash covers all earlier blocks: if a hash is unchanged, all hashes before it are unchanged as well.
         while self._unstamped and self._unstamped[-1:] != found[len(self._unstamped) - 1 : len(self._unstamped)]:
             del self._unstamped[-1], self._stamped[-1]
         new = found[len(self._unstamped) :]
@@ -128,15 +129,15 @@ class RequestState:
 
     @property
     def way(self) -> str:
-        """How it was served, for people and for metrics."""
+        """The mode in which the request was served, for operators and metrics."""
         if self.role is Role.LEARN:
             return "learn"
-        if self.approximate is not None and self.sources:  # Otherwise the engine has cached its own blend.
+        if self.approximate is not None and self.sources:  # Without sources, the engine has cached its own blend.
             return "blend"
         return "exact" if self.exact_tokens else "full"
 
     def facts(self) -> dict[str, object] | None:
-        """Return facts for the response on what was reused and recomputed; None if lmc did nothing for the request."""
+        """Return facts for the response about reused and recomputed tokens; None if lmc did nothing for the request."""
         if self.role is Role.LEARN:
             facts: dict[str, object] = {"learned": self.learned, "documents": list(self.stored), "note": self.note}
             return {name: value for name, value in facts.items() if value or name == "learned"}

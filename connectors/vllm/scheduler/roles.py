@@ -20,11 +20,11 @@ from lmc.keys import check_tokens
 
 log = logging.getLogger(__name__)
 
-MOST_TEXTS = 1000  # that are looked for in a prompt: the engine makes no step meanwhile
+MOST_TEXTS = 1000  # maximal number of texts to search for in a prompt; the engine cannot make a step during the search
 
 
 class Roles:
-    """Classifies requests. Those that are refused are served exactly and counted, and each reason is logged once."""
+    """Classifies requests. A refused request is served exactly and counted, and each reason is logged once."""
 
     def __init__(self, setup: Setup, counts: "Counter[str]", *, quiet: bool = False) -> None:
         self._setup, self._counts, self._quiet = setup, counts, quiet
@@ -37,7 +37,7 @@ class Roles:
         return state
 
     def begin(self, request: Any) -> RequestState:
-        """Return the state of a new request with its options; `find_role` does the rest."""
+        """Return the state of a new request with its options; `find_role` adds the role and the documents."""
         given = request.kv_transfer_params
         try:
             options = Options.read(given.get("lmc") if isinstance(given, dict) else None, request.num_prompt_tokens)
@@ -59,7 +59,7 @@ class Roles:
             state.role, state.policy, state.note, state.documents = refused.role, None, refused.note, ()
 
     def may_go_on(self, state: RequestState) -> bool:
-        """Return whether a request may go on from its engine's blends without a look at its documents."""
+        """Return whether a request may continue its engine's blends before its documents are looked up."""
         options, request = state.options, state.request
         if options is None or options.learn:
             return False
@@ -68,7 +68,7 @@ class Roles:
         return request.lora_request is None and not request.mm_features and request.prompt_embeds is None
 
     def separators_after(self, state: RequestState, start: int) -> int:
-        """Return how many separators a prompt has that end after the position `start`."""
+        """Return how many separators of a prompt end after the position `start`."""
         separators = self._setup.markers.separators if self._setup.markers else ()
         before = max(0, start + 1 - max(map(len, separators), default=1))
         places = occurrences(state.request.prompt_token_ids[before:], separators)
@@ -81,7 +81,7 @@ class Roles:
             return
         assert state.policy is not None
         state.policy.check_depth(sum(self._setup.stages))
-        if request.prompt_token_ids is not None:  # Otherwise there are only prompt embeddings.
+        if request.prompt_token_ids is not None:  # Without token ids, the request has only prompt embeddings.
             check_tokens(request.prompt_token_ids)
             self._find_documents(state, options)
         why = self._why_not(state, bool(options.learn))
@@ -101,14 +101,14 @@ class Roles:
         else:
             segments = split(prompt, self._setup.markers or Markers(separators=()))
             spans, start, state.question = segments.documents, segments.opening, segments.question.start
-            if options.learn and not state.question:  # There are no separators, and the prompt is one document.
+            if options.learn and not state.question:  # Without separators, the prompt is one document.
                 spans = (self._setup.engine.document_span(prompt),)
-        state.question = min(state.question, len(prompt) - 1)  # Without a question, the last token is one.
+        state.question = min(state.question, len(prompt) - 1)  # Without a question, the last token is the question.
         start = None if options.learn else start
         state.documents = self._setup.engine.documents(prompt, spans, state.salt, start=start)
 
     def _spans_of(self, prompt: Sequence[int], documents: Sequence[Span | str]) -> tuple[Span, ...]:
-        """Return where documents stand in a prompt that may be given as texts; raise `InputError` if one does not."""
+        """Return the spans of documents, given as spans or texts. Raises `InputError` if the prompt lacks a text."""
         spans: list[Span] = []
         packed = array("I", prompt)
         if sum(isinstance(given, str) for given in documents) > MOST_TEXTS:
@@ -129,7 +129,7 @@ class Roles:
         return tuple(spans)
 
     def _why_not(self, state: RequestState, learn: bool) -> str:
-        """Return why a request that would be blended or learned has to be served exactly; empty if it need not."""
+        """Return why a request to blend or to learn has to be served exactly; an empty string if it does not."""
         request, markers = state.request, self._setup.markers
         spans = [document.span for document in state.documents] if learn else []
         documents = [request.prompt_token_ids[span.start : span.stop] for span in spans]
@@ -146,7 +146,7 @@ class Roles:
         return next((why for why, there in reasons.items() if there), "")
 
     def _refused(self, request: Any, error: InputError | ConfigError) -> RequestState:
-        """Return the state of a request whose options are wrong."""
+        """Return the state of a request with invalid options."""
         self._refuse("options", f"a request is served without blending: {error}")
         return RequestState(request=request, role=Role.EXACT, note=str(error))
 

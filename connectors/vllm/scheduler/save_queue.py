@@ -1,7 +1,8 @@
-"""The save queue: exact chunks are saved when they are full, the last blocks at a request's end, and documents learned.
+"""The save queue: which chunks are saved, and which documents are learned.
 
-Workers copy pages after the step that completes them. The blocks are held until every rank has reported the copy, so
-that the engine does not give them to another request.
+An exact chunk is saved when it is full, and the last blocks when the request ends. Workers copy pages after the step
+that completes them. The blocks are held until every rank has reported the copy, so that the engine does not give them
+to another request.
 """
 
 import logging
@@ -29,11 +30,11 @@ class SaveQueue:
         self._block_size = setup.block_size
         self._pending, self._events, self._chunk = pending, events, setup.engine.chunk_size
         self._longest = setup.longest
-        self._spare = -(-setup.batch_tokens // setup.block_size)  # blocks that learning leaves free for a prompt
+        self._spare = -(-setup.batch_tokens // setup.block_size)  # number of blocks that learning leaves free
         self._saves: list[SaveJob] = []
         self._clock = setup.clock
         self._idle: IdleJob | None = None  # the document that is being learned in idle steps
-        self.resets = 0  # of the caches, until now
+        self.resets = 0  # number of cache resets until now
 
     @property
     def saving(self) -> bool:
@@ -46,8 +47,8 @@ class SaveQueue:
         return saves
 
     def save_due(self, state: RequestState, computed: int, table: Table) -> None:
-        """Save the exact chunks that are full when `computed` tokens are computed."""
-        if state.role is Role.LEARN:  # Its document is stored, and its pages are not saved as well.
+        """Save the exact chunks that are full after `computed` tokens."""
+        if state.role is Role.LEARN:  # The documents of a request to learn are stored; its pages are not saved again.
             return
         full = self._storable(state, computed) // self._chunk
         if full > state.saved:
@@ -57,7 +58,7 @@ class SaveQueue:
         state.save_at = following if following <= self._last_storable(state) else math.inf
 
     def save_tail(self, state: RequestState, blocks: Sequence[int]) -> None:
-        """Save the full blocks behind a request's last full chunk, as a partly full chunk."""
+        """Save the full blocks after a request's last full chunk, as a partly full chunk."""
         if not self._settings.save_unfull_chunk or state.role is Role.LEARN:
             return
         # The last sampled token has no KV.
@@ -73,9 +74,9 @@ class SaveQueue:
         return document in waiting or document in waiting.under_way
 
     def learn_next(self, *, idle: bool) -> LearnJob | None:
-        """Return the next document to learn, if none is under way and the engine has blocks to spare.
+        """Return the job for the next document to learn, if none is being learned and enough engine blocks are free.
 
-        Unless the engine is `idle`, that is a wanted document.
+        Unless the engine is `idle`, only documents that a request waits for are learned.
         """
         waiting = self._engine.learning
         if waiting.under_way:
@@ -122,9 +123,10 @@ class SaveQueue:
         return self._idle is not None
 
     def to_cancel(self, *, idle: bool, blocked: bool) -> list[int]:
-        """Return the job that learns a document in idle steps, if it is to be given up; the document then waits again.
+        """Return the job that learns a document in idle steps, if it has to be given up; the document is queued again.
 
-        It makes room for a request that is `blocked` for want of engine blocks, and for wanted documents.
+        The job is given up for a request that is `blocked` by a lack of engine blocks, and for documents that a request
+        waits for.
         """
         job = self._idle
         if job is None or not job.gives_up(idle=idle, blocked=blocked or self._engine.learning.has_wanted):
@@ -134,7 +136,7 @@ class SaveQueue:
     # -- inside ------------------------------------------------------------------------------------------------------
 
     def _blocks_for(self, document: Unlearned) -> int:
-        """Return how many blocks it takes to learn a document."""
+        """Return how many blocks learning a document needs."""
         return -(-(len(self._engine.prefix) + len(document.tokens)) // self._block_size)
 
     def _never_fits(self, document: Unlearned) -> bool:
@@ -143,7 +145,7 @@ class SaveQueue:
         return too_long or self._blocks_for(document) + self._spare >= len(self._pool.blocks)
 
     def _can_learn_now(self, document: Unlearned) -> bool:
-        """Return whether the first document leaves the queue: it can be learned now, or never."""
+        """Return whether a document leaves the queue: it can be learned now, or never."""
         free: int = self._pool.get_num_free_blocks()
         return self._never_fits(document) or self._blocks_for(document) + self._spare <= free
 
@@ -159,7 +161,7 @@ class SaveQueue:
         return last if state.approximate is None else min(last, state.approximate)
 
     def _save(self, state: RequestState, table: Table, chunks: Mapping[int, int]) -> None:
-        """Save exact chunks, of which `chunks` has the numbers of tokens."""
+        """Save exact chunks; `chunks` maps the index of each chunk to its number of tokens."""
         places = [
             (chunk * self._chunk // self._block_size, tokens // self._block_size) for chunk, tokens in chunks.items()
         ]
@@ -182,7 +184,7 @@ class SaveQueue:
             self._saves.append(SaveJob(job=job, slot=slot.slot, blocks=blocks))
 
     def _hold(self, blocks: Sequence[int]) -> Done:
-        """Keep the engine from reusing blocks; return the function that releases them."""
+        """Hold blocks so that the engine does not reuse them, and return the function that releases them."""
         held = [self._pool.blocks[block] for block in blocks]
         self._pool.touch(held)
 

@@ -1,18 +1,18 @@
 """The scheduler's side of the connector: it decides what requests load, and what the workers load, compute and save.
 
-A step of the engine, in the order in which vLLM calls:
+vLLM calls these methods in each engine step, in this order:
 
-1. `arrive`: a new request is classified, what is stored for it is looked up, and slow tiers begin to load.
-2. `claim`: a waiting request asks how many tokens will be loaded after those that the engine has. Chunks are pinned.
-   While one is on its way, the answer is to ask again in the next step.
+1. `arrive`: a new request is classified. Its stored chunks are looked up, and slow tiers begin to load them.
+2. `claim`: the engine asks how many tokens of a waiting request will be loaded after the tokens in its own cache.
+   Chunks are pinned. While a chunk is still loading, the engine is told to ask again in the next step.
 3. `allocated`: the claim becomes a load or a blend into the blocks that the engine has allocated.
-4. `plan`: the engine knows what it computes. Full chunks are saved, a document may be learned, and the step's plan goes
-   to the workers (`worker/`), which load, blend, learn and save a slice of it.
-5. `reported`: what the workers have ended. Saved chunks become visible, loaded requests can run.
-6. `finished`: a request has ended. Its last blocks are saved, its unknown documents queued.
+4. `plan`: the engine has decided what it computes. Full chunks are saved, and a document may be learned. The step's
+   plan goes to the workers (`worker/`), which load, blend, learn and save a slice of it.
+5. `reported`: the workers report ended jobs. Saved chunks become visible, and loaded requests can run.
+6. `finished`: a request has ended. Its last blocks are saved, and its unknown documents are queued.
 7. `busy`: whether lmc needs another step although no request runs.
 
-Nothing here blocks. The engine's requests and block pool come in as arguments; no vLLM is imported.
+Nothing here blocks. The engine's requests and block pool are passed as arguments; this module does not import vLLM.
 """
 
 import logging
@@ -45,27 +45,27 @@ log = logging.getLogger(__name__)
 
 Tables = Callable[[str], Sequence[int]]  # returns the block table of a scheduled request
 
-# A second prompt with the same documents in the same order is computed, as vLLM alone would have computed the first.
+# Why a second prompt with the same documents in the same order is computed, as vLLM alone would compute the first.
 REPEATED = "its documents are computed, so that the engine's own cache has them for further prompts with this beginning"
 RECENT = 1000  # requests whose facts are kept
-BEGUN = 16  # tokens, at most, that a chat template writes after the header of an answer that is to come
-FEW_TOKENS = 128  # of a prompt; if the engine has all others, lmc does not look for what else may be stored
-SPARE = 0.5  # of an engine's blocks, that have to be free if it learns documents of other engines
+BEGUN = 16  # maximal number of tokens that a chat template writes after the header of the next answer
+FEW_TOKENS = 128  # If the engine's cache lacks at most this many prompt tokens, lmc does not look for stored chunks.
+SPARE = 0.5  # share of an engine's blocks that must be free before it learns documents of other engines
 AWAKE_SECONDS = 1.0  # An engine that computed something within this time makes steps, and can learn in them.
-LEARN_SECONDS = 10.0  # for which an idle engine goes on learning; a shutdown or a pause may have to wait so long
+LEARN_SECONDS = 10.0  # An idle engine continues learning for this time; a shutdown or a pause may have to wait for it.
 
 
 class Scheduler:
     """The requests of one vLLM engine."""
 
     def __init__(self, setup: Setup) -> None:
-        """Raise `ConfigError` if the model does not have the check layers of the settings."""
+        """Prepare for an engine. Raises `ConfigError` if the model lacks the check layers of the settings."""
         self._layers = sum(setup.stages)
         if setup.blends:
             RecomputePolicy.of(setup.settings).check_depth(self._layers)
         self._setup, self.engine, self._pool, self._block_size = setup, setup.engine, setup.pool, setup.block_size
         self.counts: Counter[str] = Counter()
-        # For histograms, by the keys of `lmc.metrics`.
+        # Observations for histograms, by the keys of `lmc.metrics`.
         self._observed: defaultdict[str, list[float]] = defaultdict(list)
         self._roles = Roles(setup, self.counts)
         self._claims = Claims(setup)
@@ -78,13 +78,12 @@ class Scheduler:
         self._saves = SaveQueue(setup, self.pending, self.events)
         self._states: dict[str, RequestState] = {}
         self.recent: OrderedDict[str, Mapping[str, Any]] = OrderedDict()  # facts of requests that have ended
-        self._next = StepPlan()  # what workers will have to do from the next step on, as far as that is known
-        self._introduced: SlabAddress | None = None  # the slab that workers know of
+        self._next = StepPlan()  # the plan of the next step, as far as it is known
+        self._introduced: SlabAddress | None = None  # the slab that the workers know
         self._ran = setup.clock()  # when the engine last computed something
-        self.has_news = (
-            True  # Something was counted since the numbers were reported, beside tokens of running requests.
-        )
-        self.off = False  # lmc is switched off: nothing is loaded, saved or learned for requests that arrive now.
+        # Something other than tokens of running requests was counted since the numbers were last reported.
+        self.has_news = True
+        self.off = False  # lmc is switched off: nothing is loaded, saved or learned for new requests.
         if setup.blends and setup.settings.blend_learn:
             self.engine.share_learning(self._has_time)
         self._own_blends = OwnBlends(setup.block_size)
@@ -98,7 +97,7 @@ class Scheduler:
     # -- requests come and go ----------------------------------------------------------------------------------------
 
     def arrive(self, request: Any) -> None:
-        """Look up what is stored for a new request, and begin to load what is on slower tiers."""
+        """Look up the stored chunks of a new request, and begin to load those on slower tiers."""
         if self.off:
             return
         self.has_news = True
@@ -106,7 +105,7 @@ class Scheduler:
         if request.lora_request is not None:
             state.stamp = self._adapter(request.lora_request)
         if request.mm_features and self._setup.counts_images:
-            state.stamp += self._process  # The same number means another image in another process.
+            state.stamp += self._process  # The same number stands for a different image in another process.
         self._states[state.id] = state
         self.counts["requests"] += 1
         if self._is_cached(state):
@@ -127,18 +126,18 @@ class Scheduler:
             self.counts["loads_skipped"] += 1
 
     def claim(self, request: Any, local: int) -> int | None:
-        """Return how many tokens behind the `local` first ones will be loaded, or None if that is not known yet."""
+        """Return how many tokens after the first `local` tokens will be loaded; None if that is not known yet."""
         state = self._states.get(request.request_id)
         if state is None or state.given_up or self.off or request.skip_reading_prefix_cache:
             return 0
         if state.role is Role.LEARN and not self._has_learned(state):
             return None
-        state.decodes = False  # It was preempted, if it decoded.
+        state.decodes = False  # A request that decoded before was preempted.
         if state.cached:
             if local > request.num_tokens - self._few:
                 self._note_cached(state, local)
                 return 0
-            state.cached, state.role = False, Role.EXACT  # Blocks were evicted since it arrived.
+            state.cached, state.role = False, Role.EXACT  # The engine has evicted blocks since the request arrived.
             self._roles.find_role(state)
         if state.waiting_since is None:
             self._claims.wait_from_now(state)
@@ -154,13 +153,13 @@ class Scheduler:
         return None if state.claim is None else state.claim.plan.stop - local
 
     def _note_cached(self, state: RequestState, local: int) -> None:
-        """Note how many tokens of a request the engine has, and how many of these are of an earlier blend."""
+        """Record how many tokens of a request the engine has, and how many of these belong to an earlier blend."""
         state.local = local
         if state.salts:
             state.continued = max(0, local - state.salts[0][0] * self._block_size)
 
     def allocated(self, request: Any, blocks: Sequence[int], tokens: int) -> None:
-        """Make the job for a claim of `tokens` tokens, for which the engine has allocated `blocks`."""
+        """Create the job for a claim of `tokens` tokens, for which the engine has allocated `blocks`."""
         state = self._states.get(request.request_id)
         if state is None or not tokens:
             return
@@ -172,11 +171,11 @@ class Scheduler:
         self._claims.wait_from_now(state)
         state.sources = sources_of(claim.plan.pieces, state.pins)
         if request.prefill_stats and not request.num_preemptions:
-            # For `cached_tokens` in the response. The engine has counted the whole claim, with what a blend computes.
+            # Correct `cached_tokens` in the response: the engine counted the whole claim, with tokens a blend computes.
             request.prefill_stats.set(request.num_prompt_tokens, claim.local, claim.plan.tokens)
         state.exact_tokens += claim.plan.reach - claim.local
         ready = all(self.engine.store.state(pin) is PinState.READY for pin in state.pins.values())
-        # How fast a tier is says nothing about blends.
+        # A blend is measured only if all chunks are in memory: the speed of a tier says nothing about blends.
         state.begun, state.offer = self._setup.clock(), claim.blend if ready else None
         if claim.plan.approximate:
             self._isolate(state, claim)
@@ -187,17 +186,14 @@ class Scheduler:
                 self.counts[f"tokens_from_{place}"] += count
 
     def sources(self, request: Any, tokens: int) -> dict[str, int]:
-        """Return how many of `tokens` loaded tokens come from each place; a blend's own work counts as "computed"."""
+        """Return how many of `tokens` loaded tokens come from each tier; "computed" counts what a blend computes."""
         state = self._states.get(request.request_id)
         found = dict(state.sources) if state else {}
         found["computed"] = tokens - sum(found.values())
         return {place: count for place, count in found.items() if count > 0}
 
     def finished(self, request: Any, blocks: Sequence[int]) -> dict[str, object] | None:
-        """Save the last blocks of a request that has ended, and queue its unknown documents to be learned.
-
-        Returns facts for the response.
-        """
+        """Save the last blocks of an ended request, queue its unknown documents, and return facts for the response."""
         state = self._states.get(request.request_id)
         if state is None:
             return None
@@ -205,7 +201,7 @@ class Scheduler:
         self._note_answer(state)
         if request.num_computed_tokens:
             self._observed[key("reused_tokens", (state.way,))].append(sum(state.sources.values()))
-        if not state.loading:  # Otherwise a worker may be reading, and reports when it has stopped.
+        if not state.loading:  # Otherwise a worker may still read the chunks, and reports when it has stopped.
             self._saves.save_tail(state, blocks)
             aborted = request.status.name == "FINISHED_ABORTED"
             if state.salts and request.num_computed_tokens and not aborted and self._is_chat(state):
@@ -217,7 +213,7 @@ class Scheduler:
             self.counts["documents_known"] += len(stored)
             self.counts["documents_unknown"] += len(documents) - len(stored)
             self.engine.note(request.prompt_token_ids, stored, state.salt, used=True)
-        # Nothing is learned for a request that never ran: its engine may be asleep, without weights.
+        # Nothing is learned for a request that never ran, because the engine may be asleep without its weights.
         if self._setup.settings.blend_learn and state.learns and request.num_computed_tokens:
             self.engine.learn_later(request.prompt_token_ids, state.unknown, state.salt)
         if state.role is Role.BLEND:
@@ -234,7 +230,7 @@ class Scheduler:
     # -- a step ------------------------------------------------------------------------------------------------------
 
     def plan(self, scheduled: dict[str, int], tables: Tables) -> StepPlan:
-        """Return what the workers have to do in this step."""
+        """Return the plan of this step for the workers."""
         if scheduled:
             self.engine.background.stepped()
             self._ran = self._setup.clock()
@@ -277,7 +273,7 @@ class Scheduler:
         return self.take_plan()
 
     def _note_step(self, state: RequestState) -> None:
-        """Note that the engine computes tokens of a request, until its first token has come."""
+        """Record that the engine computes prompt tokens of a request."""
         state.scheduled = True
         self._claims.release(state)  # The engine did not use this claim.
         self._note_answer(state)
@@ -292,12 +288,12 @@ class Scheduler:
         return any(state.claim is not None and not state.scheduled for state in self._states.values())
 
     def _could_learn(self, *, idle: bool) -> bool:
-        """Return whether a document waits that would be learned in this step if there were blocks for it."""
+        """Return whether a document would be learned in this step if enough blocks were free."""
         waiting = self.engine.learning
         return self._runs and not waiting.under_way and bool(waiting.has_wanted or (idle and len(waiting)))
 
     def take_plan(self) -> StepPlan:
-        """Return what workers have to do, as far as it is known. After an error in `plan`, that is enough for them."""
+        """Return the plan for the workers, as far as it is known. Workers can use it after an error in `plan`."""
         plan, self._next = self._next, StepPlan()
         plan.slab = self._introduced
         plan.saves += self._saves.take_saves()
@@ -308,7 +304,7 @@ class Scheduler:
     def abandon(self, request: str) -> None:
         """Serve a request without lmc from now on, and release what is held for it.
 
-        If workers are loading for it, they report a failure, because what they read is not pinned any more.
+        If workers are loading for it, they report a failure, because their chunks are no longer pinned.
         """
         state = self._states.get(request)
         if state is not None:
@@ -326,7 +322,7 @@ class Scheduler:
         self.abandon(request)
 
     def drop(self, request: str) -> None:
-        """Forget a request that has ended."""
+        """Forget an ended request."""
         self.abandon(request)
         state = self._states.get(request)
         if state is not None and not state.loading:
@@ -344,7 +340,7 @@ class Scheduler:
                     del self._states[request]
 
     def switch_off(self) -> None:
-        """Serve the engine without lmc from now on. What is under way is finished."""
+        """Serve the engine without lmc from now on. Jobs under way are finished."""
         self.off = True
         self.engine.learning.clear()
         self._backfill.cancel()
@@ -361,24 +357,24 @@ class Scheduler:
         self.forget_all(wait=False)
         self.engine.learning.clear()
         for state in self._states.values():
-            state.approximate = 0  # What it still computes depends on old KV.
-            # Its documents have keys of the old weights.
+            state.approximate = 0  # Tokens that the request still computes depend on old KV.
+            # The keys of its documents belong to the old weights.
             state.role, state.documents, state.unknown = Role.EXACT, (), ()
             if not state.loading:
                 self._claims.release(state)
 
     def forget_all(self, *, wait: bool = True) -> None:
-        """Remove every chunk, and do not keep those that are being saved."""
+        """Remove every chunk, and discard chunks that are being saved."""
         self.pending.fail_all()
         self.engine.forget_all(wait=wait)
 
     def close(self) -> None:
-        """Write to the tiers what is not there yet, and close everything."""
+        """Write chunks that the tiers lack, and close everything."""
         self.pending.drop_all()
         self.engine.close()
 
     def reported(self, report: StepReport, received: set[str]) -> None:
-        """Take in what workers have done; `received` are requests whose load has ended on all ranks."""
+        """Process the workers' report; `received` are requests whose load has ended on all ranks."""
         self.has_news = True
         self.pending.report(report.done, report.failed)
         for request in report.lost & self._states.keys():
@@ -387,7 +383,7 @@ class Scheduler:
             state.sources.clear()
             self._own_blends.forget(request, state.salt)
             stats = state.request.prefill_stats
-            if stats and not state.request.num_preemptions:  # For `cached_tokens`: what was lost is computed.
+            if stats and not state.request.num_preemptions:  # Lost tokens are computed: `cached_tokens` omits them.
                 stats.set(state.request.num_prompt_tokens, state.local, 0)
             self.counts["failed_loads"] += 1
         for request, facts in report.blended.items():
@@ -396,11 +392,11 @@ class Scheduler:
             if asking is None:
                 continue
             asking.blended = facts
-            if asking.role is Role.BLEND:  # Learning is blind reuse, with a budget of 0.
+            if asking.role is Role.BLEND:  # A request to learn uses blind reuse, which has a ratio of 0.
                 self._observed["budget"].append(float(facts["charged_budget"]))  # type: ignore[arg-type]
         for request in received & self._states.keys():
             state = self._states[request]
-            if not state.loading:  # Another connector has loaded it.
+            if not state.loading:  # Another connector has loaded this request.
                 continue
             state.loading = False
             self._note_load(state)
@@ -411,7 +407,7 @@ class Scheduler:
 
     @property
     def busy(self) -> bool:
-        """Whether lmc needs the engine to make steps. One lets the workers open a slab, or let go of one."""
+        """Whether lmc needs the engine to make steps. Workers also need a step to open or release a slab."""
         news = self._introduced != self._slab
         learns = self._runs and not self.off and bool(len(self.engine.learning))
         backfills = self._runs and not self.off and self._backfill.waiting
@@ -419,18 +415,18 @@ class Scheduler:
 
     @property
     def _slab(self) -> SlabAddress | None:
-        """Where the workers find the slab; None without a cache server."""
+        """The address at which workers open the slab; None without a cache server."""
         slab = self.engine.store.slab
         return None if slab is None else slab.address
 
     def _has_time(self) -> bool:
-        """Return whether the engine makes steps, and has blocks to spare for documents of other engines."""
+        """Return whether the engine makes steps, and has enough free blocks to learn documents of other engines."""
         spare = self._pool.get_num_free_blocks() > len(self._pool.blocks) * SPARE
         return spare and self._setup.clock() - self._ran < AWAKE_SECONDS
 
     @property
     def _runs(self) -> bool:
-        """Whether the engine has computed something lately; if not, it may be paused, or asleep without its weights."""
+        """Whether the engine has computed recently; otherwise it may be paused, or asleep without its weights."""
         return self._setup.clock() - self._ran < LEARN_SECONDS
 
     def numbers(self) -> dict[str, float]:
@@ -448,7 +444,7 @@ class Scheduler:
         }
 
     def take_observed(self) -> dict[str, list[float]]:
-        """Return what was observed for histograms since the last time, by the keys of `lmc.metrics`."""
+        """Return the observations for histograms since the last call, by the keys of `lmc.metrics`."""
         observed, self._observed = self._observed, defaultdict(list)
         return dict(observed)
 
@@ -465,7 +461,7 @@ class Scheduler:
             self._setup.trace(state.request, f"lmc.{state.way}", now - seconds, now, plain)
 
     def _note_answer(self, state: RequestState) -> None:
-        """Note when the first token of a request has come. It came in the step before, or while this was planned."""
+        """Record the time to first token, once. The token came in the previous step, or while this step was planned."""
         if not state.answered and state.request.num_output_tokens:
             state.answered = self.has_news = True
             seconds = time.time() - state.request.arrival_time
@@ -473,29 +469,29 @@ class Scheduler:
             self._measure(state)
 
     def _measure(self, state: RequestState) -> None:
-        """Report to the cost model how long it took to compute a prompt, if nothing else was computed meanwhile."""
+        """Report the prefill time of a prompt to the cost model, if nothing else was computed during it."""
         if state.begun is None or not state.alone or state.role is Role.LEARN or state.request.num_preemptions:
             return
         seconds, cost = self._setup.clock() - state.begun, self.engine.store.cost
         if state.offer is not None:
             cost.blended(state.offer, seconds)
-        elif 2 * state.prefilled >= state.request.num_prompt_tokens:  # Less says little about long prompts.
+        elif 2 * state.prefilled >= state.request.num_prompt_tokens:  # A smaller part says little about long prompts.
             cost.computed(state.prefilled, seconds, 2 * state.request.num_prompt_tokens - state.prefilled)
 
     def _has_learned(self, state: RequestState) -> bool:
-        """Return whether the documents of a request to learn are stored, as far as they can be.
+        """Return whether all documents of a request to learn are stored that can be stored; queue missing documents.
 
-        The request is served from what was learned, so that nothing is computed twice.
+        The request is then served from the learned documents, so no token is computed twice.
         """
         if state.unknown or state.queued:
-            self._ran = self._setup.clock()  # An engine that asks is awake, and can learn.
+            self._ran = self._setup.clock()  # The engine called this method: it is awake and can learn.
             fitting = [span for span in state.unknown if self.engine.fits(len(span))]
             state.unknown = ()
             for number, span in enumerate(fitting):
                 queued = self.engine.learn_later(
                     state.request.prompt_token_ids, [span], state.salt, state.name, wanted=True
                 )
-                if not queued:  # There is no room for more now.
+                if not queued:  # The queue is full.
                     state.unknown = tuple(fitting[number:])
                     break
                 state.queued += queued
@@ -510,11 +506,11 @@ class Scheduler:
         stored = self.engine.note(state.request.prompt_token_ids, state.documents, state.salt)
         state.stored = tuple(document.id for document in stored)
         for document in stored:
-            document.name = document.name or state.name  # No request renames what somebody else has named.
+            document.name = document.name or state.name  # A request never renames a document that has a name.
         return True
 
     def _adapter(self, lora: Any) -> bytes:
-        """Return the stamp that an adapter's files had when a request first asked for it and the engine loaded it."""
+        """Return the stamp of an adapter's files at the time when a request first used it and the engine loaded it."""
         named = (lora.lora_int_id, lora.lora_path)
         if named not in self._adapters or lora.load_inplace:
             self._adapters[named] = adapter_stamp(lora.lora_path)
@@ -525,10 +521,11 @@ class Scheduler:
         return cached_blocks(self._pool, request.block_hashes) * self._block_size
 
     def _is_cached(self, state: RequestState) -> bool:
-        """Return whether the engine has a prompt but for so few tokens that lmc has nothing to add.
+        """Return whether the engine's cache lacks so few prompt tokens that lmc has nothing to add.
 
-        To load these tokens would take a step of the engine, as it takes to compute them. A request that goes on from
-        an earlier blend gets its salts. Among these tokens is no new document, which would have to be learned.
+        Loading these tokens takes one engine step, and so does computing them. A request that continues an earlier
+        blend gets the salts of that blend. Returns false if new documents follow the cached tokens, because these
+        may be stored, or have to be learned.
         """
         request, few = state.request, self._few
         known = request.num_prompt_tokens - few
@@ -554,7 +551,7 @@ class Scheduler:
         return False
 
     def _waits_for_own_blend(self, state: RequestState, local: int) -> bool:
-        """Return whether a request waits for a blend that is under way, or has just found one to go on from.
+        """Return whether a request waits for a blend that is under way, or has just found a blend to continue.
 
         In both cases the engine asks again in its next step, and then finds the blocks of that blend.
         """
@@ -563,10 +560,10 @@ class Scheduler:
         return self._continue_own_blend(state, max(state.stored_exactly, local))
 
     def _continue_own_blend(self, state: RequestState, exact: int, *, by_separators: bool = False) -> bool:
-        """Salt the hashes of a request so that it goes on from an earlier blend of the engine.
+        """Salt the hashes of a request so that it continues an earlier blend of the engine.
 
-        It does so if the engine has more blocks of that blend than the `exact` tokens which can be had otherwise.
-        Returns true if it does so, or if it has to wait for a blend that is under way.
+        The hashes are salted only if the engine has more tokens of that blend than the `exact` tokens that are cached
+        or stored otherwise. Returns true if the hashes are salted, or if the request must wait for a blend under way.
         """
         request, policy = state.request, state.policy
         assert policy is not None
@@ -593,12 +590,12 @@ class Scheduler:
         return False
 
     def _isolate(self, state: RequestState, claim: Claim) -> None:
-        """Salt the hashes of a request that is blended, and remember the blend for requests that go on from it."""
+        """Salt the hashes of a blended request, and record the blend for requests that continue it."""
         reused, request, policy = claim.plan.approximate, state.request, state.policy
         assert policy is not None
         first = reused[0].at
         state.approximate = first if state.approximate is None else min(first, state.approximate)
-        # Blocks of an earlier blend that the engine still has stay what they are; the others are blended anew.
+        # Blocks of an earlier blend that the engine still has keep their salts; later blocks are blended again.
         kept = tuple(one for one in state.salts if one[0] * self._block_size < claim.local)
         salts = (*kept, (first // self._block_size, salt_of(request.prompt_token_ids, reused, policy)))
         set_salts(request, salts, replacing=state.salts)
@@ -616,14 +613,14 @@ class Scheduler:
         )
 
     def _is_chat(self, state: RequestState) -> bool:
-        """Return whether another turn may follow that finds what the engine has cached of this one."""
+        """Return whether a later turn may follow and reuse the engine's cached blocks of this request."""
         return self._setup.caches_prefixes and self._end_of_question(state)[1]
 
     def _end_of_question(self, state: RequestState) -> tuple[int, bool]:
         """Return where the question of a prompt ends, and whether a chat template begins an answer there.
 
-        Templates may write something else there when the answer is a part of the history, for example no empty
-        thoughts.
+        A template may write other tokens at that position once the answer is part of the history. For example, it may
+        then omit an empty block of thoughts.
         """
         prompt, markers = state.request.prompt_token_ids, self._setup.markers
         headers = markers.answers if markers else ()

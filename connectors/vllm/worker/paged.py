@@ -1,8 +1,8 @@
 """Reads and writes the engine's KV cache: whole pages of any layout, and single tokens where the layout is known.
 
-vLLM has for every layer one logical view `[B, H, N, C]`: blocks, KV heads, slots of a block, key and value side by
-side. Its strides say how that lies in memory. Whole pages can be copied whatever is in them. A kernel may use smaller
-blocks than the scheduler; then the view has several rows for each of the scheduler's blocks.
+For every layer, vLLM has one logical view `[B, H, N, C]`: blocks, KV heads, slots of a block, key and value side by
+side. Its strides define the layout in memory. Whole pages can be copied whatever their contents. A kernel may use
+smaller blocks than the scheduler; then the view has several rows for each block of the scheduler.
 """
 
 import logging
@@ -25,13 +25,13 @@ from lmc.shapes import KV
 log = logging.getLogger(__name__)
 
 TIMED, TIMED_PAGES = 5, 256
-PART_PAGES = 16  # of a chunk of 256 tokens, where pages have 16
-WIDEST = torch.complex128  # torch's numbers of 16 bytes; nothing computes with them here
-CPU_LAYOUTS = ("vec", "vec16")  # instruction sets with pages of a transposed key block and a value block
+PART_PAGES = 16  # number of pages in a part, for chunks of 256 tokens and pages of 16 tokens
+WIDEST = torch.complex128  # torch's type of 16 bytes, used only for copies
+CPU_LAYOUTS = ("vec", "vec16")  # instruction sets whose pages have a transposed key block and a value block
 
 
 class Move(NamedTuple):
-    """Pages that are copied to or from a part, where they lie side by side from its page `first` on."""
+    """Pages that are copied to or from a part. In the part, they lie side by side from page `first` on."""
 
     blocks: Sequence[int]
     part: torch.Tensor  # uint8 [n]
@@ -42,7 +42,7 @@ class Pages:
     """The pages of all layers, addressed by the scheduler's block numbers."""
 
     def __init__(self, caches: Mapping[str, torch.Tensor], blocks: int) -> None:
-        # Layers may share a cache.
+        # Layers may share a cache, which is used only once here.
         apart = {(cache.data_ptr(), cache.shape, cache.stride()): cache for cache in caches.values()}.values()
         views = [(_page_major(cache, blocks), _order(cache)) for cache in apart]
         self._views = [view for view, _ in views]
@@ -52,13 +52,13 @@ class Pages:
         self.page_bytes = tuple(view[0].numel() * view.dtype.itemsize for view in self._views)
         self._stretches = [stretches_of(view[0]) for view in self._views]
         self._submit = submit_of(self._views[0].device)
-        self._stages = False  # Parts are copied whole, and pages are moved on the GPU.
+        self._stages = False  # If true, parts are copied whole, and pages are moved on the GPU.
 
     def choose_way(self, seconds_of: Callable[[Callable[[], None]], float]) -> None:
-        """Measure which way of copying pages is faster, if the device has a call for many copies.
+        """Measure and choose the faster way to copy pages, if the device has a call for many copies.
 
-        Either every page is a copy of its own, or each part is copied whole and a kernel on the GPU moves its pages,
-        which is faster where pages are small. Only copies out of pages are timed, so that they stay as they are.
+        Either every page is copied separately, or each part is copied whole and a kernel on the GPU moves its pages.
+        The second way is faster if pages are small. Only copies out of pages are timed, so that pages do not change.
         """
         if self._submit is None:
             return
@@ -82,32 +82,32 @@ class Pages:
         log.info(text, self.page_bytes[0] >> 10, way[self._stages], count, ours, other)
 
     def save_all(self, layer: int, moves: Sequence[Move]) -> None:
-        """Copy pages into parts; on a GPU all of them in one call."""
+        """Copy pages into parts; on a GPU, all pages are copied in one call if possible."""
         if self._in_one_call(layer, moves, to_pages=False):
             return
         for blocks, part, first in moves:
             self.save(layer, blocks, part[first * self.page_bytes[layer] :])
 
     def load_all(self, layer: int, moves: Sequence[Move]) -> None:
-        """Copy parts into pages; on a GPU all of them in one call."""
+        """Copy parts into pages; on a GPU, all pages are copied in one call if possible."""
         if self._in_one_call(layer, moves, to_pages=True):
             return
         for blocks, part, first in moves:
             self.load(layer, blocks, part, first)
 
     def _in_one_call(self, layer: int, moves: Sequence[Move], *, to_pages: bool) -> bool:
-        """Issue all copies together; return false if the device has no call for that, or cannot reach the memory."""
+        """Issue all copies together. Returns false if the device has no call for it, or cannot access the memory."""
         if self._submit is None or not all(can_submit(move.part) for move in moves):
             return False
         if self._stages:
-            with suppress(torch.OutOfMemoryError):  # Copies of pages one by one need no memory.
+            with suppress(torch.OutOfMemoryError):  # The fallback, separate copies of pages, needs no memory.
                 self._in_stages(layer, moves, to_pages=to_pages)
                 return True
         self._issue(self.copies(layer, moves), to_gpu=to_pages)
         return True
 
     def _issue(self, copies: Copies, *, to_gpu: bool) -> None:
-        """Issue copies from the GPU's memory to parts, or with `to_gpu` the same in the other direction."""
+        """Issue copies from the GPU's memory to parts; with `to_gpu`, in the opposite direction."""
         assert self._submit is not None
         self._submit(merged(copies.reversed() if to_gpu else copies))
 
@@ -123,7 +123,7 @@ class Pages:
             view.index_copy_(0, blocks, side_by_side)
 
     def copies(self, layer: int, moves: Sequence[Move]) -> Copies:
-        """Return the addresses of pages and of their places in parts, and the bytes of each stretch of a page."""
+        """Return the addresses in pages and in parts, and the length in bytes, of each stretch of the pages."""
         view, size = self._views[layer], self.page_bytes[layer]
         offsets, stretch = self._stretches[layer]
         blocks = _blocks_of(moves)
@@ -156,7 +156,7 @@ class TokenAccess:
     """The keys and values of single tokens in one layer's cache, by slot number (block × block size + offset)."""
 
     def __init__(self, attention: Any, cache: torch.Tensor, kernels: Kernels) -> None:
-        """Raise `UnsupportedModel` for a cache in which a token's key and value cannot be found."""
+        """Prepare the access. Raises `UnsupportedModel` if a token's key and value cannot be located in the cache."""
         self._attention, self._cache, backend = attention, cache, attention.attn_backend.get_name()
         self.head_dim: int = attention.head_size
         self.dtype: torch.dtype = cache.dtype
@@ -168,7 +168,7 @@ class TokenAccess:
             raise UnsupportedModel(f"its attention backend {backend} has no writer of its own")
         blocks, self.kv_heads, self._size, _ = cache.shape
         self._cpu = backend == "CPU_ATTN"
-        self.kernels = TORCH if self._cpu else kernels  # Those in Triton want the numbers of a row side by side.
+        self.kernels = TORCH if self._cpu else kernels  # Triton kernels need the numbers of a row side by side.
         if self._cpu:
             if attention.isa not in CPU_LAYOUTS:
                 raise UnsupportedModel(f"keys cannot be read from pages of the CPU kernel {attention.isa!r}")
@@ -177,13 +177,13 @@ class TokenAccess:
             self._rows = cache.view(-1, self.head_dim)
         else:
             keys, values = cache.split(self.head_dim, dim=-1)
-            self.pages = Paged(keys, values, torch.empty(0, dtype=torch.int32))  # of no prompt yet
+            self.pages = Paged(keys, values, torch.empty(0, dtype=torch.int32))  # without the blocks of a prompt
 
     def gather(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return keys and values `[T, H, D]` of `slots [T]`."""
         if self._cpu:
             block, offset = slots // self._size, slots % self._size
-            # In a page, each head has a block of keys, and then a row of `head_dim` numbers for the value of a token.
+            # In a page, each head has a block of keys, then for each token a row of `head_dim` numbers: its value.
             heads = block[:, None] * self.kv_heads + torch.arange(self.kv_heads)
             rows = (heads * KV + 1) * self._size + offset[:, None]  # [T, H]
             values = self._rows.index_select(0, rows.flatten()).unflatten(0, rows.shape)
@@ -193,7 +193,7 @@ class TokenAccess:
 
     def tokens_of(self, blocks: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return copies of the keys and values `[H, T, D]` of the first `tokens` tokens in kernel blocks `[B]`."""
-        if self._cpu:  # The keys stay transposed, so that whole rows of pages are copied.
+        if self._cpu:  # Keys stay transposed until the pages are copied, so that whole rows of pages are copied.
             pages = self._halves.index_select(0, blocks).transpose(0, 1)  # [H, B, K, N·D]
             keys = pages[:, :, 0].unflatten(-1, (self.head_dim, self._size)).transpose(1, 2).flatten(2).transpose(1, 2)
             return keys[:, :tokens], pages[:, :, 1].unflatten(-1, (self._size, self.head_dim)).flatten(1, 2)[:, :tokens]
@@ -201,7 +201,7 @@ class TokenAccess:
         return tuple(one.transpose(0, 1).flatten(1, 2)[:, :tokens] for one in (keys, values))
 
     def scatter(self, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Write keys and values `[T, H, D]` with the backend's own writer, which knows its layout."""
+        """Write keys and values `[T, H, D]` into `slots`, with the backend's own writer, which knows its layout."""
         self._attention.impl.do_kv_cache_update(
             self._attention, keys.contiguous(), values.contiguous(), self._cache, slots
         )
@@ -212,18 +212,18 @@ def _blocks_of(moves: Sequence[Move]) -> Addresses:
 
 
 def _order(cache: torch.Tensor) -> tuple[int, ...]:
-    """Return a page's dimensions in the order that they have in memory.
+    """Return the dimensions of a page in memory order.
 
-    The strides themselves may depend on the number of blocks.
+    The order is used for comparisons, because the strides may depend on the number of blocks.
     """
     strides = cache.stride()
     return tuple(sorted(range(1, cache.dim()), key=lambda d: -strides[d]))
 
 
 def _page_major(cache: torch.Tensor, blocks: int) -> torch.Tensor:
-    """Return the cache `[B, ratio, …]` with a page's dimensions in the order that they have in memory.
+    """Return the cache `[B, ratio, …]` with the dimensions of a page in memory order.
 
-    `ratio` is the number of the kernel's blocks in a block of the scheduler.
+    `ratio` is the number of kernel blocks in a block of the scheduler.
     """
     if cache.shape[0] % blocks:
         raise UnsupportedModel(f"a cache of shape {tuple(cache.shape)} is not made of the engine's {blocks} blocks")
@@ -232,22 +232,23 @@ def _page_major(cache: torch.Tensor, blocks: int) -> torch.Tensor:
 
 
 def _wide(pages: torch.Tensor) -> torch.Tensor:
-    """Return pages `[B, …]` as `[B, n]` numbers of 16 bytes, as which a GPU moves them faster, if they are that.
+    """Return pages `[B, …]` as `[B, n]` numbers of 16 bytes, which a GPU moves faster, if possible.
 
-    A page has to be in one piece, and every page to begin at a multiple of 16 bytes.
+    Otherwise the pages are returned unchanged. It is possible if each page is contiguous, has a multiple of 16 bytes,
+    and begins at a multiple of 16 bytes.
     """
     apart = pages.stride(0) * pages.element_size()
     in_one_piece = pages[0].is_contiguous() and pages[0].numel() * pages.element_size() % WIDEST.itemsize == 0
     if not in_one_piece or apart % WIDEST.itemsize or pages.data_ptr() % WIDEST.itemsize:
         return pages
     offset = pages.storage_offset() * pages.element_size()
-    if offset % WIDEST.itemsize:  # though the page itself is aligned, which no view of its storage can say
+    if offset % WIDEST.itemsize:  # The page is aligned, but a view with 16-byte numbers needs an aligned offset, too.
         return pages
     return pages.as_strided((len(pages), pages[0].numel()), (pages.stride(0), 1)).view(WIDEST)
 
 
 def _runs(blocks: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Return runs of consecutive numbers: the index of the first, the first, and how many."""
+    """Yield runs of consecutive numbers: index of the first number, first number, count."""
     at = 0
     for i in range(1, len(blocks) + 1):
         if i == len(blocks) or blocks[i] != blocks[i - 1] + 1:

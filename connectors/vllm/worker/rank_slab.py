@@ -19,9 +19,9 @@ class RankSlab:
     """The parts of slots that belong to this rank's layers."""
 
     def __init__(self, at: SlabAddress, gone: Callable[[SlabAddress], object] = lambda _: None) -> None:
-        """Map them; raise `StorageError` if the slab cannot be opened.
+        """Map the parts. Raises `StorageError` if the slab cannot be opened.
 
-        `gone` is called by another thread when a cache server has ended whose slab it is.
+        A separate thread calls `gone` when the cache server that owns the slab has ended.
         """
         self.at = at
         self._share = at.shares.of(get_pp_group().rank_in_group, get_tp_group().rank_in_group)
@@ -37,11 +37,11 @@ class RankSlab:
         return self._slab.part(Slot(slot), self._share.first + layer * self._share.step)
 
     def needed(self, layer: int) -> int:
-        """Return how many parts of a chunk have arrived when those of all ranks for this layer have."""
+        """Return how many parts of a chunk must have arrived so that this layer is complete on all ranks."""
         return self._share.needed(layer)
 
     def ready(self, wanted: Sequence[PageCopy | DocumentPart]) -> int:
-        """Return how many parts are in each slot now; `LOST`, which is less than any number, if a chunk has gone."""
+        """Return the smallest number of parts in a slot; `LOST`, which is less than any number, if a chunk is lost."""
         return min((self._slab.ready(Slot(one.slot), one.tag) for one in wanted), default=self._slab.parts)
 
 

@@ -1,4 +1,4 @@
-"""The self-test for vLLM, which runs once at start in blocks that are not in use yet."""
+"""The self-test for vLLM, which runs once at start in unused blocks."""
 
 import logging
 from collections.abc import Callable
@@ -21,14 +21,14 @@ from lmc.keys import ChunkKey, RecordKind
 
 log = logging.getLogger(__name__)
 
-FIRST_SHARE = 8  # An eighth of a full batch is run before it.
+FIRST_SHARE = 8  # An eighth of a full batch is run before the full batch.
 
 
 def prove_model(layers: NativeLayers, vocabulary: int, blocks: int, stream: "torch.cuda.Stream | None" = None) -> bool:
-    """Raise `UnsupportedModel` if lmc leaves other keys and values in the pages than the model's own forward pass.
+    """Raise `UnsupportedModel` if lmc writes different keys and values to the pages than the model's own forward pass.
 
-    On a GPU, a stored document is copied on `stream` from page-locked memory, as those of blends are. Returns whether
-    the model can also be called as the engine has compiled it.
+    On a GPU, a stored document is copied on `stream` from page-locked memory, as in a blend. Returns whether the model
+    can also be called in its compiled form.
     """
     need = -(-TOKENS // layers.block_size)
     if blocks <= need:
@@ -54,7 +54,7 @@ def prove_model(layers: NativeLayers, vocabulary: int, blocks: int, stream: "tor
 
 
 def _agree(test: Callable[[], None]) -> None:
-    """Raise `UnsupportedModel` on every rank if a test fails on one of them: the others would wait for that one."""
+    """Raise `UnsupportedModel` on every rank if a test fails on one rank, so that no rank waits for the failed rank."""
     failed = UnsupportedModel("the self-test failed on another rank")
     try:
         test()
@@ -77,11 +77,12 @@ def _as_compiled(canvas: PagedCanvas, whole: list[KV], in_two: list[KV]) -> bool
 
 
 def run_full_batch(layers: NativeLayers, rows: int) -> int:
-    """Run as many rows through a layer as a blend ever does, so that memory that is missing is missed at the start.
+    """Run a layer with the largest batch that a blend uses, so that a lack of memory shows at the start.
 
-    With several ranks, some of the rows come first, by whose memory they agree on whether the others will fit: an error
-    on one rank in the middle of a layer would leave the others waiting for it. Returns the bytes that all of the rows
-    took on a GPU. Raises `UnsupportedModel` on every rank if one of them has not the memory.
+    With several ranks, a smaller batch is run first. From its memory the ranks estimate the memory of the full batch,
+    and agree whether it fits. Otherwise an error on one rank in the middle of a layer would leave the other ranks
+    waiting. Returns the bytes that the full batch took on a GPU. Raises `UnsupportedModel` if a rank lacks the memory;
+    with several ranks, it is raised on every rank.
     """
     try:
         if several_ranks():
@@ -93,7 +94,7 @@ def run_full_batch(layers: NativeLayers, rows: int) -> int:
 
 
 def _bytes_of(layers: NativeLayers, rows: int) -> int:
-    """Return how many bytes rows took on a GPU in a layer. All of them lie in block 1, which holds nothing yet."""
+    """Run rows through a layer, and return the bytes that they took on a GPU. All rows use block 1, which is unused."""
     positions = torch.arange(rows + 1, device=layers.device)
     blocks, scattered = torch.ones_like(positions[:: layers.block_size]), positions[positions != 1]
     cuda, before = layers.device.type == "cuda", allocated(layers.device)
@@ -129,7 +130,7 @@ def _canvas(
 
 
 def _prefill(layers: NativeLayers, tokens: list[int], table: tuple[int, ...], stops: list[int]) -> list[KV]:
-    """Return the KV that the model's forward passes leave in the pages, with chunks that end at `stops`."""
+    """Return the KV that the model's forward passes write to the pages, with chunks that end at `stops`."""
     blocks, ids = torch.tensor(table, device=layers.device), torch.tensor(tokens, device=layers.device)
     for start, stop in zip([0, *stops], stops, strict=False):
         positions = torch.arange(start, stop, device=layers.device)
@@ -151,7 +152,7 @@ def _read(layers: NativeLayers, blocks: torch.Tensor, count: int) -> list[KV]:
 
 
 def _clear(layers: NativeLayers, table: tuple[int, ...]) -> None:
-    """Write zeros to the blocks that were used, as they had before."""
+    """Reset the used blocks to zeros, their contents before the self-test."""
     blocks = torch.tensor(table, device=layers.device)
     slots = layers.slots(blocks, torch.arange(len(table) * layers.block_size, device=layers.device))
     for access in layers.access:

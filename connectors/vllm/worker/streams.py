@@ -1,6 +1,6 @@
-"""The streams of a GPU on which a worker copies beside the model's work. On a CPU there are none.
+"""The GPU streams on which a worker copies in parallel with the model's work. A CPU has no streams.
 
-"GPU" means one of CUDA or ROCm here. On others, copies go where the model's work goes.
+Here, "GPU" means a CUDA or ROCm device. On other devices, copies are issued like the model's work.
 """
 
 from collections.abc import Callable, Iterator
@@ -24,9 +24,9 @@ class Streams:
 
     @contextmanager
     def behind(self, stream: "torch.cuda.Stream | None", *used: torch.Tensor) -> Iterator[None]:
-        """Issue copies on a stream, which waits for what the model has been given to do until now.
+        """Issue copies on a stream, after all model work that has been issued until now.
 
-        What they use of the model's own tensors is given to nobody else before they are over.
+        The memory of the model's tensors `used` is not reused before the copies are complete.
         """
         if stream is None:
             yield
@@ -38,14 +38,14 @@ class Streams:
             yield
 
     def wait_for(self, event: "torch.cuda.Event | None") -> None:
-        """Let the model's work wait for an event; the host goes on."""
+        """Make the model's work wait for an event, without blocking the host."""
         if event is not None:
             torch.cuda.current_stream(self._device).wait_event(event)
 
     def event(self) -> "torch.cuda.Event | None":
-        """Return an event that is over when the copies issued until now are done; None if they are done already.
+        """Return an event that is complete when all copies issued until now are; None if they are already complete.
 
-        On GPUs of other kinds than CUDA's, the host waits for them.
+        On devices other than CUDA devices, the host waits for the copies.
         """
         if not self._cuda:
             settle(self._device)
@@ -53,33 +53,36 @@ class Streams:
 
 
 class LayerLoads:
-    """Loads of whole pages, layer by layer, of which the model's work waits for one layer at a time."""
+    """Loads of whole pages, layer by layer; the model's work waits for one layer at a time."""
 
     def __init__(self, load: Callable[[int], None], cost: int, streams: Streams) -> None:
-        """`load` issues the copies of a layer; `cost` is the number of rows that would take as long to compute."""
+        """Prepare loads without issuing them.
+
+        `load` issues the copies of a layer. `cost` is the number of rows whose computation would take the same time.
+        """
         self._load, self.cost, self._streams = load, cost, streams
         self._issued: dict[int, torch.cuda.Event | None] = {}  # by layer
 
     def begin(self, layer: int) -> None:
-        """Issue the copies of a layer behind what the model has been given to do, unless that has been done."""
+        """Issue the copies of a layer after the model work issued until now, unless they have been issued."""
         if layer not in self._issued:
             with self._streams.behind(self._streams.load):
                 self._load(layer)
                 self._issued[layer] = self._streams.event()
 
     def finish(self, layer: int) -> None:
-        """Let the model's work wait for the copies of a layer."""
+        """Make the model's work wait for the copies of a layer."""
         self.begin(layer)
         self._streams.wait_for(self._issued[layer])
 
 
 def sent(numbers: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return numbers of the host on a device. The host does not wait for a GPU, because they are page-locked first."""
+    """Copy numbers from the host to a device. They are page-locked first, so that the host does not wait for a GPU."""
     return numbers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else numbers
 
 
 def seconds_of(work: Callable[[], None]) -> float:
-    """Return how long a GPU takes for some work; wait for it."""
+    """Run some work on a GPU, wait for it, and return its seconds."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
     work()
@@ -89,7 +92,7 @@ def seconds_of(work: Callable[[], None]) -> float:
 
 
 def divided(entries: list[E]) -> tuple[list[E], list[E]]:
-    """Return the entries whose event, their first item, is over, and the others."""
+    """Split entries by whether their event, the first item, is complete; return complete and waiting entries."""
     over: list[E] = []
     waiting: list[E] = []
     for entry in entries:

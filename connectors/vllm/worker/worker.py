@@ -1,12 +1,15 @@
-"""The worker's side of the connector: it copies between pages and slots, blends and learns, a slice in every step.
+"""The worker's side of the connector: it copies between pages and slots, blends and learns, one slice in each step.
 
 Work is a queue of generators, oldest first, which yield their cost in token-layers. In each step, lmc may compute as
-much as the engine's own limit leaves: `max_num_batched_tokens` through all layers, less the tokens that the engine
-computes itself, and a tenth of that in any case. So a running request waits a tenth longer at most for its next token
-than behind a full step of chunked prefill, if the model has ten layers or more. A job that fails is reported, and the
-engine computes its tokens. An error ends the engine only where other ranks would wait for this one for ever (tensor
-parallelism), and where the slab cannot be opened. With several ranks, all that could make their steps differ is agreed
-upon: what has arrived, by the scheduler's plan, and whether there is memory for a job's next step, by a vote.
+much as the engine's own limit leaves: `max_num_batched_tokens` in all layers, minus the tokens that the engine computes
+itself. lmc may always compute at least a tenth of the limit. A running request therefore waits for its next token at
+most a tenth longer than after a full step of chunked prefill, if the model has ten layers or more.
+
+A failed job is reported, and the engine computes its tokens. An error stops the engine in two cases only: other ranks
+would wait for this rank forever (tensor parallelism), or the slab cannot be opened.
+
+With several ranks, the ranks agree on everything that could make their steps differ. The scheduler's plan says which
+parts have arrived. A vote decides whether every rank has memory for a job's next step.
 """
 
 import logging
@@ -45,20 +48,21 @@ from lmc.storage.memory.slab import LOST, SlabAddress
 
 log = logging.getLogger(__name__)
 
-# Blends get at least a tenth of a step, whatever the engine computes, and the compiled model at most that in one call.
+# lmc's work gets at least a tenth of a step, whatever the engine computes. One call of lmc to the compiled model has at
+# most a tenth of a step's tokens.
 BLEND_SHARE = 10
-LEARN_EVERY = 8  # While blends and loads run, one slice of learning in this many steps, so that documents are learned.
-LEAST_ROWS = 512  # in one call of a layer on a CPU, or of the compiled model, because it reads all of the weights
+LEARN_EVERY = 8  # While blends and loads run, one slice of learning is done in this many steps.
+LEAST_ROWS = 512  # minimal rows per call of a layer on a CPU, or of the compiled model: each call reads all weights
 
 
 class EndedLoad(NamedTuple):
-    """A load that has been issued, or has failed."""
+    """A load whose copies have all been issued, or that has failed."""
 
-    event: Any  # It is over when its copies are.
+    event: Any  # the event that is complete when the load's copies are complete
     request: str
     bad: tuple[int, ...]  # blocks that the engine has to compute
-    blocks: tuple[int, ...] = ()  # all that it filled
-    wanted: Sequence[PageCopy | DocumentPart] = ()  # the slots that it read
+    blocks: tuple[int, ...] = ()  # all blocks that the load filled
+    wanted: Sequence[PageCopy | DocumentPart] = ()  # the slots that the load read
 
 
 class Worker:
@@ -69,27 +73,27 @@ class Worker:
         self._pages: Pages
         self._layers: NativeLayers | None = None
         self._slab: RankSlab | None = None
-        self._loading: dict[str, Work] = {}  # by request, oldest first
+        self._loading: dict[str, Work] = {}  # loads and blends by request, oldest first
         self._learning: list[Work] = []
         self._backfills: list[Work] = []  # exact prefill in idle steps
         self._steps = 0
-        # By layer, of the tokens behind which all documents are learned; by the resets after which it was computed.
+        # KV of the primer, after which all documents are learned: by the number of resets before it, a list by layer.
         self._prefix_kv: dict[int, list[KV]] = {}
-        self._arrived: dict[str, int] = {}  # by request, see `StepPlan.arrived`
+        self._arrived: dict[str, int] = {}  # number of arrived parts by request, see `StepPlan.arrived`
         self._report = StepReport()
-        self._copied: list[tuple[Any, int]] = []  # (event, job) of copies that may be under way
-        self._ended: list[EndedLoad] = []  # loads whose copies may be under way
+        self._copied: list[tuple[Any, int]] = []  # (event, job) of copies that may be in flight
+        self._ended: list[EndedLoad] = []  # loads whose copies may be in flight
         self._step_tokens = int(config.scheduler_config.max_num_batched_tokens)
         self._rows = BatchRows(layer=self._step_tokens)
-        self._batch_bytes = 0  # on a GPU, that a layer takes for a batch of full size
+        self._batch_bytes = 0  # number of bytes that a layer needs on a GPU for a batch of full size
 
     # -- start -------------------------------------------------------------------------------------------------------
 
     def register(self, caches: dict[str, torch.Tensor], model: Any | None, why_not: str = "") -> WorkerFacts:
-        """Take the KV caches and the model, which is None if it was not found.
+        """Register the KV caches and the model, and return facts about them.
 
-        `why_not` says why nothing may be blended in this engine, whatever the model; it is empty if prompts may be.
-        Returns what the caches are, and why the model cannot be blended, if it cannot.
+        `model` is None if it was not found. `why_not` is the reason why this engine may not blend with any model; it is
+        empty if it may. The facts describe the caches, and say why the model cannot be blended, if it cannot.
         """
         self._pages = Pages(caches, self._kv_cache_config.num_blocks)
         self._ranks: int = get_tp_group().world_size
@@ -119,7 +123,7 @@ class Worker:
         if model is None:
             return "the loaded model was not found in this worker (is another plugin in the way?)"
         if self._config.lora_config is not None:
-            # Its layers would apply the adapters of the engine's last batch to lmc's rows.
+            # The model's layers would apply the adapters of the engine's last batch to lmc's rows.
             return "LoRA is enabled (--enable-lora)"
         try:
             layers = NativeLayers(model, self._config, self._kv_cache_config, caches)
@@ -129,7 +133,7 @@ class Worker:
             as_compiled = prove_model(layers, vocabulary, blocks, self._streams.load)
             if as_compiled and self._step_tokens >= BLEND_SHARE * LEAST_ROWS:
                 self._rows = self._rows._replace(through=self._step_tokens // BLEND_SHARE)
-            if self._device.type == "cuda":  # On a CPU it takes seconds, and more memory can be had.
+            if self._device.type == "cuda":  # On a CPU, this batch takes seconds, and memory is less scarce.
                 self._batch_bytes = run_full_batch(
                     layers, min(self._rows.layer, self._config.model_config.max_model_len - 1)
                 )
@@ -145,7 +149,7 @@ class Worker:
 
     @property
     def ends_loads(self) -> bool:
-        """Whether loads have ended of which the engine does not know."""
+        """Whether loads have ended that are not yet reported to the engine."""
         return bool(self._ended)
 
     @property
@@ -154,7 +158,7 @@ class Worker:
         return bool(self._copied or self._report)
 
     def work(self, plan: StepPlan) -> None:
-        """Take in new jobs, and do a slice of all jobs."""
+        """Add the new jobs of a step, and run slices of all jobs up to the step's limit."""
         self._find_slab(plan)
         if not (plan.has_jobs or self._loading or self._learning or self._backfills):
             self._arrived = {}
@@ -183,17 +187,17 @@ class Worker:
         most = max(whole - plan.scheduled * self._pages.layers, whole // BLEND_SHARE)
         with torch.inference_mode():
             left = most - self._do(list(self._loading.values()), most)
-            # Learning comes last. While requests run, it gets one slice of a step, so that they hardly wait for it.
+            # Learning comes last. While requests run, it gets one slice of a step, so that requests hardly wait for it.
             self._steps += 1
             turn = left == most or not self._steps % LEARN_EVERY
             idle = not plan.scheduled and not self._loading
             self._do([work for work in self._learning if not work.idle], 0 if plan.scheduled else left, alone=turn)
-            # Idle work gets one slice of a step, so that a request that comes now waits no longer.
+            # Idle work gets one slice of a step, so that a new request waits for one slice at most.
             if idle and all(work.idle for work in self._learning):
                 self._do(self._learning or self._backfills, 0)
 
     def fail_work(self, plan: StepPlan) -> None:
-        """Report every load and every document as failed, after an error in `work`."""
+        """Report every load, learning and backfill job as failed, after an error in `work`."""
         self.end_all()
         for job in plan.loads:
             self._fail(job.request, _blocks(job.copies) if isinstance(job, LoadJob) else self._blocks_to_fill(job))
@@ -212,15 +216,16 @@ class Worker:
         self._copied += [(self._streams.event(), job.job) for job in jobs if job.job not in reported]
 
     def _fail(self, request: str, blocks: tuple[int, ...]) -> None:
-        """Report the load of a request as failed, unless that has been done."""
+        """Report the load of a request as failed, unless it is already reported as ended."""
         if request not in {ended.request for ended in self._ended}:
             self._report.lost.add(request)
             self._ended.append(EndedLoad(self._streams.event(), request, blocks))
 
     def _find_slab(self, plan: StepPlan) -> None:
-        """Map the slab. That of a cache server may be another one than before, or have gone.
+        """Map the slab of the plan. The slab of a cache server may have been replaced or closed since the last step.
 
-        It is mapped for the first job, because only then the scheduler's process is sure to keep it open.
+        The slab of a cache server is mapped at the first job, because only then is the scheduler's process certain to
+        keep it open.
         """
         at = plan.slab
         if self._slab is not None and self._slab.at != at:
@@ -229,18 +234,18 @@ class Worker:
             try:
                 self._slab = RankSlab(at, self._let_go)
             except StorageError as error:
-                if not at.lifeline or self._ranks > 1:  # Other ranks may have mapped it, and would wait for this one.
+                if not at.lifeline or self._ranks > 1:  # Other ranks may have mapped it, and would wait for this rank.
                     raise
                 log.warning("the memory of the cache server cannot be mapped, and nothing is loaded: %s", error)
 
     def _let_go(self, at: SlabAddress) -> None:
-        """Unmap the slab of a cache server that has gone, also if the engine is idle: its memory would stay taken."""
+        """Unmap the slab of a cache server that has ended, even in an idle engine, so that its memory is freed."""
         under_way = self._loading or self._learning or self._copied or self._ended
         if self._slab is not None and self._slab.at == at and not under_way:
             self._slab = None
 
     def save(self, jobs: list[SaveJob]) -> None:
-        """Copy the blocks that this step has completed, after the forward pass."""
+        """Copy the blocks that this step has completed into slots, after the forward pass."""
         if not jobs:
             return
         with torch.inference_mode(), self._streams.behind(self._streams.save):
@@ -248,7 +253,7 @@ class Worker:
                 try:
                     self._save(job)
                 except Exception as error:
-                    if not isinstance(error, ChunkLost):  # Then it has been said that there is no slab.
+                    if not isinstance(error, ChunkLost):  # ChunkLost: a missing slab has already been logged.
                         log.exception("lmc could not save a chunk")
                     self._report.failed.add(job.job)
             event = self._streams.event()
@@ -257,28 +262,28 @@ class Worker:
     def cancel(self, requests: set[str]) -> None:
         """Stop the work for requests that have ended. The engine frees their blocks when they are reported."""
         for request in requests & self._loading.keys():
-            self._loading[request].wanted = ()  # Its blocks will not be read.
+            self._loading[request].wanted = ()  # The request has ended: its slots need no check.
             self._end(self._loading[request], ())
 
     def end_all(self) -> None:
-        """End everything that is under way as failed, and drop the KV that learning keeps in the engine's memory."""
+        """End all jobs under way as failed, and drop the KV that learning keeps in the engine's memory."""
         for work in [*self._loading.values(), *self._learning, *self._backfills]:
             self._end(work, work.blocks, failed=True)
         self._prefix_kv = {}
 
     def outcome(self) -> tuple[set[str], set[int]]:
-        """Return for the engine the requests whose load has ended, and the blocks whose contents are wrong."""
+        """Return, for the engine, the requests whose load has ended and the blocks with invalid contents."""
         over, waiting = divided(self._ended)
         bad = {block for load in over for block in load.bad}
         for load in over:
             if not load.bad and self._is_lost(load.wanted):  # A slot was given to another chunk during the copies.
                 self._report.lost.add(load.request)
                 bad.update(load.blocks)
-        self._ended = waiting  # An error until here loses none of them.
+        self._ended = waiting  # Updated last, so that an error before this line loses no load.
         return {load.request for load in over}, bad
 
     def report(self) -> StepReport:
-        """Return for lmc's scheduler what has ended since the last report."""
+        """Return, for lmc's scheduler, the jobs that have ended since the last report."""
         over, self._copied = divided(self._copied)
         self._report.done |= {job: 1 for _, job in over}
         report, self._report = self._report, StepReport()
@@ -287,9 +292,9 @@ class Worker:
     # -- inside: slices ----------------------------------------------------------------------------------------------
 
     def _do(self, queue: list[Work], left: int, *, alone: bool = True) -> int:
-        """Do what costs no more than `left` token-layers, and return what it has cost.
+        """Run slices that cost at most `left` token-layers, and return their cost.
 
-        If lmc has done nothing else in this step (`alone`), it is one slice at least, however much that costs.
+        With `alone`, lmc has computed nothing else in this step. Then at least one slice is run, whatever its cost.
         """
         done = 0
         for work in list(queue):
@@ -298,13 +303,13 @@ class Worker:
         return done
 
     def _advance(self, work: Work, left: int) -> int:
-        """Do a slice of a job and those that still fit into `left` behind it, and return what they have cost.
+        """Run one slice of a job and further slices that fit into `left` token-layers, and return their cost.
 
-        It stops where the job waits for bytes or ends.
+        Stops when the job waits for bytes or ends.
         """
         done, among_ranks = 0, work.computes and self._ranks > 1
         try:
-            if among_ranks:  # Until it goes on, the engine may use what it had asked for before.
+            if among_ranks:  # Between two slices, the engine may use memory that was reserved for the job before.
                 make_room(self._batch_bytes + max(work.memory, 0), self._device, work.computes)
             before = allocated(self._device) if among_ranks else 0
             while (not done or done + work.coming <= left) and (cost := work.next_slice()):
@@ -320,7 +325,7 @@ class Worker:
             self._end(work, work.blocks, failed=True)
         except Exception:
             if self._ranks > 1:
-                raise  # The other ranks are about to enter a collective operation, and would hang.
+                raise  # The other ranks are about to enter a collective operation, and would wait forever.
             log.exception("lmc failed in a worker; the engine computes what lmc should have loaded")
             self._end(work, work.blocks, failed=True)
         return done
@@ -409,7 +414,7 @@ class Worker:
         begin, count = job.document, len(job.tokens) - job.document
         for slot, (start, stop) in zip(job.slots, chunk_bounds(count, job.chunk), strict=True):
             if slot >= 0:
-                with self._streams.behind(self._streams.save, blocks):  # Steps of the engine need not wait for the bus.
+                with self._streams.behind(self._streams.save, blocks):  # Engine steps do not wait for these copies.
                     self._save_tokens(slot, blocks, begin + start, begin + stop)
             cost = (stop - start) * self._layers.depth // COPY_COST + 1
             yield Cost(cost, cost if stop < count else 0)
@@ -435,7 +440,7 @@ class Worker:
 
     @property
     def _mapped(self) -> RankSlab:
-        """The slab; raise `ChunkLost` if that of a cache server could not be mapped."""
+        """The slab. Raises `ChunkLost` if the slab of a cache server could not be mapped."""
         if self._slab is None:
             raise ChunkLost([])
         return self._slab
@@ -444,9 +449,9 @@ class Worker:
         return self._mapped.part(slot, layer)
 
     def _has_arrived(self, request: str, wanted: Sequence[PageCopy | DocumentPart], layer: int) -> bool:
-        """Return whether all parts of a layer are in all slots, with the same answer on every rank.
+        """Return whether all parts of a layer are in all slots; the result is the same on every rank.
 
-        Raises `ChunkLost` if they never will be.
+        Raises `ChunkLost` if a part will never arrive.
         """
         ready = self._arrived.get(request, 0) if self._ranks > 1 else self._mapped.ready(wanted)
         if ready == LOST:
@@ -454,15 +459,15 @@ class Worker:
         return ready >= self._mapped.needed(layer)
 
     def _check(self, wanted: Sequence[PageCopy | DocumentPart]) -> None:
-        """Raise `ChunkLost` if one of the slots was given to another chunk while it was read.
+        """Raise `ChunkLost` if a slot was given to another chunk while it was read.
 
-        This is asked at the end of a job, where ranks may differ: what one of them reports is wrong for all.
+        The check runs at the end of a job, where ranks may differ: blocks that one rank reports are invalid for all.
         """
         if self._is_lost(wanted):
             raise ChunkLost([])
 
     def _is_lost(self, wanted: Sequence[PageCopy | DocumentPart]) -> bool:
-        """Return whether a slot holds another chunk than the wanted one, or is not mapped any more."""
+        """Return whether a slot holds a different chunk than expected, or is no longer mapped."""
         return bool(wanted) and (self._slab is None or self._slab.ready(wanted) == LOST)
 
     @property
@@ -472,7 +477,7 @@ class Worker:
 
 
 def _facts(job: BlendJob, result: BlendResult) -> dict[str, object]:
-    """What a blend took, for the response."""
+    """Return facts about a blend for the response."""
     return {
         "strategy": job.policy.strategy,
         "reused_tokens": result.reused,
