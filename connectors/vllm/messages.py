@@ -1,7 +1,7 @@
 """The messages between the scheduler's side and the workers, one pair in each step: plain data that can be pickled.
 
 The scheduler's side owns the store. A worker gets slot numbers and block numbers, copies bytes or computes, and reports
-what is done.
+completed jobs.
 """
 
 from collections import Counter
@@ -14,17 +14,17 @@ from lmc.storage.memory.slab import SlabAddress
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerFacts:
-    """What a worker reports of itself once, when its KV caches have been made."""
+    """Facts that a worker reports once, when its KV caches have been allocated."""
 
     rank: tuple[int, int]  # pipeline stage, tensor-parallel rank
-    page_bytes: tuple[int, ...]  # of one block, by layer
+    page_bytes: tuple[int, ...]  # bytes of one block, by layer
     layout: str  # everything on which the bytes in a page depend
     weights: str = ""  # digest of the weights in memory, if they do not come from files
-    kv_heads: int = 0  # of this rank; 0 if the tokens in its pages cannot be read
+    kv_heads: int = 0  # KV heads of this rank; 0 if the tokens in its pages cannot be read
     head_dim: int = 0
     dtype: str = ""
     rope: str = ""
-    refused: str = ""  # why it cannot blend; empty if it can
+    refused: str = ""  # why the worker cannot blend; empty if it can
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +32,7 @@ class PageCopy:
     """Blocks of a request, and the slot from which their pages are copied."""
 
     slot: int
-    tag: int  # which the label of the slot must have
+    tag: int  # the tag that the slot must have; a different tag means that it holds another chunk
     blocks: tuple[int, ...]
     first: int = 0  # the page of the slot that belongs to the first block
 
@@ -52,24 +52,24 @@ class LoadJob:
 
     request: str
     copies: tuple[PageCopy, ...]
-    ready: bool  # All parts are in their slots already.
+    ready: bool  # All parts are already in their slots.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlendJob:
-    """KV of positions `[start, stop)` of a request: exact pages, moved documents, and what has to be computed."""
+    """KV of the positions `[start, stop)` of a request: exact pages, moved documents, and tokens to compute."""
 
     request: str
-    tokens: tuple[int, ...]  # from position 0 on; the last one too if the strategy needs the question
+    tokens: tuple[int, ...]  # tokens from position 0 on, up to the prompt's end if the strategy needs the question
     blocks: tuple[int, ...]  # the request's block table
     stop: int  # The engine computes the KV from this position on.
     policy: RecomputePolicy
     start: int = 0  # The engine has the KV of all positions before this one.
-    exact: int = 0  # All positions before this one are exact when `copies` are done.
-    question: int = 0  # where the question begins
+    exact: int = 0  # All positions before this one are exact after `copies`.
+    question: int = 0  # position at which the question begins
     copies: tuple[PageCopy, ...] = ()
     documents: tuple[DocumentPart, ...] = ()
-    ready: bool = True  # All parts are in their slots already.
+    ready: bool = True  # All parts are already in their slots.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,13 +77,13 @@ class LearnJob:
     """A document to prefill alone, in borrowed blocks, and to copy into the slots of its chunks."""
 
     job: int
-    tokens: tuple[int, ...]  # what it is learned behind, and the document
-    document: int  # where it begins among them
+    tokens: tuple[int, ...]  # the tokens of the primer, then those of the document
+    document: int  # index of the document's first token in `tokens`
     blocks: tuple[int, ...]
-    chunk: int  # tokens in a full chunk
-    slots: tuple[int, ...]  # -1 for a chunk that is stored already
-    resets: int = 0  # after how many resets of the caches; the weights may have changed with each of them
-    idle: bool = False  # It is computed only in steps in which nothing else is.
+    chunk: int  # number of tokens in a full chunk
+    slots: tuple[int, ...]  # -1 for a chunk that is already stored
+    resets: int = 0  # number of cache resets before this job; each reset may mean new weights
+    idle: bool = False  # The document is computed only in steps in which nothing else is.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +92,7 @@ class BackfillJob:
 
     job: int
     tokens: tuple[int, ...]
-    known: int  # leading tokens whose KV is in their blocks already
+    known: int  # number of leading tokens whose KV is already in their blocks
     blocks: tuple[int, ...]
 
 
@@ -107,15 +107,15 @@ class SaveJob:
 
 @dataclass(slots=True, kw_only=True)
 class StepPlan:
-    """What workers have to do from this step on."""
+    """The work of the workers from this step on."""
 
     slab: SlabAddress | None = None
-    scheduled: int = 0  # tokens that the engine itself computes in this step
+    scheduled: int = 0  # number of tokens that the engine itself computes in this step
     loads: list[LoadJob | BlendJob] = field(default_factory=list)
     late: list[str] = field(default_factory=list)  # requests whose loads have failed because chunks did not arrive
-    # Requests whose load cannot be made after an error, and the blocks that the engine has to compute.
+    # Requests whose load cannot be executed after an error, with the blocks that the engine has to compute.
     failed: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    # How many parts of each chunk of a request are there, for tensor parallelism; `LOST` if the rest never comes.
+    # For tensor parallelism: number of parts that have arrived of each chunk of a request; `LOST` if a chunk is lost.
     arrived: dict[str, int] = field(default_factory=dict)
     saves: list[SaveJob] = field(default_factory=list)
     learn: list[LearnJob] = field(default_factory=list)
@@ -124,16 +124,16 @@ class StepPlan:
 
     @property
     def has_jobs(self) -> bool:
-        """Whether it begins or ends a job other than a save."""
+        """Whether the plan begins or ends a job other than a save."""
         return bool(self.loads or self.late or self.failed or self.learn or self.backfill or self.cancel)
 
 
 @dataclass(slots=True, kw_only=True)
 class StepReport:
-    """What a worker has finished since its last report, or what all workers have."""
+    """The work that a worker, or all workers, have finished since the last report."""
 
-    done: dict[int, int] = field(default_factory=dict)  # number of a job -> how many ranks have ended it
-    failed: set[int] = field(default_factory=set)  # jobs whose slots hold nothing
+    done: dict[int, int] = field(default_factory=dict)  # job number -> number of ranks that have ended it
+    failed: set[int] = field(default_factory=set)  # failed jobs, whose slots have invalid contents
     lost: set[str] = field(default_factory=set)  # requests whose load failed
     blended: dict[str, dict[str, object]] = field(default_factory=dict)  # request -> facts for its response
     errors: int = 0  # errors of lmc that the worker's guard has caught
@@ -142,7 +142,7 @@ class StepReport:
         return bool(self.done or self.failed or self.lost or self.blended or self.errors)
 
     def merge(self, other: "StepReport") -> "StepReport":
-        """Join the reports of two ranks."""
+        """Merge the reports of two ranks."""
         return StepReport(
             done=Counter(self.done) + Counter(other.done),
             failed=self.failed | other.failed,

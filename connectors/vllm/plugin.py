@@ -1,8 +1,8 @@
 """The entry point `vllm.general_plugins`, which vLLM calls in every process before it builds anything.
 
-It registers the connector's name, and remembers the worker of this process, which leads to the loaded model. If the
-plugin does not run, because the connector was named by `kv_connector_module_path`, the model is found on the stack of
-the call that passes the KV caches.
+It registers the connector's name. It also remembers the worker of this process, from which lmc gets the loaded model.
+The plugin does not run if `kv_connector_module_path` names the connector. Then lmc finds the model on the call stack
+when vLLM passes the KV caches.
 """
 
 import functools
@@ -18,13 +18,13 @@ log = logging.getLogger(__name__)
 
 NAME, MODULE, CLASS = "LMCConnector", "lmc.connectors.vllm.entry", "LMCConnector"
 
-_workers: list[Any] = []  # the worker of this process, if it has one
+_workers: list[Any] = []  # the worker of this process; empty if the process has no worker
 
 
 def register() -> None:
-    """Make `LMCConnector` known to vLLM; may be called more than once."""
+    """Register `LMCConnector` at vLLM. May be called more than once."""
     join_log()
-    try:  # vLLM must start where lmc cannot work.
+    try:  # vLLM must start even if lmc cannot work.
         factory = vllm_api.KVConnectorFactory
         if NAME not in factory._registry:
             factory.register_connector(NAME, MODULE, CLASS)
@@ -46,7 +46,7 @@ def register() -> None:
 
 
 def join_log() -> None:
-    """Send lmc's log lines where vLLM's go, at its level, unless the application has set up logging for them."""
+    """Send lmc's log lines to vLLM's handlers, at vLLM's level, unless the application has configured lmc's logging."""
     ours, theirs = logging.getLogger("lmc"), logging.getLogger("vllm")
     if not ours.hasHandlers():
         for handler in theirs.handlers:

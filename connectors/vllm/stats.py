@@ -1,7 +1,7 @@
-"""Numbers for vLLM's log line and `/metrics`: the changes since the last time, by the keys of `lmc.metrics`.
+"""Numbers for vLLM's log line and `/metrics`: the changes since the last report, by the keys of `lmc.metrics`.
 
-Gauges are sent as changes too, and histograms as lists of what was observed. So all numbers can be added up, over steps
-and over several API servers, each of which sees only some of the steps.
+Gauges are sent as changes too, and histograms as lists of observations. So all numbers can be summed over steps, and
+over several API servers. Each API server sees only some of the steps.
 """
 
 import contextlib
@@ -12,24 +12,24 @@ from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 from lmc.connectors.vllm.vllm_api import KVConnectorPromMetrics, KVConnectorStats
 from lmc.metrics import NAMES, parted
 
-_registered: list[Any] = []  # by the last engine in this process; the next one replaces them, as vLLM does with its own
+_registered: list[Any] = []  # metrics of the last engine in this process; the next engine replaces them, as vLLM does
 
 
 class LmcStats(KVConnectorStats):
-    """Changes by key, as `lmc.metrics.flat` names them."""
+    """Changes by key; the keys are those of `lmc.metrics.flat`."""
 
     def reset(self) -> None:
         """Remove all changes."""
         self.data: dict[str, Any] = {}
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        """Add the changes of another."""
+        """Add the changes of another report."""
         for key, change in other.data.items():
             self.data[key] = self.data[key] + change if key in self.data else change
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """Return the changes for the log line, and the means of what was observed."""
+        """Return the changes and the means of observations for the log line."""
         means = {key: sum(of) / len(of) if isinstance(of, list) else of for key, of in self.data.items() if of}
         return {
             _said(key): change if isinstance(change, int) else float(f"{change:.3g}") for key, change in means.items()
@@ -59,10 +59,10 @@ class LmcPromMetrics(KVConnectorPromMetrics):
             else:
                 metric = self._counter_cls(**shape, labelnames=labels)
             self._metrics[name.name] = metric
-            if isinstance(metric, (Counter, Gauge, Histogram)):  # Ray has metrics of its own.
+            if isinstance(metric, (Counter, Gauge, Histogram)):  # Ray's own metrics are not in the registry.
                 _registered.append(metric)
         self._children: dict[tuple[int, str], Any] = {}
-        self._levels: dict[tuple[int, str], float] = {}  # gauges
+        self._levels: dict[tuple[int, str], float] = {}  # current values of gauges
         for engine in labelvalues:
             for name in NAMES.values():
                 if not name.labels:

@@ -1,1 +1,1 @@
-"""What runs in each of vLLM's worker processes: it moves bytes and computes."""
+"""The worker's side, in each of vLLM's worker processes: it copies bytes and computes."""

@@ -1,7 +1,6 @@
 """The paged canvas: a request's keys and values in the engine's pages, and the model's own layers over them.
 
-This module also has the two other operations of a worker on single tokens: to prefill a document alone, and to read its
-keys and values.
+This module also has two other operations on single tokens: prefill a document alone, and read its keys and values.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,19 +17,20 @@ from lmc.connectors.vllm.worker.streams import LayerLoads
 from lmc.connectors.vllm.worker.tensor_parallel import agreed, largest, summed
 from lmc.shapes import KV as KINDS
 
-# On a GPU the launches of a layer that is not compiled take about as long as computing so many rows (`docs/gpu.md`).
+# On a GPU, the kernel launches of a layer that is not compiled take about as long as computing this many rows
+# (`docs/gpu.md`).
 CALL_COST = 512
-COPY_COST = 32  # So many tokens are moved in the time in which one is computed: about 10 on GPUs, 100 on CPUs.
+COPY_COST = 32  # number of tokens copied in the time in which one token is computed: about 10 on GPUs, 100 on CPUs
 
 Part = Callable[[int, int], torch.Tensor]  # returns the part of a slot for a layer of this rank, uint8 [n]
 Arrived = Callable[[int], bool]  # see `Canvas.arrived`; the same answer on every rank
 
 
 class BatchRows(NamedTuple):
-    """How many rows go in one call."""
+    """The maximal number of rows in one call."""
 
-    layer: int  # of a layer
-    through: int = 0  # of the compiled model; 0 if that is not called
+    layer: int  # rows in a call of one layer
+    through: int = 0  # rows in a call of the compiled model; 0 if the compiled model is not called
 
 
 class PagedCanvas:
@@ -46,9 +46,10 @@ class PagedCanvas:
         loads: LayerLoads | None = None,
         stream: "torch.cuda.Stream | None" = None,
     ) -> None:
-        """`part` and `arrived` give the stored parts of the job; on a GPU they are copied on `stream`.
+        """Prepare the pages of a request for a blend.
 
-        `loads` loads its exact pages.
+        `part` and `arrived` give access to the stored parts of the job; on a GPU, the parts are copied on `stream`.
+        `loads` loads the job's exact pages.
         """
         self.depth, self.device, self.scale, self.arrived = layers.depth, layers.device, layers.scale, arrived
         self.interleaved, self.kernels = layers.interleaved, layers.kernels
@@ -69,7 +70,7 @@ class PagedCanvas:
     def place(self, layer: int) -> int:
         """Load the exact pages of a layer, and write its stored keys, rotated, and values into the other pages.
 
-        What has arrived for the next layer is copied to the GPU while the model works on this one.
+        If the next layer's parts have arrived, they are copied to the GPU while the model works on this layer.
         """
         if self._loads is not None:
             self._loads.finish(layer)
@@ -78,7 +79,7 @@ class PagedCanvas:
                 self._place([parts], self._stored, self.paged(layer))
         elif self.kernels.in_pages:
             self._place(self._parts(layer), self._stored, self.paged(layer))
-        else:  # The backend's own writer knows its layout, and is called once.
+        else:  # Only the backend's own writer knows the layout; it is called once.
             keys, values = self._unplaced()
             beside = torch.arange(len(self._stored), device=self.device)
             self._place(self._parts(layer), beside, Paged.of((keys.transpose(0, 1), values.transpose(0, 1))))
@@ -93,7 +94,7 @@ class PagedCanvas:
         self.kernels.place(parts, self._turn, slots, into, interleaved=self.interleaved)
 
     def _parts(self, layer: int) -> list[torch.Tensor]:
-        """Return what is stored of a layer, `[K, T, H, D]` for each piece."""
+        """Return the stored parts of a layer, `[K, T, H, D]` for each piece."""
         parts = []
         for part in self._job.documents:
             piece, raw = part.piece, self._part(part.slot, layer)
@@ -101,22 +102,22 @@ class PagedCanvas:
         return parts
 
     def _unplaced(self) -> torch.Tensor:
-        """Return memory for the stored parts of one layer, `[K, T, H, D]`."""
+        """Return uninitialized memory for the stored parts of one layer, `[K, T, H, D]`."""
         shape = self._layers.shape
         size = (KINDS, len(self._stored), shape.kv_heads, shape.head_dim)
         return torch.empty(size, dtype=shape.dtype, device=self.device)
 
     def begin(self, positions: torch.Tensor, *, through: bool = False) -> PagedRows:
-        """Describe the tokens to the attention backend."""
+        """Return rows before layer 0, with the metadata that the attention backend needs."""
         size = self._batch_rows.through if through else self._batch_rows.layer
         return self._layers.begin(self._tokens, positions, self._blocks, size)
 
     def keep(self, rows: PagedRows, kept: torch.Tensor) -> PagedRows:
-        """Return some of the rows. Their projections are computed again when they run."""
+        """Return the `kept` rows. Their projections are computed again when they run."""
         return self._layers.keep(rows, kept, self._blocks, self._batch_rows.layer)
 
     def batches(self, rows: PagedRows) -> list[slice]:
-        """Return batches of as many rows as go in one call."""
+        """Return the batches of rows; each batch goes in one call."""
         return [batch.rows for batch in rows.batches]
 
     def run(self, layer: int, rows: PagedRows, batch: slice, attention: Attention | None = None) -> None:
@@ -140,7 +141,7 @@ class PagedCanvas:
         self._layers.access[layer].scatter(slots, keys, values)
 
     def paged(self, layer: int) -> Paged:
-        """Return the pages, with this prompt's blocks."""
+        """Return the pages of a layer, with this prompt's blocks."""
         return self._layers.access[layer].pages._replace(table=self._kernel_blocks)
 
     def turn(self, old: torch.Tensor, new: torch.Tensor) -> Turn:
@@ -148,21 +149,21 @@ class PagedCanvas:
         return turn_between(self._layers.angles(old), self._layers.angles(new))
 
     def context(self, layer: int, stop: int, absent: torch.Tensor) -> KV | Paged:
-        """Return the pages, or copies `[H, stop, D]` from whole pages."""
+        """Return the pages, or copies `[H, stop, D]` of whole pages in which the `absent` tokens are zero."""
         if self.kernels.in_pages:
             return self.paged(layer)
         blocks = self._layers.kernel_blocks(self._blocks[: -(-stop // self._layers.block_size)])
         keys, values = self._layers.access[layer].tokens_of(blocks, stop)
         for one in (keys, values):
-            one.index_fill_(1, absent, 0)  # The assignment of a number would be waited for on a GPU.
+            one.index_fill_(1, absent, 0)  # Assigning a number by index would block the host on a GPU.
         return keys, values
 
     def context_cost(self, stop: int) -> int:
-        """Return the cost of copying these keys and values."""
+        """Return the cost of the copies that `context` makes, in rows."""
         return 0 if self.kernels.in_pages else stop // COPY_COST + 1
 
     def summed(self, evidence: torch.Tensor) -> torch.Tensor:
-        """Add up evidence over the tensor-parallel group."""
+        """Return the sum of evidence over the tensor-parallel group."""
         return summed(evidence)
 
     def largest(self, evidence: torch.Tensor) -> torch.Tensor:
@@ -170,7 +171,7 @@ class PagedCanvas:
         return largest(evidence)
 
     def agreed(self, chosen: torch.Tensor, of: int) -> torch.Tensor:
-        """Return the choice of rank 0."""
+        """Return the indices that rank 0 has chosen among `of` candidates."""
         return agreed(chosen, of)
 
 
@@ -179,22 +180,22 @@ def _batch(rows: PagedRows, wanted: slice) -> RowBatch:
 
 
 def call_cost(device: torch.device) -> int:
-    """Return the rows that a layer computes in the time that the launches of one call of it take."""
+    """Return how many rows a layer computes in the time of the kernel launches of one call."""
     return CALL_COST if device.type == "cuda" else 0
 
 
 def prefill_alone(
     layers: NativeLayers, tokens: torch.Tensor, blocks: torch.Tensor, batch_rows: BatchRows, known: int = 0
 ) -> Iterator[int]:
-    """Prefill a document behind its first `known` tokens, whose keys and values are in its blocks; yield the cost.
+    """Prefill a document after its first `known` tokens, whose keys and values are in its blocks; yield the costs.
 
-    It goes in chunks through all layers, as the engine's own chunked prefill does.
+    The tokens go through all layers in batches, as in the engine's own chunked prefill. Each cost is in token-layers.
     """
     size = batch_rows.through or batch_rows.layer
     for start in range(known, len(tokens), size):
         positions = torch.arange(start, min(start + size, len(tokens)), device=layers.device)
         rows = layers.begin(tokens, positions, blocks, size)
-        (batch,), cost = rows.batches, max(len(positions), call_cost(layers.device))  # They have no gaps.
+        (batch,), cost = rows.batches, max(len(positions), call_cost(layers.device))  # Without gaps: one batch.
         if batch_rows.through:
             layers.run_through(rows, batch, lambda layer: None)
             yield layers.depth * cost
@@ -207,7 +208,7 @@ def prefill_alone(
 def read_tokens(
     layers: NativeLayers, layer: int, blocks: torch.Tensor, start: int, stop: int, into: torch.Tensor
 ) -> None:
-    """Copy the keys and values of the positions `[start, stop)` to `into [K, T, H, D]`."""
+    """Copy a layer's keys and values of the positions `[start, stop)` to `into [K, T, H, D]`."""
     positions = torch.arange(start, stop, device=layers.device)
     keys, values = layers.access[layer].gather(layers.slots(blocks, positions))
     into[0].copy_(keys, non_blocking=True)

@@ -1,4 +1,4 @@
-"""The memory of a GPU for what lmc computes: how much that is, and whether all ranks have it."""
+"""The GPU memory for lmc's computations: how much is needed, and whether every rank has it."""
 
 import torch
 
@@ -10,19 +10,19 @@ from lmc.connectors.vllm.worker.tensor_parallel import on_all_ranks
 from lmc.errors import NoMemory
 from lmc.shapes import KV, MIB
 
-UNUSED = 32 * MIB  # The allocator of a GPU may leave up to 1 MiB behind each large tensor.
+UNUSED = 32 * MIB  # allowance for unused memory: a GPU allocator may leave up to 1 MiB unused after each large tensor
 
 
 def allocated(device: torch.device) -> int:
-    """Return the bytes that tensors take on a GPU."""
+    """Return the bytes that tensors take on a GPU; 0 on other devices."""
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
 
 
 def make_room(size: int, device: torch.device, what: str) -> None:
-    """Let the allocator of every rank have `size` bytes, for `what` is computed next.
+    """Reserve `size` bytes in the allocator of every rank, because `what` is computed next.
 
-    Raises `NoMemory` on every rank if one of them does not get it: an error in the middle of a layer would leave the
-    others waiting for this one.
+    Raises `NoMemory` on every rank if one rank lacks the memory. An error on one rank in the middle of a layer would
+    leave the other ranks waiting.
     """
     try:
         torch.empty(size, dtype=torch.uint8, device=device)
@@ -34,11 +34,11 @@ def make_room(size: int, device: torch.device, what: str) -> None:
 
 
 def memory_for(layers: NativeLayers, job: BlendJob) -> int:
-    """Return about how many bytes a blend has beside what a layer takes for a batch of rows."""
+    """Return about how many bytes a blend needs, in addition to the memory of a layer for a batch of rows."""
     shape, tokens = layers.shape, len(job.tokens)
     stored = sum(part.piece.tokens for part in job.documents)
-    staged = (SIDES + 1) * stored * shape.token_bytes  # the parts of two layers, and what is corrected in one
-    # For each document how much its examples are alike, the inverse of that, and its mean key.
+    staged = (SIDES + 1) * stored * shape.token_bytes  # the parts of two layers, and the corrected part of one layer
+    # For each document: the similarities of its examples, the inverse of this matrix, and the mean key.
     of_document = 2 * MOST_EXAMPLES**2 + shape.kv_heads * shape.head_dim
     weights = (stored * MOST_EXAMPLES + len(job.documents) * of_document) * torch.float32.itemsize
     scores = layers.depth * tokens * torch.float32.itemsize

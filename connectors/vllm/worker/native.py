@@ -1,9 +1,9 @@
 """Runs the model's own decoder layers and attention kernels on rows of a request that lmc chooses.
 
-A run of consecutive rows goes to the attention backend as a request of its own, with the same block table, as many
-queries as the run has rows, and a context up to the run's last row. So the mask is exact, and backend, window and scale
-are the engine's. The layer itself writes the rows' keys and values into the pages. This was verified for the
-architectures in `PROVEN`, and a self-test at start (`selftest.py`) verifies the loaded model.
+Each run of consecutive rows goes to the attention backend as a separate request. It has the same block table, one query
+per row, and a context up to the run's last row. So the mask is exact, and backend, window and scale are the engine's.
+The layer itself writes the rows' keys and values into the pages. This was verified for the architectures in `PROVEN`,
+and a self-test at start (`selftest.py`) verifies the loaded model.
 """
 
 import copy
@@ -25,8 +25,8 @@ from lmc.engine.identity import rope_name
 from lmc.errors import UnsupportedModel
 from lmc.shapes import KVShape
 
-# Architectures whose blend at ratio 1 was found equal to the engine's own prefill, and with which RoPE
-# (tests/engine/test_exact_and_blend.py: float32, CPU, logprobs within 1e-5). Gemma 2 and 3 were tried, and differ.
+# Architectures whose blend at ratio 1 equals the engine's own prefill, and the RoPE with which that was tested
+# (tests/engine/test_exact_and_blend.py: float32, CPU, logprobs within 1e-5). Gemma 2 and 3 were tested, and differ.
 PROVEN = {
     "LlamaForCausalLM": "plain, llama3 and YaRN RoPE",
     "MistralForCausalLM": "without a sliding window",
@@ -37,11 +37,11 @@ PROVEN = {
     "Qwen3MoeForCausalLM": "plain RoPE",
 }
 
-MOST_RUNS = 4096  # of consecutive rows in one batch that goes to a backend on a GPU, which has buffers for them
+MOST_RUNS = 4096  # maximal number of runs in a batch for a GPU backend, which allocates buffers for them
 
 
 class _EndOfLayer(Exception):
-    """Ends a layer after its projections, when the rest is not needed."""
+    """Raised to end a layer after its projections, when the rest of the layer is not needed."""
 
 
 @dataclass(slots=True, eq=False)
@@ -50,7 +50,7 @@ class RowBatch:
 
     rows: slice
     common: vllm_api.CommonAttentionMetadata
-    metadata: Any = None  # of the attention backend, built from `common`
+    metadata: Any = None  # metadata of the attention backend, built from `common`
 
 
 @dataclass(slots=True)
@@ -68,7 +68,7 @@ class NativeLayers:
     """The decoder layers of a loaded model."""
 
     def __init__(self, model: Any, config: Any, kv_cache_config: Any, caches: Mapping[str, torch.Tensor]) -> None:
-        """Raise `UnsupportedModel` with the reason if the model cannot be blended exactly."""
+        """Examine the model. Raises `UnsupportedModel` with the reason if it cannot be blended exactly."""
         architecture = type(model).__name__
         if architecture not in PROVEN:
             raise UnsupportedModel(f"{architecture} has not been proven (proven: {', '.join(PROVEN)})")
@@ -84,13 +84,13 @@ class NativeLayers:
         self.rope = rope_name(parameters)
         self._config, self._model, self._decoder = config, model, model.model
         self._layers = list(self._decoder.layers)
-        # Whether the engine has compiled the model as a whole; then the start has done that already.
+        # Whether the engine has compiled the model as a whole. Compilation has then ended before this point.
         self.compiled = not getattr(self._decoder, "do_not_compile", True)
         attentions = [[m for m in layer.modules() if isinstance(m, vllm_api.Attention)] for layer in self._layers]
         if any(len(found) != 1 for found in attentions):
             raise UnsupportedModel("a layer of it has no attention of its own, or more than one")
         self.attention = [found[0] for found in attentions]
-        # The mask would be right, but the engine frees the blocks behind a window while lmc fills them.
+        # The mask would be correct, but the engine frees blocks that a window has passed while lmc fills them.
         if any(a.sliding_window is not None for a in self.attention):
             raise UnsupportedModel("its attention has a sliding window")
         if more := [what for what in map(_more_than_products, self.attention) if what]:
@@ -109,14 +109,15 @@ class NativeLayers:
         kernels = kernels_of(self.device)
         self.access = [TokenAccess(a, caches[a.layer_name], kernels) for a in self.attention]
         self.kernels = self.access[0].kernels
-        # The runner's own builders hold plans and buffers of the step that is under way. Where lmc's own attention
-        # takes the batches of several runs, buffers for one are enough; otherwise they are for as many as there may be.
+        # lmc needs its own builder, because the runner's builders hold plans and buffers of the step that is under way.
+        # If lmc's own attention handles batches of several runs, buffers for one run are enough. Otherwise there are
+        # buffers for the maximal number of runs.
         own = _own_config(config, 1 if self.kernels.in_pages else max(MOST_RUNS, config.scheduler_config.max_num_seqs))
         with vllm_api.set_current_vllm_config(own):
             builder = self.attention[0].attn_backend.get_builder_cls()
             self._builder = builder(spec, group.layer_names, own, self.device)
         self._built: RowBatch | None = None
-        # On a GPU, builders have buffers for so many requests.
+        # On a GPU, the builder's buffers limit the number of runs, which it sees as requests.
         few = self.device.type != "cpu" and not self.kernels.in_pages
         self.most_runs = own.scheduler_config.max_num_seqs if few else 1 << 30
         heads, size, dtype = self.access[0].kv_heads, self.access[0].head_dim, self.access[0].dtype
@@ -125,7 +126,7 @@ class NativeLayers:
 
     @property
     def width(self) -> int:
-        """The numbers in a hidden state."""
+        """The size of a hidden state."""
         return int(self._model.config.hidden_size)
 
     @property
@@ -142,7 +143,7 @@ class NativeLayers:
 
     @property
     def interleaved(self) -> bool:
-        """Whether RoPE rotates the dimensions (2i, 2i + 1) together, and not (i, i + R/2)."""
+        """Whether RoPE rotates the dimensions (2i, 2i + 1) together, instead of (i, i + R/2)."""
         return not self._rope.is_neox_style
 
     def slots(self, blocks: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -151,7 +152,7 @@ class NativeLayers:
         return slots
 
     def kernel_blocks(self, blocks: torch.Tensor) -> torch.Tensor:
-        """Return the kernel's block numbers for the scheduler's."""
+        """Return the kernel's block numbers for the scheduler's block numbers."""
         if self._ratio == 1:
             return blocks
         inside = torch.arange(self._ratio, device=blocks.device)
@@ -163,7 +164,7 @@ class NativeLayers:
         return PagedRows(positions, tokens[positions], self._batches(positions, blocks, size), none, none)
 
     def keep(self, rows: PagedRows, kept: torch.Tensor, blocks: torch.Tensor, size: int) -> PagedRows:
-        """Return copies of the rows with the ascending indices `kept`, which have been through a layer."""
+        """Return copies of the rows at the ascending indices `kept`, after at least one layer has run."""
         positions = rows.positions[kept]
         batches = self._batches(positions, blocks, size)
         return PagedRows(positions, rows.tokens[kept], batches, rows.states[kept], rows.residual[kept])
@@ -171,13 +172,13 @@ class NativeLayers:
     def run(self, layer: int, rows: PagedRows, batch: RowBatch, attention: Attention | None = None) -> None:
         """Run a layer for the rows of a batch, in place, and write their keys and values into the pages.
 
-        Of the last layer only the projections are computed, because its output is not read, unless `attention` returns
-        something without asking the engine.
+        In the last layer, only the projections are computed, because its output is not read. The exception is an
+        `attention` that returns a result without calling the engine's attention.
         """
         if not len(rows.states):
             rows.states = self._decoder.embed_input_ids(rows.tokens)
             rows.residual = torch.zeros_like(rows.states)
-        # The layer may end early, and kernels may work in place.
+        # The rows are cloned, because the layer may end early and kernels may work in place.
         states, residual = rows.states[batch.rows].clone(), rows.residual[batch.rows].clone()
         try:
             with self._replaced(layer, batch, attention or writes_and_attends), self._context(batch):
@@ -185,22 +186,22 @@ class NativeLayers:
                 states, residual = call(rows.positions[batch.rows], states, None if layer == 0 else residual)
         except _EndOfLayer:
             return
-        # The residual comes first, because a kernel that works in place may return layer 0's input as its residual.
+        # The residual is written first, because a kernel that works in place may return layer 0's input as residual.
         rows.residual[batch.rows] = residual
         rows.states[batch.rows] = states
 
     def run_through(self, rows: PagedRows, batch: RowBatch, attention_of: Callable[[int], Attention | None]) -> None:
-        """Do the same in all layers, in the model as the engine has compiled it."""
+        """Run all layers for the rows of a batch, in the model as the engine has compiled it."""
         with suppress(_EndOfLayer), ExitStack() as stack:
             for layer in range(self.depth):
                 stack.enter_context(self._replaced(layer, batch, attention_of(layer) or writes_and_attends))
             stack.enter_context(self._context(batch, skip_compiled=False))
-            # What was compiled takes the runner's types, and memory that begins at a multiple of 16 bytes.
+            # The compiled model expects the runner's dtypes, and memory that begins at a multiple of 16 bytes.
             tokens, positions = rows.tokens[batch.rows].to(torch.int32), rows.positions[batch.rows].clone()
             self._model(tokens, positions)
 
     def run_model(self, rows: PagedRows, batch: RowBatch) -> None:
-        """Run the rows of a batch as the engine itself would."""
+        """Run the rows of a batch through the model as the engine does."""
         slots = {attention.layer_name: batch.common.slot_mapping for attention in self.attention}
         metadata = dict.fromkeys(slots, self._metadata(batch))
         with self._context(batch, attn_metadata=metadata, slot_mapping=slots):
@@ -209,9 +210,9 @@ class NativeLayers:
     # -- inside ------------------------------------------------------------------------------------------------------
 
     def _context(self, batch: RowBatch, **options: Any) -> Any:
-        """Return the engine's context for a call of the model or a layer.
+        """Return the engine's context for a call of the model or of a layer.
 
-        By default it has no slots, and the engine does not write keys and values by itself.
+        By default, the context has no slots, so that the engine itself writes no keys and values.
         """
         count = batch.rows.stop - batch.rows.start
         return vllm_api.set_forward_context(
@@ -221,17 +222,17 @@ class NativeLayers:
 
     def _metadata(self, batch: RowBatch) -> Any:
         if self._built is not batch:
-            # Building for another batch may have overwritten the builder's buffers.
+            # The metadata is built again, because another batch may have overwritten the builder's buffers.
             batch.metadata, self._built = self._builder.build(0, batch.common), batch
         return batch.metadata
 
     def _attends(self, batch: RowBatch) -> bool:
-        """Whether lmc's own attention is faster: the engine's reads the context anew for each run of rows."""
+        """Return whether lmc's own attention is faster: the engine's attention reads the context again for each run."""
         return self.kernels.in_pages and batch.common.num_reqs > 1
 
     @contextmanager
     def _replaced(self, layer: int, batch: RowBatch, attention: Attention) -> Iterator[None]:
-        """Let `attention` be called where a layer attends, whether it is compiled or not."""
+        """Replace a layer's attention by `attention` in this context; it works for compiled and other layers."""
         module = self.attention[layer]
         impl, common, access = module.impl, batch.common, self.access[layer]
         original = impl.forward
@@ -259,7 +260,7 @@ class NativeLayers:
                 output.copy_(attended)
             return output
 
-        # This holds for lmc's own call only; the engine's forward pass uses the same module.
+        # `forward` is replaced only during lmc's own call, because the engine's forward pass uses the same module.
         impl.forward = forward
         try:
             yield
@@ -267,9 +268,9 @@ class NativeLayers:
             del impl.forward
 
     def _batches(self, positions: torch.Tensor, blocks: torch.Tensor, size: int) -> list[RowBatch]:
-        """Cut rows into batches, with what the attention backend needs to know of them.
+        """Split rows into batches, with the metadata that the attention backend needs.
 
-        The host waits for their positions once, and not for those of each batch.
+        The host waits for the positions of all rows once, instead of once per batch.
         """
         at = positions.cpu()
         cut = _cut(at, size, self.most_runs)
@@ -278,7 +279,7 @@ class NativeLayers:
     def _common(
         self, positions: torch.Tensor, at: torch.Tensor, blocks: torch.Tensor
     ) -> vllm_api.CommonAttentionMetadata:
-        """Describe rows at `positions [T]`, which the host knows as `at`."""
+        """Return the attention metadata of rows at `positions [T]`; `at` is a copy of the positions on the host."""
         edges = torch.cat((torch.tensor([0]), _breaks(at), torch.tensor([len(at)])))
         starts = edges.to(torch.int32)
         lengths = (at[edges[1:] - 1] + 1).to(torch.int32)
@@ -294,7 +295,8 @@ class NativeLayers:
             num_actual_tokens=len(at),
             max_query_len=int((edges[1:] - edges[:-1]).max()),
             max_seq_len=int(lengths.max()),
-            # lmc's own attention reads one row. Thousands of copies of a long table would take hundreds of megabytes.
+            # lmc's own attention reads one row of the table. Thousands of copies of a long table would take hundreds of
+            # megabytes.
             block_table_tensor=table if self.kernels.in_pages else table.contiguous(),
             slot_mapping=self.slots(blocks, positions),
             positions=positions,
@@ -303,7 +305,7 @@ class NativeLayers:
 
 
 def _own_config(config: Any, runs: int) -> Any:
-    """Return the engine's configuration for a metadata builder of lmc's own: so many requests, and no CUDA graphs."""
+    """Return the engine's configuration for lmc's own metadata builder: at most `runs` requests, no CUDA graphs."""
     own = copy.copy(config)
     own.scheduler_config = copy.copy(config.scheduler_config)
     own.compilation_config = copy.copy(config.compilation_config)
@@ -318,7 +320,7 @@ def _breaks(positions: torch.Tensor) -> torch.Tensor:
 
 
 def _cut(positions: torch.Tensor, size: int, runs: int) -> list[slice]:
-    """Cut rows into pieces of at most `size` rows and `runs` runs."""
+    """Split rows into pieces of at most `size` rows and `runs` runs."""
     cuts = _breaks(positions)[runs - 1 :: runs].tolist()  # the ends of every `runs` runs
     pieces = []
     for start, stop in pairwise([0, *cuts, len(positions)]):
@@ -327,9 +329,10 @@ def _cut(positions: torch.Tensor, size: int, runs: int) -> list[slice]:
 
 
 def _more_than_products(attention: Any) -> str:
-    """Return what weighs keys beside their products with queries; lmc's own attention has nothing of it.
+    """Return what the attention uses in addition to products of queries and keys; an empty string if nothing.
 
-    Backends keep it under these names, 0 or None where a model has none of it.
+    lmc's own attention supports none of it. Backends store it under these names, as 0 or None if a model does not use
+    it.
     """
     impl = attention.impl
     if getattr(impl, "logits_soft_cap", None):

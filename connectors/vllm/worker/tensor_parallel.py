@@ -6,12 +6,12 @@ from lmc.connectors.vllm.vllm_api import get_tp_group
 
 
 def several_ranks() -> bool:
-    """Return whether there are other ranks than this one."""
+    """Return whether the tensor-parallel group has more than one rank."""
     return bool(get_tp_group().world_size > 1)
 
 
 def summed(evidence: torch.Tensor) -> torch.Tensor:
-    """Return evidence added up over the heads of all ranks."""
+    """Return the sum of evidence over the heads of all ranks."""
     group = get_tp_group()
     return group.all_reduce(evidence) if group.world_size > 1 else evidence
 
@@ -27,9 +27,9 @@ def largest(evidence: torch.Tensor) -> torch.Tensor:
 
 
 def agreed(chosen: torch.Tensor, of: int) -> torch.Tensor:
-    """Return the choice of rank 0 among `of` candidates.
+    """Return the indices that rank 0 has chosen among `of` candidates.
 
-    Sums may differ between ranks in the last bit, and a threshold then selects other tokens.
+    Sums may differ between ranks in the last bit, and a threshold would then select different tokens.
     """
     group = get_tp_group()
     if group.world_size == 1:
@@ -41,9 +41,9 @@ def agreed(chosen: torch.Tensor, of: int) -> torch.Tensor:
 
 
 def on_all_ranks(*, good: bool) -> bool:
-    """Return whether this is true on every rank.
+    """Return whether `good` is true on every rank.
 
-    The ranks ask each other on the host, so that nothing waits for a GPU.
+    The ranks communicate on the host, so that this does not wait for a GPU.
     """
     if not several_ranks():
         return good

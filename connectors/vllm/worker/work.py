@@ -1,4 +1,4 @@
-"""A worker's jobs: they are done slice by slice, and say what slices cost."""
+"""The jobs of a worker: a job runs slice by slice, and reports the cost of its slices."""
 
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
@@ -8,10 +8,10 @@ from lmc.connectors.vllm.messages import DocumentPart, PageCopy
 
 
 class Cost(NamedTuple):
-    """What a slice of a job has cost, in token-layers; nothing if it waits for bytes."""
+    """The cost of a slice of a job, in token-layers; 0 if the slice waits for bytes."""
 
     done: int
-    coming: int | None = None  # what the next one costs, where that is known; 0 behind the last one
+    coming: int | None = None  # cost of the next slice, if known; 0 after the last slice
 
 
 @dataclass(slots=True)
@@ -19,18 +19,18 @@ class Work:
     """A job that is under way."""
 
     steps: Generator[Cost, None, None]
-    request: str = ""  # the request that waits for it
-    blocks: tuple[int, ...] = ()  # whose contents are wrong if it fails
-    wanted: Sequence[PageCopy | DocumentPart] = ()  # the slots that it reads
-    job: int = -1  # the number of a job that learns
-    idle: bool = False  # It is done only in steps in which nothing else is computed.
-    computes: str = ""  # what it computes; "" if it only copies
-    memory: int = 0  # bytes that it may still take beside those for a batch of rows
-    coming: int = 0  # what its next slice is expected to cost
-    largest: int = 0  # the largest cost of its slices until now, which is expected where nothing else is known
+    request: str = ""  # the request that waits for the job
+    blocks: tuple[int, ...] = ()  # blocks whose contents are invalid if the job fails
+    wanted: Sequence[PageCopy | DocumentPart] = ()  # the slots that the job reads
+    job: int = -1  # the number of a learning or backfill job
+    idle: bool = False  # The job runs only in steps in which nothing else is computed.
+    computes: str = ""  # what the job computes; "" if it only copies
+    memory: int = 0  # number of bytes that the job may still allocate, in addition to those for a batch of rows
+    coming: int = 0  # expected cost of the next slice
+    largest: int = 0  # largest cost of a slice until now; it is the expectation if the cost of the next is unknown
 
     def next_slice(self) -> int:
-        """Do a slice, and return what it has cost; raise `StopIteration` behind the last one."""
+        """Run a slice, and return its cost. Raises `StopIteration` after the last slice."""
         done, coming = next(self.steps)
         self.largest = max(self.largest, done)
         self.coming = self.largest if coming is None else coming
