@@ -1,1 +1,1 @@
-"""Where lmc meets an inference engine. The only modules that import transformers or vLLM."""
+"""The connectors between lmc and inference engines. Only these modules import transformers or vLLM."""

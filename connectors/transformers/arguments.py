@@ -1,4 +1,4 @@
-"""Checks of what callers give to `CachedModel`: token ids, separators, options of generation."""
+"""Checks of the arguments of `CachedModel`: token ids, separators, options of generation."""
 
 import operator
 from collections.abc import Mapping, Sequence
@@ -19,9 +19,9 @@ ONE_SEQUENCE = {
 
 
 def checked_tokens(token_ids: Any, what: str, positions: int, vocabulary: int) -> list[int]:
-    """Return token ids as integers; raise `InputError` if they are not one prompt of the model.
+    """Return token ids as integers. Raises `InputError` if they are not one valid prompt of the model.
 
-    `token_ids` is a list, or an array or tensor `[T]`, or one of `[1, T]` as tokenizers return it.
+    `token_ids` is a list, or an array or tensor of shape `[T]` or `[1, T]`. Tokenizers return `[1, T]`.
     """
     listed = token_ids.tolist() if hasattr(token_ids, "tolist") else token_ids
     if isinstance(listed, list | tuple) and len(listed) == 1 and isinstance(listed[0], list | tuple):
@@ -41,7 +41,7 @@ def checked_tokens(token_ids: Any, what: str, positions: int, vocabulary: int) -
 
 
 def checked_markers(separators: Markers | Sequence[int], vocabulary: int) -> Markers:
-    """Return what prompts are cut at; raise `ConfigError` if it is neither markers nor one separator's token ids."""
+    """Return the markers that split prompts. Raises `ConfigError` unless given markers or one separator's token ids."""
     if isinstance(separators, Markers):
         return separators
     try:

@@ -25,21 +25,21 @@ class DenseRows:
     positions: torch.Tensor  # [T]
     hidden: torch.Tensor  # [T, E]
     turns: tuple[torch.Tensor, torch.Tensor]  # cos and sin [T, R] of the positions
-    projected: Projections | None = None  # in the next layer, if they are computed already
+    projected: Projections | None = None  # projections in the next layer, if they are already computed
 
 
 class DenseCanvas(Canvas[DenseRows]):
-    """The KV of one prompt. After a blend all of it is in `kv`, and the logits of the last token are in `logits`."""
+    """The KV of one prompt. After a blend, `kv` has all of it, and `logits` has the logits of the last token."""
 
     def __init__(
         self, layers: DecoderLayers, tokens: Sequence[int], placements: Sequence[Placement], reader: Reader
     ) -> None:
-        """`reader` yields the stored parts of `placements`, layer by layer."""
+        """Allocate the KV of a prompt; `reader` yields the stored parts of `placements`, layer by layer."""
         self.depth, self.device, self.scale = layers.shape.layers, layers.device, layers.scale
         self.kernels = kernels_of(self.device)
         self._layers, self._reader = layers, reader
         self._tokens = torch.tensor(tokens, device=self.device)
-        # A document may have been computed behind more tokens than stand before it here.
+        # In its stored form, a document may end at a later position than the prompt.
         self._cos, self._sin = layers.rows(max([len(tokens), *(one.first + one.tokens for one in placements)]))
         old, self._stored = positions_of(placements, self.device)
         self._turn = self.turn(old, self._stored)
@@ -47,14 +47,14 @@ class DenseCanvas(Canvas[DenseRows]):
         size = (shape.kv_heads, len(tokens), shape.head_dim)
         self.kv: list[KV] = [(empty(size), empty(size)) for _ in range(self.depth)]  # [H, N, D] each
         self.logits: torch.Tensor  # [V], after the last layer
-        self._placed = 0  # layers whose stored parts are in place
+        self._placed = 0  # number of layers whose stored parts are in place
         self._staging: Staging | None = None
         if self.device.type == "cuda" and self.kernels.in_pages and placements:
             buffer = partial(empty, (KINDS, len(self._stored), shape.kv_heads, shape.head_dim))
             self._staging = Staging(self.kernels, self._parts, buffer, torch.cuda.Stream(self.device))
 
     def place(self, layer: int) -> int:
-        """Write stored keys, rotated, and values to their places."""
+        """Write a layer's stored keys, rotated, and values to their positions."""
         self._placed = layer + 1
         if self._staging is None:
             self.kernels.place(self._parts(layer), self._turn, self._stored, self.paged(layer))
@@ -64,18 +64,18 @@ class DenseCanvas(Canvas[DenseRows]):
         return 0
 
     def _parts(self, layer: int) -> Sequence[torch.Tensor]:
-        """Wait until the stored parts of a layer have arrived."""
+        """Wait for the stored parts of a layer, and return them."""
         arrived, parts = next(self._reader)
         assert arrived == layer, "the reader is out of step"
         return parts
 
     def begin(self, positions: torch.Tensor, *, through: bool = False) -> DenseRows:
-        """Embed the tokens."""
+        """Return the embedded tokens at `positions`."""
         hidden = self._layers.embed(self._tokens[positions])
         return DenseRows(positions, hidden, (self._cos[positions], self._sin[positions]))
 
     def keep(self, rows: DenseRows, kept: torch.Tensor) -> DenseRows:
-        """Return some of the rows, with their projections if these are computed already."""
+        """Return the `kept` rows, with their projections if these are already computed."""
         cos, sin = rows.turns
         projected = rows.projected and Projections(*(one[kept] for one in rows.projected))
         return DenseRows(rows.positions[kept], rows.hidden[kept], (cos[kept], sin[kept]), projected)
@@ -87,7 +87,7 @@ class DenseCanvas(Canvas[DenseRows]):
     def run(self, layer: int, rows: DenseRows, batch: slice, attention: Attention | None = None) -> None:
         """Project the rows, write keys and values, attend, and finish the layer.
 
-        After the last layer only the logits of the last token are computed.
+        The last layer is finished only for the last token, whose logits are computed.
         """
         projected = rows.projected or self._layers.project(layer, rows.hidden, *rows.turns)
         wanted = slice(-1, None) if layer == self.depth - 1 else slice(None)
@@ -105,19 +105,19 @@ class DenseCanvas(Canvas[DenseRows]):
             if layer == self.depth - 1:
                 self.logits = self._layers.logits(rows.hidden[-1])
         if self._staging is not None and layer + 1 == self._placed < self.depth:
-            self._staging.begin(layer + 1)  # The GPU has this layer to compute while the next one is waited for.
+            self._staging.begin(layer + 1)  # The host waits for the next layer while the GPU computes this layer.
 
     def paged(self, layer: int) -> Paged:
-        """Return the layer as one block, in which slots are positions."""
+        """Return the KV of a layer as one block, in which slots are positions."""
         return Paged.of(self.kv[layer])
 
     def read(self, layer: int, slots: torch.Tensor) -> KV:
-        """Return copies `[T, H, D]`."""
+        """Return copies of keys and values `[T, H, D]`."""
         keys, values = (whole.index_select(1, slots) for whole in self.kv[layer])
         return keys.transpose(0, 1), values.transpose(0, 1)
 
     def write(self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Write keys and values `[T, H, D]` to their places."""
+        """Write keys and values `[T, H, D]` to `slots`."""
         for whole, some in zip(self.kv[layer], (keys, values), strict=True):
             whole.index_copy_(1, slots, some.transpose(0, 1))
 
@@ -127,12 +127,12 @@ class DenseCanvas(Canvas[DenseRows]):
         return turn_between(*((self._cos[at, :half], self._sin[at, :half]) for at in (old, new)))
 
     def context(self, layer: int, stop: int, absent: torch.Tensor) -> KV:
-        """Return views.
+        """Return views `[H, stop, D]` of a layer's keys and values.
 
         Absent rows, which are computed later, are zeroed in place. Their weight in attention is zero, but 0 × NaN would
         be NaN.
         """
         keys, values = self.kv[layer]
         for one in (keys, values):
-            one.index_fill_(1, absent, 0)  # The assignment of a number would be waited for on a GPU.
+            one.index_fill_(1, absent, 0)  # Assigning a number by index would block the host on a GPU.
         return keys[:, :stop], values[:, :stop]

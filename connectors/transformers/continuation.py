@@ -1,6 +1,6 @@
-"""What a model says behind a prefilled prompt: its greedy answer, and its predictions behind a given one.
+"""Continues a prefilled prompt: the model's greedy answer, and its predictions for a given answer.
 
-Each function leaves the cache as the prefill has left it, so a prefilled prompt can be continued several times.
+Each function restores the cache to its state after the prefill, so a prefilled prompt can be continued several times.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from lmc.connectors.transformers.report import Prefilled
 
 
 def greedy_answer(cached: CachedModel, prompt: Sequence[int], done: Prefilled, limit: int) -> list[int]:
-    """Return the most likely next tokens, up to `limit` or the model's end token, which is the last one then.
+    """Return the most likely next tokens: at most `limit` tokens, up to and including the model's end token.
 
     The model's own defaults for generation, such as a repetition penalty, are not used.
     """
@@ -31,18 +31,18 @@ def greedy_answer(cached: CachedModel, prompt: Sequence[int], done: Prefilled, l
 def log_probabilities(
     cached: CachedModel, prompt: Sequence[int], done: Prefilled, answer: Sequence[int]
 ) -> torch.Tensor:
-    """Return the predictions `[A, V]` for each of the A tokens of an answer, behind the ones before it."""
+    """Return log-probabilities `[A, V]` for the A tokens of an answer, each after the prompt and earlier tokens."""
     logits = forward(cached.model, [prompt[-1], *answer[:-1]], done.cache, logits=0).logits[0]
     _shorten(done, len(prompt) - 1)
     return torch.log_softmax(logits.float(), dim=-1)
 
 
 def divergence(full: torch.Tensor, other: torch.Tensor) -> float:
-    """Return KL(full ‖ other) of log-probabilities `[A, V]` in nats, as a mean over the A tokens."""
+    """Return KL(full ‖ other) of log-probabilities `[A, V]`, in nats: the mean over the A tokens."""
     return float((full.exp() * (full - other)).sum(-1).mean())
 
 
 def _shorten(done: Prefilled, length: int) -> None:
-    """Remove what stands behind the first `length` tokens of the cache."""
+    """Remove all tokens after the first `length` tokens from the cache."""
     if extra := done.cache.get_seq_length() - length:
         done.cache.crop(-extra)

@@ -20,22 +20,22 @@ MISSING = "there is no such directory"
 
 
 def _is_missing(name: str | Path) -> bool:
-    """Return whether a name is that of a directory, and not a hub's id, and there is none."""
+    """Return whether a name must be a directory, because it cannot be a hub id, but the directory does not exist."""
     path = Path(name)
     return not path.is_dir() and (path.is_absolute() or len(path.parts) > 2)
 
 
 def _said(name: str | Path, error: Exception) -> str:
-    """Return what the library says about a name that it cannot find, or about what is there."""
+    """Return the library's error as one line; it also says if the directory does not exist."""
     first = str(error).splitlines()[0]
     return first if Path(name).is_dir() else f"{MISSING}, and on the hub: {first}"
 
 
 def load(name: str | Path) -> tuple[Any, Any]:
-    """Load model and tokenizer from a directory or a hub's id; raise `UnsupportedModel` if that is not possible."""
+    """Load model and tokenizer from a directory or a hub id. Raises `UnsupportedModel` if that is not possible."""
     if _is_missing(name):
         raise UnsupportedModel(f"cannot load a causal language model from {name}: {MISSING}")
-    disable_progress_bar()  # It would appear in the middle of lmc's own progress bar.
+    disable_progress_bar()  # The library's progress bar would appear in the middle of lmc's own.
     try:
         model = AutoModelForCausalLM.from_pretrained(str(name), dtype="auto")
         return model.eval(), AutoTokenizer.from_pretrained(str(name))
@@ -44,9 +44,9 @@ def load(name: str | Path) -> tuple[Any, Any]:
 
 
 def kv_shape(name: str | Path, dtype: str | None = None) -> KVShape:
-    """Return the sizes of a model's KV from its configuration alone, with its own dtype or with another one.
+    """Return the sizes of a model's KV from its configuration alone, with the model's own dtype or another dtype.
 
-    Raises `InputError` if the configuration does not say them, or if there is no such dtype.
+    Raises `InputError` if the configuration lacks the sizes, or if the dtype does not exist.
     """
     wanted = getattr(torch, dtype, None) if dtype else None
     if dtype and not isinstance(wanted, torch.dtype):
@@ -67,7 +67,7 @@ def kv_shape(name: str | Path, dtype: str | None = None) -> KVShape:
 
 
 def tokenizer_of(name: str | Path) -> Any:
-    """Return a model's tokenizer; raise `InputError` if it cannot be read."""
+    """Return a model's tokenizer. Raises `InputError` if it cannot be read."""
     if _is_missing(name):
         raise InputError(f"cannot read the tokenizer of {name}: {MISSING}")
     try:
@@ -77,7 +77,7 @@ def tokenizer_of(name: str | Path) -> Any:
 
 
 def chat_template(name: str | Path) -> str:
-    """Return a model's chat template; raise `InputError` if there is none, or if it cannot be read."""
+    """Return a model's chat template. Raises `InputError` if it cannot be read, or if there is not exactly one."""
     found = tokenizer_of(name).chat_template
     if not isinstance(found, str):
         raise InputError(f"{name} has no chat template, or several: give the one to use with --template")
@@ -85,14 +85,14 @@ def chat_template(name: str | Path) -> str:
 
 
 def cache_argument(model: Any) -> str:
-    """Return what the model calls the cache in its arguments: `past_key_values` before transformers 5.24."""
+    """Return the name of the model's cache argument: `past_key_values` before transformers 5.24."""
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 def forward(model: Any, tokens: Sequence[int], cache: DynamicCache, logits: int = 1, **options: Any) -> Any:
-    """Run the model on tokens that follow those in `cache`, and append their KV to it.
+    """Run the model on tokens that follow the tokens in `cache`, and append their KV to the cache.
 
-    The logits of the last `logits` tokens are computed, or of all tokens with 0. `options` are those of the model.
+    The logits of the last `logits` tokens are computed; with 0, those of all tokens. `options` are passed to the model.
     """
     ids = torch.tensor([list(tokens)], device=model.device)
     with torch.inference_mode():
@@ -100,14 +100,14 @@ def forward(model: Any, tokens: Sequence[int], cache: DynamicCache, logits: int 
 
 
 def prefilled(model: Any, tokens: Sequence[int], cache: DynamicCache | None = None) -> DynamicCache:
-    """Return the cache with the KV of these tokens behind what it holds; without one, a new cache."""
+    """Append the KV of these tokens to a cache, and return the cache; without a cache, create one."""
     cache = DynamicCache() if cache is None else cache
     forward(model, tokens, cache)
     return cache
 
 
 def identity(model: Any, checkpoint: str | Path | None) -> str:
-    """Return the model's identity, from the files of its unchanged checkpoint or from its bytes in memory."""
+    """Return the model's identity, from the files of its unchanged checkpoint, or from its bytes in memory."""
     files = checkpoint_files(checkpoint) if checkpoint is not None else []
     if files:
         return identity_of_files(files)

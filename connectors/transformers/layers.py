@@ -1,7 +1,7 @@
 """Runs one decoder layer at a time, for the transformers families Llama, Mistral, Qwen2 and Qwen3.
 
-The model's own modules (norms, projections, MLP) run on the rows that the caller gives, and the caller computes the
-attention in between. Modules are found by their names; no model code is imported.
+The model's own modules (norms, projections, MLP) run on the caller's rows, and the caller computes the attention in
+between. Modules are found by their names; no model code is imported.
 """
 
 from typing import Any, NamedTuple
@@ -27,7 +27,7 @@ class DecoderLayers:
     """The layers of a causal language model."""
 
     def __init__(self, model: Any) -> None:
-        """Raise `UnsupportedModel` for a family or a RoPE that lmc cannot run exactly."""
+        """Examine a model. Raises `UnsupportedModel` for a family or a RoPE that lmc cannot run exactly."""
         config = model.config
         if config.model_type not in FAMILIES:
             families = ", ".join(FAMILIES)
@@ -41,7 +41,7 @@ class DecoderLayers:
         self.vocabulary: int = config.vocab_size
         self.shape = KVShape(layers=len(self._layers), kv_heads=heads, head_dim=attention.head_dim, dtype=weight.dtype)
         self.device: torch.device = weight.device
-        # The blender's mask has no sliding window, so prompts that are longer than the window are refused.
+        # The blender's mask has no sliding window, so prompts longer than the window are refused.
         window = getattr(config, "sliding_window", None)
         self.positions: int = min(config.max_position_embeddings, window or config.max_position_embeddings)
 
@@ -68,13 +68,13 @@ class DecoderLayers:
         return Projections(_rotated(query, cos, sin), _rotated(key, cos, sin), value)
 
     def finish(self, layer: int, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        """Return the hidden states behind a layer, from `hidden [T, E]` before it and `attended [T, Q, D]`."""
+        """Return the hidden states after a layer, from `hidden [T, E]` before it and `attended [T, Q, D]`."""
         block = self._layers[layer]
         hidden = hidden + block.self_attn.o_proj(attended.flatten(1))
         return hidden + block.mlp(block.post_attention_layernorm(hidden))  # type: ignore[no-any-return]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the logits `[V]` of one row `[E]` behind the last layer."""
+        """Return the logits `[V]` of one row `[E]` after the last layer."""
         return self._head(self._body.norm(hidden))  # type: ignore[no-any-return]
 
 

@@ -1,4 +1,4 @@
-"""Counts of the requests that a program without a server makes, for Prometheus."""
+"""Prometheus counters of prefills, for a program without a server."""
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge
 
@@ -7,7 +7,7 @@ from lmc.metrics import NAMES
 
 
 class Prefills:
-    """The metrics `lmc_requests` and others of a program that calls `add` for every report."""
+    """Metrics such as `lmc_requests`, for a program that calls `add` with every report."""
 
     def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
         self._requests, self._blends, self._skipped, self._computed = (

@@ -5,7 +5,7 @@
     done = cached.prefill(prompt_ids, how="blend")       # logits, a transformers cache, a report
     model.generate(ids, cache=done.cache)                # continues from there; `ids` is the prompt
 
-It serves one prompt at a time and is not thread-safe, because the model is not.
+A `CachedModel` serves one prompt at a time. It is not thread-safe, because the model is not thread-safe.
 """
 
 import logging
@@ -49,7 +49,7 @@ Computed = tuple[torch.Tensor, DynamicCache, dict[str, Any]]  # logits, the KV o
 
 
 class CachedModel(AbstractContextManager["CachedModel"]):
-    """A transformers model with a cache engine. Use it under `with`, or close it, so that all reaches the disk."""
+    """A transformers model with a cache engine. Use it in a `with` statement, or close it, to write all chunks."""
 
     def __init__(
         self,
@@ -61,13 +61,20 @@ class CachedModel(AbstractContextManager["CachedModel"]):
         checkpoint: str | Path | None = None,
         learn_prefix: Sequence[int] = (),
     ) -> None:
-        """Raise `UnsupportedModel`, `ConfigError`, `NoMemory` or `TierUnusable`.
+        """Open a cache engine for a model, and test the model.
 
-        `separators` are `Markers.of(tokenizer, special_string)`, or the tokens of one separator. `checkpoint` is where
-        the model was loaded from; give it only if the weights have not changed since. Other engines that loaded the
-        same checkpoint, such as vLLM, then find its documents. Without it, the model is identified by its bytes in
-        memory. Documents are learned behind the tokens of `learn_prefix` (`lmc.blend.learn_prefix`), and alone if there
-        are none.
+        Args:
+            model: a causal language model of transformers.
+            settings: the settings of lmc.
+            separators: `Markers.of(tokenizer, special_string)`, or the tokens of one separator.
+            cache_salt: the salt of the tenant.
+            checkpoint: path or id from which the model was loaded. Give it only if the weights have not changed since.
+                Other engines that load the same checkpoint, such as vLLM, then find its documents. Without it, the
+                model is identified by its bytes in memory.
+            learn_prefix: the tokens after which documents are learned (`lmc.blend.learn_prefix`). Without them,
+                documents are learned alone.
+
+        Raises `UnsupportedModel`, `ConfigError`, `NoMemory` or `TierUnusable`.
         """
         self.model, self.settings = model.eval(), settings
         self.layers = DecoderLayers(model)
@@ -93,11 +100,11 @@ class CachedModel(AbstractContextManager["CachedModel"]):
         self.engine = CacheEngine(
             settings, geometry, namespace, device=self.layers.device, prefix=prefix, model=called, tokenizer=called
         )
-        self.engine.share_learning(lambda: False)  # It computes when it is told to.
+        self.engine.share_learning(lambda: False)  # This engine computes only when it is called.
 
     @classmethod
     def load(cls, name: str | Path, settings: Settings, *, cache_salt: str = "") -> tuple["CachedModel", Any]:
-        """Load a model from a directory or a hub's id, and return it with a cache engine, and its tokenizer."""
+        """Load a model from a directory or a hub id; return it with a cache engine, and its tokenizer."""
         model, tokenizer = load(name)
         markers = Markers.of(tokenizer, settings.blend_special_str)
         prefix = learn_prefix(tokenizer, settings)
@@ -105,11 +112,11 @@ class CachedModel(AbstractContextManager["CachedModel"]):
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:
-            self.engine.learning.clear()  # After an error nothing more is computed.
+            self.engine.learning.clear()  # After an error, nothing more is learned.
         self.close()
 
     def close(self) -> None:
-        """Learn the documents that wait for it, and write everything to the tiers."""
+        """Learn the queued documents, and write everything to the tiers."""
         try:
             self.learn_pending()
         finally:
@@ -118,10 +125,10 @@ class CachedModel(AbstractContextManager["CachedModel"]):
     # -- learning ----------------------------------------------------------------------------------------------------
 
     def learn(self, document_ids: Sequence[int], name: str = "") -> int:
-        """Prefill a document alone and store its KV; return how many chunks are new, 0 if it was stored already.
+        """Prefill a document alone and store its KV; return the number of new chunks, 0 if it was already stored.
 
-        `name` is for people (`lmc documents`). Raises `InputError` if the document is empty, too long for the model or
-        for memory, or has special tokens or tokens outside of the vocabulary.
+        `name` is for operators (`lmc documents`). Raises `InputError` if the document is empty, is too long for the
+        model or for memory, or has special tokens or tokens outside of the vocabulary.
         """
         document = self._checked(document_ids, "document", behind=len(self.engine.prefix))
         if special := self.markers.special.intersection(document):
@@ -141,19 +148,20 @@ class CachedModel(AbstractContextManager["CachedModel"]):
         return self._fill(self.engine.begin_document(namespace, document, name) or (), kv)
 
     def learn_documents(self, prompt_ids: Sequence[int]) -> int:
-        """Learn what stands between the separators of a prompt; return how many chunks are new."""
-        prompt = checked_tokens(prompt_ids, "prompt", sys.maxsize, self.layers.vocabulary)  # Only parts are computed.
+        """Learn the documents between the separators of a prompt; return the number of new chunks."""
+        # The prompt may be longer than the model allows, because each document is computed separately.
+        prompt = checked_tokens(prompt_ids, "prompt", sys.maxsize, self.layers.vocabulary)
         return sum(self.learn(prompt[one.start : one.stop]) for one in split(prompt, self.markers).documents)
 
     def learn_pending(self) -> int:
-        """Learn the documents that wait for it, such as unknown ones of earlier prompts; return how many there were."""
+        """Learn the queued documents, such as unknown documents of earlier prompts; return how many were queued."""
         own, count = self.engine.namespace(RecordKind.DOCUMENT, self._salt), len(self.engine.learning)
         for _ in range(count):
             document = self.engine.learning.take()
             if document is not None and document.namespace == own:
                 try:
                     self.learn(document.tokens, document.name)
-                except InputError as error:  # The prompt that brought it is not the one that is asked now.
+                except InputError as error:  # The document came with an earlier prompt, so the current call goes on.
                     log.warning("a document of an earlier prompt is not learned: %s", error)
         return count
 
@@ -164,10 +172,10 @@ class CachedModel(AbstractContextManager["CachedModel"]):
         return all(self.engine.lookup(self.engine.document_keys(document, namespace)))
 
     def keep(self, token_ids: Sequence[int], cache: DynamicCache) -> int:
-        """Store an exact cache for later prompts that start with its tokens; return how many chunks are new.
+        """Store an exact cache for later prompts that start with its tokens; return the number of new chunks.
 
-        The tokens may be those of a prompt and generated ones. Raises `InputError` for a cache of `how="blend"` or
-        `"reuse"`, which is approximate, and if the cache is not one of these tokens.
+        The tokens may be those of a prompt and generated tokens. Raises `InputError` for a cache of `how="blend"` or
+        `"reuse"`, which is approximate, and for a cache of other tokens.
         """
         if getattr(cache, "lmc_approximate", False):
             raise InputError("this cache was blended or blindly reused: it must not be stored as exact")
@@ -185,13 +193,13 @@ class CachedModel(AbstractContextManager["CachedModel"]):
         """Prefill a prompt.
 
         how: "full"   Nothing is reused.
-             "exact"  The longest stored prefix is reused, and the prompt's chunks are stored for the next one.
-             "blend"  Stored documents are reused anywhere and repaired as `policy` says, by default as the settings
-                      say. Unknown documents are computed, and learned when `generate` has answered, or else before the
-                      next prefill.
-             "reuse"  Stored documents are reused and not repaired, which is a control.
-        Raises `InputError` for an empty prompt, one that is too long for the model, or tokens outside of the
-        vocabulary.
+             "exact"  The longest stored prefix is reused, and the prompt's chunks are stored for later prompts.
+             "blend"  Stored documents are reused at any position, and `policy` says which of their tokens are
+                      recomputed. The default is the policy of the settings. Unknown documents are computed. They are
+                      learned after the answer of `generate`, or otherwise before the next prefill.
+             "reuse"  Stored documents are reused without recomputing tokens, as a control.
+        Raises `InputError` for an empty prompt, a prompt that is too long for the model, or tokens outside of the
+        vocabulary. Raises `ConfigError` for "blend" and "reuse" if the settings disable blending.
         """
         if how not in ("blend", "reuse", "exact", "full"):
             raise InputError(f"how={how!r}: use 'blend', 'reuse', 'exact' or 'full'")
@@ -210,10 +218,10 @@ class CachedModel(AbstractContextManager["CachedModel"]):
                 lost.update(map(ChunkKey, error.keys))
 
     def generate(self, prompt_ids: Sequence[int], how: How = "blend", **options: Any) -> tuple[list[int], Report]:
-        """Prefill a prompt and let the model generate; return the new tokens and the report of the prefill.
+        """Prefill a prompt and generate an answer; return the new tokens and the report of the prefill.
 
-        `options` are those of `model.generate`. With `how="exact"` and `save_decode_cache` the generated tokens are
-        stored too, so that the next turn of a conversation starts behind them.
+        `options` are passed to `model.generate`. With `how="exact"` and `save_decode_cache`, the KV of the generated
+        tokens is stored too, so that the next turn of a conversation reuses it.
         """
         check_options(options)
         done = self.prefill(prompt_ids, how)
@@ -233,7 +241,8 @@ class CachedModel(AbstractContextManager["CachedModel"]):
         segments = split(prompt, self.markers)
         plan = Plan() if how == "full" else self._plan(prompt, segments, how, policy.ratios[-1], lost)
         if self.blends and plan.pieces:
-            # This is faster for exact prefixes too: behind a cache, transformers' attention also reads hidden keys.
+            # The blender is faster for exact prefixes, too: after a cached prefix, transformers' attention also reads
+            # masked keys.
             logits, cache, counts = self._blended(prompt, segments.question.start, plan, policy)
         else:
             logits, cache, counts = self._by_model(prompt, plan)
@@ -244,15 +253,15 @@ class CachedModel(AbstractContextManager["CachedModel"]):
         elif how != "full" and self.settings.blend_learn:
             self.engine.learn_later(prompt, plan.unknown, self._salt)
         if how != "full":
-            # The KV of the text before the first document is exact, unless it is one itself, and is stored for the next
-            # prompt. What stands behind the beginning of something approximate is approximate, too.
+            # The KV before the first approximate token is exact, and all KV after it is approximate. The exact KV of
+            # the text before the first document is stored for later prompts.
             exact = min([segments.system.stop, *(piece.at for piece in plan.approximate)])
             self._store_exact(prompt[:exact], rows_of(cache))
         cache.crop(-1)
         return Prefilled(logits=logits, cache=cache, report=report)
 
     def _plan(self, prompt: list[int], segments: Segments, how: How, ratio: float, lost: set[ChunkKey]) -> Plan:
-        """Decide what of the prompt is taken from the store."""
+        """Plan which tokens of the prompt are loaded from the store."""
         spans, start = ((), None) if how == "exact" else (segments.documents, segments.opening)
         documents = self.engine.documents(prompt, spans, self._salt, start=start)
         chain = self.engine.token_chain(prompt, self._salt, ends=[segments.system.stop])
@@ -274,9 +283,9 @@ class CachedModel(AbstractContextManager["CachedModel"]):
             canvas = DenseCanvas(self.layers, prompt, plan.pieces, reader)
             try:
                 result = Blender(canvas, given, policy).run()
-                next(reader, None)  # At its end the reader finds out whether all chunks were right until now.
+                next(reader, None)  # The reader checks at its end that no slot was given to another chunk.
             finally:
-                # The slots may be taken by other chunks now, so no copy from them may be under way.
+                # All copies must have ended here, because other chunks may get the slots after this.
                 settle(self.layers.device)
         exact = plan.tokens - result.reused
         if not result.reused and loaded.keys() <= MEMORY:
@@ -288,7 +297,7 @@ class CachedModel(AbstractContextManager["CachedModel"]):
         return canvas.logits, cache, counts | repaired
 
     def _by_model(self, prompt: list[int], plan: Plan) -> Computed:
-        """The model's own prefill behind an exact prefix, or of the whole prompt."""
+        """Prefill with the model itself: the tokens after an exact prefix, or the whole prompt."""
         loaded = Counter[str]()
         with closing(self.engine.layers(plan.exact, self.layers.shape, loaded)) as reader:
             cache = cache_of([self._side_by_side(parts) for _, parts in reader])
@@ -299,7 +308,7 @@ class CachedModel(AbstractContextManager["CachedModel"]):
         return logits, cache, {"computed": computed, "loaded": dict(loaded), "exact": plan.reach}
 
     def _side_by_side(self, parts: Sequence[torch.Tensor]) -> KV:
-        """Join parts `[K, T, H, D]`, of which some may be on the device already, to keys and values `[H, T, D]`."""
+        """Join parts `[K, T, H, D]`, on the host or on the device, to keys and values `[H, T, D]` on the device."""
         tokens = sum(part.shape[1] for part in parts)
         together = parts[0].new_empty(KINDS, tokens, *parts[0].shape[2:], device=self.layers.device)
         self._kernels.stage(parts, together)
@@ -309,9 +318,9 @@ class CachedModel(AbstractContextManager["CachedModel"]):
     # -- storing -----------------------------------------------------------------------------------------------------
 
     def _store_exact(self, tokens: Sequence[int], kv: Sequence[KV]) -> int:
-        """Store the KV of a prompt's beginning for prompts that start with it; return how many chunks are new."""
+        """Store the KV of a prefix for later prompts that start with it; return the number of new chunks."""
         chain = self.engine.token_chain(tokens, self._salt)
-        # More chunks than there are slots would evict the first ones again.
+        # More chunks than slots would evict the first chunks again.
         bounds = chunk_bounds(len(tokens), self.engine.chunk_size)[: self.engine.store.slots]
         least = 1 if self.settings.save_unfull_chunk else self.engine.chunk_size
         sizes = [stop - start for start, stop in bounds if stop - start >= least]
@@ -319,7 +328,7 @@ class CachedModel(AbstractContextManager["CachedModel"]):
         return self._fill(self.engine.begin_exact(chain, chunks, self._salt), kv)
 
     def _fill(self, slots: Iterable[Reservation | None], kv: Sequence[KV]) -> int:
-        """Copy the KV of chunks into their slots, and let them be found; return how many there were."""
+        """Copy the KV of chunks into their slots, and make them visible; return the number of chunks."""
         store, shape, filled = self.engine.store, self.layers.shape, False
         begun = [slot for slot in slots if slot is not None]
         firsts = [slot.meta.first for slot in begun]
@@ -334,7 +343,7 @@ class CachedModel(AbstractContextManager["CachedModel"]):
         finally:
             if not filled:
                 try:
-                    settle(self.layers.device)  # No copy into a slot may be under way when another chunk gets it.
+                    settle(self.layers.device)  # No copy into a slot may be in flight when another chunk gets the slot.
                 finally:
                     for slot in begun:
                         store.abort(slot)
@@ -344,13 +353,13 @@ class CachedModel(AbstractContextManager["CachedModel"]):
 
     @cached_property
     def _prefix_kv(self) -> list[KV]:
-        """The keys and values `[H, T, D]` of the tokens behind which documents are learned."""
+        """The keys and values `[H, T, D]`, by layer, of the tokens after which documents are learned."""
         prefix = self.engine.prefix
         layers = prefilled(self.model, prefix).layers if prefix else ()
         return [(layer.keys[0], layer.values[0]) for layer in layers]
 
     def _why_not(self) -> str:
-        """Return why documents are not blended, or nothing, and log it."""
+        """Test the model. Returns and logs why documents are not blended; an empty string if they are."""
         try:
             prove_model(self.model, self.layers)
         except UnsupportedModel as error:
@@ -359,7 +368,10 @@ class CachedModel(AbstractContextManager["CachedModel"]):
         return ""
 
     def _note_speed(self, tokens: int, behind: int, started: float) -> None:
-        """Tell the cost model how long a prefill took, if most of its tokens were computed."""
+        """Report the time of a prefill to the cost model, if at least half of the tokens were computed.
+
+        `tokens` is the number of computed tokens, and `behind` is the number of tokens before them.
+        """
         seconds = self._elapsed(started)
         if behind <= tokens:
             self.engine.store.cost.computed(tokens, seconds, length=2 * behind + tokens)

@@ -11,20 +11,20 @@ How = Literal["blend", "reuse", "exact", "full"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What one prefill has computed and loaded."""
+    """Facts about the computed and loaded tokens of one prefill."""
 
     how: str
     tokens: int
-    computed: tuple[int, ...]  # tokens computed in each layer, over all passes
-    exact: int  # tokens whose stored KV is what full prefill would give
-    reused: int = 0  # tokens whose KV came from documents that were computed alone
-    charged_budget: float = 0.0  # of the reused tokens, the share that was computed anyway, over all layers
-    loaded: dict[str, int]  # bytes by the place they came from: "device", "host", "disk", …
-    unknown: int  # documents that were not stored; they are learned afterwards if memory has room for them
-    seconds: float  # until the logits were computed
-    skipped: int = 0  # tokens that are stored, and were computed because that was expected to be faster
-    repaired: tuple[torch.Tensor, ...] = field(default=(), repr=False)  # per layer, positions of reused tokens computed
-    note: str = ""  # why the prefill was not done as it was asked for
+    computed: tuple[int, ...]  # number of tokens computed in each layer, over all passes
+    exact: int  # number of tokens whose stored KV equals that of full prefill
+    reused: int = 0  # number of tokens whose KV came from documents that were computed alone
+    charged_budget: float = 0.0  # share of the reused tokens that was recomputed, over all layers
+    loaded: dict[str, int]  # loaded bytes by tier: "device", "host", "disk", …
+    unknown: int  # number of documents that were not stored; they are learned later if memory has room for them
+    seconds: float  # time until the logits were computed
+    skipped: int = 0  # number of stored tokens that were computed, because that was expected to be faster
+    repaired: tuple[torch.Tensor, ...] = field(default=(), repr=False)  # positions of recomputed tokens, by layer
+    note: str = ""  # why the prefill differs from what the caller requested
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ from lmc.errors import UnsupportedModel
 
 
 def prove_model(model: Any, layers: DecoderLayers) -> None:
-    """Raise `UnsupportedModel` if lmc's layers compute other keys, values or logits than the model itself."""
+    """Raise `UnsupportedModel` if lmc's layers compute different keys, values or logits than the model itself."""
     if layers.positions < TOKENS:
         raise UnsupportedModel(f"the model takes {layers.positions} tokens, and the self-test needs {TOKENS}")
     tokens = random_prompt(layers.vocabulary)
@@ -38,7 +38,7 @@ def prove_model(model: Any, layers: DecoderLayers) -> None:
 
 
 def _prefill(model: Any, chunks: Sequence[Sequence[int]]) -> tuple[list[KV], torch.Tensor]:
-    """Return the KV of a prompt by layer and its last token's logits, as the model computes them chunk by chunk."""
+    """Prefill a prompt with the model, chunk by chunk; return the KV by layer and the logits of the last token."""
     cache = DynamicCache()
     for chunk in chunks:
         logits = forward(model, chunk, cache).logits[0, -1]

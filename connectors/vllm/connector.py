@@ -1,9 +1,9 @@
 """`LMCConnector` implements vLLM's connector interface.
 
-It translates between vLLM's terms and lmc's, and leaves decisions to `Scheduler` and `Worker`.
+It translates between vLLM's terms and lmc's terms, and leaves decisions to `Scheduler` and `Worker`.
 
-vLLM makes one connector in the scheduler's process and one in each worker. They share the slab and exchange metadata,
-and nothing else, even where both are in one process.
+vLLM creates one connector in the scheduler's process and one in each worker. They share only the slab, and exchange
+metadata, even if both are in one process.
 """
 
 import logging
@@ -39,8 +39,8 @@ T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
-# Steps that an engine without requests makes until its workers have sent their facts.
-COUNT_SECONDS = 1.0  # between two reports of numbers while requests only run
+COUNT_SECONDS = 1.0  # time between two reports of numbers while requests only run
+# Maximal number of steps that an engine without requests makes until its workers have sent their facts.
 MAX_WAIT_STEPS = 100
 
 
@@ -63,26 +63,26 @@ class WorkerMetadata(vllm_api.KVConnectorWorkerMetadata):
 
     def __init__(self, report: StepReport, facts: tuple[WorkerFacts, ...] = ()) -> None:
         self.report = report
-        self.facts = facts  # of workers that report for the first time, beside other connectors
+        self.facts = facts  # facts of workers that report for the first time, if there are other connectors
 
     def aggregate(self, other: "WorkerMetadata") -> "WorkerMetadata":
-        """Join the reports of two ranks."""
+        """Merge the reports of two ranks."""
         return WorkerMetadata(self.report.merge(other.report), (*self.facts, *other.facts))
 
 
 class LMCConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
     """Exact KV offload and CacheBlend for an unmodified vLLM.
 
-    Models for which lmc can do nothing start nevertheless: both sides are idle then.
+    An engine whose model lmc does not support starts as well: both sides of lmc are then idle.
     """
 
     _objection = ""  # why lmc does nothing for the model
-    _wait_steps = 0  # that the engine makes, also without requests, until the workers have sent their facts
+    _wait_steps = 0  # remaining steps that the engine makes, even without requests, to get the workers' facts
     _worker: Worker | None = None
     _scheduler: Scheduler | None = None
 
     def __init__(self, vllm_config: vllm_api.VllmConfig, role: vllm_api.KVConnectorRole, kv_cache_config: Any) -> None:
-        """Read the settings; raise `ConfigError` if they cannot work with this engine."""
+        """Read the settings. Raises `ConfigError` if they do not fit this engine."""
         join_log()
         if role is vllm_api.KVConnectorRole.SCHEDULER:
             vllm_api.warn_if_untested()
@@ -99,14 +99,14 @@ class LMCConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
         self._stop_admin: Callable[[], None] | None = None
         self._publisher: DocumentPublisher | None = None
         self._facts: WorkerFacts | None = None
-        self._beside: list[str] | None = None  # the names of the connectors beside this one, if there may be some
+        self._beside: list[str] | None = None  # class names of the other connectors; None without `MultiConnector`
         self._reports_facts = False
         self._early_requests: list[Any] = []
         self._early_facts: dict[tuple[int, int], WorkerFacts] = {}
         self._counted: dict[str, float] = {}
-        self._counts_at = 0.0  # when numbers are reported next, unless there are news before
+        self._counts_at = 0.0  # time of the next report of numbers, unless there is news earlier
         self._bad_blocks: set[int] = set()
-        # A worker that goes on after an error, while others wait for it, would let them hang.
+        # With tensor parallelism, a worker raises its errors: if it skipped work, the other ranks would wait forever.
         among_ranks = parallel.tensor_parallel_size > 1 and role is vllm_api.KVConnectorRole.WORKER
         is_scheduler = role is vllm_api.KVConnectorRole.SCHEDULER
         self._guard = HookGuard(raises=among_ranks, switches=is_scheduler)
@@ -127,13 +127,13 @@ class LMCConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """Return false. vLLM asks before it loads the model, so wrong settings raise `ConfigError` here already."""
+        """Return false. vLLM calls this before it loads the model, so invalid settings raise `ConfigError` early."""
         Settings.load(extra_config)
         return False
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: vllm_api.VllmConfig) -> str | None:
-        """Return none: lmc takes any layout. vLLM asks just before it groups layers by their kind of cache."""
+        """Return None, because lmc supports any layout. vLLM calls this just before it groups layers by cache type."""
         use_one_table(vllm_config)
         return None
 
@@ -148,16 +148,16 @@ class LMCConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
         self._facts = self._worker.register(kv_caches, loaded_model(), multi.blending_objection(self._beside or []))
 
     def get_handshake_metadata(self) -> Handshake | None:
-        """Return what the scheduler has to know of this worker; None beside other connectors, and if lmc is idle."""
+        """Return this worker's facts for the scheduler; None if there are other connectors, or if lmc is idle."""
         return None if self._facts is None or self._beside is not None else Handshake(self._facts)
 
     def unregister_kv_caches(self) -> None:
-        """End all loads and learning, because the engine is about to give up its KV cache, as when it goes to sleep."""
+        """End all loads and learning, because the engine is about to free its KV cache, for example to sleep."""
         if self._worker is not None:
             self._worker.end_all()
 
     def start_load_kv(self, forward_context: Any, **named: Any) -> None:
-        """Do a slice of the loads, blends and learning that are under way."""
+        """Run slices of the loads, blends and learning jobs that are under way."""
         worker = self._worker
         if worker is not None:
             plan = self._get_connector_metadata().plan
@@ -167,7 +167,7 @@ class LMCConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
         """Do nothing: loads run between the engine's forward passes."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **named: Any) -> None:
-        """Do nothing: `wait_for_save` copies what a forward pass has completed."""
+        """Do nothing: `wait_for_save` copies the blocks that a forward pass has completed."""
 
     def wait_for_save(self) -> None:
         """Copy the blocks that the forward pass has completed. A second call in the same step copies nothing."""
@@ -178,10 +178,10 @@ class LMCConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
             self._guard.run("wait_for_save", lambda: worker.save(saves), None, lambda: worker.fail_saves(saves))
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Return the requests whose load has ended, including those that were aborted during it.
+        """Return the requests whose load has ended, including requests that were aborted during the load.
 
-        In a step without tokens, this makes the saves: vLLM 0.30 does not call `wait_for_save` there. In a step with
-        tokens it must not, because later versions call it before a drafter has written its KV.
+        In a step without tokens, this method also saves blocks, because vLLM 0.30 does not call `wait_for_save` there.
+        In a step with tokens it must not save, because later versions call it before a drafter has written its KV.
         """
         worker = self._worker
         if worker is None:
@@ -201,7 +201,7 @@ class LMCConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
         return self._bad_blocks
 
     def build_connector_worker_meta(self) -> WorkerMetadata | None:
-        """Return what was saved, learned and blended since the last report, with this worker's facts in the first."""
+        """Return the jobs that have ended since the last report. The first report may include this worker's facts."""
         worker = self._worker
         if worker is None or not (worker.has_news or self._guard.has_new_errors or self._reports_facts):
             return None
@@ -214,16 +214,16 @@ class LMCConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
     # -- scheduler ---------------------------------------------------------------------------------------------------
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        """Keep the block pool, whose blocks are held while they are copied and borrowed to learn documents."""
+        """Store the block pool. lmc holds blocks while they are copied, and borrows blocks to learn documents."""
         self._pool = gpu_block_pool
 
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], vllm_api.KVConnectorHandshakeMetadata]
     ) -> None:
-        """Open the store if the workers' facts are in the metadata; otherwise they come with the first reports.
+        """Open the store if the metadata has the workers' facts; otherwise the first reports bring them.
 
-        Beside other connectors, the metadata may be that of another one, or nothing. An engine that wakes up hands it
-        over once more.
+        If there are other connectors, the metadata may belong to another connector, or be empty. An engine that wakes
+        up passes the metadata again.
         """
         if self._objection or self._scheduler is not None:
             return
@@ -244,14 +244,14 @@ class LMCConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
                 f"lmc sees {len(workers)} of {ranks} workers, and needs one scheduler for all ranks: use an executor "
                 "of kind mp or ray, not external_launcher"
             )
-        if parallel.data_parallel_size > 1 and settings.local_disk:  # Each engine needs a directory of its own.
+        if parallel.data_parallel_size > 1 and settings.local_disk:  # Each engine needs its own directory.
             own = settings.local_disk / f"dp{parallel.data_parallel_index}"
             self.settings = settings = settings.model_copy(update={"local_disk": own})
         model = model_identity(self._config, [facts.weights for facts in workers])
         refused = next((facts.refused for facts in workers if facts.refused), "")
         if refused and settings.enable_blending:
             log.warning("blending is off: %s. Exact offload goes on.", refused)
-        # `lmc explain` says why nothing is blended, also of a prompt that is given as text.
+        # Without blending, `lmc explain` still needs a tokenizer: it says why a prompt given as text is not blended.
         tokenizer = self._tokenizer() if not refused or settings.admin else None
         prefix = learn_prefix(tokenizer, settings) if tokenizer and not refused else ()
         hashing = cache.prefix_caching_hash_algo
@@ -289,13 +289,13 @@ class LMCConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
         self._stop_admin = serve_if_wanted(administration, number)
 
     def _counts_images(self) -> bool:
-        """Return whether images are numbered instead of hashed, because neither they nor prefixes are cached."""
+        """Return whether images are numbered instead of hashed, because neither images nor prefixes are cached."""
         multimodal = self._config.model_config.multimodal_config
         caches = self._config.cache_config.enable_prefix_caching
         return bool(multimodal and multimodal.mm_processor_cache_gb == 0 and not caches)
 
     def _summary(self, engine: CacheEngine, *, blends: bool) -> str:
-        """Return a line for the log that says how lmc is set up."""
+        """Return a log line that describes the configuration of lmc."""
         settings = self.settings
         off = "no blending" if settings.enable_blending else "no blending (enable_blending is false)"
         how = f"blending by {settings.blend_strategy} {settings.blend_recompute_ratios[0]:g}" if blends else off
@@ -328,7 +328,7 @@ class LMCConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
         return result
 
     def on_new_request(self, request: Any) -> None:
-        """Look at a request that has arrived."""
+        """Find the stored chunks of a new request."""
         scheduler = self._scheduler
         if scheduler is not None:
             name = request.request_id
@@ -337,7 +337,7 @@ class LMCConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
             self._early_requests.append(request)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Return how many tokens will be loaded, and that this happens asynchronously; None means ask again later."""
+        """Return how many tokens will be loaded, and whether asynchronously. With None, vLLM asks again later."""
         scheduler = self._scheduler
         if scheduler is None:
             return 0, False
@@ -364,7 +364,7 @@ class LMCConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
         )
 
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
-        """Return the loaded tokens by the place they come from, which is a `CacheHitSource`."""
+        """Return the number of loaded tokens by their source, a `CacheHitSource`."""
         found: Counter[Any] = Counter()
         places: dict[str, int] = {}
         if (scheduler := self._scheduler) is not None:
@@ -395,7 +395,7 @@ class LMCConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
         return Metadata(plan)
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """Take in what the workers have done."""
+        """Process the workers' reports."""
         scheduler = self._scheduler
         metadata = connector_output.kv_connector_worker_meta
         if scheduler is None:
@@ -416,18 +416,18 @@ class LMCConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
         )
 
     def _hear(self, facts: Iterable[WorkerFacts]) -> None:
-        """Open the store when the facts of every worker have come with its first report."""
+        """Collect the facts in the workers' first reports, and open the store when every worker has sent them."""
         self._early_facts |= {worker.rank: worker for worker in facts}
         if len(self._early_facts) < self._rank_count():
             return
         self._open(self._early_facts)
-        for request in self._early_requests:  # Those that have begun already are left to the engine.
+        for request in self._early_requests:  # Requests that have already begun are left to the engine.
             if not request.num_computed_tokens and not request.is_finished():
                 self.on_new_request(request)
         self._early_requests.clear()
 
     def _wait_for_facts(self) -> None:
-        """Count a step without the facts of all workers, and give up after `MAX_WAIT_STEPS` of them."""
+        """Count a step without the facts of all workers, and give up after `MAX_WAIT_STEPS` steps."""
         if self._wait_steps == 1:
             given = len(self._early_facts)
             log.warning("lmc does nothing, because only %d of %d workers sent their facts", given, self._rank_count())
@@ -443,13 +443,13 @@ class LMCConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Do what `request_finished` does. lmc is idle unless there is one block table."""
+        """Call `request_finished` with the only block table. With several block tables, lmc is idle."""
         return self.request_finished(request, block_ids[0] if block_ids else [])
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Save the last blocks of a request that has ended, and return facts for its response.
+        """Save the last blocks of an ended request, and return facts for its response.
 
-        The engine may free its blocks at once: blocks that are still being copied are held by their reference count.
+        The engine may free the blocks at once: blocks that are still being copied are held by their reference count.
         """
         facts: dict[str, Any] | None = None
         if (scheduler := self._scheduler) is not None:
@@ -460,14 +460,14 @@ class LMCConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
         return False, {"lmc": facts} if facts else None
 
     def has_pending_push_work(self) -> bool:
-        """Return whether lmc needs steps although there is no request, to save or to learn."""
+        """Return whether lmc needs steps to save or to learn, even without requests."""
         scheduler = self._scheduler
         if scheduler is None:
             return self._wait_steps > 0
         return self._guarded("has_pending_push_work", lambda: scheduler.busy, False)
 
     def reset_cache(self) -> bool | None:
-        """Remove every chunk. If that fails, lmc is switched off: what it has may be of other weights."""
+        """Remove every chunk. If that fails, lmc is switched off, because its chunks may belong to other weights."""
         scheduler = self._scheduler
         if scheduler is None:
             return True
@@ -479,7 +479,7 @@ class LMCConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
         return self._guarded("reset_cache", reset, False, scheduler.switch_off)
 
     def shutdown(self) -> None:
-        """Write to the tiers what is not there yet, and close the store."""
+        """Write chunks that the tiers lack, and close the store."""
         if self._scheduler is not None:
             if self._stop_admin:
                 self._stop_admin()
@@ -489,7 +489,7 @@ class LMCConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
             log.info("lmc: the store is closed, and everything is written")
 
     def take_events(self) -> Iterable[Any]:
-        """Return events for blocks that appeared in memory ("CPU") or on disk ("STORAGE"), or left."""
+        """Return events for blocks that appeared in or left memory ("CPU") or disk ("STORAGE")."""
         if self._scheduler is None or self._scheduler.events is None:
             return ()
         return self._guarded("take_events", lambda: list(self._events()), [])
@@ -503,7 +503,7 @@ class LMCConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
             if not change.stored:
                 yield vllm_api.BlockRemoved(block_hashes=[hashes[i] for i in change.blocks], medium=change.medium)
                 continue
-            for place in change.blocks:  # Each block has a parent of its own, and so an event of its own.
+            for place in change.blocks:  # Each block has its own parent, and therefore its own event.
                 parent = details.hashes[place - 1] if place else details.parent
                 yield vllm_api.BlockStored(
                     block_hashes=[hashes[place]],
@@ -519,10 +519,10 @@ class LMCConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
     # -- numbers -----------------------------------------------------------------------------------------------------
 
     def get_kv_connector_stats(self) -> LmcStats | None:
-        """Return what has been counted since the last time.
+        """Return the changes of all numbers since the last report; None if it is not time for a report.
 
-        vLLM asks in every step. Steps that only compute tokens of running requests have hardly anything to report, and
-        are asked once a second.
+        vLLM calls this in every step. Steps that only compute tokens of running requests change few numbers, and are
+        reported once a second.
         """
         now = time.monotonic()
         if self._scheduler is None:
@@ -535,7 +535,7 @@ class LMCConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
         numbers = self._guarded("get_kv_connector_stats", self._scheduler.numbers, nothing)
         numbers |= {key("errors", (hook,)): count for hook, count in self._guard.errors.items()}
         before, self._counted = self._counted, {**self._counted, **numbers}
-        # Zeros are reported once, because a rate needs a value before the first count.
+        # Zeros are reported once, because the rate of a metric needs a value before the first count.
         counted = self._counted.items()
         changes = {name: count - before.get(name, 0) for name, count in counted if count != before.get(name)}
         return LmcStats(data=changes | self._scheduler.take_observed())
@@ -552,13 +552,13 @@ class LMCConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
 
 
 def _trace(request: Any, name: str, start: float, stop: float, attributes: Mapping[str, Any]) -> None:
-    """Send a span of OpenTelemetry, from `start` to `stop` in seconds since 1970, as a part of a request's trace."""
+    """Send an OpenTelemetry span of a request's trace, from `start` to `stop` in seconds since 1970."""
     context = vllm_api.extract_trace_context(request.trace_headers)
     vllm_api.instrument_manual(name, int(start * 1e9), int(stop * 1e9), dict(attributes), context)
 
 
 def _extra_keys(request: Any, start: int, stop: int) -> tuple[Any, ...] | None:
-    """Return what the hash of a request's block covers beside tokens, as the engine's own events say it."""
+    """Return what the hash of a request's block covers in addition to tokens, in the form of the engine's events."""
     keys, _ = vllm_api.generate_block_hash_extra_keys(request, start, stop, 0)
     published = vllm_api.to_event_extra_keys([keys])
     return published[0] if published else None

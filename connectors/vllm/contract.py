@@ -4,12 +4,17 @@
     python -m lmc.connectors.vllm.contract WHEEL_OR_DIRECTORY   another one; a CUDA wheel needs no GPU for this
     python -m lmc.connectors.vllm.contract WHEEL --extract FILE.json      write its facts, which the tests keep
 
-The check reads Python files. It compares with lmc's code and the tables below: the names that lmc imports, the
-signatures of the hooks that lmc overrides and of the functions that it calls, the attributes that it reads, and the
-functions in which vLLM calls hooks. The last is there because two versions may differ in nothing else and break lmc:
-0.30 does not call `wait_for_save` in steps without tokens, and 0.33 repeats the handshake after a sleep.
+The check reads Python files, and compares them with lmc's code and the tables below. It compares:
 
-At start, `objections` checks names and signatures of hooks only, which takes milliseconds.
+- the names that lmc imports,
+- the signatures of the hooks that lmc overrides, and of the functions that lmc calls,
+- the attributes that lmc reads,
+- the functions in which vLLM calls hooks.
+
+The last comparison is needed because a version that differs in nothing else may still break lmc: 0.30 does not call
+`wait_for_save` in steps without tokens, and 0.33 repeats the handshake after a sleep.
+
+At start, `objections` checks only names and signatures of hooks, which takes milliseconds.
 """
 
 import argparse
@@ -40,7 +45,7 @@ BASE = f"{USED['KVConnectorBase_V1']}.KVConnectorBase_V1"
 HMA, HMA_HOOKS = f"{USED['SupportsHMA']}.SupportsHMA", frozenset({"request_finished_all_groups"})
 INSTALL = f"install 'vllm>={OLDEST[0]}.{OLDEST[1]},<{NEWEST[0]}.{NEWEST[1] + 1}'"
 
-# Hooks that lmc overrides and older versions of the window do not have. lmc does not need them there.
+# Hooks that lmc overrides, and that the older of the supported versions lack. lmc does not need them there.
 LATER_HOOKS = frozenset({"get_external_cache_hit_sources", "unregister_kv_caches"})
 
 # Attributes that lmc reads, by class. `name(2, word)` is called with two positional arguments and a keyword.
@@ -103,7 +108,7 @@ FIELDS: Mapping[str, str] = {
     "vllm.v1.worker.worker_base.WorkerWrapperBase": "initialize_from_config()",
 }  # fmt: skip
 
-# Where vLLM calls hooks: hook -> file -> functions, with ? those in which only some supported versions do.
+# Where vLLM calls hooks: hook -> file -> functions. With ?, only some supported versions call the hook there.
 CALLS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "bind_gpu_block_pool": {
         "distributed/kv_transfer/kv_connector/v1/base.py": ("KVConnectorBase_V1.bind_kv_cache_manager",),
@@ -265,7 +270,7 @@ CALLS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 
 
 def lmc_hooks() -> dict[str, Signature]:
-    """Return the hooks that the connector of lmc overrides, with their signatures."""
+    """Return the hooks that lmc's connector overrides, with their signatures."""
     tree = ast.parse((HERE / "connector.py").read_text())
     (connector,) = (one for one in tree.body if isinstance(one, ast.ClassDef) and one.name == "LMCConnector")
     methods = own_attributes(connector).items()
@@ -274,7 +279,7 @@ def lmc_hooks() -> dict[str, Signature]:
 
 @cache
 def lmc_calls() -> set[tuple[str, int, tuple[str, ...]]]:
-    """Return how lmc calls what it imports from vLLM: name, number of positional arguments, keywords."""
+    """Return lmc's calls of names from vLLM: name, number of positional arguments, keywords."""
     found = set()
     for file in HERE.rglob("*.py"):
         for call in ast.walk(ast.parse(file.read_text())):
@@ -288,7 +293,7 @@ def lmc_calls() -> set[tuple[str, int, tuple[str, ...]]]:
 
 
 def _keywords(call: ast.Call) -> Iterator[str]:
-    """Yield the keywords of a call, also those in a literal behind two stars."""
+    """Yield the keywords of a call, including those in a dict literal after `**`."""
     for one in call.keywords:
         if one.arg:
             yield one.arg
@@ -297,7 +302,7 @@ def _keywords(call: ast.Call) -> Iterator[str]:
 
 
 def facts_of(sources: Sources) -> VllmFacts:
-    """Read from a vLLM's files what the contract asks for."""
+    """Read the facts that the contract needs from a vLLM's files."""
     fields = {path: [one.partition("(")[0] for one in names.split()] for path, names in FIELDS.items()}
     for name, _, _ in lmc_calls():
         fields.setdefault(f"{USED[name]}.{name}", []).append("__init__")
@@ -305,7 +310,7 @@ def facts_of(sources: Sources) -> VllmFacts:
 
 
 def facts_of_imported() -> VllmFacts:
-    """Return the cheap half of the facts about the vLLM of this process: names, and signatures of hooks."""
+    """Return those facts about the vLLM of this process that are fast to read: names, and signatures of hooks."""
     functions: dict[str, Signature | None] = {}
     for name, module in USED.items():
         try:
@@ -320,13 +325,13 @@ def facts_of_imported() -> VllmFacts:
         abstract = sorted(getattr(base, "__abstractmethods__", ()))
         for hook in lmc_hooks():
             if method := inspect.getattr_static(base, hook, None):
-                function = getattr(method, "__func__", method)  # that of a class method
+                function = getattr(method, "__func__", method)  # the function of a class method
                 hooks[hook] = signature_of(function, bound=not isinstance(method, staticmethod))
     return VllmFacts(version=installed_version(), functions=functions, classes={BASE: hooks}, abstract=abstract)
 
 
 def objections(facts: VllmFacts) -> list[str]:
-    """Return why lmc cannot run with a vLLM, as far as its version, names and hooks say: nothing if it can."""
+    """Return why lmc cannot run with a vLLM, from its version, names and hooks; an empty list if it can."""
     number = parsed_version(facts.version)
     if number is not None and number < OLDEST:
         return [f"it is older than {OLDEST[0]}.{OLDEST[1]}"]
@@ -334,7 +339,7 @@ def objections(facts: VllmFacts) -> list[str]:
 
 
 def findings(facts: VllmFacts) -> list[str]:
-    """Return all that differs from what lmc was written for."""
+    """Return all differences between a vLLM and the contract."""
     return [
         *objections(facts),
         *_refused_calls(facts),
@@ -370,7 +375,7 @@ def _changed_hooks(facts: VllmFacts) -> Iterator[str]:
 
 
 def _change(ours: Signature, theirs: Signature) -> str:
-    """Return why a hook with our signature cannot be called as theirs can; an empty text if it can."""
+    """Return why lmc's hook cannot be called like the hook of vLLM; an empty string if it can."""
     named = [_split(signature) for signature in (ours, theirs)]
     (positional, keywords, rest), (given, words, more) = named
     for place, name in enumerate(given):
@@ -386,7 +391,7 @@ def _change(ours: Signature, theirs: Signature) -> str:
 
 
 def _split(signature: Signature) -> tuple[list[str], list[str], set[str]]:
-    """Return the positional parameters, those that are keywords only, and which kinds of further ones are taken."""
+    """Return the positional parameters, the keyword-only parameters, and the stars of variadic parameters."""
     stars = [place for place, part in enumerate(signature) if part.startswith("*")]
     first = stars[0] if stars else len(signature)
     names = [part.rstrip("=") for part in signature]
@@ -441,7 +446,7 @@ def _moved_hook_calls(facts: VllmFacts) -> Iterator[str]:
 
 
 def main(arguments: Iterable[str] | None = None) -> int:
-    """Check a vLLM, print what was found, and return 1 if it does not fulfil the contract."""
+    """Check a vLLM, print the differences, and return 1 if it does not fulfil the contract, 2 if it cannot be read."""
     parser = argparse.ArgumentParser(
         prog="python -m lmc.connectors.vllm.contract", description=__doc__.partition("\n")[0]
     )

@@ -1,6 +1,6 @@
-"""What vLLM loads as `LMCConnector`: lmc's connector, or one that does nothing if this vLLM lacks what lmc needs.
+"""The class that vLLM loads as `LMCConnector`: lmc's connector, or an inert connector.
 
-With the second one vLLM starts and serves as without lmc.
+The inert connector is loaded if this vLLM lacks something that lmc needs. vLLM then starts and serves without lmc.
 """
 
 import logging
@@ -16,13 +16,13 @@ log = logging.getLogger(__name__)
 
 
 def inert_connector(missing: list[str]) -> type:
-    """Return a connector class that does nothing, and says at start what is missing.
+    """Return a connector class that does nothing, and logs at start what is missing.
 
     Raises `ConfigError` if this vLLM has no base class for connectors.
     """
     base = vllm_api.KVConnectorBase_V1
     bases: tuple[Any, ...] = (base,)
-    with suppress(ConfigError):  # Models with several kinds of caches start only with it, where vLLM has it.
+    with suppress(ConfigError):  # If vLLM has `SupportsHMA`, models with several kinds of caches need it to start.
         bases = (base, vllm_api.SupportsHMA)
 
     def nothing(self: Any, *_: Any, **__: Any) -> None:
@@ -33,7 +33,7 @@ def inert_connector(missing: list[str]) -> type:
 
         def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any, **more: Any) -> None:
             super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config, **more)
-            if getattr(role, "name", "SCHEDULER") == "SCHEDULER":  # One line is enough.
+            if getattr(role, "name", "SCHEDULER") == "SCHEDULER":  # Only one process logs the error.
                 join_log()
                 version, reasons = vllm_api.installed_version(), "; ".join(missing)
                 log.error(
@@ -44,7 +44,7 @@ def inert_connector(missing: list[str]) -> type:
                 )
 
         def get_num_new_matched_tokens(self, *_: Any, **__: Any) -> tuple[int, bool]:
-            """Return that nothing is stored."""
+            """Return that nothing will be loaded."""
             return 0, False
 
         def request_finished(self, *_: Any, **__: Any) -> tuple[bool, None]:
@@ -56,7 +56,7 @@ def inert_connector(missing: list[str]) -> type:
             return False, None
 
         def build_connector_meta(self, *_: Any, **__: Any) -> Any:
-            """Return a plan without anything to do."""
+            """Return an empty plan."""
             return vllm_api.KVConnectorMetadata()
 
     inert = dict.fromkeys(getattr(InertConnector, "__abstractmethods__", ()), nothing)
@@ -64,7 +64,7 @@ def inert_connector(missing: list[str]) -> type:
 
 
 def __getattr__(name: str) -> Any:
-    """Choose the connector when vLLM asks for it."""
+    """Choose the connector class when vLLM first requests it."""
     if name != "LMCConnector":
         raise AttributeError(name)
     if "connector" not in _chosen:

@@ -1,7 +1,7 @@
-"""Guards vLLM against errors of lmc: a hook that raises is a miss for its request, and never the end of the engine.
+"""Guards vLLM against errors of lmc: an error in a hook is a cache miss for its request, and never stops the engine.
 
-The first error of each hook is logged with its traceback. After `MAX_ERRORS` errors lmc switches itself off: requests
-that come later are served as if it was not there.
+The first error of each hook is logged with its traceback. After `MAX_ERRORS` errors, lmc switches itself off, and later
+requests are served without lmc.
 """
 
 import logging
@@ -13,19 +13,21 @@ T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
-MAX_ERRORS = 10  # in the life of an engine
+MAX_ERRORS = 10  # number of errors since the start of the engine after which lmc switches itself off
 
 
 class HookGuard:
     """Counts the errors of lmc's hooks in one process of an engine."""
 
     def __init__(self, *, raises: bool = False, switches: bool = True) -> None:
-        """`raises`: errors are logged and raised, because other ranks would wait for this one.
+        """Create a guard without errors.
 
-        `switches`: this guard decides whether lmc is switched off. One that does not hands its errors to one that does.
+        `raises`: errors are logged and raised, because other ranks would wait for this rank.
+        `switches`: this guard decides whether lmc is switched off. A guard without it reports its errors to the guard
+        that decides.
         """
         self._raises, self._switches, self._handed_over = raises, switches, 0
-        self.errors: Counter[str] = Counter()  # by hook
+        self.errors: Counter[str] = Counter()  # number of errors by hook
 
     @property
     def off(self) -> bool:
@@ -34,12 +36,12 @@ class HookGuard:
 
     @property
     def status(self) -> str:
-        """The state of lmc in this process, for people."""
+        """The state of lmc in this process, for operators."""
         hooks = ", ".join(sorted(self.errors))
         return f"off: {self.errors.total()} errors in {hooks}; the log has the first of each" if self.off else "ok"
 
     def run(self, hook: str, do: Callable[[], T], otherwise: T, repair: Callable[[], object] | None = None) -> T:
-        """Return what `do` returns. If it raises, run `repair` and return `otherwise`."""
+        """Return the result of `do`. If `do` raises an error, run `repair` and return `otherwise`."""
         try:
             return do()
         except Exception as error:
@@ -49,17 +51,17 @@ class HookGuard:
         if repair is not None:
             try:
                 repair()
-            except Exception as error:  # noqa: BLE001 - It was the last resort, and is counted.
+            except Exception as error:  # noqa: BLE001 - The repair is the last resort; its error is counted.
                 self._count(f"{hook} (repair)", error)
         return otherwise
 
     @property
     def has_new_errors(self) -> bool:
-        """Whether there were errors since the last call of `new_errors`."""
+        """Whether errors have occurred since the last call of `new_errors`."""
         return self.errors.total() > self._handed_over
 
     def new_errors(self) -> int:
-        """Return how many errors there were since the last call."""
+        """Return the number of errors since the last call."""
         handed_over, self._handed_over = self._handed_over, self.errors.total()
         return self._handed_over - handed_over
 

@@ -1,7 +1,7 @@
-"""Decides by a model's KV cache whether lmc offloads its KV, or does nothing for the model.
+"""Decides whether lmc offloads a model's KV, or does nothing for the model. This depends on the model's KV cache.
 
-Pages are offloaded if all layers are attention over one block table. vLLM gives sliding windows and full attention one
-table if its hybrid KV cache manager is off. Models with linear or Mamba layers do not start without that manager.
+Pages are offloaded if all layers are attention layers with one common block table. vLLM uses one table for sliding
+windows and full attention if its hybrid KV cache manager is off. Models with linear or Mamba layers need that manager.
 """
 
 from collections.abc import Iterable
@@ -11,14 +11,14 @@ from lmc.connectors.vllm import vllm_api
 
 
 def use_one_table(config: Any) -> None:
-    """Turn the engine's hybrid KV cache manager off, except for models with linear or Mamba layers."""
+    """Switch off the engine's hybrid KV cache manager, except for models with linear or Mamba layers."""
     model = config.model_config
     if not (model.is_hybrid or model.is_attention_free):
         config.scheduler_config.disable_hybrid_kv_cache_manager = True
 
 
 def objection(model: Any, kv_cache_config: Any) -> str:
-    """Return why lmc does nothing for a model; empty if its KV is offloaded.
+    """Return why lmc does nothing for a model; an empty string if its KV is offloaded.
 
     `model` is the engine's model configuration, and `kv_cache_config` describes the caches of its layers.
     """
@@ -35,7 +35,7 @@ def objection(model: Any, kv_cache_config: Any) -> str:
 
 
 def _specs_of(group: Any) -> Iterable[Any]:
-    """Return the descriptions of the caches of a group's layers, which are one for all or one for each layer."""
+    """Return the cache descriptions of a group's layers: one for all layers, or one for each layer."""
     spec = group.kv_cache_spec
     several = getattr(spec, "kv_cache_specs", None)
     return several.values() if several else (spec,)

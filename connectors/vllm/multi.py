@@ -1,25 +1,25 @@
-"""The other connectors of an engine, if vLLM's `MultiConnector` runs several of them.
+"""The other connectors of an engine, if vLLM's `MultiConnector` runs several connectors.
 
-`MultiConnector` hands only the metadata of its first connector to all of them when the engine starts. There, lmc's
-workers send their facts with their first report instead.
+When the engine starts, `MultiConnector` passes only the metadata of its first connector to all connectors. With
+`MultiConnector`, lmc's workers therefore send their facts with their first report.
 """
 
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-# Connectors of vLLM 0.32 that find and store a block only under the hash that the block pool has for it. lmc gives
-# approximate blocks hashes of their own. Not among them, as their sources show:
-# OffloadingConnector     notes the hashes of a prompt before lmc replaces them
-# NixlConnector, Mooncake, MoRIIO     hand blocks to another engine, which hashes the tokens anew
+# Connectors of vLLM 0.32 that find and store a block only under its hash in the block pool. They are safe, because lmc
+# gives approximate blocks their own hashes. According to their sources, these connectors are not safe:
+# OffloadingConnector     reads the hashes of a prompt before lmc replaces them
+# NixlConnector, Mooncake, MoRIIO     send blocks to another engine, which hashes the tokens again
 # ExampleConnector, LMCache, FlexKV     hash tokens
 USES_BLOCK_HASHES = frozenset({"SimpleCPUOffloadConnector"})
 
 
 def neighbours(connector: Any, top: Any) -> list[str] | None:
-    """Return the class names of the connectors beside `connector`, or None if it is the engine's only one.
+    """Return the class names of the other connectors of an engine; None if `connector` is its only connector.
 
-    `top` is the engine's connector.
+    `top` is the engine's own connector, which may contain several connectors.
     """
     leaves = list(_leaves(top))
     if connector is top or not any(leaf is connector for leaf in leaves):
@@ -28,7 +28,7 @@ def neighbours(connector: Any, top: Any) -> list[str] | None:
 
 
 def blending_objection(names: list[str]) -> str:
-    """Return why nothing is blended beside these connectors; empty if blending is safe."""
+    """Return why these other connectors make blending unsafe; an empty string if blending is safe."""
     unsafe = [name for name in Counter(names) if name not in USES_BLOCK_HASHES]
     if not unsafe:
         return ""

@@ -22,31 +22,31 @@ from lmc.storage.tiers.tier import Tier
 
 @dataclass(slots=True, kw_only=True)
 class Setup:
-    """What the scheduler's side of the connector works with."""
+    """The objects and facts that the scheduler's side of the connector needs."""
 
     settings: Settings
     engine: CacheEngine
     pool: Any  # the engine's block pool
-    block_size: int  # tokens
-    stages: tuple[int, ...]  # layers of each pipeline stage
+    block_size: int  # number of tokens in a block
+    stages: tuple[int, ...]  # number of layers of each pipeline stage
     ranks: int  # number of workers
-    batch_tokens: int  # that the engine computes in a step at most
-    longest: int  # tokens of a request, at most; the model may have no angles for positions behind them
+    batch_tokens: int  # maximal number of tokens that the engine computes in a step
+    longest: int  # maximal number of tokens of a request; the model may lack RoPE angles for later positions
     blends: bool  # The model can be blended, and the settings allow it.
-    refused: str = ""  # otherwise, why not
-    markers: Markers | None = None  # at which prompts are cut; None if there is no tokenizer
+    refused: str = ""  # why nothing is blended; empty if `blends`
+    markers: Markers | None = None  # the markers that split prompts; None without a tokenizer or blending
     tokenizer: Any = None
-    caches_prefixes: bool = True  # The engine has a prefix cache of its own.
-    announces: bool = False  # KV events are wanted.
-    extra_keys: Callable[[Any, int, int], tuple[Any, ...] | None] | None = None  # of a request's block, for KV events
-    hash_blocks: Callable[[Any], list[bytes]] | None = None  # of a request, as the engine does, for `lmc explain`
+    caches_prefixes: bool = True  # The engine uses its own prefix cache.
+    announces: bool = False  # KV events are enabled.
+    extra_keys: Callable[[Any, int, int], tuple[Any, ...] | None] | None = None  # extra keys of a block, for KV events
+    hash_blocks: Callable[[Any], list[bytes]] | None = None  # the engine's hashes of a request, for `lmc explain`
     trace: Callable[[Any, str, float, float, Mapping[str, Any]], None] | None = None  # sends a span, if vLLM traces
-    counts_images: bool = False  # The engine numbers images and does not hash them.
+    counts_images: bool = False  # The engine numbers images instead of hashing them.
     clock: Callable[[], float] = time.monotonic
 
 
 def check_chunk_size(settings: Settings, block_size: int) -> None:
-    """Raise `ConfigError` if chunks are not made of whole blocks."""
+    """Raise `ConfigError` if a chunk does not consist of whole blocks."""
     if settings.chunk_size % block_size:
         near = max(1, round(settings.chunk_size / block_size)) * block_size
         raise ConfigError(
@@ -72,11 +72,11 @@ def open_engine(
     name: str = "",
     tokenizer: str = "",
 ) -> CacheEngine:
-    """Make the slab and open the tiers, by default those of the settings.
+    """Create the slab and open the tiers, by default the tiers of the settings.
 
-    `model` is the model's identity, and `hashing` the algorithm of the engine's block hashes. A chunk has a part for
-    each layer and rank. Documents are learned behind the tokens of `prefix`. `name` is what people call the
-    model, and `tokenizer` the place of its tokenizer.
+    `model` is the model's identity, and `hashing` is the algorithm of the engine's block hashes. A chunk has one part
+    for each layer and rank. Documents are learned after the tokens of `prefix`. `name` is the model's name for
+    operators, and `tokenizer` is the path or id of its tokenizer.
     Raises `ConfigError`, `NoMemory` or `TierUnusable`.
     """
     check_chunk_size(settings, block_size)
@@ -108,7 +108,7 @@ def open_engine(
 
 
 def publisher_if_wanted(engine: CacheEngine, number: int) -> DocumentPublisher | None:
-    """Return the publisher that the settings ask for, if they do."""
+    """Return a publisher of document events; None if the settings name no address for it."""
     address = engine.settings.document_events
     if not address:
         return None

@@ -1,10 +1,10 @@
-"""Everything that lmc uses of vLLM, and for which versions of vLLM that was verified. No other module imports vLLM.
+"""Everything that lmc uses of vLLM, and the verified versions of vLLM. No other module imports vLLM.
 
     0.30 to 0.33    tested (see `make test-long`)
-    newer           used if it has what lmc's contract asks (`contract.py`), with a warning at start
-    older, or a newer one that lacks something      lmc does nothing, says what is missing, and vLLM serves without it
+    newer           used if it fulfils lmc's contract (`contract.py`), with a warning at start
+    older, or a newer one that lacks something      lmc does nothing and logs what is missing; vLLM serves without lmc
 
-Differences between versions are found by what is there, and not by the version's number.
+Differences between versions are detected by the names that a version has, not by its number.
 """
 
 import importlib
@@ -54,19 +54,19 @@ USED = {
     "WorkerWrapperBase": "vllm.v1.worker.worker_base",
 }
 
-# What takes the place of a name that some versions do not have. Before 0.31, events have the extra keys as they are.
+# Substitutes for names that some versions lack. Before 0.31, events contain the extra keys unchanged.
 SUBSTITUTES: Mapping[str, Callable[..., Any]] = {"to_event_extra_keys": list}
-# Names that only those versions ask for that have them.
+# Names that lmc uses only in versions that have them.
 LATER = frozenset({"CacheHitSource"})
 
 
 def installed_version() -> str:
-    """Return vLLM's version as it names itself."""
+    """Return the version that vLLM reports."""
     return str(importlib.import_module("vllm").__version__)
 
 
 def parsed_version(version: str) -> tuple[int, int] | None:
-    """Return the major and the minor number of a version; None if it has none, as builds from source may not."""
+    """Return the major and the minor number of a version; None if it has none, as in some builds from source."""
     found = re.match(r"(\d+)\.(\d+)(?!\d)", version)
     return (int(found[1]), int(found[2])) if found else None
 
@@ -84,7 +84,7 @@ def _said(version: tuple[int, int]) -> str:
 
 
 def __getattr__(name: str) -> Any:
-    """Import a name of vLLM when it is first used; raise `ConfigError` if this vLLM does not have it."""
+    """Import a name of vLLM on first use. Raises `ConfigError` if this vLLM does not have the name."""
     if name not in USED:
         raise AttributeError(name)
     try:

@@ -1,9 +1,9 @@
 """Reads facts about a vLLM from its Python files, without importing it: signatures, attributes, and calls of hooks.
 
-A file that is a wheel, an unpacked wheel, and an installed package all work, also of builds for other machines.
+The source may be a wheel, an unpacked wheel, or an installed package, also of a build for another machine.
 
 A signature is a list of parameters as they are written in Python, without types: `["request", "count=", "*",
-"deadline=", "**more"]`. `self` and `cls` are left out.
+"deadline=", "**more"]`. `self` and `cls` are omitted.
 """
 
 import ast
@@ -22,9 +22,9 @@ from lmc.errors import InputError
 Signature = list[str]
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
-# The names under which vLLM has a connector for KV. Connectors for other things have hooks of the same names.
+# The names of a KV connector in vLLM's code. Connectors for other data have hooks with the same names.
 OWNER = r"(?<!ec_)(?<!output_)(connector|connector_cls|kv_transfer_group|get_kv_transfer_group\(\)|CONNECTOR_AGENT)"
-# Implementations of connectors, which call each other's methods of the same names.
+# Files of other connectors, which are skipped, because connectors call each other's methods with the same names.
 OTHER_CONNECTORS = re.compile(r"/(kv_connector/v1/(?!(base|metrics)\.py)|ec_transfer/|kv_offload/|simple_kv_offload/)")
 
 
@@ -33,8 +33,8 @@ class HookCall:
     """A place where vLLM calls a hook of a connector."""
 
     hook: str
-    file: str  # below `vllm/`
-    # The functions of this file from which the call is reached, without private ones that others call.
+    file: str  # path relative to `vllm/`
+    # The functions of this file from which the call is reached, without private functions that other functions call.
     functions: list[str]
     positional: int
     keywords: list[str]
@@ -42,24 +42,24 @@ class HookCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VllmFacts:
-    """What lmc's contract asks of one version of vLLM."""
+    """The facts about one version of vLLM that lmc's contract checks."""
 
     version: str
-    functions: dict[str, Signature | None] = field(default_factory=dict)  # None for what is no function
+    functions: dict[str, Signature | None] = field(default_factory=dict)  # None for other objects than functions
     classes: dict[str, dict[str, Signature | None]] = field(default_factory=dict)  # None for data and properties
     abstract: list[str] = field(default_factory=list)  # methods that a connector has to implement
     calls: list[HookCall] = field(default_factory=list)
 
     def to_json(self) -> str:
-        """Return the facts as text, with a line for each signature."""
+        """Return the facts as JSON, with one line for each signature."""
         return re.sub(r"\[[^][{}]*\]", lambda found: " ".join(found[0].split()), json.dumps(asdict(self), indent=1))
 
 
 class Sources:
-    """The Python files of a package below a directory or in a wheel."""
+    """The Python files of the package `vllm` in a directory or in a wheel."""
 
     def __init__(self, path: Path) -> None:
-        """Raise `InputError` if there is no `vllm` at `path`."""
+        """Open a wheel or a directory. Raises `InputError` if `path` has no package `vllm`."""
         self._wheel = zipfile.ZipFile(path) if path.is_file() and zipfile.is_zipfile(path) else None
         self._root = path.parent if path.name == "vllm" and (path / "__init__.py").exists() else path
         if self._wheel is None and not (self._root / "vllm" / "__init__.py").exists():
@@ -84,7 +84,7 @@ class Sources:
             return None
 
     def version(self) -> str:
-        """Return vLLM's version, which is in the name of its metadata."""
+        """Return vLLM's version, from the name of its metadata directory."""
         names = self._wheel.namelist() if self._wheel else [path.name for path in self._root.glob("vllm*.dist-info")]
         found = [match[1] for name in names if (match := re.match(r"vllm(?:_cpu)?-([^-/]+)\.dist-info", name))]
         return found[0] if found else "of unknown version"
@@ -98,7 +98,7 @@ class Sources:
         return self._modules[name]
 
     def find(self, module: str, name: str) -> tuple[str, ast.AST] | None:
-        """Return where a name of a module is defined, through imports from one to another, and its definition."""
+        """Return the module that defines a name of a module, and the definition; imports are followed."""
         tree = self.module(module)
         if tree is None:
             return None
@@ -127,14 +127,14 @@ class Sources:
         return ".".join([*parts, node.module] if node.module else parts)
 
     def attributes(self, module: str, node: ast.ClassDef) -> dict[str, Signature | None]:
-        """Return all attributes of a class, also those that its base classes in vLLM have."""
+        """Return all attributes of a class, including those of its base classes in vLLM."""
         found: dict[str, Signature | None] = {}
         for one in self._lineage(module, node):
             found |= own_attributes(one)
         return found
 
     def constructor(self, module: str, node: ast.ClassDef) -> Signature:
-        """Return the signature of a class: that of its `__init__`, or, as of a dataclass, its fields as keywords."""
+        """Return the signature of a class: that of its `__init__`, or otherwise its fields as keywords (dataclass)."""
         lineage = self._lineage(module, node)
         for one in reversed(lineage):
             if (written := own_attributes(one).get("__init__")) is not None:
@@ -143,7 +143,7 @@ class Sources:
         return ["*", *(ast.unparse(one.target) + "=" * (one.value is not None) for one in fields)]
 
     def _lineage(self, module: str, node: ast.ClassDef) -> list[ast.ClassDef]:
-        """Return the base classes of a class that are in vLLM, the farthest first, and the class itself."""
+        """Return the base classes of a class that are in vLLM, the most distant first, and the class itself."""
         found = []
         for base in reversed(node.bases):
             name = ast.unparse(base).split("[")[0].rpartition(".")[2]
@@ -153,7 +153,7 @@ class Sources:
 
 
 def signature_of_arguments(arguments: ast.arguments, *, bound: bool) -> Signature:
-    """Return the signature of a function; of a method without its first parameter (`bound`)."""
+    """Return the signature of a function; with `bound`, without its first parameter, as for a method."""
     positional = [*arguments.posonlyargs, *arguments.args]
     without = len(positional) - len(arguments.defaults)
     parts = [one.arg + "=" * (place >= without) for place, one in enumerate(positional)][bound:]
@@ -167,7 +167,7 @@ def signature_of_arguments(arguments: ast.arguments, *, bound: bool) -> Signatur
 
 
 def signature_of(function: Any, *, bound: bool) -> Signature:
-    """Return the signature of a function that has been imported."""
+    """Return the signature of an imported function; with `bound`, without its first parameter."""
     parts: Signature = []
     kinds = inspect.Parameter
     for one in inspect.signature(function).parameters.values():
@@ -179,7 +179,7 @@ def signature_of(function: Any, *, bound: bool) -> Signature:
 
 
 def accepts(signature: Signature, positional: int, keywords: Iterable[str]) -> bool:
-    """Return whether a function can be called with so many positional arguments and these keywords."""
+    """Return whether a function accepts `positional` positional arguments and these keywords."""
     try:
         _signature(tuple(signature)).bind(*range(positional), **dict.fromkeys(keywords))
     except TypeError:
@@ -205,7 +205,7 @@ def _signature(parts: tuple[str, ...]) -> inspect.Signature:
 
 
 def _statements(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
-    """Yield the statements of a module that run when it is imported, also those under `if` and `try`."""
+    """Yield the statements of a module that may run at import, including those under `if` and `try`."""
     for node in body:
         match node:
             case ast.If():
@@ -230,7 +230,7 @@ def _decorators(node: Function) -> set[str]:
 
 
 def own_attributes(node: ast.ClassDef) -> dict[str, Signature | None]:
-    """Return the attributes that a class itself defines: methods with their signatures, and data with None."""
+    """Return the attributes that a class itself defines: signatures for methods, None for data and properties."""
     found: dict[str, Signature | None] = {}
     for inside in node.body:
         match inside:
@@ -249,7 +249,7 @@ def own_attributes(node: ast.ClassDef) -> dict[str, Signature | None]:
 
 
 def _targets(node: ast.AST) -> list[ast.expr]:
-    """Return what is assigned by a statement; nothing if it does not assign."""
+    """Return the targets of an assignment; an empty list for other statements."""
     match node:
         case ast.Assign(targets=targets):
             return [one for target in targets for one in (target.elts if isinstance(target, ast.Tuple) else [target])]
@@ -265,7 +265,7 @@ def abstract_methods(node: ast.ClassDef) -> list[str]:
 
 
 def hook_calls(sources: Sources, hooks: Iterable[str]) -> list[HookCall]:
-    """Return where vLLM calls the hooks of a connector."""
+    """Return the places where vLLM calls the hooks of a connector."""
     hooks, found = frozenset(hooks), set()
     called = re.compile(rf"{OWNER}\s*\.({'|'.join(sorted(hooks))})\(")
     for file in sources.files():
@@ -282,12 +282,12 @@ def hook_calls(sources: Sources, hooks: Iterable[str]) -> list[HookCall]:
 
 
 class _File:
-    """The calls in one file: of hooks, and of its own functions."""
+    """The calls of hooks, and of the file's own functions, in one file."""
 
     def __init__(self, name: str, tree: ast.Module, hooks: frozenset[str]) -> None:
         self._name, self._hooks = name, hooks
         self._hooked: list[tuple[str, str, ast.Call]] = []  # function, hook
-        self._called: dict[str, list[tuple[str, ast.Call]]] = {}  # name of a function -> who calls it
+        self._called: dict[str, list[tuple[str, ast.Call]]] = {}  # name of a function -> its callers, with their calls
         self._walk(tree, ())
 
     def calls(self) -> Iterator[HookCall]:
@@ -319,9 +319,12 @@ class _File:
                 self._called.setdefault(name, []).append((function, call))
 
     def _reached(self, function: str, hook: str) -> list[str]:
-        """Return from which functions a call is reached, unless they turn the hook off by an argument of its name."""
+        """Return the functions from which a call is reached, without calls that disable the hook.
+
+        A call disables the hook if it passes False for a keyword argument with the hook's name.
+        """
         reached, new = {function}, [function]
-        replaced = set()  # private ones, which only matter to those that call them
+        replaced = set()  # private functions, which are replaced by their callers
         while new:
             one = new.pop()
             callers = self._called.get(one.rpartition(".")[2], [])
@@ -346,7 +349,10 @@ def _is_private(function: str) -> bool:
 def read_facts(
     sources: Sources, names: Iterable[str], fields: Mapping[str, Iterable[str]], base: str, hooks: Iterable[str]
 ) -> VllmFacts:
-    """Read facts about names with their modules, attributes of classes, and the hooks of the connectors' base class."""
+    """Read the facts about a vLLM.
+
+    `names` are names with their modules, `fields` are attributes by class, and `hooks` are hooks of the class `base`.
+    """
     functions: dict[str, Signature | None] = {}
     classes: dict[str, dict[str, Signature | None]] = {}
     abstract: list[str] = []

@@ -27,7 +27,7 @@ class Claims:
         self._setup, self._engine, self._settings = setup, setup.engine, setup.settings
 
     def look(self, state: RequestState) -> Lookup:
-        """Look up the stored chunks of a request. Tiers that processes share are searched only the first time."""
+        """Find the stored chunks of a request. Tiers that processes share are searched only the first time."""
         chain = self._engine.block_chain(state.hashes, self._setup.block_size)
         blends = state.role is not Role.EXACT and not state.request.num_preemptions
         found = self._engine.look(PromptView(chain, state.documents if blends else ()), state.elsewhere)

@@ -97,7 +97,7 @@ class Scheduler:
     # -- requests come and go ----------------------------------------------------------------------------------------
 
     def arrive(self, request: Any) -> None:
-        """Look up the stored chunks of a new request, and begin to load those on slower tiers."""
+        """Find the stored chunks of a new request, and begin to load chunks from slower tiers."""
         if self.off:
             return
         self.has_news = True

@@ -467,7 +467,7 @@ class Worker:
             raise ChunkLost([])
 
     def _is_lost(self, wanted: Sequence[PageCopy | DocumentPart]) -> bool:
-        """Return whether a slot holds a different chunk than expected, or is no longer mapped."""
+        """Return whether a slot holds a different chunk than expected, or the slab is not mapped."""
         return bool(wanted) and (self._slab is None or self._slab.ready(wanted) == LOST)
 
     @property
