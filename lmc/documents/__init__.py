@@ -1,1 +1,1 @@
-"""Documents: which are known, pinned, waiting to be learned, and who is told of changes."""
+"""Documents: the known, the pinned and the queued ones, their sources, and the events about them."""

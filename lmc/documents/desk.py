@@ -1,4 +1,4 @@
-"""What people ask about documents while an engine or a cache server runs: lists, pins, time limits, names, removal."""
+"""Administration of documents while an engine or a cache server runs: lists, pins, time limits, names, removal."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -10,37 +10,37 @@ from lmc.errors import InputError, NotFound
 from lmc.keys import LONGEST_NAME, tokens_digest
 from lmc.storage.contract import ChunkStore
 
-ID_DIGITS = 12  # of an id that people are shown
-SHORT = 6  # letters; a name with fewer, such as a number, is rather meant than ids that begin like it
-SOME = 3  # ids that are shown of those that are meant perhaps
-BEGINNING = 30  # tokens of a document, whose letters a list shows
-LISTED = 100  # documents in a list, unless more are asked for
-LONGEST = 100 * 365 * 86400  # seconds of a time limit
+ID_DIGITS = 12  # digits of an id that messages show
+SHORT = 6  # characters; a shorter string that is a name is not looked up as the beginning of ids
+SOME = 3  # maximum number of candidate ids in an error message
+BEGINNING = 30  # leading tokens of a document whose text a list shows
+LISTED = 100  # default number of documents in a list
+LONGEST = 100 * 365 * 86400  # time limits are shorter than this many seconds
 
 Facts = Mapping[str, Any]
 
 
 class Shelf(Protocol):
-    """Documents, who keeps them, and the store that has their chunks: a cache engine, or an arena of a server."""
+    """A source of documents, with their keeper and the store of their chunks: a cache engine, or a server's arena."""
 
     known: KnownDocuments
 
     @property
     def keeper(self) -> DocumentKeeper:
-        """Who keeps them."""
+        """The keeper of the documents' pins and time limits."""
 
     @property
     def store(self) -> ChunkStore:
-        """Their chunks."""
+        """The store of the documents' chunks."""
 
     def owns(self, document: KnownDocument) -> bool:
-        """Whether a document belongs here. Another shelf may know it as well."""
+        """Whether a document belongs to this shelf. Several shelves may know a document."""
 
 
 class DocumentDesk:
-    """Answers questions about the documents on some shelves. Any thread may call any method.
+    """Lists and changes the documents of some shelves. Any thread may call any method.
 
-    With a `tenant`, a question sees that tenant's documents only, and takes no longer if others have more of them.
+    With a `tenant`, a call sees only that tenant's documents. Its duration does not depend on other tenants' documents.
     """
 
     def __init__(
@@ -49,35 +49,35 @@ class DocumentDesk:
         text: Callable[[list[int], str], str | None],
         background: Background,
     ) -> None:
-        """`text` turns tokens of a model, which it gets the name of, into what people can read, if it can."""
+        """`text` decodes tokens, given the name of their model; None if it cannot."""
         self._shelves, self._text, self._background = shelves, text, background
 
     def listed(self, limit: int = LISTED, tenant: str | None = None) -> Facts:
-        """Return the known documents, the one that was used last first."""
+        """Return the known documents, most recently used first."""
         total, documents = self.listing(limit, tenant)
         return {"documents": list(documents), "total": total}
 
     def listing(self, limit: int, tenant: str | None = None) -> tuple[int, Iterator[Facts]]:
-        """Return how many documents are known, and a description of each, up to a limit."""
+        """Return the number of known documents, and descriptions of up to `limit` of them."""
         known = self._known(tenant)
         _refresh(known[:limit])
         return len(known), (self._described(one) for one in self._background.gently(known[:limit]))
 
     def count(self) -> int:
-        """Return how many documents are known."""
+        """Return the number of known documents."""
         shelves = self._shelves()
         return shelves[0].known.count() if len(shelves) == 1 else len(self._known(None))
 
     def show(self, name: str, tenant: str | None = None) -> Facts:
-        """Return the documents of a name, or the one whose id begins with it; raise `InputError` if there is none."""
+        """Return the documents with this name, or the one whose id begins with it. Raises `InputError` without one."""
         found = self._find(name, tenant)
         _refresh(found)
         return {"documents": [self._described(one) | {"text": self._text_of(one.known)[0]} for one in found]}
 
     def change(self, name: str, wanted: Facts, tenant: str | None = None) -> Facts:
-        """Pin documents (`pinned`: true or false), limit their time (`ttl`: seconds, or null), or `name` them.
+        """Pin documents (`pinned`: true or false), set their time limit (`ttl`: seconds, or null), or `name` them.
 
-        Raises `InputError` as `show`, and if there is no room for the pin.
+        Raises `InputError` as `show` does, and if the pin quota is exceeded.
         """
         pinned, ttl, title = wanted.get("pinned"), wanted.get("ttl"), wanted.get("name", "")
         number = isinstance(ttl, int | float) and not isinstance(ttl, bool) and 0 < ttl < LONGEST
@@ -99,7 +99,7 @@ class DocumentDesk:
         return {"documents": [self._described(one) for one in found]}
 
     def remove(self, name: str, tenant: str | None = None) -> Facts:
-        """Remove documents from all tiers; raise `InputError` as `show`."""
+        """Remove documents from all tiers. Raises `InputError` as `show` does."""
         found = self._find(name, tenant)
         everywhere = [(shelf, shelf.known.get(one.known.id)) for one in found for shelf in one.shelves]
         for shelf, some in _by_shelf([(shelf, known) for shelf, known in everywhere if known is not None]):
@@ -168,14 +168,14 @@ class DocumentDesk:
         }
 
     def _text_of(self, known: KnownDocument, tokens: int | None = None) -> tuple[str, bool]:
-        """Return the text of a document's first tokens, and whether it is one; otherwise the tokens' numbers."""
+        """Return the text of a document's first tokens, and True. Without a text, return the token ids, and False."""
         some = known.tokens[:tokens].tolist()
         text = self._text(some, known.model)
         return (" ".join(map(str, some)), False) if text is None else (text, True)
 
 
 class _Found(NamedTuple):
-    """A document, and the shelves that know it; that to which it belongs comes first."""
+    """A document, and the shelves that know it. The shelf to which it belongs comes first."""
 
     known: KnownDocument
     shelves: Sequence[Shelf]

@@ -1,8 +1,8 @@
 """Document events for routers: which documents are in lmc's memory or on its disk.
 
-They have a publisher of their own, so that routers that know prefixes only are not misled. The store's change log says
-which chunks appeared and left. A document is announced on a medium when all of its chunks are there, and withdrawn when
-one of them leaves.
+They have their own publisher, so that they do not mislead routers that know only prefixes. The store's change log
+records which chunks appeared and left. A document is announced on a medium when all of its chunks are there, and
+withdrawn when a chunk leaves.
 """
 
 import hashlib
@@ -15,7 +15,7 @@ from lmc.documents.known import KnownDocument
 from lmc.keys import ChunkKey, RecordKind, tokens_digest
 from lmc.storage.change_log import Changes, media_steps
 
-UNREAD = -1  # A change log does not reach back so far, and lists what is there.
+UNREAD = -1  # before all entries of a change log, which then lists everything that is stored
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,16 +24,16 @@ class DocumentMoved:
 
     stored: bool
     medium: str  # as in the engine's KV events: CPU or STORAGE
-    digest: str  # of its tokens alone, see `tokens_digest`: a router can compute it
-    document: str  # its id, which `lmc documents` shows: it depends on the model and the tenant, too
+    digest: str  # digest of the tokens alone (`tokens_digest`), which a router can compute
+    document: str  # its id, as in `lmc documents`; also depends on the model and the tenant
     tokens: int
-    salt: str | None  # SHA-256 of the tenant's cache_salt, empty without one; None if this process has not met it
-    model: str  # its name, which an engine gives it
-    tenant: str  # the tenant's name, as `lmc.keys.tenant_of` makes it of the cache_salt; empty without one
+    salt: str | None  # SHA-256 of the tenant's cache_salt, empty without one; None if this process does not know it
+    model: str  # the model's name, as the engine gives it
+    tenant: str  # the tenant's name, from `lmc.keys.tenant_of`; empty without a cache_salt
 
 
 class DocumentEvents:
-    """The documents that have appeared and left since the last time."""
+    """The documents that appeared and left since the last call of `take`."""
 
     def __init__(
         self,
@@ -42,15 +42,15 @@ class DocumentEvents:
         salt_of: Callable[[KnownDocument], str | None],
         background: Background,
     ) -> None:
-        """`find` returns a known document by its id, and `salt_of` the cache salt of its tenant, if that is known."""
+        """`find` returns a known document by its id, and `salt_of` the cache salt of its tenant, or None."""
         self._changes, self._find, self._salt_of, self._background = changes, find, salt_of, background
         self.begin_anew()
 
     def begin_anew(self) -> None:
-        """Let the next changes be those from an empty store to what is there: readers have lost some."""
+        """Announce everything that is stored again with the next `take`, because subscribers have lost events."""
         self._read = UNREAD  # number of the last change that was read
-        self._present: defaultdict[str, set[ChunkKey]] = defaultdict(set)  # chunks of documents by medium
-        self._owners: defaultdict[ChunkKey, dict[str, KnownDocument]] = defaultdict(dict)  # documents of a chunk, by id
+        self._present: defaultdict[str, set[ChunkKey]] = defaultdict(set)  # medium -> chunks of documents
+        self._owners: defaultdict[ChunkKey, dict[str, KnownDocument]] = defaultdict(dict)  # chunk -> documents, by id
         self._announced: dict[tuple[str, str], DocumentMoved] = {}  # by medium and id
 
     def take(self) -> list[DocumentMoved]:
@@ -64,7 +64,7 @@ class DocumentEvents:
     def _moved(self, key: ChunkKey, medium: str, stored: bool) -> Iterator[DocumentMoved]:
         there = self._present[medium]
         (there.add if stored else there.discard)(key)
-        whole = self._find(key.hex())  # A document has the name of its last chunk.
+        whole = self._find(key.hex())  # A document's id is the key of its last chunk.
         if whole is not None:
             for part in whole.keys:
                 self._owners[part][whole.id] = whole

@@ -1,6 +1,6 @@
-"""The file in which pins, time limits and names of documents are noted, in the directory of a disk tier.
+"""The file of the pins, time limits and names of documents, in the directory of a disk tier.
 
-Each line is an object of JSON about one document. A later line about a document adds to the earlier ones.
+Each line is a JSON object about one document. A later line about a document updates the earlier ones.
 """
 
 import json
@@ -19,12 +19,12 @@ OF_GEOMETRY = re.compile(r"documents-[\d.]+x\d+-\d+-\d+\.jsonl")  # what `file_o
 
 
 def file_of_geometry(name: str) -> str:
-    """Return the name of the file of a geometry. A cache server has one for each."""
+    """Return the name of a geometry's file. A cache server has one file per geometry."""
     return f"documents-{name}.jsonl"
 
 
 def line_about(document: KnownDocument, *, whole: bool = False) -> str:
-    """Return what is noted of a document; its tokens stand in the first line about it only."""
+    """Return the line about a document. The first line about it is `whole`: it also has tokens, keys and tenant."""
     noted = {"id": document.id, "pinned": document.pinned, "expires": document.expires, "name": document.name}
     if whole:
         noted["namespace"] = document.namespace.hex()
@@ -34,7 +34,7 @@ def line_about(document: KnownDocument, *, whole: bool = False) -> str:
 
 
 def parsed(line: str) -> dict[str, Any] | None:
-    """Return what a line notes; None for half a line, which a process that was killed leaves."""
+    """Return the object of a line; None for an incomplete line, as a killed process leaves it."""
     with suppress(ValueError):
         noted = json.loads(line)
         if isinstance(noted, dict) and isinstance(noted.get("id"), str):
@@ -43,21 +43,23 @@ def parsed(line: str) -> dict[str, Any] | None:
 
 
 def append(path: Path, lines: Sequence[str]) -> None:
-    """Add lines to the file on the disk; raise `OSError`, after which the file may end with half of one."""
+    """Append lines to the file and sync it to disk. After an `OSError`, the file may end with half a line."""
     with open(path, "a", encoding="utf-8", opener=_private) as file:
         file.writelines(lines)
         file.flush()
-        os.fsync(file.fileno())  # A pin has to survive a power failure; pins change seldom.
+        os.fsync(file.fileno())  # A pin must survive a power failure; pins rarely change.
 
 
 def replace(path: Path, lines: Sequence[str]) -> None:
-    """Write the file as a whole; raise `OSError`, and leave the old one."""
+    """Replace the whole file. An `OSError` leaves the old file in place."""
     replace_text(path, "".join(lines))
 
 
 def forget_noted(directory: Path, ids: Collection[str], namespace: str | None = None) -> None:
-    """Remove what is noted about documents in the directory of a disk tier that no engine uses: those with these ids,
-    and those of each namespace that begins with some digits, or with none.
+    """Remove documents from the files in the directory of a disk tier that no engine uses.
+
+    Removes the documents with these `ids`, and those whose namespace begins with the hex digits `namespace`. An empty
+    `namespace` stands for all.
     """
     found = [one for one in directory.glob("documents*.jsonl") if one.name == FILE or OF_GEOMETRY.fullmatch(one.name)]
     for path in found:
@@ -73,5 +75,5 @@ def forget_noted(directory: Path, ids: Collection[str], namespace: str | None = 
 
 
 def _private(name: str, how: int) -> int:
-    """Open a file that nobody else on this machine may read: it has what tenants have stored."""
+    """Open a file that only its owner may read, because it has the tokens of tenants' documents."""
     return os.open(name, how, 0o600)

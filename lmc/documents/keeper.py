@@ -1,7 +1,7 @@
-"""The keeper: pins and time limits of documents. Pinned ones stay, and those whose time is over go.
+"""The keeper: pins and time limits of documents.
 
-Both are noted in a file beside the disk tier, with a line of JSON for each change, and hold after a restart. A thread
-removes documents whose time is over, and once a minute brings pinned documents back to tiers that have lost them.
+Pins and time limits are recorded in a file in the disk tier's directory, one JSON line per change, and survive a
+restart. A thread removes expired documents. Once a minute it also restores pinned documents to tiers that lost them.
 """
 
 import json
@@ -22,53 +22,53 @@ from lmc.storage.store import Store
 
 log = logging.getLogger(__name__)
 
-EXPIRY_SECONDS = 1.0  # between two looks for documents whose time is over
-RESTORE_SECONDS = 60.0  # between two looks for pinned documents that a tier has lost
-AT_ONCE = 8  # chunks that a tier is asked for together
+EXPIRY_SECONDS = 1.0  # interval between two checks for expired documents
+RESTORE_SECONDS = 60.0  # interval between two checks for pinned documents that a tier has lost
+AT_ONCE = 8  # chunks per request to a tier
 
 
 class DocumentKeeper(Protocol):
     """Pins and time limits of documents, kept in this process or by a cache server. Any thread may call any method."""
 
-    moving: threading.RLock  # Nothing is removed, pinned or learned again while somebody has it.
+    moving: threading.RLock  # while a thread holds it, no other one removes, pins or relearns documents
 
     @property
     def pinned_chunks(self) -> int:
-        """How many chunks are pinned."""
+        """Number of pinned chunks."""
 
     def pin(self, documents: Sequence[KnownDocument]) -> None:
-        """Let documents not be evicted; raise `InputError` if there is no room for that."""
+        """Protect documents from eviction. Raises `InputError` if the pin quota is exceeded."""
 
     def unpin(self, documents: Sequence[KnownDocument]) -> None:
-        """Let documents be evicted again."""
+        """Allow the eviction of documents again."""
 
     def expire(self, documents: Sequence[KnownDocument], seconds: float | None) -> None:
-        """Remove documents `seconds` from now, pinned or not; never, if it is None."""
+        """Set documents to expire in `seconds`, pinned or not. None removes the time limit."""
 
     def remove(self, documents: Sequence[KnownDocument]) -> None:
-        """Remove documents from memory and all tiers, and from the queue of those that are to be learned."""
+        """Remove documents from memory, from all tiers, and from the queue of documents to learn."""
 
     def renamed(self, documents: Sequence[KnownDocument]) -> None:
-        """Keep the new names of those documents that are kept."""
+        """Record the new names of those documents that are pinned or have a time limit."""
 
     def refresh(self, documents: Sequence[KnownDocument]) -> None:
-        """Let documents say what is kept of them now."""
+        """Update the pins and time limits of these documents from where they are kept."""
 
     def begin_anew(self) -> None:
-        """Forget all pins and time limits of this process: its documents have keys that no later process finds."""
+        """Forget all pins and time limits of this process: no later process finds the keys of its documents."""
 
     def close(self) -> None:
-        """End what runs."""
+        """Stop the keeper's background work."""
 
 
 class PinnedShare:
-    """How much of the room for pinned documents is taken. Several keepers may share it."""
+    """The used share of the pin quota. Several keepers may share it."""
 
     def __init__(self) -> None:
         self._taken, self._mutex = 0.0, threading.Lock()
 
     def take(self, part: float) -> float:
-        """Take a part of the room, from 0 to 1, if that much is left; return what is, or would be, taken."""
+        """Use a part of the quota, from 0 to 1, if it is free. Returns the used share, above 1 if it is not free."""
         with self._mutex:
             wanted = self._taken + part
             if wanted <= 1:
@@ -76,7 +76,7 @@ class PinnedShare:
             return wanted
 
     def give(self, part: float) -> None:
-        """Give a part of the room back."""
+        """Free a part of the quota."""
         with self._mutex:
             self._taken -= part
 
@@ -96,23 +96,23 @@ class Keeper(DocumentKeeper):
         size: Callable[[KnownDocument], float],
         share: PinnedShare | None = None,
     ) -> None:
-        """Without a `path` nothing is noted, and pins and time limits end with the process.
+        """Create a keeper. Without a `path`, pins and time limits end with the process.
 
-        `keys_of` returns the keys of a document by its namespace and tokens, and by the keys that were noted with it.
-        `learn` queues one to be computed again, `unqueue` takes it out of that queue, and `size` says which part of the
-        room for pinned documents one takes.
+        `keys_of` returns a document's keys, given its namespace, its tokens and the keys recorded in the file. `learn`
+        queues a document to be computed again, `unqueue` removes it from that queue, and `size` returns the part of the
+        pin quota that a document takes.
         """
         self._share = share or PinnedShare()
         self._store, self._known, self._path = store, known, path
         self._keys_of, self._learn, self._unqueue, self._size = keys_of, learn, unqueue, size
-        self._kept: dict[str, KnownDocument] = {}  # those that are pinned or have a time limit, by id
-        self._pins: Counter[ChunkKey] = Counter()  # documents that begin alike share chunks
-        self._foreign: list[str] = []  # lines about documents of other settings, which may come back
+        self._kept: dict[str, KnownDocument] = {}  # id -> document that is pinned or has a time limit
+        self._pins: Counter[ChunkKey] = Counter()  # counts documents, because those with the same prefix share chunks
+        self._foreign: list[str] = []  # lines about documents of other settings, which may be used again
         self._torn = False  # whether the file may end with half a line
-        self._mutex = threading.Lock()  # for what is above; held for moments only
-        # So that nothing that is removed is pinned meanwhile, or learned again. It is taken before the others.
+        self._mutex = threading.Lock()  # guards the fields above; held only for a moment
+        # Prevents that a document is pinned or learned again while it is removed. Acquired before the other locks.
         self.moving = threading.RLock()
-        self._file = threading.Lock()  # for the file, which has to agree with `_kept`; taken before the mutex
+        self._file = threading.Lock()  # guards the file, which must agree with `_kept`; acquired before the mutex
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -122,7 +122,7 @@ class Keeper(DocumentKeeper):
         return len(self._pins)
 
     def load(self) -> None:
-        """Read what earlier processes have noted. Pins for which there is no room any more are given up."""
+        """Read the file of earlier processes. Pins that exceed the quota are given up."""
         try:
             lines = self._path.read_text(encoding="utf-8", errors="replace").splitlines() if self._path else []
         except FileNotFoundError:
@@ -190,10 +190,10 @@ class Keeper(DocumentKeeper):
                 noted = [self._kept.pop(document.id, None) for document in documents]
         self._known.may_forget(documents)
         if any(noted):
-            self._rewrite()  # Nothing of them is left in the file.
+            self._rewrite()  # Appending would leave the removed documents in the file.
 
     def remove_expired(self) -> None:
-        """Remove the documents whose time is over."""
+        """Remove the expired documents."""
         now = time.time()
         over = [document for document in self._all() if 0 < document.expires <= now]
         if over:
@@ -201,7 +201,7 @@ class Keeper(DocumentKeeper):
             log.info("%d documents are removed, because their time is over", len(over))
 
     def restore(self) -> None:
-        """Write pinned documents to tiers that have lost them, and have those computed again that are nowhere."""
+        """Restore pinned documents to tiers that have lost them. Queue those in no tier to be computed again."""
         owners = {key: document for document in self._all() if document.pinned for key in document.keys}
         keys = list(owners)
         for first in range(0, len(keys), AT_ONCE):
@@ -215,7 +215,7 @@ class Keeper(DocumentKeeper):
                 hangs = True
             with self.moving:
                 for key in wanted:
-                    if owners[key].removed and key not in self._pins:  # It may have been loaded, and written again.
+                    if owners[key].removed and key not in self._pins:  # `spread` may have written it again.
                         self._store.forget(key, wait=False)
                 for document in {owners[key].id: owners[key] for key in nowhere}.values():
                     if document.pinned:
@@ -225,11 +225,11 @@ class Keeper(DocumentKeeper):
                 return
 
     def renamed(self, documents: Sequence[KnownDocument]) -> None:
-        """Note the new names of those documents that are kept."""
+        """Record the new names of those documents that are pinned or have a time limit."""
         self._note(documents)
 
     def refresh(self, documents: Sequence[KnownDocument]) -> None:
-        """Do nothing: documents of this process are changed here only."""
+        """Do nothing: only this keeper changes the documents of this process."""
 
     def begin_anew(self) -> None:
         """Forget all pins and time limits of this process: its documents have keys that no later process finds."""
@@ -240,7 +240,7 @@ class Keeper(DocumentKeeper):
             self._path = None
 
     def close(self) -> None:
-        """End the thread."""
+        """Stop the thread."""
         self._ended.set()
         if self._thread is not None:
             self._thread.join()
@@ -269,7 +269,7 @@ class Keeper(DocumentKeeper):
             self._store.protect(free, pinned=False)
 
     def _take_over(self, noted: dict[str, Any]) -> bool:
-        """Pin and limit a document as noted; return whether there is room for its pin, if it has one."""
+        """Restore a document's pin and time limit from the file. Returns False if its pin exceeds the quota."""
         pinned, expires = noted.get("pinned") is True, noted.get("expires")
         if not pinned and not expires:
             return True
@@ -278,7 +278,7 @@ class Keeper(DocumentKeeper):
             there = bytes.fromhex(noted.get("keys", ""))
             keys = self._keys_of(namespace, tokens, [ChunkKey(there[i : i + 32]) for i in range(0, len(there), 32)])
             expires = float(expires or 0.0)
-            if keys[-1].hex() != noted["id"]:  # chunk_size has changed, and with it the chunks.
+            if keys[-1].hex() != noted["id"]:  # An earlier process used another chunk_size.
                 self._foreign.append(json.dumps(noted) + "\n")
                 return True
         except (ValueError, TypeError, KeyError, IndexError):  # lmc did not write this line.
@@ -295,7 +295,7 @@ class Keeper(DocumentKeeper):
         return fits
 
     def _note(self, documents: Sequence[KnownDocument]) -> None:
-        """Append a line for each document that is kept, or was."""
+        """Append a line for each document that has, or had until now, a pin or a time limit."""
         with self._file:
             with self._mutex:
                 noted = [document for document in documents if document.kept or document.id in self._kept]
@@ -312,12 +312,15 @@ class Keeper(DocumentKeeper):
         self._start()
 
     def _rewrite(self) -> None:
-        """Replace the file by one with a line for each document."""
+        """Rewrite the file with one line per document."""
         with self._file:
             self._write()
 
     def _write(self, more: Sequence[str] | None = None) -> None:
-        """Write `more` lines behind the others, or all of them anew: a line behind half of one would not be read."""
+        """Append `more` lines. Without them, or if the file ends with half a line, rewrite the whole file.
+
+        A line appended to half a line could not be read.
+        """
         if self._path is None:
             return
         try:
@@ -341,7 +344,7 @@ class Keeper(DocumentKeeper):
 
 
 def _look_after(found: "weakref.ref[Keeper]", ended: threading.Event) -> None:
-    """Remove and restore documents until the keeper is closed, or nobody has it any more."""
+    """Remove and restore documents until the keeper is closed or garbage-collected."""
     since = 0.0
     while not ended.wait(EXPIRY_SECONDS):
         keeper = found()

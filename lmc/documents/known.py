@@ -1,7 +1,7 @@
-"""The documents that an engine knows: those it has learned, met in prompts, or found on its disk at the start.
+"""The documents that an engine knows: those it has learned, found in prompts, or found on its disk at the start.
 
-This is what `lmc documents` lists and what `lmc explain` compares with. It decides nothing: whether a document can be
-reused is asked of the store, chunk by chunk.
+`lmc documents` lists them, and `lmc explain` compares with them. They do not decide what is reused: the store does,
+chunk by chunk.
 """
 
 import base64
@@ -19,10 +19,10 @@ import numpy as np
 from lmc.background import Background
 from lmc.keys import ChunkKey
 
-COMPARED, LIKELY = 64, 16  # documents that are compared at once, and that are looked at closely
-# Tokens of all documents: 64 MiB. Beyond that, those are forgotten that were used longest ago, but not those that are
-# pinned or have a time limit.
-SHOWN = 60  # characters of a document, for people
+COMPARED, LIKELY = 64, 16  # documents per batch of the first comparison, and documents that are compared exactly
+SHOWN = 60  # characters of a document in lists
+# Maximum number of tokens of all documents (64 MiB). Beyond it, the least recently used documents are forgotten, except
+# those that are pinned or have a time limit.
 REMEMBERED = 1 << 24
 
 
@@ -37,14 +37,14 @@ class KnownDocument:
     tokens: "array[int]" = field(repr=False)
     keys: tuple[ChunkKey, ...]
     uses: int = 0
-    removed: str = ""  # who has removed it, if somebody has; it may be learned again
-    used: float = field(default_factory=time.time)  # when it was learned or used last, in seconds since 1970
-    name: str = ""  # for people; several documents may have the same
-    begins: str = ""  # its first letters, after somebody has asked for them
-    model: str = ""  # its name, for people
+    removed: str = ""  # why it was removed; empty if it was not; a removed document may be learned again
+    used: float = field(default_factory=time.time)  # when it was last learned or used, in seconds since 1970
+    name: str = ""  # name for people; several documents may have the same one
+    begins: str = ""  # its first characters, set by the first list that shows them
+    model: str = ""  # the model's name, for people
     tenant: str = ""  # digest of the cache salt
     pinned: bool = False  # Only the keeper sets `pinned` and `expires`.
-    expires: float = 0.0  # when it is removed, in seconds since 1970; 0 for never
+    expires: float = 0.0  # when it expires, in seconds since 1970; 0 for never
 
     @property
     def id(self) -> str:
@@ -53,18 +53,18 @@ class KnownDocument:
 
     @property
     def kept(self) -> bool:
-        """Whether it is pinned or has a time limit, so that it must not be forgotten."""
+        """Whether it must not be forgotten, because it is pinned or has a time limit."""
         return bool(self.pinned or self.expires)
 
 
 class KnownDocuments:
-    """All known documents. May be used by several threads."""
+    """All known documents. Any thread may call any method."""
 
     def __init__(self, background: Background | None = None) -> None:
-        """What takes long is done gently in the `background` of an engine's steps, if it is given."""
+        """Create an empty collection. With a `background`, long work makes way for the engine's steps."""
         self._background = background or Background()
-        self._documents: OrderedDict[str, KnownDocument] = OrderedDict()  # used longest ago first
-        self._forgettable: OrderedDict[str, None] = OrderedDict()  # ids in the same order, without those that are kept
+        self._documents: OrderedDict[str, KnownDocument] = OrderedDict()  # least recently used first
+        self._forgettable: OrderedDict[str, None] = OrderedDict()  # ids in the same order, without kept ones
         self._by_tenant: dict[str, dict[str, KnownDocument]] = {}
         self._tokens = 0
         self._mutex = threading.Lock()
@@ -79,7 +79,7 @@ class KnownDocuments:
         model: str = "",
         tenant: str = "",
     ) -> KnownDocument:
-        """Note that a document was learned, or that a prompt has `used` it, and return it."""
+        """Record that a document was learned, or `used` by a prompt, and return it."""
         with self._mutex:
             name = keys[-1].hex()
             document = self._documents.get(name)
@@ -87,7 +87,7 @@ class KnownDocuments:
                 document = KnownDocument(namespace, array("I", tokens), tuple(keys), model=model, tenant=tenant)
                 self._documents[name] = self._by_tenant.setdefault(tenant, {})[name] = document
                 self._tokens += len(tokens)
-            elif (model or tenant) and not (document.model or document.tenant):  # Records of before do not say.
+            elif (model or tenant) and not (document.model or document.tenant):  # Older records have neither.
                 self._by_tenant[""].pop(name)
                 document.model, document.tenant = model, tenant
                 self._by_tenant.setdefault(tenant, {})[name] = document
@@ -106,7 +106,7 @@ class KnownDocuments:
             return document
 
     def use(self, keys: Iterable[ChunkKey]) -> None:
-        """Note that somebody uses the documents that end with one of these chunks."""
+        """Count a use of each document whose last chunk is among these."""
         with self._mutex:
             for key in keys:
                 document = self._documents.get(key.hex())
@@ -117,9 +117,7 @@ class KnownDocuments:
                         self._forgettable.move_to_end(document.id)
 
     def may_forget(self, documents: Iterable[KnownDocument]) -> None:
-        """Note that these documents are not kept any more. They are forgotten before those that may be forgotten
-        already.
-        """
+        """Allow these documents to be forgotten again, if they are not kept. They are forgotten first."""
         with self._mutex:
             for document in documents:
                 if not document.kept and document.id in self._documents and document.id not in self._forgettable:
@@ -135,14 +133,14 @@ class KnownDocuments:
             self._tokens = 0
 
     def get(self, name: str) -> KnownDocument | None:
-        """Return the document with this id."""
+        """Return the document with this id; None if it is unknown."""
         with self._mutex:
             return self._documents.get(name)
 
     def list(self, tenant: str | None = None) -> "list[KnownDocument]":
-        """Return all documents, or those of a tenant; the one that was used last comes first.
+        """Return all documents, or those of a tenant, most recently used first.
 
-        The documents of a tenant take no longer if there are more of others.
+        The time for a tenant's documents does not depend on the number of other tenants' documents.
         """
         with self._mutex:
             if tenant is None:
@@ -151,7 +149,7 @@ class KnownDocuments:
         return sorted(found, key=lambda one: one.used, reverse=True)
 
     def count(self) -> int:
-        """Return how many documents are known and were not removed by a person."""
+        """Return the number of known documents that were not removed."""
         with self._mutex:
             return len(self._documents) - sum(bool(one.removed) for one in self._documents.values())
 
@@ -160,15 +158,15 @@ class KnownDocuments:
         return [one for one in self._background.gently(self.list()) if one.tokens == tokens]
 
     def nearest(self, tokens: Sequence[int], namespace: bytes) -> KnownDocument | None:
-        """Return the document of a namespace that has more than half of its distinct tokens in common with `tokens`.
+        """Return the most similar document of a namespace: its Jaccard index with `tokens` is greatest and above 0.5.
 
-        All documents are compared by how many of their tokens are among the wanted ones. Of those that look best, the
-        one with the greatest share of common distinct tokens (Jaccard index) is returned.
+        The Jaccard index is the share of distinct tokens that both have. It is computed only for the documents with the
+        greatest shares of tokens that are among `tokens`. Returns None if no document is similar enough.
         """
         listed = self._background.gently(self.list())
         own = [one for one in listed if one.namespace == namespace and not one.removed]
         wanted = set(tokens)
-        among = np.zeros(max(wanted, default=0) + 2, np.bool_)  # Greater tokens are clipped to the last one.
+        among = np.zeros(max(wanted, default=0) + 2, np.bool_)  # Greater tokens are clipped to the last entry.
         among[list(wanted)] = True
         likely: list[tuple[float, KnownDocument]] = []
         for start in self._background.gently(range(0, len(own), COMPARED)):
@@ -190,23 +188,23 @@ def _common_share(first: set[int], second: set[int]) -> float:
 
 
 def document_label(tokens: Sequence[int], name: str) -> str:
-    """Return the label of a document's last record, by which later processes know the document."""
+    """Return the label of a document's last record, from which later processes recover the document."""
     return f"{pack_tokens(tokens)} {name}".rstrip()
 
 
 def parted_label(label: str) -> "tuple[array[int], str]":
-    """Return the tokens and the name in a document's label; raise `ValueError` for any other label."""
+    """Return the tokens and the name in a document's label. Raises `ValueError` for any other label."""
     packed, _, name = label.partition(" ")
     return unpack_tokens(packed), name
 
 
 def pack_tokens(tokens: Sequence[int]) -> str:
-    """Return tokens as a text for the label of a record."""
+    """Return tokens as text for the label of a record."""
     return base64.b64encode(zlib.compress(array("I", tokens).tobytes(), 1)).decode()  # b85 is a hundred times slower
 
 
 def unpack_tokens(text: str) -> "array[int]":
-    """Return the tokens that `pack_tokens` has written; raise `ValueError` for any other text."""
+    """Return the tokens in a text of `pack_tokens`. Raises `ValueError` for any other text."""
     try:
         unpacking = zlib.decompressobj()
         tokens = array("I", unpacking.decompress(base64.b64decode(text, validate=True), REMEMBERED))

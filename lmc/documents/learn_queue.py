@@ -1,8 +1,8 @@
-"""The documents that wait to be learned, the one that has waited longest first.
+"""The queue of documents to learn, first in, first out.
 
-A document that came only once may never come again, and to learn it takes as long as to prefill it. So it waits until
-the engine is idle. A document that is *wanted*, because it came twice, is pinned, or a request waits for it, is learned
-while requests run.
+A document that came only once may never come again, and learning takes as long as prefill. So it waits until the engine
+is idle. A *wanted* document is learned while requests run. A document is wanted if it came twice, is pinned, or a
+request waits for it.
 """
 
 import threading
@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 
 from lmc.documents.known import KnownDocument
 
-WAITING = 256  # documents, at most; one that is dropped comes again with the next prompt that has it
+WAITING = 256  # maximum number of queued documents; the next prompt with a dropped document queues it again
 
 
 @dataclass(frozen=True, slots=True)
 class Unlearned:
-    """A document that is not stored, and the namespace of the tenant who brought it."""
+    """A document that is not stored, in the namespace of its tenant."""
 
     namespace: bytes
     tokens: tuple[int, ...]
@@ -25,22 +25,22 @@ class Unlearned:
 
     @classmethod
     def of(cls, document: KnownDocument) -> "Unlearned":
-        """Return a known document as it waits to be learned again."""
+        """Return a known document as an entry of the queue, to be learned again."""
         return cls(document.namespace, tuple(document.tokens), document.name)
 
 
 class LearnQueue:
-    """Each document is in it once. Any thread may call any method."""
+    """A queue that has each document once. Any thread may call any method."""
 
     def __init__(self, room: int) -> None:
-        """`room` is how many tokens all documents may have together: no more than memory holds."""
+        """Create an empty queue. `room` is the maximum number of tokens of all its documents: what memory holds."""
         self._room, self._tokens = room, 0
-        self._waiting: dict[Unlearned, bool] = {}  # whether each document is wanted
-        self.under_way: set[Unlearned] = set()  # that are being computed; whoever does it notes them here
+        self._waiting: dict[Unlearned, bool] = {}  # document -> whether it is wanted
+        self.under_way: set[Unlearned] = set()  # documents that are being computed; set by the code that computes them
         self._mutex = threading.Lock()
 
     def add(self, document: Unlearned, *, wanted: bool = False) -> bool:
-        """Queue a document if there is room; return whether it is in the queue now. The second time, it is wanted."""
+        """Queue a document if there is room. Returns whether it is queued. A document added twice is wanted."""
         with self._mutex:
             if document in self._waiting:
                 self._waiting[document] = True
@@ -52,7 +52,7 @@ class LearnQueue:
             return fits
 
     def discard(self, document: Unlearned) -> None:
-        """Take a document out of the queue, if it is there."""
+        """Remove a document from the queue, if it is there."""
         with self._mutex, suppress(KeyError):
             self._waiting.pop(document)
             self._tokens -= len(document.tokens)
@@ -60,9 +60,10 @@ class LearnQueue:
     def take(
         self, fits: Callable[[Unlearned], bool] = lambda document: True, *, wanted: bool = False
     ) -> Unlearned | None:
-        """Take the first document, or the first wanted one, if it `fits`; None if it does not, or if there is none.
+        """Remove and return the first document, or the first wanted one, if it `fits`.
 
-        Another thread cannot remove the document between the question and the answer. `fits` must not use the queue.
+        Returns None if there is none, or if it does not fit. No other thread can remove the document while `fits` is
+        called. `fits` must not use the queue.
         """
         with self._mutex:
             document = next((one for one, is_wanted in self._waiting.items() if is_wanted or not wanted), None)
@@ -80,7 +81,7 @@ class LearnQueue:
 
     @property
     def has_wanted(self) -> bool:
-        """Whether a document is wanted."""
+        """Whether any document is wanted."""
         with self._mutex:
             return any(self._waiting.values())
 

@@ -1,10 +1,10 @@
-"""Publishes document events over ZeroMQ as vLLM publishes KV events: in numbered batches, which can be asked for again.
+"""Publishes document events over ZeroMQ like vLLM's KV events: in numbered batches that subscribers can request again.
 
-LMC_DOCUMENT_EVENTS=tcp://*:5558                 where subscribers connect; the topic is `lmc.documents`
-LMC_DOCUMENT_EVENTS=tcp://*:5558,tcp://*:5559    and where they ask for batches that they have missed
+LMC_DOCUMENT_EVENTS=tcp://*:5558                 address for subscribers; the topic is `lmc.documents`
+LMC_DOCUMENT_EVENTS=tcp://*:5558,tcp://*:5559    the second address is for requests for missed batches
 
-A subscriber gets messages of three frames: topic, number (8 bytes, the first one is 0), and a list in msgpack of the
-time in seconds since 1970, the events, and the number of the engine among several data-parallel ones.
+A message has three frames: topic, number (8 bytes, from 0 on), and a msgpack list. The list has the time in seconds
+since 1970, the events, and the data-parallel rank of the engine.
 """
 
 import re
@@ -20,19 +20,19 @@ from lmc.http.address import DOCUMENT_EVENTS, address_of_engine
 from lmc.storage.tiers.tier_guard import logged
 
 TOPIC = "lmc.documents"
-LOOK_SECONDS = 0.2  # between two looks for changes
-AGAIN_SECONDS = 5.0  # after an error
-KEPT = 10_000  # batches that can be asked for again
-WAITING = 100_000  # batches for a subscriber that is slow; others are lost to it
-LAST = (-1).to_bytes(8, "big", signed=True)  # the number in the last message of an answer
-MOST_CHANGES = 1000  # in a batch
+LOOK_SECONDS = 0.2  # interval between two checks for changes
+AGAIN_SECONDS = 5.0  # pause after an error
+KEPT = 10_000  # batches that are kept for requests for missed batches
+WAITING = 100_000  # maximum number of batches queued for a slow subscriber; it loses further batches
+LAST = (-1).to_bytes(8, "big", signed=True)  # the number in the last message of a response
+MOST_CHANGES = 1000  # maximum number of events in a batch
 HINT = "give one such as tcp://*:5558"
 
 
 def event_addresses(address: str) -> list[str]:
-    """Return where events are published, and where they are sent again, if that is wanted.
+    """Return the address of events, and the address for requests for missed batches if there is one.
 
-    Raises `ConfigError` if these are no addresses, or without pyzmq and msgspec.
+    Raises `ConfigError` for invalid addresses, or if pyzmq or msgspec is not installed.
     """
     try:
         import msgspec  # noqa: F401
@@ -47,20 +47,20 @@ def event_addresses(address: str) -> list[str]:
 
 
 class DocumentPublisher:
-    """Publishes the documents that have appeared and left. Number n of several engines has the ports + n.
+    """Publishes which documents appeared and left. Engine n of several data-parallel ones adds n to the ports.
 
-    A thread of its own looks for changes, so that they are published while the engine is idle, too.
+    Its own thread checks for changes, so changes are also published while the engine is idle.
     """
 
     def __init__(self, address: str, events: DocumentEvents, engine: int = 0) -> None:
-        """Raise `ConfigError` if the addresses cannot be had, or as `event_addresses`."""
+        """Bind the sockets. Raises `ConfigError` if an address cannot be bound, or as `event_addresses`."""
         addresses = event_addresses(address)
         import msgspec
         import zmq
 
         self._pack, self._engine = msgspec.msgpack.Encoder().encode, engine
         self._number, self._kept = 0, deque[tuple[bytes, bytes]](maxlen=KEPT)
-        self._lost = False  # whether readers have still to notice that a batch is missing
+        self._lost = False  # whether subscribers cannot know yet that a batch is missing
         with ExitStack() as opened:
             try:
                 self._sockets: list[Any] = [
@@ -79,7 +79,7 @@ class DocumentPublisher:
         self._thread.start()
 
     def close(self) -> None:
-        """Send what is left, and close the sockets."""
+        """Send the remaining events, and close the sockets."""
         self._ended.set()
         self._thread.join()
         self._close_sockets()
@@ -94,7 +94,7 @@ class DocumentPublisher:
         logged(self._publish, then="the last changes of documents are not announced")
 
     def _answer(self) -> None:
-        """Wait, and meanwhile send batches again to those who ask."""
+        """Wait for `LOOK_SECONDS`, and meanwhile answer requests for missed batches."""
         if len(self._sockets) == 1:
             self._ended.wait(LOOK_SECONDS)
             return
@@ -108,7 +108,7 @@ class DocumentPublisher:
                 asking.send_multipart((client, b"", b"", LAST, b""))
 
     def _publish(self) -> None:
-        """Send what has changed. An error costs a number, so that readers notice and ask for everything again."""
+        """Publish the changes. An error skips a number, so that subscribers notice it and request everything again."""
         try:
             moved = self._events.take()
             for at in range(0, len(moved) or self._lost, MOST_CHANGES):  # An empty batch shows that one is missing.
@@ -128,7 +128,7 @@ class DocumentPublisher:
 
 
 def _message(moved: DocumentMoved) -> dict[str, Any]:
-    """Return an event as a map with its type, which is how vLLM's KV events are encoded."""
+    """Return an event as a map with its type, in the encoding of vLLM's KV events."""
     kind = {"type": "DocumentStored", "tokens": moved.tokens} if moved.stored else {"type": "DocumentRemoved"}
     names = {"document": moved.document, "medium": moved.medium, "salt": moved.salt}
     return kind | {"digest": moved.digest, "model": moved.model, "tenant": moved.tenant, **names}

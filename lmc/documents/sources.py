@@ -1,4 +1,4 @@
-"""Where documents come from: a directory of text files, or lines of JSON."""
+"""Sources of documents: directories of text files, single text files, JSONL files, standard input."""
 
 import json
 import os
@@ -16,7 +16,7 @@ ENDINGS = (".txt", ".md")
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A text with a name that no other document of its source has."""
+    """A text with an id that is unique in its source."""
 
     id: str
     text: str
@@ -28,13 +28,13 @@ class Document:
 
 
 def read_documents(source: str, id_field: str = "id", text_field: str = "text") -> list[Document]:
-    """Return the documents of a directory (all `.txt` and `.md` files below it), one such file, a JSONL file, or
-    standard input (`-`).
+    """Return the documents of a source.
 
-    Documents of white space alone are left out. Raises `InputError`, which names the file, or the line, and its fault.
+    A source is a directory (all `.txt` and `.md` files below it), one such file, a JSONL file, or standard input (`-`).
+    Documents of white space alone are left out. Raises `InputError`, which names the file or the line, and its fault.
     """
     path = Path(source)
-    is_file = os.path.isfile(source)  # These take a name of any length.
+    is_file = os.path.isfile(source)  # unlike `Path`, accepts a name of any length
     if source == STANDARD_INPUT:
         found = _from_lines(read_standard_input(), "standard input", id_field, text_field)
     elif os.path.isdir(source):
@@ -64,7 +64,10 @@ def _from_files(folder: Path) -> Iterator[Document]:
 
 
 def _from_file(path: Path, name: str | Path) -> Document:
-    """Read a document. What of its name is no UTF-8 could not be sent or printed, and is written with backslashes."""
+    """Read a document from a file.
+
+    Bytes of its name that are not UTF-8 are written with backslashes, because they could not be sent or printed.
+    """
     return Document(os.fsencode(name).decode(errors="backslashreplace"), read_text(path).strip())
 
 
@@ -94,7 +97,7 @@ def _from_lines(text: str, source: str, id_field: str, text_field: str) -> Itera
 
 
 def _is_text(text: str) -> bool:
-    """Return whether a text of JSON has no halves of letters, such as \\ud800."""
+    """Return whether a string from JSON is free of lone surrogates, such as \\ud800."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -103,7 +106,7 @@ def _is_text(text: str) -> bool:
 
 
 def read_standard_input() -> str:
-    """Return what comes on standard input; raise `InputError` if it is no text."""
+    """Return the text on standard input. Raises `InputError` if it is not UTF-8."""
     try:
         return sys.stdin.buffer.read().decode()
     except UnicodeDecodeError as error:
@@ -111,7 +114,7 @@ def read_standard_input() -> str:
 
 
 def read_text(path: Path) -> str:
-    """Return what a text file holds; raise `InputError` if it cannot be read."""
+    """Return the text of a file. Raises `InputError` if it cannot be read as UTF-8."""
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

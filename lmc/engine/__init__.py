@@ -1,4 +1,4 @@
-"""The cache engine: what is cached where for a prompt, and the chunks themselves. Both connectors are built on it."""
+"""The cache engine: finds, loads and stores the chunks of a prompt. Both connectors are built on it."""
 
 from lmc.documents.learn_queue import Unlearned
 from lmc.engine.cache_engine import CacheEngine, PromptView

@@ -1,10 +1,10 @@
-"""The cache engine: one model's chunks over the tiers that the settings name.
+"""The cache engine: one model's chunks in the tiers that the settings name.
 
-For every connector it turns tokens into keys, and keys into stored bytes. A request goes through these steps:
+It turns tokens into keys, and keys into stored bytes, for every connector. A request goes through these steps:
 
 PromptView   the parts of the prompt that may be stored, with their keys
-look         where they are stored: one immutable snapshot
-plan         what is taken of it, decided by the planner from the snapshot alone
+look         the tiers in which they are stored: one immutable snapshot
+plan         the parts to load, decided by the planner from the snapshot alone
 layers       the plan's KV, layer by layer, while the next layers are being loaded
 begin_…      slots for new chunks, which the connector fills and commits
 """
@@ -46,7 +46,7 @@ class PromptView:
     """The parts of a prompt that may be stored, with their keys."""
 
     chain: ExactChain
-    documents: tuple[DocumentLookup, ...] = ()  # whose places do not count, because `look` asks for them
+    documents: tuple[DocumentLookup, ...] = ()  # their `place` is not used: `look` sets it
 
 
 class CacheEngine:
@@ -65,11 +65,12 @@ class CacheEngine:
         model: str = "",
         tokenizer: str = "",
     ) -> None:
-        """Open the store: in this process, in memory that others can map if `shared`, or that of a cache server.
+        """Open the store in this process or in a cache server, as the settings say.
 
-        `namespace` has the fields that all namespaces of the model have in common; kind and salt are set here.
-        Documents are learned behind the tokens of `prefix`. `model` is its name for people, and `tokenizer` the place
-        of its tokenizer. Raises `StorageError` or `ConfigError`.
+        With `shared`, other processes can map the memory of a store in this process. `namespace` has the fields that
+        all namespaces of the model share; kind and salt are set here. Documents are learned after the tokens of
+        `prefix`. `model` is the model's name for people, and `tokenizer` the location of its tokenizer. Raises
+        `StorageError` or `ConfigError`.
         """
         self.prefix, self._device = tuple(prefix), torch.device(device)
         self.settings, self.geometry, self.names = settings, geometry, Names(namespace, prefix, model)
@@ -77,16 +78,16 @@ class CacheEngine:
         self.store = open_store(
             settings, geometry, device=device, shared=shared, tiers=tiers, model=self.names.model, tokenizer=tokenizer
         )
-        if settings.server is not None:  # It has the tiers.
+        if settings.server is not None:  # The cache server has the tiers.
             settings = self.settings = settings.model_copy(update={"local_disk": None, "remote_url": None})
         self.index = CacheIndex()
         self.learning = LearnQueue(self.store.slots * self.chunk_size)
-        self.recalled: dict[ChunkKey, str] = {}  # What connectors noted with records.
+        self.recalled: dict[ChunkKey, str] = {}  # `NewChunk.details` of the records on disk
         self.background = Background()
         self.known = KnownDocuments(self.background)
         self._recall()
         self.keeper = self._open_keeper()
-        self.store.trim()  # now that it is known what is pinned
+        self.store.trim()  # only now, because it must know which documents are pinned
 
     # -- names -------------------------------------------------------------------------------------------------------
 
@@ -95,11 +96,11 @@ class CacheEngine:
         return self.names.of(kind, salt)
 
     def salt_of(self, document: KnownDocument | Unlearned) -> str | None:
-        """Return the salt of a document's tenant; None if this process has not met the tenant."""
+        """Return the salt of a document's tenant; None if the tenant has sent no request."""
         return self.names.salt_of(document.namespace)
 
     def token_chain(self, tokens: Sequence[int], salt: str = "", ends: Iterable[int] = ()) -> TokenChain:
-        """Return a prompt as exact token chunks. Partly full chunks are also looked for at the lengths `ends`."""
+        """Return a prompt as exact token chunks. Partly full chunks are also looked up at the prompt lengths `ends`."""
         return TokenChain(self.index, self.namespace(RecordKind.PREFIX, salt), tokens, self.chunk_size, ends)
 
     def block_chain(self, hashes: Sequence[bytes], block_size: int) -> BlockChain:
@@ -109,9 +110,9 @@ class CacheEngine:
     def documents(
         self, prompt: Sequence[int], spans: Iterable[Span], salt: str = "", *, start: Span | None = None
     ) -> tuple[DocumentLookup, ...]:
-        """Return the documents of a prompt, not looked up yet; raise `InputError` for a token that is no uint32.
+        """Return the documents of a prompt, not looked up yet. Raises `InputError` for a token that is not a uint32.
 
-        The text at the `start` of a prompt may be a document that has no separator before it, and is never learned.
+        The text at the `start` of a prompt may be a document without a separator before it. It is never learned.
         """
         namespace = self.namespace(RecordKind.DOCUMENT, salt)
         found = [self._document(prompt, span, namespace) for span in spans]
@@ -121,15 +122,15 @@ class CacheEngine:
         return tuple(found)
 
     def document_span(self, prompt: Sequence[int]) -> Span:
-        """Return the document of a prompt that is one, with or without the tokens behind which it is learned."""
+        """Return the document of a prompt that consists of one document, with or without the tokens of `prefix`."""
         return Span(len(self.prefix) if self._begins(prompt) else self._text_start(prompt), len(prompt))
 
     def _begins(self, prompt: Sequence[int]) -> bool:
-        """Return whether a prompt begins with the tokens behind which documents are learned."""
+        """Return whether a prompt begins with the tokens after which documents are learned."""
         return tuple(prompt[: len(self.prefix)]) == self.prefix
 
     def _text_start(self, prompt: Sequence[int]) -> int:
-        """Return where the text of a prompt begins: behind the first token of `prefix`, if it begins with that."""
+        """Return the start of a prompt's text: 1 if the prompt begins with the first token of `prefix`, otherwise 0."""
         return int(bool(self.prefix) and prompt[0] == self.prefix[0])
 
     def _document(
@@ -150,25 +151,25 @@ class CacheEngine:
     def learn_later(
         self, prompt: Sequence[int], documents: Iterable[Span], salt: str = "", name: str = "", *, wanted: bool = False
     ) -> tuple[Unlearned, ...]:
-        """Queue documents to be learned, each once, and no more of them than memory holds.
+        """Queue documents to be learned, each once, and not more of them than memory holds.
 
-        Those that are not `wanted` are learned when the engine is idle. Returns those that are queued.
+        Documents that are not `wanted` are learned when the engine is idle. Returns the queued documents.
         """
         new = [self.unlearned(prompt, span, salt, name) for span in documents]
         return tuple(document for document in new if self.learning.add(document, wanted=wanted))
 
     def share_learning(self, has_time: Callable[[], bool]) -> None:
-        """Let other engines of a cache server learn what waits here, and learn theirs while this one `has_time`."""
+        """Share the queue with the other engines of a cache server, and learn their documents while `has_time()`."""
         share_learning(self.store, self.learning, self.names.namespaces_of_documents, has_time, self._learn_again)
 
     def unlearned(self, prompt: Sequence[int], span: Span, salt: str, name: str = "") -> Unlearned:
-        """Return a document of a prompt as it waits to be learned."""
+        """Return a document of a prompt as an entry of the queue of documents to learn."""
         return Unlearned(self.namespace(RecordKind.DOCUMENT, salt), tuple(prompt[span.start : span.stop]), name)
 
     def note(
         self, prompt: Sequence[int], documents: Iterable[DocumentLookup], salt: str = "", *, used: bool = False
     ) -> list[KnownDocument]:
-        """Note that documents of a prompt are stored, or that it has `used` them, and return what is known of them."""
+        """Record documents of a prompt as stored, or as `used` by it. Returns their entries in `known`."""
         namespace, noted = self.namespace(RecordKind.DOCUMENT, salt), []
         model, tenant = self.names.model, tenant_of(salt)
         for document in documents:
@@ -178,7 +179,7 @@ class CacheEngine:
         return noted
 
     def begin_anew(self) -> None:
-        """Use other keys from now on, which no later process finds: new weights may have come into the same model."""
+        """Switch to new keys, which no later process finds: the model's weights may have been replaced."""
         self.names.begin_anew()
         self.index = CacheIndex()
         self.known.clear()
@@ -187,9 +188,9 @@ class CacheEngine:
     # -- plans -------------------------------------------------------------------------------------------------------
 
     def look(self, view: PromptView, elsewhere: Mapping[ChunkKey, str] | None = None) -> Lookup:
-        """Find out where the parts of a prompt are.
+        """Find the tiers of a prompt's parts.
 
-        Tiers that other processes share are asked, unless `elsewhere` holds the places that they have answered.
+        Tiers that other processes share are queried, unless `elsewhere` has their answers: a tier for each chunk.
         """
         whole = view.chain.whole
         keys = [*whole, *(piece.key for document in view.documents for piece in document.pieces)]
@@ -202,18 +203,18 @@ class CacheEngine:
         return Lookup(exact=tuple(exact), documents=tuple(documents))
 
     def lookup(self, keys: Sequence[ChunkKey], elsewhere: Mapping[ChunkKey, str] | None = None) -> list[str | None]:
-        """Return the place of each chunk, or None; `elsewhere` as for `look`."""
+        """Return the tier of each chunk, or None; `elsewhere` as for `look`."""
         places = self.store.lookup(keys, shared=elsewhere is None)
         known = elsewhere or {}
         return [place or known.get(key) for key, place in zip(keys, places, strict=True)]
 
     def plan(self, found: Lookup, wish: Wish, cost: CostModel | None = None) -> tuple[Plan, Wish]:
-        """Decide what is taken of what was found, by the store's cost model or by `cost`; see `choose_plan`."""
+        """Decide which stored parts are loaded, by `cost` or else the store's cost model; see `choose_plan`."""
         policy = LoadPolicy(self.settings.load_policy)
         return choose_plan(found, wish, self._record_bytes, cost or self.store.cost, policy)
 
     def without_slow_blend(self, found: Lookup, plan: Plan, wish: Wish) -> tuple[Plan, Wish]:
-        """Return a plan as it is, or without its blend if prefill is expected to be faster; see the planner."""
+        """Remove a plan's blend if prefill is expected to be faster; see the planner."""
         policy = LoadPolicy(self.settings.load_policy)
         return without_slow_blend(found, plan, wish, self._record_bytes, self.store.cost, policy)
 
@@ -228,9 +229,9 @@ class CacheEngine:
     ) -> Generator[tuple[int, list[torch.Tensor]], None, None]:
         """Yield for each layer, in order, its number and one tensor `[K, T, H, D]` for each piece.
 
-        Later layers are loaded meanwhile. Without pieces nothing is yielded. The tensors are views of slots and are
+        Later layers are loaded meanwhile. Without pieces, nothing is yielded. The tensors are views of slots and are
         valid until the generator ends, so use it under `contextlib.closing`. `loaded` is increased by the bytes that
-        came from each place. Raises `ChunkLost` if a chunk is gone or turns out to be corrupt; then look again.
+        came from each tier. Raises `ChunkLost` if a chunk is missing or corrupt; the caller then calls `look` again.
         """
         if not pieces:
             return
@@ -243,15 +244,16 @@ class CacheEngine:
                     pairs = zip(pieces, pins, strict=True)
                     yield layer, [self._part(piece, pin, layer, shape, loaded) for piece, pin in pairs]
             finally:
-                settle(self._device)  # Copies out of slots end before the pins do, whatever their stream.
-            # A cache server takes slots from a process that it thinks to be dead, which this one may not notice.
+                settle(self._device)  # Copies from slots on any stream must end before the slots are unpinned.
+            # A cache server takes slots from a process that it believes dead. This process may not have noticed.
             if lost := [pin.key for pin in pins if self.store.state(pin) is PinState.LOST]:
                 raise ChunkLost(list(lost))
 
     def begin_exact(self, chain: ExactChain, chunks: Sequence[NewChunk], salt: str = "") -> list[Reservation | None]:
-        """Return a slot for each chunk, or None for one that is stored or for which there is no room.
+        """Reserve a slot for each new chunk. Returns None for a chunk that is stored, or for which there is no room.
 
-        A shared tier is not asked, because that would cost a round trip; it keeps one of two equal records.
+        Shared tiers are not queried, because that would cost a round trip. Of two equal records, a shared tier keeps
+        only one.
         """
         namings = [chain.naming(one.chunk, one.tokens) for one in chunks]
         keys = [key for naming in namings for key in (naming.key, naming.longer) if key is not None]
@@ -259,7 +261,7 @@ class CacheEngine:
         metas = {}
         for one, naming in zip(chunks, namings, strict=True):
             if places[naming.key] is None and (naming.longer is None or places[naming.longer] is None):
-                size = self.geometry.part_bytes * one.tokens // self.chunk_size  # Older bytes of the slot stay unread.
+                size = self.geometry.part_bytes * one.tokens // self.chunk_size  # The slot's other bytes are stale.
                 label = " ".join(filter(None, (naming.label, one.details)))
                 kept, at = (chain.kind, naming.key, chain.namespace, tenant_of(salt)), one.chunk * self.chunk_size
                 metas[one] = self._meta(*kept, one.tokens, at, size, label)
@@ -273,7 +275,7 @@ class CacheEngine:
     def begin_document(
         self, namespace: bytes, tokens: Sequence[int], name: str = ""
     ) -> list[Reservation | None] | None:
-        """Return a slot for each of a document's chunks, or None for a chunk that is stored already.
+        """Reserve a slot for each of a document's chunks. Returns None for a chunk that is already stored.
 
         Returns None instead of the list if all chunks are stored, or if there is no room for all of them.
         """
@@ -287,7 +289,7 @@ class CacheEngine:
             label = document_label(tokens, name) if stop == len(tokens) else ""
             if place is None:
                 metas.append(self._meta(RecordKind.DOCUMENT, key, namespace, tenant, stop - start, start, size, label))
-        new = self.store.begin(metas[:1])  # Whoever has the first one gets the others, too, and not another engine.
+        new = self.store.begin(metas[:1])  # The first chunk reserves the document for one engine.
         new += [] if None in new else self.store.begin(metas[1:])
         if None in new:
             for begun in filter(None, new):
@@ -299,28 +301,31 @@ class CacheEngine:
         return slots
 
     def owns(self, document: KnownDocument) -> bool:
-        """Whether a document belongs here, as all do that an engine knows."""
+        """Whether a document belongs here: always, for the documents that an engine knows."""
         return True
 
     def fits(self, tokens: int) -> bool:
-        """Return whether all chunks of a document can be in memory at once, which their use requires.
+        """Return whether all chunks of a document fit into memory at once, which their use requires.
 
-        Pinned chunks take memory away only if no disk tier keeps them, neither here nor in the cache server.
+        Pinned chunks reduce the available memory only without a disk tier, here or in the cache server.
         """
         pinned = 0 if self.store.pins_yield else self.keeper.pinned_chunks
         return len(chunk_bounds(tokens, self.chunk_size)) <= self.store.slots - pinned
 
     def capacity(self) -> dict[str, float]:
-        """Return how many tokens of documents fit into memory and into the disk tier, if there is one."""
+        """Return how many document tokens fit into memory, and into the disk tier if there is one."""
         token = (self.geometry.token_bytes or self.geometry.part_bytes / self.chunk_size) * self.geometry.parts
         disk = self.settings.max_local_disk_size * GIB // token
         return {"host": self.store.slots * self.chunk_size} | ({"disk": disk} if self.settings.local_disk else {})
 
     def forget_all(self, *, wait: bool = True) -> None:
-        """Remove every chunk, even while it is read, but none on shared tiers or in a cache server: others use them."""
+        """Remove every chunk, even while it is read.
+
+        Chunks in shared tiers or in a cache server stay, because other processes use them.
+        """
         if self.settings.server is not None:
             return
-        with self.keeper.moving:  # Otherwise a pinned chunk might be written again.
+        with self.keeper.moving:  # Otherwise the keeper might restore a pinned chunk.
             for key in self.store.known_keys():
                 self.store.forget(key, wait=wait, shared=False)
 
@@ -329,7 +334,7 @@ class CacheEngine:
         return self.store.stats()
 
     def close(self) -> None:
-        """Write to the tiers what is not there yet, and close everything."""
+        """Write the chunks that the tiers lack, and close the keeper and the store."""
         self.keeper.close()
         self.store.close()
 
@@ -355,12 +360,12 @@ class CacheEngine:
         )  # fmt: skip
 
     def _learn_again(self, document: Unlearned, *, wanted: bool = False) -> None:
-        """Queue a document, if it is one of this model, and of a tenant who has asked for something."""
+        """Queue a document if it belongs to this model and to a tenant that has sent a request."""
         if self.salt_of(document) is not None:
             self.learning.add(document, wanted=wanted)
 
     def _part_of_room(self, document: KnownDocument) -> float:
-        """Return which part of the room for pinned documents one takes: of the disk, or of memory without a disk."""
+        """Return the share of the pin quota that a document takes: of the disk, or of memory without a disk."""
         need, room = float(len(document.keys)), self.settings.document_share * self.store.slots
         if self.settings.local_disk is not None:
             need = float(self.geometry.document_bytes(len(document.tokens)))
@@ -393,10 +398,10 @@ class CacheEngine:
                 with suppress(ValueError, IndexError):
                     tokens, name = parted_label(meta.label)
                     if (keys := self.document_keys(tokens, meta.namespace))[-1] != meta.key:
-                        continue  # chunk_size has changed, and with it the chunks.
+                        continue  # An earlier process used another chunk_size.
                     document = self.known.note(meta.namespace, tokens, keys, model=meta.model, tenant=meta.tenant)
                     document.name, document.used = name, uses.get(meta.key, document.used)
-            # Another model's pages have the same block hashes, but its token chunks have other keys.
+            # Other models' pages are left out: their block hashes may be equal. Keys of token chunks differ by model.
             if meta.kind is RecordKind.PREFIX or meta.namespace == pages:
                 label, _, details = meta.label.partition(" ")
                 with suppress(ValueError):  # lmc did not write this label.

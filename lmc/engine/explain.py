@@ -1,4 +1,4 @@
-"""Explains for each document of a prompt whether it would be reused, and why not if it would not be."""
+"""Explains for each document of a prompt whether it would be reused, and if not, why."""
 
 from array import array
 from collections.abc import Callable, Sequence
@@ -18,13 +18,13 @@ class Explanation:
 
     start: int  # positions [start, stop) of the prompt
     stop: int
-    text: str  # how it begins
-    places: tuple[str, ...]  # where its stored chunks are
-    chunks: int  # how many it has, of which some may not be stored
-    reused: bool  # if only as far as it is stored
-    why: str  # why it is not reused, or not as a whole; empty if it is
-    nearest: str = ""  # the id of the known document that is most like it, if it is not known itself
-    differs_at: int = -1  # the first of its tokens that differs from the nearest one's
+    text: str  # its first characters
+    places: tuple[str, ...]  # the tiers of its stored chunks
+    chunks: int  # number of its chunks, stored or not
+    reused: bool  # also True if only its stored part is reused
+    why: str  # why it is not reused, or not completely; empty if it is reused completely
+    nearest: str = ""  # id of the most similar known document, if the document itself is unknown
+    differs_at: int = -1  # the document's first token that differs from the nearest document's
 
 
 def explain(
@@ -38,7 +38,7 @@ def explain(
 ) -> list[Explanation]:
     """Return an explanation for each document that was looked up.
 
-    `plan` is what would be done with the prompt; `refused` is why nothing of it is blended, if that is so.
+    `plan` is the plan for the prompt. `refused` is the reason why nothing of the prompt is blended, or empty.
     """
     planned = {piece.key for piece in plan.pieces}
     found = []
@@ -58,7 +58,7 @@ def explain(
         elif not reused:
             why = refused or plan.note or "it lies in the beginning of the prompt, which is reused exactly"
         if not document.learnable and not there:
-            continue  # The system text may be a document, and mostly is none.
+            continue  # The system text: it may be a document, but rarely is.
         text = decode(tokens[:SHOWN])[:SHOWN]
         found.append(
             Explanation(
@@ -70,7 +70,7 @@ def explain(
 
 
 def _why_known_no_more(engine: CacheEngine, prompt: Sequence[int], document: DocumentLookup, salt: str) -> str:
-    """Return why a document is not stored although its text is known; nothing if it is not."""
+    """Return why a document is not stored although its text is known; empty if the text is unknown."""
     waiting = engine.unlearned(prompt, document.span, salt)
     if waiting in engine.learning:
         return "it waits to be learned"
@@ -81,7 +81,7 @@ def _why_known_no_more(engine: CacheEngine, prompt: Sequence[int], document: Doc
 
 
 def _what_differs(tokens: list[int], near: KnownDocument, at: int, decode: Decode) -> str:
-    """Return what a document has, and a known one that is like it has not, from the token `at` on."""
+    """Return how a document differs from a similar known document, from the token `at` on."""
     here, there = (decode(list(one[at : at + 8])) for one in (tokens, near.tokens))
     alike = decode(tokens).split() == decode(near.tokens.tolist()).split()
     what = "the text is known with other white space" if alike else "a document that is much like it is known"
@@ -95,7 +95,7 @@ def _why_never_known(engine: CacheEngine) -> str:
 
 
 def _why_gone(engine: CacheEngine, same: Sequence[KnownDocument], namespace: bytes) -> str:
-    """Return why a document is not stored under a namespace, of which the same text is or was known."""
+    """Return why a document is not stored under a namespace. `same` are the known documents with the same text."""
     own = [known for known in same if known.namespace == namespace]
     if own:
         if own[0].removed:

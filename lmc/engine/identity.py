@@ -1,11 +1,11 @@
 """The identity of a model, for the keys of its chunks.
 
-It is equal wherever the model was loaded, and different if one bit of its weights or its config is different.
+The identity is equal wherever the model is loaded. It differs if one bit of the weights or the config differs.
 
-A checkpoint is identified by the contents of its files, the config and every byte of the weights. Only the files are
-the same for transformers and vLLM, because vLLM fuses matrices in memory and its CPU build repacks them. Digests of
-files are remembered by path, size and times, so that only the first start reads them. A model without files (made in
-memory, or with dummy weights) is identified by the bytes of its parameters.
+A checkpoint is identified by the contents of its files: the config and every byte of the weights. The parameters in
+memory would not do: vLLM fuses matrices in memory and its CPU build repacks them, so they differ from transformers'.
+Digests of files are remembered by path, size and times, so only the first start reads the files. A model without files
+(made in memory, or with dummy weights) is identified by the bytes of its parameters.
 """
 
 import hashlib
@@ -22,17 +22,20 @@ import xxhash
 
 from lmc.small_files import replace_text, sole_writer, user_cache
 
-WEIGHTS = ("*.safetensors", "*.bin", "*.gguf", "*.pt")  # All files of the first kind that a checkpoint has.
-DIGESTS = "checkpoints.json"  # where digests of files are remembered
-READ_BYTES = 8 << 20  # at a time
+WEIGHTS = ("*.safetensors", "*.bin", "*.gguf", "*.pt")  # Only the first pattern that matches files is used.
+DIGESTS = "checkpoints.json"  # name of the file that remembers digests
+READ_BYTES = 8 << 20  # bytes per read
 READERS = 4
-FRESH_SECONDS = 2.0  # A file that changed so short a while ago may change again without its times showing it.
-# Entries of a config that do not change keys or values. The dtype is a field of the namespace.
+FRESH_SECONDS = 2.0  # A file that changed this recently may change again without new times: do not remember it.
+# Entries of a config that do not change the KV. The dtype is a field of the namespace.
 NOT_KV = frozenset({"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache"})
 
 
 def rope_name(parameters: Mapping[str, object] | None) -> str:
-    """Return one spelling of a model's RoPE parameters, whichever way a library writes its defaults and numbers."""
+    """Return a canonical string for a model's RoPE parameters.
+
+    It does not depend on how a library writes defaults and numbers.
+    """
     given = {name: _as_floats(value) for name, value in (parameters or {}).items() if value is not None}
     kind = given.pop("rope_type", given.pop("type", "default"))
     return json.dumps({**given, "rope_type": kind}, sort_keys=True, default=str)
@@ -45,19 +48,19 @@ def _as_floats(value: object) -> object:
 
 
 def checkpoint_files(name: str | Path, revision: str | None = None) -> list[Path]:
-    """Return the files on this host on which a checkpoint's KV depends; none if its weights are not here."""
+    """Return the local files that determine a checkpoint's KV; empty if its weights are not on this host."""
     path = Path(name)
     if path.is_file():
         return [path]
     folder = path if path.is_dir() else _snapshot(str(name), revision)
-    if folder and (folder / "adapter_config.json").exists():  # The weights of its base lie elsewhere.
+    if folder and (folder / "adapter_config.json").exists():  # An adapter: the weights of its base model are elsewhere.
         return []
     weights = next((found for pattern in WEIGHTS if (found := sorted(folder.glob(pattern)))), []) if folder else []
     return [*weights, *sorted(folder.glob("*.py")), *folder.glob("config.json")] if folder and weights else []
 
 
 def identity_of_files(files: Sequence[Path], also: Sequence[str] = ()) -> str:
-    """Return the identity of a checkpoint. `also` names the loader's options that change keys or values."""
+    """Return the identity of a checkpoint. `also` names the loader's options that change the KV."""
     digest, remembered = hashlib.sha256(repr(tuple(also)).encode()), _remembered()
     with ThreadPoolExecutor(READERS, thread_name_prefix="lmc-identity") as pool:
         found = list(pool.map(lambda file: _entry(file, remembered), files))
@@ -72,11 +75,11 @@ def identity_of_files(files: Sequence[Path], also: Sequence[str] = ()) -> str:
 def identity_of_parameters(
     config: Mapping[str, object], parameters: Iterable[tuple[str, torch.Tensor]], also: Sequence[str] = ()
 ) -> str:
-    """Return the identity of a model in memory: of its config, and of every byte of every parameter."""
+    """Return the identity of a model in memory, from its config and every byte of every parameter."""
     digest = hashlib.sha256(repr(tuple(also)).encode() + _plain(config))
     for name, weight in parameters:
         raw = weight.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
-        # xxh3 over the bytes: 0.5 GB take 0.1 s, where sha256 would take 0.3 s. The weights are the operator's own.
+        # xxh3 hashes 0.5 GB in 0.1 s, sha256 in 0.3 s. A weaker hash is enough: the weights are the operator's own.
         digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode() + xxhash.xxh3_128_digest(raw))
     return digest.hexdigest()
 
@@ -84,11 +87,12 @@ def identity_of_parameters(
 def adapter_stamp(path: str) -> bytes:
     """Return a digest that changes with a LoRA adapter's files.
 
-    An engine's block hashes name only the path, where another adapter may lie when the disk tier is used again.
+    An engine's block hashes contain only the path. After a restart, another adapter may be at that path while the disk
+    tier still holds the chunks of the old one.
     """
     try:
         found = [(file.name, file.stat()) for file in sorted(Path(path).iterdir())]
-    except OSError:  # A hub's id: its chunks are not found again after this process.
+    except OSError:  # The id of an adapter on a hub: no later process finds its chunks.
         return os.urandom(32)
     known = [(name, status.st_size, status.st_mtime_ns) for name, status in found]
     return hashlib.sha256(repr((path, known)).encode()).digest()
@@ -102,7 +106,7 @@ def _remembered() -> dict[str, list[object]]:
 
 
 def _remember(changed: Mapping[str, list[object]]) -> None:
-    """Add digests to those that are remembered, and leave those of removed files out."""
+    """Add digests to the remembered ones, and drop those of removed files."""
     file = user_cache() / DIGESTS
     # If the home is read-only, the next start reads the files again.
     with suppress(OSError), sole_writer(file):  # Engines of other checkpoints start at the same time.
@@ -111,7 +115,7 @@ def _remember(changed: Mapping[str, list[object]]) -> None:
 
 
 def _entry(file: Path, remembered: Mapping[str, list[object]]) -> tuple[str, list[object]]:
-    """Return a file's path, and its size, times and digest; no path if these may not be remembered."""
+    """Return a file's path, and its size, times and digest. The path is empty if the digest must not be remembered."""
     path = str(file.resolve())
     status = os.stat(path)
     stamp = [status.st_size, status.st_mtime_ns, status.st_ctime_ns]
@@ -133,13 +137,13 @@ def _read(path: str) -> str:
 
 
 def _plain(config: Mapping[str, object]) -> bytes:
-    """Return the entries of a config on which keys and values depend."""
+    """Return the entries of a config that change the KV, as JSON."""
     kept = {name: value for name, value in config.items() if name not in NOT_KV}
     return json.dumps(kept, sort_keys=True, default=str).encode()
 
 
 def _snapshot(name: str, revision: str | None) -> Path | None:
-    """Return the folder of a hub's checkpoint on this host, if it has been downloaded."""
+    """Return the local folder of a checkpoint from the hub; None if it has not been downloaded."""
     try:
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError

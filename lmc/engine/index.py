@@ -1,10 +1,14 @@
-"""The index of exact chunks: which stored chunks serve the beginning of a prompt.
+"""The index of exact chunks: which stored chunks serve a prefix of a prompt.
 
-There are two kinds of exact records. *Token chunks* (transformers) are named by a chain of hashes over the tokens, a
-chunk at a time; the partly full chunk at the end of a stored prompt is found by its length, behind the chunk before it.
-*Pages* (vLLM) are named by the engine's hash of their last block, which covers the whole prompt up to there, including
-cache salt, LoRA and images; such a chunk serves any number of its leading blocks. The index remembers the ends and the
-blocks, and the labels of records hold them for the next process.
+There are two kinds of exact records.
+
+*Token chunks* (transformers) are named by a chain of hashes over the tokens, one hash per chunk. The last chunk of a
+stored prompt may be partly full. It is called an end, and is found by the chunk before it and by its length.
+
+*Pages* (vLLM) are named by the engine's hash of their last block. This hash covers the whole prompt up to that block,
+including cache salt, LoRA and images. A chunk of pages serves any number of its leading blocks.
+
+The index remembers ends and blocks. The labels of records hold them for the next process.
 """
 
 import hashlib
@@ -18,23 +22,23 @@ from typing import NamedTuple
 from lmc.engine.pieces import Piece
 from lmc.keys import ChunkKey, RecordKind, exact_keys, exact_root, next_key
 
-SHORT = 16  # bytes of a block hash that are remembered; too many for anybody to find two prompts that share them
-REMEMBERED = 1 << 20  # blocks: about 150 MB of index, 16 million tokens at 16 a block
-ENDS = 4096  # chunks for which the ends behind them are remembered
+SHORT = 16  # remembered bytes of a block hash; enough to make collisions infeasible
+REMEMBERED = 1 << 20  # blocks: an index of about 150 MB, for 16 million tokens at 16 tokens per block
+ENDS = 4096  # maximum number of chunks whose following ends are remembered
 
 Places = Mapping[ChunkKey, str | None]
 Lookup = Callable[[Sequence[ChunkKey]], Sequence[str | None]]
 
 
 class CacheIndex:
-    """What is remembered of stored chunks beyond their keys."""
+    """The blocks of stored chunks of pages, and the lengths of stored ends."""
 
     def __init__(self) -> None:
-        self._blocks: OrderedDict[bytes, tuple[ChunkKey, int]] = OrderedDict()  # short hash -> chunk, place in it
-        self._ends: OrderedDict[ChunkKey, set[int]] = OrderedDict()  # chunk -> lengths of ends behind it
+        self._blocks: OrderedDict[bytes, tuple[ChunkKey, int]] = OrderedDict()  # short hash -> chunk, block number
+        self._ends: OrderedDict[ChunkKey, set[int]] = OrderedDict()  # chunk -> lengths of the ends after it
 
     def remember_blocks(self, key: ChunkKey, hashes: Sequence[bytes]) -> None:
-        """Remember which blocks a chunk of pages has."""
+        """Remember the blocks of a chunk of pages."""
         for place, block in enumerate(hashes):
             self._blocks[block[:SHORT]] = (key, place)
             self._blocks.move_to_end(block[:SHORT])
@@ -42,14 +46,14 @@ class CacheIndex:
             self._blocks.popitem(last=False)
 
     def remember_end(self, parent: ChunkKey, length: int) -> None:
-        """Remember that a partly full chunk of `length` tokens is stored behind the chunk `parent`."""
+        """Remember that a partly full chunk of `length` tokens is stored after the chunk `parent`."""
         self._ends.setdefault(parent, set()).add(length)
         self._ends.move_to_end(parent)
         while len(self._ends) > ENDS:
             self._ends.popitem(last=False)
 
     def recall(self, kind: RecordKind, key: ChunkKey, tokens: int, label: str) -> None:
-        """Remember a chunk from the label of its record; raise `ValueError` for a label that lmc did not write."""
+        """Remember a chunk from the label of its record. Raises `ValueError` for a label that lmc did not write."""
         raw = bytes.fromhex(label)
         if kind is RecordKind.PAGES:
             self.remember_blocks(key, [raw[i : i + SHORT] for i in range(0, len(raw), SHORT)])
@@ -57,21 +61,21 @@ class CacheIndex:
             self.remember_end(ChunkKey(raw), tokens)
 
     def holder(self, block: bytes, place: int) -> ChunkKey | None:
-        """Return the chunk that has this block as its block number `place`."""
+        """Return the chunk whose block number `place` is this block; None if no chunk has it there."""
         key, found = self._blocks.get(block[:SHORT], (None, None))
         return key if found == place else None
 
     def ends(self, parent: ChunkKey) -> set[int]:
-        """Return the lengths of the ends that are stored behind a chunk."""
+        """Return the lengths of the ends that are stored after a chunk."""
         return self._ends.get(parent, set())
 
 
 class NewChunk(NamedTuple):
-    """An exact chunk of a prompt that may be stored: `tokens` tokens behind `chunk` full chunks."""
+    """An exact chunk of a prompt that may be stored: `tokens` tokens after `chunk` full chunks."""
 
     chunk: int
     tokens: int
-    details: str = ""  # which a connector finds again in `CacheEngine.recalled` after a restart
+    details: str = ""  # text of the connector; after a restart it is in `CacheEngine.recalled`
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,11 +84,11 @@ class Naming:
 
     key: ChunkKey
     label: str = ""
-    longer: ChunkKey | None = None  # of a longer chunk that serves the same tokens, if it is still stored
+    longer: ChunkKey | None = None  # key of a longer chunk that serves the same tokens while it is stored
 
 
 class TokenChain:
-    """A prompt as token chunks. Ends are looked for at the lengths `ends`, and where the index has some."""
+    """A prompt as token chunks. Ends are looked up at the prompt lengths `ends` and at those in the index."""
 
     kind = RecordKind.PREFIX
 
@@ -101,21 +105,21 @@ class TokenChain:
         return exact_keys(self.namespace, self._tokens[:full], self._size)
 
     def partial(self, chunk: int) -> list[tuple[ChunkKey, int]]:
-        """Return which ends may serve the tokens behind `chunk` full chunks, and their lengths, longest first."""
+        """Return the ends that may serve the tokens after `chunk` full chunks, with their lengths, longest first."""
         at, parent = chunk * self._size, self._parent(chunk)
         lengths = self._index.ends(parent) | {end - at for end in self._ends if at < end < at + self._size}
         fitting = sorted((length for length in lengths if length <= len(self._tokens) - at), reverse=True)
         return [(next_key(parent, self._tokens[at : at + length]), length) for length in fitting]
 
     def naming(self, chunk: int, tokens: int) -> Naming:
-        """Return the key for `tokens` tokens behind `chunk` full chunks; an end's label is the key before it."""
+        """Return the key for `tokens` tokens after `chunk` full chunks. An end's label is the key before it."""
         at, parent = chunk * self._size, self._parent(chunk)
         if tokens == self._size:
             return Naming(self.whole[chunk])
         return Naming(next_key(parent, self._tokens[at : at + tokens]), parent.hex())
 
     def remember(self, chunk: int, tokens: int) -> None:
-        """Remember that they are stored, so that they are found. Full chunks are found by their keys alone."""
+        """Remember that `tokens` tokens after `chunk` full chunks are stored. Full chunks are found by their keys."""
         if tokens < self._size:
             self._index.remember_end(self._parent(chunk), tokens)
 
@@ -136,31 +140,31 @@ class BlockChain:
 
     @cached_property
     def whole(self) -> Sequence[ChunkKey]:
-        """The keys of the full chunks, by the last block of each."""
+        """The keys of the full chunks, each from the hash of its last block."""
         return [self.key(self._hashes[last]) for last in range(self._blocks - 1, len(self._hashes), self._blocks)]
 
     def partial(self, chunk: int) -> list[tuple[ChunkKey, int]]:
-        """Return which chunks may serve the blocks behind `chunk` full chunks, and with how many of their tokens.
+        """Return the chunks that may serve the blocks after `chunk` full chunks, and how many of their tokens do.
 
-        Those with the most tokens come first. Behind them they go on with other blocks, or end.
+        Chunks that serve the most tokens come first. After these tokens, a chunk ends or has other blocks.
         """
         hashes, found = self._hashes[chunk * self._blocks : (chunk + 1) * self._blocks], []
         for place in reversed(range(len(hashes))):
             holder = self._index.holder(hashes[place], place)
             if holder is not None:
                 found.append((holder, (place + 1) * self._size))
-            if place + 1 < self._blocks:  # A chunk that ends here may come from another process.
+            if place + 1 < self._blocks:  # Another process may have stored a chunk that ends with this block.
                 found.append((self.key(hashes[place]), (place + 1) * self._size))
         return found
 
     def naming(self, chunk: int, tokens: int) -> Naming:
-        """Return the key for `tokens` tokens behind `chunk` full chunks; its label has the block hashes, shortened."""
+        """Return the key for `tokens` tokens after `chunk` full chunks. Its label has the shortened block hashes."""
         hashes = self._of(chunk, tokens)
         longer = self._index.holder(hashes[-1], len(hashes) - 1)
         return Naming(self.key(hashes[-1]), "".join(block[:SHORT].hex() for block in hashes), longer)
 
     def remember(self, chunk: int, tokens: int) -> None:
-        """Remember that they are stored, for each of their blocks, so that they are found."""
+        """Remember the blocks of the `tokens` tokens after `chunk` full chunks as stored."""
         hashes = self._of(chunk, tokens)
         self._index.remember_blocks(self.key(hashes[-1]), hashes)
 
@@ -179,7 +183,7 @@ ExactChain = TokenChain | BlockChain
 def find_run(chain: ExactChain, chunk_size: int, places: Places, lookup: Lookup) -> list[Piece]:
     """Return the longest run of exact chunks from the start of a prompt.
 
-    It has full chunks, which are at `places`, and perhaps a part of one more.
+    The run has full chunks, whose tiers are in `places`, and possibly a part of one more chunk, found by `lookup`.
     """
     found = [(key, chunk_size, places[key]) for key in takewhile(places.get, chain.whole)]
     ends = chain.partial(len(found))

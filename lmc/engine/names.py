@@ -1,4 +1,4 @@
-"""The names under which an engine's chunks are stored: a namespace for each kind of records and each tenant."""
+"""The namespaces under which an engine's chunks are stored: one per kind of record and tenant."""
 
 import os
 import threading
@@ -9,33 +9,33 @@ from pathlib import Path
 
 from lmc.keys import LONGEST_MODEL, Namespace, RecordKind, tenant_of
 
-SALTS = 4096  # cache salts (tenants) whose namespaces are remembered
-UNKNOWN = "unknown"  # tenant, of documents that a process before this one has pinned
+SALTS = 4096  # maximum number of cache salts (tenants) whose namespaces are remembered
+UNKNOWN = "unknown"  # shown as the tenant of a document whose cache salt this process does not know
 
 
 class Names:
     """The namespaces of one model. Any thread may call any method."""
 
     def __init__(self, namespace: Namespace, prefix: Sequence[int], model: str) -> None:
-        """`namespace` has the fields that all namespaces of the model have in common.
+        """Create the namespaces from `namespace`, which has the fields that all namespaces of the model share.
 
-        Documents are learned behind the tokens of `prefix`. `model` is what people call the model, or its directory.
+        Documents are learned after the tokens of `prefix`. `model` is the model's name for people, or its directory.
         """
         self._namespace, self._prefix = namespace, tuple(prefix)
         self.model = (Path(model).name if model.startswith(("/", ".")) else model)[:LONGEST_MODEL]
-        # The one that was used last stands at the end.
+        # Least recently used first.
         self._digests: OrderedDict[tuple[RecordKind, str], bytes] = OrderedDict()
-        self._salts: dict[bytes, str] = {}  # by namespace of documents
+        self._salts: dict[bytes, str] = {}  # by the namespace of the tenant's documents
         self._mutex = threading.Lock()
         self.of(RecordKind.DOCUMENT, "")
 
     @property
     def salts(self) -> list[str]:
-        """The salts of tenants who have asked for something."""
+        """The cache salts of the tenants that have sent a request."""
         return list(self._salts.values())
 
     def namespaces_of_documents(self) -> list[bytes]:
-        """Return the namespaces of documents of tenants who have asked for something."""
+        """Return the document namespaces of the tenants that have sent a request."""
         return list(self._salts)
 
     def of(self, kind: RecordKind, salt: str) -> bytes:
@@ -50,12 +50,12 @@ class Names:
                 named, digest = self._digests.popitem(last=False)
                 if named[1]:
                     self._salts.pop(digest, None)
-                else:  # Those without a salt stay known.
+                else:  # Namespaces without a salt are never forgotten.
                     self._digests[named] = digest
             return self._digests[kind, salt]
 
     def salt_of(self, namespace: bytes) -> str | None:
-        """Return the salt of the tenant whose documents have this namespace; None if it has not asked for anything."""
+        """Return the salt of the tenant whose documents have this namespace; None if the tenant has sent no request."""
         return self._salts.get(namespace)
 
     def tenant_of(self, namespace: bytes) -> str:
@@ -64,7 +64,7 @@ class Names:
         return UNKNOWN if salt is None else tenant_of(salt)
 
     def begin_anew(self) -> None:
-        """Use other names from now on, which no later process finds."""
+        """Replace all namespaces by random ones, which no later process finds."""
         salts = self.salts
         self._namespace = replace(self._namespace, model=self._namespace.model + os.urandom(16).hex())
         with self._mutex:

@@ -15,24 +15,24 @@ class Piece(Placement):
     kind: RecordKind
     stored: int  # tokens in the chunk
     skip: int = 0  # leading tokens of the chunk that are not used
-    place: str | None = None  # where the chunk was when it was looked for; None if it was nowhere
+    place: str | None = None  # the chunk's tier at the time of the lookup; None if it was in no tier
     exact: bool = True
 
     @classmethod
     def whole(
         cls, kind: RecordKind, key: ChunkKey, tokens: int, at: int, first: int, place: str | None, *, exact: bool = True
     ) -> "Piece":
-        """Return a chunk of which all tokens are used."""
+        """Return a piece that uses all tokens of a chunk."""
         return cls(key=key, kind=kind, stored=tokens, at=at, tokens=tokens, first=first, place=place, exact=exact)
 
     @property
     def stop(self) -> int:
-        """The position behind the last token that is used."""
+        """The position after the last used token."""
         return self.at + self.tokens
 
 
 def trim(pieces: Iterable[Piece], start: int, stop: int) -> list[Piece]:
-    """Return the parts of `pieces` on the positions `[start, stop)`."""
+    """Return `pieces` cut to the positions `[start, stop)`."""
     kept = []
     for piece in pieces:
         skip = max(0, start - piece.at)

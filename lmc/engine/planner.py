@@ -1,10 +1,10 @@
-"""The planner decides what of a prompt is taken from the store.
+"""The planner decides which parts of a prompt are loaded from the store.
 
-One snapshot of lookups goes in, one plan comes out, and nothing else is asked or changed.
+Its input is one snapshot of lookups, its output one plan. It reads and changes nothing else.
 
-A plan has an exact part, from the start of the prompt, and after it parts of documents anywhere. It uses everything
-that is stored; or, if loading would take longer than computing, only what is in memory; or, if a blend would take
-longer than prefill, only the exact part.
+A plan has an exact part, from the start of the prompt, and after it parts of documents at any position. A plan uses
+everything that is stored. If loading would take longer than computing, it uses only what is in memory. If a blend would
+take longer than prefill, it uses only the exact part.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,63 +20,63 @@ from lmc.storage.places import MEMORY
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DocumentLookup:
-    """A document of a prompt, and where its chunks are."""
+    """A document of a prompt, with the tiers of its chunks."""
 
     span: Span
-    pieces: tuple[Piece, ...]  # all of its chunks, stored or not
-    learnable: bool = True  # False for text that may or may not be a document.
+    pieces: tuple[Piece, ...]  # all chunks of the document, stored or not
+    learnable: bool = True  # False for text that may not be a document
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lookup:
-    """What is stored of a prompt, at one time."""
+    """The stored parts of a prompt at one moment."""
 
     exact: tuple[Piece, ...] = ()  # the longest run from the start
     documents: tuple[DocumentLookup, ...] = ()  # in the order of the prompt
 
     @property
     def pieces(self) -> list[Piece]:
-        """The pieces that are stored somewhere."""
+        """The pieces that are stored in a tier."""
         everything = [*self.exact, *(piece for document in self.documents for piece in document.pieces)]
         return [piece for piece in everything if piece.place is not None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wish:
-    """What a request wants of a plan, and what its engine can use."""
+    """What a request requires of a plan, and what its engine can use."""
 
-    prompt: int  # tokens
-    local: int = 0  # leading tokens whose KV the engine has itself
-    exact_stop: int  # nothing is reused exactly behind this position
-    document_stop: int  # no document is reused behind this position
-    min_tokens: int = 0  # of stored documents, below which there is no blend
-    ratio: float = 0.0  # of the reused tokens, the share that is computed all the same
-    whole_prompt: bool = True  # A blend computes the prompt to its end, where the question chooses tokens to repair.
-    # Tokens of the question that a blend computes in both of its passes. None: a blend is made without asking whether
-    # prefill would be faster.
+    prompt: int  # tokens of the prompt
+    local: int = 0  # leading tokens whose KV is in the engine's own cache
+    exact_stop: int  # end of exact reuse: a position
+    document_stop: int  # end of the reuse of documents: a position
+    min_tokens: int = 0  # minimum number of stored document tokens for a blend
+    ratio: float = 0.0  # share of the reused tokens that a blend recomputes
+    whole_prompt: bool = True  # A blend computes the prompt to its end: the question selects the recomputed tokens.
+    # Tokens of the question that a blend computes in both of its passes. None: blend without comparing its time with
+    # that of prefill.
     twice: int | None = None
-    block_size: int = 1  # Approximate KV must begin in a block that the prompt fills.
+    block_size: int = 1  # tokens per block; approximate KV must begin in a block that the prompt fills
     refused: str = ""  # why documents are not reused; empty if they may be
-    memory_only: bool = False  # Chunks on tiers are not loaded.
-    lost: frozenset[ChunkKey] = frozenset()  # chunks that did not come
+    memory_only: bool = False  # load no chunks from disk or Redis
+    lost: frozenset[ChunkKey] = frozenset()  # chunks whose load failed
 
     def usable(self, piece: Piece) -> bool:
-        """Return whether a piece is stored where it can be taken from."""
+        """Return whether a piece is stored in a tier that the request may load from."""
         there = piece.place in MEMORY if self.memory_only else piece.place is not None
         return there and piece.key not in self.lost
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What of a prompt is taken from the store."""
+    """The parts of a prompt that are loaded from the store."""
 
-    exact: tuple[Piece, ...] = ()  # from the start, one behind the other
-    documents: tuple[Piece, ...] = ()  # behind them
-    reach: int = 0  # where the exact part ends, the engine's own tokens included
-    stop: int = 0  # where the KV ends that the plan and its blend provide
+    exact: tuple[Piece, ...] = ()  # contiguous, from the start of the prompt or the end of the engine's own tokens
+    documents: tuple[Piece, ...] = ()  # after the exact pieces
+    reach: int = 0  # end of the exact part, including the engine's own tokens
+    stop: int = 0  # end of the KV that the plan and its blend provide
     unknown: tuple[Span, ...] = ()  # documents to learn
-    skipped: int = 0  # stored tokens that are left out because computing them is expected to be faster
-    note: str = ""  # why the plan is not what was asked for
+    skipped: int = 0  # stored tokens that are not loaded because computing them is expected to be faster
+    note: str = ""  # why the plan differs from the request
 
     @property
     def pieces(self) -> tuple[Piece, ...]:
@@ -85,18 +85,18 @@ class Plan:
 
     @property
     def tokens(self) -> int:
-        """How many tokens are taken from the store."""
+        """Number of tokens that are loaded from the store."""
         return sum(piece.tokens for piece in self.pieces)
 
     @property
     def approximate(self) -> tuple[Piece, ...]:
-        """The pieces that a blend repairs."""
+        """The pieces that a blend partly recomputes."""
         return tuple(piece for piece in self.documents if not piece.exact)
 
 
 def make_plan(found: Lookup, wish: Wish) -> Plan:
-    """Return the plan for a prompt of which `found` is stored."""
-    behind = (piece for piece in found.exact if piece.stop > wish.local)  # What the engine has need not be usable.
+    """Return the plan for a prompt whose stored parts are `found`."""
+    behind = (piece for piece in found.exact if piece.stop > wish.local)  # The engine's own tokens need no piece.
     exact = trim(takewhile(wish.usable, behind), wish.local, wish.exact_stop)
     pieces = [piece for document in found.documents for piece in filter(wish.usable, document.pieces)]
     for piece in pieces:
@@ -106,7 +106,7 @@ def make_plan(found: Lookup, wish: Wish) -> Plan:
     reach = max(wish.local, _stop(exact))
     documents = trim(pieces, reach, wish.document_stop)
     refused = (documents and wish.refused) or _too_little(documents, wish)
-    # Nothing needs an explanation if the rest of the documents is in the beginning, which is there without a blend.
+    # No note is needed if the other document tokens lie in the exact part, which is reused without a blend.
     explained = not wish.refused and _too_few(documents, wish) and not _too_few(pieces, wish)
     if refused or all(piece.exact for piece in documents):
         documents = []
@@ -120,9 +120,10 @@ def make_plan(found: Lookup, wish: Wish) -> Plan:
 def choose_plan(
     found: Lookup, wish: Wish, size_of: Callable[[Piece], int], cost: CostModel, policy: LoadPolicy
 ) -> tuple[Plan, Wish]:
-    """Return the plan with everything that is stored, or without what is expected to take longer than to compute it.
+    """Return the plan that is expected to be fastest, and the wish that led to it.
 
-    The wish that led to it is returned as well. `size_of` is the number of bytes that a piece's chunk has on a tier.
+    The plan uses everything that is stored, except what is expected to load more slowly than it is computed. `size_of`
+    returns the number of bytes that a piece's chunk has on a tier.
     """
     plan = make_plan(found, wish)
     offer = _offer(plan, wish, size_of)
@@ -132,7 +133,7 @@ def choose_plan(
         if offer.records:
             rest = make_plan(found, near)
             note = "; ".join(filter(None, (rest.note, choice.why)))
-            # Without the exact chunks on tiers, documents may be worth a blend that are not with them.
+            # Without the exact chunks on tiers, a blend may pay for documents for which it did not pay before.
             plan = replace(rest, skipped=max(0, plan.tokens - rest.tokens), note=note)
         wish = near
     return without_slow_blend(found, plan, wish, size_of, cost, policy)
@@ -141,7 +142,7 @@ def choose_plan(
 def without_slow_blend(
     found: Lookup, plan: Plan, wish: Wish, size_of: Callable[[Piece], int], cost: CostModel, policy: LoadPolicy
 ) -> tuple[Plan, Wish]:
-    """Return a plan as it is, or without its blend if prefill is expected to be faster, and the wish for it."""
+    """Remove a plan's blend if prefill is expected to be faster. Returns the plan and the wish for it."""
     offer = blend_offer(plan, wish, size_of)
     why = cost.against_blend(offer, policy) if offer is not None else ""
     if not why:
@@ -153,7 +154,7 @@ def without_slow_blend(
 
 
 def blend_offer(plan: Plan, wish: Wish, size_of: Callable[[Piece], int]) -> BlendOffer | None:
-    """Return what the blend of a plan computes and loads; None if it has none, or if that is not asked."""
+    """Return what the blend of a plan computes and loads; None without a blend, or if `wish.twice` is None."""
     reused = sum(piece.tokens for piece in plan.approximate)
     if not reused or wish.twice is None:
         return None
@@ -169,9 +170,9 @@ def blend_offer(plan: Plan, wish: Wish, size_of: Callable[[Piece], int]) -> Blen
 
 
 def _offer(plan: Plan, wish: Wish, size_of: Callable[[Piece], int]) -> Offer:
-    """Return which records a plan would load, and how many tokens of prefill that would save.
+    """Return the records that a plan would load, and the number of prefill tokens that they save.
 
-    Without its first record, all of the exact part behind it is lost.
+    `exact` counts from the first loaded record on, because nothing after a missing record can be reused exactly.
     """
     away = {piece.key: piece for piece in plan.pieces if piece.place not in MEMORY}
     return Offer(
@@ -188,7 +189,7 @@ def _stop(pieces: Sequence[Piece]) -> int:
 
 
 def _too_little(documents: Sequence[Piece], wish: Wish) -> str:
-    """Return why documents are not worth a blend, or cannot be blended; nothing if they are."""
+    """Return why documents are not worth a blend or cannot be blended; empty if they can."""
     approximate = [piece for piece in documents if not piece.exact]
     if tokens := _too_few(documents, wish):
         return f"{tokens} tokens of stored documents are fewer than blend_min_tokens={wish.min_tokens}"
@@ -198,6 +199,6 @@ def _too_little(documents: Sequence[Piece], wish: Wish) -> str:
 
 
 def _too_few(documents: Sequence[Piece], wish: Wish) -> int:
-    """Return how many tokens a blend would repair if they are too few for one, otherwise 0."""
+    """Return the number of approximate document tokens if it is too small for a blend, otherwise 0."""
     tokens = sum(piece.tokens for piece in documents if not piece.exact)
     return tokens if tokens < wish.min_tokens else 0

@@ -1,4 +1,4 @@
-"""Opens the chunk store that the settings name: one in this process, or that of a cache server."""
+"""Opens the chunk store that the settings name: in this process, or in a cache server."""
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
@@ -35,11 +35,11 @@ def open_store(
     model: str = "",
     tokenizer: str = "",
 ) -> ChunkStore:
-    """Return a store for the chunks of a geometry.
+    """Open a store for the chunks of a geometry.
 
-    Without a server, slabs are made on `device` and in memory that other processes can map if `shared`, over `tiers`
-    or those of the settings. A server is told the `model`'s name and the place of its `tokenizer`. Raises
-    `StorageError` or `ConfigError`.
+    Without a server, the store has slabs in memory and on `device`, over `tiers` or over those of the settings. With
+    `shared`, other processes can map the memory, and no slab is on `device`. A server gets the `model`'s name and the
+    location of its `tokenizer`. Raises `StorageError` or `ConfigError`.
     """
     if settings.server is not None:
         return _attached(settings, geometry, model, tokenizer)
@@ -54,7 +54,7 @@ def open_store(
 
 
 def keeper_in_server(store: ChunkStore, unqueue: Callable[[KnownDocument], object]) -> DocumentKeeper:
-    """Return what asks a store's cache server for pins and time limits; `unqueue` as for `RemoteKeeper`."""
+    """Return a keeper that sends pins and time limits to a store's cache server; `unqueue` as for `RemoteKeeper`."""
     from lmc.server.client.remote_keeper import RemoteKeeper
 
     remote = _in_server(store)
@@ -69,7 +69,7 @@ def share_learning(
     has_time: Callable[[], bool],
     learn: Callable[[Unlearned], object],
 ) -> None:
-    """Share the documents that are to be learned with other clients of a store's cache server, if it has one.
+    """Share the queue of documents to learn with the other clients of a store's cache server, if it has one.
 
     The arguments are those of `RemoteLearning`.
     """
@@ -80,16 +80,16 @@ def share_learning(
 
 
 def administered_at(store: ChunkStore, address: str, explain_token: str) -> None:
-    """Tell a store's cache server, if it has one, where this process is administered, and explains prompts.
+    """Send this process' admin address, which also explains prompts, to a store's cache server, if it has one.
 
-    The server sends the token when it asks for an explanation.
+    The server sends `explain_token` when it requests an explanation.
     """
     if (remote := _in_server(store)) is not None:
         remote.administered_at(address, explain_token)
 
 
 def _in_server(store: ChunkStore) -> "RemoteStore | None":
-    """Return a store as that of a cache server, or None if it is in this process."""
+    """Return a store as `RemoteStore` if it is in a cache server, or None if it is in this process."""
     if isinstance(store, Store):
         return None
     from lmc.server.client.remote_store import RemoteStore
