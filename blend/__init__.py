@@ -1,1 +1,1 @@
-"""Fusion of context-free KV into a prompt. Knows tensors and one layer at a time; never storage."""
+"""Fusion: blends the KV of documents into a prompt. Works on tensors, one layer at a time, and never on storage."""

@@ -1,19 +1,22 @@
-"""The blender repairs reused keys and values of a prompt, in one or two passes over the model's layers.
+"""The blender recomputes some reused tokens of a prompt, in one or two passes over the model's layers.
 
 There are three kinds of tokens:
 
-exact    The KV is what full prefill would give: an exact prefix, or a document behind the same tokens as when it was
+exact    The KV is what full prefill would compute: an exact prefix, or a document after the same tokens as when it was
          learned. It is never recomputed.
-reused   The KV of a document that was computed alone. It is moved to its place, and repaired where the policy says so.
+reused   The KV of a document that was computed alone. It is moved to its position. The policy selects the tokens to
+         recompute.
 fresh    Everything else is computed: unknown documents, separators, the question.
 
-`deviation` finds the tokens to repair on the way: up to a check layer every token is computed, and the tokens whose
-fresh keys differ most from the stored ones go on. That is CacheBlend (Yao et al., EuroSys 2025, arXiv 2405.16444,
-section 4.3): the fresh KV of a check layer is kept for every token that reached it, and the set of tokens only shrinks
-with depth. The strategies `query` and `union` run a first pass of the question over the unrepaired KV to see what it
-attends to, and repair that in a second pass (ProphetKV, arXiv 2602.02579).
+`deviation` finds the tokens to recompute in its only pass. It computes every token up to a check layer. Only the tokens
+whose fresh keys differ most from the stored keys go on to the next layers. That is CacheBlend (Yao et al., EuroSys
+2025, arXiv 2405.16444, section 4.3): every token that reaches a check layer keeps its fresh KV of that layer, and the
+set of tokens only shrinks with depth.
 
-The algorithm is here and nowhere else. The canvas knows where keys and values lie, and computes the layers.
+The strategies `query` and `union` use two passes (ProphetKV, arXiv 2602.02579). The first pass runs the question over
+the stored KV to find the tokens to which it attends. The second pass recomputes these tokens.
+
+The whole algorithm is in this module. The canvas accesses keys and values, and computes the layers.
 """
 
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -28,39 +31,39 @@ from lmc.blend.segments import Placement
 from lmc.blend.shift import Shift, shifts_of
 from lmc.blend.strategies import NEEDS_QUESTION, STRATEGIES, Evidence, RecomputePolicy, budget, by_deviation
 
-SCORING_ROWS = 64  # The last tokens of the question score the documents; more rows cost time and change little.
-# The last tokens of the question that run in the first pass, so that the scoring ones attend to them. What is before
-# them is computed in the second pass only.
+SCORING_ROWS = 64  # last tokens of the question that score the documents; more rows cost time and change little
+# Last tokens of the question that run in the first pass, so that the scoring tokens attend to them. The tokens before
+# them are computed only in the second pass.
 QUESTION_ROWS = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlendInput:
-    """A prompt as the blender sees it. The exact KV of the positions before `start` is in the canvas already."""
+    """A prompt as input of the blender. The exact KV of the positions before `start` is already in the canvas."""
 
-    length: int  # tokens of the prompt that are known
-    stop: int  # where the wanted keys and values end; the engine computes the rest itself
-    question: int  # where the question begins
+    length: int  # number of known tokens of the prompt
+    stop: int  # end of the KV that the blend computes; the engine computes the rest itself
+    question: int  # first position of the question
     placements: Sequence[Placement]  # ascending, without overlap, none before `start`
     start: int = 0
 
 
 class Slice(NamedTuple):
-    """What was done since the last slice. After each slice, the engine may serve other requests."""
+    """The work since the last slice. After each slice, the engine may serve other requests."""
 
     layer: int
     cost: int  # rows through a layer; 0 if the blend waits for stored parts to arrive
-    coming: int | None = None  # what the next slice costs, where that is known; 0 behind the last one
+    coming: int | None = None  # cost of the next slice if it is known; 0 after the last slice
 
 
 @dataclass(slots=True, kw_only=True)
 class BlendResult:
-    """What a blend has computed."""
+    """Counts of the tokens that a blend has computed."""
 
-    reused: int  # tokens whose KV is approximate unless it is repaired; ratios refer to their number
+    reused: int  # tokens whose KV is approximate unless they are recomputed; ratios refer to this number
     fresh: int
     computed: list[int]  # tokens computed in each layer, over all passes
-    repaired: list[torch.Tensor] = field(repr=False)  # per layer, positions of the reused tokens computed last
+    repaired: list[torch.Tensor] = field(repr=False)  # per layer, positions of the reused tokens of the last pass
     charged: int = 0  # reused tokens that were computed, summed over layers and passes
 
     @property
@@ -70,20 +73,20 @@ class BlendResult:
 
 
 class _Probe(NamedTuple):
-    """A batch of the first pass, and the keys that it sees."""
+    """A batch of the first pass, and the keys to which it attends."""
 
     batch: slice
     positions: torch.Tensor  # [T]
-    scoring: int  # the first row of the batch that scores the documents
-    absent: torch.Tensor  # positions up to the batch's last one whose keys and values are not there yet
-    present: torch.Tensor  # [N] bool, false at these positions
+    scoring: int  # first row of the batch that scores the documents
+    absent: torch.Tensor  # positions up to the batch's last one that have no keys and values yet
+    present: torch.Tensor  # [N] bool, false at the absent positions
 
 
 class Blender(Generic[R]):
     """The blend of one prompt. Exhaust `slices`, then read `result`."""
 
     def __init__(self, canvas: Canvas[R], given: BlendInput, policy: RecomputePolicy) -> None:
-        """Raise `ConfigError` if the policy's check layers are deeper than the model."""
+        """Prepare the blend. Raises `ConfigError` if the model does not have the policy's check layers."""
         policy.check_depth(canvas.depth)
         self._canvas, self._given, self._policy = canvas, given, policy
         loose = [placement for placement in given.placements if not placement.exact]
@@ -94,7 +97,7 @@ class Blender(Generic[R]):
         self._is_reused = torch.zeros_like(self._present)
         self._is_reused[self._reused] = True
         self._fresh = (~self._present).nonzero().flatten()
-        self._placed = 0  # layers whose stored parts are in place
+        self._placed = 0  # number of layers whose stored parts have been placed
         reused, fresh, depth = self._reused, len(self._fresh), canvas.depth
         repaired = [reused[:0]] * depth
         self.result = BlendResult(reused=len(reused), fresh=fresh, computed=[0] * depth, repaired=repaired)
@@ -109,7 +112,7 @@ class Blender(Generic[R]):
             yield from self._ask(paid)
             joined = self._canvas.largest if NEEDS_QUESTION[strategy] == "max" else self._canvas.summed
             chosen = self._choose(Evidence(offset=self._offset, attention=joined(paid[:, self._reused]).sum(0)))
-            # The first pass has finished what stands before all reused tokens.
+            # The first pass has finished the fresh tokens before all reused tokens.
             yield from self._pass(_merged(fresh[fresh > self._reused[0]], chosen))
         elif strategy == "deviation":
             yield from self._pass(_merged(fresh, self._reused), self._policy.check_layers)
@@ -126,12 +129,12 @@ class Blender(Generic[R]):
     # -- passes ------------------------------------------------------------------------------------------------------
 
     def _pass(self, positions: torch.Tensor, checks: Sequence[int] = ()) -> Iterator[Slice]:
-        """Compute these tokens in every layer. At check layers fewer of them go on."""
+        """Compute the tokens at these positions in every layer. At check layers, fewer tokens go on."""
         canvas, repaired = self._canvas, self._repaired(positions)
-        # Parts that are still to be placed arrive layer by layer, and are not waited for all at once.
+        # Stored parts arrive layer by layer. While some must still be placed, run layer by layer, too.
         through = canvas.compiled and not checks and (self._placed == canvas.depth or not self._given.placements)
         rows = canvas.begin(positions, through=through) if len(positions) else None
-        shifts = [] if checks else self._shifts(rows)  # `deviation` is as published.
+        shifts = [] if checks else self._shifts(rows)  # `deviation` stays as published, without a correction.
         if through and rows is not None:
             yield from self._pass_through(rows, shifts, repaired)
             return
@@ -150,7 +153,7 @@ class Blender(Generic[R]):
                 yield done._replace(coming=0) if is_last else done
 
     def _pass_through(self, rows: R, shifts: Sequence[Shift], repaired: torch.Tensor) -> Iterator[Slice]:
-        """Compute these rows in all layers, batch after batch: no row sees one of a later batch."""
+        """Compute these rows in all layers, batch after batch, since no row attends to a later batch."""
         depth = self._canvas.depth
         for layer in range(depth):
             self._charge(layer, len(rows.positions), repaired)
@@ -162,18 +165,18 @@ class Blender(Generic[R]):
             yield Slice(depth - 1, cost, coming)
 
     def _shifts(self, rows: R | None) -> list[Shift]:
-        """Return what corrects the tokens that are not repaired, for each batch of rows."""
+        """Return the shift of the tokens that are not recomputed, for each batch of rows."""
         if rows is None or not len(self._reused) or self._policy.correction == "none":
             return []
         batches = [self._repaired(rows.positions[batch]) for batch in self._canvas.batches(rows)]
         return list(shifts_of(self._canvas, self._offset, self._reused, batches))
 
     def _ask(self, paid: torch.Tensor) -> Iterator[Slice]:
-        """Run the question over the unrepaired KV, and note in `paid [L, N]` what it pays to each token.
+        """Run the question over the stored KV, and write its attention to each token into `paid [L, N]`.
 
-        Fresh tokens before all reused ones run with it; their KV is exact and finished afterwards. Separators, unknown
-        documents, and what a long question has before its last `QUESTION_ROWS` tokens are absent: to compute them here
-        too would cost as much as the question itself, and did not change any choice in the measurements.
+        Fresh tokens before all reused tokens run with the question; afterwards their KV is exact and final. Separators,
+        unknown documents, and the tokens before the last `QUESTION_ROWS` of a long question are absent. Computing them
+        here, too, would cost as much as the question itself. In measurements, it changed no choice.
         """
         question = min(max(self._given.question, self._given.length - QUESTION_ROWS), self._given.length - 1)
         positions = self._fresh[(self._fresh < self._reused[0]) | (self._fresh >= question)]
@@ -187,7 +190,7 @@ class Blender(Generic[R]):
                 yield self._slice_of(layer, probe.batch, self._canvas.context_cost(len(probe.present)))
 
     def _probes(self, positions: torch.Tensor, question: int, batches: Sequence[slice]) -> list["_Probe"]:
-        """Return what each batch of the first pass sees; `question` is the index of the question's first row."""
+        """Return the keys that each batch of the first pass sees. The question begins at row `question`."""
         present = self._present.clone()
         present[positions] = True
         absent, where = (~present).nonzero().flatten(), positions.tolist()
@@ -198,14 +201,14 @@ class Blender(Generic[R]):
         ]
 
     def _scoring(self, layer: int, probe: "_Probe", paid: torch.Tensor) -> Attention:
-        """Return attention over the keys that are present, which notes in `paid [N]` what the question pays to each."""
+        """Return attention over the present keys that also writes the question's attention to each into `paid [N]`."""
 
         def attention(query: torch.Tensor, write: Callable[[], None], own: object) -> torch.Tensor | None:
             write()
             at, present, first = probe.positions, probe.present, probe.scoring
             kernels, scale = self._canvas.kernels, self._canvas.scale
             kv = self._canvas.context(layer, len(present), probe.absent)
-            last = layer == self._canvas.depth - 1  # Nobody reads its output in this pass.
+            last = layer == self._canvas.depth - 1  # The output of the last layer is unused in this pass.
             attended = [] if last else [kernels.attend(query[:first], kv, at[:first], scale, present)]
             if first < len(at):
                 over_heads, so_far = NEEDS_QUESTION[self._policy.strategy], paid[: len(present)]
@@ -217,7 +220,7 @@ class Blender(Generic[R]):
         return attention
 
     def _place(self, layer: int) -> Iterator[Slice]:
-        """Place the stored parts of a layer, unless that has been done."""
+        """Place the stored parts of a layer, unless they have been placed."""
         if layer < self._placed or not self._given.placements:
             return
         while not self._canvas.arrived(layer):
@@ -236,7 +239,7 @@ class Blender(Generic[R]):
         return self._reused[self._canvas.agreed(chosen, len(self._reused))]
 
     def _check(self, layer: int, rows: R) -> Generator[Slice, None, R]:
-        """Compute a check layer, keep the fresh keys and values of all rows, and return the rows that go on."""
+        """Compute a check layer. Keeps the fresh keys and values of all rows, and returns the rows that go on."""
         reused = self._is_reused[rows.positions]
         candidates = rows.positions[reused]
         slots = self._canvas.slots(candidates)
@@ -265,7 +268,7 @@ class Blender(Generic[R]):
         return positions[self._is_reused[positions]]
 
     def _charge(self, layer: int, computed: int, repaired: torch.Tensor) -> None:
-        """Count the rows computed in a layer, among them the `repaired` reused ones."""
+        """Count the rows computed in a layer, and the reused tokens `repaired` among them."""
         self.result.computed[layer] += computed
         self.result.charged += len(repaired)
         if len(repaired):

@@ -1,8 +1,8 @@
-"""What documents are learned behind: the tokens that stand before a document when its keys and values are computed.
+"""The learn prefix: the tokens before a document when its keys and values are computed.
 
-In a prompt, other documents stand before a document and change its keys and values. A part of this change does not
-depend on what the other documents say. So each document is learned as if it followed the primer, a short document about
-nothing in particular. The primer is the same for all users, so nothing that one user wrote reaches another.
+In a prompt, earlier documents change the keys and values of a document. A part of this change does not depend on their
+contents. So each document is learned after the primer, a short neutral document. The primer is the same for all users,
+so no user's text reaches another user.
 """
 
 from typing import Any
@@ -18,7 +18,10 @@ PRIMER = (
 
 
 def learn_prefix(tokenizer: Any, settings: Settings) -> tuple[int, ...]:
-    """Return the tokens behind which documents are learned, none if the settings or the tokenizer want none."""
+    """Return the tokens after which documents are learned.
+
+    They are empty if the setting is `none`, or if the tokenizer has no sink token.
+    """
     sink = () if settings.blend_learn_prefix == "none" else sink_of(tokenizer)
     if not sink or settings.blend_learn_prefix == "sink":
         return sink
@@ -26,10 +29,10 @@ def learn_prefix(tokenizer: Any, settings: Settings) -> tuple[int, ...]:
 
 
 def sink_of(tokenizer: Any) -> tuple[int, ...]:
-    """Return the token with which all prompts begin, if there is one: BOS, or the special token that begins a chat.
+    """Return the first token of all prompts, if there is one: BOS, or the special token that begins a chat.
 
     A model uses the first token of a text as an attention sink (StreamingLLM, arXiv 2309.17453). If a document is
-    learned alone, its own first token becomes one, and remains one in the middle of a prompt.
+    learned alone, its own first token becomes a sink, and remains one in the middle of a prompt.
     """
     if tokenizer.bos_token_id is not None:
         return (tokenizer.bos_token_id,)
@@ -37,7 +40,7 @@ def sink_of(tokenizer: Any) -> tuple[int, ...]:
         return ()
     try:
         chat = tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False)
-    except Exception:  # noqa: BLE001 - A template raises whatever it likes, for example without a system text.
+    except Exception:  # noqa: BLE001 - A template may raise any error, for example without a system text.
         return ()
     first = tuple(tokenizer.encode(chat, add_special_tokens=False)[:1])
     return first if set(first) <= set(tokenizer.all_special_ids) else ()

@@ -1,7 +1,7 @@
-"""Finds a text among the tokens of a prompt, whatever stands around it there.
+"""Finds a text among the tokens of a prompt, whatever surrounds it.
 
-A tokenizer may join the first and the last letters of a text with what stands beside them. The words between them
-always have the same tokens.
+A tokenizer may join the first and the last characters of a text with the adjacent text. The words between them always
+have the same tokens.
 """
 
 import re
@@ -13,8 +13,8 @@ from lmc.blend.markers import tokens_inside
 from lmc.blend.segments import Span
 from lmc.blend.turn_headers import Tokens
 
-FEW = 32  # tokens that the first or the last word of a text may have
-PLACES = 100  # that are looked at: an engine makes no step meanwhile
+FEW = 32  # maximum number of tokens of a text's first or last word
+PLACES = 100  # maximum number of matches that are checked, because the engine makes no step meanwhile
 
 
 def find_text(
@@ -24,9 +24,9 @@ def find_text(
     decode: Callable[[list[int]], str],
     start: int = 0,
 ) -> Span | None:
-    """Return where a text first stands in a prompt from `start` on; None if it does not, or has fewer than 3 words.
+    """Return the first occurrence of a text in a prompt from `start` on. Returns None without one.
 
-    The prompt is one of unsigned integers of 4 bytes (`"I"`).
+    A text of fewer than 3 words is never found. The prompt is an array of 4-byte unsigned integers (`"I"`).
     """
     parts = re.fullmatch(r"\s*(\S+)(\s.*\S)\s+(\S+)\s*", text, re.DOTALL)
     if parts is None:
@@ -42,7 +42,7 @@ def find_text(
 
 
 def _places(prompt: "array[int]", core: Tokens, start: int) -> Iterator[int]:
-    """Yield where the tokens `core` stand in a prompt; `bytes.find` takes time in proportion to the prompt."""
+    """Yield the positions of the tokens `core` in a prompt. `bytes.find` takes time linear in the prompt's length."""
     text, wanted, size = prompt.tobytes(), array("I", core).tobytes(), prompt.itemsize
     at = text.find(wanted, size * start) if wanted else -1
     while at >= 0:
@@ -52,7 +52,7 @@ def _places(prompt: "array[int]", core: Tokens, start: int) -> Iterator[int]:
 
 
 def _extend_left(prompt: Sequence[int], at: int, word: str, decode: Callable[[list[int]], str]) -> int | None:
-    """Return the last position from which on the text before `at` has a word in it."""
+    """Return the last position `begin` so that the text of the tokens `[begin, at)` contains a word."""
     if word not in decode(list(prompt[max(0, at - FEW) : at])):
         return None
     begins = range(at - 1, max(-1, at - FEW - 1), -1)
@@ -60,7 +60,7 @@ def _extend_left(prompt: Sequence[int], at: int, word: str, decode: Callable[[li
 
 
 def _extend_right(prompt: Sequence[int], at: int, word: str, decode: Callable[[list[int]], str]) -> int | None:
-    """Return the first position up to which the text from `at` on has a word in it."""
+    """Return the first position `end` so that the text of the tokens `[at, end)` contains a word."""
     if word not in decode(list(prompt[at : at + FEW])):
         return None
     ends = range(at + 1, min(len(prompt), at + FEW) + 1)

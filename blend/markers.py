@@ -1,7 +1,7 @@
-"""Markers: the tokens that tell the parts of a prompt apart, as a tokenizer and its chat template write them.
+"""Markers: the tokens that separate the parts of a prompt, as a tokenizer and its chat template write them.
 
-A tokenizer encodes the special string in one way at the start of a text, in another way inside of one, and in a third
-way before a word that takes the last blank with it; each of these ways is a variant.
+A tokenizer may encode the separator differently at the start of a text, inside a text, and before a word whose token
+includes the last blank. Each of these token sequences is a variant.
 """
 
 import itertools
@@ -21,25 +21,25 @@ from lmc.blend.turn_headers import (
 )
 from lmc.errors import InputError
 
-# Pairs of texts around a special string: a tokenizer treats both alike, and they have no token in common beside it.
+# Pairs of texts around a separator. A tokenizer treats both alike, and they share no token next to the separator.
 BEFORE = ("a", "b"), ("a.", "a,"), ("a\n", "a\t")
 BEHIND = ("a", "b"), ("A", "B"), (" a", " b"), ("\n", "\t")
-# Names that only chat templates write, such as <|user|> and <tool_call|>, also without the special flag
+# Names of tokens that only chat templates write, such as <|user|> and <tool_call|>, with or without the special flag.
 MARKER_NAME = re.compile(r"<[|\uff5c].*>|<.*[|\uff5c]>", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Markers:
-    """What a prompt is cut at, and what shows that a text is a conversation and no document."""
+    """The tokens at which a prompt is cut, and those that show that a text is a conversation, not a document."""
 
-    separators: Variants  # all token sequences of the special string, longest first
-    special: frozenset[int] = frozenset()  # tokens that no document has: role markers, BOS, EOS
-    answers: Variants = ()  # what a chat template writes before answers of the model, longest first
-    messages: Variants = ()  # what it writes before other contents, longest first; an answer ends there
+    separators: Variants  # all token sequences of the separator, longest first
+    special: frozenset[int] = frozenset()  # tokens that never occur in a document: role markers, BOS, EOS
+    answers: Variants = ()  # headers that a chat template writes before answers of the model, longest first
+    messages: Variants = ()  # headers before other contents, which end an answer, longest first
 
     @classmethod
     def of(cls, tokenizer: Any, special_string: str) -> "Markers":
-        """Return the markers of a tokenizer of transformers or vLLM; raise `InputError` as `separator_variants`."""
+        """Return the markers of a transformers or vLLM tokenizer. Raises `InputError` as `separator_variants` does."""
         separators = separator_variants(tokenizer.encode, tokenizer.decode, special_string)
         special = special_tokens(tokenizer)
         turns = TurnHeaders.of(tokenizer, special)
@@ -54,17 +54,16 @@ class Markers:
 def separator_variants(
     encode: Callable[[str], Tokens], decode: Callable[[list[int]], str], special_string: str
 ) -> Variants:
-    """Return every token sequence as which the special string can be encoded, longest first.
+    """Return every token sequence to which the separator can be encoded, longest first.
 
-    `encode` may or may not add special tokens. Raises `InputError` if the special string cannot be found among other
-    tokens.
+    `encode` may or may not add special tokens. Raises `InputError` if the separator has no tokens of its own.
     """
     bare = special_string.strip()
-    start = common_prefix(encode("a"), encode("b"))  # special tokens that come before every text, such as BOS
+    start = common_prefix(encode("a"), encode("b"))  # special tokens before every text, such as BOS
     texts = special_string, bare, " " + bare, bare + " "
     found = {tuple(encode(text)[start:]) for text in texts}
     found |= {tokens_inside(encode, *parts) for parts in itertools.product(BEFORE, texts, BEHIND)}
-    # Where a letter joins the special string in one token, a part of it is missing.
+    # Drop variants that lack a part of the separator because a token joins it with an adjacent character.
     whole = [
         one for one in found if bare and decode(list(one)).replace(SENTENCE_PIECE_BLANK, " ").split() == bare.split()
     ]
@@ -75,9 +74,9 @@ def separator_variants(
 
 
 def special_tokens(tokenizer: Any) -> frozenset[int]:
-    """Return the tokens that are no text. The one for unknown words is not among them, because it stands for text."""
+    """Return the tokens that are not text. The token for unknown words is left out, because it stands for text."""
     found = set(tokenizer.all_special_ids)
-    # Role markers may be special without being one of the tokenizer's named special tokens.
+    # Role markers may have the special flag without being among the tokenizer's named special tokens.
     found |= {token for token, added in getattr(tokenizer, "added_tokens_decoder", {}).items() if added.special}
     found |= {token for token, name in added_tokens(tokenizer).items() if MARKER_NAME.fullmatch(name)}
     return frozenset(found - {getattr(tokenizer, "unk_token_id", None)})
@@ -86,7 +85,7 @@ def special_tokens(tokenizer: Any) -> frozenset[int]:
 def tokens_inside(
     encode: Callable[[str], Tokens], before: tuple[str, str], text: str, behind: tuple[str, str]
 ) -> tuple[int, ...]:
-    """Return how `text` is encoded between two others: the tokens that are the same whichever texts these are."""
+    """Return the tokens of `text` between two other texts: those that do not depend on the other texts."""
     whole, other_before, other_behind = (
         encode(left + text + right)
         for left, right in ((before[0], behind[0]), (before[1], behind[0]), (before[0], behind[1]))

@@ -1,9 +1,9 @@
-"""Re-rotation of stored keys from the positions they were computed at to the positions they are used at.
+"""Re-rotation of stored keys from the positions at which they were computed to those at which they are used.
 
-RoPE rotates pairs of dimensions by an angle that grows with the position, so a rotation by the difference of two angles
-moves a key without computing it anew (RoFormer, Su et al. 2021). The difference is taken from the model's own cos and
-sin rows, which makes scaled frequencies (llama3), YaRN's magnitude factor, partial rotation and both ways of pairing
-dimensions come out as in the model.
+RoPE rotates pairs of dimensions by an angle that grows with the position. So a rotation by the difference of two angles
+moves a key without recomputing it (RoFormer, Su et al. 2021). The difference is taken from the model's own cos and sin
+rows. This reproduces scaled frequencies (llama3), YaRN's magnitude factor, partial rotation and both pairings of
+dimensions exactly as in the model.
 """
 
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ import torch
 
 from lmc.errors import UnsupportedModel
 
-# With these types frequencies do not depend on the prompt's length, so that a rotation by a difference is exact.
+# Frequencies of these types do not depend on the prompt's length, so a rotation by a difference is exact.
 SHIFT_INVARIANT = ("default", "linear", "llama3", "yarn")
 Turn = tuple[torch.Tensor, torch.Tensor]  # cos and sin [T, R/2]
 
@@ -29,9 +29,9 @@ def check_rope(parameters: Mapping[str, object]) -> None:
 def turn_between(old: Turn, new: Turn) -> Turn:
     """Return the rotation, in float32, that moves keys from old to new positions.
 
-    The arguments are rows of the model's own cos and sin. The result is divided by the rows' squared magnitude,
-    which is 1 except where YaRN scales them, because stored keys have that factor already. Equal rows give exactly
-    (1, 0), so that a key that does not move keeps its bits.
+    The arguments are rows of the model's own cos and sin. The result is divided by the rows' squared magnitude, because
+    stored keys already have that factor. The magnitude is 1 unless YaRN scales the rows. Equal rows give exactly
+    (1, 0), so an unmoved key keeps its bits.
     """
     co, so, cn, sn = (t.float() for t in (*old, *new))
     magnitude = co * co + so * so
@@ -39,10 +39,10 @@ def turn_between(old: Turn, new: Turn) -> Turn:
 
 
 def rotate(keys: torch.Tensor, turn: Turn, out: torch.Tensor, *, interleaved: bool = False) -> None:
-    """Rotate `keys [H, T, D]` into `out`, computed in float32; dimensions from R on stay as they are.
+    """Rotate `keys [H, T, D]` into `out`, computed in float32. Dimensions from R on are copied.
 
-    Pairs are (i, i + R/2) as in GPT-NeoX and Llama, or (2i, 2i + 1) if `interleaved`, as in GPT-J. `out [H, T, D]` does
-    not overlap `keys`; nothing is allocated for float32.
+    Pairs are (i, i + R/2) as in GPT-NeoX and Llama, or (2i, 2i + 1) if `interleaved`, as in GPT-J. `out [H, T, D]` must
+    not overlap `keys`. With an `out` in float32, no result is allocated.
     """
     (cos, sin), half = turn, turn[0].shape[-1]
     first, second = slice(0, half), slice(half, 2 * half)

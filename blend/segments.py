@@ -1,8 +1,8 @@
-"""Cuts a prompt at the special string: `system # # doc # # doc # # … # # question`, by token ids.
+"""Cuts a prompt at its separators, by token ids: `system # # doc # # doc # # … # # question`.
 
-The model reads the separators as a part of the prompt. They belong to no document. In a conversation, a text between
-separators may reach from one message into the next. It then has a role marker or another special token in it, and is no
-document. What the model has answered is no document either.
+Separators are a part of the prompt that the model reads, but not of a document. In a conversation, a text between
+separators may extend from one message into the next. It then contains a role marker or another special token, and is
+not a document. Answers of the model are not documents either.
 """
 
 import itertools
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from lmc.blend.markers import Markers
 from lmc.blend.turn_headers import Tokens, Variants, longest_first, occurrences
 
-PASSES = 4  # Taking a special string out of a text may leave another one, as in "# # #".
+PASSES = 4  # Replacing a separator may leave another one, as in "# # #".
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,29 +33,29 @@ class Segments:
 
     system: Span  # before the first separator; may be empty
     documents: tuple[Span, ...]
-    question: Span  # behind the last separator; may be empty
-    opening: Span | None = None  # the system text if it may be a document that has no separator before it
+    question: Span  # after the last separator; may be empty
+    opening: Span | None = None  # the system text, if it may be a document without a separator before it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """Stored tokens and the positions where they are used.
+    """Stored tokens, and the positions at which they are used.
 
-    `tokens` tokens that were computed at the positions from `first` on are used at the positions from `at` on. What
-    they were computed behind, such as an attention sink, is at the positions before.
+    `tokens` tokens were computed at the positions from `first` on, and are used at the positions from `at` on. The
+    positions before `first` had the learn prefix, such as an attention sink.
     """
 
     at: int
     tokens: int
     first: int
-    exact: bool = False  # Full prefill would give the same keys and values, so they are never recomputed.
+    exact: bool = False  # whether the KV equals full prefill's, so that it is never recomputed
 
 
 def split(tokens: Tokens, markers: Markers) -> Segments:
-    """Cut a prompt at every separator. Without separators, all of it is the question."""
+    """Cut a prompt at every separator. Without separators, the whole prompt is the question."""
     headers = _headers(tokens, markers)
     answers = _answers(len(tokens), headers, markers.answers)
-    starts = [answer.start for answer in answers]  # ascending; none begins before the one before it has ended
+    starts = [answer.start for answer in answers]  # ascending, because answers do not overlap
 
     def answered(at: int) -> bool:
         before = bisect_right(starts, at)
@@ -76,12 +76,12 @@ def split(tokens: Tokens, markers: Markers) -> Segments:
 
 
 def has_turns(tokens: Tokens, markers: Markers) -> bool:
-    """Return whether tokens are no document, because they have a special token, or the header of a turn."""
+    """Return whether tokens contain a special token or the header of a turn, and so are not a document."""
     return not markers.special.isdisjoint(tokens) or any(_headers(tokens, markers))
 
 
 def join(system: Tokens, documents: Sequence[Tokens], question: Tokens, separator: Tokens) -> list[int]:
-    """Return the prompt that `split` cuts into these parts; with an empty `system` it starts with a separator."""
+    """Return the prompt that `split` cuts into these parts. With an empty `system`, it begins with a separator."""
     prompt = list(system)
     for part in (*documents, question):
         prompt += [*separator, *part]
@@ -89,17 +89,17 @@ def join(system: Tokens, documents: Sequence[Tokens], question: Tokens, separato
 
 
 def document_tokens(encode: Callable[[str], Tokens], markers: Markers, special_string: str, text: str) -> list[Tokens]:
-    """Return the tokens that a text has in a prompt, between two separators, without white space around it.
+    """Return the tokens of a text between two separators of a prompt, without white space around the text.
 
-    Separators inside of it are written as by `without_separators`. There are no tokens if the text has a special token
-    of the model, and so is no document.
+    Separators inside the text are replaced as by `without_separators`. The list is empty if the text has a special
+    token of the model, and so is not a document.
     """
     tokens = encode(special_string.join(("", without_separators(text, special_string).strip(), "")))
     return [tokens[span.start : span.stop] for span in split(tokens, markers).documents]
 
 
 def without_separators(text: str, separator: str) -> str:
-    """Return a document in which separators are written so that they do not cut it: `##` instead of `# #`."""
+    """Replace the separators in a document, so that they do not cut it: `##` instead of `# #`."""
     bare, apart = bare_and_apart(separator)
     for _ in range(PASSES):
         text = text.replace(bare, apart)
@@ -107,9 +107,10 @@ def without_separators(text: str, separator: str) -> str:
 
 
 def bare_and_apart(separator: str) -> tuple[str, str]:
-    """Return a separator without the white space around it, and what is written instead of it inside of documents.
+    """Return a separator without white space around it, and its replacement inside documents.
 
-    That is the same without the white space in it, or, if it has none, with a blank behind its first letter.
+    The replacement is the separator without its inner white space. If it has none, a blank is inserted after its first
+    character.
     """
     bare = separator.strip()
     joined = "".join(bare.split())
@@ -121,12 +122,12 @@ def _find(tokens: Tokens, variants: Variants) -> list[Span]:
 
 
 def _headers(tokens: Tokens, markers: Markers) -> list[tuple[int, tuple[int, ...]]]:
-    """Return where the headers of turns begin, and which they are."""
+    """Return the positions and the tokens of the headers of turns."""
     return list(occurrences(tokens, longest_first([*markers.answers, *markers.messages])))
 
 
 def _answers(size: int, headers: Iterable[tuple[int, Tokens]], of_answers: Variants) -> list[range]:
-    """Return where the model's answers are in a conversation: from their headers to those of the next messages."""
+    """Return the ranges of the model's answers, each from the end of its header to the header of the next message."""
     found: list[range] = []
     start: int | None = None
     for at, header in headers:
@@ -139,5 +140,5 @@ def _answers(size: int, headers: Iterable[tuple[int, Tokens]], of_answers: Varia
 
 
 def _any_inside(positions: Sequence[int], span: Span) -> bool:
-    """Return whether one of the ascending `positions` is inside of a span."""
+    """Return whether one of the ascending `positions` is inside a span."""
     return bisect_left(positions, span.start) < bisect_left(positions, span.stop)

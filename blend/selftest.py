@@ -1,7 +1,7 @@
-"""The self-test compares keys and values that are computed over a canvas with those that the model itself computes.
+"""The self-test compares the keys and values that a canvas computes with those that the model itself computes.
 
 Connectors run it once at start, on random tokens. It detects a wrong mask (a scattered row sees a later row, or does
-not see an earlier one), a wrong slot (a row is written to one place and read from another), and a wrong rotation.
+not see an earlier row), a wrong slot (a row is written to one slot and read from another), and a wrong rotation.
 Blending stays off for a model that fails.
 """
 
@@ -16,39 +16,39 @@ from lmc.blend.segments import Placement
 from lmc.blend.strategies import NEEDS_QUESTION, RecomputePolicy
 from lmc.errors import UnsupportedModel
 
-TOKENS = 64  # in the prompt
-MOVED = 37  # the position to which a document that was computed alone is moved
+TOKENS = 64  # tokens of the prompt
+MOVED = 37  # new position of a document that was computed alone
 ASKING = 8  # tokens of the question in a rehearsal
-LONG = 2048  # tokens of a context whose keys are shared by several programs of a kernel
-LONGEST = 16384  # tokens of a context that has enough keys for all programs, so that none share the rows of a question
-QUESTIONS = (ASKING, 24, 64)  # tokens of questions for which a GPU needs different programs
+LONG = 2048  # tokens of a context whose keys several programs of a kernel share
+LONGEST = 16384  # tokens of a context with enough keys for all programs, so that they do not share a question's rows
+QUESTIONS = (ASKING, 24, 64)  # tokens of questions that need differently compiled kernels on a GPU
 # Differences, relative to the largest value, that are always allowed.
 FLOOR = {torch.float64: 1e-5, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-# Allowed are so many times the model's own noise, which is the difference between a prefill in one chunk and in two.
+# Allowed difference, as a multiple of the model's noise: the difference between a prefill in one chunk and in two.
 NOISE = 8
-# And never more than this, however noisy the model is: through 30 layers in bfloat16, two prefills differ by 0.06, and
-# an error in a mask, a slot or a rotation makes about 1.
+# Largest allowed difference, however noisy the model is. Through 30 layers in bfloat16, two prefills differ by 0.06. An
+# error in a mask, a slot or a rotation makes a difference of about 1.
 CEILING = 0.1
 
 
 def random_prompt(vocabulary: int) -> list[int]:
-    """Return the tokens of the self-test."""
+    """Return the random tokens of the self-test's prompt."""
     return torch.randint(vocabulary, (TOKENS,), generator=torch.Generator().manual_seed(0)).tolist()
 
 
 def prove(canvas: Canvas[R], moved: Canvas[R], whole: Sequence[KV], in_two: Sequence[KV]) -> None:
     """Raise `UnsupportedModel` if lmc's results differ from the model's by more than the model's own noise allows.
 
-    `canvas` holds the random prompt and nothing stored; `moved` places a document, its last tokens computed alone, at
-    `MOVED`. `whole` and `in_two` are the KV `[T, H, D]` of the prompt by layer, as the model's own prefill leaves it
-    in one chunk and in two.
+    `canvas` holds the random prompt and nothing stored. `moved` places a document at `MOVED`: the prompt's last tokens,
+    computed alone. `whole` and `in_two` are the KV `[T, H, D]` of the prompt by layer, from the model's own prefill in
+    one chunk and in two.
     """
     noise = _largest(in_two, whole)
     check("layers", max(_recomputed(canvas, whole), _rotated(moved, whole)), noise, whole[0][0].dtype)
 
 
 def prove_compiled(canvas: Canvas[R], whole: Sequence[KV], in_two: Sequence[KV]) -> None:
-    """Do the same for rows that go through all layers of the compiled model in one call."""
+    """Do the same as `prove` for rows that go through all layers of the compiled model in one call."""
     check("compiled layers", _recomputed(canvas, whole, through=True), _largest(in_two, whole), whole[0][0].dtype)
 
 
@@ -62,15 +62,15 @@ def check(what: str, found: float, noise: float, dtype: torch.dtype) -> None:
 
 
 def difference(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    """Return the largest difference, relative to the largest value; infinite if anything is NaN."""
+    """Return the largest difference, relative to the largest value of `wanted`; infinite if a value is NaN."""
     largest = (found.double() - wanted.double()).abs().max() / wanted.double().abs().max().clamp_min(1e-6)
     return float(largest.nan_to_num(nan=float("inf")))
 
 
 def rehearse(canvas_of: Callable[[], Canvas[R]], document: Placement) -> None:
-    """Run small blends, so that kernels are compiled at the start and not while a request waits for them.
+    """Run small blends, so that kernels are compiled at the start and not while a request waits.
 
-    `canvas_of` returns a new canvas of the random prompt with a document, behind which `ASKING` tokens are a question.
+    `canvas_of` returns a new canvas of the random prompt with a document. The last `ASKING` tokens are the question.
     """
     given = BlendInput(length=TOKENS, stop=TOKENS, question=TOKENS - ASKING, placements=[document])
     canvas = canvas_of()
@@ -81,7 +81,7 @@ def rehearse(canvas_of: Callable[[], Canvas[R]], document: Placement) -> None:
 
 
 def _attend_long(canvas: Canvas[R]) -> None:
-    """Attend over long contexts, whose keys are the same ones again and again, and score with questions of any size."""
+    """Attend over long contexts of repeated keys, and score with questions of all sizes in `QUESTIONS`."""
     kernels, scale, device = canvas.kernels, canvas.scale, canvas.device
 
     def attention(query: torch.Tensor, write: Callable[[], None], own: object) -> None:
@@ -102,7 +102,7 @@ def _attend_long(canvas: Canvas[R]) -> None:
 
 
 def _repeated(pages: Paged, length: int) -> Paged:
-    """Return pages for a context of a length, with the same keys and values again and again."""
+    """Return pages for a context of `length` tokens. The context repeats one block, or has zeros without a table."""
     (_, heads, size, dim), table = pages.keys.shape, pages.table
     if table is not None:
         return pages._replace(table=table[:1].repeat(-(-length // size)))
@@ -116,7 +116,7 @@ def _largest(found: Iterable[KV], wanted: Iterable[KV]) -> float:
 
 
 def _recomputed(canvas: Canvas[R], whole: Sequence[KV], *, through: bool = False) -> float:
-    """Fill the canvas with the model's KV, spoil scattered rows, recompute only those, and compare all rows."""
+    """Fill the canvas with the model's KV, overwrite scattered rows, recompute only these, and compare all rows."""
     everything = canvas.slots(torch.arange(TOKENS, device=canvas.device))
     # Runs of one, two and three positions with gaps between them, and the last position.
     positions = [at for at in range(TOKENS) if at % 11 in (1, 4, 5, 7, 8, 9) or at == TOKENS - 1]

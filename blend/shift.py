@@ -1,13 +1,13 @@
 """The shift corrects reused tokens that are not recomputed.
 
-The earlier documents of a prompt change the keys and values of a later one, and tokens that are alike change alike. So
-ridge regression (Hoerl and Kennard 1970) predicts how the other tokens of a document change from how its repaired ones
-have changed: their values, and their keys before RoPE. Tokens are alike if their stored keys are alike in the first
-layer that is corrected. This changes little with depth, so the weights of the prediction are computed once for all
-layers and heads. The fewer tokens are repaired, and the less alike they are, the smaller are the predictions.
+The earlier documents of a prompt change the keys and values of a later document, and similar tokens change similarly.
+Ridge regression (Hoerl and Kennard 1970) predicts the changes of a document's other tokens from those of its recomputed
+tokens. It predicts values, and keys before RoPE. Tokens are similar if their stored keys are similar in the first
+corrected layer. Similarity changes little with depth, so the weights of the prediction are computed once for all layers
+and heads. Fewer or less similar recomputed tokens give smaller predictions.
 
 The idea of a correction from probe tokens is AgentKVShift's (arXiv 2607.21604), which adds their mean change. Here the
-tokens that are repaired anyway are the probes, and their mean is what regression on a constant alone would predict.
+probes are the tokens that are recomputed anyway. Regression on a constant alone would predict their mean change.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,16 +18,17 @@ import torch
 from lmc.blend.canvas import KV, Attention, Canvas, Own
 from lmc.blend.kernels.shift import MOST_EXAMPLES, Spans
 
-SINKS = 2  # Tokens computed at the first positions are attention sinks, and change in ways of their own.
+SINKS = 2  # Tokens computed at this many first positions are attention sinks, which change differently.
 
 
 class Shift:
-    """The shift of documents that are repaired in the same batch of rows."""
+    """The shift of the documents with recomputed tokens in the same batch of rows."""
 
     def __init__(self, canvas: Canvas[Any], document: torch.Tensor, repaired: torch.Tensor) -> None:
-        """`document [N]` numbers the approximate tokens in ascending order, -1 for all others.
+        """Prepare the shift of the documents with tokens among `repaired`.
 
-        `repaired [T]` are ascending positions.
+        `document [N]` has the document number of each approximate token, in ascending order, and -1 for other tokens.
+        `repaired [T]` are the ascending positions of recomputed tokens.
         """
         self._canvas, repaired = canvas, repaired[document[repaired] >= 0]
         numbers, counts = torch.unique_consecutive(document[repaired], return_counts=True)
@@ -40,13 +41,13 @@ class Shift:
         self._weights: torch.Tensor | None = None  # [T, MOST_EXAMPLES], computed in the first layer
         self._back = canvas.turn(examples, torch.zeros_like(examples)), canvas.turn(others, torch.zeros_like(others))
         self._others_forth = canvas.turn(torch.zeros_like(others), others)
-        # The cost in one layer, as the number of rows that would take as long to compute.
+        # The cost in one layer, as the number of rows that take as long to compute.
         self.cost = canvas.context_cost(len(others))
 
     def attention(self, layer: int) -> Attention | None:
-        """Return the engine's own attention over the shifted tokens, for a layer that is not repaired yet.
+        """Return the engine's own attention over the shifted tokens, for a layer that is not recomputed yet.
 
-        Returns None for layer 0, in which keys and values depend on nothing but the token, and if none are shifted.
+        Returns None for layer 0, whose keys and values depend only on the token, and if no tokens are shifted.
         """
         if layer == 0 or not len(self._others):
             return None
@@ -60,7 +61,7 @@ class Shift:
         return attention
 
     def _apply(self, layer: int, stored: KV) -> None:
-        """Shift the other tokens, when the repaired ones have their new keys and values."""
+        """Shift the other tokens. The recomputed tokens must have their new keys and values."""
         canvas, others, kernels = self._canvas, self._others, self._canvas.kernels
         if self._weights is None:
             self._weights = kernels.weights_of(canvas, layer, stored[0], others, self._back, self._spans)
@@ -71,10 +72,10 @@ class Shift:
 def shifts_of(
     canvas: Canvas[Any], offset: torch.Tensor, reused: torch.Tensor, batches: Sequence[torch.Tensor]
 ) -> Iterator[Shift]:
-    """Yield the shifts to apply after each batch of repaired positions.
+    """Yield the shift to apply after each batch of recomputed positions.
 
-    `reused [N]` are the positions of approximate tokens, of which there is at least one, and `offset [N]` those in
-    their own documents. A document is shifted with the first batch that has any of its tokens.
+    `reused [N]` are the positions of the approximate tokens, at least one. `offset [N]` are their positions in their
+    own documents. A document is shifted with the first batch that has any of its tokens.
     """
     _, number = torch.unique(reused - offset, return_inverse=True)
     document = reused.new_full((int(reused[-1]) + 1,), -1)

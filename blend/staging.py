@@ -1,4 +1,4 @@
-"""Copies the stored parts of the next layer to the GPU while the model works on one."""
+"""Copies the stored parts of the next layer to the GPU while the model computes a layer."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -7,15 +7,15 @@ import torch
 
 from lmc.blend.kernels.operations import Kernels
 
-SIDES = 2  # While the parts in one buffer are placed, those of the next layer are copied into the other one.
+SIDES = 2  # buffers: the parts in one are placed while the next layer's are copied into the other
 
 
 class Staging:
     """Two buffers on the GPU for the stored parts of one prompt.
 
-    Copies are issued on a stream of their own. It waits until what was in a buffer has been placed, and the model's
-    stream waits until a layer's parts are there; nothing waits on the host, if the parts are in page-locked memory.
-    The model's stream is the current one of that GPU, which need not be the current GPU.
+    Copies are issued on a separate stream. It waits until the previous parts in a buffer have been placed. The model's
+    stream waits until a layer's parts have been copied. With parts in page-locked memory, the host never waits. The
+    model's stream is the current stream of the copies' GPU, which need not be the current GPU.
     """
 
     def __init__(
@@ -25,12 +25,12 @@ class Staging:
         make_buffer: Callable[[], torch.Tensor],
         stream: torch.cuda.Stream,
     ) -> None:
-        """`parts_of` returns the parts of a layer, and `make_buffer` memory for them side by side, `[K, T, H, D]`."""
+        """Allocate the buffers. `parts_of` returns a layer's parts, `make_buffer` a tensor `[K, T, H, D]` for them."""
         self._stage, self._parts_of, self._stream = kernels.stage, parts_of, stream
         self._buffers = [make_buffer() for _ in range(SIDES)]
         for buffer in self._buffers:
-            buffer.record_stream(stream)  # A blend that is given up leaves its memory to others only after the copies.
-        stream.wait_stream(self._model)  # which may still use the memory for something else
+            buffer.record_stream(stream)  # An aborted blend must not free its memory before the copies end.
+        stream.wait_stream(self._model)  # The model's stream may still use the buffers' memory.
         self._copied: dict[int, torch.cuda.Event] = {}  # by layer
         self._placed: dict[int, torch.cuda.Event] = {}  # by buffer
 
@@ -39,7 +39,7 @@ class Staging:
         return torch.cuda.current_stream(self._stream.device)
 
     def begin(self, layer: int) -> None:
-        """Issue the copies of a layer, unless that has been done."""
+        """Issue the copies of a layer, unless they have been issued."""
         side = layer % SIDES
         if layer in self._copied:
             return
@@ -51,7 +51,7 @@ class Staging:
 
     @contextmanager
     def parts(self, layer: int) -> Iterator[torch.Tensor]:
-        """Yield the parts of a layer `[K, T, H, D]`, which have to be placed in this block."""
+        """Yield the parts of a layer `[K, T, H, D]`. The caller must place them in this block."""
         self.begin(layer)
         self._model.wait_event(self._copied.pop(layer))
         yield self._buffers[layer % SIDES]

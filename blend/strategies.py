@@ -1,6 +1,6 @@
 """The strategies that choose which reused tokens are recomputed.
 
-A strategy is a function from evidence on each token to ascending indices. Sources: `deviation` is CacheBlend (arXiv
+A strategy is a function from evidence about each token to ascending indices. Sources: `deviation` is CacheBlend (arXiv
 2405.16444), `head` is EPIC (2410.15332), `query` is ProphetKV (2602.02579). `random`, `all` and `none` are controls.
 """
 
@@ -13,33 +13,33 @@ from lmc.blend.kernels.attention import OverHeads
 from lmc.config.settings import Settings
 from lmc.errors import ConfigError
 
-# What `union` repairs whatever the question is: the tokens of a document that were computed at these first positions,
-# which are three if it was learned alone, two behind an attention sink, and none behind a primer.
+# `union` recomputes tokens that were computed at these first positions, whatever the question is. A document has three
+# of them if it was learned alone, two after an attention sink, and none after a primer.
 HEAD_POSITIONS = 3
-# How many tokens behind each token `union` expects an answer to read, and with which share of its score.
+# `union` expects an answer to read this many tokens after each token. Each inherits a share of the previous score.
 READ_ON, INHERITED = 2, 0.8
-# The power of a token's place in its document with which `union` weights scores. A later token has read more of its own
-# document when it was stored, and less of what it says depends on others. MassClosure, of IBM's fork of vLLM, has it.
+# `union` multiplies a token's score by its position in its document to this power. A later token attended to more of
+# its own document when it was stored, so it depends less on others. From MassClosure, in IBM's fork of vLLM.
 DEPTH = -0.15
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
-    """What is known of N reused tokens, in the order of their positions."""
+    """The evidence about N reused tokens, in the order of their positions."""
 
     offset: torch.Tensor  # [N] position at which each token was computed in its own document
     deviation: torch.Tensor | None = None  # [N] squared L2 between fresh and re-rotated key, float32, over all KV heads
     magnitude: torch.Tensor | None = None  # [N] squared L2 of the re-rotated key
-    attention: torch.Tensor | None = None  # [N] attention that the question pays to each token
+    attention: torch.Tensor | None = None  # [N] attention of the question to each token
 
 
 def budget(tokens: int, ratio: float) -> int:
-    """Return how many of `tokens` a ratio stands for: `max(int(n · ratio), 1)` as published, and none at 0."""
+    """Return the number of tokens for a ratio: `max(int(n · ratio), 1)` as published, and 0 for ratio 0."""
     return max(int(tokens * ratio), 1) if tokens and ratio > 0 else 0
 
 
 def highest(scores: torch.Tensor, count: int) -> torch.Tensor:
-    """Return ascending indices of the `count` highest scores; of equal ones the earlier, as all ranks must agree."""
+    """Return ascending indices of the `count` highest scores. Earlier ones win ties, so that all ranks agree."""
     order = torch.argsort(scores, descending=True, stable=True)
     return order[:count].sort().values
 
@@ -56,7 +56,7 @@ def by_deviation(evidence: Evidence, count: int, threshold: float | None = None)
 
 
 def by_head(evidence: Evidence, count: int) -> torch.Tensor:
-    """Choose the first tokens of each document, as many of each as the budget allows."""
+    """Choose the first tokens of each document, as many per document as the budget allows."""
     return highest(-evidence.offset, count)
 
 
@@ -67,12 +67,12 @@ def by_query(evidence: Evidence, count: int) -> torch.Tensor:
 
 
 def by_union(evidence: Evidence, count: int) -> torch.Tensor:
-    """Choose the first tokens of each document, and for the rest of the budget what the question and its answer read.
+    """Choose the first tokens of each document. Spend the rest of the budget on what the question and its answer read.
 
-    The first tokens get at most a fourth of the budget. A document may take over information from the documents before
-    it in its first tokens, to which questions do not attend. An answer that is copied from a document attends to the
-    tokens behind those that the question finds, so `READ_ON` tokens inherit a share of the score of the one before.
-    Then scores are weighted by depth.
+    The first tokens get at most a fourth of the budget. They may take information from earlier documents, although
+    questions do not attend to them. An answer that is copied from a document attends to the tokens after those that the
+    question attends to. So each of the next `READ_ON` tokens inherits a share of the score of the token before it. Then
+    scores are weighted by depth.
     """
     assert evidence.attention is not None
     attention, follows = evidence.attention.clone(), evidence.offset[1:] == evidence.offset[:-1] + 1
@@ -110,14 +110,14 @@ STRATEGIES: dict[str, Callable[[Evidence, int], torch.Tensor]] = {
     "all": by_all,
     "none": by_none,
 }
-# The strategies that score by the question's attention: by its mean over heads, as published, or by that of the head
-# that attends most. Heads look for different things, and with a small budget the mean misses some of them.
+# The strategies that score by the question's attention: by its mean over heads, as published, or by its maximum. Heads
+# attend to different things, and with a small budget the mean misses some of them.
 NEEDS_QUESTION: dict[str, OverHeads] = {"query": "mean", "union": "max"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecomputePolicy:
-    """How many tokens are recomputed, and how they are chosen.
+    """The number of recomputed tokens, and the strategy that chooses them.
 
     Only `deviation` uses check layers, several ratios and thresholds.
     """
@@ -126,15 +126,15 @@ class RecomputePolicy:
     ratios: tuple[float, ...] = (0.15,)
     check_layers: tuple[int, ...] = (1,)
     thresholds: tuple[float, ...] | None = None
-    correction: str = "none"  # or "shift" (`lmc.blend.shift`), which `deviation` does not have
+    correction: str = "none"  # or "shift" (`lmc.blend.shift`), not for `deviation`
 
     def share(self, layers: int) -> float:
-        """Return which share of the reused tokens is computed, as a mean over layers."""
+        """Return the share of the reused tokens that is recomputed, as a mean over layers."""
         if self.strategy == "all":
             return 1.0
         if self.strategy != "deviation":
             return self.ratios[0] if self.strategy != "none" else 0.0
-        bounds = [*(check + 1 for check in self.check_layers), layers]  # A check layer computes all that reached it.
+        bounds = [*(check + 1 for check in self.check_layers), layers]  # A check layer computes all its tokens.
         return sum(
             (stop - start) * ratio
             for start, stop, ratio in zip([0, *bounds], bounds, [1.0, *self.ratios], strict=False)
@@ -142,7 +142,7 @@ class RecomputePolicy:
 
     @classmethod
     def of(cls, settings: Settings, strategy: str | None = None, ratio: float | None = None) -> "RecomputePolicy":
-        """Return the policy of the settings, or with another strategy or ratio; raise `ConfigError` as below."""
+        """Return the policy of the settings, or with another strategy or ratio. May raise `ConfigError`."""
         strategy = strategy or settings.blend_strategy
         ratios = settings.blend_recompute_ratios
         ratios = ratios if ratio is None else (ratio,) * len(ratios)
@@ -152,7 +152,7 @@ class RecomputePolicy:
         return cls(strategy=strategy, ratios=ratios, check_layers=layers, thresholds=thresholds)
 
     def __post_init__(self) -> None:
-        """Raise `ConfigError` if no blend can follow this policy."""
+        """Raise `ConfigError` if the policy is invalid."""
         if self.strategy not in STRATEGIES:
             raise ConfigError(f"blend strategy {self.strategy!r}: use one of {', '.join(STRATEGIES)}")
         if not self.ratios or not all(0 <= ratio <= 1 for ratio in self.ratios):
@@ -165,7 +165,7 @@ class RecomputePolicy:
             raise ConfigError("blend check layers, ratios and thresholds must be equally many")
 
     def check_depth(self, layers: int) -> None:
-        """Raise `ConfigError` if a model with so many layers does not have the check layers."""
+        """Raise `ConfigError` if a check layer is not among the model's `layers` layers."""
         if self.strategy == "deviation" and max(self.check_layers) >= layers:
             deepest = max(self.check_layers)
             raise ConfigError(f"blend_check_layers: {deepest}, but the model has layers 0 to {layers - 1}")

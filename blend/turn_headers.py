@@ -1,7 +1,7 @@
 """Turn headers: the tokens that a chat template writes before the contents of a conversation.
 
-They are learned from conversations that the template renders, because templates are programs that say nothing about
-their output. `Markers.of` calls `TurnHeaders.of` once, at the start.
+They are inferred from conversations that the template renders, because a template is a program and does not describe
+its output. `Markers.of` calls `TurnHeaders.of` once, at the start.
 """
 
 import itertools
@@ -14,14 +14,14 @@ from typing import Any
 Tokens = Sequence[int]
 Variants = tuple[tuple[int, ...], ...]
 
-SENTENCE_PIECE_BLANK = "\u2581"  # Some tokenizers leave it in a text of few tokens.
+SENTENCE_PIECE_BLANK = "\u2581"  # Some tokenizers leave it in the text of a few tokens.
 BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
-# Two contents without a token in common. The second one shows which tokens of a header join a newline or a full stop.
+# Two contents without a common token. The second shows which tokens of a header join with a newline or a full stop.
 CONTENT, OTHER_CONTENT = "a", "\nB."
 
 
 class Speaker(Enum):
-    """Whose content it is: an answer, with its thinking and its tool calls, or anything that the model reads."""
+    """The author of a content. `MODEL`: an answer, its thinking and its tool calls. `OTHERS`: what the model reads."""
 
     MODEL = "model"
     OTHERS = "others"
@@ -29,14 +29,14 @@ class Speaker(Enum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Content:
-    """A place for a text in a conversation."""
+    """A placeholder for a text in a conversation."""
 
     speaker: Speaker
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Boundary:
-    """What a rendered conversation has between two contents, or around all."""
+    """The tokens of a rendered conversation between two contents, before the first, or after the last."""
 
     before: Speaker | None  # None at the start of the conversation
     after: Speaker
@@ -49,25 +49,25 @@ class Boundary:
 
     @property
     def within_answer(self) -> bool:
-        """Whether the model has written both contents."""
+        """Whether the model is the author of both contents."""
         return self.before is Speaker.MODEL and self.after is Speaker.MODEL
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnHeaders:
-    """What tells the turns of a conversation apart. All is empty without a chat template that can be rendered."""
+    """The headers of the turns of a conversation. All fields are empty without a chat template that can be rendered."""
 
-    special: frozenset[int] = frozenset()  # tokens without the special flag that no document has
-    answers: Variants = ()  # what stands before answers of the model, longest first
-    messages: Variants = ()  # what stands before other contents, longest first
+    special: frozenset[int] = frozenset()  # tokens without the special flag that never occur in a document
+    answers: Variants = ()  # headers of the model's answers, longest first
+    messages: Variants = ()  # headers of other contents, longest first
 
     @classmethod
     def of(cls, tokenizer: Any, special: frozenset[int]) -> "TurnHeaders":
-        """Return the turn headers of a tokenizer of which no document has the tokens `special`."""
+        """Return the turn headers of a tokenizer. The tokens `special` never occur in a document."""
         boundaries = list(dict.fromkeys(_boundaries(tokenizer)))
         names = added_tokens(tokenizer)
-        # Templates also write added tokens inside of answers, such as <think>. Texts that mention these can be
-        # documents, because answers are found by their headers.
+        # Templates also write added tokens inside answers, such as <think>. A text with such a token may still be a
+        # document, because answers are found by their headers.
         needed: set[int] = set()
         for boundary in boundaries:
             if boundary.apart and not boundary.within_answer and (special | needed).isdisjoint(boundary.tokens):
@@ -80,7 +80,7 @@ class TurnHeaders:
 
 
 def added_tokens(tokenizer: Any) -> dict[int, str]:
-    """Return the added tokens of a tokenizer with their names, special or not, without those of white space."""
+    """Return the names of a tokenizer's added tokens, special or not, except white space and the unknown token."""
     decoder = getattr(tokenizer, "added_tokens_decoder", {})
     names = {token: str(getattr(added, "content", added)) for token, added in decoder.items()}
     unknown = getattr(tokenizer, "unk_token_id", None)  # It stands for text.
@@ -88,9 +88,9 @@ def added_tokens(tokenizer: Any) -> dict[int, str]:
 
 
 def occurrences(tokens: Tokens, variants: Variants) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """Yield where token sequences of `variants` begin, and which, from left to right without overlaps.
+    """Yield the occurrences of `variants` in `tokens`, each with its position, from left to right without overlaps.
 
-    Where several begin, the first one of `variants` counts.
+    If several begin at the same position, the first of `variants` counts.
     """
     firsts = {variant[0] for variant in variants}
     end = 0
@@ -103,12 +103,12 @@ def occurrences(tokens: Tokens, variants: Variants) -> Iterator[tuple[int, tuple
 
 
 def longest_first(variants: Iterable[Sequence[int]]) -> Variants:
-    """Return token sequences in the order in which they are looked for."""
+    """Return token sequences in the order of the search: longest first, without duplicates."""
     return tuple(sorted(set(map(tuple, variants)), key=lambda one: (-len(one), one)))
 
 
 def common_prefix(a: Tokens, b: Tokens) -> int:
-    """Return how many tokens two sequences have in common at their starts."""
+    """Return the length of the common prefix of two token sequences."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
@@ -141,7 +141,7 @@ THINKING: tuple[Message, ...] = (
 
 
 def _boundaries(tokenizer: Any) -> Iterator[Boundary]:
-    """Yield what a tokenizer's chat template writes between contents, in all conversations that it takes."""
+    """Yield the boundaries that a tokenizer's chat template writes, in all conversations that it accepts."""
     for forms in _conversations():
         for messages, options in forms:
             given = messages, _in_parts(messages)
@@ -152,12 +152,12 @@ def _boundaries(tokenizer: Any) -> Iterator[Boundary]:
 
 
 def _conversations() -> Iterator[Iterable[tuple[list[Message], Message]]]:
-    """Yield conversations with options of the template, each in several forms of which the template may take one.
+    """Yield conversations with options of the template. Each has several forms, for templates that reject some.
 
-    They are few, because an engine waits for them when it starts.
+    There are few conversations, because the start of an engine waits for them.
     """
     chat = [*map(_message, ["system", "user", "assistant", "user", "assistant"])]
-    # vLLM's tokenizers of Mistral take no conversation that ends with an answer.
+    # vLLM's Mistral tokenizers reject a conversation that ends with an answer.
     yield [(chat, {}), (chat[1:], {}), (chat[:-1], {}), (chat[1:-1], {})]
     yield [([*map(_message, ["user", "thinking", "user", "thinking"])], {})]
     yield itertools.chain(
@@ -171,11 +171,11 @@ def _conversations() -> Iterator[Iterable[tuple[list[Message], Message]]]:
 
 
 def _message(kind: str) -> Message:
-    """Return a message of a role. Answers may have thinking, and may be silent: without content."""
+    """Return a message of a role. Answers may have thinking, and may be silent, which means without content."""
     if kind in ("system", "user", "tool"):
         return {"role": kind, "content": Content(Speaker.OTHERS)}
     answer: Message = {"role": "assistant", "content": "" if "silent" in kind else Content(Speaker.MODEL)}
-    if "thinking" in kind:  # Templates look for it under several names.
+    if "thinking" in kind:  # Templates read it under different names.
         thinking = Content(Speaker.MODEL)
         answer |= {"reasoning_content": thinking, "reasoning": thinking, "thinking": thinking}
     return answer
@@ -184,7 +184,7 @@ def _message(kind: str) -> Message:
 def _with_tools(calling: str, following: list[str], options: Message) -> Iterator[tuple[list[Message], Message]]:
     """Yield the forms of a conversation in which the model calls tools. `following` are the messages after the results.
 
-    Templates take arguments as an object or as text, and may refuse two calls in a message.
+    Templates accept arguments as an object or as text, and may reject two calls in a message.
     """
     for as_text, names in itertools.product((False, True), ("x ; x", "x y")):
         requested, results = [], []
@@ -198,15 +198,15 @@ def _with_tools(calling: str, following: list[str], options: Message) -> Iterato
 
 
 def _in_parts(messages: list[Message]) -> list[Message]:
-    """Return messages whose contents are lists of parts, as some templates of models that see images want them."""
+    """Return messages whose contents are lists of parts, as some templates of multimodal models require."""
     texts = ([{"type": "text", "text": one["content"]}] if one["content"] else "" for one in messages)
     return [{**one, "content": text} for one, text in zip(messages, texts, strict=True)]
 
 
 def _boundaries_of(tokenizer: Any, messages: list[Message], options: Message) -> list[Boundary]:
-    """Return what is between the contents of a conversation, in order; nothing if the template does not take it.
+    """Return the boundaries of a conversation, in order; empty if the template rejects the conversation.
 
-    If the conversation ends with a generation prompt, only what is after its last content is returned.
+    If the conversation ends with a generation prompt, only the boundary after its last content is returned.
     """
     contents = list(dict.fromkeys(_contents(messages)))
     generates = "add_generation_prompt" in options
@@ -220,19 +220,19 @@ def _boundaries_of(tokenizer: Any, messages: list[Message], options: Message) ->
         chat = render()
         looked_for = contents[-1:] if generates else contents
         places = {content: _difference(chat, render(content)) for content in looked_for}
-    except Exception:  # noqa: BLE001 - templates raise whatever they like about conversations that they do not expect
+    except Exception:  # noqa: BLE001 - templates may raise any error for conversations that they reject
         return []
     written = {content: place for content, place in places.items() if place[0] < place[1]}
     if generates:
         ends = [stop for _, stop in written.values()]
         return [Boundary(before=Speaker.OTHERS, after=Speaker.MODEL, tokens=tuple(chat[end:])) for end in ends]
-    # An answer that the template leaves out has nothing between its header and the next one.
+    # If the template omits an answer, there is no content between its header and the next header.
     if any(written.keys().isdisjoint(_contents(message)) for message in messages):
         return []
     found: list[Boundary] = []
     end, before = 0, None
     for content, (start, stop) in sorted(written.items(), key=lambda one: one[1]):
-        if start < end:  # The template writes a content in several places.
+        if start < end:  # The template writes a content several times.
             return []
         found.append(Boundary(before=before, after=content.speaker, tokens=tuple(chat[end:start])))
         end, before = stop, content.speaker
@@ -256,7 +256,7 @@ def _filled(part: Any, texts: dict[Content, str]) -> Any:
 
 
 def _difference(chat: list[int], other: list[int]) -> tuple[int, int]:
-    """Return where the tokens of a chat stand that another chat does not have."""
+    """Return the range of a chat's tokens that differs from another chat."""
     start = common_prefix(chat, other)
     return start, len(chat) - common_prefix(chat[start:][::-1], other[start:][::-1])
 
@@ -268,17 +268,20 @@ Tells = Callable[[Header], bool]
 
 
 class _Search:
-    """Chooses the headers that tell answers from other contents: few, and short ones."""
+    """Chooses few and short headers that distinguish answers from other contents."""
 
     def __init__(self, tokenizer: Any, markers: frozenset[int], boundaries: list[Boundary]) -> None:
         self._tokenizer, self._markers, self._boundaries = tokenizer, markers, boundaries
         self._to_answers = [one.tokens for one in boundaries if one.after is Speaker.MODEL and not one.within_answer]
         self._to_others = [one.tokens for one in boundaries if one.after is Speaker.OTHERS]
-        # What stands before contents of the model, also in the middle of answers
+        # Tokens before contents of the model, also inside answers.
         self._to_model = [one.tokens for one in boundaries if one.after is Speaker.MODEL]
 
     def answers(self) -> list[Header]:
-        """Return headers of answers. Where other contents have one before them, too, something else follows it."""
+        """Return the headers of answers.
+
+        Such a header may also precede other contents if a header of only other contents follows it there.
+        """
         units = {unit for tokens in self._to_others for unit in self._units(tokens)}
         only_others = {unit for unit in units if not any(_has(tokens, unit) for tokens in self._to_model)}
 
@@ -292,7 +295,7 @@ class _Search:
         return self._chosen(self._to_answers, tells_always, tells_in_the_end)
 
     def messages(self, answers: list[Header]) -> list[Header]:
-        """Return headers of contents that are no answers. Each ends the answer before it."""
+        """Return the headers of contents that are not answers. Each ends the answer before it."""
         known = longest_first(answers)
         after_answers = (one for one in self._boundaries if one.after is Speaker.OTHERS)
         targets = [
@@ -302,7 +305,7 @@ class _Search:
         ]
 
         def matches(tokens: Tokens, header: Header) -> list[bool]:
-            """Return the headers in `tokens`, in order: whether it is `header` and not that of an answer."""
+            """Return for each header in `tokens`, in order, whether it is `header` and not the header of an answer."""
             return [match == header for _, match in occurrences(tokens, longest_first([*answers, header]))]
 
         def tells_always(header: Header) -> bool:
@@ -314,7 +317,7 @@ class _Search:
         return self._chosen(targets, tells_always, tells_in_the_end)
 
     def texts(self, headers: list[Header], special: frozenset[int]) -> list[Header]:
-        """Return texts between contents that have neither a header nor a special token between them."""
+        """Return the texts of boundaries that have neither a header nor a special token."""
         known = longest_first(headers)
         bare = [
             one.tokens
@@ -325,7 +328,7 @@ class _Search:
         return [text for text in texts if not any(_has(tokens, text) for tokens in self._to_model)]
 
     def _chosen(self, targets: list[Header], tells_always: Tells, tells_in_the_end: Tells) -> list[Header]:
-        """Return headers so that each target has one, if there is one; texts only where no marker tells."""
+        """Return headers so that each target has one, if possible. Uses texts only for targets without a marker."""
         headers, texts = self._headers(targets), self._texts(targets)
         always, texts = [*filter(tells_always, headers)], [*filter(tells_always, texts)]
         left = list(targets)
@@ -338,7 +341,7 @@ class _Search:
         return chosen
 
     def _headers(self, targets: list[Header]) -> list[Header]:
-        """Return what may be a header: markers, alone or with the text after them that they always have."""
+        """Return header candidates: each marker alone, with the common text after it, and with each whole text."""
         by_marker: dict[int, list[Header]] = {}
         for tokens in targets:
             for unit in self._units(tokens):
@@ -353,7 +356,7 @@ class _Search:
             yield self._stripped(tokens[start:stop])
 
     def _texts(self, targets: list[Header]) -> list[Header]:
-        """Return the texts at the starts of `targets` that have letters."""
+        """Return the texts at the starts of `targets` that have a letter or a digit."""
         starts = (itertools.takewhile(lambda token: token not in self._markers, tokens) for tokens in targets)
         texts = [self._stripped(tuple(start)) for start in starts]
         return [text for text in texts if any(map(str.isalnum, self._decoded(text)))]
@@ -364,13 +367,13 @@ class _Search:
         return BYTE_TOKEN.sub(lambda match: chr(int(match[1], 16)), text)
 
     def _stripped(self, tokens: Tokens) -> Header:
-        """Return tokens without white space around them."""
+        """Return tokens without leading and trailing white space."""
         texts = [not _is_blank(self._decoded([token])) for token in tokens]
         return tuple(tokens[texts.index(True) : len(texts) - texts[::-1].index(True)]) if any(texts) else ()
 
 
 def _cost(header: Header, targets: list[Header], uncertain: bool) -> tuple[int, bool, int, int]:
-    """Return what orders headers: those of many targets, certain ones, early ones and short ones come first."""
+    """Return the sort key of a header: headers of many targets, certain, early and short headers come first."""
     places = [next(occurrences(tokens, (header,)))[0] for tokens in targets if _has(tokens, header)]
     return -len(places), uncertain, sum(places), len(header)
 
@@ -380,6 +383,6 @@ def _has(tokens: Tokens, header: Header) -> bool:
 
 
 def _rest(tokens: Header, headers: Variants) -> Header:
-    """Return the tokens after the last one of some headers; all if there is none."""
+    """Return the tokens after the last header; all tokens if there is no header."""
     ends = [at + len(match) for at, match in occurrences(tokens, headers)]
     return tokens[ends[-1] if ends else 0 :]

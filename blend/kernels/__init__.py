@@ -1,1 +1,1 @@
-"""Kernels: the operations on keys and values that cost most, in torch, and in Triton for NVIDIA GPUs."""
+"""Kernels: the most expensive operations on keys and values, in torch, and in Triton for NVIDIA GPUs."""

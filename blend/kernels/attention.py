@@ -1,7 +1,7 @@
-"""Attention of scattered queries in torch: a query at position p sees all keys at positions ≤ p, and none behind.
+"""Attention of scattered queries in torch: a query at position p sees exactly the keys at positions ≤ p.
 
-A causal flag does not do this. It aligns the last query with the last key, so that other scattered queries would see
-keys behind them.
+A causal flag does not do this. It aligns the last query with the last key, so other scattered queries would see keys
+after their positions.
 """
 
 from typing import Literal
@@ -12,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from lmc.blend.canvas import KV, Paged, dense
 
 OverHeads = Literal["mean", "max"]
-# Queries in one call. Keys behind the last query of a call are not read, so small calls save half of the work.
+# Queries per call. A call does not read keys after its last query, so small calls save half of the work.
 BLOCK = 64
 
 
@@ -21,8 +21,8 @@ def attend(
 ) -> torch.Tensor:
     """Return the outputs `[T, Q, D]` of queries `[T, Q, D]` at ascending `positions [T]`.
 
-    The keys and values `kv`, `[H, N, D]` each or in pages, are at the positions 0…N-1; where `present [N]` is false
-    they are not seen. Query head i reads KV head i // (Q / H).
+    The keys and values `kv`, `[H, N, D]` each or in pages, are at the positions 0…N-1. Keys at which `present [N]` is
+    false are hidden. Query head i reads KV head i // (Q / H).
     """
     keys, values = dense(kv)
     heads, group = keys.shape[0], query.shape[1] // keys.shape[0]
@@ -54,16 +54,16 @@ def attend_and_score(
     present: torch.Tensor,
     over_heads: OverHeads,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what `attend` returns, and the attention `[N]` float32 that each key gets from these queries.
+    """Return the outputs as `attend` does, and the attention `[N]` float32 of these queries to each key.
 
-    The attention is the maximum over queries of its mean or maximum over heads.
+    The attention to a key is first reduced over heads, to its mean or maximum, and then to its maximum over queries.
     """
     keys, values = (one[:, : len(present)] for one in dense(kv))
     heads, group = keys.shape[0], query.shape[1] // keys.shape[0]
     later = positions[:, None] < torch.arange(keys.shape[1], device=keys.device)
     hidden = later.logical_or_(~present)  # [T, N]
     out, paid = torch.empty_like(query), []
-    for head in range(heads):  # One head at a time: [G·T, N] fits in the processor's cache, and [Q, T, N] does not.
+    for head in range(heads):  # One head at a time: [G·T, N] fits into the CPU cache, and [Q, T, N] does not.
         here = slice(head * group, (head + 1) * group)
         q = query[:, here].transpose(0, 1).float()  # [G, T, D]
         # Scaled before the product, in float32: large keys (Qwen2's biases) overflow half precision.

@@ -1,11 +1,14 @@
-"""Attention of scattered queries, and what they pay to each key, in Triton; `attention.py` has the same in torch.
+"""Attention of scattered queries, and their attention to each key, in Triton; `attention.py` has the same in torch.
 
-A program of `_attend` computes some tokens' queries of one KV head, all that share it side by side, with the running
-softmax of FlashAttention (Dao et al. 2022, arXiv 2205.14135; Dao 2023, arXiv 2307.08691). It reads the keys up to the
-greatest position of its tokens, and compares positions only where keys are behind the smallest one. `_paid` computes
-the probabilities a second time from the logarithms of the sums that `_attend` leaves, a block of keys in each program,
-so that they are never in memory. A few rows make few programs, which would leave most of a GPU idle over a long
-context: then several programs share the keys of the same rows, and `_join` adds up what they have found.
+A program of `_attend` computes some tokens and all query heads of one KV head. It uses the running softmax of
+FlashAttention (Dao et al. 2022, arXiv 2205.14135; Dao 2023, arXiv 2307.08691). It reads the keys up to the greatest
+position of its tokens. It compares positions only for keys after the smallest position.
+
+`_paid` computes the probabilities again from the log-sums that `_attend` stores, one block of keys per program, so the
+probabilities are never in memory.
+
+Few rows make few programs, which would leave most of a GPU idle over a long context. Then several programs share the
+keys of the same rows, and `_join` combines their results.
 """
 
 import torch
@@ -17,14 +20,14 @@ from lmc.blend.kernels.attention import OverHeads
 from lmc.blend.kernels.place_triton import CHANGING, FUSED, padded
 
 LOG2_E = 1.4426950408889634
-FILLED = 256  # programs that keep a large GPU busy
-FEWEST = 16  # rows of a product on tensor cores
-SHARE = 512  # keys that a program takes at least where several share them
+FILLED = 256  # number of programs that keep a large GPU busy
+FEWEST = 16  # minimum number of rows of a product on tensor cores
+SHARE = 512  # minimum number of keys per program if several programs share the keys
 
 
 @triton.jit
 def _pages(base, table, j, seen, h, stride_block, stride_head, stride_token, SIZE: tl.constexpr, PAGED: tl.constexpr):
-    """Return where the rows of the positions `j` begin."""
+    """Return the addresses of the rows of the positions `j`."""
     head = base + h.to(tl.int64) * stride_head
     if PAGED:
         block = tl.load(table + j // SIZE, mask=seen, other=0).to(tl.int64)
@@ -39,7 +42,7 @@ def _step(
     D: tl.constexpr, WIDE: tl.constexpr, SIZE: tl.constexpr, BN: tl.constexpr,
     PAGED: tl.constexpr, PRESENT: tl.constexpr, ALL_SEEN: tl.constexpr,
 ):  # fmt: skip
-    """Take in the keys of the positions from `start` on; `at` are the positions of the queries."""
+    """Add the keys from position `start` on to the running softmax; `at` are the positions of the queries."""
     d, j = tl.arange(0, WIDE), start + tl.arange(0, BN)
     seen = j < reach
     if PRESENT:
@@ -67,7 +70,7 @@ def _step(
 
 @triton.jit
 def _queries(row, tile, tokens, h, BM: tl.constexpr, GROUP: tl.constexpr):
-    """Return the tokens and the query heads of the rows of a tile, and which of the rows there are."""
+    """Return the tokens and the query heads of a tile's rows, and which rows exist."""
     PER: tl.constexpr = BM // GROUP
     t = tile * PER + row // GROUP
     return t, h * GROUP + row % GROUP, (t < tokens) & (row < PER * GROUP)
@@ -82,8 +85,8 @@ def _attend(
 ):  # fmt: skip
     """Attend for BM // GROUP tokens and one KV head; `factor` is the scale of logits to base 2.
 
-    Programs are started in their order. Those of the last tokens, which have most to read, come first, and the heads of
-    the same tokens beside each other. The third number is the share of the keys, if several programs share them.
+    Programs start in the order of their ids. Programs of the last tokens read most and come first. The heads of the
+    same tokens are adjacent. The third program id is the share of the keys, if several programs share them.
     """
     h, tile, share = tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1), tl.program_id(2)
     row, d = tl.arange(0, BM), tl.arange(0, WIDE)
@@ -100,7 +103,7 @@ def _attend(
     per = tl.cdiv(tl.cdiv(reach, tl.num_programs(2)), BN) * BN
     begin = share * per
     reach = tl.minimum(reach, begin + per)
-    whole = tl.minimum((first + 1) // BN * BN, reach)  # Every query sees all keys before this position.
+    whole = tl.minimum((first + 1) // BN * BN, reach)  # Every query sees all keys before it.
     for start in range(begin, whole, BN):
         most, total, sums = _step(
             q, keys, values, table, present, at, start, reach, h, most, total, sums, factor,
@@ -113,9 +116,9 @@ def _attend(
             key_block, key_head, key_token, value_block, value_head, value_token,
             D, WIDE, SIZE, BN, PAGED, PRESENT, False,
         )  # fmt: skip
-    total = tl.where(total == 0.0, 1.0, total)  # of rows that are not there, or see nothing of this share
-    # The compiler would keep the places of the rows in registers during the loops, and some GPUs have too few of them
-    # (`tests/test_kernels_compile.py`). So they are computed again, from a 0 that it does not know to be one.
+    total = tl.where(total == 0.0, 1.0, total)  # 0: the row does not exist, or sees no key of this share.
+    # The compiler would keep the rows' indices in registers during the loops, and some GPUs have too few registers
+    # (`tests/test_kernels_compile.py`). So they are computed again, with a 0 that the compiler cannot fold.
     t, head, there = _queries(row + tl.minimum(tl.load(positions), 0), tile, tokens, h, BM, GROUP)
     wanted = there[:, None] & (d < D)[None, :]
     result = sums / total[:, None]
@@ -130,7 +133,7 @@ def _join(
     parts, part_sums, out, log_sums, tokens, shares,
     QUERIES: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, BT: tl.constexpr, LOG_SUMS: tl.constexpr,
 ):  # fmt: skip
-    """Add up the `parts [S, T, Q, D]` of BT tokens and one query head, with `part_sums [S, Q, T]`."""
+    """Combine the `parts [S, T, Q, D]` of BT tokens and one query head, with the log-sums `part_sums [S, Q, T]`."""
     t, q, d = tl.program_id(0) * BT + tl.arange(0, BT), tl.program_id(1), tl.arange(0, WIDE)
     there = t < tokens
     most = tl.full([BT], float("-inf"), tl.float32)
@@ -160,9 +163,9 @@ def _paid(
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, SIZE: tl.constexpr,
     BT: tl.constexpr, BN: tl.constexpr, PAGED: tl.constexpr, OVER_ALL: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
-    """Store for BN keys the greatest attention of a token, its mean over heads or, if OVER_ALL, its maximum.
+    """Store for BN keys the greatest attention of any token, as mean over heads or, if OVER_ALL, as maximum.
 
-    If SHARED, `paid` is zero before, and several programs share the tokens, BT each.
+    If SHARED, several programs share the tokens, BT each, and `paid` must be zero before.
     """
     d, j = tl.arange(0, WIDE), tl.program_id(0) * BN + tl.arange(0, BN)
     seen = j < count
@@ -272,20 +275,20 @@ def _attended(
 
 
 def _by_rows(query: torch.Tensor) -> torch.Tensor:
-    """Return queries with the numbers of each side by side, as the kernels read them."""
+    """Return queries whose last dimension is contiguous, as the kernels require."""
     return query if query.stride(-1) == 1 else query.contiguous()
 
 
 def shares(programs: int, keys: int) -> int:
-    """Return how many programs share the keys of the same rows."""
+    """Return the number of programs that share the keys of the same rows."""
     return max(1, min(FILLED // programs, keys // SHARE))
 
 
 def tile(tokens: int, heads: int, group: int, dim: int, itemsize: int, *, hides: bool) -> tuple[int, int, int]:
-    """Return the rows (queries of one KV head) of a program, the keys in one of its steps, and its warps.
+    """Return a program's rows (queries of one KV head), its keys per step, and its warps.
 
-    None of these needs more registers or shared memory than a GPU has (`tests/test_kernels_compile.py`), also where
-    some keys are hidden. Numbers of 4 bytes take three products on tensor cores, each with parts of its own.
+    None of these tiles needs more registers or shared memory than a GPU has (`tests/test_kernels_compile.py`), even if
+    some keys are hidden. Elements of 4 bytes need three products on tensor cores, each with its own operands.
     """
     wide = padded(dim)
     if itemsize > 2:
@@ -300,7 +303,7 @@ def tile(tokens: int, heads: int, group: int, dim: int, itemsize: int, *, hides:
 
 
 def scored(dim: int, itemsize: int) -> tuple[int, int, int]:
-    """Return the tokens and the keys whose probabilities a program of `_paid` computes at once, and its warps."""
+    """Return the tokens and the keys per step of a program of `_paid`, and its warps."""
     wide = padded(dim)
     if itemsize > 2:
         return 16, 32, 8
@@ -308,5 +311,5 @@ def scored(dim: int, itemsize: int) -> tuple[int, int, int]:
 
 
 def _size(pages: Paged) -> int:
-    """Return the tokens of a block, for which kernels are compiled; prompts in one block have all lengths."""
+    """Return the block size for which kernels are compiled. It is 1 for prompts in one block, whose lengths vary."""
     return 1 if pages.table is None else pages.keys.shape[2]

@@ -1,4 +1,4 @@
-"""Which kernels are used: those in Triton on NVIDIA GPUs, and those in torch everywhere else.
+"""Chooses the kernels: those in Triton on NVIDIA GPUs, and those in torch everywhere else.
 
 LMC_KERNELS=auto      Triton on an NVIDIA GPU of compute capability 8.0 or later, if Triton is installed
 LMC_KERNELS=triton    Triton; on a CPU only with TRITON_INTERPRET=1, for tests
@@ -15,14 +15,14 @@ from lmc.blend.kernels.operations import Kernels
 from lmc.errors import ConfigError
 
 VARIABLE, CHOICES = "LMC_KERNELS", ("auto", "triton", "torch")
-OLDEST = (8, 0)  # compute capability for which the kernels are compiled in the tests
+OLDEST = (8, 0)  # lowest compute capability for which the tests compile the kernels
 
 
 TORCH = Kernels.of(attention, place, shift, in_pages=False)
 
 
 def kernels_of(device: torch.device) -> Kernels:
-    """Return the kernels for a device; raise `ConfigError` if LMC_KERNELS names others, or some that cannot run."""
+    """Return the kernels for a device. Raises `ConfigError` if LMC_KERNELS is invalid or cannot be satisfied."""
     wanted = os.environ.get(VARIABLE, "") or "auto"
     if wanted not in CHOICES:
         raise ConfigError(f"{VARIABLE} = {wanted}: use one of {', '.join(CHOICES)}")

@@ -1,6 +1,6 @@
-"""The operations that each set of kernels has.
+"""The operations of each set of kernels.
 
-The functions in `attention.py`, `place.py` and `shift.py` say what each of them does.
+The docstrings in `attention.py`, `place.py` and `shift.py` describe them.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ import torch
 
 
 class Kernels(NamedTuple):
-    """The operations on keys and values that cost most."""
+    """The most expensive operations on keys and values."""
 
     attend: Callable[..., torch.Tensor]
     attend_and_score: Callable[..., tuple[torch.Tensor, torch.Tensor]]
@@ -24,16 +24,16 @@ class Kernels(NamedTuple):
     weights_of: Callable[..., torch.Tensor]
     changes_of: Callable[..., torch.Tensor]
     correct: Callable[..., None]
-    in_pages: bool  # whether they read and write pages, so that nobody has to make copies for them
+    in_pages: bool  # whether they read and write pages directly, without copies
 
     @classmethod
     def of(cls, attention: ModuleType, place: ModuleType, shift: ModuleType, *, in_pages: bool) -> "Kernels":
-        """Take the functions of three modules."""
+        """Return the functions of three modules as a set of kernels."""
         where: dict[str, Any] = {**vars(attention), **vars(place), **vars(shift), "in_pages": in_pages}
         return cls(**{name: where[name] for name in cls._fields})
 
     def on(self, device: torch.device) -> "Kernels":
-        """Return the same for a GPU that need not be the current one, on which Triton would launch them."""
+        """Return kernels that run on this GPU. Otherwise, Triton would launch them on the current GPU."""
         guarded: dict[str, Any] = {name: partial(_on, device, one) for name, one in self._asdict().items()}
         return self._replace(**guarded | {"in_pages": self.in_pages})
 

@@ -1,4 +1,4 @@
-"""Placing stored keys and values where a prompt uses them, and reading them back, in torch."""
+"""Writes stored keys and values to the slots of a prompt, and reads them back, in torch."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ from lmc.blend.rope import Turn, rotate
 
 
 def stage(parts: Sequence[torch.Tensor], into: torch.Tensor) -> None:
-    """Copy parts `[K, T, H, D]`, which may be in the memory of the host, side by side into one tensor."""
+    """Copy parts `[K, T, H, D]`, which may be in host memory, into one tensor, one after another."""
     counts = [part.shape[1] for part in parts]
     for part, there in zip(parts, into.split(counts, dim=1), strict=True):
         there.copy_(part, non_blocking=True)
@@ -18,8 +18,8 @@ def stage(parts: Sequence[torch.Tensor], into: torch.Tensor) -> None:
 def spread(keys: torch.Tensor, values: torch.Tensor, parts: Sequence[torch.Tensor], firsts: Sequence[int]) -> None:
     """Copy rows of keys and values `[T, H, D]` to parts `[K, T, H, D]`.
 
-    `firsts` has for each part the first of the rows that it gets. The parts may be in the memory of the host, which has
-    to wait for the GPU before it reads them.
+    `firsts` has the first row for each part. The parts may be in host memory; the caller must wait for the GPU before
+    reading them.
     """
     for part, first in zip(parts, firsts, strict=True):
         for there, whole in zip(part, (keys, values), strict=True):
@@ -29,10 +29,10 @@ def spread(keys: torch.Tensor, values: torch.Tensor, parts: Sequence[torch.Tenso
 def place(
     parts: Sequence[torch.Tensor], turn: Turn, slots: torch.Tensor, into: Paged, *, interleaved: bool = False
 ) -> None:
-    """Write stored `parts`, `[K, T, H, D]` each, to `slots [T]`, which number all their tokens; keys are rotated.
+    """Write the tokens of all stored `parts`, `[K, T, H, D]` each, to `slots [T]`, with keys rotated.
 
-    `turn` has cos and sin `[T, R/2]` of all tokens. The parts may be in the memory of the host. In a prompt that is in
-    one block, the tokens of a part follow each other.
+    `turn` has cos and sin `[T, R/2]` of all tokens. The parts may be in host memory. If the prompt is in one block, the
+    slots of a part must be contiguous.
     """
     size, at = into.keys.shape[2], 0
     for part in parts:
@@ -61,8 +61,9 @@ def gather(source: Paged, slots: torch.Tensor) -> torch.Tensor:
 def deviation(
     canvas: Canvas[R], layer: int, slots: torch.Tensor, stored: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the squared L2 distance `[T]` of the keys at `slots [T]` from `stored [T, H, D]`, and that of the stored
-    ones from zero, in float32 over all KV heads.
+    """Return how far the keys at `slots [T]` are from the keys `stored [T, H, D]`, in float32 over all KV heads.
+
+    The results are the squared L2 distances `[T]`, and the squared L2 norms `[T]` of the stored keys.
     """
     before = stored.float()
     change = canvas.read(layer, slots)[0].float() - before

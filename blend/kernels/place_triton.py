@@ -1,6 +1,6 @@
-"""Placing stored keys and values, and reading them back, in Triton; `place.py` has the same in torch.
+"""Writes stored keys and values to slots, and reads them back, in Triton; `place.py` has the same in torch.
 
-Each kernel is one launch for all documents of a layer. A program moves some tokens of one KV head.
+Each kernel is launched once for all documents of a layer. A program moves some tokens of one KV head.
 """
 
 from collections.abc import Sequence
@@ -17,27 +17,27 @@ from lmc.blend.rope import Turn
 from lmc.copies import Addresses, Copies, can_submit, submit_of
 from lmc.shapes import KV
 
-TOKENS = 16  # that a program moves
-# What differs from prompt to prompt. Triton would compile a kernel again for lengths that are 1 or divisible by 16, and
-# for tensors that begin elsewhere than at a multiple of 16 bytes.
+TOKENS = 16  # tokens that a program moves
+# Arguments that vary from prompt to prompt. Without this, Triton would recompile a kernel for lengths that are 1 or
+# divisible by 16, and for tensors that are not aligned to 16 bytes.
 CHANGING = {
     "do_not_specialize": ["tokens", "count", "shares", "size"],
     "do_not_specialize_on_alignment": ["positions", "slots", "present", "paid", "log_sums", "magnitude"],
 }
-FUSED = {"enable_fp_fusion": True}  # multiply and add in one rounding; Triton 3.9 warns if nobody says so
+FUSED = {"enable_fp_fusion": True}  # fused multiply-add with one rounding; Triton 3.9 warns if it is not set
 
 
 @triton.jit
 def _rows(base, slots, t, there, h, size, stride_block, stride_head, stride_token):
-    """Return where the rows of the tokens `t` begin in pages."""
+    """Return the addresses of the rows of the tokens `t` in pages."""
     slot = tl.load(slots + t, mask=there, other=0).to(tl.int64)
-    head = (tl.zeros([], tl.int64) + h) * stride_head  # In memory, all blocks of a head may stand before the next one.
+    head = (tl.zeros([], tl.int64) + h) * stride_head  # int64: all blocks of a head may precede the next head.
     return base + slot // size * stride_block + head + slot % size * stride_token
 
 
 @triton.jit
 def _pairs(i, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """Return the two dimensions that RoPE rotates together, for the pairs `i`."""
+    """Return the two dimensions of the pairs `i`, which RoPE rotates together."""
     if INTERLEAVED:
         return 2 * i, 2 * i + 1
     return i, i + HALF
@@ -45,7 +45,7 @@ def _pairs(i, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
 
 @triton.jit
 def _difference(new, old, d, mask):
-    """Return the dimensions `d` of rows in float32, less those of old rows if there are any."""
+    """Return the dimensions `d` of rows in float32, minus those of the old rows if `old` is given."""
     found = tl.load(new[:, None] + d[None, :], mask=mask, other=0.0).to(tl.float32)
     if old is not None:
         found -= tl.load(old[:, None] + d[None, :], mask=mask, other=0.0).to(tl.float32)
@@ -57,7 +57,7 @@ def _rotate(
     new, old, into, cos, sin, t, there,
     D: tl.constexpr, WIDE: tl.constexpr, HALF: tl.constexpr, PADDED: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """Store rows `[BT]` of keys, less old ones if there are any, with 2 · HALF dimensions rotated, in float32."""
+    """Store BT rows of keys, minus the old rows if `old` is given. Rotates 2 · HALF dimensions, in float32."""
     d, i = tl.arange(0, WIDE), tl.arange(0, PADDED)
     first, second = _pairs(i, HALF, INTERLEAVED)
     mask = there[:, None] & (i < HALF)[None, :]
@@ -79,7 +79,7 @@ def _place(
     HEADS: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, HALF: tl.constexpr, PADDED: tl.constexpr,
     BT: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """Move rows of `stored [K, T, H, D]` to their slots."""
+    """Write rows of `stored [K, T, H, D]` to their slots."""
     t, h, d = tl.program_id(0) * BT + tl.arange(0, BT), tl.program_id(1), tl.arange(0, WIDE)
     there, wide = t < tokens, t.to(tl.int64)
     source = stored + (wide * HEADS + h) * D
@@ -97,7 +97,7 @@ def _gather(
     key_block, key_head, key_token, value_block, value_head, value_token,
     HEADS: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
-    """Copy rows at slots to `out [K, T, H, D]`."""
+    """Copy the rows at `slots` to `out [K, T, H, D]`."""
     t, h, d = tl.program_id(0) * BT + tl.arange(0, BT), tl.program_id(1), tl.arange(0, WIDE)
     there = t < tokens
     into = out + (t.to(tl.int64) * HEADS + h) * D
@@ -114,7 +114,7 @@ def _deviation(
     stored, slots, keys, changed, magnitude, tokens, size, stored_token, stored_head, key_block, key_head, key_token,
     HEADS: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
-    """Add up squares over the heads and dimensions of BT tokens."""
+    """Sum the squares of changes and of stored keys over the heads and dimensions, for BT tokens."""
     t, d = tl.program_id(0) * BT + tl.arange(0, BT), tl.arange(0, WIDE)
     there = t < tokens
     mask = there[:, None] & (d < D)[None, :]
@@ -136,7 +136,7 @@ def _deviation(
 def place(
     parts: Sequence[torch.Tensor], turn: Turn, slots: torch.Tensor, into: Paged, *, interleaved: bool = False
 ) -> None:
-    """See `lmc.blend.kernels.place.place`. Several parts are staged first, and placed together."""
+    """See `lmc.blend.kernels.place.place`. Several parts are first staged, then placed in one launch."""
     cos, sin = (one.contiguous() for one in turn)
     keys, values, _ = into
     heads, size, dim = keys.shape[1:]
@@ -155,7 +155,7 @@ def place(
 
 
 def rotating(keys: torch.Tensor, cos: torch.Tensor, *, interleaved: bool) -> dict[str, Any]:
-    """Return what is known when a kernel is compiled that rotates keys `[B, H, N, D]` by `cos [T, R/2]`."""
+    """Return the compile-time arguments of a kernel that rotates keys `[B, H, N, D]` by `cos [T, R/2]`."""
     (_, heads, _, dim), half = keys.shape, cos.shape[1]
     wide = {"D": dim, "WIDE": padded(dim), "HALF": half, "PADDED": padded(half)}
     return {"HEADS": heads, **wide, "INTERLEAVED": interleaved, **FUSED}
@@ -167,7 +167,7 @@ def padded(dim: int) -> int:
 
 
 def stage(parts: Sequence[torch.Tensor], into: torch.Tensor) -> None:
-    """See `lmc.blend.kernels.place.stage`. The parts are copied in one call if the device has one."""
+    """See `lmc.blend.kernels.place.stage`. All parts are copied in one call if the device supports it."""
     submit = submit_of(into.device)
     if submit is None or not _can_copy(*parts, into):
         torch_place.stage(parts, into)
@@ -177,7 +177,7 @@ def stage(parts: Sequence[torch.Tensor], into: torch.Tensor) -> None:
 
 
 def spread(keys: torch.Tensor, values: torch.Tensor, parts: Sequence[torch.Tensor], firsts: Sequence[int]) -> None:
-    """See `lmc.blend.kernels.place.spread`. The parts are copied in one call if the device has one."""
+    """See `lmc.blend.kernels.place.spread`. All parts are copied in one call if the device supports it."""
     submit = submit_of(keys.device)
     if submit is None or not _can_copy(*parts):
         torch_place.spread(keys, values, parts, firsts)
@@ -187,12 +187,12 @@ def spread(keys: torch.Tensor, values: torch.Tensor, parts: Sequence[torch.Tenso
 
 
 def _can_copy(*parts: torch.Tensor) -> bool:
-    """Whether a GPU can copy the rows of parts `[K, T, H, D]` by itself, and they follow each other without gaps."""
+    """Return whether a GPU can copy the parts `[K, T, H, D]` by itself, because their rows have no gaps."""
     return all(can_submit(part) and part[0].is_contiguous() for part in parts)
 
 
 def _copies(parts: Sequence[torch.Tensor], whole: torch.Tensor, firsts: Addresses) -> Copies:
-    """Return copies of parts `[K, T, H, D]` to the rows of `whole` from `firsts` on."""
+    """Return the copies of parts `[K, T, H, D]` to the rows of `whole` from `firsts` on."""
     row = whole.stride(1) * whole.element_size()
     sizes = np.array([part.shape[1] for part in parts] * KV, np.int64) * row
     of_parts = [part[kind].data_ptr() for kind in range(KV) for part in parts]

@@ -1,6 +1,6 @@
-"""What repaired tokens have changed by, and what the others of their documents get of it, in torch.
+"""The changes of recomputed tokens, and the correction of their documents' other tokens, in torch.
 
-Examples are repaired tokens, and the tokens of a document stand behind each other; see `lmc.blend.shift`.
+Examples are recomputed tokens. Tokens and examples are ordered by document; see `lmc.blend.shift`.
 """
 
 from typing import NamedTuple
@@ -12,24 +12,25 @@ from lmc.blend.canvas import KV, Canvas, R
 from lmc.blend.rope import Turn, rotate
 from lmc.shapes import KV as KINDS
 
-MOST_EXAMPLES = 64  # of a document; more of them do not predict better
-# Two tokens are as alike as the cosine of their keys, less the document's mean key, plus this constant. Because of it,
-# n / (n + 1 / SHARED) of the mean of n changes is predicted for all tokens.
+MOST_EXAMPLES = 64  # maximum number of examples of a document; more do not predict better
+# The similarity of two tokens is the cosine of their keys, less the document's mean key, plus this constant. With the
+# constant, n / (n + 1 / SHARED) of the mean of n changes is predicted for all tokens.
 SHARED = 0.3
 TILE = 32  # tokens that a program of a kernel corrects
-VALUE_SHARE = 0.7  # of the prediction is added to values, because some of them change in ways that mislead.
+VALUE_SHARE = 0.7  # share of the prediction that is added to values, because the changes of some values mislead
 
 
 class Spans(NamedTuple):
-    """The T tokens and E examples of some documents. The tensors are for kernels, which must not wait for numbers.
+    """The T tokens and E examples of some documents. The tensors are for kernels, which must not wait for the host.
 
-    A row of them has the first token, the tokens, the first example, the examples, and the number of a document.
+    A row of the tensors has the first token, the number of tokens, the first example, the number of examples, and the
+    document's number.
     """
 
-    tokens: list[int]  # of each document
-    examples: list[int]  # of each document, at most `MOST_EXAMPLES`
+    tokens: list[int]  # number of tokens of each document
+    examples: list[int]  # number of examples of each document, at most `MOST_EXAMPLES`
     documents: torch.Tensor  # int32 [documents, 5]
-    tiles: torch.Tensor  # int32 [P, 5]; each has at most `TILE` of a document's tokens, and all of its examples
+    tiles: torch.Tensor  # int32 [P, 5]; each row has at most `TILE` tokens of a document, and all of its examples
 
     @classmethod
     def of(cls, tokens: list[int], examples: list[int], device: torch.device) -> "Spans":
@@ -53,11 +54,11 @@ def rotated(keys: torch.Tensor, turn: Turn, *, interleaved: bool) -> torch.Tenso
 def weights_of(
     canvas: Canvas[R], layer: int, stored: torch.Tensor, slots: torch.Tensor, turns: tuple[Turn, Turn], spans: Spans
 ) -> torch.Tensor:
-    """Return what each example of its document counts for each token, float32 `[T, MOST_EXAMPLES]`.
+    """Return the weight of each example of its document for each token, float32 `[T, MOST_EXAMPLES]`.
 
-    `stored [E, H, D]` are the keys of examples, and those of tokens are at `slots [T]`. The two `turns` rotate both to
-    one position. The weights solve a ridge regression with a penalty of 1, whose kernel is how much two tokens are
-    alike.
+    `stored [E, H, D]` are the keys of examples; the keys of tokens are at `slots [T]`. The two `turns` rotate both to
+    the same position. The weights solve a kernel ridge regression with a penalty of 1. Its kernel is the similarity of
+    two tokens.
     """
     keys = stored, canvas.read(layer, slots)[0]
     at_zero = [rotated(*one, interleaved=canvas.interleaved).flatten(1) for one in zip(keys, turns, strict=True)]
@@ -73,9 +74,9 @@ def weights_of(
 
 
 def changes_of(canvas: Canvas[R], layer: int, slots: torch.Tensor, stored: KV, turn: Turn) -> torch.Tensor:
-    """Return what the keys and values at `slots [E]` have changed by since they were `stored`, float32 `[E, K, H, D]`.
+    """Return the changes of the keys and values at `slots [E]` since they were `stored`, float32 `[E, K, H, D]`.
 
-    The changes of keys are rotated by `turn`, and those of values are made smaller.
+    The changes of keys are rotated by `turn`, and those of values multiplied by `VALUE_SHARE`.
     """
     now = canvas.read(layer, slots)
     keys, values = (new.float() - old for new, old in zip(now, stored, strict=True))
@@ -91,9 +92,9 @@ def correct(
     spans: Spans,
     turn: Turn,
 ) -> None:
-    """Add to the keys and values at `slots [T]` the sum of their document's `changes [E, K, H, D]`.
+    """Add to the keys and values at `slots [T]` the weighted sum of their document's `changes [E, K, H, D]`.
 
-    `weights [T, M]` say what each example of the token's own document counts; the sum for keys is rotated by `turn`.
+    `weights [T, M]` has the weight of each example of the token's own document. The sum for keys is rotated by `turn`.
     """
     keys, values = canvas.read(layer, slots)
     predicted = changes.new_empty(len(slots), changes.shape[1:].numel())

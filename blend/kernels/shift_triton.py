@@ -1,4 +1,4 @@
-"""What repaired tokens have changed by, and what the others get of it, in Triton; `shift.py` has the same in torch."""
+"""The changes of recomputed tokens, and the correction of others, in Triton; `shift.py` has the same in torch."""
 
 import torch
 import triton
@@ -10,8 +10,8 @@ from lmc.blend.kernels.shift import MOST_EXAMPLES, SHARED, TILE, VALUE_SHARE, Sp
 from lmc.blend.rope import Turn
 from lmc.shapes import KV as KINDS
 
-TOKENS = 16  # that a program of `_rotated` or `_changes` takes
-BLOCK = 32  # dimensions that a program of `_mean` takes, and a step of `_alike`
+TOKENS = 16  # tokens per program of `_rotated` or `_changes`
+BLOCK = 32  # dimensions per program of `_mean`, and per step of `_alike`
 
 
 @triton.jit(**CHANGING)
@@ -20,7 +20,7 @@ def _rotated(
     HEADS: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, HALF: tl.constexpr, PADDED: tl.constexpr,
     BT: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """Store the keys of BT tokens and one head, rotated, in `out [T, H, D]`."""
+    """Store the rotated keys of BT tokens and one head in `out [T, H, D]`."""
     t, h = tl.program_id(0) * BT + tl.arange(0, BT), tl.program_id(1)
     there, wide = t < tokens, t.to(tl.int64)
     source = _rows(keys, slots, t, there, h, size, key_block, key_head, key_token)
@@ -42,7 +42,7 @@ def _mean(out, rows, documents, DIMS: tl.constexpr, BT: tl.constexpr, BD: tl.con
 
 @triton.jit
 def _centred(rows, t, there, d, mean, DIMS: tl.constexpr):
-    """Return the dimensions `d` of `rows [T, DIMS]`, less the mean."""
+    """Return the dimensions `d` of `rows [T, DIMS]`, minus the mean."""
     mask = there[:, None] & (d < DIMS)[None, :]
     return tl.load(rows + t.to(tl.int64)[:, None] * DIMS + d[None, :], mask=mask, other=0.0) - mean[None, :]
 
@@ -52,11 +52,11 @@ def _alike(
     out, rows, examples, means, inverses, spans,
     DIMS: tl.constexpr, MOST: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, SHARED: tl.constexpr, OWN: tl.constexpr,
 ):  # fmt: skip
-    """Compute how much some rows and the examples of their document are alike.
+    """Compute the similarity of some rows and the examples of their document.
 
-    If OWN, the rows are all examples of a document, and the result goes to `out [documents, MOST, MOST]` with the
-    penalty; absent examples have rows of the identity. Otherwise they are a tile of tokens, and the result goes to
-    `out [T, MOST]`, multiplied by the inverse of what their document has there.
+    If OWN, the rows are all examples of a document. The result plus the penalty goes to `out [documents, MOST, MOST]`;
+    absent examples have rows of the identity. Otherwise the rows are a tile of tokens. The result times the inverse of
+    their document's matrix goes to `out [T, MOST]`.
     """
     span, r, m = spans + 5 * tl.program_id(0), tl.arange(0, BT), tl.arange(0, MOST)
     example, known, number = tl.load(span + 2), tl.load(span + 3), tl.load(span + 4).to(tl.int64)
@@ -75,7 +75,7 @@ def _alike(
     its = (number * MOST + m[:, None]) * MOST + m[None, :]
     if OWN:
         tl.store(out + its, products + tl.where(r[:, None] == m[None, :], 1.0, 0.0))
-    else:  # Inverses are symmetric, so that it does not matter whether their rows or columns are side by side.
+    else:  # Inverses are symmetric, so their memory order does not matter.
         weights = tl.dot(products, tl.load(inverses + its), input_precision="tf32x3")
         tl.store(out + t.to(tl.int64)[:, None] * MOST + m[None, :], weights, mask=there[:, None])
 
@@ -88,7 +88,10 @@ def _changes(
     HEADS: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, HALF: tl.constexpr, PADDED: tl.constexpr,
     BT: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """Store new less old keys, rotated, and values, of BT tokens and one head in `out [T, K, H, D]`."""
+    """Store new minus old keys, rotated, and new minus old values times `share`, in `out [T, K, H, D]`.
+
+    A program does this for BT tokens and one head.
+    """
     t, h, d = tl.program_id(0) * BT + tl.arange(0, BT), tl.program_id(1), tl.arange(0, WIDE)
     there, wide = t < tokens, t.to(tl.int64)
     now = _rows(keys, slots, t, there, h, size, key_block, key_head, key_token)
@@ -103,7 +106,7 @@ def _changes(
 
 @triton.jit
 def _summed(weights, changes, e, known, d, wanted):
-    """Return `weights [T, M]` times the dimensions `d` of `changes`, rows that are `[K, H, D]` apart."""
+    """Return `weights [T, M]` times the dimensions `d` of the rows of `changes` at the offsets `e`."""
     mask = known[:, None] & wanted[None, :]
     return tl.dot(weights, tl.load(changes + e[:, None] + d[None, :], mask=mask, other=0.0), input_precision="tf32x3")
 
@@ -122,7 +125,7 @@ def _correct(
     HEADS: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, HALF: tl.constexpr, PADDED: tl.constexpr,
     MOST: tl.constexpr, BT: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """Correct BT tokens of one tile in one head; the third number is that of the BT tokens in the tile."""
+    """Correct BT tokens of one tile in one head. The third program id selects the BT tokens in the tile."""
     h, d, i, m = tl.program_id(1), tl.arange(0, WIDE), tl.arange(0, PADDED), tl.arange(0, MOST)
     tile, n = tiles + 5 * tl.program_id(0), tl.program_id(2) * BT + tl.arange(0, BT)
     t, there = tl.load(tile) + n, n < tl.load(tile + 1)
@@ -148,7 +151,7 @@ def _correct(
 def weights_of(
     canvas: Canvas[R], layer: int, stored: torch.Tensor, slots: torch.Tensor, turns: tuple[Turn, Turn], spans: Spans
 ) -> torch.Tensor:
-    """See `lmc.blend.kernels.shift.weights_of`. Stored keys are pages of one token each."""
+    """See `lmc.blend.kernels.shift.weights_of`. Stored keys are treated as pages of one token each."""
     known = _rotated_keys(canvas, stored[:, :, None], torch.arange(len(stored), device=stored.device), turns[0])
     asked = _rotated_keys(canvas, canvas.paged(layer).keys, slots, turns[1])
     documents, dims = len(spans.documents), known.shape[1]
@@ -163,7 +166,7 @@ def weights_of(
 
 
 def _rotated_keys(canvas: Canvas[R], keys: torch.Tensor, slots: torch.Tensor, turn: Turn) -> torch.Tensor:
-    """Return keys `[B, H, N, D]` at `slots [T]`, rotated, in float32 `[T, H · D]`."""
+    """Return the rotated keys of `[B, H, N, D]` at `slots [T]`, in float32 `[T, H · D]`."""
     (_, heads, size, dim), (cos, sin) = keys.shape, (one.contiguous() for one in turn)
     out = torch.empty(len(slots), heads * dim, dtype=torch.float32, device=keys.device)
     _rotated[(triton.cdiv(len(slots), TOKENS), heads)](
@@ -206,5 +209,5 @@ def correct(
 
 
 def corrected(dim: int) -> int:
-    """Return how many tokens a program of `_correct` takes, so that long heads fit into its registers."""
+    """Return the tokens per program of `_correct`: fewer for long heads, so that they fit into its registers."""
     return TILE if dim <= 128 else TILE // 2
