@@ -1,4 +1,4 @@
-"""`lmc explain` and `lmc documents`: ask the administration endpoint of an engine that is running."""
+"""`lmc explain` and `lmc documents`: send requests to the administration endpoint of a running engine."""
 
 import json
 import os
@@ -16,8 +16,8 @@ from lmc.errors import InputError
 from lmc.terminal import AsJson, console, counted, print_json, seconds_of, time_text
 
 URL = "http://127.0.0.1:9180"
-DIGITS, TENANT_DIGITS = 12, 6  # of an id, and of a tenant's digest, that are shown
-MODEL = 2  # the column of a list that is left out if there is one model only
+DIGITS, TENANT_DIGITS = 12, 6  # displayed digits of an id, and of a tenant's digest
+MODEL = 2  # column of a list that is left out if there is only one model
 
 Address = Annotated[str, typer.Option("--url", envvar="LMC_ADMIN", help="the engine's LMC_ADMIN")]
 Name = Annotated[str, typer.Argument(help="its name, or the first digits of its id")]
@@ -156,7 +156,7 @@ def _row(document: dict[str, Any]) -> list[str]:
 
 def _change(url: str, names: Sequence[str], wanted: dict[str, Any]) -> None:
     for path in [_path(name) for name in names]:
-        _ask(url, path, "documents")  # Nothing is changed if one of the names is wrong.
+        _ask(url, path, "documents")  # Check all names first: a wrong name changes nothing.
     for name in names:
         for one in _ask(url, _path(name), "documents", wanted, "PATCH")["documents"]:
             said = _stays(one) or "may be evicted, and has no time limit"
@@ -168,13 +168,13 @@ def _places(document: dict[str, Any]) -> str:
 
 
 def _stays(document: dict[str, Any]) -> str:
-    """Return what people want for a document."""
+    """Return the pin and the time limit of a document as text."""
     until = f"removed at {time_text(document['expires'])}" if document["expires"] else ""
     return ", ".join(filter(None, ("pinned" if document["pinned"] else "", until)))
 
 
 def _ask(url: str, path: str, wanted: str, body: Any = None, method: str | None = None) -> Any:
-    """Return the answer of an administration endpoint, which has the field that is `wanted`."""
+    """Return the response of an administration endpoint. Raises `InputError` if it lacks the field `wanted`."""
     from lmc.http.client import admin_client
 
     return _with_field(wanted, url, admin_client(url).ask(path, body, method), "an administration endpoint of lmc")
@@ -193,7 +193,7 @@ def _path(name: str) -> str:
 
 
 def _tokenized(server: str, body: dict[str, Any]) -> dict[str, Any]:
-    """Return a request with its prompt as the tokens that a server makes of it."""
+    """Return a request with the tokens that a server makes of its prompt."""
     from lmc.http.client import vllm_client
 
     client = vllm_client(server)
@@ -202,7 +202,7 @@ def _tokenized(server: str, body: dict[str, Any]) -> dict[str, Any]:
     asked: dict[str, Any] = {name: body[name] for name in names if name in body}
     if "messages" in asked:
         asked["add_generation_prompt"] = True
-    if "documents" in body:  # which a request for tokens does not have of its own
+    if "documents" in body:  # The tokenize request has no such field.
         asked["chat_template_kwargs"] = {**(asked.get("chat_template_kwargs") or {}), "documents": body["documents"]}
     done = _with_field("tokens", server, client.ask("/tokenize", {"model": model, **asked}), "a vLLM server")
     return body | {"prompt_token_ids": done["tokens"]}
@@ -211,7 +211,7 @@ def _tokenized(server: str, body: dict[str, Any]) -> dict[str, Any]:
 def _body(source: str) -> dict[str, Any]:
     from lmc.documents.sources import STANDARD_INPUT, read_standard_input, read_text
 
-    if source != STANDARD_INPUT and not os.path.exists(source):  # which takes a name of any length
+    if source != STANDARD_INPUT and not os.path.exists(source):  # accepts a name of any length
         wanted = "give one with a request as JSON or a text, or - for standard input"
         raise InputError(f"there is no file {source}: {wanted}")
     text = read_standard_input() if source == STANDARD_INPUT else read_text(Path(source))

@@ -1,11 +1,11 @@
-"""A chat template that takes the `documents` of a request, and puts them between separators."""
+"""A chat template that puts the `documents` of a request between separators."""
 
 from lmc.blend.segments import PASSES, bare_and_apart
 
-# Before a model's own template: the documents are put in front of the first message of the user, so that the beginning
-# of the prompt stays the same from turn to turn. What the message has beside its content stays. Content is a text, or a
-# list of parts where the model's own template goes through parts. That template gets no documents, so that it does not
-# write them again.
+# Text before a model's own template. It puts the documents before the content of the user's first message, so that the
+# prefix of the prompt stays the same from turn to turn. Other fields of the message are kept. Content is a text, or a
+# list of parts if the model's own template iterates over parts. That template gets no documents, so that it does not
+# write them a second time.
 PRELUDE = """\
 {%- if documents %}
 {%- set lmc = namespace(text='', messages=[], placed=false) %}
@@ -37,8 +37,8 @@ PRELUDE = """\
 def with_documents(template: str, separator: str) -> str:
     """Return a chat template that puts the `text` (or `content`) of each of a request's documents between separators.
 
-    A separator inside of a document is written so that it does not cut it, as `lmc.rag.messages` does. Without
-    documents, the template does what `template` does.
+    A separator inside a document is replaced so that it does not cut the document, as in `lmc.rag.messages`. Without
+    documents, the template is equivalent to `template`.
     """
     bare, apart = map(_quoted, bare_and_apart(separator))
     prelude = PRELUDE.replace("APART", f" | replace({bare}, {apart})" * PASSES)

@@ -1,7 +1,7 @@
 """The command `lmc`. Typer parses the arguments; each subcommand is a function.
 
-A command raises what the library raises, and `Commands` turns every `LmcError` into a line and exit code 2. What a
-command needs is imported when it runs, because `lmc --help` should not wait for torch.
+A command raises the library's errors, and `Commands` turns every `LmcError` into a line and exit code 2. A command
+imports its modules when it runs, so that `lmc --help` does not wait for torch.
 """
 
 import errno
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from lmc.keys import ChunkKey
     from lmc.storage.tiers.tier import Tier
 
-FAILED = 2  # the exit code of a command that lmc refused
-# click's UsageError, or since typer 0.29 that of its private copy of click, which types as nothing in particular
+FAILED = 2  # exit code after an `LmcError` or a wrong command line
+# click's UsageError. Since typer 0.29 it comes from typer's private copy of click, which has no types.
 WRONG_WORDS: Any = typer.BadParameter.__mro__[1]
 
 Directory = Annotated[
@@ -48,25 +48,25 @@ Directory = Annotated[
 
 
 class Commands(TyperGroup):
-    """All subcommands, and the one place that answers their errors."""
+    """All subcommands, with the handling of their errors."""
 
-    # Any: typer's context class is click's, or since 0.29 a private copy of it
+    # Any: typer's context class is click's, or since typer 0.29 a private copy of it.
     def make_context(self, *arguments: Any, **named: Any) -> Any:
-        """Read the words before the command."""
+        """Parse the arguments before the subcommand."""
         with _errors_in_one_line():
             return super().make_context(*arguments, **named)
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the chosen command."""
+        """Run the subcommand, and report its errors."""
         try:
             with _errors_in_one_line():
                 answer = super().invoke(ctx)
-                if sys.stdout is not None:  # as it is if whoever started us had closed it
+                if sys.stdout is not None:  # None if the parent process has closed it
                     sys.stdout.flush()
                 return answer
         except LmcError as error:
             lines = str(error).splitlines()
-            # Settings may be wrong in many ways, each of which has a line.
+            # A ConfigError has one line per wrong setting.
             for line in lines if isinstance(error, ConfigError) else [" ".join(lines)]:
                 typer.echo(f"error: {line}", err=True)
             raise typer.Exit(FAILED) from None
@@ -74,19 +74,19 @@ class Commands(TyperGroup):
             if error.errno != errno.ENOSPC:
                 raise
             typer.echo(f"error: cannot write {error.filename or 'the output'}: {error.strerror}", err=True)
-            if error.filename is None:  # At its end Python writes what is left, and would fail again.
+            if error.filename is None:  # Python flushes stdout at exit, and would fail again.
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise typer.Exit(FAILED) from None
 
 
 @contextmanager
 def _errors_in_one_line() -> Iterator[None]:
-    """Say what is wrong with the words of a command in one line."""
+    """Report a wrong command line in one line, and exit with `FAILED`."""
     try:
         yield
     except WRONG_WORDS as error:
         context = getattr(error, "ctx", None)
-        if context is None or type(error).__name__ == "NoArgsIsHelpError":  # It shows the help.
+        if context is None or type(error).__name__ == "NoArgsIsHelpError":  # The latter shows the help.
             raise
         said = " ".join(error.format_message().split())
         end = "" if said.endswith((".", "?")) else "."
@@ -94,7 +94,7 @@ def _errors_in_one_line() -> Iterator[None]:
         raise typer.Exit(FAILED) from None
 
 
-# No pretty tracebacks: they may print local variables, and a URL there may hold a password.
+# No pretty tracebacks: they may print local variables, such as a URL with a password.
 app = typer.Typer(cls=Commands, no_args_is_help=True, pretty_exceptions_enable=False)
 
 
@@ -268,22 +268,22 @@ app.add_typer(documents, name="documents")
 
 
 def doomed_records(tiers: "Sequence[tuple[TierLocation, Tier]]", namespace: str | None) -> "dict[str, list[ChunkKey]]":
-    """Return the keys of every record, or of one namespace's, by the name of the place.
+    """Return the keys of the records of one namespace, or of all records, by the name of the tier.
 
-    Raises `InputError` if `namespace` does not name exactly one.
+    Raises `InputError` if `namespace` does not match exactly one namespace.
     """
     from lmc.commands.inspect import find_namespace, survey
 
     if namespace is None:
         return {place.name: [entry.key for entry in tier.entries()] for place, tier in tiers}
-    # A tier that is opened to change it would note a use of whatever it opens.
+    # `survey` opens tiers read-only. A tier that is open for changes would record a use of each record that it reads.
     found = {place.name: survey(place)[0] for place, _ in tiers}
     digest = find_namespace(namespace, chain.from_iterable(found.values()))
     return {name: [entry.key for entry, _ in there.get(digest, ())] for name, there in found.items()}
 
 
 def holdings_table(found: "Holdings") -> Table:
-    """Return one row for each namespace, the largest first, and their total."""
+    """Return a table with one row per namespace, the largest first, and their total."""
     from lmc.commands.inspect import SHORT
     from lmc.shapes import GIB
 
@@ -311,7 +311,7 @@ def holdings_table(found: "Holdings") -> Table:
 
 
 def holdings_summary(place: str, found: "Holdings", unreadable: int) -> dict[str, Any]:
-    """Return what `holdings_table` shows as plain data, with whole digests and times in seconds since 1970."""
+    """Return the contents of `holdings_table` as plain data, with whole digests and times in seconds since 1970."""
     namespaces = {
         digest.hex(): {
             "records": len(held),
@@ -327,7 +327,7 @@ def holdings_summary(place: str, found: "Holdings", unreadable: int) -> dict[str
 
 
 def setting_rows(settings: "Settings") -> list[tuple[str, str, str]]:
-    """Return the name of each setting and variable, its value as text, and where that comes from."""
+    """Return the name of each setting and variable, its value as text, and the value's source."""
     from lmc.config.sources import VARIABLES, shown, shown_variable
 
     names = type(settings).model_fields
@@ -336,15 +336,15 @@ def setting_rows(settings: "Settings") -> list[tuple[str, str, str]]:
 
 
 def settings_table(settings: "Settings") -> Table:
-    """Return one row for each setting and variable."""
+    """Return a table with one row per setting and variable."""
     table = Table("setting", "value", "from")
     for column in table.columns:
         column.overflow = "fold"  # An ellipsis would cut paths.
     for row in setting_rows(settings):
-        table.add_row(*map(Text, row))  # Text: nothing in a value is markup
+        table.add_row(*map(Text, row))  # Text: values must not be read as markup.
     return table
 
 
 def main() -> None:
-    """Entry point of the command `lmc`."""
+    """Run the command `lmc`."""
     app()

@@ -1,6 +1,7 @@
-"""What tiers hold, by namespace, for the command line. Only headers are read.
+"""Lists the contents of tiers by namespace, for the command line. Only headers are read.
 
-Inspection changes nothing on a disk, whoever owns it. In Redis, reading a header counts as a use of the record.
+Inspection changes nothing on a disk, even if another process owns it. In Redis, reading a header counts as a use of the
+record.
 """
 
 import re
@@ -16,35 +17,35 @@ from lmc.storage.tiers.disk import UNBOUNDED, DiskTier
 from lmc.storage.tiers.record import RecordMeta
 from lmc.storage.tiers.tier import Entry, Tier
 
-AT_ONCE = 500  # headers that are asked for together
-SHORT = 12  # hex digits of a namespace's digest that are shown
+AT_ONCE = 500  # headers per request to a tier
+SHORT = 12  # displayed hex digits of a namespace's digest
 
-Holdings = dict[bytes, list[tuple[Entry, RecordMeta]]]  # the records of a tier by the digest of their namespace
+Holdings = dict[bytes, list[tuple[Entry, RecordMeta]]]  # digest of a namespace -> its records in a tier
 
 
 @dataclass(frozen=True, slots=True)
 class TierLocation:
-    """Where a tier is, and how to open it."""
+    """The name of a tier, and the function that opens it."""
 
     name: str
-    open: Callable[[bool], Tier]  # with True, to change it; raises TierUnusable if another process owns it
+    open: Callable[[bool], Tier]  # True: for changes; raises TierUnusable if another process owns it
 
     @contextmanager
     def opened(self, *, change: bool = False) -> Iterator[Tier]:
-        """Yield the tier; raise `TierUnusable` if there is none, if it does not answer, or if it fails in the block."""
+        """Yield the tier. Raises `TierUnusable` if it does not exist, does not answer, or fails in the block."""
         try:
             with ExitStack() as stack:
                 tier = stack.enter_context(closing(self.open(False)))
                 if not tier.usable:
                     raise TierUnusable(f"{self.name} does not answer")
-                # Opened first, a tier that may be changed would make one where none is.
+                # Open it read-only first: opening for changes would create a missing tier.
                 yield stack.enter_context(closing(self.open(True))) if change else tier
         except OSError as error:
             raise TierUnusable(f"{self.name}: {error}") from error
 
 
 def places(directory: Path | None) -> list[TierLocation]:
-    """Return the tier in the directory, or the tiers that the settings name; raise `ConfigError` if they name none."""
+    """Return the tier in the directory, or the tiers of the settings. Raises `ConfigError` if there are none."""
     if directory is not None:
         return [_disk(directory)]
     settings = Settings.load()
@@ -62,7 +63,7 @@ def places(directory: Path | None) -> list[TierLocation]:
 
 
 def survey(place: TierLocation) -> tuple[Holdings, int]:
-    """Return what a tier holds, and how many records have headers that cannot be read."""
+    """Return the records of a tier by namespace, and the number of records with unreadable headers."""
     found: Holdings = {}
     unreadable = 0
     with place.opened() as tier:
@@ -75,14 +76,14 @@ def survey(place: TierLocation) -> tuple[Holdings, int]:
             except CorruptRecord:
                 unreadable += 1
                 continue
-            if reader is not None:  # Otherwise it has gone since it was listed.
+            if reader is not None:  # None: it was removed after it was listed.
                 with closing(reader):
                     found.setdefault(reader.meta.namespace, []).append((entry, reader.meta))
     return found, unreadable
 
 
 def find_namespace(prefix: str, namespaces: Iterable[bytes]) -> bytes:
-    """Return the namespace whose digest starts with `prefix`; raise `InputError` if it is not exactly one."""
+    """Return the namespace whose digest starts with `prefix`. Raises `InputError` unless there is exactly one."""
     known = sorted({namespace.hex() for namespace in namespaces})
     if not re.fullmatch(r"[0-9a-f]{1,64}", prefix.lower()):
         raise InputError(f"namespace {prefix!r} must be the first hex digits of a digest, as lmc stat shows them")

@@ -20,19 +20,19 @@ if TYPE_CHECKING:
     from lmc.router.policies.base import Policy
     from lmc.router.settings import RouterSettings
 
-# `lmc.router.arguments` is imported where it is used, because `lmc --help` does not need pydantic.
+# `lmc.router.arguments` is imported in functions, so that `lmc --help` does not import pydantic.
 
 log = logging.getLogger(__name__)
 
-PREFIX = "LMC_ROUTER"  # of the variables; typer derives their names from those of the options
+PREFIX = "LMC_ROUTER"  # prefix of variables; typer derives their names from the options
 CONFIG_VARIABLE = f"{PREFIX}_CONFIG_FILE"
-SHUTDOWN_SECONDS = 60  # timeout for answers in flight at shutdown
+SHUTDOWN_SECONDS = 60  # timeout for responses in flight at shutdown
 SOURCES = ("DEFAULT_MAP", "ENVIRONMENT", "COMMANDLINE")  # as click names them; later ones win
-FROM_FILE = "lmc.router.moved"  # key of the context's data: values of the file that `--option` takes now
+FROM_FILE = "lmc.router.moved"  # key in the context's data: values from the file that belong to `--option` now
 
 
 def _read_file(context: typer.Context, file: Path | None) -> Path | None:
-    """Read the YAML file. Its values apply where neither the command line nor the environment has any.
+    """Read the YAML file. Its values apply to options missing from the command line and the environment.
 
     Raises `ConfigError` if the file or the environment names an unknown option.
     """
@@ -67,7 +67,7 @@ def _read_file(context: typer.Context, file: Path | None) -> Path | None:
 
 
 def _check_environment(names: Set[str]) -> None:
-    """Raise `ConfigError` for variables of unknown options. Those of a Kubernetes service `lmc-router` are removed."""
+    """Raise `ConfigError` for variables of unknown options. Removes variables of a Kubernetes service `lmc-router`."""
     from lmc.config.sources import is_of_a_service
     from lmc.router.arguments import MOVED
 
@@ -178,9 +178,9 @@ def router(
 def _options(
     context: typer.Context, flags: Mapping[str, str], written: list[str]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the values for `--option` from all sources, and those that were given in an earlier form.
+    """Return the values of `--option` from all sources, and those given in the form of earlier versions.
 
-    Earlier versions had a flag, a variable and a name in the file for each of them. These still work.
+    Earlier versions had a flag, a variable and a name in the file for each of these options. All three still work.
     """
     from lmc.router.arguments import MOVED, written_options
 
@@ -202,7 +202,7 @@ def _run(
     listen: tuple[str, int],
     moved: Mapping[str, Any],
 ) -> None:
-    """Run a router until it gets a signal."""
+    """Run a router until SIGTERM or SIGINT arrives."""
     try:
         import uvicorn
 
@@ -233,7 +233,7 @@ def _run(
         date_header=False,
     )
     server = uvicorn.Server(config)
-    # uvicorn installs its own handlers later, and raises the signal again after shutdown.
+    # uvicorn replaces these handlers later, and raises the signal again after shutdown.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: setattr(server, "should_exit", True))
     log.info("lmc router: listening at %s:%s, policy %s, %d engines", *listening.getsockname()[:2], name, len(engines))

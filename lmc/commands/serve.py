@@ -1,4 +1,4 @@
-"""`lmc serve`: one store for all engines of a host."""
+"""`lmc serve`: runs a cache server, which has one store for all engines of a host."""
 
 import gc
 import logging
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 KIB = 1 << 10
-TAKEOVER_SECONDS = 600.0  # for which a server that is to end is waited for
-SWITCH_SECONDS = 5e-5  # for which a thread keeps the interpreter while others wait; Python's default is 100 times that
+TAKEOVER_SECONDS = 600.0  # timeout for the end of the previous server
+SWITCH_SECONDS = 5e-5  # thread switch interval of the interpreter; Python's default is 100 times longer
 
 
 EventAddresses = Annotated[
@@ -76,7 +76,7 @@ def serve(
     SIGTERM or Ctrl-C, after it has written down what is in memory only. Engines go on without it. With --http it shows
     what it has and does to browsers, Prometheus and `lmc documents`; LMC_ADMIN_TOKEN is the token that it wants.
     """
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # Without a handler, process 1 of a container ignores it.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # Without a handler, process 1 in a container ignores it.
     need_msgspec()
     from lmc.config.settings import Settings
     from lmc.config.sources import log_level
@@ -113,15 +113,14 @@ def serve(
 
 
 def _answer(server: "CacheServer") -> None:
-    # Each full collection of garbage would look at all that was imported, and nobody would be answered for a tenth of a
-    # second.
+    # Without this, each full garbage collection would scan all imported objects, and block responses for 0.1 seconds.
     gc.collect()
     gc.freeze()
     server.serve()
 
 
 def _path_of(socket: Path | None, setting: Path | None) -> Path:
-    """Return where engines attach; raise `InputError` if neither the command line nor the settings say it."""
+    """Return the socket to which engines attach. Raises `InputError` if neither option nor setting has one."""
     path = socket_at(socket) if socket is not None else setting
     if path is None:
         raise InputError("say where engines attach: --socket /run/lmc.sock, or LMC_SERVER=unix:///run/lmc.sock")
@@ -129,7 +128,7 @@ def _path_of(socket: Path | None, setting: Path | None) -> Path:
 
 
 def _take_over(path: Path) -> None:
-    """End the server that listens at a path, if there is one."""
+    """Shut down the server that listens at a path, if there is one."""
     from lmc.server.client.connection import retire
 
     try:
@@ -140,18 +139,18 @@ def _take_over(path: Path) -> None:
 
 
 def socket_at(path: Path) -> Path:
-    """Return where a socket is, of which a command line has the path, also as unix://PATH.
+    """Return the path of a socket that is given as a path or as unix://PATH.
 
-    Raises `InputError` for an address of HTTP.
+    Raises `InputError` for an HTTP address.
     """
-    said = str(path)  # A Path has made unix:/path of unix:///path.
+    said = str(path)  # `Path` has turned unix:///path into unix:/path.
     if said.startswith(("http:/", "https:/")):
         raise InputError(f"{said} is no socket: give that of LMC_SERVER; `lmc top URL` shows what is told by HTTP")
     return Path(said.removeprefix("unix:")) if said.startswith("unix:/") else path.absolute()
 
 
 def show_status(path: Path, *, as_json: bool) -> None:
-    """Print what a cache server has and does; raise `TierUnusable` if there is none."""
+    """Print the status of a cache server. Raises `TierUnusable` if no server answers."""
     need_msgspec()
     import msgspec
 
@@ -188,7 +187,7 @@ def _close(server: "CacheServer") -> None:
 def _checked(
     address: str, token: str, tenants: Path | None, certificate: Path | None, key: Path | None
 ) -> dict[str, str]:
-    """Return the cache salts of tenants, by token; raise `ConfigError` for options that do not go together."""
+    """Return the cache salts of tenants, by token. Raises `ConfigError` for invalid or incompatible options."""
     from lmc.http.server import Certificate
 
     if not address and (tenants or certificate or key):
@@ -199,7 +198,7 @@ def _checked(
         raise ConfigError(f"with --tenants the server needs a token of its own: set {TOKEN}")
     if address and not address.startswith(UNIX):
         host_and_port(address, token, "--http")
-    if certificate and key:  # A server that is taken over goes on if they cannot be used.
+    if certificate and key:  # Check before a takeover: an error must not stop the old server.
         Certificate(certificate, key).check()
     salts = _tenants_in(tenants) if tenants else {}
     if token in salts:
@@ -215,7 +214,7 @@ def _administered(
     certificate: Path | None,
     key: Path | None,
 ) -> Callable[[], None]:
-    """Answer over HTTP, and return the function that ends it; raise `ConfigError`."""
+    """Start the HTTP server, and return the function that stops it. Raises `ConfigError` if it cannot start."""
     from lmc.http.server import Certificate
     from lmc.http.server import serve as serve_http
     from lmc.server.http_api import application
@@ -228,7 +227,7 @@ def _administered(
 
 
 def _published(server: "CacheServer", address: str) -> Callable[[], None]:
-    """Publish events of documents, and return the function that ends it; raise `ConfigError`."""
+    """Start publishing document events, and return the function that stops it. Raises `ConfigError` on failure."""
     from lmc.background import Background
     from lmc.documents.events import DocumentEvents
     from lmc.documents.publisher import DocumentPublisher
@@ -239,10 +238,10 @@ def _published(server: "CacheServer", address: str) -> Callable[[], None]:
 
 
 def _prepare(settings: "Settings", http: str, document_events: str) -> None:
-    """Import what answers over HTTP, which takes seconds, and read where events are published.
+    """Import the modules of the HTTP server, which takes seconds, and check packages and event addresses.
 
-    The server that would be taken over goes on meanwhile, and stays if something is wrong. Raises `ConfigError` if a
-    package is missing, or these are no addresses.
+    A server that will be taken over runs meanwhile, and keeps running after an error. Raises `ConfigError` if a package
+    is missing or an address is invalid.
     """
     from lmc.documents.publisher import event_addresses
     from lmc.storage.tiers.opening import check_packages
@@ -260,7 +259,7 @@ def _prepare(settings: "Settings", http: str, document_events: str) -> None:
 
 
 def _tenants_in(file: Path) -> dict[str, str]:
-    """Return the cache salts in a file, by token; raise `ConfigError` if it has something else."""
+    """Return the cache salts in a file, by token. Raises `ConfigError` if the file is invalid."""
     import yaml
 
     try:
@@ -274,7 +273,7 @@ def _tenants_in(file: Path) -> dict[str, str]:
 
 
 def _number_of(group: str | None) -> int | None:
-    """Return the number of a group; raise `ConfigError` if there is none of this name."""
+    """Return the id of a group. Raises `ConfigError` if this host has no such group."""
     import grp
 
     try:

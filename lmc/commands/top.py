@@ -1,7 +1,7 @@
-"""`lmc top`: shows what a store is doing, read from any Prometheus endpoint that has lmc's metrics.
+"""`lmc top`: shows the activity of a store, from any Prometheus endpoint with lmc's metrics.
 
-The endpoint is a vLLM server's, or one that `lmc.metrics.serve_metrics` has opened. Each round fetches a sample,
-subtracts the one before, and prints the difference as a table.
+The endpoint belongs to a vLLM server or to `lmc.metrics.serve_metrics`. Each round fetches a sample, subtracts the
+previous sample, and prints the difference as a table.
 """
 
 import signal
@@ -32,27 +32,27 @@ from lmc.shapes import GIB, MIB
 from lmc.storage.places import fastest_first
 
 URL = "http://127.0.0.1:8000/metrics"
-TIMEOUT = 5.0  # seconds
+TIMEOUT = 5.0  # seconds for a response
 KNOWN = NAMES | {name.name: name for name in OF_ROUTERS if not name.buckets}
-LOWEST = {"tier_usable", "layers"}  # Of several engines these gauges show the lowest value, not the sum.
+LOWEST = {"tier_usable", "layers"}  # gauges that show the lowest value of several engines, not the sum
 
-Series = tuple[str, tuple[tuple[str, str], ...]]  # a metric, and all its labels
+Series = tuple[str, tuple[tuple[str, str], ...]]  # a metric and all its labels
 Numbers = dict[tuple[str, Labels], float]  # by metric and lmc's own labels
-Rates = defaultdict[str, dict[str, float]]  # by metric, or metric|direction, and place; totals if no time is given
-Line = tuple[str, str, dict[str, str]]  # a title, the number over all places, and the numbers by place
+Rates = defaultdict[str, dict[str, float]]  # by metric, or metric|direction, and tier; totals if no time is given
+Line = tuple[str, str, dict[str, str]]  # a title, the number over all tiers, and the numbers by tier
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """All of lmc's numbers at one time."""
+    """The values of all of lmc's metrics at one moment."""
 
     at: float
     series: dict[Series, float]
 
     def since(self, before: "Sample | None") -> Numbers:
-        """Return what was counted since an earlier sample, or since the start; gauges are returned as they are.
+        """Return the increase of counters since an earlier sample, or since the start. Gauges are returned unchanged.
 
-        A counter that has become smaller was reset when its server restarted.
+        A counter that became smaller was reset by a restart of its server.
         """
         found: Numbers = {}
         for (name, labels), value in self.series.items():
@@ -69,7 +69,7 @@ class Sample:
 def top(url: str, interval: float, once: bool, console: Console | None = None) -> None:
     """Show rates every `interval` seconds until Ctrl-C, or the totals `once`.
 
-    Raises `InputError` if there is nothing to show.
+    Raises `InputError` if the first fetch fails.
     """
     console = console or Console()
     if interval <= 0:
@@ -84,7 +84,7 @@ def top(url: str, interval: float, once: bool, console: Console | None = None) -
                 time.sleep(interval)
                 try:
                     now = fetch(url)
-                except InputError as error:  # A server that is restarted comes back.
+                except InputError as error:  # The server may be restarting.
                     show(Text(f"{error}\nTrying again; Ctrl-C ends."))
                 else:
                     show(table(url, now.since(before), now.at - before.at))
@@ -93,10 +93,10 @@ def top(url: str, interval: float, once: bool, console: Console | None = None) -
 
 @contextmanager
 def _ended_by_ctrl_c() -> Iterator[Callable[[], bool]]:
-    """Leave the block when SIGINT arrives; the value says whether it has arrived.
+    """Leave the block when SIGINT arrives. The yielded function returns whether it has arrived.
 
-    Python's own handler is not enough. It is not installed where the parent process ignores SIGINT, as a shell script
-    does for a command behind `&`. And an interrupt that arrives while a finaliser runs is printed and dropped.
+    Python's own handler is not enough. It is not installed if the parent process ignores SIGINT, as a shell script does
+    for a command with `&`. Also, an interrupt during a finalizer is printed and dropped.
     """
     arrived: list[int] = []
 
@@ -113,7 +113,7 @@ def _ended_by_ctrl_c() -> Iterator[Callable[[], bool]]:
 
 
 def complete(address: str) -> str:
-    """Return the URL of an endpoint that may be given as `host:port`, or without a path."""
+    """Return the full URL of an endpoint that may be given as `host:port`, or without a path."""
     url = with_scheme(address)
     try:
         path = urlsplit(url).path
@@ -123,7 +123,7 @@ def complete(address: str) -> str:
 
 
 def fetch(url: str) -> Sample:
-    """Ask an endpoint; raise `InputError` in one line if it does not answer with lmc's metrics."""
+    """Fetch a sample from an endpoint. Raises `InputError` (one line) if it does not return lmc's metrics."""
     if not url.startswith(("http://", "https://")):
         raise InputError(f"{url} is no address of metrics: give one like {URL}")
     try:
@@ -151,7 +151,7 @@ def fetch(url: str) -> Sample:
 
 
 def read(text: str) -> dict[Series, float]:
-    """Return lmc's numbers from an endpoint's answer."""
+    """Return the values of lmc's metrics in an endpoint's response."""
     found = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
@@ -163,7 +163,7 @@ def read(text: str) -> dict[Series, float]:
 
 # -- the table --------------------------------------------------------------------------------------------------------
 
-# The lines of single metrics: above the bytes, between the bytes and the tokens, and below the tokens.
+# Titles of lines with a single metric. The table has CHUNKS before the bytes, WORK after them, and STORED at its end.
 CHUNKS = {"hits": "hits", "misses": "misses"}
 WORK = {
     "chunks written": "written_chunks", "evictions": "evictions", "failures": "failures",
@@ -184,7 +184,7 @@ STORED = {"chunks stored": "stored_chunks", "tokens stored": "stored_tokens"}
 
 
 def table(url: str, numbers: Numbers, seconds: float | None = None) -> Table:
-    """Return the table of numbers that were counted in `seconds`, as rates; without `seconds`, of totals."""
+    """Return the table of rates for numbers counted in `seconds`. Without `seconds`, the table has totals."""
     title = "lmc: totals since the start" if seconds is None else f"lmc: per second, over the last {seconds:.1f} s"
     if any(name in ROUTED for name, _ in numbers):
         return router_table(url, numbers, seconds, title)
@@ -203,7 +203,7 @@ def table(url: str, numbers: Numbers, seconds: float | None = None) -> Table:
 
 
 def router_table(url: str, numbers: Numbers, seconds: float | None, title: str) -> Table:
-    """Return the table of a router's numbers: a column for each engine."""
+    """Return the table of a router's numbers, with a column per engine."""
     engines = sorted({labels[0] for (name, labels) in numbers if KNOWN[name].labels[:1] == ("engine",)})
     shown = Table("", "all", title=title, caption=Text(url), box=box.SIMPLE_HEAD)
     for engine in engines:
@@ -245,7 +245,7 @@ def _counts(rates: Rates, titles: Mapping[str, str]) -> Iterator[Line]:
 
 
 def _moved(rates: Rates, title: str, way: str) -> Iterator[Line]:
-    """Bytes in one direction, and the seconds that a GiB of them took."""
+    """Yield the lines of bytes moved in one direction, and of the seconds per GiB."""
     moved, took = rates[f"bytes|{way}"], rates[f"seconds|{way}"]
     if moved:
         yield title, size(sum(moved.values())), {place: size(n) for place, n in moved.items()}
@@ -254,7 +254,7 @@ def _moved(rates: Rates, title: str, way: str) -> Iterator[Line]:
 
 
 def _tokens(rates: Rates) -> Iterator[Line]:
-    """Where reused tokens came from, and how many tokens blends have computed again."""
+    """Yield the lines of reused tokens by tier, and of tokens recomputed by blends."""
     named = {name.removeprefix("tokens_from_"): rates[name] for name in NAMES if name.startswith("tokens_from_")}
     found = {place: sum(counts.values()) for place, counts in named.items() if counts}
     if found:
@@ -270,5 +270,5 @@ def number(count: float) -> str:
 
 
 def size(count: float) -> str:
-    """Return bytes as text."""
+    """Return a number of bytes as text."""
     return f"{count / GIB:,.2f} GiB" if count >= GIB else f"{count / MIB:,.2f} MiB"

@@ -1,5 +1,5 @@
-"""`lmc calibrate`: measures whether blending is worth it for a model and documents of one's own.
+"""`lmc calibrate`: measures whether blending is worth it for a user's model and documents.
 
-`command` is the command line, `prompts` makes prompts from a folder of texts, `measure` prefills each in all ways, and
-`verdict` decides. The settings that it recommends are printed, and a report is written if one is asked for.
+`command` is the command line. `prompts` makes prompts from a folder of texts, `measure` prefills each prompt in all
+modes, and `verdict` decides. The command prints the recommended settings, and writes a report with `--report`.
 """

@@ -1,4 +1,4 @@
-"""The command line of `lmc calibrate`. What it needs is imported when it runs, so that `lmc --help` stays quick."""
+"""The command line of `lmc calibrate`. It imports its modules when it runs, so that `lmc --help` stays fast."""
 
 import json
 from pathlib import Path
@@ -58,7 +58,7 @@ def calibrate(
 
 
 def calibration_settings() -> "Settings":
-    """Return the user's settings with blending, without tiers and cache server: a calibration leaves nothing there."""
+    """Return the user's settings with blending, but without tiers and cache server, so that nothing is left there."""
     from lmc.config.settings import Settings
 
     alone = {"local_disk": None, "remote_url": None, "server": None}
@@ -68,7 +68,7 @@ def calibration_settings() -> "Settings":
 def _measure(
     model: str, documents: Path, questions: Path | None, settings: "Settings", prompts: int | None
 ) -> "Measured":
-    """Return what was measured."""
+    """Load the model, make the prompts, and return the measured numbers."""
     from lmc.commands.calibrate.measure import Measurement
     from lmc.commands.calibrate.prompts import CalibrationPrompts, check_inputs, collect
     from lmc.connectors.transformers import CachedModel
@@ -83,7 +83,7 @@ def _measure(
 
 
 def _show(model: str, found: "Measured", verdict: "Verdict", settings: "Settings") -> None:
-    """Print what was done, the table, the verdict, and the lines for a YAML file."""
+    """Print a heading, the table, the verdict, and the lines for a YAML file."""
     from lmc.commands.calibrate.measure import BLIND
     from lmc.commands.calibrate.verdict import heading, table, yaml_lines
 

@@ -1,4 +1,4 @@
-"""Measures blends against full prefill: the same prompts in all ways, with all documents learned before."""
+"""Measures blends against full prefill: the same prompts in all modes, after all documents were learned."""
 
 import time
 from collections.abc import Callable
@@ -14,36 +14,37 @@ from lmc.connectors.transformers import CachedModel
 from lmc.connectors.transformers.continuation import divergence, greedy_answer, log_probabilities
 from lmc.errors import InputError
 
-BLIND, RATIOS = 0.0, (0.05, 0.1, 0.15, 0.3, 0.5)  # ratio 0 is blind reuse, for scale
+BLIND, RATIOS = 0.0, (0.05, 0.1, 0.15, 0.3, 0.5)  # ratio 0 is blind reuse, as a reference
 LEAST_PROMPTS, MOST_PROMPTS = 8, 64
-SECONDS = 210.0  # of measuring, if that is possible with the least number of prompts
-TIMED_PROMPTS = 2  # from which the number of prompts is estimated
+SECONDS = 210.0  # target time of the measurement; `LEAST_PROMPTS` may take longer
+TIMED_PROMPTS = 2  # number of prompts whose time determines how many prompts are measured
 
 
 @dataclass(slots=True)
 class Numbers:
-    """The numbers of one way, one of each for each prompt."""
+    """The numbers of one ratio. Each list has one entry per prompt."""
 
-    same: list[float] = field(default_factory=list)  # share of full prefill's answer that this way predicts as well
-    first: list[bool] = field(default_factory=list)  # whether that has the first token of the answer
-    kl: list[float] = field(default_factory=list)  # KL(full ‖ way), mean over the answer
+    same: list[float] = field(default_factory=list)  # share of the tokens of full prefill's answer that are predicted
+    first: list[bool] = field(default_factory=list)  # whether the answer's first token is predicted
+    kl: list[float] = field(default_factory=list)  # KL(full ‖ blend), mean over the answer
     seconds: list[float] = field(default_factory=list)  # TTFT
 
     @property
     def tokens_same(self) -> float:
-        """The share of the answers' tokens that is the same."""
+        """The mean share of the answers' tokens that are the same as full prefill's."""
         return fmean(self.same)
 
     @property
     def first_same(self) -> float:
-        """The share of prompts whose answer begins with the same token."""
+        """The share of prompts whose answer begins with the same token as full prefill's."""
         return fmean(self.first)
 
     @property
     def agreement(self) -> float:
-        """The smaller one of the two. Behind given tokens the next one is often easy, and the first one never is.
+        """The minimum of the shares of all tokens and of first tokens.
 
-        There are only as many first tokens as prompts, so one standard error is added to their share.
+        A token after given tokens of the answer is often easy to predict, but the first token never is. There are only
+        as many first tokens as prompts, so one standard error is added to their share.
         """
         first = self.first_same
         return min(self.tokens_same, first + sqrt(first * (1 - first) / len(self.first)))
@@ -60,8 +61,8 @@ class Measured:
 
     full: list[float] = field(default_factory=list)  # TTFT of each prompt
     ways: dict[float, Numbers] = field(default_factory=lambda: {ratio: Numbers() for ratio in (BLIND, *RATIOS)})
-    gains: list[float] = field(default_factory=list)  # how much documents raise log p(right answer), per token
-    tokens: list[int] = field(default_factory=list)  # of each prompt
+    gains: list[float] = field(default_factory=list)  # increase of log p(right answer) by documents, per token
+    tokens: list[int] = field(default_factory=list)  # number of tokens of each prompt
 
     @property
     def full_ttft(self) -> float:
@@ -79,7 +80,7 @@ class Measurement:
         self._policies[BLIND] = BLIND_REUSE
 
     def run(self, count: int | None, progress: Callable[[int, int], None]) -> Measured:
-        """Measure `count` prompts, or as many as there is time for. `progress(done, of)` is called as it goes."""
+        """Measure `count` prompts, or as many as there is time for. Calls `progress(done, of)` after each prompt."""
         found, total = Measured(), count or MOST_PROMPTS
         self._warm_up(self._prompts.prompt(MOST_PROMPTS))
         started = time.perf_counter()
@@ -111,7 +112,7 @@ class Measurement:
         without = log_probabilities(cached, prompt.bare, cached.prefill(prompt.bare, "full"), prompt.right)
         found.gains.append(float((picked(with_documents, prompt.right) - picked(without, prompt.right)).mean()))
         ratios = [*self._policies]
-        for turn in range(len(ratios)):  # Another one is first each time.
+        for turn in range(len(ratios)):  # Each prompt begins with another ratio.
             ratio = ratios[(number + turn) % len(ratios)]
             done = cached.prefill(tokens, "blend", policy=self._policies[ratio])
             blended, numbers = log_probabilities(cached, tokens, done, answer), found.ways[ratio]

@@ -1,9 +1,9 @@
-"""The prompts of a calibration: passages of the user's documents, and questions over them.
+"""The prompts of a calibration: passages of the user's documents, and questions about them.
 
-Where nobody gives questions, they are made from the documents, without a model: the first half of a sentence stands in
-the prompt, and the answer is its other half, which can be copied from one of the passages. The answer therefore depends
-on the documents, whatever they are about. Such questions need one passage each. Whether blends keep what several
-documents say together is seen only with questions that ask for it.
+Without given questions, questions are made from the documents, without a model. The prompt has the first half of a
+sentence. The answer is the second half, which can be copied from one of the passages. So the answer depends on the
+documents, whatever their topic is. Each such question needs only one passage. Only given questions can test whether
+blends preserve information that is spread over several documents.
 """
 
 import random
@@ -15,11 +15,11 @@ from typing import Any
 from lmc.demo.questions import TOP, Collection, Prompts, Question, passages, read_collection, read_texts, word_ends
 from lmc.errors import InputError
 
-PASSAGE = 200  # tokens, about
-BESIDE = 300  # tokens that a prompt may have beside its passages: system text, question, chat template, answer
-LEAST_PASSAGE = 16  # tokens
-ANSWER = 16  # tokens of an answer that are looked at
-WORDS = range(8, 41)  # of a sentence that is asked about
+PASSAGE = 200  # approximate number of tokens of a passage
+BESIDE = 300  # maximum tokens in addition to the passages: system text, question, chat template, answer
+LEAST_PASSAGE = 16  # minimum number of tokens of a passage
+ANSWER = 16  # leading tokens of an answer that are compared
+WORDS = range(8, 41)  # number of words of a sentence that becomes a question
 SYSTEM = "Answer from the documents."
 ASK = "Complete this sentence from the documents, word for word: "
 SEED = 0
@@ -30,12 +30,12 @@ class CalibrationPrompt:
     """One prompt, as tokens."""
 
     tokens: list[int]
-    bare: list[int]  # the same without documents
-    right: list[int]  # the beginning of the right answer
+    bare: list[int]  # the same prompt without documents
+    right: list[int]  # the first tokens of the right answer
 
 
 def check_inputs(documents: Path, questions: Path | None) -> None:
-    """Raise `InputError` if the files of the user cannot be read."""
+    """Raise `InputError` if the user's files cannot be read."""
     if questions is None:
         read_texts(documents)
     else:
@@ -43,13 +43,13 @@ def check_inputs(documents: Path, questions: Path | None) -> None:
 
 
 def collect(folder: Path, questions: Path | None, tokenizer: Any, positions: int) -> Collection:
-    """Return passages and questions; raise `InputError` if there are none, naming the file and what is wrong."""
+    """Return passages and questions. Raises `InputError`, which names the file and its fault, if there are none."""
     size = min(PASSAGE, (positions - BESIDE) // TOP)
     if size < LEAST_PASSAGE:
         raise InputError(f"the model has {positions} positions, which are too few for {TOP} documents and a question")
     given = read_collection(folder, questions) if questions is not None else None
     if given is not None and given.last_named:
-        return given  # Its questions ask about whole documents.
+        return given  # Its questions are about whole documents.
     documents: dict[str, str] = {}
     for name, text in (given.documents if given is not None else read_texts(folder)).items():
         share = size / len(tokenizer.encode(text, add_special_tokens=False))
@@ -64,7 +64,7 @@ def collect(folder: Path, questions: Path | None, tokenizer: Any, positions: int
 
 
 def questions_about(documents: dict[str, str]) -> list[Question]:
-    """Return a question for each sentence of a suitable length, in an order that is the same every time."""
+    """Return a question for each sentence of a suitable length, in a random but reproducible order."""
     asked = []
     for name, text in documents.items():
         for sentence in re.split(r"(?<=[.!?])\s+|\n+", text):
@@ -77,14 +77,14 @@ def questions_about(documents: dict[str, str]) -> list[Question]:
 
 
 class CalibrationPrompts:
-    """Builds the prompts of a calibration, as those of `lmc demo` are built."""
+    """Builds the prompts of a calibration in the same way as those of `lmc demo`."""
 
     def __init__(self, collection: Collection, tokenizer: Any, special: str) -> None:
         self._questions, self._tokenizer = collection.questions, tokenizer
         self._prompts = Prompts(collection, tokenizer, special)
 
     def prompt(self, number: int) -> CalibrationPrompt:
-        """Return the prompt with this number. Questions come again, with another order of documents, if they end."""
+        """Return the prompt with this number. After the last question, they repeat with another order of documents."""
         question = self._questions[number % len(self._questions)]
         example = self._prompts.example(question, number)
         return CalibrationPrompt(

@@ -1,4 +1,4 @@
-"""Decides from measured numbers whether blending is worth it, and says so in words."""
+"""Decides from the measured numbers whether blending is worth it, and describes the result."""
 
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -11,26 +11,26 @@ from lmc.commands.calibrate.measure import BLIND, RATIOS, Measured, Numbers
 from lmc.commands.calibrate.prompts import ANSWER
 from lmc.config.settings import Settings
 
-# The settings on which the quality of a blend depends, beside the ratio.
+# The settings that determine the quality of a blend, in addition to the ratio.
 FUSION = ("blend_strategy", "blend_check_layers", "blend_thresholds", "blend_correction", "blend_learn_prefix")
-LEAST_GAIN = 0.1  # nats a token
-SURE = 3.0  # standard errors that the mean gain must be above 0
-FASTER = 0.9  # TTFT must be at most this part of full prefill's
+LEAST_GAIN = 0.1  # the mean gain must be above this many nats per token
+SURE = 3.0  # the mean gain must be above this many standard errors
+FASTER = 0.9  # TTFT must be at most this share of full prefill's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """The smallest ratio that is good enough, if there is one, and the reason in words."""
+    """The smallest sufficient ratio, or None, and the reason in words."""
 
     ratio: float | None
     reason: str
 
 
 def reads_documents(gains: list[float]) -> bool:
-    """Return whether a model makes use of documents.
+    """Return whether a model uses the documents.
 
-    `gains` says for each prompt how much its documents raise the log-probability of the right answer. With random
-    weights documents change predictions as well, and even the most likely token, but not towards the right answer.
+    `gains` has for each prompt the increase of the right answer's log-probability by its documents. With random
+    weights, documents also change predictions, even the most likely token, but not towards the right answer.
     """
     if len(gains) < 2:
         return False
@@ -39,12 +39,12 @@ def reads_documents(gains: list[float]) -> bool:
 
 
 def judge(found: Measured, target: float) -> Verdict:
-    """Return the smallest ratio that reaches the target, as all larger ones do, and whose TTFT is a tenth shorter."""
+    """Return the smallest ratio that reaches the target, as all larger ratios must, if its TTFT is short enough."""
     if not reads_documents(found.gains):
         gain = f"documents raise the log-probability of right answers by {fmean(found.gains):.2f} a token"
         return Verdict(ratio=None, reason=f"the model does not read the documents ({gain})")
     good: list[float] = []
-    for ratio in sorted(RATIOS, reverse=True):  # A small ratio may reach the target by luck where larger ones do not.
+    for ratio in sorted(RATIOS, reverse=True):  # A small ratio may reach the target by chance.
         if found.ways[ratio].agreement < target:
             break
         good.append(ratio)
@@ -61,7 +61,7 @@ def judge(found: Measured, target: float) -> Verdict:
 
 
 def agreement_in_words(way: Numbers) -> str:
-    """Return how well the answers of a way agree with full prefill's."""
+    """Return in words how well the answers of a ratio agree with full prefill's."""
     return f"{way.tokens_same:.1%} of the tokens and {way.first_same:.0%} of the first tokens are full prefill's"
 
 
@@ -84,12 +84,12 @@ def report_of(model: str, found: Measured, verdict: Verdict, target: float, sett
 
 
 def fusion_settings(settings: Settings) -> dict[str, Any]:
-    """Return the settings that a calibration holds for, as they are written into a file."""
+    """Return the settings for which a calibration is valid, as plain data."""
     return settings.model_dump(mode="json", include=set(FUSION))
 
 
 def yaml_lines(settings: Settings, ratio: float) -> str:
-    """Return the settings with which blends reach the target, as lines of a YAML file."""
+    """Return the recommended settings as lines of a YAML file."""
     wanted = fusion_settings(settings)
     if settings.blend_strategy != "deviation":
         del wanted["blend_check_layers"], wanted["blend_thresholds"]
@@ -99,7 +99,7 @@ def yaml_lines(settings: Settings, ratio: float) -> str:
 
 
 def heading(model: str, found: Measured, settings: Settings) -> str:
-    """Return in a sentence or two what was measured."""
+    """Return two sentences about the measurement."""
     how = f"{settings.blend_strategy}, correction {settings.blend_correction}"
     prompts = f"{len(found.full)} prompts of {median(found.tokens):.0f} tokens over documents that were learned before"
     gain = f"Documents raise the log-probability of right answers by {fmean(found.gains):.2f} a token"
@@ -107,7 +107,7 @@ def heading(model: str, found: Measured, settings: Settings) -> str:
 
 
 def table(found: Measured) -> tuple[list[str], list[list[str]]]:
-    """Return columns, and a row for each way."""
+    """Return the columns of the table, and a row for full prefill and for each ratio."""
     columns = ["way", "TTFT ms", "speed-up", "same tokens", "same first token", "KL", "gap closed"]
     rows = [["full prefill", f"{found.full_ttft * 1e3:.0f}", "1.0", "", "", "", ""]]
     blind = fmean(found.ways[BLIND].kl)

@@ -1,1 +1,1 @@
-"""`lmc learn`: computes the KV of documents ahead of the prompts that need them."""
+"""`lmc learn`: computes the KV of documents before prompts need it."""

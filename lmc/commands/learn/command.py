@@ -1,4 +1,4 @@
-"""The command line of `lmc learn`. What it needs is imported when it runs, so that `lmc --help` stays quick."""
+"""The command line of `lmc learn`. It imports its modules when it runs, so that `lmc --help` stays fast."""
 
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from lmc.config.settings import Settings
     from lmc.documents.sources import Document
 
-NOT_ALL = 1  # the exit code if a document was not learned
-SHOWN = 10  # documents that failed, by name
+NOT_ALL = 1  # exit code if a document was not learned
+SHOWN = 10  # maximum number of failed documents that are named
 
 
 def learn(
@@ -90,7 +90,7 @@ def learn(
 def _settings(local_disk: Path | None) -> "Settings":
     from lmc.config.settings import Settings
 
-    own = {"local_disk": local_disk, "server": None} if local_disk else {}  # The option says where.
+    own = {"local_disk": local_disk, "server": None} if local_disk else {}  # The option replaces the settings' tiers.
     return Settings.load({"enable_blending": True, **own})
 
 
@@ -123,7 +123,7 @@ def _learner(
     retains: bool,
     closing: ExitStack,
 ) -> "Learner":
-    """Return who computes; a model is closed at the end."""
+    """Return the learner. `closing` closes a model at the end."""
     if url:
         from lmc.commands.learn.learners import ServerLearner
 

@@ -1,4 +1,4 @@
-"""Who computes documents: a vLLM server with lmc, or a model in this process."""
+"""The learners, which compute documents: a vLLM server with lmc, or a model in this process."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -16,12 +16,12 @@ from lmc.keys import LONGEST_NAME
 from lmc.metrics import parted
 from lmc.storage.places import fastest_first
 
-TIMEOUT = 600.0  # seconds for a document, which may wait for others
+TIMEOUT = 600.0  # seconds for a document, including the wait for other documents
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """What has become of a text: the ids of its documents, of which it has several if it has separators."""
+    """The result for a text: the ids of its documents. A text with separators has several documents."""
 
     ids: tuple[str, ...] = ()
     failed: str = ""  # why it is not stored
@@ -29,13 +29,13 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """How long documents stay."""
+    """The pin and the time limit of documents."""
 
     pinned: bool = False
-    ttl: float | None = None  # seconds after which they are removed
+    ttl: float | None = None  # seconds until they expire
 
     def __bool__(self) -> bool:
-        """Whether anything is wanted."""
+        """Whether there is a pin or a time limit."""
         return self.pinned or self.ttl is not None
 
 
@@ -47,27 +47,27 @@ class Learner(Protocol):
         ...
 
     def stored(self) -> set[str] | None:
-        """Return the ids of all documents that are stored; None if nobody can be asked."""
+        """Return the ids of all stored documents; None if they cannot be queried."""
         ...
 
     def retain(self, document: Document, ids: Sequence[str], retention: Retention) -> None:
-        """Pin what was stored of a document, or limit its time; raise `InputError` if that is impossible."""
+        """Pin the stored documents of a text, or set their time limit. Raises `InputError` if that is impossible."""
         ...
 
     def tokens(self, text: str) -> int:
-        """Return how many tokens a text has."""
+        """Return the number of tokens of a text."""
         ...
 
     def capacity(self) -> dict[str, float]:
-        """Return how many tokens of documents fit into each place that this process or server has for itself."""
+        """Return how many document tokens fit into each tier that this process or server does not share."""
         ...
 
     def held(self) -> dict[str, float]:
-        """Return how many tokens are in each of these places now."""
+        """Return how many tokens are in each of these tiers now."""
         ...
 
     def dropped(self) -> float:
-        """Return how many chunks the slowest tier has dropped for lack of room since the learner was made."""
+        """Return how many chunks the slowest tier has evicted for lack of room since the learner was created."""
         ...
 
 
@@ -77,10 +77,11 @@ class ServerLearner:
     def __init__(
         self, url: str, separator: str, salt: str = "", admin: str = URL, *, chat: bool = False, retains: bool = False
     ) -> None:
-        """`admin` is the server's administration endpoint. It must answer if documents are to be pinned (`retains`).
+        """Connect to the server. `admin` is its administration endpoint, which must answer if `retains`.
 
-        With `chat`, documents are sent as messages, in case the server's chat template changes what is in them.
-        Raises `Unreachable` if one of them does not answer.
+        `retains` means that documents will be pinned or get a time limit. With `chat`, documents are sent as messages,
+        for a server whose chat template changes their contents. Raises `Unreachable` if the server or a required
+        endpoint does not answer.
         """
         self._client, self._evictions = vllm_client(url, TIMEOUT), 0.0
         self._separator, self._salt, self._chat = separator, salt, chat
@@ -137,18 +138,18 @@ class ServerLearner:
         return int(self._client.ask("/tokenize", asked)["count"])
 
     def capacity(self) -> dict[str, float]:
-        """See `Learner`; nothing if the server does not say."""
+        """See `Learner`; empty if the server does not report it."""
         return self._numbers("capacity_tokens")
 
     def held(self) -> dict[str, float]:
-        """See `Learner`; nothing if the server does not say. Its metrics may be old while it is idle."""
+        """See `Learner`; empty if the server does not report it. Its metrics may be stale while it is idle."""
         with suppress(InputError):
             numbers = {parted(key): count for key, count in self._admin.ask("/v1/stat").items()}
             return {labels[0]: count for (name, labels), count in numbers.items() if name == "chunk_tokens"}
         return self._numbers("chunk_tokens")
 
     def dropped(self) -> float:
-        """See `Learner`; 0 if the server does not say."""
+        """See `Learner`; 0 if the server does not report it."""
         return _of_slowest(self._numbers("evictions")) - self._evictions
 
     def _numbers(self, metric: str) -> dict[str, float]:
@@ -159,10 +160,10 @@ class ServerLearner:
 
 
 class ModelLearner:
-    """A model in this process, with the tiers of the settings, where a server of the same model finds its documents."""
+    """A model in this process, with the tiers of the settings. A server of the same model finds its documents there."""
 
     def __init__(self, model: str, settings: Settings, salt: str = "") -> None:
-        """Load the model; raise `ConfigError` or `InputError` if it cannot be."""
+        """Load the model. Raises `ConfigError` or `InputError` if that fails."""
         from lmc.connectors.transformers import CachedModel
 
         self._separator, self._salt = settings.blend_special_str, salt
@@ -176,11 +177,11 @@ class ModelLearner:
                 self._cached.learn(tokens, document.id[:LONGEST_NAME])
                 views = engine.documents(tokens, [Span(0, len(tokens))], self._salt)
                 stored += engine.note(tokens, views, self._salt)
-            engine.store.flush()  # The manifest must not name a document that is not on a tier yet.
+            engine.store.flush()  # The manifest must not name a document that no tier has yet.
         except InputError as error:
             return Stored(failed=str(error))
         usable = engine.stats().usable
-        if usable and not any(usable.values()):  # What is in memory ends with this process.
+        if usable and not any(usable.values()):  # Memory is lost when this process ends.
             raise Unreachable(f"documents cannot be kept: {' and '.join(usable)} cannot be written to")
         for one in stored:
             one.name = one.name or document.id[:LONGEST_NAME]
@@ -227,5 +228,5 @@ class ModelLearner:
 
 
 def _of_slowest(evictions: Mapping[str, float]) -> float:
-    """Return what the slowest tier has evicted. What a faster one evicts is in a slower one."""
+    """Return the evictions of the slowest tier. Chunks evicted from a faster tier remain in a slower one."""
     return evictions[fastest_first(set(evictions))[-1]] if evictions else 0.0

@@ -1,6 +1,6 @@
-"""The manifest: which documents have been learned, so that a run that was interrupted goes on where it ended.
+"""The manifest: records learned documents, so that an interrupted run can continue.
 
-It is a file with a line of JSON for each document, which is written when the document is stored.
+It is a file with one JSON line per document. The line is written when the document is stored.
 """
 
 import json
@@ -16,15 +16,15 @@ from lmc.small_files import user_cache
 
 
 def manifest_path(*target: str) -> Path:
-    """Return where the manifest of a target is kept by default: a server, a tenant and a separator, for example."""
+    """Return the default path of the manifest of a target, such as a server, a tenant and a separator."""
     return user_cache() / "learned" / f"{sha256(repr(target).encode()).hexdigest()[:16]}.jsonl"
 
 
 class Manifest:
-    """The documents that have been learned into one place. Use it under `with`."""
+    """The documents that have been learned into one target. Use it in a `with` statement."""
 
     def __init__(self, path: Path, *, again: bool = False) -> None:
-        """Read what was learned before, or leave it out if everything shall be learned `again`.
+        """Read the documents of earlier runs, or ignore them if all documents are learned `again`.
 
         Raises `InputError` if the file cannot be written.
         """
@@ -37,11 +37,11 @@ class Manifest:
                 text = path.read_text(encoding="utf-8", errors="replace")
                 ends_in_a_line = not text or text.endswith("\n")
                 for line in text.splitlines():
-                    with suppress(ValueError, TypeError, KeyError):  # A process that was killed leaves half a line.
+                    with suppress(ValueError, TypeError, KeyError):  # A killed process may leave half a line.
                         entry = json.loads(line)
                         self._learned[entry["id"]] = entry["digest"], entry.get("documents", [])
             self._file: TextIO = path.open("a", encoding="utf-8")
-            self._outdated = again  # Earlier lines go with the first new one, and not before anything is learned.
+            self._outdated = again  # The first new line replaces the earlier lines.
             if not ends_in_a_line:
                 self._file.write("\n")
         except OSError as error:
@@ -58,11 +58,11 @@ class Manifest:
         return self._learned.get(document.id, ("", []))[0] == document.digest
 
     def ids(self, document: Document) -> list[str]:
-        """Return the ids under which a learned text was stored; none if an earlier version of lmc did not note them."""
+        """Return the document ids of a learned text; empty if an earlier version of lmc did not record them."""
         return self._learned[document.id][1]
 
     def add(self, document: Document, ids: Sequence[str]) -> None:
-        """Note that a text is stored as the documents of these ids."""
+        """Record a text as stored, as the documents with these ids."""
         if self._outdated:
             self._file.truncate(0)
             self._outdated = False

@@ -1,4 +1,4 @@
-"""A run of `lmc learn`: documents are learned side by side, and each that is stored is noted."""
+"""A run of `lmc learn`: learns documents in parallel, and records each stored document."""
 
 import time
 from collections.abc import Sequence
@@ -16,25 +16,25 @@ from lmc.errors import InputError
 from lmc.http.client import Unreachable
 from lmc.terminal import all_of, console, counted
 
-SAMPLE = 16  # documents whose tokens are counted beforehand
+SAMPLE = 16  # approximate number of documents whose tokens are counted before the run
 
 
 @dataclass
 class Learned:
-    """What a run has done, in numbers of documents."""
+    """The result of a run. Counts are numbers of documents unless stated otherwise."""
 
     documents: int
     before: int = 0  # learned by an earlier run
     learned: int = 0
-    failed: dict[str, str] = field(default_factory=dict)  # why, by id
-    dropped: float = 0.0  # chunks that the slowest tier has dropped meanwhile, for lack of room
-    held: dict[str, float] = field(default_factory=dict)  # tokens in each place afterwards
+    failed: dict[str, str] = field(default_factory=dict)  # id -> reason
+    dropped: float = 0.0  # chunks that the slowest tier evicted during the run, for lack of room
+    held: dict[str, float] = field(default_factory=dict)  # tokens in each tier after the run
     seconds: float = 0.0
 
 
 @dataclass
 class LearnRun:
-    """The documents of one command, and the manifest in which they are noted."""
+    """The documents of one command, and the manifest that records them."""
 
     documents: Sequence[Document]
     manifest: Manifest
@@ -48,32 +48,32 @@ class LearnRun:
 
     @property
     def result(self) -> Learned:
-        """What is known before anything is learned."""
+        """The result before anything is learned."""
         return Learned(len(self.documents), before=len(self.documents) - len(self.new))
 
     @property
     def note(self) -> str:
-        """What to say about documents that were learned before, if there are any."""
+        """The note about documents that were learned before; empty if there are none."""
         before = self.result.before
         of = all_of(len(self.documents), "document")
         said = f"{before} of {of} learned before, says {self.manifest.path}"
         return f"{said} (--again: all)" if before else ""
 
     def notes(self, learner: Learner | None, share: float, chunk_size: int, dry_run: bool) -> list[str]:
-        """Look after documents that were learned before, if this is no `dry_run`, and return what to say beforehand."""
+        """Return the notes to print before the run. Unless `dry_run`, also checks documents of earlier runs."""
         if learner is None:
             return []
         before = () if dry_run else (self.note, self.check_old(learner))
         return list(filter(None, (*before, self.too_many(learner, share, chunk_size))))
 
     def check_old(self, learner: Learner) -> str:
-        """Pin documents that were learned before, or limit their time, as is wanted; learn again those that are gone.
+        """Apply `retention` to documents that were learned before, and queue missing documents to be learned again.
 
-        Return what to say if nobody knows whether they are gone.
+        Returns a note if the server cannot report which documents are missing, otherwise an empty string.
         """
         stored = learner.stored() if self._old else set()
         if stored is None and (held := learner.held()) and not any(held.values()):
-            stored = set()  # The server has been started again without a disk, or says so until its first request.
+            stored = set()  # It restarted without a disk, or reports 0 until its first request.
         for document in self._old:
             ids = self.manifest.ids(document)
             if stored is not None and not (ids and stored.issuperset(ids)):
@@ -84,9 +84,9 @@ class LearnRun:
         return unknown if stored is None else ""
 
     def too_many(self, learner: Learner, share: float, chunk_size: int) -> str:
-        """Return a warning if the new documents will not all fit, by the tokens of some of them; else nothing.
+        """Return a warning if the new documents will not all fit, otherwise an empty string.
 
-        Pinned documents may take no more than a `share` of the room.
+        The number of tokens is estimated from a sample. Pinned documents may take at most a `share` of the capacity.
         """
         capacity, part = learner.capacity(), share if self.retention.pinned else 1.0
         room = max(capacity.values(), default=0.0) * part
@@ -96,7 +96,7 @@ class LearnRun:
         with suppress(InputError):  # The server may not count tokens.
             each = sum(learner.tokens(one.text) for one in some) / sum(len(one.text) for one in some)
             tokens = each * sum(len(one.text) for one in self.new)
-            if "disk" not in capacity:  # In memory, each document takes whole chunks.
+            if "disk" not in capacity:  # In memory, a document takes whole chunks.
                 tokens = max(tokens, float(len(self.new) * chunk_size))
             if tokens > room:
                 said = f"these documents have about {tokens:.0f} tokens, and at most {room:.0f}"
@@ -124,7 +124,7 @@ class LearnRun:
                 under_way = sum(future.running() for future in asked)
                 waits = f"; waiting for what has begun ({counted(under_way, 'document')})" if under_way else ""
                 screen.print(Text(f"{result.learned} of {all_of(len(self.new), 'document')} learned{hint}{waits}"))
-                pool.shutdown(cancel_futures=True)  # This waits for those that are being learned.
+                pool.shutdown(cancel_futures=True)  # This waits for documents in flight.
                 raise
         result.seconds, result.dropped, result.held = time.monotonic() - started, learner.dropped(), learner.held()
         return result

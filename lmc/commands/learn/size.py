@@ -1,4 +1,4 @@
-"""`lmc size`: what the KV of a model and of documents takes, and how much of it fits where."""
+"""`lmc size`: computes the size of the KV of a model and of documents, and how much of it fits into each tier."""
 
 from dataclasses import asdict, dataclass
 from typing import Annotated
@@ -9,33 +9,33 @@ from rich.text import Text
 from lmc.errors import needs_transformers
 from lmc.terminal import AsJson, console, print_json
 
-MANY = 10_000  # documents, for which the need is said as well
+MANY = 10_000  # number of documents for which the required size is also printed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
-    """Sizes in bytes."""
+    """The sizes of a model's KV and of documents. Sizes are in bytes unless stated otherwise."""
 
     token: int
-    slot: int  # of memory, for a chunk
+    slot: int  # memory of one chunk
     chunk_tokens: int
     memory: float
     disk: float  # 0 without a disk tier
     documents: int = 0
-    tokens: int = 0  # of all documents
-    shortest: int = 0
-    longest: int = 0
-    on_disk: int = 0  # what all documents take there
-    slots: int = 0  # of memory that all documents take
+    tokens: int = 0  # number of tokens of all documents
+    shortest: int = 0  # tokens of the shortest document
+    longest: int = 0  # tokens of the longest document
+    on_disk: int = 0  # bytes of all documents on disk
+    slots: int = 0  # number of memory slots for all documents
 
     @property
     def fit_in_memory(self) -> int:
-        """How many documents of the same mean size fit into memory."""
+        """Number of documents of the same mean size that fit into memory."""
         return int(self.memory // self.slot * self.documents / self.slots)
 
     @property
     def fit_on_disk(self) -> int:
-        """How many documents of the same mean size fit on the disk."""
+        """Number of documents of the same mean size that fit on disk."""
         return int(self.disk * self.documents / self.on_disk)
 
 
