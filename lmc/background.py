@@ -1,4 +1,4 @@
-"""Work beside an engine, in threads of its process, which must not slow its steps down."""
+"""Background work in threads of an engine's process, which must not slow down the engine's steps."""
 
 import time
 from collections.abc import Iterable, Iterator
@@ -6,8 +6,8 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-RUNNING_SECONDS = 1.0  # after a step, within which the next one is expected
-WORK_SECONDS = 0.0002  # after which a thread rests
+RUNNING_SECONDS = 1.0  # an engine counts as running for this long after its last step
+WORK_SECONDS = 0.0002  # thread time between two rests
 RESTS = 50  # seconds of rest for each second of work
 LONGEST_REST = 0.5  # seconds
 
@@ -19,15 +19,16 @@ class Background:
         self._stepped = float("-inf")
 
     def stepped(self) -> None:
-        """Note that the engine makes a step now."""
+        """Record the time of an engine step."""
         self._stepped = time.perf_counter()
 
     def gently(self, items: Iterable[T]) -> Iterator[T]:
-        """Yield items; while the engine runs, rest after each fifth of a millisecond of work, fifty times as long.
+        """Yield items, and rest regularly while the engine runs.
 
-        A thread that computes in Python keeps the interpreter for five milliseconds before another one gets it
-        (`sys.getswitchinterval`). A step of an engine asks for it after each operation of torch, and would wait each
-        time. While a thread rests, the others run at once.
+        After each `WORK_SECONDS` of work, the rest takes `RESTS` times as long, and `LONGEST_REST` at most.
+        A thread that computes in Python keeps the interpreter for five milliseconds before another thread gets it
+        (`sys.getswitchinterval`). An engine step needs the interpreter after each torch operation, and would wait
+        each time. While this thread rests, the other threads run at once.
         """
         since = time.thread_time()
         for item in items:

@@ -1,8 +1,8 @@
 """Many copies between host memory and a GPU in one call.
 
-A GPU's copy engine needs a descriptor for each stretch of memory, and a call for each of them costs more than a page of
-16 tokens takes on the bus. CUDA 12.8 takes a list of them (`cuMemcpyBatchAsync` of its driver API); vLLM's extension
-has the same as `swap_blocks_batch`.
+A GPU's copy engine needs a descriptor for each contiguous range of memory. A separate call for each range costs more
+than the transfer of a 16-token page over the bus. CUDA 12.8 accepts a list of copies (`cuMemcpyBatchAsync` of its
+driver API); vLLM's extension offers the same as `swap_blocks_batch`.
 """
 
 import ctypes
@@ -15,12 +15,12 @@ import torch
 from numpy.typing import NDArray
 
 Addresses = NDArray[np.int64]
-VERSION = 12080  # of CUDA, in which the call has the arguments below
-STREAM_ORDER = 1  # Sources are read when the stream gets there (CU_MEMCPY_SRC_ACCESS_ORDER_STREAM).
+VERSION = 12080  # the CUDA version whose `cuMemcpyBatchAsync` has the arguments below
+STREAM_ORDER = 1  # Sources are read in the order of the stream (CU_MEMCPY_SRC_ACCESS_ORDER_STREAM).
 
 
 class Copies(NamedTuple):
-    """Stretches of memory to copy, int64 `[n]` each."""
+    """Contiguous ranges of memory to copy; each array is int64 `[n]`."""
 
     sources: Addresses
     targets: Addresses
@@ -35,7 +35,7 @@ Submit = Callable[[Copies], None]
 
 
 def merged(copies: Copies) -> Copies:
-    """Join copies that follow each other both in their sources and in their targets."""
+    """Merge successive copies whose sources and targets are both adjacent."""
     sources, targets, sizes = copies
     if not len(sizes):
         return copies
@@ -45,7 +45,10 @@ def merged(copies: Copies) -> Copies:
 
 
 def stretches_of(view: torch.Tensor) -> tuple[Addresses, int]:
-    """Return where the stretches of a tensor begin, in bytes from its first number, in order, and how long one is."""
+    """Return the offsets of a tensor's contiguous ranges from its first element, in order, and their length in bytes.
+
+    All ranges have the same length. Offsets are in bytes.
+    """
     itemsize, stretch, dims = view.element_size(), 1, list(zip(view.shape, view.stride(), strict=True))
     while dims and dims[-1][1] == stretch:
         stretch *= dims.pop()[0]
@@ -56,9 +59,9 @@ def stretches_of(view: torch.Tensor) -> tuple[Addresses, int]:
 
 
 def submit_of(device: torch.device) -> Submit | None:
-    """Return what issues copies in the order of a device's current stream, in one call; None if there is no such call.
+    """Return a function that issues copies in one call, in the order of a device's current stream.
 
-    Host memory has to be page-locked; see `can_submit`.
+    Returns None if the device has no such call. Host memory must be page-locked; see `can_submit`.
     """
     if device.type != "cuda" or torch.version.hip:
         return None
@@ -70,10 +73,10 @@ def submit_of(device: torch.device) -> Submit | None:
 
 
 def _in_order(device: torch.device, issue: Submit, copies: Copies) -> None:
-    """Issue copies behind what is on the current stream, and before what comes there later.
+    """Issue copies after all work on the current stream, and before all work that is queued there later.
 
-    CUDA refuses lists of copies on its legacy default stream, which is 0 and what torch uses until it is told
-    otherwise. Then a stream of their own takes them, which waits for that one and is waited for.
+    CUDA rejects lists of copies on its legacy default stream (0), which torch uses by default. In this case the
+    copies run on a separate stream. It waits for the current stream, and the current stream waits for it.
     """
     if not len(copies.sizes):
         return
@@ -91,19 +94,19 @@ def _in_order(device: torch.device, issue: Submit, copies: Copies) -> None:
 
 @lru_cache
 def _stream_beside(device: int) -> torch.cuda.Stream:
-    """Return a device's stream for copies that the default stream does not take."""
+    """Return a device's stream for copies that the default stream rejects."""
     return torch.cuda.Stream(device)
 
 
 def can_submit(memory: torch.Tensor) -> bool:
-    """Whether a GPU can read and write this memory by itself."""
+    """Return whether a GPU can read and write this memory directly."""
     return memory.is_cuda or memory.is_pinned()
 
 
 def settle(device: torch.device) -> None:
-    """Wait until everything is done that was issued to a device, of whatever kind; a CPU does it at once.
+    """Wait until all work that was issued to a device is done.
 
-    No GPU lets the host wait for a copy that is issued with `non_blocking`.
+    On every kind of GPU, a copy with `non_blocking` returns before it is done. A CPU works synchronously.
     """
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
@@ -118,7 +121,8 @@ class _Attributes(ctypes.Structure):
 
 
 _POINTER, _SIZE = ctypes.c_void_p, ctypes.c_size_t
-# targets, sources, sizes, how many; attributes, the first copy of each of them, how many; the copy that failed; stream
+# Arguments: targets, sources, sizes, number of copies; attributes, the first copy of each, number of attributes;
+# index of the failed copy; stream.
 _CALL = ctypes.CFUNCTYPE(
     ctypes.c_int, _POINTER, _POINTER, _POINTER, _SIZE, _POINTER, _POINTER, _SIZE, _POINTER, _POINTER
 )
@@ -126,7 +130,7 @@ _CALL = ctypes.CFUNCTYPE(
 
 @lru_cache(1)
 def _driver_call() -> Callable[..., int] | None:
-    """Return the driver's `cuMemcpyBatchAsync`, if it is new enough to have one."""
+    """Return the driver's `cuMemcpyBatchAsync`; None if the driver is missing or too old."""
     try:
         find = ctypes.CDLL("libcuda.so.1").cuGetProcAddress_v2
     except (OSError, AttributeError):

@@ -1,14 +1,14 @@
 """The errors that lmc raises, as one tree.
 
 LmcError
-├── ConfigError        a setting is unknown, has a bad value, or contradicts another
+├── ConfigError        a setting is unknown, invalid, or contradicts another
 ├── InputError         a prompt or document that cannot be served (empty, too long, out of vocabulary)
-│   └── NotFound       a name or an id that nothing has
+│   └── NotFound       a name or an id that does not exist
 ├── UnsupportedModel   a model whose keys cannot be re-rotated exactly, or whose layers lmc does not know
 ├── StorageError
-│   ├── NoMemory       a slab does not fit where it was asked for
-│   ├── TierUnusable   a tier cannot be opened: in use, not writable, of another format
-│   └── CorruptRecord  stored bytes are not what was written; inside the store this is a miss
+│   ├── NoMemory       a slab does not fit into the memory in which it was requested
+│   ├── TierUnusable   a tier cannot be opened: in use, not writable, or in another format
+│   └── CorruptRecord  stored bytes differ from the written bytes; inside the store this is a miss
 └── ChunkLost          a chunk of a plan could not be read; plan again without it
 """
 
@@ -18,16 +18,16 @@ class LmcError(Exception):
 
 
 class ConfigError(LmcError, ValueError):
-    """A setting that cannot work. The message names the key, the value, its source, and what would be right."""
+    """An invalid setting. The message names the key, the value, its source, and what would be valid."""
 
 
 def needs_transformers(what: str, error: ImportError) -> ConfigError:
-    """Return the error of something that runs a model with transformers, whose packages are an extra."""
+    """Return the error for a feature that runs a model with transformers, whose packages are an optional extra."""
     return ConfigError(f"{what} needs {error.name}: pip install transformers bm25s")
 
 
 def need_msgspec() -> None:
-    """Raise `ConfigError` without the package in which a cache server and its clients write messages."""
+    """Raise `ConfigError` if msgspec is missing, which encodes the messages of a cache server and its clients."""
     try:
         import msgspec  # noqa: F401
     except ImportError as error:
@@ -39,7 +39,7 @@ class InputError(LmcError, ValueError):
 
 
 class NotFound(InputError):
-    """A name or an id that nothing has."""
+    """A name or an id that does not exist."""
 
 
 class UnsupportedModel(LmcError):
@@ -51,7 +51,7 @@ class StorageError(LmcError):
 
 
 class NoMemory(StorageError):
-    """A slab does not fit. The message says how much was asked for, and how much there is."""
+    """A slab does not fit. The message gives the requested and the available memory."""
 
 
 class TierUnusable(StorageError):
@@ -59,13 +59,13 @@ class TierUnusable(StorageError):
 
 
 class CorruptRecord(StorageError):
-    """Stored bytes are not what was written."""
+    """Stored bytes differ from the written bytes."""
 
 
 class ChunkLost(LmcError):
-    """Chunks of a plan are gone, because they were evicted or their records are corrupt.
+    """Chunks of a plan cannot be read, because they were evicted or their records are corrupt.
 
-    `keys` are their keys. No wrong bytes were delivered. The caller plans again, and finds these chunks missing.
+    `keys` are the keys of these chunks. No wrong bytes were delivered. The caller plans again without these chunks.
     """
 
     def __init__(self, keys: list[bytes]) -> None:

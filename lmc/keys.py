@@ -1,8 +1,8 @@
-"""Chunk keys, which name a chunk in every process and on every machine.
+"""Chunk keys, which identify a chunk in every process and on every machine.
 
-*Exact* keys chain from the start of a prompt. *Document* keys chain only inside of a document, so that a document is
-stored once, whatever stands around it. The two can never be equal, so approximate KV is never served as exact. Both
-chains start from a namespace, which names everything on which the bytes depend.
+*Exact* keys chain from the start of a prompt. *Document* keys chain only inside a document, so a document is stored
+once for all prompts that contain it. An exact key never equals a document key, so approximate KV is never served as
+exact. Both chains start from a namespace, which contains everything that KV bytes depend on besides tokens.
 """
 
 import hashlib
@@ -16,25 +16,25 @@ from typing import NewType
 from lmc.errors import InputError
 
 ChunkKey = NewType("ChunkKey", bytes)  # 32 bytes, sha256
-FORMAT = 1  # of chunks and records; chunks of another format are never found
-TENANT_DIGITS = 16  # of a tenant's name
-LONGEST_MODEL = 100  # letters of a model's name
-LONGEST_NAME = 500  # letters of the name that people give a document
+FORMAT = 1  # version of the format of chunks and records; chunks of another version are never found
+TENANT_DIGITS = 16  # hexadecimal digits of a tenant's name
+LONGEST_MODEL = 100  # characters of a model's name
+LONGEST_NAME = 500  # characters of the name that a user gives a document
 
 
 class RecordKind(Enum):
-    """The kinds of KV in a chunk, and where each may be used."""
+    """The kinds of KV in a chunk, and where each kind may be used."""
 
-    PAGES = "pages"  # exact, in the layout of an engine's pages; used only behind the same tokens
-    PREFIX = "prefix"  # exact, as tokens [K, T, H, D]; used only behind the same tokens
+    PAGES = "pages"  # exact, in the layout of an engine's pages; used only after the same tokens
+    PREFIX = "prefix"  # exact, as tokens [K, T, H, D]; used only after the same tokens
     DOCUMENT = "document"  # computed alone, as tokens [K, T, H, D]; used anywhere, approximately
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Namespace:
-    """Everything on which KV bytes depend. A change in any field makes other keys."""
+    """Everything that KV bytes depend on besides tokens. A change in any field changes the keys."""
 
-    model: str  # identity of config and weights, never a path
+    model: str  # identifies config and weights; never a path
     dtype: str
     layers: int
     kv_heads: int  # of one rank
@@ -47,7 +47,10 @@ class Namespace:
     cache_salt: str = ""  # tenants share chunks only if they have the same salt
 
     def digest(self) -> bytes:
-        """Return 32 bytes. Fields have their lengths before them, so that different namespaces never read the same."""
+        """Return the SHA-256 of all fields (32 bytes).
+
+        Each field is hashed with its length, so different namespaces never hash the same bytes.
+        """
         h = hashlib.sha256(b"lmc-%d" % FORMAT)
         for name in self.__slots__:
             value = str(getattr(self, name)).encode()
@@ -56,23 +59,23 @@ class Namespace:
 
 
 def tenant_of(cache_salt: str) -> str:
-    """Return the name of a tenant, which does not tell the salt; empty without one."""
+    """Return the name of a tenant, which does not reveal the salt; empty without a salt."""
     return hashlib.sha256(b"tenant" + cache_salt.encode()).hexdigest()[:TENANT_DIGITS] if cache_salt else ""
 
 
 def tokens_digest(tokens: Sequence[int]) -> str:
-    """Return the SHA-256 of token ids as unsigned integers of 32 bits, little-endian, in hexadecimal digits.
+    """Return the SHA-256 of token ids as uint32 little-endian, in hexadecimal digits.
 
-    It names a document in every model and for every tenant. Raises `InputError` for a token that is no uint32.
+    It identifies a document in every model and for every tenant. Raises `InputError` for a token that is not a uint32.
     """
     return hashlib.sha256(check_tokens(tokens).tobytes()).hexdigest()
 
 
 def exact_keys(namespace: bytes, tokens: Sequence[int], chunk_size: int) -> list[ChunkKey]:
-    """Return the keys of all full chunks of a prompt, and of a partly full one at its end.
+    """Return the keys of all full chunks of a prompt, and of a partly full chunk at its end.
 
     `key_i = sha256(key_{i-1} ‖ tokens as uint32 little-endian)`, `key_{-1} = sha256(namespace)`.
-    Raises `InputError` for a token that is no uint32.
+    Raises `InputError` for a token that is not a uint32.
     """
     return _chain(exact_root(namespace), tokens, chunk_size)
 
@@ -83,22 +86,25 @@ def exact_root(namespace: bytes) -> ChunkKey:
 
 
 def next_key(parent: ChunkKey, tokens: Sequence[int]) -> ChunkKey:
-    """Return the key of the chunk `tokens` behind the chunk `parent`."""
+    """Return the key of the chunk with these tokens after the chunk `parent`."""
     return _chain(parent, tokens, len(tokens))[0]
 
 
 def document_keys(namespace: bytes, tokens: Sequence[int], chunk_size: int) -> list[ChunkKey]:
-    """Return the keys of a document's chunks. They depend on its tokens up to the chunk's end, and on nothing else."""
+    """Return the keys of a document's chunks.
+
+    A key depends only on the namespace and on the document's tokens up to the chunk's end.
+    """
     return _chain(hashlib.sha256(b"document" + namespace).digest(), tokens, chunk_size)
 
 
 def chunk_bounds(tokens: int, chunk_size: int) -> list[tuple[int, int]]:
-    """Return the half-open token ranges of the chunks of `tokens` tokens; the last may be partly full."""
+    """Return the half-open token ranges of the chunks of `tokens` tokens; the last chunk may be partly full."""
     return list(pairwise([*range(0, tokens, chunk_size), tokens]))
 
 
 def check_tokens(tokens: Sequence[int]) -> "array[int]":
-    """Return token ids as uint32; raise `InputError` for a token that is no uint32."""
+    """Return token ids as uint32; raise `InputError` for a token that is not a uint32."""
     try:
         return array("I", tokens)
     except (OverflowError, TypeError) as error:

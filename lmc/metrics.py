@@ -1,10 +1,10 @@
-"""A store's numbers for Prometheus, and an endpoint for programs that run no server of their own.
+"""A store's metrics for Prometheus, and an endpoint for programs without their own server.
 
     register(cached.engine)       # lmc_* of this store, in this process's registry
     serve_metrics(9400)           # http://127.0.0.1:9400/metrics
 
-Names, labels and help texts are those of both connectors. Nothing is counted here: a scrape asks the store. A vLLM
-server shows the same numbers as `lmc:*` (`connectors/vllm/stats.py`).
+Both connectors use these names, labels and help texts. This module counts nothing: a scrape reads the store's counts.
+A vLLM server exports the same metrics as `lmc:*` (`connectors/vllm/stats.py`).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -22,7 +22,7 @@ from lmc.storage.stats import StoreStats, Verb
 
 Labels = tuple[str, ...]  # values, in the order of `Name.labels`
 MOVED: tuple[Verb, ...] = ("read", "write")  # directions of bytes
-TIMED: tuple[Verb, ...] = (*MOVED, "lookup")  # and of seconds
+TIMED: tuple[Verb, ...] = (*MOVED, "lookup")  # operations whose seconds are counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Name:
     what: str
     labels: Labels = ()
     gauge: bool = False
-    buckets: tuple[float, ...] = ()  # of a histogram: upper bounds
+    buckets: tuple[float, ...] = ()  # upper bounds of a histogram
 
 
 OF_STORES = (
@@ -54,7 +54,7 @@ OF_STORES = (
     Name("tier_usable", "1, or 0 while a tier that keeps failing is left alone", ("tier",), gauge=True),
 )
 
-OF_REQUESTS = (  # A vLLM server has all of them, and `Prefills` of the transformers connector has some.
+OF_REQUESTS = (  # A vLLM server counts all of them; `Prefills` of the transformers connector counts some.
     Name("requests", "requests seen"),
     Name("loads", "requests for which exact pages were loaded"),
     Name("loads_skipped", "loads that were not begun because computing was expected to be faster"),
@@ -80,7 +80,7 @@ OF_REQUESTS = (  # A vLLM server has all of them, and `Prefills` of the transfor
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0)
 SHARES = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0)
 TOKENS = (0.0, 64.0, 256.0, 1024.0, 2048.0, 4096.0, 8192.0, 16384.0, 32768.0, 131072.0)
-HISTOGRAMS = (  # of requests to a vLLM server; a way is full, exact, blend or learn
+HISTOGRAMS = (  # of requests to a vLLM server; the label `way` is full, exact, blend or learn
     Name("ttft_seconds", "seconds from a request's arrival to its first token", ("way",), buckets=SECONDS),
     Name("load_seconds", "seconds in which workers have loaded or blended a request's KV", ("way",), buckets=SECONDS),
     Name("budget", "share of the reused tokens that a blend has computed again", buckets=SHARES),
@@ -91,9 +91,9 @@ NAMES = {name.name: name for name in (*OF_STORES, *OF_REQUESTS, *HISTOGRAMS)}
 
 
 def values(stats: StoreStats) -> dict[str, dict[Labels, float]]:
-    """Return what a store has counted, by the names of `OF_STORES` and their labels.
+    """Return the counts of a store, by the names of `OF_STORES` and their labels.
 
-    Whatever has not happened yet is zero. Without that zero, a rate would not see the first corrupt record.
+    A count without any event is zero. Without this zero, a rate would miss the first corrupt record.
     """
     tiers, places = stats.usable, [*stats.evictions, *stats.usable]
     return {
@@ -116,40 +116,40 @@ def values(stats: StoreStats) -> dict[str, dict[Labels, float]]:
 
 
 def flat(stats: StoreStats) -> dict[str, float]:
-    """Return the same as plain data that may travel between processes: `bytes|disk|read`, `misses`, …"""
+    """Return the counts of `values` as plain data for other processes, with keys such as `bytes|disk|read`."""
     return {key(name, labels): value for name, by in values(stats).items() for labels, value in by.items()}
 
 
 def key(name: str, labels: Labels) -> str:
-    """Return a number's name in plain data."""
+    """Return a metric's key in plain data: its name and labels, joined by `|`."""
     return "|".join((name, *labels))
 
 
 def parted(flat_key: str) -> tuple[str, Labels]:
-    """Return the metric and the labels that `key` has joined."""
+    """Return the metric's name and the labels of a key that `key` has made."""
     name, *labels = flat_key.split("|")
     return name, tuple(labels)
 
 
 class Counted(Protocol):
-    """A store, or an engine."""
+    """A store or an engine, whose metrics can be registered."""
 
     def stats(self) -> StoreStats:
-        """Return the counts since the start."""
+        """Return the store's counts since its start."""
 
 
 class StoreCollector(Collector):
-    """The metrics `lmc_*` of one store, which is asked at every scrape."""
+    """The metrics `lmc_*` of one store, read from the store at every scrape."""
 
     def __init__(self, stats: Callable[[], StoreStats]) -> None:
         self._stats = stats
 
     def describe(self) -> Iterable[Metric]:
-        """Return the names, without asking the store."""
+        """Return the metric names, without reading the store."""
         return [_family(name) for name in OF_STORES]
 
     def collect(self) -> Iterator[Metric]:
-        """Return all metrics as they are now."""
+        """Return all metrics with their current values."""
         found = values(self._stats())
         for name in OF_STORES:
             family = _family(name)
@@ -159,9 +159,10 @@ class StoreCollector(Collector):
 
 
 def register(of: Counted, registry: CollectorRegistry = REGISTRY) -> StoreCollector:
-    """Let a registry show a store or an engine, until `registry.unregister` of what this returns.
+    """Export the metrics of a store or an engine in a registry.
 
-    Raises `InputError` if the registry shows one already.
+    `registry.unregister` with the returned collector ends this.
+    Raises `InputError` if the registry exports a store already.
     """
     collector = StoreCollector(of.stats)
     try:
@@ -172,10 +173,10 @@ def register(of: Counted, registry: CollectorRegistry = REGISTRY) -> StoreCollec
 
 
 def serve_metrics(port: int, host: str = "127.0.0.1", registry: CollectorRegistry = REGISTRY) -> Callable[[], None]:
-    """Answer at `http://host:port/metrics` from a thread, and return the function that ends it.
+    """Serve `http://host:port/metrics` from a thread, and return the function that stops it.
 
-    Only this machine can ask unless `host` says otherwise, because there is no password. Raises `InputError` if the
-    port cannot be had.
+    The endpoint has no password. Therefore only this machine can reach it, unless `host` is set to another address.
+    Raises `InputError` if the port cannot be opened.
     """
     try:
         server, thread = prometheus_client.start_http_server(port, host, registry)

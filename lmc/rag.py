@@ -10,11 +10,11 @@ SEPARATOR = " # # "  # the default of `blend_special_str`
 def messages(
     system: str, documents: Sequence[str], question: str, *, intro: str = "", separator: str = SEPARATOR
 ) -> list[dict[str, str]]:
-    """Return the messages of a chat that asks a question over documents.
+    """Return the messages of a chat that asks a question about documents.
 
-    The documents stand between separators in the user's message, behind `intro` and before the question. White space
-    around each of them is removed, because with it a document would have other tokens, and a separator inside of one is
-    written as in `without_separators`. `separator` has to be the server's `blend_special_str`.
+    The user's message contains `intro`, the documents and the question in this order, with separators between them.
+    White space around each document is removed, because it would change the document's tokens. A separator inside a
+    document is replaced as in `without_separators`. `separator` must equal the server's `blend_special_str`.
     """
     if isinstance(documents, str):
         raise TypeError("documents is a list of texts, not one text")

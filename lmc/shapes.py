@@ -1,4 +1,4 @@
-"""The legend of tensor dimensions, and the byte sizes that follow from a model.
+"""The legend of tensor dimensions, and the byte sizes of a model's KV.
 
 L  layers            K  2: key, value      T  tokens
 H  KV heads          D  head dim           B  pages          P  tokens a page
@@ -8,22 +8,22 @@ Q  query heads       E  hidden size        R  rotated dims   V  vocabulary
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # The command line reads the units here and starts faster without torch.
+if TYPE_CHECKING:  # The command line imports the units of this module, and starts faster without torch.
     import torch
 
 KV = 2  # K: a key and a value
-ALIGN = 4096  # direct I/O wants addresses, offsets and sizes in multiples of this
+ALIGN = 4096  # bytes; direct I/O requires multiples of this for addresses, offsets and sizes
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
 
 def aligned(size: int) -> int:
-    """`size` bytes rounded up to whole blocks of direct I/O."""
+    """Return `size` in bytes, rounded up to whole blocks of direct I/O."""
     return -(-size // ALIGN) * ALIGN
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVShape:
-    """What one token's KV looks like in one model (per rank)."""
+    """The shape of one token's KV in one model, per rank."""
 
     layers: int
     kv_heads: int
@@ -36,9 +36,9 @@ class KVShape:
         return KV * self.kv_heads * self.head_dim * self.dtype.itemsize
 
     def part_bytes(self, tokens: int) -> int:
-        """Bytes of a chunk's part: `tokens` tokens in one layer, `[K, T, H, D]`."""
+        """Return the bytes of a chunk's part: `tokens` tokens in one layer, `[K, T, H, D]`."""
         return tokens * self.token_bytes
 
     def part(self, raw: "torch.Tensor", tokens: int) -> "torch.Tensor":
-        """A part's bytes as a tensor: uint8 `[n]` -> `[K, T, H, D]`, no copy."""
+        """Return a part's bytes as a tensor without a copy: uint8 `[n]` -> `[K, T, H, D]`."""
         return raw[: self.part_bytes(tokens)].view(self.dtype).view(KV, tokens, self.kv_heads, self.head_dim)

@@ -1,6 +1,6 @@
-"""Small files that outlive a process: where those of a user are, how one is replaced, and how processes share one.
+"""Small files that outlive a process: the user's directory, atomic replacement, and sharing among processes.
 
-Records of chunks are not small files: see `move` in `lmc/storage/tiers/disk/files.py`.
+Records of chunks are written differently: see `move` in `lmc/storage/tiers/disk/files.py`.
 """
 
 import fcntl
@@ -14,7 +14,7 @@ from pathlib import Path
 
 log = logging.getLogger(__name__)
 
-LOCK_SECONDS = 10.0  # for which another process may change a file, before it is changed without the lock
+LOCK_SECONDS = 10.0  # wait for a file's lock, before the file is changed without the lock
 LOOK_SECONDS = 0.01  # between two attempts to get a lock
 
 
@@ -24,19 +24,19 @@ def user_cache() -> Path:
 
 
 def replace_text(file: Path, text: str) -> None:
-    """Replace a whole file, as `replace_bytes` does, by a text in UTF-8."""
+    """Replace a whole file by a text in UTF-8, as `replace_bytes` does."""
     replace_bytes(file, text.encode())
 
 
 def replace_bytes(file: Path, content: bytes, *, durable: bool = True) -> None:
-    """Write a whole file, which only this user may read, so that readers see the old content or the new one.
+    """Replace a whole file atomically: readers see either the old content or the new content.
 
-    That holds for any number of threads and processes, also after one was killed; its unfinished file then stays beside
-    the other. With `durable` it holds after a power failure too: the new content is on the disk when this returns.
-    Raises `OSError`, and leaves the old file.
+    This holds for any number of threads and processes, even if a writer is killed. The killed writer's unfinished
+    file stays in the same directory. With `durable`, this also holds after a power failure: the new content is on the
+    disk when the function returns. Only this user may read the file. Raises `OSError`, and then keeps the old file.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
-    # The name has to be unique among threads, and among processes in different containers, which may have equal pids.
+    # The temporary name must be unique among threads, and among processes of different containers with equal pids.
     descriptor, aside = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.", suffix=".tmp")
     try:
         with open(descriptor, "wb") as writing:
@@ -55,12 +55,12 @@ def replace_bytes(file: Path, content: bytes, *, durable: bool = True) -> None:
 
 @contextmanager
 def sole_writer(file: Path) -> Iterator[None]:
-    """Keep other threads and processes that use this function from changing a file inside the block.
+    """Lock a file inside the block against other threads and processes that use this function.
 
-    Read, change and replace the file in one such block: otherwise what another process has written meanwhile is lost.
-    The lock is a file beside it. Where it cannot be had in time (some network file systems have no locks), the block
-    runs without it, because a lost entry costs less than an engine that does not start. Raises `OSError` if no file can
-    be made there.
+    Read, change and replace the file in one block: otherwise changes of another process in the meantime are lost.
+    The lock is a separate file next to it. After `LOCK_SECONDS` without the lock, the block runs without it, because
+    a lost entry costs less than an engine that does not start. Some network file systems have no locks.
+    Raises `OSError` if the lock file cannot be created.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     lock = os.open(file.with_name(f"{file.name}.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -73,7 +73,7 @@ def sole_writer(file: Path) -> Iterator[None]:
 
 
 def _locked(lock: int) -> bool:
-    """Lock an open file within `LOCK_SECONDS`, and return whether that was possible."""
+    """Lock an open file within `LOCK_SECONDS`, and return whether this succeeded."""
     until = time.monotonic() + LOCK_SECONDS
     while True:
         try:
@@ -88,7 +88,7 @@ def _locked(lock: int) -> bool:
 
 
 def _sync_directory(directory: Path) -> None:
-    """Write the names of a directory to the disk, where the file system can do that for a directory."""
+    """Write a directory's entries to the disk, if the file system supports this."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         with suppress(OSError):

@@ -1,4 +1,4 @@
-"""Standard output for people and for pipes."""
+"""Standard output for terminals and for pipes."""
 
 import json
 import re
@@ -18,7 +18,10 @@ LONGEST = 100 * 365 * 86400  # seconds of a time limit
 
 
 def console(*, error: bool = False) -> Console:
-    """Return standard output, or standard error: as wide as the terminal, or as each line if it is a file or a pipe."""
+    """Return a console on standard output or standard error.
+
+    It is as wide as the terminal. In a file or a pipe, lines are not wrapped.
+    """
     stream = sys.stderr if error else sys.stdout
     return Console(width=None if stream is not None and stream.isatty() else UNCUT, stderr=error)
 
@@ -34,20 +37,20 @@ def seconds_of(text: str) -> float:
 
 
 def counted(count: int, noun: str) -> str:
-    """Return a number of things, whose name has a regular plural."""
+    """Return a count with its noun, whose plural must be regular."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def all_of(count: int, noun: str) -> str:
-    """Return a number of things to which something was done."""
+    """Return a count with its noun and "was" or "were"."""
     return f"{counted(count, noun)} {'was' if count == 1 else 'were'}"
 
 
 def time_text(seconds: float) -> str:
-    """Return a time, in seconds since 1970, as people read it."""
+    """Return a time, in seconds since 1970, as readable text in UTC."""
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
 def print_json(found: object) -> None:
-    """Print plain data for programs."""
+    """Print plain data as JSON for programs."""
     print(json.dumps(found, ensure_ascii=False))  # noqa: T201
