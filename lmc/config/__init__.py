@@ -1,1 +1,1 @@
-"""Settings: their values, where they come from, and the names that LMCache has for them."""
+"""Settings: their values, their sources, and LMCache's names for them."""

@@ -1,7 +1,7 @@
-"""What lmc makes of the settings of LMCache that it does not have, for those who move over.
+"""How lmc handles LMCache settings that it does not have, for users who migrate from LMCache.
 
-Most of them change nothing that a user would miss, and are ignored with one warning. A setting that turns on a feature
-which lmc does not have is refused, with what to do instead. Names are regular expressions that match all of a name.
+Most of them change nothing that a user would miss: lmc ignores them with one warning. A setting that turns on a feature
+missing in lmc is rejected with an alternative. Names are regular expressions that match a whole name.
 """
 
 import re
@@ -9,13 +9,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from urllib.parse import quote
 
-# Other names, of older versions, for settings that lmc has.
+# Names in older versions of LMCache, for settings that lmc has.
 ALIASES: Mapping[str, str] = {
     "max_local_cache_size": "max_local_cpu_size",
     "blend_recompute_ratio": "blend_recompute_ratios",
     "blend_separator": "blend_special_str",
 }
-LOSSY = ("cachegen", "kivi")  # codecs
+LOSSY = ("cachegen", "kivi")  # codecs that lose precision
 NESTED = "extra_config"  # a mapping of further settings
 
 _SYNCHRONOUS = "a lookup is answered at once from memory and never waited for"
@@ -51,11 +51,11 @@ IGNORED: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Feature:
-    """Something that LMCache has and lmc does not."""
+    """A feature that LMCache has and lmc does not have."""
 
     title: str
-    settings: str  # all that belong to it
-    switches: tuple[str, ...]  # those that turn it on, unless their value is empty or false
+    settings: str  # regular expression for all settings of the feature
+    switches: tuple[str, ...]  # settings that turn the feature on, unless their value is empty or false
     instead: str
 
 
@@ -110,23 +110,23 @@ FEATURES = (
 
 
 def ignored(name: str) -> str | None:
-    """Return why lmc has no use for a setting of LMCache; None if it is none of those."""
+    """Return why lmc ignores a setting of LMCache; None for all other settings."""
     return next((why for pattern, why in IGNORED.items() if re.fullmatch(pattern, name)), None)
 
 
 def feature_of(name: str) -> Feature | None:
-    """Return the feature to which a setting of LMCache belongs."""
+    """Return the missing feature that a setting of LMCache belongs to, or None."""
     return next((feature for feature in FEATURES if re.fullmatch(feature.settings, name)), None)
 
 
 def login_names(url: object) -> dict[str, str]:
-    """Return the names of settings in `extra_config` that have user, password and database of a remote URL."""
+    """Return the names of the settings in `extra_config` for user, password and database of a remote URL."""
     prefix = "valkey_" if str(url).strip().lower().startswith("valkey") else ""
     return {name: prefix + name for name in ("username", "password", "database")}
 
 
 def with_login(url: str, more: Mapping[str, object]) -> str:
-    """Return the URL of a Redis or Valkey with the login and the database that LMCache has in `extra_config`."""
+    """Return the URL of a Redis or Valkey with the login and the database from LMCache's `extra_config`."""
     scheme, mark, rest = url.partition("://")
     user, password, database = (more.get(name) for name in login_names(url).values())
     if not mark or "@" in rest:
@@ -136,7 +136,7 @@ def with_login(url: str, more: Mapping[str, object]) -> str:
 
 
 def other_store(url: object) -> str:
-    """Return why a remote store cannot be used, if it is none that lmc has; nothing if it may be one."""
+    """Return why lmc does not support a remote store; empty if the URL's scheme is supported."""
     scheme = re.match(r"\s*([a-z][\w+.-]*)://", str(url), re.IGNORECASE)
     if not scheme or re.match(r"rediss?\b|unix\b|valkeys?\b|resp\b", scheme[1].lower()):
         return ""

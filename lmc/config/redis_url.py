@@ -1,4 +1,4 @@
-"""Parses the URL of a Redis. It makes no connection, and no password appears in a message or a repr."""
+"""Parses the URL of a Redis. It opens no connection, and no password appears in a message or a repr."""
 
 import os
 import re
@@ -7,7 +7,7 @@ from typing import NamedTuple
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 REDIS_PORT, SENTINEL_PORT = 6379, 26379
-KINDS = {"redis": "single", "unix": "unix", "redis-cluster": "cluster", "redis-sentinel": "sentinel"}  # by scheme
+KINDS = {"redis": "single", "unix": "unix", "redis-cluster": "cluster", "redis-sentinel": "sentinel"}  # by URL scheme
 TLS_OPTIONS = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_cert_reqs", "ssl_check_hostname")
 REQUIREMENTS = ("required", "optional", "none")
 
@@ -34,7 +34,7 @@ class RedisURL:
     username: str | None = None
     password: str | None = field(default=None, repr=False)
     tls: bool = False
-    options: tuple[tuple[str, str | bool], ...] = ()  # of TLS, by redis-py's names
+    options: tuple[tuple[str, str | bool], ...] = ()  # TLS options with redis-py's names
 
     def __str__(self) -> str:
         """Return the address without the login."""
@@ -42,7 +42,10 @@ class RedisURL:
 
 
 def parse_redis_url(url: str) -> RedisURL:
-    """Return what `url` names; raise `ValueError`, without the URL and its password, if it names no Redis."""
+    """Return the parsed URL of a Redis.
+
+    Raises `ValueError` for an invalid URL. The message contains neither the URL nor its password.
+    """
     try:
         split = urlsplit(url)
         scheme = re.sub("^(valkey|resp)", "redis", split.scheme)  # Valkey speaks the protocol of Redis.
@@ -79,7 +82,10 @@ def parse_redis_url(url: str) -> RedisURL:
 
 
 def _service(names: list[str]) -> str:
-    """Take the name of a master out of the parts of a path. LMCache has it in a variable of the environment."""
+    """Remove a master's name from the parts of a path and return it.
+
+    Without one, the default is LMCache's environment variable `REDIS_SERVICE_NAME`, else `redismaster`.
+    """
     if names and not names[0].isdecimal():
         return names.pop(0)
     return os.environ.get("REDIS_SERVICE_NAME") or "redismaster"

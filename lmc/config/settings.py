@@ -1,9 +1,9 @@
-"""The settings: one frozen value, which `Settings.load` makes once at start, and which is passed down from there.
+"""The settings: one frozen value that `Settings.load` makes once at start and passes down.
 
-Names are LMCache's where the meaning is the same, so that its YAML files and environments work unchanged. Sources, of
-which later ones win, are: defaults, a YAML file (`LMC_CONFIG_FILE`, else `LMCACHE_CONFIG_FILE`), the environment
-(`LMCACHE_*`, then `LMC_*`), and overrides (an engine's extra options). Settings that cannot work raise `ConfigError`
-here, and not later. This module opens no file but the YAML, and knows no model and no device.
+Names are LMCache's where the meaning is the same, so its YAML files and environments work unchanged. The sources are,
+in rising priority: defaults, a YAML file (`LMC_CONFIG_FILE`, else `LMCACHE_CONFIG_FILE`), the environment (`LMCACHE_*`,
+then `LMC_*`), and overrides (an engine's extra options). Invalid settings raise `ConfigError` here, at the start.
+This module opens only the YAML file, and is independent of model and device.
 """
 
 import json
@@ -35,7 +35,7 @@ from lmc.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
-CACHEBLEND: Mapping[str, object] = {  # `blend_preset: cacheblend` means the published method
+CACHEBLEND: Mapping[str, object] = {  # `blend_preset: cacheblend` selects the published method
     "blend_strategy": "deviation",
     "blend_check_layers": (1,),
     "blend_recompute_ratios": (0.15,),
@@ -51,12 +51,12 @@ def _number(value: object) -> object:
 
 
 def _optional(value: object) -> object:
-    """Return None for the texts with which an environment says "not set"."""
+    """Return None for the texts that mean "not set" in an environment variable."""
     return None if isinstance(value, str) and value.strip().lower() in {"", "none", "null"} else value
 
 
 def _token(value: object) -> object:
-    """Return a token without white space around it, because files of secrets often end with a new line."""
+    """Return a token without white space around it, because secret files often end with a newline."""
     return (value.strip() or None) if isinstance(value, str) else value
 
 
@@ -72,7 +72,7 @@ def _directory(value: object) -> object:
     if not isinstance(value, str | Path):
         return value
     text = str(value)
-    path = os.path.expanduser(text.removeprefix("file://"))  # As with LMCache, file://kv is the relative path kv.
+    path = os.path.expanduser(text.removeprefix("file://"))  # As in LMCache, file://kv is the relative path kv.
     if re.match(r"(?!file://)\w+:", text):
         raise ValueError("no scheme but file://")
     if path.startswith("~") or re.search(r",\s*(/|~|file:)", path):
@@ -111,7 +111,7 @@ Real = Annotated[float, BeforeValidator(_number), Field(allow_inf_nan=False)]
 Layers = Annotated[tuple[Annotated[Whole, Field(ge=1)], ...], Field(min_length=1), AfterValidator(_rising)]
 Ratios = Annotated[tuple[Annotated[Real, Field(ge=0, le=1)], ...], Field(min_length=1), AfterValidator(_falling)]
 Thresholds = tuple[Annotated[Real, Field(ge=0)], ...]
-OTHER_CODECS = {"None": "none", "naive": "none", "lz4": "planes"}  # naive is LMCache's name for none
+OTHER_CODECS = {"None": "none", "naive": "none", "lz4": "planes"}  # naive is LMCache's name for the codec none
 Codec = Annotated[Literal["none", "planes"], BeforeValidator(lambda name: OTHER_CODECS.get(str(name), name))]
 Strategy = Literal["query", "deviation", "head", "union", "random", "all", "none"]
 
@@ -126,7 +126,7 @@ class Settings(BaseModel):
     save_unfull_chunk: bool = Field(True, description="true or false")
     save_decode_cache: bool = Field(True, description="true or false")
 
-    # Where, and how much of it (a GB is 2**30 bytes)
+    # Where chunks are stored, and how much memory or disk they may use (1 GB = 2**30 bytes)
     server: Annotated[Path | None, BeforeValidator(_socket), BeforeValidator(_optional)] = Field(
         None, description="the socket of a cache server (`lmc serve`): unix:///run/lmc.sock, or an absolute path"
     )
@@ -202,9 +202,9 @@ class Settings(BaseModel):
     _origins: dict[str, str] = PrivateAttr(default_factory=dict)
 
     def __init__(self, *sources: Source, **arguments: object) -> None:
-        """Make settings from `arguments` and then `sources`, of which the first that has a value wins.
+        """Make settings from `arguments` and `sources`; the first source with a value wins, after `arguments`.
 
-        Raises `ConfigError` with everything that is wrong.
+        Raises `ConfigError` with all errors at once.
         """
         fields = Settings.model_fields
         every = [read_overrides(arguments, fields, "argument"), *sources]
@@ -216,7 +216,7 @@ class Settings(BaseModel):
         try:
             super().__init__(**{name: given[name].value for name in fields if name in given})
         except ValidationError as error:
-            # pydantic's own text adds types, and could add a password.
+            # The text of pydantic adds types, and may contain a password.
             bad = dict.fromkeys(str(problem["loc"][0]) for problem in error.errors(include_input=False))
             problems += [_wrong_value(name, *given[name]) for name in bad]
         if not problems:
@@ -239,10 +239,10 @@ class Settings(BaseModel):
 
     @classmethod
     def load(cls, overrides: Mapping[str, object] | None = None, *, environ: Mapping[str, str] | None = None) -> Self:
-        """Return the settings of this process: overrides before environment before YAML before defaults.
+        """Return the settings of this process: overrides win over the environment, YAML and defaults, in this order.
 
-        Keys of `overrides` may start with `lmc.` or `lmcache.`; `environ` is by default `os.environ`. Raises
-        `ConfigError`.
+        Keys of `overrides` may start with `lmc.` or `lmcache.`; the default of `environ` is `os.environ`.
+        Raises `ConfigError`.
         """
         environ, names = os.environ if environ is None else environ, cls.model_fields
         return cls(
@@ -253,7 +253,7 @@ class Settings(BaseModel):
         )
 
     def origin(self, name: str) -> str:
-        """Return in words where the value of `name` came from; raise `KeyError` if there is no such setting."""
+        """Return the source of a setting's value as text; raise `KeyError` for an unknown setting."""
         return self._origins[name]
 
     def _described(self, name: str) -> str:
@@ -265,7 +265,7 @@ def _described(name: str, value: object, origin: str) -> str:
 
 
 def _conflicts(settings: Settings) -> Iterator[tuple[str, str, str]]:
-    """Return pairs of settings that cannot work together, and why."""
+    """Yield pairs of settings that contradict each other, with the reason."""
     if settings.enable_blending and not settings.save_unfull_chunk:
         yield "save_unfull_chunk", "enable_blending", "blending needs it; leave it out or set it to true"
     for name, value in CACHEBLEND.items():
@@ -293,7 +293,7 @@ def _wrong_value(name: str, value: object, origin: str) -> str:
 
 
 def _missing_features(foreign: Mapping[str, Given]) -> Iterator[str]:
-    """Yield a line for each feature of LMCache that is turned on and that lmc does not have."""
+    """Yield an error for each feature of LMCache that is turned on and missing in lmc."""
     for feature in FEATURES:
         if any(name in foreign and is_on(foreign[name].value) for name in feature.switches):
             names = [name for name in foreign if feature_of(name) is feature]

@@ -1,6 +1,6 @@
-"""Where settings are written: overrides, the environment, a YAML file.
+"""The sources of settings: overrides, the environment, a YAML file.
 
-What is wrong with them is collected, and not raised, so that a user sees all of it at once.
+Errors are collected instead of raised, so that a user sees all of them at once.
 """
 
 import difflib
@@ -22,22 +22,22 @@ from lmc.errors import ConfigError
 log = logging.getLogger(__name__)
 
 CONFIG_FILES = ("LMC_CONFIG_FILE", "LMCACHE_CONFIG_FILE")
-# Variables that are no settings, and that `lmc config` shows below them.
+# Environment variables that are not settings; `lmc config` shows them after the settings.
 VARIABLES = ("LMC_CONFIG_FILE", "LMC_KERNELS", "LMC_LOG_LEVEL")
-# All variables that begin like a setting's and belong to other parts of lmc, or to LMCache alone.
+# All environment variables with a setting's prefix that belong to other parts of lmc, or only to LMCache.
 NO_SETTINGS = (
-    *CONFIG_FILES, *VARIABLES, "LMC_ROUTER_*",  # whose names lmc router checks
+    *CONFIG_FILES, *VARIABLES, "LMC_ROUTER_*",  # `lmc router` checks these names
     "LMCACHE_USE_EXPERIMENTAL", "LMCACHE_TRACK_USAGE", "LMCACHE_LOG_LEVEL",
 )  # fmt: skip
-# Settings that lmc had, and what is said if one is given: by name, or by name and value.
+# Settings that earlier versions of lmc had, by name or by name and value, and the warning if one is given.
 REMOVED: Mapping[str, str] = {
     "store_policy": "has no effect any more: a new chunk is written to every tier at once",
     "local_disk_serde": "has no effect any more: records on the disk are written as they are in memory",
     "blend_calibration": "has no effect any more: `lmc calibrate` prints settings, and turns nothing off",
-    # Neither loses anything, and planes makes records smaller, which lz4 alone does not.
+    # Both codecs are lossless. The codec planes makes records smaller, and lz4 alone does not.
     "remote_serde: lz4": "is read as planes; records in the codec lz4 are not used any more",
 }
-# Variables that Kubernetes sets in every pod for a Service whose name begins with lmc, with the values that they have.
+# Environment variables that Kubernetes sets in every pod for a Service whose name begins with lmc, and their values.
 _ADDRESS, _NUMBER = r"[0-9a-fA-F.:]+", r"\d+"
 OF_SERVICES = {
     r".*_SERVICE_HOST": _ADDRESS,
@@ -50,7 +50,7 @@ OF_SERVICES = {
 
 
 class Given(NamedTuple):
-    """A value as it was written, and where it was written."""
+    """A value as written in a source, and the source."""
 
     value: object
     origin: str
@@ -60,13 +60,13 @@ class Given(NamedTuple):
 class Source:
     """One source of settings."""
 
-    own: dict[str, Given] = field(default_factory=dict)  # by the name of the setting
+    own: dict[str, Given] = field(default_factory=dict)  # settings of lmc, by name
     foreign: dict[str, Given] = field(default_factory=dict)  # settings of LMCache that lmc does not have
-    removed: dict[str, Given] = field(default_factory=dict)  # settings that lmc had
-    problems: list[str] = field(default_factory=list)  # in words, without values that may be passwords
+    removed: dict[str, Given] = field(default_factory=dict)  # settings that earlier versions of lmc had
+    problems: list[str] = field(default_factory=list)  # error messages, without values that may be passwords
 
     def read(self, written: Mapping[str, object], spellings: Mapping[str, str], origin: Callable[[str], str]) -> None:
-        """Take in what was written; `spellings` are the names of lmc's settings as this source spells them."""
+        """Add the values that a source contains; `spellings` maps the source's spellings to lmc's setting names."""
         nested = []
         for key, value in written.items():
             name = spellings.get(key) or self._alias(key, spellings)
@@ -75,7 +75,7 @@ class Source:
             if name == "remote_serde" and value in LOSSY:
                 name, bare = None, f"remote_serde: {value}"
             if bare == "local_device" and str(value).startswith("file://") and "local_disk" in spellings.values():
-                name = "local_disk"  # LMCache's first versions
+                name = "local_disk"  # The first versions of LMCache had the disk in `local_device`.
             if name is None and bare == NESTED:
                 nested.append(entry)
             elif name is None and bare in REMOVED:
@@ -84,13 +84,13 @@ class Source:
                 self.foreign[bare] = entry
             elif name is None:
                 self.problems.append(_unknown(key, spellings, entry.origin))
-            elif name in self.own:  # as with "lmc.chunk_size" and "lmcache.chunk_size"
+            elif name in self.own:  # for example by both "lmc.chunk_size" and "lmcache.chunk_size"
                 before = self.own[name]
                 twice = f"{name} = {shown(name, before.value)} ({before.origin}) is set again"
                 self.problems.append(f"{twice}, to {shown(name, value)} ({entry.origin}): leave one of the two out")
             else:
                 self.own[name] = entry
-        for entry in nested:  # What stands at the top counts.
+        for entry in nested:  # Settings of the top level win over nested settings.
             self._read_nested(entry, set(spellings.values()))
 
     def _alias(self, key: str, spellings: Mapping[str, str]) -> str | None:
@@ -98,10 +98,10 @@ class Source:
         return name if name in spellings.values() else None
 
     def _read_nested(self, given: Given, names: Collection[str]) -> None:
-        """Take in LMCache's mapping of further settings. Those that lmc does not know are ignored with a warning."""
-        try:  # as JSON, which is YAML too
+        """Add LMCache's nested mapping of settings. Settings that lmc does not know are ignored with a warning."""
+        try:  # A text may be JSON, which is also valid YAML.
             nested = yaml.safe_load(given.value) if isinstance(given.value, str) else given.value
-        except (yaml.YAMLError, ValueError):  # A date that there is not is a ValueError.
+        except (yaml.YAMLError, ValueError):  # An impossible date raises ValueError.
             nested = given.value
         if not isinstance(nested, Mapping | None):
             self.problems.append(f"{NESTED} ({given.origin}) must be a mapping of settings")
@@ -119,20 +119,20 @@ class Source:
 
 
 def shown(name: str, value: object) -> str:
-    """Return the value of a setting as a person may see it, without passwords."""
+    """Return the value of a setting as text without passwords."""
     if name == "admin_token" and value is not None:
         return "***"
-    if name == "remote_url" and value is not None:  # It may hold a password.
+    if name == "remote_url" and value is not None:  # The URL may contain a password.
         try:
             parse_redis_url(str(value))
         except ValueError:
-            return "(not shown)"  # Any part of it may be a password.
+            return "(not shown)"  # Any part of an invalid URL may be a password.
     text = str(value) if isinstance(value, Path) else repr(list(value) if isinstance(value, tuple) else value)
     return _without_login(text)
 
 
 def shown_variable(name: str) -> tuple[str, str]:
-    """Return the value of a variable that is no setting as a person may see it, and where it comes from."""
+    """Return the value of an environment variable as text, and its source, "environment" or "default"."""
     value = os.environ.get(name)
     if value is None:
         return "None", "default"
@@ -140,7 +140,7 @@ def shown_variable(name: str) -> tuple[str, str]:
 
 
 def shown_foreign(name: str, value: object) -> str:
-    """Return the value of a setting of LMCache as a person may see it: nothing that may be a password or a key."""
+    """Return the value of a setting of LMCache as text without anything that may be a password or a key."""
     secret = isinstance(value, Mapping | list) or re.search("passw|secret|token|key|credential", name)
     return "…" if secret else _without_login(repr(value))
 
@@ -155,7 +155,7 @@ def is_on(value: object) -> bool:
 
 
 def log_level(default: int) -> int:
-    """Return the level of lmc's log that the environment names (`LMC_LOG_LEVEL=DEBUG`), else the default."""
+    """Return the log level from the environment (`LMC_LOG_LEVEL=DEBUG`), else the default."""
     name, known = os.environ.get("LMC_LOG_LEVEL", ""), logging.getLevelNamesMapping()
     if name and name.upper() not in known:
         log.warning("LMC_LOG_LEVEL = %s is no level of a log; there are %s", name, ", ".join(known))
@@ -163,7 +163,7 @@ def log_level(default: int) -> int:
 
 
 def read_overrides(written: Mapping[str, object], names: Collection[str], kind: str = "override") -> Source:
-    """Return settings that a program gives, under names that may begin with `lmc.` or `lmcache.`."""
+    """Return the settings that a program passes; their names may begin with `lmc.` or `lmcache.`."""
     found = Source()
     spellings = {prefix + name: name for prefix in ("", "lmc.", "lmcache.") for name in names}
     found.read(written, spellings, lambda key: f"{kind} {key}")
@@ -171,7 +171,7 @@ def read_overrides(written: Mapping[str, object], names: Collection[str], kind: 
 
 
 def read_environment(environ: Mapping[str, str], names: Collection[str], prefix: str) -> Source:
-    """Return the settings whose variables begin with `prefix`."""
+    """Return the settings from environment variables that begin with `prefix`."""
     found, spellings = Source(), {prefix + name.upper(): name for name in names}
     written = {
         key: value
@@ -183,7 +183,10 @@ def read_environment(environ: Mapping[str, str], names: Collection[str], prefix:
 
 
 def read_yaml(environ: Mapping[str, str], names: Collection[str]) -> Source:
-    """Return the settings of the file that the environment names; raise `ConfigError` if it cannot be read."""
+    """Return the settings of the YAML file that the environment names.
+
+    Raises `ConfigError` if the file cannot be read.
+    """
     variable = next((name for name in CONFIG_FILES if environ.get(name)), None)
     if variable is None:
         return Source()
@@ -198,7 +201,7 @@ def read_yaml(environ: Mapping[str, str], names: Collection[str]) -> Source:
         mark = getattr(error, "problem_mark", None)
         where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         problem = getattr(error, "problem", None) or getattr(error, "reason", "a value that cannot be read")
-        # The parser's own text quotes the line, which may hold a password.
+        # The parser's message quotes the line, which may contain a password.
         raise ConfigError(f"{origin}{where} (from {variable}) is no YAML: {problem}") from None
     if not isinstance(document, dict | None):
         kind = type(document).__name__
@@ -214,7 +217,7 @@ def _is_no_setting(key: str) -> bool:
 
 
 def is_of_a_service(key: str, value: str) -> bool:
-    """Return whether Kubernetes has set a variable, for a service whose name is like the beginning of a setting's."""
+    """Return whether Kubernetes has set a variable for a Service whose name looks like the prefix of a setting."""
     return any(re.fullmatch(name, key) and re.fullmatch(shape, value) for name, shape in OF_SERVICES.items())
 
 
@@ -223,7 +226,7 @@ def _bare(key: str) -> str:
 
 
 def _unknown(key: str, spellings: Mapping[str, str], origin: str) -> str:
-    """Return the error for a key that names no setting. It leaves out the value, which may be a password."""
+    """Return the error for an unknown key. It omits the value, which may be a password."""
     variable = next(iter(difflib.get_close_matches(key, VARIABLES, n=1, cutoff=0.85)), "")
     near = difflib.get_close_matches(_bare(key), list(spellings.values()), n=1)
     if spelt := variable or next((known for known, name in spellings.items() if name in near), ""):

@@ -1,1 +1,1 @@
-"""HTTP for administration: a small server, a client, and addresses."""
+"""HTTP for administration: a server, a client, and addresses."""

@@ -1,11 +1,14 @@
-"""The address of the administration endpoint, and its token for programs that need no other setting."""
+"""The address of the administration endpoint, and its token for programs that need no other setting.
+
+An address is `host:port`, or `unix:///path` of a unix socket.
+"""
 
 import os
 import re
 
 from lmc.errors import ConfigError
 
-# The variables of three settings, as messages name them.
+# The environment variables of three settings, as messages name them.
 ADDRESS, TOKEN, DOCUMENT_EVENTS = "LMC_ADMIN", "LMC_ADMIN_TOKEN", "LMC_DOCUMENT_EVENTS"
 LOCAL, UNIX = ("127.0.0.1", "localhost", "::1"), "unix://"
 LOCAL_URL = re.compile(r"http://(127\.0\.0\.1|localhost|\[::1\]):[0-9]{1,5}|unix:///[^?#\s]+")
@@ -13,21 +16,21 @@ LAST_PORT = 65535
 
 
 def admin_token() -> str:
-    """Return the setting `admin_token`, which commands and the router need without the others; empty if there is none.
+    """Return the setting `admin_token` without loading the other settings; empty if it is not set.
 
-    Raises `ConfigError` for a file of settings that cannot be read.
+    Commands and the router need only this setting. Raises `ConfigError` for a settings file that cannot be read.
     """
-    from lmc.config.sources import read_environment, read_yaml  # They read YAML, which `lmc --help` does not need.
+    from lmc.config.sources import read_environment, read_yaml  # This imports YAML, which `lmc --help` does not need.
 
     sources = (read_environment(os.environ, ("admin_token",), "LMC_"), read_yaml(os.environ, ("admin_token",)))
     token = next((source.own["admin_token"].value for source in sources if "admin_token" in source.own), None)
-    return str(token or "").strip()  # Files of secrets often end with a new line.
+    return str(token or "").strip()  # Secret files often end with a newline.
 
 
 def host_and_port(address: str, token: str, setting: str = ADDRESS) -> tuple[str, int]:
-    """Return where an endpoint listens for TCP; `setting` is what gave the address.
+    """Return the host and port of a TCP address; errors name the `setting` that contains the address.
 
-    Raises `ConfigError` if the address is none, or can be reached from other hosts without a token.
+    Raises `ConfigError` if the address is invalid, or if other hosts can reach it and `token` is empty.
     """
     host, _, port = address.rpartition(":")
     if not port.isdecimal() or int(port) > LAST_PORT:
@@ -39,7 +42,10 @@ def host_and_port(address: str, token: str, setting: str = ADDRESS) -> tuple[str
 
 
 def address_of_engine(address: str, number: int) -> str:
-    """Return an address of ZeroMQ for one of several engines: number n has the port + n, or a name of its own."""
+    """Return the ZeroMQ address of one of several engines.
+
+    For engine number n > 0, the port is increased by n, and an address other than TCP gets the suffix `_n`.
+    """
     if not number or not address:
         return address
     if not address.startswith("tcp://"):
@@ -49,9 +55,9 @@ def address_of_engine(address: str, number: int) -> str:
 
 
 def socket_path(address: str, engine: int = 0, setting: str = ADDRESS) -> str:
-    """Return the path of a unix socket, with an engine's number if that is not 0.
+    """Return the path of a unix socket, with the engine's number at its end unless this is 0.
 
-    Raises `ConfigError` if the address has no path.
+    Raises `ConfigError` if the address has no absolute path.
     """
     path = address.removeprefix(UNIX) + (str(engine) if engine else "")
     if not path.startswith("/"):
@@ -60,7 +66,7 @@ def socket_path(address: str, engine: int = 0, setting: str = ADDRESS) -> str:
 
 
 def url_of(address: str, token: str, engine: int = 0) -> str:
-    """Return where an endpoint is asked from this host, which listens at an address that it could have."""
+    """Return the URL at which this host reaches the endpoint that listens at an address."""
     if address.startswith(UNIX):
         return UNIX + socket_path(address, engine)
     host, port = host_and_port(address, token)
@@ -69,12 +75,12 @@ def url_of(address: str, token: str, engine: int = 0) -> str:
 
 
 def is_local_url(url: str) -> bool:
-    """Return whether a URL names an administration endpoint that only this host can have: loopback or a unix socket."""
+    """Return whether a URL names an administration endpoint of this host: loopback or a unix socket."""
     return LOCAL_URL.fullmatch(url) is not None
 
 
 def refusal(address: str, token: str) -> str:
-    """Return why an engine would not start with this address; empty if it would, or if it is a URL for commands."""
+    """Return why an engine cannot start with this address; empty if it can, or if the address is a URL for commands."""
     if address.startswith("http"):
         return ""
     try:

@@ -1,4 +1,4 @@
-"""Asks servers on this host or near it, by JSON over HTTP."""
+"""Sends JSON requests over HTTP to servers on this host or in its network."""
 
 import json
 import os
@@ -12,29 +12,31 @@ from urllib.request import HTTPHandler, HTTPRedirectHandler, OpenerDirector, Pro
 from lmc.errors import InputError
 from lmc.http.address import TOKEN, admin_token
 
-REDIRECTS = (301, 302, 303, 307, 308)  # status codes
-UNIX = "unix://"  # before the path of a unix socket
+REDIRECTS = (301, 302, 303, 307, 308)  # HTTP status codes of redirects
+UNIX = "unix://"  # scheme of a unix socket's URL
 
 
 class Unreachable(InputError):
-    """A server does not answer, or does not let us in."""
+    """A server does not respond, or denies access."""
 
 
 class Refused(InputError):
-    """A server has answered that something is wrong with what it was asked."""
+    """A server has responded that a request is invalid."""
 
 
 def with_scheme(address: str) -> str:
-    """Return the URL of an address that may be given as `host:port`, or as the path of a unix socket."""
+    """Return the URL of an address, which may be a URL, `host:port`, or the path of a unix socket."""
     if "://" in address:
         return address
-    host = "127.0.0.1" if address.startswith(":") else ""  # as for who listens there
+    host = "127.0.0.1" if address.startswith(":") else ""  # A server that listens at `:port` has the same default.
     return f"{UNIX}{address}" if address.startswith("/") else f"http://{host}{address}"
 
 
 def bearer(variable: str) -> dict[str, str]:
-    """Return the header with the key that a variable of the environment holds, if it does; that of administration may
-    stand in the file of settings instead. Raises `InputError` if the key contains characters not allowed in a header.
+    """Return the authorization header with the key of an environment variable; empty without a key.
+
+    The administration token may come from the settings file instead.
+    Raises `InputError` if the key contains characters not allowed in an HTTP header.
     """
     key = admin_token() if variable == TOKEN else os.environ.get(variable, "").strip()
     if not (key.isascii() and key.isprintable()):
@@ -43,18 +45,18 @@ def bearer(variable: str) -> dict[str, str]:
 
 
 def opener(path: str = "") -> OpenerDirector:
-    """Return an opener for URLs of servers on this host or near it, which uses no proxy and follows no redirect.
+    """Return a URL opener that uses no proxy and follows no redirect.
 
-    With the `path` of a unix socket, all URLs are asked of the server that listens there.
+    With the `path` of a unix socket, requests for all URLs go to the server that listens there.
     """
     return build_opener(ProxyHandler({}), _NoRedirects(), *([_UnixHandler(path)] if path else []))
 
 
 class _NoRedirects(HTTPRedirectHandler):
-    """Treats a redirect as an error, because urllib sends the key of the first server to the second one too."""
+    """Treats a redirect as an error, because urllib would send the first server's key to the second server."""
 
     def redirect_request(self, *_: Any) -> None:
-        """Return no request, so that the redirect's status is raised as `HTTPError`."""
+        """Return None, so that urllib raises the redirect's status as `HTTPError`."""
 
 
 class _UnixHandler(HTTPHandler):
@@ -65,7 +67,7 @@ class _UnixHandler(HTTPHandler):
         self._path = path
 
     def http_open(self, request: Request) -> Any:
-        """Open a URL."""
+        """Send a request through the unix socket."""
         return self.do_open(self._connection, request)
 
     def _connection(self, host: str, timeout: float | None = None, **_: Any) -> HTTPConnection:
@@ -81,7 +83,7 @@ class _UnixHandler(HTTPHandler):
 
 
 def vllm_client(url: str, timeout: float = 30.0) -> "HttpClient":
-    """Return a client of a vLLM server, whose address may end with `/v1` or not."""
+    """Return a client of a vLLM server, whose address may end with `/v1`."""
     hint = "is it running? It has to be the address of a vLLM server, as http://localhost:8000"
     return HttpClient(url.rstrip("/").removesuffix("/v1"), "OPENAI_API_KEY", timeout, hint)
 
@@ -93,13 +95,13 @@ def admin_client(url: str, hint: str = "") -> "HttpClient":
 
 
 def engine_client(url: str, key: str) -> "HttpClient":
-    """Return a client of an engine's administration endpoint for a cache server, which sends this key or none."""
+    """Return a cache server's client of an engine's administration endpoint; it sends `key`, unless this is empty."""
     headers = {"authorization": f"Bearer {key}"} if key else {}
     return HttpClient(url, hint="is this engine of the same version as the cache server?", headers=headers)
 
 
 class HttpClient:
-    """One server. May be used by several threads."""
+    """A client of one server. Several threads may use it."""
 
     def __init__(
         self,
@@ -109,10 +111,10 @@ class HttpClient:
         hint: str = "is it running?",
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        """`url` may be `unix:///path`; `key_variable` is the variable of the environment with the key, if any.
+        """`url` may be `unix:///path`; `key_variable` names the environment variable with the key, if any.
 
-        With `headers`, these are sent and no key from the environment. If the server does not answer as it should, the
-        error ends with the `hint`.
+        With `headers`, the client sends these headers and no key from the environment. An error for a missing or
+        unexpected response ends with the `hint`.
         """
         self.url = with_scheme(url).rstrip("/")
         self._key_variable, self._timeout, self._hint, self._headers = key_variable, timeout, hint, headers
@@ -120,7 +122,7 @@ class HttpClient:
         self._opener, self._base = opener(path), "http://localhost" if path else self.url
 
     def model(self) -> str:
-        """Return the name of the first model that a vLLM server has; raise `Unreachable` if it names none."""
+        """Return the name of a vLLM server's first model; raise `Unreachable` if the response has none."""
         answer = self.ask("/v1/models")
         models = answer.get("data") if isinstance(answer, dict) else None
         if not isinstance(models, list) or not models or not isinstance(models[0], dict):
@@ -128,7 +130,7 @@ class HttpClient:
         return str(models[0].get("id", ""))
 
     def ask(self, path: str, body: Any = None, method: str | None = None) -> Any:
-        """Return the answer; raise `Unreachable`, or `Refused` with what the server says about the question."""
+        """Return the decoded response to a request; raise `Unreachable`, or `Refused` with the server's reason."""
         own = bearer(self._key_variable) if self._headers is None else self._headers
         headers = {"content-type": "application/json", **own}
         data = None if body is None else json.dumps(body).encode()

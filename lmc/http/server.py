@@ -1,6 +1,6 @@
-"""HTTP in a thread: where it listens, who may ask, and how large a question may be.
+"""An HTTP server in a thread, with its address, access tokens and limits of request size.
 
-Both the administration endpoint of an engine and that of a cache server use it. It needs uvicorn.
+The administration endpoints of engines and of the cache server use it. It needs uvicorn.
 """
 
 import asyncio
@@ -25,13 +25,13 @@ from lmc.shapes import KIB, MIB
 
 log = logging.getLogger(__name__)
 
-START_SECONDS = 60.0  # within which a server has to answer; more than enough while a model is being loaded beside it
-STOP_SECONDS = 10.0  # for which the end of a server is waited for
-LARGEST = 16 * MIB  # bytes of a question
-AT_ONCE = 256  # connections
-SILENT_SECONDS = 10.0  # for which a new connection may ask nothing
-BODY_SECONDS = 30.0  # for which the rest of a question may not come
-VISITOR = "lmc.visitor"  # in the scope of a request
+START_SECONDS = 60.0  # timeout for the start of a server; enough even while the process loads a model
+STOP_SECONDS = 10.0  # timeout for the shutdown of a server
+LARGEST = 16 * MIB  # default limit for a request body, in bytes
+AT_ONCE = 256  # concurrent connections
+SILENT_SECONDS = 10.0  # timeout for the first request of a new connection
+BODY_SECONDS = 30.0  # timeout for the next piece of a request body
+VISITOR = "lmc.visitor"  # key in the ASGI scope of a request
 
 Message = Mapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -40,13 +40,13 @@ Application = Callable[[Any, Receive, Send], Awaitable[None]]
 
 
 class Visitor(NamedTuple):
-    """Who asks."""
+    """The caller of a request."""
 
-    tenant: str | None = None  # None for somebody who may see and do everything
+    tenant: str | None = None  # None for a caller who may see and do everything
 
 
 class Certificate(NamedTuple):
-    """The files of TLS."""
+    """The TLS certificate chain and private key, as files."""
 
     chain: Path
     key: Path
@@ -69,11 +69,11 @@ def serve(
     number: int = 0,
     certificate: Certificate | None = None,
 ) -> Callable[[], None]:
-    """Answer at an address from a thread, and return the function that ends it.
+    """Serve an application at an address from a thread, and return the function that stops the server.
 
-    The address is `host:port`, where server `number` n has the port + n, or `unix:///path`, where n is added to the
-    path if it is not 0. `setting` is what gave the address. Raises `ConfigError` if the address cannot be had, or can
-    be reached from elsewhere without a token, or if the server does not start.
+    The address is `host:port` or `unix:///path`. `number` is added to the port, or to the end of the path unless it
+    is 0. Errors name the `setting` that contains the address. Raises `ConfigError` if the address cannot be opened,
+    if other hosts can reach it without a token, or if the server does not start.
     """
     try:
         import uvicorn
@@ -99,12 +99,12 @@ def serve(
     where = (
         f"unix://{listening_at}" if isinstance(listening_at, str) else "{}://{}:{}".format(scheme, *listening_at[:2])
     )
-    errors: list[BaseException] = []  # that have ended the thread
+    errors: list[BaseException] = []  # errors that have ended the thread
 
     def run() -> None:
         try:
             server.run([listening])
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - it is raised below, or logged
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - the error is raised below, or logged
             errors.append(error)
             if server.started:
                 log.error("lmc: administration at %s has ended: %s", where, _said(error))
@@ -131,12 +131,12 @@ def serve(
 
 
 def _said(error: BaseException) -> str:
-    """Return an error in one line, with its type if it has no text."""
+    """Return an error's text, or its type if the text is empty."""
     return str(error) or type(error).__name__
 
 
 def _listening(address: str, token: str, setting: str, number: int) -> socket.socket:
-    """Listen at an address; arguments and errors as those of `serve`."""
+    """Return a socket that listens at an address; arguments and errors are those of `serve`."""
     try:
         if address.startswith(UNIX):
             return _unix_socket(socket_path(address, number, setting))
@@ -148,22 +148,22 @@ def _listening(address: str, token: str, setting: str, number: int) -> socket.so
 
 
 def tcp_socket(host: str, port: int) -> socket.socket:
-    """Listen at a port of a host, whose address may be one of IPv6; raise `OSError` if that is not possible."""
+    """Return a socket that listens at a port of an IPv4 or IPv6 host; raise `OSError` if this fails."""
     return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
 
 
 def _impatient() -> Any:
-    """Return uvicorn's protocol, which also closes connections over which nothing is asked.
+    """Return uvicorn's protocol with a timeout for the first request of a connection.
 
-    It closes those that have been idle since their last answer, but not those over which nobody has asked anything yet.
+    By itself, uvicorn closes connections that are idle after a response, but not those without any request yet.
     """
     from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
     class Impatient(AutoHTTPProtocol):  # type: ignore[misc]
-        """A connection that is closed if no whole head of a question comes in time."""
+        """A connection that is closed if no complete request head arrives in time."""
 
         def connection_made(self, transport: Any) -> None:
-            """Begin to wait for the first question."""
+            """Start the timeout for the first request."""
             super().connection_made(transport)
             self.loop.call_later(SILENT_SECONDS, self._close_if_silent)
 
@@ -175,7 +175,10 @@ def _impatient() -> Any:
 
 
 def _unix_socket(path: str) -> socket.socket:
-    """Listen at a path that only this user may open. A socket at which nobody listens any more is replaced."""
+    """Return a unix socket that listens at a path which only this user may open.
+
+    A stale socket, without a listening process, is replaced.
+    """
     with suppress(FileNotFoundError), socket.socket(socket.AF_UNIX) as asking:
         if stat.S_ISSOCK(os.stat(path).st_mode) and asking.connect_ex(path) == errno.ECONNREFUSED:
             os.unlink(path)
@@ -192,7 +195,7 @@ def _unix_socket(path: str) -> socket.socket:
 
 
 class Guard:
-    """Lets those through who have a token, and questions that are not too large, as an ASGI application."""
+    """ASGI middleware that rejects callers without a valid token and request bodies that are too large."""
 
     def __init__(
         self,
@@ -204,17 +207,16 @@ class Guard:
         larger: Mapping[str, int] | None = None,
         path_tokens: Mapping[str, str] | None = None,
     ) -> None:
-        """`tenants` are those whose own token lets them see what is theirs: tenant by token.
+        """`tenants` maps tokens to tenants; with such a token, a caller sees only what belongs to the tenant.
 
-        Paths that are `unguarded` need no token. `path_tokens` has a second token for some paths, which opens nothing
-        else. A question may have `largest` bytes, or as many as `larger` has for
-        its path.
+        Paths in `unguarded` need no token. `path_tokens` has a second token for some paths, which is valid only there.
+        A request body may have `largest` bytes, or the limit of its path in `larger`.
         """
         self._application, self._token, self._tenants, self._open = application, token, tenants or {}, unguarded
         self._largest, self._larger, self._path_tokens = largest, larger or {}, path_tokens or {}
 
     async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
-        """Answer a question, or refuse it."""
+        """Pass a request to the application, or refuse it."""
         if scope["type"] != "http":
             return
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
@@ -232,7 +234,7 @@ class Guard:
                 except TimeoutError:
                     code, refused = 408, f"the body did not arrive within {BODY_SECONDS:g} s"
                     raise _BadBody from None
-            else:  # What comes now is that the visitor has gone.
+            else:  # The next message says that the caller has disconnected.
                 message = await receive()
             whole = whole or not message.get("more_body", False)
             received += len(message.get("body", b""))
@@ -242,13 +244,13 @@ class Guard:
             return message
 
         async def send_if_bounded(message: Message) -> None:
-            if not code:  # Otherwise this is what the application makes of the error above.
+            if not code:  # Otherwise the message is the application's response to `_BadBody`.
                 await send(message)
 
         with suppress(_BadBody):
             await self._application(scope, receive_bounded, send_if_bounded)
         if code:
-            await refuse(send, code, refused, close=True)  # The rest of the body would be taken for a request.
+            await refuse(send, code, refused, close=True)  # The rest of the body would be read as a request.
 
     def _refusal(self, scope: Any, headers: Mapping[str, str]) -> tuple[int, str]:
         visitor = self._visitor(bearer_token(headers.get("authorization", "")), scope["path"])
@@ -256,19 +258,19 @@ class Guard:
             return 401, f"{TOKEN} is wanted as a bearer token"
         host = headers.get("host", "").rpartition("@")[2]
         name = host.partition("]")[0].removeprefix("[") if host.startswith("[") else host.partition(":")[0]
-        if not self._token and name not in LOCAL:  # A web page may have led a browser here.
+        if not self._token and name not in LOCAL:  # The request may come from a web page in a browser.
             return 403, f"this is not {name}; {TOKEN} is not set"
         length, largest = headers.get("content-length", "0"), self._may_have(scope)
         if length.isdecimal() and int(length) > largest:
             return 413, _too_large(largest)
         kind = headers.get("content-type", "").partition(";")[0].strip()
         if scope["method"] in ("POST", "PATCH", "PUT") and kind != "application/json":
-            return 400, "content-type: application/json is wanted"  # A web page cannot send it without being asked.
+            return 400, "content-type: application/json is wanted"  # Web pages need a CORS preflight to send it.
         scope[VISITOR] = visitor or Visitor("")
         return 0, ""
 
     def _may_have(self, scope: Any) -> int:
-        """Return how many bytes a question may have."""
+        """Return the body limit in bytes."""
         return self._larger.get(scope["path"], self._largest)
 
     def _visitor(self, given: str, path: str) -> Visitor | None:
@@ -283,7 +285,7 @@ class Guard:
 
 
 def bearer_token(authorization: str) -> str:
-    """Return the token of the header `authorization`, or "" if its scheme, in either case of letters, is not Bearer."""
+    """Return the token of the header `authorization`, or "" if its scheme is not Bearer in upper or lower case."""
     scheme, _, token = authorization.partition(" ")
     return token.strip() if scheme.lower() == "bearer" else ""
 
@@ -293,11 +295,11 @@ def _too_large(largest: int) -> str:
 
 
 class _BadBody(Exception):
-    """The body of a request is too large, or does not arrive in time."""
+    """A request body is too large, or does not arrive in time."""
 
 
 async def refuse(send: Send, code: int, why: str, *, close: bool = False) -> None:
-    """Answer with an error, and `close` the connection if that is wanted."""
+    """Respond with an error, and optionally `close` the connection."""
     body = json.dumps({"error": why}).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     headers += [(b"connection", b"close")] if close else []
