@@ -1,4 +1,4 @@
-"""An arena: the chunks of one geometry in a cache server, of all models that have it, and their documents."""
+"""An arena: the chunks of one size in a cache server, for all models with this chunk size, and their documents."""
 
 import threading
 import time
@@ -29,17 +29,17 @@ from lmc.storage.tiers.record import RecordMeta
 from lmc.storage.tiers.tier import Tier, Wrapped
 from lmc.storage.tiers.tier_guard import TierGuard
 
-AHEAD_BYTES, AHEAD_SHARE = GIB, 8  # memory that an arena takes ahead, and the largest part of the budget for that
-NAMESPACES = 1 << 14  # that are remembered
-AHEAD_SECONDS = 0.005  # for which chunks are stored before memory for the next ones is looked for
-PAUSE_SECONDS = 5.0  # for which an arena uses the slots that it has, when the system has had no memory
-CHUNK_SIZES = 64  # in tokens, that are tried for a document
+AHEAD_BYTES, AHEAD_SHARE = GIB, 8  # memory that an arena allocates ahead: at most this, and 1/8 of the budget
+NAMESPACES = 1 << 14  # limit for remembered namespaces
+AHEAD_SECONDS = 0.005  # delay between the first stored chunk and the allocation of memory for the next chunks
+PAUSE_SECONDS = 5.0  # during which an arena allocates no memory, after the system had none
+CHUNK_SIZES = 64  # limit for the different chunk sizes (in tokens) that are tried for a document
 
-complain = TierGuard().complain  # at most once a minute about the same
+complain = TierGuard().complain  # logs each kind of problem at most once a minute
 
 
 class Arena:
-    """A store, and the documents that are in it."""
+    """A store and its documents."""
 
     def __init__(
         self,
@@ -56,10 +56,10 @@ class Arena:
         quotas: Quotas,
         neighbours: "Callable[[], Sequence[Arena]]",
     ) -> None:
-        """Changes are passed on to the log of `everything`.
+        """The log `everything` receives all changes of this arena, too.
 
-        Pinned documents may take `room` bytes in all arenas that have this `share`, and are `noted` in a file.
-        `neighbours` are all arenas, which share the quotas.
+        Pinned documents may take `room` bytes in all arenas that have this `share`; the file `noted` records the pins.
+        `neighbours` returns all arenas, which share the quotas.
         """
         changes, self._fair = _ArenaChanges(everything), FairShares(quotas)
         self.sizes, self._backing, self._quotas = sizes, backing, quotas
@@ -67,10 +67,10 @@ class Arena:
             slab, tiers, document_share=document_share, backing=backing, changes=changes, fair=self._fair
         )
         self.known = KnownDocuments()
-        self._namespaces: set[bytes] = set()  # of documents that clients of this arena have
+        self._namespaces: set[bytes] = set()  # namespaces of documents that clients of this arena use
         self._neighbours = neighbours
-        self._chunk_sizes: dict[bytes, int] = {}  # tokens, by namespace
-        self._sizes_of_chunks = {1 << power for power in range(4, 13)}  # tokens, that a namespace may have
+        self._chunk_sizes: dict[bytes, int] = {}  # tokens of a full chunk, by namespace
+        self._sizes_of_chunks = {1 << power for power in range(4, 13)}  # possible numbers of tokens in a full chunk
         self.waiting = WaitingDocuments()
         self.keeper = Keeper(
             self.store,
@@ -85,16 +85,16 @@ class Arena:
 
     @property
     def clients(self) -> int:
-        """How many connections clients have with this arena."""
+        """Number of connections of clients with this arena."""
         return self._backing.clients
 
     def cut_into(self, chunk_size: int) -> None:
-        """Note that a client cuts documents into chunks of so many tokens."""
+        """Add a client's chunk size, in tokens, to the sizes that are tried for documents."""
         if chunk_size and len(self._sizes_of_chunks) < CHUNK_SIZES:
             self._sizes_of_chunks.add(chunk_size)
 
     def start(self) -> None:
-        """Let what was in memory and on tiers before be found, and pinned."""
+        """Make the chunks of an earlier server available, in memory and on tiers, and restore pins."""
         chunks = self._backing.restored()
         self.store.supply.adopt(chunks)
         self._backing.go_ahead(self.store.supply)
@@ -104,7 +104,7 @@ class Arena:
         threading.Thread(target=self._look_around, name="lmc-tiers", daemon=True).start()
 
     def note(self, meta: RecordMeta) -> None:
-        """Note a document by the last one of its chunks, whose label has all of its tokens."""
+        """Register a document from its last chunk, whose label contains all tokens of the document."""
         if meta.kind is not RecordKind.DOCUMENT or not meta.label:
             return
         with suppress(ValueError, IndexError):
@@ -115,50 +115,56 @@ class Arena:
         self.waiting.discard(meta.key.hex())
 
     def make_room(self, meta: RecordMeta) -> bool:
-        """Evict what a chunk's owner has used longest ago, if a quota asks for that; false if that is not enough."""
+        """Evict the least recently used chunks of a chunk's owner until the new chunk fits into the quotas.
+
+        Returns false if it still exceeds a quota.
+        """
         self._evict_beyond(meta.model, meta.tenant, meta.memory)
         return not self._quotas.excess(meta.model, meta.tenant, meta.memory)
 
     def committed(self, meta: RecordMeta) -> None:
-        """Note a chunk that a client has just stored, and evict what exceeds its owner's quotas with it."""
+        """Register a chunk that a client has just stored, and evict chunks of its owner that exceed the quotas."""
         self.used(meta.namespace)
         self.note(meta)
         self._evict_beyond(meta.model, meta.tenant, 0)
 
     def used(self, namespace: bytes) -> None:
-        """Note that clients of this arena use a namespace."""
+        """Register a namespace that clients of this arena use."""
         if len(self._namespaces) < NAMESPACES:
             self._namespaces.add(namespace)
 
     @property
     def ready_bytes(self) -> int:
-        """Memory that was taken ahead, and that no chunk has used yet."""
+        """Bytes of memory that were allocated ahead, and that no chunk has used yet."""
         return self.store.supply.ready * self.sizes.slot_bytes
 
     def owns(self, document: KnownDocument) -> bool:
-        """Whether a document belongs here, and not to another arena whose chunks have as many parts."""
+        """Return whether a document belongs to this arena, and not to another one whose chunks have as many parts."""
         return document.kept or document.namespace in self._namespaces
 
     def quotas_changed(self) -> None:
-        """Evict what exceeds the quotas of this arena's owners, and share memory by the new weights."""
+        """Evict chunks that exceed the quotas of this arena's owners, and share memory by the new weights."""
         self._fair.change()
         for _, model, tenant in self.store.changes.held():
             self._evict_beyond(model, tenant, 0)
 
     def clear(self, owners: Owners) -> set[ChunkKey]:
-        """Remove all chunks of some owners from memory and tiers, with their pins, and return their keys."""
+        """Remove all chunks of some owners from all tiers, with their pins; return the keys of these chunks."""
         _, present = self.store.changes.present()
         chunks = chain.from_iterable(present.values())
         keys = {chunk.key for chunk in chunks if owners.cover(chunk.model, chunk.tenant)}
         documents = [one for one in self.known.list() if owners.cover(one.model, one.tenant)]
-        self.keeper.remove(documents)  # also those that wait to be computed again
-        for wait in (False, True):  # A chunk may have been loaded while it was removed.
+        self.keeper.remove(documents)  # This includes documents that wait to be learned again.
+        for wait in (False, True):  # A chunk may have been loaded during its removal.
             for key in keys:
                 self.store.forget(key, wait=wait)
         return keys
 
     def _evict_beyond(self, model: str, tenant: str, size: int) -> int:
-        """Evict chunks of an owner that has so many bytes more than its quotas, and return how many bytes they had."""
+        """Evict chunks until `size` more bytes of an owner fit into its quotas; return the number of evicted bytes.
+
+        Chunks may be evicted from all arenas, from this arena first.
+        """
         freed = 0
         for quota, over in self._quotas.excess(model, tenant, size):
             left = over
@@ -170,23 +176,23 @@ class Arena:
         return freed
 
     def close(self) -> None:
-        """Write down what is in memory only."""
+        """Write all chunks that are only in memory to the tiers, and write the journal."""
         self.keeper.close()
         self._backing.stop()
         self.store.close()
         self._backing.close(self.store.supply.by_last_use())
 
     def leave(self) -> None:
-        """Note that the chunks in memory are gone, and keep nothing of them, when the arena was closed for good."""
+        """Report the chunks in memory as removed, and delete their files, after the arena was closed for good."""
         for place, meta in self.store.in_memory():
             self.store.changes.left(place, meta.key)
         self._backing.remove()
-        self.keeper.begin_anew()  # Its pins take no room any more.
+        self.keeper.begin_anew()  # Its pins no longer take room of the shared pin quota.
 
     def _keys(self, meta: RecordMeta, tokens: Sequence[int]) -> Sequence[ChunkKey]:
-        """Return the keys of a document; raise `ValueError` if its last chunk is not the record's.
+        """Return the keys of a document; raise `ValueError` if its last chunk is not the chunk of the record.
 
-        The record does not say how many tokens a full chunk has, so the sizes that clients have are tried.
+        The record does not contain the number of tokens in a full chunk, so the clients' chunk sizes are tried.
         """
         first = meta.first
         if len(tokens) != first + meta.tokens:
@@ -202,8 +208,8 @@ class Arena:
         raise ValueError("another document's label")
 
     def _look_around(self) -> None:
-        """Let the store know which records its tiers have, and evict those that are beyond their bound."""
-        with suppress(OSError, RuntimeError):  # The server ends, and its tiers are closed.
+        """Read which records the tiers have, register their documents, and evict records beyond a tier's size limit."""
+        with suppress(OSError, RuntimeError):  # The server is shutting down, and its tiers are closed.
             uses = self.store.last_uses()
             for _, meta in self.store.records():
                 self.note(meta)
@@ -218,7 +224,7 @@ def _covers(quota: Quota, owner: Owner) -> bool:
 
 
 class ArenaBacking(Backing):
-    """The memory of an arena: a part of the budget, taken ahead of its use, and a journal if it outlives the server."""
+    """The memory of an arena: a part of the budget, allocated ahead, and a journal if it outlives the server."""
 
     def __init__(
         self, budget: Budget, sizes: Sizes, slab: Slab, journal: Journal | None, unsafe: Collection[Slot]
@@ -226,27 +232,27 @@ class ArenaBacking(Backing):
         self._budget, self._sizes, self._slab, self._journal, self.unsafe = budget, sizes, slab, journal, unsafe
         goal = min(AHEAD_BYTES, budget.size // AHEAD_SHARE) // sizes.slot_bytes
         self._ahead, self._wanted, self._stopped = goal, threading.Event(), False
-        self._pause = 0.0  # until when no memory is claimed
+        self._pause = 0.0  # monotonic time until which no memory is claimed
         self._thread: threading.Thread | None = None
 
     def restored(self) -> list[tuple[Slot, RecordMeta]]:
-        """Return the chunks that are in memory from before this server."""
+        """Return the chunks that an earlier server has left in memory."""
         chunks = self._journal.restore() if self._journal is not None else []
         self._budget.count(self._sizes, len(chunks))
         return chunks
 
     @property
     def clients(self) -> int:
-        """How many connections clients have."""
+        """Number of connections of clients with the arena."""
         return self._budget.users(self._sizes)
 
     def go_ahead(self, supply: SlotSupply) -> None:
-        """Take memory for some slots before they are needed, in a thread, from the first chunk on."""
+        """Start the thread that allocates memory for slots before they are needed, from the first chunk on."""
         self._thread = threading.Thread(target=self._take_ahead, args=(supply,), name="lmc-ahead", daemon=True)
         self._thread.start()
 
     def claim(self) -> bool:
-        """See `MemoryClaims.claim`. Where the system has just had no memory, nothing is claimed for a while."""
+        """See `MemoryClaims.claim`. After the system had no memory, claims fail for `PAUSE_SECONDS`."""
         self._wanted.set()
         return self._claimed(ahead=False)
 
@@ -255,7 +261,7 @@ class ArenaBacking(Backing):
         self._budget.count(self._sizes, -1)
 
     def furnish(self, slots: Sequence[Slot]) -> set[Slot]:
-        """See `Backing.furnish`. One thread does it: the system does it for one at a time, whoever asks."""
+        """See `Backing.furnish`. One thread is enough: the system allocates the memory for one thread at a time."""
         try:
             taken = [self._slab.take(slot) for slot in slots]
         except BaseException:
@@ -269,30 +275,30 @@ class ArenaBacking(Backing):
 
     def filled(self, slot: Slot, meta: RecordMeta) -> None:
         """See `Backing.filled`."""
-        if not self._wanted.is_set():  # To set it takes a lock, and each chunk comes here.
+        if not self._wanted.is_set():  # `set` takes a lock, and this runs for every chunk.
             self._wanted.set()
         if self._journal is not None:
             self._journal.filled(slot, meta)
 
     def stop(self) -> None:
-        """Take no more memory."""
+        """Stop the thread that allocates memory ahead."""
         self._stopped = True
         self._wanted.set()
         if self._thread is not None:
             self._thread.join()
 
     def close(self, last_used: Iterable[Slot] = ()) -> None:
-        """Write down what is in memory, and in which order it was used."""
+        """Write the journal: which chunks are in memory, in the order of their last use."""
         if self._journal is not None:
             self._journal.close(last_used)
 
     def remove(self) -> None:
-        """Remove what would be kept for the next server."""
+        """Remove the files that would outlive the server."""
         if self._journal is not None:
             self._journal.remove()
 
     def _take(self, slot: Slot) -> bool:
-        """Take memory for a slot that nobody uses yet; return whether there is some."""
+        """Allocate memory for an unused slot; return whether the budget and the system had memory for it."""
         if not self._claimed(ahead=True):
             return False
         there = self._slab.take(slot)
@@ -321,7 +327,7 @@ class ArenaBacking(Backing):
 
 
 class _ArenaChanges(ChangeLog):
-    """The changes of one arena, which the server's log gets as well."""
+    """The change log of one arena, which passes each change on to the server's log."""
 
     def __init__(self, everything: ChangeLog) -> None:
         super().__init__()
@@ -334,7 +340,7 @@ class _ArenaChanges(ChangeLog):
 
 
 class ArenaTier(Wrapped):
-    """A tier that all arenas share, as one of them sees it."""
+    """One arena's view of a tier that all arenas share."""
 
     def __init__(self, inner: Tier, logs: "ChangeLogs", sizes: Sizes) -> None:
         super().__init__(inner)
@@ -345,7 +351,7 @@ class ArenaTier(Wrapped):
         return (meta for meta in self.inner.headers() if self._sizes.fit(meta))
 
     def report_to(self, changes: ChangeLog) -> None:
-        """Report to one log more."""
+        """Report the tier's changes to another log."""
         self._logs.all.append((self._sizes, changes))
 
     def close(self) -> None:
@@ -353,14 +359,14 @@ class ArenaTier(Wrapped):
 
 
 class ChangeLogs(ChangeLog):
-    """Passes changes on to the logs of the arenas that a chunk fits into."""
+    """Passes changes on to the logs of the arenas with the chunk's size."""
 
     def __init__(self) -> None:
         super().__init__()
         self.all: list[tuple[Sizes, ChangeLog]] = []
 
     def remove(self, changes: object) -> None:
-        """Pass nothing on to this log any more."""
+        """Stop passing changes on to a log."""
         self.all = [one for one in self.all if one[1] is not changes]
 
     def appeared(self, place: str, meta: RecordMeta) -> None:

@@ -1,8 +1,8 @@
-"""The memory of a cache server: one budget, and an arena for each geometry of chunks, which grows and shrinks.
+"""The memory of a cache server: one budget, and an arena for each chunk size, which grows and shrinks.
 
-The slab of an arena has addresses for the whole budget, and memory only for the slots in use. An arena that needs a
-slot when the budget is spent evicts a chunk of its own. If it has less than its equal share, a thread takes slots from
-the arena that is furthest above its share, so that the next chunks find room.
+The slab of an arena reserves addresses for the whole budget, but memory only for the slots in use. When the budget is
+spent, an arena that needs a slot evicts one of its own chunks. If it has less than its equal share, a thread takes
+slots from the arena that is furthest above its share. This makes room for the next chunks.
 """
 
 import logging
@@ -35,14 +35,14 @@ from lmc.storage.tiers.tier import Tier
 
 log = logging.getLogger(__name__)
 
-MEMORY_SECONDS = 10.0  # for which a server waits for memory
+MEMORY_SECONDS = 10.0  # timeout for available memory at the start of a server
 MOST_SLOTS = 1 << 22
-MOST_ARENAS = 64  # Each takes a few threads, and addresses for the whole budget.
-BLOCK = 512  # bytes, in which the system counts what a file takes
+MOST_ARENAS = 64  # Each arena needs a few threads, and addresses for the whole budget.
+BLOCK = 512  # bytes; the unit of `st_blocks`
 
 
 class Arenas:
-    """All arenas of a server, which share tiers and memory."""
+    """All arenas of a server, which share the memory and the other tiers."""
 
     def __init__(
         self,
@@ -54,16 +54,17 @@ class Arenas:
         page_locked: bool = False,
         group: int | None = None,
     ) -> None:
-        """Open the tiers, by default those of the settings, and what is left in `memory`, a directory on tmpfs.
+        """Open the tiers, and the chunks that an earlier server left in `memory`, a directory on tmpfs.
 
-        With `page_locked`, workers on GPUs may page-lock memory. So none of it is given back, and there is one arena.
-        Raises `TierUnusable` or `ConfigError`, or `NoMemory` if there is less memory than the budget.
+        The default for `tiers` are those of the settings. With `page_locked`, GPU workers may page-lock memory.
+        Therefore the server never gives memory back, and has only one arena. Raises `TierUnusable` or `ConfigError`,
+        or `NoMemory` if the available memory is less than the budget.
         """
         self._settings, self.budget = settings, Budget(int(settings.max_local_cpu_size * GIB))
         self._lifelines, self._memory, self._group = lifelines, memory, group
         self.page_locked, self._most = page_locked, 1 if page_locked else MOST_ARENAS
         kept = sum(path.stat().st_blocks * BLOCK for path in memory.glob("*.slab")) if memory else 0
-        until = time.monotonic() + MEMORY_SECONDS  # Clients have the memory of a server that has ended for a moment.
+        until = time.monotonic() + MEMORY_SECONDS  # Clients of an ended server hold its memory briefly.
         while self.budget.size > (room := _room(memory) + kept) and time.monotonic() < until:
             time.sleep(0.1)
         if self.budget.size > room:
@@ -77,18 +78,18 @@ class Arenas:
             tier.report_to(logs)
         self._arenas: dict[Sizes, Arena] = {}
         self._lock, self._closed = threading.Condition(threading.Lock()), False
-        self._making: set[Sizes] = set()  # geometries that wait until other arenas are closed for them
-        self._closing: set[Sizes] = set()  # geometries whose arena is being closed, outside of the lock
+        self._making: set[Sizes] = set()  # chunk sizes whose new arena waits until others are closed for it
+        self._closing: set[Sizes] = set()  # chunk sizes whose arena is being closed, outside the lock
         for sizes in self._kept():
             self._arenas[sizes] = self._made(sizes)
         self._mover = threading.Thread(target=self._move, name="lmc-memory", daemon=True)
         self._mover.start()
 
     def open(self, sizes: Sizes) -> Arena:
-        """Return the arena of a geometry, for one client more.
+        """Return the arena for a chunk size, and count one more client for it.
 
-        Raises `NoMemory` if the budget does not hold one chunk of it, or `StorageError` if clients have too many others
-        already, or the server ends.
+        Raises `NoMemory` if one chunk is larger than the budget. Raises `StorageError` if clients already use too many
+        other chunk sizes, or if the server is shutting down.
         """
         with self._lock:
             self._lock.wait_for(lambda: self._closed or sizes not in self._making | self._closing)
@@ -98,7 +99,7 @@ class Arenas:
                 return self._arenas[sizes]
             self._making.add(sizes)
         try:
-            with ExitStack() as closing:  # This may take long, and others attach meanwhile.
+            with ExitStack() as closing:  # Closing may take long; other clients can attach in the meantime.
                 for arena in leaving:
                     closing.callback(self._close, arena)
             with self._lock:
@@ -114,13 +115,14 @@ class Arenas:
                 self._lock.notify_all()
 
     def left(self, arena: Arena) -> None:
-        """Note that a client has left an arena."""
+        """Count one client less for an arena."""
         self.budget.use(arena.sizes, -1)
 
     def _taken_out_for(self, wanted: Sizes) -> list[Arena]:
-        """Take arenas that no client has out of the others, if there are too many, and return them to be closed.
+        """Remove arenas without clients from the list, if one more would be too many; return them to be closed.
 
-        Raises `StorageError` if that is not enough, or the server ends. The lock is held.
+        Raises `StorageError` if too few arenas are without clients, or if the server is shutting down. The caller
+        holds the lock.
         """
         if self._closed:
             raise StorageError("the cache server ends")
@@ -140,7 +142,10 @@ class Arenas:
         return closed
 
     def _close(self, arena: Arena) -> None:
-        """Close an arena that was taken out, with its memory. It writes down what is in memory only."""
+        """Close an arena that was removed from the list, with its memory.
+
+        Chunks that are only in memory are written to the tiers.
+        """
         log.info("there are too many geometries of chunks: one that no client has is closed, with its memory")
         try:
             arena.close()
@@ -154,15 +159,15 @@ class Arenas:
                 self._lock.notify_all()
 
     def all(self) -> list[Arena]:
-        """Return the arenas that are open."""
-        return list(self._arenas.values())  # Without the lock: it is held while memory from before is read.
+        """Return the open arenas."""
+        return list(self._arenas.values())  # without the lock, which is held while an earlier server's memory is read
 
     def document(self, name: str) -> KnownDocument | None:
-        """Return the known document with an id."""
+        """Return the known document with this id, or None."""
         return next((found for arena in self.all() if (found := arena.known.get(name))), None)
 
     def close(self) -> None:
-        """Write down what is in memory only, and close the tiers."""
+        """Write all chunks that are only in memory to the tiers, and close the tiers."""
         with self._lock:
             self._closed = True
             self.budget.refused.set()
@@ -213,18 +218,18 @@ class Arenas:
         return arena
 
     def _room_for_pins(self) -> int:
-        """Return how many bytes pinned documents may take: of the disk, or of memory without a disk."""
+        """Return the byte limit for pinned documents: a share of the disk, or of memory without a disk tier."""
         settings = self._settings
         room = settings.max_local_disk_size if settings.local_disk else settings.max_local_cpu_size
         return int(settings.document_share * room * GIB)
 
     def _notes(self, sizes: Sizes) -> Path | None:
-        """Return the file in which pins of an arena are noted; None if nothing outlives the server."""
+        """Return the file that records the pins of an arena; None if nothing outlives the server."""
         place = self._settings.local_disk or self._memory
         return place / file_of_geometry(sizes.name) if place else None
 
     def _kept(self) -> list[Sizes]:
-        """Return the geometries of which there is memory; remove memory of another size than it would have now."""
+        """Return the chunk sizes with memory of an earlier server; remove memory whose size differs from the budget."""
         found = []
         for path in sorted(self._memory.glob("*.slab")) if self._memory else ():
             name, _, slots = path.stem.rpartition("-")
@@ -238,13 +243,13 @@ class Arenas:
         return found
 
     def _make_safe(self, store: Store) -> None:
-        """Let a store use its other slots when no client of the server before this one can write into them."""
+        """Release a store's unsafe slots for use, once no client of an earlier server can write into them."""
         for path in self._lifelines.older:
             wait_until_gone(path)
         store.make_safe()
 
     def _move(self) -> None:
-        """Take memory from arenas that have more than their share, as long as others want it."""
+        """Take memory from arenas above their share while other arenas request it."""
         while self.budget.refused.wait() and not self._closed:
             self.budget.refused.clear()
             held: set[Sizes] = set()
@@ -256,16 +261,19 @@ class Arenas:
                     held.add(sizes)
 
     def _shrunk(self, sizes: Sizes, slots: int) -> int:
-        """Take up to so many slots from an arena; return how many it has given. One that is being closed gives none."""
+        """Take up to `slots` slots from an arena; return the number taken, which is 0 if the arena is being closed."""
         arena = self._arenas.get(sizes)
         try:
             return arena.store.shrink(slots) if arena is not None else 0
-        except Exception:  # Other arenas have memory as well.
+        except Exception:  # Other arenas can still give memory.
             log.exception("no memory can be taken from the chunks of one geometry now")
             return 0
 
 
 def _room(memory: Path | None) -> int:
-    """Return how many bytes of memory there are. A client that writes to a tmpfs that is full would be killed."""
+    """Return the available memory in bytes, limited by the free space of the tmpfs.
+
+    A client that writes to a full tmpfs would be killed.
+    """
     there = os.statvfs(memory) if memory else None
     return min(memory_available(), there.f_bavail * there.f_frsize) if there else memory_available()

@@ -1,4 +1,4 @@
-"""The budget of a cache server: how much memory its arenas may take, and which of them gives some to others."""
+"""The budget of a cache server: how much memory its arenas may take, and which arena gives memory to others."""
 
 import threading
 from collections import Counter
@@ -8,22 +8,25 @@ from lmc.server.sizes import Sizes
 from lmc.shapes import MIB
 from lmc.storage.locks import Rank, new_lock
 
-MOVED_AT_ONCE = 64 * MIB  # from one arena to another
+MOVED_AT_ONCE = 64 * MIB  # memory that moves from one arena to others in one step
 
 
 class Budget:
-    """How many bytes of memory all arenas may take, and how many each takes."""
+    """Counts the bytes of memory of each arena against the limit for all arenas."""
 
     def __init__(self, size: int) -> None:
         self.size = size
         self.taken: Counter[Sizes] = Counter()
-        self._users: Counter[Sizes] = Counter()  # clients
-        self.wanting: set[Sizes] = set()  # arenas that were refused memory
+        self._users: Counter[Sizes] = Counter()  # connections of clients
+        self.wanting: set[Sizes] = set()  # arenas whose request for memory was refused
         self.refused = threading.Event()
         self._lock = new_lock(Rank.LEAF)
 
     def take(self, sizes: Sizes, *, ahead: bool = False) -> bool:
-        """Take the bytes of a slot, `ahead` of its use or because it is used now; return whether there were so many."""
+        """Take the bytes of one slot from the budget; return whether they were available.
+
+        With `ahead`, the slot is not used yet, and a refusal takes no memory from other arenas.
+        """
         with self._lock:
             fits = self.taken.total() + sizes.slot_bytes <= self.size
             wants = not fits and not ahead and sizes not in self.wanting and self._below_share(sizes)
@@ -37,12 +40,12 @@ class Budget:
         return fits
 
     def use(self, sizes: Sizes, users: int) -> None:
-        """Note that an arena has so many clients more, or fewer. Only arenas with clients have a share."""
+        """Add `users`, which may be negative, to an arena's clients. Only arenas with clients have a share."""
         with self._lock:
             self._users[sizes] += users
 
     def users(self, sizes: Sizes) -> int:
-        """Return how many connections clients have with an arena."""
+        """Return the number of connections of clients with an arena."""
         return self._users[sizes]
 
     def used(self, sizes: Sizes) -> bool:
@@ -50,21 +53,22 @@ class Budget:
         return self._users[sizes] > 0
 
     def forget(self, sizes: Sizes) -> None:
-        """Give back everything that an arena has, which is closed."""
+        """Give back all memory of a closed arena."""
         with self._lock:
             del self.taken[sizes], self._users[sizes]
             self.wanting.discard(sizes)
 
     def count(self, sizes: Sizes, slots: int) -> None:
-        """Count the bytes of so many slots more, or of fewer. An arena that was forgotten has nothing to give back."""
+        """Add the bytes of `slots` slots, which may be negative, to an arena. Forgotten arenas have nothing to give."""
         with self._lock:
             if slots >= 0 or sizes in self.taken:
                 self.taken[sizes] += slots * sizes.slot_bytes
 
     def owing(self, held: Collection[Sizes] = ()) -> tuple[Sizes, int] | None:
-        """Return the arena that should give slots to others, and how many; None if none wants any, or none has to.
+        """Return the arena that should give slots to others, and the number of slots.
 
-        Those of which everything is `held` have nothing to give.
+        Returns None if no arena requests memory, or no arena has to give any. Arenas in `held` hold all their slots,
+        and have nothing to give.
         """
         with self._lock:
             wanted = max((sizes.slot_bytes for sizes in self.wanting if self._below_share(sizes)), default=0)
@@ -77,7 +81,7 @@ class Budget:
             return sizes, -(-min(more, above[sizes]) // sizes.slot_bytes)
 
     def _share(self, sizes: Sizes) -> int:
-        """Return how many bytes an arena may keep when others want some: an equal share, if it has clients."""
+        """Return the bytes that an arena may keep when others request memory: an equal share, or 0 without clients."""
         users = sum(count > 0 for count in self._users.values())
         return self.size // max(1, users) if self._users[sizes] > 0 else 0
 

@@ -1,4 +1,4 @@
-"""A connection between a cache server and a client: frames over a unix socket, each with its length before it."""
+"""A connection between a cache server and a client: length-prefixed frames over a unix socket."""
 
 import array
 import socket
@@ -13,23 +13,23 @@ from lmc.shapes import MIB
 
 T = TypeVar("T")
 
-LARGEST = 16 * MIB  # bytes of a question
-LARGEST_ANSWER = 1 << 31  # bytes; such as all keys of a large disk
-AT_ONCE = 1 << 16  # bytes that are received with one call, at most
+LARGEST = 16 * MIB  # bytes of a request
+LARGEST_ANSWER = 1 << 31  # bytes of a response, such as all keys of a large disk
+AT_ONCE = 1 << 16  # bytes received with one call, at most
 LENGTH, CREDENTIALS = struct.Struct("<I"), struct.Struct("3i")
-SO_PEERGROUPS, GROUPS_BYTES = 59, 1024  # Python has no name for the option.
-ANSWER, ERROR = b"\0", b"\1"  # the first byte of an answer
+SO_PEERGROUPS, GROUPS_BYTES = 59, 1024  # Python has no constant for this socket option.
+ANSWER, ERROR = b"\0", b"\1"  # the first byte of a response
 
 
 class BrokenProtocol(StorageError):
-    """The other side has sent what it must not send."""
+    """The other side has violated the protocol."""
 
 
 def decoded(decoder: msgspec.msgpack.Decoder[T], frame: bytes) -> T:
-    """Return the message in a frame; raise `BrokenProtocol` if it is none that the decoder knows."""
+    """Return the message in a frame; raise `BrokenProtocol` if the decoder cannot decode it."""
     try:
         return decoder.decode(frame)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:  # `ValueError`: a text that is no UTF-8
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:  # `ValueError`: invalid UTF-8
         raise BrokenProtocol(f"a frame that is no message: {error}") from error
 
 
@@ -37,12 +37,12 @@ class Channel:
     """Sends and receives frames. An `OSError` or `BrokenProtocol` ends the connection."""
 
     def __init__(self, connection: socket.socket, largest: int = LARGEST) -> None:
-        """Frames that are received have up to `largest` bytes."""
+        """Accept received frames of up to `largest` bytes."""
         self._largest = largest
         self._socket, self._received = connection, bytearray()
 
     def send(self, frame: bytes, descriptors: tuple[int, ...] = ()) -> None:
-        """Send a frame, and open files with it."""
+        """Send a frame, and file descriptors with it."""
         head = LENGTH.pack(len(frame))
         if descriptors:
             rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))
@@ -51,7 +51,7 @@ class Channel:
         self._socket.sendall(head + frame)
 
     def receive(self, descriptors: list[int] | None = None) -> bytes | None:
-        """Return the next frame, or None at the end of the connection; add files that come with it."""
+        """Return the next frame, or None at the end of the connection; append received files to `descriptors`."""
         if not self._fill(LENGTH.size, descriptors):
             return None
         (length,) = LENGTH.unpack_from(self._received)
@@ -63,11 +63,11 @@ class Channel:
         return frame
 
     def set_timeout(self, seconds: float | None) -> None:
-        """Raise `TimeoutError` if the other side takes longer than this to send or to take the next bytes."""
+        """Set the timeout for the next bytes, sent or received; after it, calls raise `TimeoutError`."""
         self._socket.settimeout(seconds)
 
     def peer(self) -> tuple[int, int, set[int]]:
-        """Return process, user and groups of the other side; only the first group if there are too many of them."""
+        """Return process, user and groups of the other side; only the primary group if it has too many groups."""
         asked = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
         process, user, group = CREDENTIALS.unpack(asked)
         with suppress(OSError):
@@ -76,13 +76,13 @@ class Channel:
         return process, user, {group}
 
     def close(self) -> None:
-        """End the connection; a thread that waits for a frame gets none."""
+        """Close the connection; `receive` returns None in a thread that waits for a frame."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
     def _fill(self, size: int, descriptors: list[int] | None = None) -> bool:
-        """Receive until there are so many bytes; return false if the connection ends before the first one."""
+        """Receive until `size` bytes are buffered; return false if the connection ends before the first byte."""
         while len(self._received) < size:
             if descriptors is None:
                 more = self._socket.recv(AT_ONCE)

@@ -1,4 +1,4 @@
-"""The change log of a cache server as events, for subscribers that may miss some, and can tell when they have."""
+"""The change log of a cache server as events, for subscribers that may miss events and can detect this."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
@@ -10,10 +10,10 @@ T = TypeVar("T")
 
 
 class Event(NamedTuple):
-    """Something that happened, or all that is there if a subscriber has missed what happened."""
+    """Changes of a store, or a listing of its chunks for a subscriber that has missed changes."""
 
-    id: str  # A subscriber names the last one that it has seen.
-    kind: str  # "changes"; or "listing", with which what was known before is to be forgotten, and "listing_goes_on"
+    id: str  # A subscriber sends the id of the last event that it has received.
+    kind: str  # "changes", "listing" (the subscriber must forget all it knew), or "listing_goes_on"
     data: Mapping[str, Any]
 
 
@@ -21,11 +21,14 @@ class Events:
     """Turns the change log into events."""
 
     def __init__(self, changes: ChangeLog, server: str) -> None:
-        """`server` tells this server from those before it, whose numbers mean nothing here."""
+        """`server` distinguishes this server from earlier ones, whose event numbers are invalid here."""
         self._changes, self._server = changes, server
 
     def after(self, last: str) -> Iterator[Event]:
-        """Yield the events after the one with the id `last`; everything that is there if it is unknown or too old."""
+        """Yield the events after the event with the id `last`.
+
+        If this id is unknown or too old, yield a listing of all chunks instead.
+        """
         server, _, number = last.rpartition("-")
         if server == self._server and number.isdecimal():
             changes, complete = self._changes.since(int(number))
@@ -37,7 +40,7 @@ class Events:
         listing = _parts([(place, chunk) for place, chunks in present.items() for chunk in chunks]) or [[]]
         for i, some in enumerate(listing):
             kind = "listing_goes_on" if i else "listing"
-            whole = i == len(listing) - 1  # Whoever has a part of it only begins again.
+            whole = i == len(listing) - 1  # A subscriber with a partial listing starts again.
             chunks = [{"place": place, **_chunk(chunk)} for place, chunk in some]
             yield Event(self._id(newest) if whole else "", kind, {"chunks": chunks})
 

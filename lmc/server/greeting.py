@@ -1,6 +1,6 @@
-"""How a connection with a cache server begins, and all that is said to somebody who asks only how the server is.
+"""The first messages of a connection with a cache server, and the messages of a status request.
 
-The command line uses this to ask a server, and should not wait for torch.
+The command line uses this module for status requests, so it must not import torch.
 """
 
 import msgspec
@@ -8,11 +8,11 @@ import msgspec
 from lmc.server.sizes import Sizes
 from lmc.storage.stats import StoreStats
 
-PROTOCOL = 3  # changes whenever the messages of one side mean nothing, or something else, to the other
+PROTOCOL = 3  # protocol version; it changes with each incompatible change of messages
 
 
 class Hello(msgspec.Struct, frozen=True):
-    """The first frame of both sides. Its form never changes, so that each side knows what the other speaks."""
+    """The first frame of both sides. Its form never changes, so each side can read the other side's version."""
 
     protocol: int
     version: str  # of lmc
@@ -20,29 +20,29 @@ class Hello(msgspec.Struct, frozen=True):
 
 
 class Status(msgspec.Struct, frozen=True, tag=True):
-    """The second frame of somebody who wants to know how the server is, and nothing else."""
+    """The second frame of a caller that only requests the server's status."""
 
 
 class Retire(msgspec.Struct, frozen=True, tag=True):
-    """The second frame of another server, which wants to take over. Its form never changes, as that of `Hello`."""
+    """The second frame of another server that takes over. Its form never changes, like that of `Hello`."""
 
 
 class ArenaStatus(msgspec.Struct, frozen=True):
-    """What an arena has."""
+    """The status of an arena."""
 
-    parts: int  # of a chunk
+    parts: int  # parts of a chunk
     part_bytes: int
-    memory: int  # bytes that it takes
-    held: int  # slots
+    memory: int  # bytes of memory that the arena takes
+    held: int  # slots that are held or being written
     stats: StoreStats
 
 
 class ServerStatus(msgspec.Struct, frozen=True):
-    """How a server is."""
+    """The status of a server."""
 
     version: str
     memory: int  # bytes that all arenas may take
-    clients: int  # connections with a lease, and leases that wait for processes to end
+    clients: int  # number of connections with a lease, and of leases that wait until processes have ended
     arenas: list[ArenaStatus]
 
 

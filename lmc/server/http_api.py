@@ -28,18 +28,18 @@ from lmc.server.overview import Overview, ServerCollector
 from lmc.shapes import GIB, KIB, MIB
 
 PAGE = Path(__file__).with_name("page.html")
-EVENT_SECONDS = 0.2  # between two looks for events
-SILENT_SECONDS = 15.0  # after which a subscriber gets a sign of life
+EVENT_SECONDS = 0.2  # between two checks for new events
+SILENT_SECONDS = 15.0  # without events, after which a subscriber gets a keep-alive comment
 LARGEST_QUOTA = 1 << 20  # GB
-OPEN = ("/", "/health", "/ready")  # for everybody
-LARGEST, PROMPT = 64 * KIB, 16 * MIB  # of a question: names, numbers, and no texts; and of one with a prompt
-MOST_LISTED, SENT_AT_ONCE = 100_000, 100  # documents
+OPEN = ("/", "/health", "/ready")  # paths that need no token
+LARGEST, PROMPT = 64 * KIB, 16 * MIB  # limits for a request body: with names and numbers only, and with a prompt
+MOST_LISTED, SENT_AT_ONCE = 100_000, 100  # documents in a listing, and in one piece of it
 MOST_SUBSCRIBERS = 16
-TENANT = re.compile(f"[0-9a-f]{{{TENANT_DIGITS}}}")  # what a cache salt becomes
+TENANT = re.compile(f"[0-9a-f]{{{TENANT_DIGITS}}}")  # a tenant's name: digits of the cache salt's digest
 
 
 class DocumentChange(BaseModel):
-    """What is to become of documents."""
+    """A change of documents: pin, time limit or name."""
 
     model_config = ConfigDict(extra="forbid")
     pinned: bool | None = None
@@ -56,20 +56,20 @@ class Owner(BaseModel):
     cache_salt: str | None = Field(None, description="of the tenant, instead of its name")
 
     def named(self) -> tuple[str | None, str | None]:
-        """Return the names of model and tenant; raise `InputError` for a tenant that can be nobody's name."""
+        """Return the names of model and tenant; raise `InputError` for an invalid tenant name."""
         if self.tenant and not TENANT.fullmatch(self.tenant):
             raise InputError(f"no tenant is called {self.tenant!r}: give its cache_salt, or its name of /v1/stat")
         return self.model, self.tenant if self.cache_salt is None else tenant_of(self.cache_salt)
 
 
 class Clearing(Owner):
-    """What is to be removed."""
+    """The owners whose chunks are removed."""
 
     everything: bool = Field(False, description="of all models and tenants")
 
 
 class QuotaChange(Owner):
-    """A new bound for memory, and a new weight. What is not given stays."""
+    """A new limit for memory, and a new weight. A missing value stays unchanged."""
 
     max_gb: Annotated[float, Field(ge=0, le=LARGEST_QUOTA)] | None = Field(None, description="null: no bound")
     weight: Annotated[float, Field(ge=0.001, le=1000)] = Field(
@@ -78,7 +78,7 @@ class QuotaChange(Owner):
 
 
 def application(of: Overview, token: str, tenants: Mapping[str, str]) -> Guard:
-    """Return the ASGI application. `tenants` have tokens of their own: cache salt by token."""
+    """Return the ASGI application. `tenants` maps the token of each tenant to its cache salt."""
     app = FastAPI(title="lmc cache server", version=__version__, docs_url=None, redoc_url=None)
     app.add_exception_handler(NotFound, lambda _, error: JSONResponse({"error": str(error)}, 404))
     app.add_exception_handler(InputError, lambda _, error: JSONResponse({"error": str(error)}, 400))
@@ -143,7 +143,7 @@ def _add_probes(app: FastAPI, of: Overview, registry: CollectorRegistry) -> None
 
 
 class Subscription(StreamingResponse):  # type: ignore[misc]
-    """Events for one subscriber, who counts from the request on, however the response ends."""
+    """An event stream for one subscriber, who is counted from the request until the response ends in any way."""
 
     def __init__(self, of: Overview, last: str) -> None:
         super().__init__(_events(of, last), media_type="text/event-stream")
@@ -151,7 +151,7 @@ class Subscription(StreamingResponse):  # type: ignore[misc]
         of.subscribers += 1
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send events until the subscriber has gone."""
+        """Send events until the subscriber disconnects."""
         try:
             await super().__call__(scope, receive, send)
         finally:
@@ -195,7 +195,10 @@ def _add_documents(app: FastAPI, of: Overview) -> None:
 
 
 def _listing(total: int, documents: Iterable[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield a list as JSON in pieces: while one is encoded, no other thread runs, such as those that answer engines."""
+    """Yield a list as JSON in pieces.
+
+    While a piece is encoded, no other thread runs, and the threads that serve engines have to wait.
+    """
     documents, begun = iter(documents), False
     yield f'{{"total": {total}, "documents": ['
     while some := list(islice(documents, SENT_AT_ONCE)):

@@ -1,9 +1,9 @@
 """The journal: which chunk is in which slot of a slab that outlives its server, and the checksums of its parts.
 
-It is a file beside the slab's, on tmpfs. Each frame of msgpack has a slot and the metadata of the chunk that was put
-there, with checksums, and the last frame of a slot counts. A thread writes it, because checksums take time, and writes
-it anew when most of its frames count no more. Whether the slot still has the chunk stands in its label in the slab; the
-label of a slot that is being written names no chunk.
+The journal is a file next to the slab's file, on tmpfs. Each msgpack frame contains a slot and the metadata of its
+chunk, with checksums. The last frame of a slot is valid; earlier frames are stale. A thread writes the journal, because
+checksums take time. It rewrites the file when most frames are stale. The slot's label in the slab shows whether the
+slot still contains the chunk; the label of a slot that is being written names no chunk.
 """
 
 import errno
@@ -26,28 +26,28 @@ from lmc.storage.tiers.record import RecordMeta, checksum
 
 log = logging.getLogger(__name__)
 
-THREADS = min(8, os.cpu_count() or 1)  # that verify chunks at the start
-LARGEST_TIMES, LEAST_BYTES = 2, 1 << 16  # of the frames that count, beyond which the file is written anew
+THREADS = min(8, os.cpu_count() or 1)  # threads that verify chunks at the start
+LARGEST_TIMES, LEAST_BYTES = 2, 1 << 16  # The file is rewritten above 2 times the valid frames' size plus 64 KiB.
 
 _encode = msgspec.msgpack.Encoder().encode
 _entry: msgspec.msgpack.Decoder[tuple[int, RecordMeta]] = msgspec.msgpack.Decoder(tuple[int, RecordMeta])
 
 
 class Journal:
-    """What is in the slots of one slab."""
+    """The journal of one slab."""
 
     def __init__(self, path: Path, slab: Slab) -> None:
         self._path, self._slab = path, slab
-        self._frames: dict[Slot, bytes] = {}  # the last one of each slot, in the order in which chunks were last noted
+        self._frames: dict[Slot, bytes] = {}  # the last frame of each slot, the most recently written one at the end
         self._filled: queue.SimpleQueue[tuple[Slot, RecordMeta] | None] = queue.SimpleQueue()
-        self._size = 0  # bytes of the file
+        self._size = 0  # bytes of the journal file
         self._complained = False
         self._thread = threading.Thread(target=self._write, name="lmc-journal", daemon=True)
 
     def restore(self) -> list[tuple[Slot, RecordMeta]]:
-        """Return the chunks that are in the slab and right, every byte of which is read; then begin to write.
+        """Return the valid chunks of the slab, the least recently recorded first, and start the writer thread.
 
-        Those that were noted longest ago come first.
+        This reads every byte of the chunks and compares checksums.
         """
         noted: dict[Slot, RecordMeta] = {}
         for slot, meta in self._read():
@@ -62,11 +62,14 @@ class Journal:
         return [(slot, replace(meta, checksums=())) for slot, meta in found]
 
     def filled(self, slot: Slot, meta: RecordMeta) -> None:
-        """Note that a chunk is in a slot."""
+        """Queue a filled slot and its chunk's metadata for the writer thread."""
         self._filled.put((slot, meta))
 
     def close(self, last_used: Iterable[Slot] = ()) -> None:
-        """Write everything that was noted, in the order in which slots were `last_used`, if that is known."""
+        """Write all queued entries and end the thread.
+
+        Slots in `last_used` come last in the file, in this order.
+        """
         self._filled.put(None)
         self._thread.join()
         for slot in last_used:
@@ -75,12 +78,12 @@ class Journal:
         self._write_anew()
 
     def remove(self) -> None:
-        """Remove the file, and that of the slab."""
+        """Remove the journal file and the slab's file."""
         for path in (self._path, self._path.with_suffix(".slab")):
             path.unlink(missing_ok=True)
 
     def _read(self) -> Iterator[tuple[Slot, RecordMeta]]:
-        """Yield what was written, up to a frame that a killed server has left unfinished."""
+        """Yield the entries of the file, up to a frame that a killed server has left unfinished."""
         content, at = self._path.read_bytes() if self._path.exists() else b"", 0
         while at < len(content):
             stop = at + 4 + int.from_bytes(content[at : at + 4], "little")
@@ -95,7 +98,7 @@ class Journal:
         while (filled := self._filled.get()) is not None:
             slot, meta = filled
             sums = self._sums(slot, meta)
-            if self._has(slot, meta):  # Otherwise it has been evicted meanwhile, and the sums are of anything.
+            if self._has(slot, meta):  # Otherwise the chunk was evicted in the meantime, and the sums are invalid.
                 self._frames.pop(slot, None)
                 frame = self._frames[slot] = _frame(slot, replace(meta, checksums=sums))
                 if self._size + len(frame) > LEAST_BYTES + LARGEST_TIMES * sum(map(len, self._frames.values())):
@@ -115,14 +118,15 @@ class Journal:
     def _write_anew(self) -> None:
         content = b"".join(self._frames.values())
         try:
-            replace_bytes(self._path, content, durable=False)  # The slab is on tmpfs, and does not outlive the host.
+            replace_bytes(self._path, content, durable=False)  # The slab is on tmpfs and ends with the host.
             self._size, self._complained = len(content), False
         except OSError as error:
             self._fail(error)
 
     def _fail(self, error: OSError) -> None:
-        """Go on without the frame: its chunk is not found by the next server. What is behind half a frame is not read,
-        so the file is written anew with the next one.
+        """Continue without the frame, so the next server does not find its chunk.
+
+        Frames after an incomplete frame are not read, so the next frame rewrites the file.
         """
         self._size = 1 << 62
         if not self._complained:
@@ -131,7 +135,7 @@ class Journal:
 
     @staticmethod
     def _opened(path: Path, how: int) -> io.FileIO:
-        """Open a file to write, which nobody else may read: labels of documents have their tokens."""
+        """Open a file for writing that only this user may read, because labels contain the tokens of documents."""
         return io.FileIO(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | how, 0o600), "w")
 
     def _has(self, slot: Slot, meta: RecordMeta) -> bool:
@@ -142,8 +146,10 @@ class Journal:
         return fits and self._sums(slot, meta) == meta.checksums
 
     def _sums(self, slot: Slot, meta: RecordMeta) -> tuple[int, ...]:
-        """Return the checksums of the parts. The chunk may have been evicted meanwhile, and its memory given back: it
-        must not be touched, because that would take it again, beyond the budget.
+        """Return the checksums of a chunk's parts.
+
+        The chunk may have been evicted in the meantime, and its memory given back. An access to the mapped memory
+        would allocate it again, beyond the budget; `Slab.read` avoids this.
         """
         return tuple(checksum(self._slab.read(slot, part, meta.stored_part)) for part in range(meta.parts))
 

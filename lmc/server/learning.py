@@ -1,8 +1,8 @@
-"""Documents that wait to be learned, by whichever client of a cache server has time first.
+"""Documents that wait to be learned by the first idle client of a cache server.
 
-An engine offers the documents that it has met and not learned yet, and keeps them in a queue of its own. A client that
-has time gets some of them, each of which nobody else gets for a while. Whoever computes a document first reserves its
-chunks, so that no two engines compute the same, and a document that is stored waits no longer.
+An engine offers the documents that it has seen and not learned yet, and keeps them in its own queue. An idle client
+gets some of the waiting documents; for a while, other clients do not get the same ones. The first engine that computes
+a document reserves its chunks, so two engines never compute the same document. A stored document leaves the queue.
 """
 
 import threading
@@ -13,18 +13,18 @@ from dataclasses import dataclass, field
 
 from lmc.documents.learn_queue import Unlearned
 
-MOST_WAITING = 1024  # documents; the oldest one is dropped, and is still in the queue of the engine that met it
-CLAIM_SECONDS = 60.0  # for which a document is given to nobody else
-MOST_CLAIMS = 3  # after which a document is dropped: it may be too long for all engines
-AT_ONCE = 4  # documents that a client gets
+MOST_WAITING = 1024  # documents; the oldest one is dropped here, but stays in the queue of the engine that offered it
+CLAIM_SECONDS = 60.0  # during which a document that one client got is not given to other clients
+MOST_CLAIMS = 3  # after which a document is dropped, because it may be too long for all engines
+AT_ONCE = 4  # documents that a client gets with one request
 
 
 @dataclass(slots=True)
 class _Waiting:
     document: Unlearned
-    anybody: bool = False  # It is given to clients that have no time, too, because nobody has it in a queue.
-    offered: set[object] = field(default_factory=set)  # by these clients, which have it in their own queues
-    claimed: float = float("-inf")  # when it was given to a client for the last time
+    anybody: bool = False  # Busy clients get the document, too, because it is in no client's queue.
+    offered: set[object] = field(default_factory=set)  # clients that have the document in their own queues
+    claimed: float = float("-inf")  # time when a client last got the document
     claims: int = 0
     claimant: object | None = None
 
@@ -40,23 +40,26 @@ class WaitingDocuments:
         return len(self._waiting)
 
     def offer(self, name: str, document: Unlearned, client: object) -> None:
-        """Let a document wait that a client has in its own queue; `name` is its id."""
+        """Add a document that a client has in its own queue; `name` is the document's id."""
         with self._mutex:
             self._add(name, document).offered.add(client)
 
     def want(self, name: str, document: Unlearned) -> None:
-        """Let a document wait that has to be stored again, and is in no client's queue."""
+        """Add a document that must be stored again and is in no client's queue; `name` is the document's id."""
         with self._mutex:
             self._add(name, document).anybody = True
 
     def discard(self, name: str) -> None:
-        """Let a document wait no longer, if it does."""
+        """Remove a document, if it is waiting."""
         if name in self._waiting:
             with self._mutex:
                 self._waiting.pop(name, None)
 
     def take(self, client: object, namespaces: Collection[bytes], *, has_time: bool) -> list[Unlearned]:
-        """Return documents for a client that knows these namespaces, which nobody else gets for a while."""
+        """Return documents of these namespaces for a client to learn; other clients do not get them for a while.
+
+        `has_time` says whether the client is idle.
+        """
         if not self._waiting or not namespaces:
             return []
         with self._mutex:
@@ -76,7 +79,7 @@ class WaitingDocuments:
             return [one.document for _, one in free]
 
     def left(self, client: object) -> None:
-        """Let others have what a client that has gone was given, or has offered."""
+        """Make the documents that a disconnected client got or offered available to other clients."""
         with self._mutex:
             for one in self._waiting.values():
                 one.offered.discard(client)

@@ -1,4 +1,4 @@
-"""What one client of a cache server holds, and what becomes of it when the client is gone."""
+"""Everything that one client of a cache server holds, and its release after the client has disconnected."""
 
 import json
 import logging
@@ -21,38 +21,38 @@ from lmc.storage.tiers.record import HEADER_LIMIT, NO_CODEC, RecordMeta
 
 log = logging.getLogger(__name__)
 
-LARGEST_PART = 0.75  # of the chunks of an arena, which one of several clients may hold
-CONNECTIONS = 2  # of a client
-MOST_NAMESPACES = 1 << 13  # that a client can learn
+LARGEST_PART = 0.75  # share of an arena's slots that one client may hold if there are other clients
+CONNECTIONS = 2  # connections of one client
+MOST_NAMESPACES = 1 << 13  # limit for the namespaces whose documents a client can learn
 DIGEST = 32  # bytes of a key and of a namespace
-LONGEST_LABEL = HEADER_LIMIT // 2  # characters of a header
+LONGEST_LABEL = HEADER_LIMIT // 2  # characters of a label in a record's header
 
 
 class Lease:
     """The pins and reservations of one client. One thread uses it.
 
-    While one of the client's processes lives it may write into slots that the client has reserved. So these slots are
-    not used again after the end of the lease, until no process has the client's lifeline locked.
+    Every live process of the client may write into slots that the client has reserved. Therefore, after the end of the
+    lease, these slots are reused only when no process has the client's lifeline locked.
     """
 
     def __init__(self, arena: Arena, lifeline: Path, introduced: Callable[[str, str], object]) -> None:
         self.arena, self.store, self.lifeline = arena, arena.store, lifeline
         self.model: str | None = None  # None until the client has introduced itself
-        self.admin = ""  # address on this host at which the client is administered, if it is
-        self.explain_token = ""  # with which the client is asked for explanations
+        self.admin = ""  # address of the client's administration endpoint on this host; empty without one
+        self.explain_token = ""  # token for explain requests to the client
         self._introduced = introduced
-        self.namespaces: set[bytes] = set()  # of documents that the client can learn
-        self._chunk_size = 0  # tokens; 0 if the client has not said how it cuts documents
-        self.hits: Counter[str] = Counter()  # chunks, by place
+        self.namespaces: set[bytes] = set()  # namespaces whose documents the client can learn
+        self._chunk_size = 0  # tokens of a document's full chunk; 0 if unknown
+        self.hits: Counter[str] = Counter()  # chunks, by tier
         self.misses = self.stored = self.refused = 0  # chunks
-        self.listed: Iterator[tuple[str, RecordMeta]] = iter(())  # what `Records` has still to tell
+        self.listed: Iterator[tuple[str, RecordMeta]] = iter(())  # records that `Records` has not sent yet
         self._pins: dict[int, Pin] = {}
         self._reservations: dict[int, Reservation] = {}
 
     def introduce(self, model: str, tokenizer: str, chunk_size: int, admin: str, explain_token: str) -> None:
-        """Note what the client's model is called, where its tokenizer lies, how it cuts documents, and who explains.
+        """Store the client's model name, tokenizer path, chunk size for documents, and address for explain requests.
 
-        An address of another host is left out: the server must not send operators' prompts where a client points.
+        An address of another host is ignored: a client must not redirect operators' prompts to another host.
         """
         self.model, self._chunk_size = model, chunk_size
         if admin and not is_local_url(admin):
@@ -65,9 +65,9 @@ class Lease:
         self.arena.cut_into(chunk_size)
 
     def offer(self, documents: Sequence[tuple[bytes, Sequence[int], str]], namespaces: Sequence[bytes]) -> None:
-        """Let documents wait until somebody learns them, by namespaces, tokens and names.
+        """Queue documents for learning by any client; each has a namespace, tokens and a name.
 
-        The client can learn those of `namespaces` itself.
+        The client itself can learn documents of `namespaces`.
         """
         self.namespaces.update(namespaces[: MOST_NAMESPACES - len(self.namespaces)])
         for namespace, tokens, name in documents if self._chunk_size else ():
@@ -75,7 +75,7 @@ class Lease:
             self.arena.waiting.offer(last.hex(), Unlearned(namespace, tuple(tokens), name), self)
 
     def pin(self, keys: Sequence[ChunkKey], places: Sequence[str | None] | None) -> list[Pin | None]:
-        """See `ChunkStore.pin`; raise `BrokenProtocol` if there is not a place for each key."""
+        """See `ChunkStore.pin`; raise `BrokenProtocol` if the numbers of keys and tiers differ."""
         if places is not None and len(places) != len(keys):
             raise BrokenProtocol("keys and places that do not belong together")
         if len(keys) > self._may_hold:
@@ -89,23 +89,23 @@ class Lease:
         return pins
 
     def release(self, leases: Sequence[int]) -> None:
-        """Give pins back; raise `BrokenProtocol` for one that the client does not have."""
+        """Release pins; raise `BrokenProtocol` for a lease that the client does not have."""
         if len(set(leases)) < len(leases) or not self._pins.keys() >= set(leases):
             raise BrokenProtocol("leases to release that it does not have")
         self.store.release([self._pins.pop(lease) for lease in leases], wait=False)
 
     def begin(self, metas: Sequence[RecordMeta]) -> list[Reservation | None]:
-        """See `ChunkStore.begin`; raise `BrokenProtocol` for metadata that no client of ours sends."""
+        """See `ChunkStore.begin`; raise `BrokenProtocol` for invalid metadata."""
         wanted = [meta for meta in metas if self._may_be_stored(meta)]
         held = wanted[: max(0, self._may_hold)]
         self.refused += len(wanted) - len(held)
-        begun: dict[ChunkKey, Reservation] = {}  # A key that is given twice is reserved once.
+        begun: dict[ChunkKey, Reservation] = {}  # A repeated key is reserved once.
         for reservation in filter(None, self.store.begin(held, self.arena.make_room)):
             self._reservations[reservation.lease] = begun[reservation.meta.key] = reservation
         return [begun.pop(meta.key, None) for meta in metas]
 
     def _may_be_stored(self, meta: RecordMeta) -> bool:
-        """Return whether a chunk fits into a record; raise `BrokenProtocol` for metadata of an impossible chunk."""
+        """Return whether a chunk fits into a record; raise `BrokenProtocol` for invalid metadata."""
         slab = self.store.slab
         fits = meta.parts == slab.parts and 0 < meta.part_bytes <= slab.part_bytes
         plain = not meta.sizes and not meta.checksums and meta.codec == NO_CODEC
@@ -129,7 +129,7 @@ class Lease:
         self.store.abort(self._reserved(lease))
 
     def keep(self, documents: Sequence[KnownDocument], how: str, seconds: float | None) -> str:
-        """Pin documents, or do with them what else a keeper does; return why it cannot be done."""
+        """Pin, unpin, expire or remove documents, as `how` says; return the reason if this fails, else ""."""
         keeper, documents = self.arena.keeper, list({one.id: one for one in documents}.values())
         for one in documents:
             self.arena.used(one.namespace)
@@ -143,21 +143,22 @@ class Lease:
         return ""
 
     def stats(self) -> StoreStats:
-        """Return the counts of the store, with the client's own hits and misses, which can be added up over clients.
+        """Return the counts of the store, with the client's own hits and misses.
 
-        The others belong to no client: the store evicts, loads and writes for all of them.
+        Hits and misses can be summed over clients. The other counts belong to all clients together, because the store
+        evicts, loads and writes for all of them.
         """
         return replace(self.store.stats(), hits=dict(self.hits), misses=self.misses)
 
     @property
     def _may_hold(self) -> int:
-        """How many chunks more the client may hold. It leaves some to the others, if there are any."""
+        """Number of further chunks that the client may hold. Some chunks are left for other clients, if any."""
         most = self.store.slots * (LARGEST_PART if self.arena.clients > CONNECTIONS else 1.0)
         return int(most) - len(self._pins) - len(self._reservations)
 
     @property
     def held(self) -> tuple[int, int]:
-        """How many chunks the client has pinned, and how many slots it has reserved."""
+        """Number of chunks that the client has pinned, and of slots that it has reserved."""
         return len(self._pins), len(self._reservations)
 
     def _reserved(self, lease: int) -> Reservation:
@@ -167,7 +168,7 @@ class Lease:
             raise BrokenProtocol(f"lease {lease}, which it does not have") from None
 
     def end(self) -> None:
-        """Give everything back; wait until nobody can write into reserved slots any more, if there are some."""
+        """Release everything. If slots are reserved, wait until no process of the client can write into them."""
         self.arena.waiting.left(self)
         self.store.release(list(self._pins.values()), wait=False)
         if self._reservations:

@@ -1,7 +1,8 @@
-"""Lifelines: files that show a cache server which processes of its clients still live.
+"""Lifelines: lock files that show a cache server whether processes of its clients are still alive.
 
-Each client has one. The client and all its processes that map the slab lock it, together, and the system unlocks it
-when the last of them has ended, however it ends. A server that comes later finds those of its predecessor's clients.
+Each client has a lifeline. The client and all its processes that map the slab hold a shared lock on it. The system
+releases the lock when the last of them ends, even by a kill. A later server finds the lifelines of its predecessor's
+clients.
 """
 
 import fcntl
@@ -16,20 +17,23 @@ from lmc.storage.tiers.tier_guard import TierGuard
 
 RETRY_SECONDS = 1.0
 
-complain = TierGuard().complain  # at most once a minute about the same
+complain = TierGuard().complain  # logs each kind of problem at most once a minute
 
 
 class Lifelines:
     """The lifelines in a directory."""
 
     def __init__(self, folder: Path, group: int | None = None) -> None:
-        """Those of clients that have ended are removed. Processes of a `group` may lock new ones, too."""
+        """Remove lifelines of ended clients. Processes of a `group` may also lock new lifelines."""
         self._folder, self._group = folder, group
         self.older = [path for path in folder.iterdir() if not _removed(path)] if folder.exists() else []
 
     def new(self) -> Path:
-        """Make one for a client, with a name that no other one has had: in a container, every server is process 1."""
-        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # Not before: a server may be refused at its start.
+        """Create a lifeline for a client and return its path.
+
+        Its name is random, because process numbers repeat: in a container, every server is process 1.
+        """
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # not earlier: the start of a server may fail
         if self._group is not None:
             os.chown(self._folder, -1, self._group)
             self._folder.chmod(0o750)
@@ -42,9 +46,9 @@ class Lifelines:
 
 
 def wait_until_gone(path: Path) -> None:
-    """Return when no process has locked a lifeline any more, and remove it.
+    """Wait until no process holds the lock of a lifeline, and remove the lifeline.
 
-    Nothing else says that it is safe to go on, so an error, such as too many open files, is waited out.
+    Only the lock shows that it is safe to continue. Therefore errors, such as too many open files, are retried.
     """
     while True:
         try:
@@ -59,7 +63,7 @@ def wait_until_gone(path: Path) -> None:
 
 
 def _removed(path: Path) -> bool:
-    """Remove a lifeline that nobody has locked; return whether that was so."""
+    """Remove a lifeline unless a process has locked it; return whether it was removed."""
     try:
         os.close(locked(path, alone=True))
     except BlockingIOError:

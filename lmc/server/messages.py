@@ -1,7 +1,7 @@
-"""The questions that a client asks a cache server, one after the other, and how the server answers them.
+"""The requests that a client sends to a cache server, one at a time, and how the server responds.
 
-Messages are msgpack in frames (`channel.py`), and come after a greeting (`greeting.py`). A frame that is none of these
-messages ends the connection. Bytes of chunks are never sent: they lie in slots of a slab that both sides have mapped.
+Messages are msgpack in frames (`channel.py`), and follow the greeting (`greeting.py`). Any other frame ends the
+connection. Bytes of chunks are never sent: they are in slots of a slab that both sides have mapped.
 """
 
 from array import array
@@ -19,53 +19,53 @@ from lmc.storage.contract import Pin, Reservation
 from lmc.storage.stats import StoreStats
 from lmc.storage.tiers.record import RecordMeta
 
-if TYPE_CHECKING:  # A client needs none of what the server imports.
+if TYPE_CHECKING:  # A client does not need the imports of the server.
     from lmc.server.lease import Lease
 
 Digest = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 WholeKey = Annotated[ChunkKey, msgspec.Meta(min_length=32, max_length=32)]
-Keys = Annotated[list[WholeKey], msgspec.Meta(max_length=1 << 16)]  # so that nobody waits long behind one question
+Keys = Annotated[list[WholeKey], msgspec.Meta(max_length=1 << 16)]  # limited, so that other callers do not wait long
 Leases = Annotated[list[int], msgspec.Meta(max_length=1 << 16)]
-LISTED = 500  # records in one answer
+LISTED = 500  # records in one response
 MOST_OFFERED = 64  # documents in one message
 
 
 class Attached(msgspec.Struct, frozen=True):
-    """What a client gets to know of its slab, whose descriptor comes with it."""
+    """The response to a client that attaches. The slab's file descriptor comes with it."""
 
     slots: int
     shared_places: frozenset[str]
-    lifeline: str  # a file, see `lifelines.py`
-    page_locked: bool = False  # see `Slab`; servers before this was sent had no such memory
+    lifeline: str  # path of a file, see `lifelines.py`
+    page_locked: bool = False  # see `Slab`; older servers do not send it and have no such memory
     pins_yield: bool = False  # see `ChunkStore`
 
 
 class Beat(msgspec.Struct, frozen=True):
-    """What a client asks for every second."""
+    """The response to a client's `Ping`, every second."""
 
     stats: StoreStats  # see `Lease.stats`
-    speeds: dict[str, tuple[float, float]]  # of tiers: seconds for each record and for each byte
+    speeds: dict[str, tuple[float, float]]  # by tier: seconds for each record and for each byte
     pinned: int  # chunks of pinned documents
     wanted: list[Unlearned]  # documents that the client should learn, if it can
 
 
 class Request(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """A question. Most are named like the method of `ChunkStore` that they ask for."""
+    """A request. Most request types are named after the method of `ChunkStore` that they call."""
 
-    answered: ClassVar[bool] = True  # false if the server sends no answer
-    decoder: ClassVar[msgspec.msgpack.Decoder[Any]]  # of the answer, as a method's annotation says
+    answered: ClassVar[bool] = True  # whether the server sends a response
+    decoder: ClassVar[msgspec.msgpack.Decoder[Any]]  # decodes the response; its type is the return type of `asked`
 
     def __init_subclass__(cls, **given: Any) -> None:
         super().__init_subclass__(**given)
         cls.decoder = msgspec.msgpack.Decoder(cls.asked.__annotations__["return"])
 
     def asked(self, lease: "Lease") -> Any:
-        """Answer the question of the client that has this lease."""
+        """Handle the request of the client with this lease, and return the response."""
         raise NotImplementedError
 
 
 class Offered(msgspec.Struct, frozen=True):
-    """A document that a client has to learn, and that others may learn if they have time first."""
+    """A document in a client's learn queue, which another idle client may learn first."""
 
     namespace: Digest
     tokens: Annotated[bytes, msgspec.Meta(min_length=4)]  # uint32, little-endian
@@ -73,14 +73,14 @@ class Offered(msgspec.Struct, frozen=True):
 
 
 class Ping(Request, frozen=True):
-    """Every second. It shows the server that the client is alive."""
+    """The heartbeat of a client, sent every second. It shows the server that the client is alive."""
 
     offered: Annotated[list[Offered], msgspec.Meta(max_length=MOST_OFFERED)] = []
-    namespaces: Annotated[list[Digest], msgspec.Meta(max_length=1 << 12)] = []  # of tenants that it knows, new ones
-    has_time: bool = False  # to learn documents that others have met
+    namespaces: Annotated[list[Digest], msgspec.Meta(max_length=1 << 12)] = []  # new namespaces of the client's tenants
+    has_time: bool = False  # whether the client is idle, and can learn documents of other clients
 
     def asked(self, lease: "Lease") -> Beat:
-        """Return what changes all the time."""
+        """Return the current counts, tier speeds, pinned chunks, and documents to learn."""
         arena = lease.arena
         lease.offer([(one.namespace, _uint32(one.tokens), one.name) for one in self.offered], self.namespaces)
         wanted = arena.waiting.take(lease, lease.namespaces, has_time=self.has_time)
@@ -88,108 +88,108 @@ class Ping(Request, frozen=True):
 
 
 class LookUp(Request, frozen=True):
-    """`lookup`."""
+    """Calls `ChunkStore.lookup`."""
 
     keys: Keys
     shared: bool
 
     def asked(self, lease: "Lease") -> list[str | None]:
-        """Return places."""
+        """Return the tier of each chunk, or None."""
         return lease.store.lookup(self.keys, shared=self.shared)
 
 
 class PinKeys(Request, frozen=True):
-    """`pin`."""
+    """Calls `ChunkStore.pin`."""
 
     keys: Keys
     places: list[str | None] | None
 
     def asked(self, lease: "Lease") -> list[Pin | None]:
-        """Return pins."""
+        """Return a pin for each key, or None."""
         return lease.pin(self.keys, self.places)
 
 
 class Release(Request, frozen=True):
-    """`release`."""
+    """Calls `ChunkStore.release`."""
 
     answered: ClassVar[bool] = False
     leases: Leases
 
     def asked(self, lease: "Lease") -> None:
-        """Give pins back."""
+        """Release the pins."""
         lease.release(self.leases)
 
 
 class Begin(Request, frozen=True):
-    """`begin`."""
+    """Calls `ChunkStore.begin`."""
 
     metas: Annotated[list[RecordMeta], msgspec.Meta(max_length=1 << 16)]
 
     def asked(self, lease: "Lease") -> list[Reservation | None]:
-        """Reserve slots."""
+        """Reserve a slot for each chunk; return a reservation or None for each."""
         return lease.begin(self.metas)
 
 
 class Commit(Request, frozen=True):
-    """`commit`."""
+    """Calls `ChunkStore.commit`."""
 
     answered: ClassVar[bool] = False
     leases: Leases
 
     def asked(self, lease: "Lease") -> None:
-        """Let chunks be found."""
+        """Make the filled chunks visible."""
         lease.commit(self.leases)
 
 
 class Abort(Request, frozen=True):
-    """`abort`."""
+    """Calls `ChunkStore.abort`."""
 
     answered: ClassVar[bool] = False
     lease: int
 
     def asked(self, lease: "Lease") -> None:
-        """Give a slot back."""
+        """Release the reserved slot."""
         lease.abort(self.lease)
 
 
 class Forget(Request, frozen=True):
-    """`forget`."""
+    """Calls `ChunkStore.forget`."""
 
     key: WholeKey
     wait: bool
     shared: bool
 
     def asked(self, lease: "Lease") -> None:
-        """Remove a chunk."""
+        """Remove the chunk."""
         lease.store.forget(self.key, wait=self.wait, shared=self.shared)
 
 
 class CopiesOf(Request, frozen=True):
-    """`copies`."""
+    """Calls `ChunkStore.copies`."""
 
     keys: Keys
 
     def asked(self, lease: "Lease") -> list[str]:
-        """Return places."""
+        """Return the tiers that have all of the chunks."""
         return lease.store.copies(self.keys)
 
 
 class Introduce(Request, frozen=True):
-    """What the client's model is called, and where its tokenizer lies, for people; and how its documents are cut.
+    """The client's model name and tokenizer path, which administrators see, and the chunk size of its documents.
 
-    `admin` is the address at which the client is administered, and explains prompts if it is asked with the
-    `explain_token`, which it has made for this server.
+    `admin` is the address of the client's administration endpoint. It explains prompts to callers with the
+    `explain_token`, which the client has made for this server.
     """
 
     answered: ClassVar[bool] = False
     model: Annotated[str, msgspec.Meta(max_length=LONGEST_MODEL)]
     tokenizer: Annotated[str, msgspec.Meta(max_length=4096)]
-    chunk_size: Annotated[int, msgspec.Meta(ge=0, le=1 << 20)] = 0  # tokens; 0 if it does not say
+    chunk_size: Annotated[int, msgspec.Meta(ge=0, le=1 << 20)] = 0  # tokens; 0 if unknown
     admin: Annotated[str, msgspec.Meta(max_length=4096)] = ""
     explain_token: Annotated[str, msgspec.Meta(max_length=128, pattern=r"^[A-Za-z0-9_-]*$")] = ""
 
     def asked(self, lease: "Lease") -> None:
-        """Note it."""
+        """Store the introduction in the client's lease."""
         lease.introduce(self.model, self.tokenizer, self.chunk_size, self.admin, self.explain_token)
 
 
@@ -204,7 +204,7 @@ class Described(msgspec.Struct, frozen=True):
     tenant: Annotated[str, msgspec.Meta(max_length=TENANT_DIGITS)]
 
     def noted(self, known: KnownDocuments) -> KnownDocument:
-        """Note it among others; raise `BrokenProtocol` for tokens that are none, or keys that cannot be its own."""
+        """Register the document; raise `BrokenProtocol` for invalid tokens, or for more keys than tokens."""
         tokens = _uint32(self.tokens)
         if len(self.keys) > len(tokens):
             raise BrokenProtocol("fewer tokens than chunks")
@@ -214,87 +214,90 @@ class Described(msgspec.Struct, frozen=True):
 
 
 class Keep(Request, frozen=True):
-    """What a `DocumentKeeper` does with documents; `seconds` are those of `expire`."""
+    """Calls a method of `DocumentKeeper` for documents; `seconds` is the argument of `expire`."""
 
     documents: Annotated[list[Described], msgspec.Meta(max_length=1 << 14)]
     how: Literal["pin", "unpin", "expire", "remove"]
     seconds: Annotated[float, msgspec.Meta(gt=0, lt=1 << 33)] | None = None
 
     def asked(self, lease: "Lease") -> str:
-        """Do it, and return why it cannot be done."""
+        """Call the method; return the reason if this fails, else ""."""
         return lease.keep([one.noted(lease.arena.known) for one in self.documents], self.how, self.seconds)
 
 
 class Kept(Request, frozen=True):
-    """`DocumentKeeper.refresh`."""
+    """Calls `DocumentKeeper.refresh`."""
 
     ids: Annotated[list[str], msgspec.Meta(max_length=1 << 16)]
 
     def asked(self, lease: "Lease") -> list[tuple[bool, float]]:
-        """Return which documents are pinned, and when they are removed."""
+        """Return for each document whether it is pinned, and when it expires."""
         found = map(lease.arena.known.get, self.ids)
         return [(one.pinned, one.expires) if one is not None else (False, 0.0) for one in found]
 
 
 class Records(Request, frozen=True):
-    """`records`, some at a time; none means that there are no more. The `first` question begins anew."""
+    """Calls `ChunkStore.records`, for up to `LISTED` records at a time. The `first` request starts a new listing.
+
+    An empty response ends the listing.
+    """
 
     first: bool
 
     def asked(self, lease: "Lease") -> list[tuple[str, RecordMeta]]:
-        """Return the next ones: those in memory, and then those on tiers."""
+        """Return the next records: first those in memory, then those on lower tiers."""
         if self.first:
             lease.listed = chain(lease.store.in_memory(), lease.store.records())
         return list(islice(lease.listed, LISTED))
 
 
 class LastUses(Request, frozen=True):
-    """`last_uses`."""
+    """Calls `ChunkStore.last_uses`."""
 
     def asked(self, lease: "Lease") -> dict[ChunkKey, float]:
-        """Return times."""
+        """Return the time of the last use, by key."""
         return lease.store.last_uses()
 
 
 class KnownKeys(Request, frozen=True):
-    """`known_keys`."""
+    """Calls `ChunkStore.known_keys`."""
 
     def asked(self, lease: "Lease") -> set[ChunkKey]:
-        """Return keys."""
+        """Return the keys of all known chunks."""
         return lease.store.known_keys()
 
 
 class HeldSlots(Request, frozen=True):
-    """`held`."""
+    """Calls `ChunkStore.held`."""
 
     def asked(self, lease: "Lease") -> int:
-        """Return how many slots are held, by any client."""
+        """Return the number of slots that all clients hold."""
         return lease.store.held()
 
 
 class Flush(Request, frozen=True):
-    """`flush`."""
+    """Calls `ChunkStore.flush`."""
 
     def asked(self, lease: "Lease") -> None:
-        """Wait until everything is written."""
+        """Wait until all queued chunks are written."""
         lease.store.flush()
 
 
 class Since(Request, frozen=True):
-    """`changes.since`."""
+    """Calls `Changes.since`."""
 
     number: int
 
     def asked(self, lease: "Lease") -> tuple[list[Change], bool]:
-        """Return changes."""
+        """Return the changes after `number`, and whether they are complete."""
         return lease.store.changes.since(self.number)
 
 
 class Present(Request, frozen=True):
-    """`changes.present`."""
+    """Calls `Changes.present`."""
 
     def asked(self, lease: "Lease") -> tuple[int, dict[str, list[Chunk]]]:
-        """Return chunks."""
+        """Return the number of the last change, and the chunks of each tier."""
         return lease.store.changes.present()
 
 
