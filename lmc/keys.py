@@ -37,13 +37,13 @@ class Namespace:
     model: str  # identifies config and weights; never a path
     dtype: str
     layers: int
-    kv_heads: int  # of one rank
+    kv_heads: int  # KV heads of one rank
     head_dim: int
     rope: str
     chunk_size: int
     tensor_parallel: int = 1
-    layout: str = ""  # of an engine's pages
-    kind: str = ""  # of the records
+    layout: str = ""  # layout of an engine's pages
+    kind: str = ""  # kind of the records, see `RecordKind`
     cache_salt: str = ""  # tenants share chunks only if they have the same salt
 
     def digest(self) -> bytes:

@@ -1,1 +1,1 @@
-"""The cache server: one store for all engines of a host."""
+"""The cache server: one chunk store for all engines of a host."""

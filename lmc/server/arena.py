@@ -139,7 +139,7 @@ class Arena:
         return self.store.supply.ready * self.sizes.slot_bytes
 
     def owns(self, document: KnownDocument) -> bool:
-        """Return whether a document belongs to this arena, and not to another one whose chunks have as many parts."""
+        """Return whether a document belongs to this arena, not to another arena with as many parts per chunk."""
         return document.kept or document.namespace in self._namespaces
 
     def quotas_changed(self) -> None:

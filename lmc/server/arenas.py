@@ -70,7 +70,7 @@ class Arenas:
         if self.budget.size > room:
             there = f"{room / GIB:.2f} GiB of memory are available{f' in {memory}' if memory else ''}"
             raise NoMemory(f"max_local_cpu_size = {settings.max_local_cpu_size:g} GB: {there}; lower it")
-        self.changes = ChangeLog()  # of all arenas
+        self.changes = ChangeLog()  # changes of all arenas
         self.quotas = Quotas(self.changes, settings.local_disk or memory)
         self._pinned = PinnedShare()
         self._tiers = [(tier, ChangeLogs()) for tier in (open_plain_tiers(settings) if tiers is None else tiers)]
@@ -115,7 +115,7 @@ class Arenas:
                 self._lock.notify_all()
 
     def left(self, arena: Arena) -> None:
-        """Count one client less for an arena."""
+        """Subtract a client from an arena's count."""
         self.budget.use(arena.sizes, -1)
 
     def _taken_out_for(self, wanted: Sizes) -> list[Arena]:
@@ -249,7 +249,7 @@ class Arenas:
         store.make_safe()
 
     def _move(self) -> None:
-        """Take memory from arenas above their share while other arenas request it."""
+        """Reclaim memory from arenas above their share while other arenas request it."""
         while self.budget.refused.wait() and not self._closed:
             self.budget.refused.clear()
             held: set[Sizes] = set()
@@ -261,7 +261,7 @@ class Arenas:
                     held.add(sizes)
 
     def _shrunk(self, sizes: Sizes, slots: int) -> int:
-        """Take up to `slots` slots from an arena; return the number taken, which is 0 if the arena is being closed."""
+        """Reclaim up to `slots` slots of an arena; return their number, which is 0 if the arena is being closed."""
         arena = self._arenas.get(sizes)
         try:
             return arena.store.shrink(slots) if arena is not None else 0

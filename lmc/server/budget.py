@@ -23,7 +23,7 @@ class Budget:
         self._lock = new_lock(Rank.LEAF)
 
     def take(self, sizes: Sizes, *, ahead: bool = False) -> bool:
-        """Take the bytes of one slot from the budget; return whether they were available.
+        """Allocate the bytes of one slot from the budget; return whether they were available.
 
         With `ahead`, the slot is not used yet, and a refusal takes no memory from other arenas.
         """

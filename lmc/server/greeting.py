@@ -15,7 +15,7 @@ class Hello(msgspec.Struct, frozen=True):
     """The first frame of both sides. Its form never changes, so each side can read the other side's version."""
 
     protocol: int
-    version: str  # of lmc
+    version: str  # lmc's version
     refused: str = ""  # why the server closes the connection
 
 

@@ -170,7 +170,7 @@ class CopiesOf(Request, frozen=True):
     keys: Keys
 
     def asked(self, lease: "Lease") -> list[str]:
-        """Return the tiers that have all of the chunks."""
+        """Return the tiers that have all of the chunks, except tiers that other processes share."""
         return lease.store.copies(self.keys)
 
 
@@ -231,7 +231,7 @@ class Kept(Request, frozen=True):
     ids: Annotated[list[str], msgspec.Meta(max_length=1 << 16)]
 
     def asked(self, lease: "Lease") -> list[tuple[bool, float]]:
-        """Return for each document whether it is pinned, and when it expires."""
+        """Return for each document whether it is pinned, and when it expires (seconds since 1970, or 0 for never)."""
         found = map(lease.arena.known.get, self.ids)
         return [(one.pinned, one.expires) if one is not None else (False, 0.0) for one in found]
 
@@ -255,7 +255,7 @@ class LastUses(Request, frozen=True):
     """Calls `ChunkStore.last_uses`."""
 
     def asked(self, lease: "Lease") -> dict[ChunkKey, float]:
-        """Return the time of the last use, by key."""
+        """Return when each record was last used, in seconds since 1970, by key."""
         return lease.store.last_uses()
 
 
@@ -263,7 +263,7 @@ class KnownKeys(Request, frozen=True):
     """Calls `ChunkStore.known_keys`."""
 
     def asked(self, lease: "Lease") -> set[ChunkKey]:
-        """Return the keys of all known chunks."""
+        """Return the keys of all chunks in memory and in tiers that other processes do not share."""
         return lease.store.known_keys()
 
 
@@ -271,7 +271,7 @@ class HeldSlots(Request, frozen=True):
     """Calls `ChunkStore.held`."""
 
     def asked(self, lease: "Lease") -> int:
-        """Return the number of slots that all clients hold."""
+        """Return the number of slots that are held or being written, of all clients together."""
         return lease.store.held()
 
 

@@ -1,4 +1,4 @@
-"""What an administrator asks a cache server, and what it answers."""
+"""The administration of a cache server: its state, quotas, documents and events."""
 
 import os
 import time
@@ -24,7 +24,7 @@ from lmc.storage.stats import StoreStats, summed
 
 
 class Overview:
-    """Answers questions about one server. Any thread may call any method."""
+    """Handles administration requests for one server. Any thread may call any method."""
 
     def __init__(self, server: CacheServer) -> None:
         self._server, self._arenas = server, server.arenas
@@ -32,31 +32,31 @@ class Overview:
         self.desk = DocumentDesk(self._arenas.all, self._texts.of, Background())
         self.events = Events(self._arenas.changes, os.urandom(6).hex())
         self._started = time.time()
-        self.subscribers = 0  # of events
+        self.subscribers = 0  # number of subscribers to events
 
     @property
     def ended(self) -> bool:
-        """Whether the server ends, or has ended."""
+        """Whether the server is shutting down, or has ended."""
         return self._server.ends
 
     def why_not_ready(self) -> str:
-        """Return why no client can attach; nothing if one can."""
+        """Return why clients cannot attach; empty if they can."""
         return "the server ends" if self.ended else ""
 
     def store_stats(self) -> StoreStats:
-        """Return the counts of all arenas together."""
+        """Return the sum of the counts of all arenas."""
         counts = self._arenas.changes.counts()
         present = {place: (amount.chunks, amount.tokens) for place, amount in counts.items()}
         return replace(summed([arena.store.stats() for arena in self._arenas.all()]), present=present)
 
     def memory(self) -> dict[str, int]:
-        """Return how many bytes of memory there are, and how many are in use."""
+        """Return the memory budget and the memory in use, in bytes."""
         budget = self._arenas.budget
         ready = sum(arena.ready_bytes for arena in self._arenas.all())
         return {"memory_bytes": budget.size, "used_bytes": budget.taken.total() - ready}
 
     def stat(self) -> dict[str, Any]:
-        """Return what is in use."""
+        """Return the server's state: memory, arenas, owners, counts, documents and clients."""
         budget = self._arenas.budget
         arenas = [
             {
@@ -79,7 +79,7 @@ class Overview:
         }
 
     def owners(self, tenant: str | None) -> list[dict[str, Any]]:
-        """Return what each model and tenant has in each place, or only what a `tenant` has."""
+        """Return what each model and tenant has in each tier; with `tenant`, only for this tenant."""
         found: dict[tuple[str, str], dict[str, Any]] = {}
         for (place, model, owner), amount in sorted(self._arenas.changes.held().items()):
             if tenant in (None, owner):
@@ -87,18 +87,19 @@ class Overview:
         return [{"model": model, "tenant": owner, "places": places} for (model, owner), places in found.items()]
 
     def clients(self) -> list[dict[str, Any]]:
-        """Return who is attached."""
+        """Return the attached clients, and what each holds."""
         return self._server.attached()
 
     def explain(self, asked: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what an engine of the `model` in a question says would happen with a prompt; raise `InputError`.
+        """Return an engine's explanation of a prompt, from an engine of the `model` in the request.
 
-        A request may call the model otherwise than the engine does, so with engines of one model any name will do.
+        If all engines have the same model, any model name is accepted, because requests may use another name than the
+        engine. Raises `InputError` if no engine explains prompts, or none has this model.
         """
         engines = self._server.explainers()
         if not engines:
             raise InputError("no engine explains prompts: start one with an LMC_ADMIN of its own (127.0.0.1:9181)")
-        models = {one.model: one for one in reversed(engines)}  # A client that comes later replaces no earlier one.
+        models = {one.model: one for one in reversed(engines)}  # Earlier clients win over later ones.
         model = asked.get("model") if len(models) > 1 else engines[0].model
         if model not in models:
             raise InputError(f"say of which model the prompt is: model must be one of {', '.join(sorted(models))}")
@@ -106,11 +107,11 @@ class Overview:
         return {**engine_client(engine.admin, engine.token).ask("/v1/explain", dict(asked)), "engine": engine.admin}
 
     def clear(self, model: str | None, tenant: str | None) -> int:
-        """Remove all chunks of a model, a tenant or both, or of everybody, and return how many there were."""
+        """Remove all chunks of a model, a tenant or both, or all chunks; return the number of removed chunks."""
         return len(set().union(*(arena.clear(Owners(model, tenant)) for arena in self._arenas.all())))
 
     def quotas(self) -> list[dict[str, Any]]:
-        """Return all quotas."""
+        """Return all quotas, and how much of each is used."""
         return [
             {
                 "model": quota.model,
@@ -123,32 +124,32 @@ class Overview:
         ]
 
     def quota(self, model: str | None, tenant: str | None) -> Quota:
-        """Return the quota of a model or a tenant, or of both together."""
+        """Return the quota of a model, a tenant, or a tenant's chunks of one model."""
         return self._arenas.quotas.get(model, tenant)
 
     def bound(self, quota: Quota) -> None:
-        """Set a quota, and evict what is beyond it."""
+        """Set a quota, and evict chunks that exceed it."""
         self._arenas.quotas.set(quota)
         for arena in self._arenas.all():
             arena.quotas_changed()
 
     def drain(self) -> None:
-        """Let the server end."""
+        """Shut the server down."""
         self._server.stop()
 
 
 class ServerCollector(Collector):
-    """The metrics of a server: those of its stores, its memory, and what each model has."""
+    """The metrics of a server: those of its stores, its memory, its clients, and the bytes of each model."""
 
     def __init__(self, of: Overview) -> None:
         self._of, self._stores = of, StoreCollector(of.store_stats)
 
     def describe(self) -> Iterable[Metric]:
-        """Return the names, without asking anybody."""
+        """Return the metric names, without reading the server's state."""
         return self._stores.describe()
 
     def collect(self) -> Iterator[Metric]:
-        """Return all metrics as they are now."""
+        """Return all metrics with their current values."""
         yield from self._stores.collect()
         memory = self._of.memory()
         for name, what in (("memory_bytes", "that all arenas may take"), ("used_bytes", "that they take")):

@@ -1,6 +1,6 @@
-"""What a cache server has for itself while it lives: its socket, the directory of its memory, and a lock for each.
+"""The files that a cache server owns while it runs: its socket, the directory of its memory, and a lock for each.
 
-A server that has answered nobody, because its start was refused, removes what was not there before it.
+A server whose start fails removes the files and directories that it has created.
 """
 
 import logging
@@ -17,24 +17,24 @@ from lmc.storage.memory.memory_files import is_in_memory, locked
 
 log = logging.getLogger(__name__)
 
-LOCK_SECONDS = 1.0  # for which a server waits for the lock beside its socket
+LOCK_SECONDS = 1.0  # timeout for the lock next to a server's socket
 
 
 class OwnFiles:
-    """The socket at a path, and a directory for memory, which nobody else has until `close`."""
+    """The socket at a path and a directory for memory, which this server owns exclusively until `close`."""
 
     def __init__(self, path: Path, group: int | None, memory: Path | None) -> None:
-        """Listen for processes of this user and of a `group`; raise `TierUnusable` if that is not possible.
+        """Listen for processes of this user and of a `group`; raise `TierUnusable` if this fails.
 
-        Locks are removed while they are held, and count only for the file that is at their path (`locked`).
+        Lock files are removed while their locks are held. A lock is valid only for the file at its path (`locked`).
         """
-        self.used = False  # Whether locks and directories stay for the next server.
+        self.used = False  # whether lock files and directories stay for the next server
         with ExitStack() as opened:
             lock, new = _locked_socket(path)
             opened.callback(os.close, lock)
             opened.callback(self._remove, new)
             self.listener = _listener(path, group, lock)
-            opened.callback(path.unlink, missing_ok=True)  # Nobody else has it while the lock is held.
+            opened.callback(path.unlink, missing_ok=True)  # No other server owns the path while the lock is held.
             opened.callback(self.listener.close)
             if memory:
                 new = _missing(memory / "lock")
@@ -44,12 +44,12 @@ class OwnFiles:
             self._opened = opened.pop_all()
 
     def close(self) -> None:
-        """Let others have them."""
+        """Release the socket, the directory and their locks."""
         self._opened.close()
 
     def _remove(self, new: list[Path]) -> None:
         if not self.used:
-            with suppress(OSError):  # Somebody else has put something into a directory.
+            with suppress(OSError):  # Another process has put a file into the directory.
                 for path in new:
                     path.rmdir() if path.is_dir() else path.unlink()
 
@@ -59,9 +59,10 @@ def _missing(*paths: Path) -> list[Path]:
 
 
 def _owned(memory: Path) -> int:
-    """Take a directory for memory; raise `TierUnusable` if it cannot be used, or another server has it.
+    """Create and lock a directory for memory; return the descriptor of the lock.
 
-    Whoever owns the directory can put other files in it, and everybody may make one in /dev/shm.
+    Raises `TierUnusable` if the directory cannot be used, or if another server has locked it. It must belong to this
+    user or to root: its owner can replace files in it, and every user can create a directory in /dev/shm.
     """
     try:
         memory.mkdir(mode=0o711, parents=True, exist_ok=True)
@@ -78,12 +79,12 @@ def _owned(memory: Path) -> int:
 
 
 def _locked_socket(path: Path) -> tuple[int, list[Path]]:
-    """Take the name of a socket for the life of a server; raise `TierUnusable` if another server has it.
+    """Lock the path of a socket for the lifetime of a server; raise `TierUnusable` if another server has locked it.
 
-    Returns the lock, and its file if that is new.
+    Returns the lock's descriptor, and a list with the lock file if it is new.
 
-    The lock tells a server that lives from one that has died and left its socket, also while the two start and end.
-    Clients wait for it, and have it for a moment when a server has ended.
+    The lock distinguishes a running server from a dead server's stale socket, even during start and shutdown.
+    Clients wait for this lock, and hold it briefly after a server has ended.
     """
     until = time.monotonic() + LOCK_SECONDS
     while True:
@@ -101,9 +102,9 @@ def _locked_socket(path: Path) -> tuple[int, list[Path]]:
 
 
 def _listener(path: Path, group: int | None, lock: int) -> socket.socket:
-    """Listen at a path, in the place of a server that has died; raise `TierUnusable` if that is not possible.
+    """Return a socket that listens at a path, and replace a dead server's socket; raise `TierUnusable` if this fails.
 
-    Clients of the `group` may wait for the lock, too.
+    Clients of the `group` may also wait for the lock.
     """
     try:
         if group is not None:

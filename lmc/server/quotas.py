@@ -1,4 +1,4 @@
-"""Quotas: how much memory of a cache server models and tenants may take, and how much their fair shares weigh."""
+"""Quotas: how much memory of a cache server models and tenants may take, and the weights of their fair shares."""
 
 import logging
 import threading
@@ -17,20 +17,20 @@ FILE = "quotas.json"  # in the directory of memory or of the disk tier
 
 
 class Owners(msgspec.Struct, frozen=True):
-    """Those who own chunks: a model, a tenant, or a tenant's chunks of one model."""
+    """A group of chunk owners: a model, a tenant, or a tenant with one model."""
 
     model: str | None = None  # None for all models
     tenant: str | None = None  # digest of the cache salt; None for all tenants
 
     def cover(self, model: str, tenant: str) -> bool:
-        """Return whether the owner of a chunk or of a document is one of them."""
+        """Return whether the owner of a chunk or of a document belongs to this group."""
         return self.model in (None, model) and self.tenant in (None, tenant)
 
 
 class Quota(Owners, frozen=True, kw_only=True):
-    """A bound for all chunks of some owners together, and the weight of their fair share."""
+    """A limit for the total memory of some owners' chunks, and the weight of their fair share."""
 
-    bytes: int | None = None  # None for no bound
+    bytes: int | None = None  # None for no limit
     weight: float = 1.0
 
 
@@ -38,7 +38,7 @@ class Quotas(Weights):
     """All quotas of a server. Any thread may call any method."""
 
     def __init__(self, changes: ChangeLog, directory: Path | None) -> None:
-        """Quotas are kept in a file, if there is a directory, and hold for the next server as well."""
+        """Read the quotas from a file in `directory`, if any; they stay valid for later servers."""
         self._changes, self._file = changes, directory / FILE if directory else None
         self._mutex = threading.Lock()
         self._quotas: tuple[Quota, ...] = ()
@@ -51,11 +51,11 @@ class Quotas(Weights):
                 log.warning("cannot read %s (%s): there are no quotas", self._file, error)
 
     def all(self) -> list[tuple[Quota, int]]:
-        """Return each quota, and how many bytes of it are taken."""
+        """Return each quota, and how many of its bytes are used."""
         return [(quota, self._changes.taken("host", quota.model, quota.tenant)) for quota in self._quotas]
 
     def get(self, model: str | None, tenant: str | None) -> Quota:
-        """Return the quota of a model or a tenant, or of both together; one without a bound if there is none."""
+        """Return the quota of a model, a tenant, or a tenant with one model; without one, a quota without limit."""
         there = (one for one in self._quotas if (one.model, one.tenant) == (model, tenant))
         return next(there, Quota(model=model, tenant=tenant))
 
@@ -68,9 +68,9 @@ class Quotas(Weights):
         return self.get(model, tenant).weight * self.get(None, tenant).weight
 
     def set(self, wanted: Quota) -> None:
-        """Bound what a model or a tenant, or both together, may take, and weigh their fair share.
+        """Set the memory limit and the weight for a model, a tenant, or a tenant with one model.
 
-        Raises `InputError` for a name that is no text.
+        Raises `InputError` for a name that is not valid Unicode text.
         """
         with self._mutex:
             others = [one for one in self._quotas if (one.model, one.tenant) != (wanted.model, wanted.tenant)]
@@ -88,8 +88,8 @@ class Quotas(Weights):
                     log.warning("cannot write %s (%s): quotas end with this server", self._file, error.strerror)
 
     def excess(self, model: str, tenant: str, size: int) -> list[tuple[Quota, int]]:
-        """Return the quotas that so many bytes more of an owner exceed, and by how much."""
-        if not self._quotas:  # as mostly, and each chunk that is stored asks twice
+        """Return the quotas that `size` more bytes of an owner would exceed, and the excess of each in bytes."""
+        if not self._quotas:  # the usual case; this runs twice for each stored chunk
             return []
         covering = [quota for quota in self._quotas if quota.bytes is not None and quota.cover(model, tenant)]
         taken = [self._changes.taken("host", quota.model, quota.tenant) for quota in covering]

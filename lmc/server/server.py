@@ -1,7 +1,7 @@
-"""The cache server: it owns memory and tiers, and answers the engines of a host over a unix socket.
+"""The cache server: it owns memory and tiers, and serves the engines of a host over a unix socket.
 
-Each client has a connection and a thread, so that a slow one holds up nobody else. A client that ends, is silent for
-too long, or sends what it must not send loses its lease (`lease.py`), and nobody else notices.
+Each connection has its own thread, so a slow client delays no other client. A client loses its lease (`lease.py`) when
+it ends, is silent for too long, or violates the protocol. This does not affect other clients.
 """
 
 import logging
@@ -33,9 +33,9 @@ from lmc.storage.tiers.tier_guard import TierGuard
 
 log = logging.getLogger(__name__)
 
-SILENT_SECONDS = 10.0  # after which a client counts as hung; it asks for something every second
-MOST_MODELS = 1000  # whose tokenizers are remembered
-MOST_SESSIONS = 1024  # with those of clients that have ended and whose processes still live
+SILENT_SECONDS = 10.0  # without a request, after which a client counts as hung; clients send one every second
+MOST_MODELS = 1000  # models whose tokenizer paths are remembered
+MOST_SESSIONS = 1024  # connections, including those of ended clients with live processes
 PAUSE_SECONDS = 0.1  # after a connection that could not be accepted
 
 _question: msgspec.msgpack.Decoder[m.Request] = msgspec.msgpack.Decoder(m.Question)
@@ -43,19 +43,19 @@ _hello: msgspec.msgpack.Decoder[Hello] = msgspec.msgpack.Decoder(Hello)
 _opening: msgspec.msgpack.Decoder[Sizes | Status | Retire] = msgspec.msgpack.Decoder(Opening)
 _encode = msgspec.msgpack.Encoder().encode
 
-complain = TierGuard().complain  # at most once a minute about the same
+complain = TierGuard().complain  # logs each kind of problem at most once a minute
 
 
 class Explainer(NamedTuple):
-    """A client that explains prompts of its model."""
+    """A client that explains prompts for its model."""
 
     model: str
     admin: str  # an address on this host
-    token: str  # which the client has made for this server
+    token: str  # made by the client for this server
 
 
 class CacheServer:
-    """A store for the engines of a host."""
+    """A chunk store for the engines of a host."""
 
     def __init__(
         self,
@@ -67,10 +67,10 @@ class CacheServer:
         page_locked: bool = False,
         tiers: Sequence[Tier] | None = None,
     ) -> None:
-        """Listen at `path`, for processes of this user, of root, and of a `group`.
+        """Listen at `path` for processes of this user, of root, and of a `group`.
 
-        What is in `memory`, a directory on tmpfs, outlives the server. See `Arenas` for `page_locked`.
-        Raises `TierUnusable` if another server listens there or has this memory, and as `Arenas`.
+        Chunks in `memory`, a directory on tmpfs, outlive the server. See `Arenas` for `page_locked`.
+        Raises `TierUnusable` if another server listens at `path` or uses this memory, and the errors of `Arenas`.
         """
         self.path, self._group = path, group
         self._files = OwnFiles(path, group, memory)
@@ -83,17 +83,17 @@ class CacheServer:
             )
             opened.pop_all()
         self._sessions: set[Session] = set()
-        self._tokenizers: OrderedDict[str, str] = OrderedDict()  # by model, the one that was named last at the end
+        self._tokenizers: OrderedDict[str, str] = OrderedDict()  # by model, the most recently introduced one at the end
         self._lock, self._closed = threading.Lock(), False
 
     def serve(self) -> None:
-        """Answer clients until `close` is called."""
+        """Accept and serve clients until `stop` or `close` is called."""
         self._files.used = True
         while True:
             try:
                 connection, _ = self._listener.accept()
                 self._admit(Channel(connection))
-            except (OSError, RuntimeError) as error:  # There are too many open files, or threads.
+            except (OSError, RuntimeError) as error:  # too many open files or threads
                 if self._closed:
                     return
                 complain("connections", f"a client cannot be served now: {error}")
@@ -122,13 +122,13 @@ class CacheServer:
             raise
 
     def stop(self) -> None:
-        """Let `serve` return."""
+        """Make `serve` return, and accept no more connections."""
         self._closed = True
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """End all connections, write down what is in memory only, and close the tiers."""
+        """Close all connections, write chunks that are only in memory to the tiers, and close the tiers."""
         self.stop()
         with self._lock:
             sessions = list(self._sessions)
@@ -139,34 +139,34 @@ class CacheServer:
 
     @property
     def clients(self) -> int:
-        """How many connections have a lease, and how many leases wait for processes to end, together."""
+        """Number of connections with a lease, plus leases that wait until processes have ended."""
         with self._lock:
             return sum(session.attached for session in self._sessions)
 
     @property
     def ends(self) -> bool:
-        """Whether no client can attach any more."""
+        """Whether the server is shutting down, and accepts no more clients."""
         return self._closed
 
     def attached(self) -> list[dict[str, Any]]:
-        """Return who has a lease, and what each holds."""
+        """Return the clients that have a lease, and what each holds."""
         with self._lock:
             sessions = list(self._sessions)
         return [found for session in sessions if (found := session.described())]
 
     def explainers(self) -> list[Explainer]:
-        """Return the clients that explain prompts, the one that has been attached longest first."""
+        """Return the clients that explain prompts, in the order of their attachment."""
         with self._lock:
             sessions = sorted(self._sessions, key=lambda session: session.since)
         return [found for session in sessions if (found := session.explainer)]
 
     def tokenizers(self) -> dict[str, str]:
-        """Return where the tokenizers of models lie, as clients have said."""
+        """Return the tokenizer path of each model, as clients have introduced it."""
         with self._lock:
             return dict(self._tokenizers)
 
     def introduced(self, model: str, tokenizer: str) -> None:
-        """Note where a model's tokenizer lies."""
+        """Remember the tokenizer path of a model."""
         with self._lock:
             self._tokenizers[model] = tokenizer
             self._tokenizers.move_to_end(model)
@@ -174,7 +174,7 @@ class CacheServer:
                 self._tokenizers.popitem(last=False)
 
     def status(self) -> ServerStatus:
-        """Return how the server is."""
+        """Return the status of the server."""
         budget = self.arenas.budget
         arenas = [
             ArenaStatus(
@@ -189,12 +189,12 @@ class CacheServer:
         return ServerStatus(__version__, budget.size, self.clients, arenas)
 
     def ended(self, session: "Session") -> None:
-        """Forget a client."""
+        """Forget the session of a client."""
         with self._lock:
             self._sessions.discard(session)
 
     def _may_attach(self, session: "Session") -> bool:
-        """Return whether the process at the other end is of our user, of root, or of the group."""
+        """Return whether the client's process belongs to the server's user, to root, or to the group."""
         process, user, groups = session.peer
         allowed = user in (0, os.getuid()) or self._group in groups
         if not allowed:
@@ -203,7 +203,7 @@ class CacheServer:
 
 
 class Session:
-    """One client, in a thread of its own."""
+    """A client's connection, which runs in its own thread."""
 
     def __init__(self, server: CacheServer, channel: Channel) -> None:
         self._server, self._channel = server, channel
@@ -211,7 +211,7 @@ class Session:
         self.peer, self.since = channel.peer(), time.time()
 
     def run(self) -> None:
-        """Answer until the connection ends."""
+        """Handle requests until the connection ends."""
         try:
             self._channel.set_timeout(SILENT_SECONDS)
             refused = self._greet()
@@ -232,7 +232,7 @@ class Session:
         except TimeoutError:
             complain("silent", f"a client was silent for {SILENT_SECONDS:g} s, and has lost what it held")
         except (OSError, LmcError) as error:
-            if not self._server.ends:  # which closes all connections
+            if not self._server.ends:  # A shutdown closes all connections.
                 why = getattr(error, "strerror", None) or error
                 complain("closed", f"the connection to a client, process {self.peer[0]}, is closed: {why}")
         except Exception:
@@ -257,9 +257,9 @@ class Session:
         return self._lease is not None
 
     def described(self) -> dict[str, Any]:
-        """Return who the client is, and what it holds; nothing before it has introduced itself.
+        """Return the client's identity and what it holds; empty before the client has introduced itself.
 
-        The second connection of a client, for slow questions, does not introduce itself.
+        A client's second connection, for slow requests, sends no introduction.
         """
         if self._lease is None or self._lease.model is None:
             return {}
@@ -280,18 +280,18 @@ class Session:
 
     @property
     def explainer(self) -> Explainer | None:
-        """The client as one that explains prompts, if it does."""
+        """The client's endpoint for explanations; None if it explains no prompts."""
         lease = self._lease
         if lease is None or lease.model is None or not lease.admin:
             return None
         return Explainer(lease.model, lease.admin, lease.explain_token)
 
     def hang_up(self) -> None:
-        """End the connection from another thread."""
+        """Close the connection from another thread."""
         self._channel.close()
 
     def _greet(self) -> str:
-        """Say which version this is, and return why the client is refused; nothing if it is not."""
+        """Exchange versions with the client; return why it is refused, or "" if it is accepted."""
         theirs = decoded(_hello, self._received())
         refused = ""
         if theirs.protocol != PROTOCOL:
@@ -301,16 +301,19 @@ class Session:
         return refused
 
     def _opening(self, refused: str) -> Sizes | Status | Retire:
-        """Return what the connection is for. A server of another version may take over, and a client may not attach."""
+        """Return the purpose of the connection.
+
+        With another version, a server may take over, but clients may not attach.
+        """
         if not refused:
             return decoded(_opening, self._received())
-        with suppress(OSError, BrokenProtocol):  # A client that was refused hangs up.
+        with suppress(OSError, BrokenProtocol):  # A refused client closes the connection.
             if isinstance(opening := decoded(_opening, self._received()), Retire):
                 return opening
         raise BrokenProtocol(refused)
 
     def _attach(self, sizes: Sizes) -> Lease:
-        """Open the arena that the client wants, and send it the descriptor of its memory."""
+        """Open the arena for the client's chunk size, and send the client the descriptor of the arena's memory."""
         if not sizes.possible:
             raise BrokenProtocol("impossible sizes of chunks")
         try:

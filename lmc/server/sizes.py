@@ -1,4 +1,4 @@
-"""The sizes of chunks, by which a client and the server agree on an arena."""
+"""The sizes of chunks, which select a client's arena in the server."""
 
 import re
 
@@ -8,11 +8,11 @@ from lmc.shapes import aligned
 from lmc.storage.shares import Shares
 from lmc.storage.tiers.record import PARTS_LIMIT, RecordMeta
 
-ITEMS = (1, 2, 4)  # bytes of one number of the KV
+ITEMS = (1, 2, 4)  # bytes of one KV element
 
 
 class Sizes(msgspec.Struct, frozen=True, tag=True):
-    """The second frame of a client: the sizes of its chunks (`lmc.engine.geometry`), which decide on its arena."""
+    """The second frame of a client: the sizes of its chunks (`lmc.engine.geometry`), which select its arena."""
 
     shares: Shares
     part_bytes: int
@@ -20,14 +20,14 @@ class Sizes(msgspec.Struct, frozen=True, tag=True):
 
     @property
     def possible(self) -> bool:
-        """Whether chunks of these sizes can be; a client may send anything."""
+        """Whether these sizes are valid; a client may send anything."""
         stages, ranks = self.shares.stages, self.shares.ranks
         whole = 0 < len(stages) <= PARTS_LIMIT and min(*stages, ranks, self.part_bytes) > 0
         return whole and self.shares.parts <= PARTS_LIMIT and self.item_bytes in ITEMS
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of memory that a chunk takes."""
+        """Bytes of memory for one chunk."""
         return self.shares.parts * aligned(self.part_bytes)
 
     def fit(self, meta: RecordMeta) -> bool:
@@ -36,13 +36,13 @@ class Sizes(msgspec.Struct, frozen=True, tag=True):
 
     @property
     def name(self) -> str:
-        """All sizes, for the name of a file."""
+        """All sizes as text for a file name."""
         stages = ".".join(map(str, self.shares.stages))
         return f"{stages}x{self.shares.ranks}-{self.part_bytes}-{self.item_bytes}"
 
     @classmethod
     def named(cls, name: str) -> "Sizes | None":
-        """Return the sizes in a name, or None if there are none."""
+        """Return the sizes that `name` encodes, or None if the name is invalid."""
         found = re.fullmatch(r"([\d.]+)x(\d+)-(\d+)-(\d+)", name)
         if not found:
             return None

@@ -1,4 +1,4 @@
-"""The texts of documents, for people. The server has tokens only, and reads the tokenizers that its clients name."""
+"""The texts of documents, for administrators. The server stores only tokens, and reads its clients' tokenizers."""
 
 import logging
 import time
@@ -8,19 +8,19 @@ from typing import Any
 
 log = logging.getLogger(__name__)
 
-AGAIN_SECONDS = 60.0  # after which a tokenizer that could not be read is tried again
+AGAIN_SECONDS = 60.0  # until an unreadable tokenizer is tried again
 
 
 class Texts:
-    """Turns the tokens of a model into text."""
+    """Decodes the tokens of models into text."""
 
     def __init__(self, tokenizers: Callable[[], Mapping[str, str]]) -> None:
-        """`tokenizers` returns where the tokenizer of each model lies, by the model's name."""
+        """`tokenizers` returns the path or hub name of each model's tokenizer, by the model's name."""
         self._tokenizers = tokenizers
-        self._read: dict[str, tuple[Any, float]] = {}  # by place, and when; None for those that could not be read
+        self._read: dict[str, tuple[Any, float]] = {}  # tokenizer (None if unreadable) and time of reading, by path
 
     def of(self, tokens: list[int], model: str) -> str | None:
-        """Return a text; None if there is no tokenizer, or none that can be read."""
+        """Return the text of tokens; None if the model's tokenizer is missing or unreadable."""
         place = self._tokenizers().get(model, "")
         tokenizer, at = self._read.get(place, (None, float("-inf")))
         if tokenizer is None and place and time.monotonic() - at > AGAIN_SECONDS:
@@ -30,7 +30,7 @@ class Texts:
 
 
 def _read(place: str) -> Any:
-    """Return the tokenizer of a model in a directory, or of the hub if this host has it; None if that is not so."""
+    """Return the tokenizer from a model's directory or from this host's copy of the hub; None if neither works."""
     try:
         from tokenizers import Tokenizer
 
@@ -40,6 +40,6 @@ def _read(place: str) -> Any:
 
             file = Path(hf_hub_download(place, "tokenizer.json", local_files_only=True))
         return Tokenizer.from_file(str(file))
-    except Exception as error:  # noqa: BLE001 - libraries raise whatever they like
+    except Exception as error:  # noqa: BLE001 - libraries raise errors of any type
         log.info("documents of %s are shown as tokens, because its tokenizer cannot be read: %s", place, error)
         return None

@@ -1,1 +1,1 @@
-"""The cache server's side in an engine's process."""
+"""The client of the cache server in an engine's process."""

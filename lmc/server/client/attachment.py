@@ -1,4 +1,4 @@
-"""A client's connections to a cache server, and the slab that it has mapped."""
+"""A client's connections to a cache server, and its mapping of the server's slab."""
 
 import itertools
 import os
@@ -21,20 +21,21 @@ _attached: msgspec.msgpack.Decoder[Attached] = msgspec.msgpack.Decoder(Attached)
 
 @dataclass(frozen=True, slots=True)
 class Attachment:
-    """What a client has of one server, until one of the two ends."""
+    """A client's connections to one server, and the mapped slab."""
 
-    quick: ServerConnection  # for questions that are answered at once; everything that is held belongs to it
-    slow: ServerConnection
+    quick: ServerConnection  # for requests that are answered at once; all leases belong to this connection
+    slow: ServerConnection  # for requests that may take long
     slab: Slab
     shared_places: frozenset[str]
     pins_yield: bool
-    serial: int  # which no other attachment of this process has
+    serial: int  # unique among the attachments of this process
 
     @classmethod
     def open(cls, path: Path, sizes: Sizes, *, deadline: float, patience: float) -> "Attachment":
-        """Attach to the server at a path; raise as `ServerConnection`, or `StorageError` if it refuses the sizes.
+        """Attach to the server at a path.
 
-        Answers are awaited for `deadline` seconds, and those to slow questions for `patience`.
+        The timeout for responses is `deadline` seconds; for slow requests, it is `patience` seconds.
+        Raises the errors of `ServerConnection`, or `StorageError` if the server refuses the sizes.
         """
         with ExitStack() as opened:
             quick = opened.enter_context(closing(ServerConnection(path, deadline)))
@@ -46,7 +47,7 @@ class Attachment:
             slow.set_timeout(patience)
             serial = next(_serials)
             try:
-                # A file that is not there is not made: the server would not see it in a directory of another container.
+                # A missing lifeline is not created: the server of another container would not see it.
                 quick.files.append(locked(attached.lifeline, new=False))
                 at = SlabAddress(
                     path=f"/proc/{os.getpid()}/fd/{quick.files[0]}",
@@ -63,16 +64,19 @@ class Attachment:
             except OSError as error:
                 raise StorageError(f"the memory of the cache server at {path} cannot be mapped: {error}") from error
             opened.pop_all()
-        _close(slow.files)  # It holds nothing.
+        _close(slow.files)  # The slow connection holds no leases.
         return cls(quick, slow, slab, attached.shared_places, attached.pins_yield, serial)
 
     def hang_up(self) -> None:
-        """End the connections. What is mapped stays so, because it may still be read or written."""
+        """Close the connections. The slab stays mapped, because it may still be read or written."""
         self.quick.close()
         self.slow.close()
 
     def let_go(self) -> None:
-        """Tell the server that this process writes no more. A worker that has the slab mapped says so for itself."""
+        """Release the lifeline's lock, which tells the server that this process writes no more.
+
+        A worker that has mapped the slab holds its own lock.
+        """
         _close(self.quick.files)
 
 

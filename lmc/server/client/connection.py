@@ -1,4 +1,4 @@
-"""A client's connection to a cache server. The command line has one as well, and should not wait for torch."""
+"""A client's connection to a cache server. The command line uses it, too, so it must not import torch."""
 
 import os
 import select
@@ -17,10 +17,10 @@ from lmc.server.channel import ANSWER, LARGEST_ANSWER, BrokenProtocol, Channel, 
 from lmc.server.greeting import PROTOCOL, Hello, Retire, ServerStatus, Status
 from lmc.server.sizes import Sizes
 
-if TYPE_CHECKING:  # It needs torch.
+if TYPE_CHECKING:  # This module imports torch.
     from lmc.server.messages import Request
 
-STATUS_SECONDS = 10.0
+STATUS_SECONDS = 10.0  # timeout of the command line's requests
 T = TypeVar("T")
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -30,24 +30,24 @@ _status: msgspec.msgpack.Decoder[ServerStatus] = msgspec.msgpack.Decoder(ServerS
 
 
 def lock_of(path: Path) -> Path:
-    """Return the file that the server which listens at a path has locked for as long as it lives."""
+    """Return the lock file of the server that listens at a path; the server holds the lock while it runs."""
     return path.with_name(f"{path.name}.lock")
 
 
 class Gone(Exception):
-    """The connection has ended, or the server has not answered in time."""
+    """The connection has ended, or the server has not responded in time."""
 
 
 def status(path: Path) -> ServerStatus:
-    """Return how the server at a path is; raise as `ServerConnection`."""
+    """Return the status of the server at a path; raise the errors of `ServerConnection`."""
     with closing(ServerConnection(path, STATUS_SECONDS)) as connection:
         return connection.open(Status(), _status)
 
 
 def retire(path: Path, seconds: float) -> None:
-    """Let the server at a path end, of whatever version, for another one to take over, and wait until it has.
+    """Shut down the server at a path, of any version, for a takeover, and wait until its process has ended.
 
-    Raises as `ServerConnection`, or `TierUnusable` if it takes longer than this.
+    Raises the errors of `ServerConnection`, or `TierUnusable` if the shutdown takes longer than `seconds`.
     """
     with closing(ServerConnection(path, STATUS_SECONDS, any_version=True)) as connection:
         if not connection.server:
@@ -62,15 +62,19 @@ def retire(path: Path, seconds: float) -> None:
 
 
 class ServerConnection:
-    """Asks one question after the other. Any thread may ask."""
+    """Sends requests one at a time. Any thread may send a request."""
 
     def __init__(self, path: Path, deadline: float, *, any_version: bool = False) -> None:
-        """Raise `TierUnusable` if there is no server, or `ConfigError` if it is not of `any_version` and of another."""
+        """Connect to the server at a path, with a timeout of `deadline` seconds for each response.
+
+        Raises `TierUnusable` if no server responds. Raises `ConfigError` if its protocol version differs, unless
+        `any_version` is true.
+        """
         self._lock, self._path = threading.Lock(), path
-        self.files: list[int] = []  # the slab, and the lifeline that we have locked
+        self.files: list[int] = []  # descriptors: the slab, and the lifeline that this process has locked
         try:
             connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        except OSError as error:  # There are too many open files.
+        except OSError as error:  # too many open files
             raise TierUnusable(f"no connection to {path} can be made: {error.strerror}") from error
         self._channel = Channel(connection, LARGEST_ANSWER)
         self._channel.set_timeout(deadline)
@@ -82,32 +86,35 @@ class ServerConnection:
                 raise ConfigError(refused)
 
     def open(self, opening: Sizes | Status | Retire, decoder: msgspec.msgpack.Decoder[T]) -> T:
-        """Say what the connection is for, and return the answer; raise `TierUnusable`, or `StorageError` if refused."""
+        """Send the purpose of the connection, and return the response.
+
+        Raises `TierUnusable`, or `StorageError` if the server refuses.
+        """
         with self._started():
             self._channel.send(_encode(opening))
             return decoded(decoder, _answer(self._received(self.files)))
 
     @property
     def server(self) -> int:
-        """The number of the server's process."""
+        """The process id of the server; 0 if it runs in another container."""
         return self._channel.peer()[0]
 
     def ask(self, question: "Request") -> Any:
-        """Return the answer; raise `Gone`, or `StorageError` for what the server cannot do."""
+        """Return the response to a request; raise `Gone`, or `StorageError` if the server reports an error."""
         with self._lock:
             return self._ask(question)
 
     def tell(self, question: "Request") -> None:
-        """Ask for something that has no answer; raise `Gone`."""
+        """Send a request without a response; raise `Gone`."""
         with self._lock, self._in_order():
             self._channel.send(_encode(question))
 
     def set_timeout(self, seconds: float) -> None:
-        """Wait so long for an answer from now on."""
+        """Set the timeout for responses from now on."""
         self._channel.set_timeout(seconds)
 
     def ask_if_idle(self, question: "Request") -> Any:
-        """Return the answer, or None if another thread is asking something; raise as `ask`."""
+        """Return the response, or None if a request of another thread is in flight; raise the errors of `ask`."""
         if not self._lock.acquire(blocking=False):
             return None
         try:
@@ -116,7 +123,7 @@ class ServerConnection:
             self._lock.release()
 
     def close(self) -> None:
-        """End the connection, and what a thread waits for."""
+        """Close the connection; a thread that waits for a response gets an error."""
         self._channel.close()
 
     def _ask(self, question: "Request") -> Any:
@@ -129,7 +136,7 @@ class ServerConnection:
 
     @contextmanager
     def _in_order(self) -> Iterator[None]:
-        """End the connection if a question or its answer is not complete: the next one must not get this answer."""
+        """Close the connection after an incomplete request or response, so no later request gets this response."""
         try:
             yield
         except (OSError, BrokenProtocol, Gone) as error:
@@ -141,7 +148,7 @@ class ServerConnection:
 
     @contextmanager
     def _started(self) -> Iterator[None]:
-        """Say what to do if a connection cannot be made."""
+        """Turn `Gone` into `TierUnusable` with a hint, for errors while the connection is opened."""
         try:
             with self._in_order():
                 yield

@@ -1,4 +1,4 @@
-"""Pins and time limits of documents, as an engine asks a cache server for them. The server keeps them."""
+"""Pins and time limits of documents that an engine requests from a cache server. The server stores them."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -12,41 +12,41 @@ from lmc.server import messages as m
 from lmc.server.client.remote_store import RemoteStore
 from lmc.shapes import MIB
 
-AT_ONCE = 2 * MIB  # of tokens in one question
+AT_ONCE = 2 * MIB  # tokens in one request
 
 
 class RemoteKeeper(DocumentKeeper):
-    """Asks the server for what a `DocumentKeeper` does."""
+    """A `DocumentKeeper` that sends its operations to the server."""
 
     def __init__(self, store: RemoteStore, *, unqueue: Callable[[KnownDocument], object]) -> None:
-        """`unqueue` takes a document out of the queue of those that are to be learned."""
+        """`unqueue` removes a document from the learn queue."""
         self._store, self._unqueue = store, unqueue
         self.moving = threading.RLock()
 
     @property
     def pinned_chunks(self) -> int:
-        """How many chunks are pinned, by anybody."""
+        """Number of chunks of pinned documents in the server, for all clients."""
         return self._store.pinned_chunks
 
     def pin(self, documents: Sequence[KnownDocument]) -> None:
-        """Let documents not be evicted; raise `InputError` if there is no room for that, or no server."""
+        """Protect documents from eviction; raise `InputError` if the pin quota is exceeded or the server is away."""
         self._keep(documents, "pin")
         for document in documents:
             document.pinned = True
 
     def unpin(self, documents: Sequence[KnownDocument]) -> None:
-        """Let documents be evicted again; raise `InputError` if there is no server."""
+        """Remove the pins of documents, so they can be evicted; raise `InputError` if the server is away."""
         self._keep(documents, "unpin")
         for document in documents:
             document.pinned = False
 
     def expire(self, documents: Sequence[KnownDocument], seconds: float | None) -> None:
-        """Remove documents `seconds` from now; raise `InputError` if there is no server."""
+        """Expire documents `seconds` from now, or never if this is None; raise `InputError` if the server is away."""
         self._keep(documents, "expire", seconds)
         self.refresh(documents)
 
     def remove(self, documents: Sequence[KnownDocument]) -> None:
-        """Remove documents everywhere; raise `InputError` if there is no server."""
+        """Remove documents from all tiers and the learn queue; raise `InputError` if the server is away."""
         for document in documents:
             self._unqueue(document)
         self._keep(documents, "remove")
@@ -54,19 +54,19 @@ class RemoteKeeper(DocumentKeeper):
             document.removed, document.pinned, document.expires = BY_A_PERSON, False, 0.0
 
     def renamed(self, documents: Sequence[KnownDocument]) -> None:
-        """Do nothing: the server has names of its own, which its administration changes."""
+        """Do nothing: the server has its own names, which its administration changes."""
 
     def refresh(self, documents: Sequence[KnownDocument]) -> None:
-        """Let documents say what the server keeps of them now."""
+        """Update the pins and time limits of documents from the server."""
         found = self._store.ask_slowly(m.Kept([document.id for document in documents]), [])
         for document, (pinned, expires) in zip(documents, found, strict=False):
             document.pinned, document.expires = pinned, expires
 
     def begin_anew(self) -> None:
-        """Do nothing: other engines may use the documents that this one had, and people can remove them."""
+        """Do nothing: other engines may use this engine's documents, and administrators can remove them."""
 
     def close(self) -> None:
-        """Do nothing: the server goes on."""
+        """Do nothing: the server continues to run."""
 
     def _keep(
         self,

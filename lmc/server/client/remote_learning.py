@@ -1,6 +1,7 @@
-"""What an engine tells a cache server of the documents that it has to learn, and which ones of others it gets to learn.
+"""The exchange of waiting documents between an engine and a cache server.
 
-See `learning.py` for what the server does with them.
+An engine offers the documents in its learn queue, and gets documents of other engines when it is idle. See
+`learning.py` for the server's side.
 """
 
 from array import array
@@ -9,12 +10,12 @@ from collections.abc import Callable, Iterable
 from lmc.documents.learn_queue import LearnQueue, Unlearned
 from lmc.server import messages as m
 
-OFFERED_BYTES = 1 << 20  # of tokens in one message
-NAMESPACES = 1024  # in one message
+OFFERED_BYTES = 1 << 20  # bytes of tokens in one message
+NAMESPACES = 1024  # namespaces in one message
 
 
 class RemoteLearning:
-    """The part of one engine. One thread uses it, once a second."""
+    """One engine's side of the exchange. One thread uses it, once a second."""
 
     def __init__(
         self,
@@ -23,23 +24,23 @@ class RemoteLearning:
         has_time: Callable[[], bool],
         learn: Callable[[Unlearned], object],
     ) -> None:
-        """`queue` has the documents that the engine has to learn, and `namespaces` are those of tenants that it knows.
+        """`queue` is the engine's learn queue; `namespaces` returns the namespaces of the tenants that it knows.
 
-        While it `has_time`, it gets documents of other engines, which `learn` queues.
+        While `has_time` returns true, the engine gets documents of other engines. `learn` queues them.
         """
         self._queue, self._namespaces, self._has_time, self._learn = queue, namespaces, has_time, learn
         self.begin()
 
     def begin(self) -> None:
-        """Begin anew with a server that knows nothing of this engine."""
-        self._seen: set[Unlearned] = set()  # in the queue a second ago
-        self._told: set[Unlearned] = set()  # to the server, or by it
-        self._known: set[bytes] = set()  # namespaces that the server has been told
+        """Reset the state for a new server, which knows nothing about this engine."""
+        self._seen: set[Unlearned] = set()  # documents in the queue a second ago
+        self._told: set[Unlearned] = set()  # documents that were offered to the server, or came from it
+        self._known: set[bytes] = set()  # namespaces that were sent to the server
 
     def news(self) -> m.Ping:
-        """Return what the server has not been told yet.
+        """Return a message with the documents and namespaces that were not sent to the server yet.
 
-        A document is offered when it has waited for a second: most are learned sooner than that.
+        A document is offered after it has waited for a second, because most are learned sooner.
         """
         waiting = set(self._queue)
         sizes, new = 0, list[m.Offered]()
@@ -56,7 +57,7 @@ class RemoteLearning:
         return m.Ping(new, unknown, has_time=not waiting and self._has_time())
 
     def got(self, documents: Iterable[Unlearned]) -> None:
-        """Queue documents that the server wants to be learned."""
+        """Queue the documents that the server sent for learning."""
         for document in documents:
             self._told.add(document)
             self._learn(document)

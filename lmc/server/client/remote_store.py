@@ -1,9 +1,9 @@
-"""The chunk store of a cache server, as an engine sees it.
+"""An engine's chunk store that uses a cache server.
 
-It fulfils the contract of `lmc.storage.contract`. Chunks are read and filled in the slab that the server shares;
-whether a chunk has arrived stands in the slot's label, so that nobody has to be asked. If the server ends or does not
-answer in time, everything is a miss, and what was being loaded is lost. A thread attaches again when there is a server,
-and when nothing of the old one is held any more.
+It implements the contract of `lmc.storage.contract`. Chunks are read and filled in the slab that the server shares.
+The slot's label shows which parts of a chunk have arrived, so this needs no request. If the server ends or does not
+respond in time, every lookup is a miss, and the loads in flight are lost. A thread attaches again when a server is
+available and all pins and reservations of the old server are released.
 """
 
 import logging
@@ -34,11 +34,11 @@ from lmc.storage.tiers.record import RecordMeta
 
 log = logging.getLogger(__name__)
 
-BEAT_SECONDS = 1.0
-COMPLAINT_SECONDS = 60.0
-PATIENCE = 300.0  # seconds for questions such as the list of all records
-NUMBERS = 1 << 40  # of changes, for each attachment
-FIRST_PAUSE, LONGEST_PAUSE = 2e-5, 1e-3  # seconds between two looks at a label
+BEAT_SECONDS = 1.0  # between two heartbeats
+COMPLAINT_SECONDS = 60.0  # between two warnings about the server
+PATIENCE = 300.0  # seconds; timeout for slow requests, such as the list of all records
+NUMBERS = 1 << 40  # change numbers reserved for each attachment
+FIRST_PAUSE, LONGEST_PAUSE = 2e-5, 1e-3  # seconds between two reads of a label
 
 
 class RemoteStore(ChunkStore):
@@ -51,23 +51,23 @@ class RemoteStore(ChunkStore):
     ) -> None:
         """Attach to the server that listens at `path`.
 
-        A server that does not answer within `deadline` seconds is left. `model` and the place of its `tokenizer` are
-        for people who ask the server; documents are cut into chunks of `chunk_size` tokens. Raises `TierUnusable`,
-        `ConfigError` or `StorageError`.
+        The store drops a server that does not respond within `deadline` seconds. The server shows `model` and the path
+        of its `tokenizer` to administrators. Documents are cut into chunks of `chunk_size` tokens. Raises
+        `TierUnusable`, `ConfigError` or `StorageError`.
         """
         self._path, self._sizes, self._deadline = path, sizes, deadline
         self._introduction = m.Introduce(model, tokenizer, chunk_size)
         self._lock = threading.Lock()
-        self._held: set[int] = set()  # leases
-        self._lost: set[int] = set()  # leases of a server that has gone, and whose pins and reservations are still used
-        self._asking = 0  # questions under way, whose answers may be leases
+        self._held: set[int] = set()  # lease numbers of pins and reservations
+        self._lost: set[int] = set()  # leases of a lost server whose pins and reservations are still in use
+        self._asking = 0  # requests in flight whose responses may contain leases
         self.pinned_chunks = 0
-        self.learning: RemoteLearning | None = None  # None as long as this process learns no documents
+        self.learning: RemoteLearning | None = None  # None if this process learns no documents
         self._counts = RunningCounts()
         self._ended = threading.Event()
         self.cost, self.changes = CostModel(), _RemoteChanges(self)
         self.attachment: Attachment | None = None
-        self._last: Attachment | None = None  # whose slab may still be mapped
+        self._last: Attachment | None = None  # the attachment whose slab may still be mapped
         self._complained = float("-inf")
         try:
             self._take(self._attach())
@@ -114,7 +114,7 @@ class RemoteStore(ChunkStore):
         return self.slab.part(pin.slot, part)
 
     def release(self, pins: Sequence[Pin], *, wait: bool = True) -> None:
-        """See `ChunkStore.release`. Loads are not waited for: the server gives their slots to nobody meanwhile."""
+        """See `ChunkStore.release`. It does not wait for loads: the server keeps their slots until they end."""
         if leases := self._let_go([pin.lease for pin in pins]):
             self._tell(m.Release(leases))
 
@@ -135,7 +135,7 @@ class RemoteStore(ChunkStore):
         return self.slab.slot(reservation.slot)
 
     def commit(self, reservations: Sequence[Reservation]) -> None:
-        """See `ChunkStore.commit`. Without the server, the chunks are not kept."""
+        """See `ChunkStore.commit`. While the server is away, the chunks are not stored."""
         if leases := self._let_go([one.lease for one in reservations]):
             self._tell(m.Commit(leases))
 
@@ -145,7 +145,7 @@ class RemoteStore(ChunkStore):
             self._tell(m.Abort(lease))
 
     def forget(self, key: ChunkKey, *, wait: bool = True, shared: bool = True) -> None:
-        """See `ChunkStore.forget`; raise `StorageError` without the server, which may have the chunk."""
+        """See `ChunkStore.forget`; raise `StorageError` if the server is away, because it may have the chunk."""
         if self.attachment is None:
             raise StorageError(f"the cache server at {self._path} is away, so nothing can be removed there")
         self.ask_slowly(m.Forget(key, wait, shared), None)
@@ -155,7 +155,7 @@ class RemoteStore(ChunkStore):
         found: list[str] = self.ask_slowly(m.CopiesOf(list(keys)), [])
         return found
 
-    # -- what is there -----------------------------------------------------------------------------------------------
+    # -- contents and counts -----------------------------------------------------------------------------------------
 
     def records(self) -> Iterator[tuple[str, RecordMeta]]:
         """See `ChunkStore.records`."""
@@ -180,14 +180,17 @@ class RemoteStore(ChunkStore):
         return found
 
     def stats(self) -> StoreStats:
-        """Return hits and misses of this client, and the server's other counts, since this one is there.
+        """Return this client's hits and misses, and the server's other counts, since this store was opened.
 
-        They are a second old at most.
+        The counts are at most about a second old.
         """
         return self._counts.total
 
     def administered_at(self, address: str, explain_token: str) -> None:
-        """Tell the server where this process is administered, and explains prompts if asked with the token."""
+        """Send the server the address of this process's administration endpoint.
+
+        With the token, the server can request explanations of prompts there.
+        """
         if not is_local_url(address):
             log.warning(
                 "the cache server cannot ask for explanations at %s: LMC_ADMIN has no address of loopback", address
@@ -197,16 +200,16 @@ class RemoteStore(ChunkStore):
         self._tell(self._introduction)
 
     def trim(self) -> None:
-        """Do nothing: the server does that when it opens an arena."""
+        """Do nothing: the server trims its tiers when it opens an arena."""
 
     def flush(self) -> None:
         """See `ChunkStore.flush`."""
         self.ask_slowly(m.Flush(), None)
 
     def close(self) -> None:
-        """End the connection. The server keeps everything, and writes it down."""
+        """Close the connection. The server keeps all chunks, and writes them to its tiers."""
         self._ended.set()
-        self.held()  # The server answers when it has stored what it was told to.
+        self.held()  # The server responds after it has handled all earlier messages, such as commits.
         with self._lock:
             at, self.attachment = self.attachment, None
         if at is not None:
@@ -218,12 +221,12 @@ class RemoteStore(ChunkStore):
     # -- the server --------------------------------------------------------------------------------------------------
 
     def ask(self, question: m.Request, otherwise: Any) -> Any:
-        """Return the answer to a quick question, or `otherwise` without the server."""
+        """Return the response to a quick request, or `otherwise` if the server is away."""
         return self._asked(self.attachment, question, otherwise)
 
     def ask_slowly(self, question: m.Request, otherwise: Any) -> Any:
-        """Return the answer to a question that may take long, or `otherwise` without the server."""
-        self.held()  # The answer comes after everything that the server was told to do before.
+        """Return the response to a request that may take long, or `otherwise` if the server is away."""
+        self.held()  # The server responds after it has handled all earlier messages of the quick connection.
         return self._asked(self.attachment, question, otherwise, slowly=True)
 
     def _tell(self, question: m.Request) -> None:
@@ -245,7 +248,7 @@ class RemoteStore(ChunkStore):
 
     @contextmanager
     def _without(self, at: Attachment) -> Iterator[None]:
-        """Do without a server from now on, if it turns out to have gone."""
+        """Drop a server if the block raises `Gone`: its leases are lost, and every lookup is a miss."""
         try:
             yield
         except Gone as error:
@@ -255,16 +258,17 @@ class RemoteStore(ChunkStore):
                     self.attachment, self._lost, self._held = None, self._lost | self._held, set()
             at.hang_up()
             if lost and not self._ended.is_set():
-                why = str(error)  # The error itself, in a record of the log, would keep the memory mapped.
+                why = str(error)  # The error itself, in a log record, would keep the memory mapped.
                 log.warning("the cache server at %s is away (%s): nothing is reused until it is back", self._path, why)
 
     def _attach(self) -> Attachment:
         return Attachment.open(self._path, self._sizes, deadline=self._deadline, patience=PATIENCE)
 
     def _take(self, at: Attachment) -> bool:
-        """Use a server from now on, and return whether this store is still open; raise `Gone` if it has gone already.
+        """Use a new attachment from now on, and return whether this store is still open.
 
-        If the store was closed meanwhile, the server keeps no lease for it.
+        If the store was closed in the meantime, the attachment is closed, so the server keeps no lease.
+        Raises `Gone` if the server has ended already.
         """
         try:
             beat = at.quick.ask(m.Ping())
@@ -289,7 +293,7 @@ class RemoteStore(ChunkStore):
         return not closed
 
     def _look_after(self) -> None:
-        """Notice that the server has gone, and attach again."""
+        """Send heartbeats until the store is closed, and attach again after the server was lost."""
         while not self._ended.wait(BEAT_SECONDS):
             at = self.attachment
             try:
@@ -298,11 +302,11 @@ class RemoteStore(ChunkStore):
                         self._beat(at)
                 elif self._unused() and self._take(self._attach()):
                     log.info("the cache server at %s is back", self._path)
-            except (TierUnusable, Gone) as error:  # It is not there yet, or has gone again.
+            except (TierUnusable, Gone) as error:  # The server has not started yet, or has ended again.
                 log.debug("no cache server at %s: %s", self._path, str(error))
             except LmcError as error:
                 self._complain("cannot attach to the cache server at %s: %s", error)
-            except Exception as error:  # noqa: BLE001 - nothing may end this thread: nobody else attaches again
+            except Exception as error:  # noqa: BLE001 - only this thread attaches again, so no error may end it
                 self._complain("the cache server at %s cannot be used now: %s", error)
 
     def _beat(self, at: Attachment) -> None:
@@ -316,7 +320,7 @@ class RemoteStore(ChunkStore):
         at.slow.ask_if_idle(m.Ping())
 
     def _unused(self) -> bool:
-        """Return whether nothing of the last server is held; its memory is unmapped then."""
+        """Return whether nothing of the last server is held; if so, unmap its memory."""
         with self._lock:
             unused = not (self._held or self._lost or self._asking)
             if unused and self._last is not None:
@@ -325,7 +329,7 @@ class RemoteStore(ChunkStore):
             return unused
 
     def _complain(self, text: str, error: Exception) -> None:
-        """Say what is wrong with the server; once a minute."""
+        """Log a warning about the server, at most once a minute."""
         if time.monotonic() - self._complained > COMPLAINT_SECONDS:
             self._complained = time.monotonic()
             log.warning(text, self._path, str(error))
@@ -334,7 +338,10 @@ class RemoteStore(ChunkStore):
 
     @contextmanager
     def _question(self) -> Iterator[Attachment | None]:
-        """Ask the server that there is for leases. Until they are noted, no other server is attached."""
+        """Yield the current attachment for a request that returns leases.
+
+        No new server is attached until the block ends, which must record the leases.
+        """
         with self._lock:
             self._asking += 1
             at = self.attachment
@@ -345,12 +352,12 @@ class RemoteStore(ChunkStore):
                 self._asking -= 1
 
     def _hold(self, at: Attachment | None, leases: Sequence[int]) -> None:
-        """Note what was asked for over an attachment, which may have been lost since."""
+        """Record the leases that came over an attachment, which may have been lost in the meantime."""
         with self._lock:
             (self._held if self.attachment is at else self._lost).update(leases)
 
     def _let_go(self, leases: Sequence[int]) -> list[int]:
-        """Forget leases, and return those that the server still has."""
+        """Forget leases, and return those that the current server still holds."""
         with self._lock:
             alive = [lease for lease in leases if lease in self._held]
             self._held.difference_update(alive)
@@ -358,19 +365,19 @@ class RemoteStore(ChunkStore):
             return alive
 
     def _ready(self, pin: Pin) -> int:
-        """Return how many parts of a pinned chunk are there, or `LOST`."""
+        """Return how many parts of a pinned chunk have arrived, or `LOST`."""
         slab = self.slab
         return LOST if slab is None or pin.lease not in self._held else slab.ready(pin.slot, pin.tag)
 
 
 class _RemoteChanges(Changes):
-    """The change log of a server. Numbers begin with that of the attachment, so that each has numbers of its own."""
+    """The change log of a server. Each attachment has its own range of numbers, which starts at serial * `NUMBERS`."""
 
     def __init__(self, store: RemoteStore) -> None:
         self._store = store
 
     def since(self, number: int) -> tuple[list[Change], bool]:
-        """See `Changes.since`. A reader has to begin again when another server answers."""
+        """See `Changes.since`. After a change of the server, the result is incomplete, and readers must start again."""
         at = self._store.attachment
         if at is None:
             return [], True
