@@ -118,7 +118,7 @@ class Keeper(DocumentKeeper):
 
     @property
     def pinned_chunks(self) -> int:
-        """How many chunks are pinned."""
+        """Number of pinned chunks."""
         return len(self._pins)
 
     def load(self) -> None:
@@ -141,7 +141,7 @@ class Keeper(DocumentKeeper):
         self._start()
 
     def pin(self, documents: Sequence[KnownDocument]) -> None:
-        """Let documents not be evicted; raise `InputError` if there is no room for that."""
+        """Protect documents from eviction. Raises `InputError` if the pin quota is exceeded."""
         with self.moving:
             with self._mutex:
                 new = [document for document in documents if not document.pinned and not document.removed]
@@ -159,14 +159,14 @@ class Keeper(DocumentKeeper):
             self._note(new)
 
     def unpin(self, documents: Sequence[KnownDocument]) -> None:
-        """Let documents be evicted again."""
+        """Allow the eviction of documents again."""
         with self.moving:
             self._unpin(documents)
             self._note(documents)
         self._known.may_forget(documents)
 
     def expire(self, documents: Sequence[KnownDocument], seconds: float | None) -> None:
-        """Remove documents `seconds` from now, pinned or not; never, if it is None."""
+        """Set documents to expire in `seconds`, pinned or not. None removes the time limit."""
         with self._mutex:
             for document in documents:
                 document.expires = time.time() + seconds if seconds is not None else 0.0
@@ -174,7 +174,7 @@ class Keeper(DocumentKeeper):
         self._known.may_forget(documents)
 
     def remove(self, documents: Sequence[KnownDocument]) -> None:
-        """Remove documents from memory and all tiers, and from the queue of those that are to be learned."""
+        """Remove documents from memory, from all tiers, and from the queue of documents to learn."""
         self._remove(documents, BY_A_PERSON)
 
     def _remove(self, documents: Sequence[KnownDocument], why: str) -> None:
@@ -232,7 +232,7 @@ class Keeper(DocumentKeeper):
         """Do nothing: only this keeper changes the documents of this process."""
 
     def begin_anew(self) -> None:
-        """Forget all pins and time limits of this process: its documents have keys that no later process finds."""
+        """Forget all pins and time limits of this process: no later process finds the keys of its documents."""
         with self.moving, self._mutex:
             self._share.give(sum(self._size(document) for document in self._kept.values() if document.pinned))
             self._kept.clear()
@@ -240,7 +240,7 @@ class Keeper(DocumentKeeper):
             self._path = None
 
     def close(self) -> None:
-        """Stop the thread."""
+        """Stop the keeper's background work."""
         self._ended.set()
         if self._thread is not None:
             self._thread.join()
