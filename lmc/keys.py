@@ -43,7 +43,7 @@ class Namespace:
     chunk_size: int
     tensor_parallel: int = 1
     layout: str = ""  # layout of an engine's pages
-    kind: str = ""  # kind of the records, see `RecordKind`
+    kind: str = ""  # kind of the records (`RecordKind`), and the prefix after which documents are learned
     cache_salt: str = ""  # tenants share chunks only if they have the same salt
 
     def digest(self) -> bytes:
