@@ -79,7 +79,7 @@ class Application:
         return [("together", self._request(one)[1], None) for one in kinds]
 
     def answered(self, conversation: Conversation, said: dict[str, list[int]]) -> None:
-        """Take the answers of a conversation's turn."""
+        """Continue a conversation with its answers and the next question."""
         conversation.goes_on(said, self.traffic.next())
         ended = conversation.turns > TURNS or max(map(len, conversation.prompts.values())) > LONGEST
         if ended and conversation in self._open:

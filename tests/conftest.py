@@ -37,7 +37,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Tell `amount.py`, which is imported later, whether everything is run."""
+    """Set the variable from which `amount.py`, imported later, reads whether everything is run."""
     if config.getoption("--long"):
         os.environ["LONG_TESTS"] = "1"
 

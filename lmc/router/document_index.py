@@ -118,7 +118,7 @@ class DocumentIndex:
         return known.room if known else self._cache_tokens
 
     def note(self, cache: str, cut: Cut) -> TakeBack:
-        """Note that a prompt was routed to a cache. Returns what reverts this note."""
+        """Record that a prompt was routed to a cache. Returns a function that undoes this."""
         return self._of(cache).note(cut, self._clock())
 
     def moved(self, cache: str, told: Told, medium: str, *, stored: bool, source: str = "") -> None:

@@ -79,7 +79,7 @@ class DocumentTokens:
         return known[2]
 
     async def run(self) -> None:
-        """Look up the tokens of queued documents until cancelled."""
+        """Request the tokens of queued documents until cancelled."""
         async with asyncio.TaskGroup() as asking:  # An error of one ends all.
             for _ in range(PARALLEL_LOOKUPS):
                 asking.create_task(self._run())

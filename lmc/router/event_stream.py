@@ -1,4 +1,4 @@
-"""Receives engines' events over ZeroMQ in vLLM's format: numbered batches, some of which may be lost.
+"""Receives engines' events over ZeroMQ in vLLM's format: numbered batches. Some may be lost.
 
 Lost batches are requested again at the engine's replay address. A loss that cannot be replayed is reported as `Lost`.
 """

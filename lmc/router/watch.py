@@ -85,7 +85,7 @@ class Watch:
         await asyncio.gather(*map(self._look_at, self._engines))
 
     async def discover(self) -> None:
-        """Look up the engines once. After a timeout, the lookup continues and its result is used in the next call."""
+        """Discover the engines once. After a timeout, the lookup continues and its result is used in the next call."""
         assert self._discovery is not None
         if self._lookup is None:
             self._lookup = asyncio.ensure_future(self._discovery(self._session))

@@ -14,7 +14,7 @@ from lmc.router.policy import Candidate, PromptRequest, RoutingChoice, TakeBack,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needs:
-    """What a policy needs beside requests and loads. The router reads this, and fills the indexes that are given."""
+    """What a policy needs in addition to requests and loads. The router fills the indexes that are given."""
 
     tokens: bool = False  # the token ids of each prompt, before `choose` is called
     kv_events: bool = False  # KV events of every engine; without them, the router does not start
@@ -39,9 +39,9 @@ class Policy(ABC):
         """Return the engine for a request. `candidates` is never empty, and its order has no meaning."""
 
     def sent(self, request: PromptRequest, engine: str) -> TakeBack | None:  # noqa: B027 - some policies keep no notes
-        """Note that a request was sent to an engine.
+        """Record that a request was sent to an engine.
 
-        Returns what reverts this note, which is called if the engine fails before it answers.
+        Returns a function that undoes this. It is called if the engine fails before it answers.
         """
 
     def forget(self, engine: str) -> None:  # noqa: B027 - some policies keep no notes

@@ -88,7 +88,7 @@ class Documents(Policy):
         return RoutingChoice(chosen.candidate.name, why, chosen.reused, chosen.cost, *assumed)
 
     def sent(self, request: PromptRequest, engine: str) -> TakeBack:
-        """Note that an engine will have the documents of a request."""
+        """Record that an engine will have the documents of a request."""
         take_back = self.index.note(self._cache_of.get(engine, engine), self._cut(request))
         if not request.session:
             return take_back

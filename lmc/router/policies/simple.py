@@ -36,7 +36,7 @@ class RoundRobin(Policy):
         return RoutingChoice(min(names, key=lambda name: (self._turns.get(name, 0), name)), "next in turn")
 
     def sent(self, request: PromptRequest, engine: str) -> None:
-        """Note the turn of an engine."""
+        """Record that it was the turn of an engine."""
         self._turn += 1
         self._turns[engine] = self._turn
 

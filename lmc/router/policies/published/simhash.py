@@ -48,7 +48,7 @@ class SimHash(Policy):
 
     Source: the second policy of the RFC of vLLM's production-stack on prefix-aware routing, after Charikar's SimHash.
     The RFC gives no parameters and measures fewer hits than with its HashTrie. The parameters are ours: windows of 16
-    bytes, of which one in eight counts, and fingerprints of 8 bits. With fewer bits, similar prompts have the same
+    bytes, one in eight of which counts, and fingerprints of 8 bits. With fewer bits, similar prompts have the same
     fingerprint more often; more bits spread the load better. The first 400,000 characters count. The scope is part of
     the key. As published, loads are not balanced.
     """
