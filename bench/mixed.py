@@ -21,7 +21,6 @@ all engines; lmc then has what is on its disk. Kinds of requests:
     together        three of the others at once
 """
 
-import random
 import tempfile
 import time
 from collections import Counter, defaultdict
@@ -91,7 +90,9 @@ class Application:
             conversation = self.draw.choice(self._open)
             return kind, conversation.prompts, conversation
         if kind == "question" and self._before:
-            return kind, self._same(self._before[-1].pop()), None
+            prompt = self._before[-1].pop()
+            self._before = [prompts for prompts in self._before if prompts]
+            return kind, self._same(prompt), None
         if kind in ("first", "later", "question"):
             first, *others = traffic.same_documents(4)
             self._before = [*self._before[-3:], others]
@@ -104,7 +105,6 @@ class Application:
         return kind, self._same(make()), None
 
     def _same(self, prompt: list[int]) -> Prompts:
-        self._before = [one for one in self._before if one]
         return dict.fromkeys(self._names, prompt)
 
 
@@ -175,7 +175,6 @@ def main() -> None:
     options = arguments.parse_args()
     names = [PLAIN, LMC, *([AGAIN] if options.twice else [])]
     print(machine())
-    random.seed(0)
     with tempfile.TemporaryDirectory(prefix="lmc-bench-") as disk:
         found = run(ChatTokens.of(options.model), names, options.minutes, options.restarts, disk)
     for kind, numbers in found["by_kind"].items():

@@ -43,7 +43,7 @@ class Roles:
             options = Options.read(given.get("lmc") if isinstance(given, dict) else None, request.num_prompt_tokens)
             state = RequestState(request=request, role=Role.EXACT, policy=options.policy(self._setup.settings))
         except (InputError, ConfigError) as error:
-            return self._refused(request, error)
+            return RequestState(request=request, role=Role.EXACT, note=self._refuse_options(error))
         state.options, state.blends = options, options.blend
         state.learns, state.name = options.learn is not False, options.name
         return state
@@ -55,8 +55,8 @@ class Roles:
         try:
             self._find_role(state, state.options)
         except (InputError, ConfigError) as error:
-            refused = self._refused(state.request, error)
-            state.role, state.policy, state.note, state.documents = refused.role, None, refused.note, ()
+            state.role, state.policy, state.documents = Role.EXACT, None, ()
+            state.note = self._refuse_options(error)
 
     def may_go_on(self, state: RequestState) -> bool:
         """Return whether a request may continue its engine's blends before its documents are looked up."""
@@ -145,10 +145,10 @@ class Roles:
         }
         return next((why for why, there in reasons.items() if there), "")
 
-    def _refused(self, request: Any, error: InputError | ConfigError) -> RequestState:
-        """Return the state of a request with invalid options."""
+    def _refuse_options(self, error: InputError | ConfigError) -> str:
+        """Count a request with invalid options, and return its note."""
         self._refuse("options", f"a request is served without blending: {error}")
-        return RequestState(request=request, role=Role.EXACT, note=str(error))
+        return str(error)
 
     def _refuse(self, about: str, text: str) -> None:
         self._counts["refused"] += 1

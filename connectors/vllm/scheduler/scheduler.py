@@ -540,7 +540,7 @@ class Scheduler:
             return False
         state.role, state.exact_hashes = Role.BLEND, list(request.block_hashes)
         self._continue_own_blend(state, known if exact else 0, by_separators=True)
-        cached = self._cached(request)
+        cached = self._cached(request) if exact or state.salts else 0
         # One separator may end a document that the engine has. A new document lies between two.
         before = state.blended_before if state.salts else cached
         if cached > known and self._roles.separators_after(state, before) <= 1:

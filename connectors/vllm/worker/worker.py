@@ -160,11 +160,10 @@ class Worker:
     def work(self, plan: StepPlan) -> None:
         """Add the new jobs of a step, and run slices of all jobs up to the step's limit."""
         self._find_slab(plan)
-        if not (plan.has_jobs or self._loading or self._learning or self._backfills):
-            self._arrived = {}
-            self._steps += 1
-            return
         self._arrived = plan.arrived
+        self._steps += 1
+        if not (plan.has_jobs or self._loading or self._learning or self._backfills):
+            return
         for request, blocks in plan.failed.items():
             self._fail(request, blocks)
         for request in self._loading.keys() & plan.late:
@@ -188,7 +187,6 @@ class Worker:
         with torch.inference_mode():
             left = most - self._do(list(self._loading.values()), most)
             # Learning comes last. While requests run, it gets one slice of a step, so that requests hardly wait for it.
-            self._steps += 1
             turn = left == most or not self._steps % LEARN_EVERY
             idle = not plan.scheduled and not self._loading
             self._do([work for work in self._learning if not work.idle], 0 if plan.scheduled else left, alone=turn)
