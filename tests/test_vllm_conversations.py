@@ -44,14 +44,10 @@ def first_turn(lab: Lab, tokens: list[int], **more: object) -> None:
     lab.serve("first", tokens, output=[*ANSWER, 9], **more)
 
 
-def give_up_backfill(lab: Lab) -> None:
-    lab.scheduler._backfill._waiting.clear()
-
-
 def test_a_later_turn_goes_on_from_the_blend_and_from_the_answer(lab: Lab) -> None:
     tokens = chat(DOC_A, DOC_B)
     first_turn(lab, tokens)
-    give_up_backfill(lab)
+    lab.drop_backfills()
     turn = later_turn(tokens)
     request = lab.arrive("second", turn)
     cached = (len(tokens) + len(ANSWER)) // BLOCK * BLOCK
@@ -65,7 +61,7 @@ def test_a_later_turn_goes_on_from_the_blend_and_from_the_answer(lab: Lab) -> No
 def test_a_template_may_write_other_tokens_after_the_header_when_the_answer_is_history(lab: Lab) -> None:
     """As Qwen3 without thinking: empty thoughts begin the answer, and are not in the history."""
     first_turn(lab, [*chat(DOC_A, DOC_B), 60, 61])
-    give_up_backfill(lab)
+    lab.drop_backfills()
     request = lab.arrive("second", later_turn(chat(DOC_A, DOC_B)))
     assert lab.look(request) == len(chat(DOC_A, DOC_B)) // BLOCK * BLOCK
     lab.finish(request)
@@ -74,7 +70,7 @@ def test_a_template_may_write_other_tokens_after_the_header_when_the_answer_is_h
 def test_new_documents_of_a_later_turn_are_blended_after_the_earlier_blocks(lab: Lab) -> None:
     tokens = chat(DOC_A, DOC_B)
     first_turn(lab, tokens)
-    give_up_backfill(lab)
+    lab.drop_backfills()
     turn = [*tokens, *ANSWER, *USER, 90, 91, *DOC_C, 90, 91, 81, *HEADER]
     request = lab.arrive("second", turn)
     local = lab.look(request)
@@ -84,7 +80,7 @@ def test_new_documents_of_a_later_turn_are_blended_after_the_earlier_blocks(lab:
     assert (job.start, job.documents[0].piece.at) == (local, len(tokens) + len(ANSWER) + 4)
     lab.compute(request, len(turn) - request.num_computed_tokens)
     lab.finish(request)
-    give_up_backfill(lab)
+    lab.drop_backfills()
     again = lab.arrive("third", [*turn, *ANSWER, *NEXT])
     assert lab.look(again) == len(turn) // BLOCK * BLOCK
     lab.finish(again)
@@ -101,7 +97,7 @@ def test_new_documents_of_a_later_turn_are_blended_after_the_earlier_blocks(lab:
 def test_nobody_else_goes_on_from_it(lab: Lab, change: dict) -> None:
     tokens = chat(DOC_A, DOC_B)
     first_turn(lab, tokens)
-    give_up_backfill(lab)
+    lab.drop_backfills()
     request = lab.arrive("second", later_turn(tokens), change.get("lmc"), cache_salt=change.get("cache_salt"))
     assert lab.look(request) <= BLOCK
     lab.finish(request)
@@ -114,7 +110,7 @@ def large(make) -> Lab:
     lab = make(answers=(HEADER,), messages=(USER,), blocks=256, slots=32, settings=settings)
     learn(lab, DOC_A, DOC_B, DOC_C)
     first_turn(lab, chat(DOC_A, DOC_B))
-    give_up_backfill(lab)
+    lab.drop_backfills()
     return lab
 
 
@@ -201,7 +197,7 @@ def test_a_prompt_that_the_engine_has_exactly_is_served_without_a_look(large: La
 
 def test_another_question_does_not_go_on_from_it(lab: Lab) -> None:
     first_turn(lab, chat(DOC_A, DOC_B))
-    give_up_backfill(lab)
+    lab.drop_backfills()
     request = lab.arrive("second", [*prompt(DOC_A, DOC_B, question=[70, 71, 72, 73, 79]), *HEADER])
     assert lab.look(request) == BLOCK
     lab.finish(request)
@@ -211,7 +207,7 @@ def test_tenants_go_on_from_their_own_blends(lab: Lab) -> None:
     learn(lab, DOC_A, DOC_B, cache_salt="one")
     tokens = chat(DOC_A, DOC_B)
     first_turn(lab, tokens, cache_salt="one")
-    give_up_backfill(lab)
+    lab.drop_backfills()
     own = lab.arrive("own", later_turn(tokens), cache_salt="one")
     other = lab.arrive("other", later_turn(tokens), cache_salt="two")
     assert lab.look(own) > len(tokens)
@@ -223,7 +219,7 @@ def test_tenants_go_on_from_their_own_blends(lab: Lab) -> None:
 def test_a_turn_goes_on_from_the_blocks_that_are_left_and_blends_the_rest(lab: Lab) -> None:
     tokens = chat(DOC_A, DOC_B)
     first_turn(lab, tokens)
-    give_up_backfill(lab)
+    lab.drop_backfills()
     request = lab.arrive("second", later_turn(tokens))
     kept = lab.look(request) // BLOCK // 2
     for block in lab.requests["first"].block_hashes[kept:]:
@@ -313,12 +309,19 @@ def test_idle_steps_compute_a_conversation_exactly(lab: Lab) -> None:
     lab.finish(plain)
 
 
-def test_prompts_outside_of_a_chat_are_not_computed_again(make) -> None:
+def test_another_question_about_the_same_documents_finds_them_exactly_after_idle_steps(make) -> None:
+    """No chat template is needed. Without lmc, the engine's own cache would have them."""
     lab = make(settings={"load_policy": "always"})
-    learn(lab, DOC_A)
-    lab.serve("completion", prompt(DOC_A))
+    learn(lab, DOC_A, DOC_B)
+    lab.serve("first", prompt(DOC_A, DOC_B))
     lab.settle()
-    assert lab.scheduler.numbers()["backfills"] == 0
+    assert lab.scheduler.numbers()["backfills"] == 1
+    tokens = prompt(DOC_A, DOC_B, question=[70, 71, 72, 73, 79])
+    other = lab.arrive("other", tokens, {"blend": False})
+    assert lab.look(other) > len(DOC_A) + len(DOC_B)
+    assert lab.admit(other) == 0
+    assert lab.right(other, lab.look(other))
+    lab.finish(other)
 
 
 def test_nothing_is_computed_again_where_no_turn_follows(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -332,6 +335,28 @@ def test_nothing_is_computed_again_where_no_turn_follows(lab: Lab, monkeypatch: 
     lab.serve("again", chat(*orders[5]))
     lab.settle()
     assert lab.scheduler.numbers()["backfills"] == 3
+
+
+@pytest.mark.parametrize("exact", [False, True], ids=["computed", "cached"])
+def test_another_question_about_the_same_documents_counts_as_one_that_follows(make, exact: bool, monkeypatch) -> None:
+    """The gate of the backfill then stays open, also if the engine's cache has the documents already."""
+    monkeypatch.setattr(backfill, "TRIALS", 1)
+    monkeypatch.setattr(backfill, "WORTHWHILE", 1.0)
+    lab = make(blocks=256, slots=32)
+    learn(lab, DOC_A, DOC_B, DOC_C)
+    lab.serve("first", prompt(DOC_A, DOC_B))
+    if exact:
+        lab.settle()
+    else:
+        lab.drop_backfills()
+    for number in (600, 601):  # The second one counts nothing: the first one has made the documents exact.
+        lab.serve(f"{number}", prompt(DOC_A, DOC_B, question=[70, 71, 72, 73, number]))
+    assert lab.scheduler._backfill._follow_ups == 1
+    lab.settle()
+    before = lab.scheduler.numbers()["backfills"]
+    lab.serve("more", prompt(DOC_C, DOC_A))
+    lab.settle()
+    assert lab.scheduler.numbers()["backfills"] == before, "two blends, and one question"
 
 
 def test_requests_that_run_stop_a_backfill_that_holds_their_blocks(lab: Lab) -> None:

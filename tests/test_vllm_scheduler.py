@@ -1029,6 +1029,74 @@ def test_the_salted_chain_goes_on_into_what_is_decoded(make):
     lab.finish(again)
 
 
+@pytest.fixture
+def blending(make):
+    """A lab whose workers are blending a prompt, with steps of 100 tokens."""
+    lab = make(batch_tokens=100)
+    learn(lab, DOC_A, DOC_B)
+    lab.workers.held_back = True
+    blend = lab.arrive("blend", prompt(DOC_A, DOC_B))
+    assert lab.admit(blend) > 0
+    yield lab
+    lab.workers.held_back = False
+    lab.load(blend)
+    lab.compute(blend, blend.num_tokens - blend.num_computed_tokens)
+    lab.finish(blend)
+
+
+def test_a_long_prompt_begins_after_the_blends_of_earlier_requests(blending):
+    """Its prefill would fill the steps, and the blends would come last, though they came first."""
+    lab = blending
+    long, short = lab.arrive("long", PLAIN), lab.arrive("short", PLAIN[:9])
+    assert (lab.admit(long), lab.admit(short)) == (None, 0)
+    assert lab.step().first == {"blend"}
+    lab.now += 10  # A deadline for chunks is no deadline for this.
+    assert lab.admit(long) is None
+    assert lab.step().first == {"blend"}
+    lab.workers.held_back = False
+    lab.step()
+    assert lab.admit(long) == 0
+    assert not lab.step().first
+    for request in (long, short):
+        lab.compute(request, request.num_tokens)
+        lab.finish(request)
+
+
+@pytest.mark.parametrize("change", [{"arrival_time": 0.0}, {"priority": -1}], ids=str)
+def test_a_long_prompt_does_not_wait_for_blends_of_later_requests(blending, change):
+    request = blending.arrive("earlier", PLAIN, **change)
+    assert blending.admit(request) == 0
+    assert not blending.step().first
+    blending.compute(request, request.num_tokens)
+    blending.finish(request)
+
+
+def test_a_blend_does_not_wait_for_another_one(blending):
+    """Workers do one after the other."""
+    other = blending.arrive("other", prompt(DOC_B, DOC_A))
+    assert blending.admit(other) > 0
+    blending.workers.held_back = False
+    blending.load(other)
+    blending.finish(other)
+
+
+def test_a_long_prompt_does_not_wait_for_a_blend_whose_chunks_a_tier_still_reads(make):
+    tier = gated()
+    fill(tier.inner, documents=(DOC_A, DOC_B))
+    lab = make(tier, batch_tokens=100)
+    blend = lab.arrive("blend", prompt(DOC_A, DOC_B))
+    tier.read_gates[0].set()
+    assert lab.wait(lambda: lab.admit(blend)) > 0
+    assert not lab.step().loads[0].ready
+    long = lab.arrive("long", PLAIN)
+    assert lab.admit(long) == 0
+    tier.open_all()
+    for request in (blend, long):
+        lab.load(request)
+        lab.compute(request, request.num_tokens - request.num_computed_tokens)
+        lab.finish(request)
+
+
 def test_a_repeat_of_the_same_blend_finds_its_own_blocks_and_another_does_not(make):
     lab = make()
     learn(lab, DOC_A)
@@ -1053,9 +1121,11 @@ def test_a_repeat_saves_nothing_approximate_either(make):
     learn(lab, DOC_A)
     tokens = prompt(DOC_A)
     lab.serve("one", tokens)
+    lab.drop_backfills()
     lab.settle()
     stored = lab.scheduler.numbers()["stored_chunks"]
     lab.serve("same", tokens, output=range(20))
+    lab.drop_backfills()
     lab.settle()
     assert lab.scheduler.numbers()["stored_chunks"] == stored
 

@@ -120,6 +120,7 @@ class Request:
     num_preemptions: int = 0
     finished: bool = False
     aborted: bool = False
+    priority: int = 0
     arrival_time: float = field(default_factory=time.time)
 
     def __post_init__(self):
@@ -462,6 +463,10 @@ class Lab:
         assert not self.scheduler.busy
         self.step()
         self.store.flush()
+
+    def drop_backfills(self):
+        """The engine has no idle step for what waits to be computed exactly."""
+        self.scheduler._backfill.cancel()
 
     def forget_prefixes(self):
         self.settle()

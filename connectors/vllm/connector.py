@@ -521,8 +521,7 @@ class LMCConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
     def get_kv_connector_stats(self) -> LmcStats | None:
         """Return the changes of all numbers since the last report; None if it is not time for a report.
 
-        vLLM calls this in every step. Steps that only compute tokens of running requests change few numbers, and are
-        reported once a second.
+        vLLM calls this in every step. Numbers are reported when a request or a job has ended, otherwise once a second.
         """
         now = time.monotonic()
         if self._scheduler is None:

@@ -11,6 +11,9 @@ from lmc.blend.strategies import RecomputePolicy
 from lmc.engine import Piece
 from lmc.storage.memory.slab import SlabAddress
 
+# lmc's work gets at least one part in so many of a step, whatever the engine computes.
+BLEND_SHARE = 10
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerFacts:
@@ -112,6 +115,7 @@ class StepPlan:
     slab: SlabAddress | None = None
     scheduled: int = 0  # number of tokens that the engine itself computes in this step
     loads: list[LoadJob | BlendJob] = field(default_factory=list)
+    first: set[str] = field(default_factory=set)  # requests whose blends a prompt waits for; the step ends after them
     late: list[str] = field(default_factory=list)  # requests whose loads have failed because chunks did not arrive
     # Requests whose load cannot be executed after an error, with the blocks that the engine has to compute.
     failed: dict[str, tuple[int, ...]] = field(default_factory=dict)

@@ -1,14 +1,15 @@
 """How much of a step a worker takes for blends and for documents that it learns."""
 
 import random
+from collections.abc import Collection
 
 import pytest
 import torch
 
-from lmc.connectors.vllm.messages import StepPlan, StepReport
+from lmc.connectors.vllm.messages import BLEND_SHARE, StepPlan, StepReport
 from lmc.connectors.vllm.worker.streams import Streams
 from lmc.connectors.vllm.worker.work import Cost, Work
-from lmc.connectors.vllm.worker.worker import BLEND_SHARE, Worker
+from lmc.connectors.vllm.worker.worker import Worker
 
 STEP, LAYERS = 1000, 32
 WHOLE = STEP * LAYERS  # token-layers of a full step
@@ -49,10 +50,10 @@ class Job:
             yield Cost(cost, None if following in LAYERWISE else following)
 
 
-def step(worker: Worker, jobs: list[Job], scheduled: int) -> list[int]:
+def step(worker: Worker, jobs: list[Job], scheduled: int, first: Collection[str] = ()) -> list[int]:
     """Do a step, and return the costs of the slices that were done in it."""
     before = [len(job.done) for job in jobs]
-    worker.work(StepPlan(scheduled=scheduled))
+    worker.work(StepPlan(scheduled=scheduled, first=set(first)))
     return [cost for job, count in zip(jobs, before, strict=True) for cost in job.done[count:]]
 
 
@@ -95,6 +96,15 @@ def test_copies_of_a_document_do_not_wait_for_the_room_that_its_batches_took(wor
     assert step(worker, [document], STEP) == [WHOLE // BLEND_SHARE]
     assert step(worker, [document], STEP) == [COPY]
     assert step(worker, [document], 0) == [COPY] * 8
+
+
+def test_a_step_ends_after_the_blends_that_a_prompt_waits_for(worker):
+    """The prompt is computed in the next step, before blends of requests that came after it."""
+    blends = [Job(worker, f"r{n}", [300] * 3) for n in range(3)]
+    document = Job(worker, "", [200] * 9, coming=200)
+    assert step(worker, [*blends, document], 0, first=["r0", "r1"]) == [300] * 6
+    assert step(worker, [*blends, document], 0, first=["r1"]) == [], "it has ended, and is not yet reported"
+    assert step(worker, blends, STEP) == [300] * 3
 
 
 def test_a_full_step_does_one_slice_however_large_it_is(worker):

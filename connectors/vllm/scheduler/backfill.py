@@ -1,15 +1,15 @@
-"""Backfill: while the engine is idle, the tokens of a blended conversation are computed exactly.
+"""Backfill: while the engine is idle, the tokens of a blended request are computed exactly.
 
-A blend recomputes tokens that matter for one question. A later turn may ask about other tokens. The KV of the old blend
-is then worse than that of a new blend (`bench/conversation.py`).
+A blend recomputes tokens that matter for one question, and only prompts that begin with this question find its blocks.
+The next prompt may ask something else: the next turn of the conversation, or a question of another user about the same
+documents. Without lmc, the engine's prefix cache would have the documents for both.
 
-Most conversations pause between two turns. In this pause, the prompt and its answer are prefilled exactly, one layer a
-step, in steps in which the engine computes nothing else. The blocks are added to vLLM's own prefix cache under their
-exact hashes. The next turn then finds exact blocks, as it would without lmc. A turn that comes before the backfill ends
-continues from the blocks of the blend.
+Most engines are idle between two such requests. In these steps, the prompt and its answer are prefilled exactly, one
+layer a step. The blocks are added to vLLM's own prefix cache under their exact hashes. The next request then finds
+exact blocks, as it would without lmc. A later turn that comes before the backfill ends continues from the blocks of
+the blend; its quality is then worse than that of a new blend (`bench/conversation.py`).
 
-Only prompts that end where a chat template begins an answer are backfilled. Backfill stops when too few of such prompts
-are followed by another turn.
+Backfill stops when too few blends are followed by another turn or another question.
 """
 
 from collections import OrderedDict
@@ -23,14 +23,14 @@ from lmc.connectors.vllm.scheduler.isolation import Salt, Salts, cached_blocks, 
 from lmc.connectors.vllm.scheduler.pending import PendingTransfers
 from lmc.connectors.vllm.start import Setup
 
-MAX_WAITING = 64  # maximal number of queued conversations; the conversation that has waited longest is dropped
+MAX_WAITING = 64  # maximal number of queued requests; the request that has waited longest is dropped
 TRIALS = 16  # number of blends that are backfilled before the share of follow-ups is checked
 WORTHWHILE = 1 / 8  # minimal number of follow-ups per blend
 REMEMBERED = 256  # number of blends at which the counts of blends and follow-ups are halved
 
 
 @dataclass(frozen=True, slots=True)
-class Conversation:
+class BlendedRequest:
     """A prompt and its answer, with partly approximate KV."""
 
     request: Any  # the engine's request
@@ -50,7 +50,7 @@ class ExactRequest:
 
 
 class Backfill:
-    """The conversations of one engine that wait to be computed exactly; at most one is being computed."""
+    """The blended requests of one engine that wait to be computed exactly; at most one is being computed."""
 
     def __init__(self, setup: Setup, pending: PendingTransfers) -> None:
         self._pool, self._block_size, self._clock = setup.pool, setup.block_size, setup.clock
@@ -59,20 +59,20 @@ class Backfill:
         self._waiting: OrderedDict[Salt, tuple[Any, Salts]] = OrderedDict()  # requests by their first salt
         self._under_way: IdleJob | None = None
         self._blends = self._follow_ups = 0.0
-        self.done = 0  # number of conversations that were computed exactly
+        self.done = 0  # number of requests that were computed exactly
 
     @property
     def waiting(self) -> bool:
-        """Whether a conversation waits for an idle step."""
+        """Whether a request waits for an idle step."""
         return bool(self._waiting)
 
     @property
     def under_way(self) -> bool:
-        """Whether a conversation is being computed."""
+        """Whether a request is being computed."""
         return self._under_way is not None
 
     def followed(self) -> None:
-        """Count a prompt that continues an earlier blend."""
+        """Count a prompt that continues an earlier blend, or asks something else about its documents."""
         self._follow_ups += 1
 
     def add(self, request: Any, salts: Salts) -> None:
@@ -93,13 +93,13 @@ class Backfill:
     def next_job(self) -> BackfillJob | None:
         """Return the next job for an idle step; None if one is under way.
 
-        A conversation for which there are too few free blocks is dropped, so that the engine does not wait for them.
+        A request for which there are too few free blocks is dropped, so that the engine does not wait for them.
         """
         if self._under_way is not None:
             return None
         while self._waiting:
             _, (request, salts) = self._waiting.popitem(last=False)
-            one = self._conversation(request, salts)
+            one = self._blended(request, salts)
             known = [self._pool.get_cached_block(block, [0])[0] for block in one.hashes[: self._known(one)]]
             need = len(one.hashes) - len(known)
             taken = need + sum(block.ref_cnt == 0 for block in known)
@@ -116,25 +116,25 @@ class Backfill:
         return [job.number] if job.gives_up(idle=idle, blocked=blocked or short) else []
 
     def cancel(self) -> None:
-        """Mark the job under way to be given up in the next step, and remove all queued conversations."""
+        """Mark the job under way to be given up in the next step, and remove all queued requests."""
         if self._under_way is not None:
             self._under_way.given_up = True
         self._waiting.clear()
 
-    def _known(self, one: Conversation) -> int:
-        """Return how many leading blocks of a conversation are in vLLM's prefix cache."""
+    def _known(self, one: BlendedRequest) -> int:
+        """Return how many leading blocks of a request are in vLLM's prefix cache."""
         return cached_blocks(self._pool, one.hashes)
 
-    def _conversation(self, request: Any, salts: Salts) -> Conversation:
+    def _blended(self, request: Any, salts: Salts) -> BlendedRequest:
         """Return the full blocks of a request with their exact hashes."""
         set_salts(request, (), replacing=salts)
         full = min(len(request.block_hashes), len(request.all_token_ids) // self._block_size)
         hashes = tuple(request.block_hashes[:full])
         set_salts(request, salts)
-        return Conversation(request, tuple(request.all_token_ids[: full * self._block_size]), hashes)
+        return BlendedRequest(request, tuple(request.all_token_ids[: full * self._block_size]), hashes)
 
-    def _begin(self, one: Conversation, held: list[Any]) -> BackfillJob:
-        """Return the job for a conversation whose first blocks, `held`, are in vLLM's prefix cache."""
+    def _begin(self, one: BlendedRequest, held: list[Any]) -> BackfillJob:
+        """Return the job for a request whose first blocks, `held`, are in vLLM's prefix cache."""
         known = len(held)
         self._pool.touch(held)
         try:

@@ -42,7 +42,7 @@ class RequestState:
     role: Role
     policy: RecomputePolicy | None = None
     options: Options | None = None  # the request's options for lmc; None if they are invalid
-    cached: bool = False  # The engine has nearly all tokens, so the request's documents were not looked up.
+    cached: bool = False  # The engine lacks few tokens, so the request's documents were not looked up.
     documents: tuple[DocumentLookup, ...] = ()
     question: int = 0
     stamp: bytes = b""  # joined with block hashes, which do not cover a LoRA adapter's files or numbered images
@@ -67,7 +67,7 @@ class RequestState:
     salts: Salts = ()  # salts on which the block hashes depend
     searched: int = -1  # `OwnBlends.changes` at the last search for a blend to continue
     scheduled: bool = False  # The engine has computed tokens of the request.
-    follows: bool = False  # The request is a later turn of a conversation.
+    follows: bool = False  # The request continues an earlier blend, or asks something else about its documents.
     blended_before: int = 0  # number of tokens on which the continued blend depends
     continued: int = 0  # tokens from the engine's own blocks of an earlier blend
     approximate: int | None = None  # From this position on, KV is not exact and is not saved as exact.

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from lmc.blend.strategies import NEEDS_QUESTION, RecomputePolicy
-from lmc.connectors.vllm.messages import StepPlan, StepReport
+from lmc.connectors.vllm.messages import BLEND_SHARE, StepPlan, StepReport
 from lmc.connectors.vllm.scheduler.backfill import Backfill
 from lmc.connectors.vllm.scheduler.claims import Claims
 from lmc.connectors.vllm.scheduler.isolation import OwnBlends, cached_blocks, salt_of, set_salts
@@ -77,11 +77,12 @@ class Scheduler:
             self.events.recall(self.engine.recalled)
         self._saves = SaveQueue(setup, self.pending, self.events)
         self._states: dict[str, RequestState] = {}
+        self._blending: dict[str, RequestState] = {}  # requests that workers blend now, with all chunks in memory
         self.recent: OrderedDict[str, Mapping[str, Any]] = OrderedDict()  # facts of requests that have ended
         self._next = StepPlan()  # the plan of the next step, as far as it is known
         self._introduced: SlabAddress | None = None  # the slab that the workers know
         self._ran = setup.clock()  # when the engine last computed something
-        # Something other than tokens of running requests was counted since the numbers were last reported.
+        # Something was counted, and possibly no request runs whose further steps would report it.
         self.has_news = True
         self.off = False  # lmc is switched off: nothing is loaded, saved or learned for new requests.
         if setup.blends and setup.settings.blend_learn:
@@ -100,7 +101,6 @@ class Scheduler:
         """Find the stored chunks of a new request, and begin to load chunks from slower tiers."""
         if self.off:
             return
-        self.has_news = True
         state = self._roles.begin(request)
         if request.lora_request is not None:
             state.stamp = self._adapter(request.lora_request)
@@ -108,7 +108,7 @@ class Scheduler:
             state.stamp += self._process  # The same number stands for a different image in another process.
         self._states[state.id] = state
         self.counts["requests"] += 1
-        if self._is_cached(state):
+        if self._is_short(state) or self._is_cached(state):
             state.cached = True
             return
         self._roles.find_role(state)
@@ -120,7 +120,7 @@ class Scheduler:
             stored = found.exact[-1].stop if found.exact else 0
             state.stored_exactly = stored
             if not self._continue_own_blend(state, max(stored, self._cached(request))) and self._weighs_blends:
-                state.slow = REPEATED if self._own_blends.repeats(state.exact_hashes) else ""
+                state.slow = REPEATED if self._repeats_blend(state) else ""
         self._claims.prefetch(state, found, self._cached(request))
         if state.memory_only and state.skipped:
             self.counts["loads_skipped"] += 1
@@ -142,15 +142,30 @@ class Scheduler:
         if state.waiting_since is None:
             self._claims.wait_from_now(state)
         self._claims.note_progress(state)
-        if state.claim is None and self._claims.waits(state):
-            return None
-        if state.claim is None and self._waits_for_own_blend(state, local):
-            self._claims.wait_from_now(state)
+        if state.claim is None and (self._claims.waits(state) or self._waits_for_own_blend(state, local)):
             return None
         if state.claim is None or state.claim.local != local:
             state.claim = self._claims.make(state, local)
         self._note_cached(state, local)
-        return None if state.claim is None else state.claim.plan.stop - local
+        if state.claim is None or self._waits_its_turn(state, state.claim):
+            return None
+        return state.claim.plan.stop - local
+
+    def _waits_its_turn(self, state: RequestState, claim: Claim) -> bool:
+        """Return whether blends of earlier requests go first, as the prefill of these requests would without lmc.
+
+        A step that is full of prefill leaves blends a tenth of it. A prompt that fills a tenth of a step or more
+        therefore begins after the blends of earlier requests. Workers end the step when these blends are done.
+        """
+        request = state.request
+        tokens = request.num_tokens - claim.plan.stop
+        if not self._blending or tokens * BLEND_SHARE < self._setup.batch_tokens or request.num_preemptions:
+            return False
+        first = {blend.id for blend in self._blending.values() if _comes_before(blend.request, request)}
+        if first:
+            self._next.first |= first
+            self._claims.wait_from_now(state)
+        return bool(first)
 
     def _note_cached(self, state: RequestState, local: int) -> None:
         """Record how many tokens of a request the engine has, and how many of these belong to an earlier blend."""
@@ -163,7 +178,6 @@ class Scheduler:
         state = self._states.get(request.request_id)
         if state is None or not tokens:
             return
-        self.has_news = True
         claim = state.claim
         assert claim is not None
         assert claim.plan.stop - claim.local == tokens, "the engine loads another number of tokens than was claimed"
@@ -179,6 +193,8 @@ class Scheduler:
         state.begun, state.offer = self._setup.clock(), claim.blend if ready else None
         if claim.plan.approximate:
             self._isolate(state, claim)
+            if ready:
+                self._blending[state.id] = state
         self._next.loads.append(job_of(state, claim, blocks, self._block_size, ready=ready))
         if state.role is not Role.LEARN:
             self.counts["blends" if claim.plan.approximate else "loads"] += 1
@@ -204,7 +220,7 @@ class Scheduler:
         if not state.loading:  # Otherwise a worker may still read the chunks, and reports when it has stopped.
             self._saves.save_tail(state, blocks)
             aborted = request.status.name == "FINISHED_ABORTED"
-            if state.salts and request.num_computed_tokens and not aborted and self._is_chat(state):
+            if state.salts and request.num_computed_tokens and not aborted and self._setup.caches_prefixes:
                 self._backfill.add(request, state.salts)
             self._forget(state)
         if state.role is Role.BLEND and request.num_computed_tokens:
@@ -256,7 +272,7 @@ class Scheduler:
             plan.arrived = {state.id: self._claims.arrived(state) for state in loading}
         idle = not scheduled and not loading and not plan.loads
         holds_blocks = self._saves.has_idle_job or self._backfill.under_way
-        blocked = holds_blocks and self._waits_for_blocks
+        blocked = holds_blocks and not plan.first and self._waits_for_blocks
         plan.cancel = self._saves.to_cancel(idle=idle, blocked=blocked)
         learn = self._saves.learn_next(idle=idle) if self._runs and not self.off else None
         plan.learn += [learn] if learn else []
@@ -332,6 +348,7 @@ class Scheduler:
         """Return the blocks of ended jobs and end the received loads, after an error in `reported`."""
         self.pending.report(report.done, report.failed)
         for request in received:
+            self._blending.pop(request, None)
             self.abandon(request)
             state = self._states.get(request)
             if state is not None:
@@ -375,7 +392,7 @@ class Scheduler:
 
     def reported(self, report: StepReport, received: set[str]) -> None:
         """Process the workers' report; `received` are requests whose load has ended on all ranks."""
-        self.has_news = True
+        self.has_news = self.has_news or bool(report.done or report.failed)
         self.pending.report(report.done, report.failed)
         for request in report.lost & self._states.keys():
             state = self._states[request]
@@ -394,6 +411,8 @@ class Scheduler:
             asking.blended = facts
             if asking.role is Role.BLEND:  # A request to learn uses blind reuse, which has a ratio of 0.
                 self._observed["budget"].append(float(facts["charged_budget"]))  # type: ignore[arg-type]
+        for request in received:
+            self._blending.pop(request, None)
         for request in received & self._states.keys():
             state = self._states[request]
             if not state.loading:  # Another connector has loaded this request.
@@ -463,7 +482,7 @@ class Scheduler:
     def _note_answer(self, state: RequestState) -> None:
         """Record the time to first token, once. The token came in the previous step, or while this step was planned."""
         if not state.answered and state.request.num_output_tokens:
-            state.answered = self.has_news = True
+            state.answered = True
             seconds = time.time() - state.request.arrival_time
             self._observed[key("ttft_seconds", (state.way,))].append(seconds)
             self._measure(state)
@@ -520,6 +539,20 @@ class Scheduler:
         """Return how many leading tokens of a request are in the engine's own cache."""
         return cached_blocks(self._pool, request.block_hashes) * self._block_size
 
+    def _is_short(self, state: RequestState) -> bool:
+        """Return whether a prompt is so short that loading it takes as long as computing it, and has no documents."""
+        request = state.request
+        if request.num_prompt_tokens > self._few or request.skip_reading_prefix_cache:
+            return False
+        return self._has_no_documents(state) or (
+            self._roles.may_go_on(state) and self._roles.separators_after(state, 0) <= 1
+        )
+
+    def _has_no_documents(self, state: RequestState) -> bool:
+        """Return whether a request neither blends nor learns, whatever its prompt is."""
+        options = state.options
+        return options is not None and not options.learn and not (self._setup.blends and options.blend)
+
     def _is_cached(self, state: RequestState) -> bool:
         """Return whether the engine's cache lacks so few prompt tokens that lmc has nothing to add.
 
@@ -527,20 +560,24 @@ class Scheduler:
         blend gets the salts of that blend. Returns false if new documents follow the cached tokens, because these
         may be stored, or have to be learned.
         """
-        request, few = state.request, self._few
-        known = request.num_prompt_tokens - few
+        request = state.request
+        known = request.num_prompt_tokens - self._few
         block = known // self._block_size
         if known <= 0 or request.skip_reading_prefix_cache or block >= len(request.block_hashes):
             return False
-        exact = bool(self._pool.get_cached_block(request.block_hashes[block], [0]))
-        options = state.options
-        if options is not None and not options.learn and not (self._setup.blends and options.blend):
-            return exact
+        # All blocks before a cached block are cached, too, as long as the engine evicts the last ones first.
+        more = cached_blocks(self._pool, request.block_hashes[block:])
+        exact = (block + more) * self._block_size if more else 0
+        if self._has_no_documents(state):
+            return exact > 0
         if not self._roles.may_go_on(state):
             return False
         state.role, state.exact_hashes = Role.BLEND, list(request.block_hashes)
-        self._continue_own_blend(state, known if exact else 0, by_separators=True)
-        cached = self._cached(request) if exact or state.salts else 0
+        cached = exact
+        if exact:
+            self._repeats_blend(state)
+        elif self._continue_own_blend(state, 0, by_separators=True) and state.salts:
+            cached = self._cached(request)
         # One separator may end a document that the engine has. A new document lies between two.
         before = state.blended_before if state.salts else cached
         if cached > known and self._roles.separators_after(state, before) <= 1:
@@ -550,6 +587,15 @@ class Scheduler:
         state.approximate, state.searched = None, -1
         return False
 
+    def _repeats_blend(self, state: RequestState) -> bool:
+        """Return whether a prompt begins with all documents of an earlier blend in the same order; it counts once."""
+        if not self._own_blends.repeats(state.exact_hashes):
+            return False
+        if not state.follows:
+            state.follows = True
+            self._backfill.followed()
+        return True
+
     def _waits_for_own_blend(self, state: RequestState, local: int) -> bool:
         """Return whether a request waits for a blend that is under way, or has just found a blend to continue.
 
@@ -557,7 +603,10 @@ class Scheduler:
         """
         if state.role is not Role.BLEND or state.salts or state.searched == self._own_blends.changes:
             return False
-        return self._continue_own_blend(state, max(state.stored_exactly, local))
+        waits = self._continue_own_blend(state, max(state.stored_exactly, local))
+        if waits:
+            self._claims.wait_from_now(state)
+        return waits
 
     def _continue_own_blend(self, state: RequestState, exact: int, *, by_separators: bool = False) -> bool:
         """Salt the hashes of a request so that it continues an earlier blend of the engine.
@@ -605,19 +654,15 @@ class Scheduler:
             tenant=state.salt,
             prompt=request.prompt_token_ids,
             hashes=state.exact_hashes,
-            end=self._end_of_question(state)[0] if policy.strategy in NEEDS_QUESTION else reused[-1].stop,
+            end=self._end_of_question(state) if policy.strategy in NEEDS_QUESTION else reused[-1].stop,
             reused=reused,
             policy=policy,
             salts=salts,
             by_separators=state.options is not None and state.options.documents is None,
         )
 
-    def _is_chat(self, state: RequestState) -> bool:
-        """Return whether a later turn may follow and reuse the engine's cached blocks of this request."""
-        return self._setup.caches_prefixes and self._end_of_question(state)[1]
-
-    def _end_of_question(self, state: RequestState) -> tuple[int, bool]:
-        """Return where the question of a prompt ends, and whether a chat template begins an answer there.
+    def _end_of_question(self, state: RequestState) -> int:
+        """Return where the question of a prompt ends: before what a chat template writes after an answer's header.
 
         A template may write other tokens at that position once the answer is part of the history. For example, it may
         then omit an empty block of thoughts.
@@ -627,9 +672,14 @@ class Scheduler:
         first = len(prompt) - max(map(len, headers), default=0) - BEGUN
         for at in range(len(prompt) - 1, max(state.question, first) - 1, -1):
             if match := [header for header in headers if tuple(prompt[at : at + len(header)]) == header]:
-                return at + min(map(len, match)), True
-        return len(prompt), False
+                return at + min(map(len, match))
+        return len(prompt)
 
     def _forget(self, state: RequestState) -> None:
         self._claims.release(state)
         del self._states[state.id]
+
+
+def _comes_before(request: Any, other: Any) -> bool:
+    """Return whether the engine serves a request before another one that waits as well."""
+    return bool((request.priority, request.arrival_time) < (other.priority, other.arrival_time))

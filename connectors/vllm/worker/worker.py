@@ -13,7 +13,7 @@ parts have arrived. A vote decides whether every rank has memory for a job's nex
 """
 
 import logging
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Sequence, Set
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +21,7 @@ import torch
 from lmc.blend.blender import Blender, BlendInput, BlendResult
 from lmc.blend.canvas import KV
 from lmc.connectors.vllm.messages import (
+    BLEND_SHARE,
     BackfillJob,
     BlendJob,
     DocumentPart,
@@ -48,9 +49,6 @@ from lmc.storage.memory.slab import LOST, SlabAddress
 
 log = logging.getLogger(__name__)
 
-# lmc's work gets at least a tenth of a step, whatever the engine computes. One call of lmc to the compiled model has at
-# most a tenth of a step's tokens.
-BLEND_SHARE = 10
 LEARN_EVERY = 8  # While blends and loads run, one slice of learning is done in this many steps.
 LEAST_ROWS = 512  # minimal rows per call of a layer on a CPU, or of the compiled model: each call reads all weights
 
@@ -185,7 +183,9 @@ class Worker:
         whole = self._step_tokens * self._pages.layers
         most = max(whole - plan.scheduled * self._pages.layers, whole // BLEND_SHARE)
         with torch.inference_mode():
-            left = most - self._do(list(self._loading.values()), most)
+            left = most - self._do(list(self._loading.values()), most, first=plan.first)
+            if plan.first:  # A prompt waits for the next step.
+                left = 0
             # Learning comes last. While requests run, it gets one slice of a step, so that requests hardly wait for it.
             turn = left == most or not self._steps % LEARN_EVERY
             idle = not plan.scheduled and not self._loading
@@ -289,13 +289,16 @@ class Worker:
 
     # -- inside: slices ----------------------------------------------------------------------------------------------
 
-    def _do(self, queue: list[Work], left: int, *, alone: bool = True) -> int:
+    def _do(self, queue: list[Work], left: int, *, alone: bool = True, first: Set[str] = frozenset()) -> int:
         """Run slices that cost at most `left` token-layers, and return their cost.
 
         With `alone`, lmc has computed nothing else in this step. Then at least one slice is run, whatever its cost.
+        With `first`, nothing is run after the jobs of these requests have ended.
         """
         done = 0
         for work in list(queue):
+            if first and not self._loading.keys() & first:
+                break
             if (alone and not done) or done + work.coming <= left:
                 done += self._advance(work, left - done)
         return done
