@@ -21,6 +21,7 @@ from lmc.config.settings import Settings
 from lmc.demo.random_model import machine, random_tokens
 from lmc.engine import CacheEngine, Geometry, Piece, PromptView
 from lmc.keys import Namespace, RecordKind
+from lmc.open_store import open_store
 from lmc.shapes import KVShape
 from lmc.storage.tiers.disk import DiskTier
 from lmc.storage.tiers.tier import Tier
@@ -38,7 +39,8 @@ def engine_over(tier: Tier) -> CacheEngine:
         model="bench", dtype="float32", layers=LAYERS, kv_heads=8, head_dim=64, rope="", chunk_size=TOKENS
     )
     settings = Settings(max_local_cpu_size=0.5, chunk_size=TOKENS)
-    return CacheEngine(settings, Geometry.of(SHAPE, TOKENS), namespace, tiers=[tier])
+    geometry = Geometry.of(SHAPE, TOKENS)
+    return CacheEngine(settings, open_store(settings, geometry, tiers=[tier]), geometry, namespace)
 
 
 def store(engine: CacheEngine, document: list[int]) -> None:

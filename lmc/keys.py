@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from itertools import pairwise
+from pathlib import Path
 from typing import NewType
 
 from lmc.errors import InputError
@@ -28,6 +29,11 @@ class RecordKind(Enum):
     PAGES = "pages"  # exact, in the layout of an engine's pages; used only after the same tokens
     PREFIX = "prefix"  # exact, as tokens [K, T, H, D]; used only after the same tokens
     DOCUMENT = "document"  # computed alone, as tokens [K, T, H, D]; used anywhere, approximately
+
+
+def model_label(name: str) -> str:
+    """Return a model's name as records and a cache server have it: a path without its directories, cut to length."""
+    return (Path(name).name if name.startswith(("/", ".")) else name)[:LONGEST_MODEL]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

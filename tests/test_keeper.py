@@ -24,6 +24,7 @@ from lmc.documents.desk import DocumentDesk
 from lmc.engine import CacheEngine, Geometry
 from lmc.errors import InputError
 from lmc.keys import Namespace, RecordKind
+from lmc.open_store import open_store
 from lmc.shapes import GIB, KVShape
 from lmc.storage.tiers.disk import DiskTier
 
@@ -40,7 +41,9 @@ def engine_of(tmp_path=None, *, slots=8, records=12, tiers=None, chunk_size=CHUN
     namespace = Namespace(
         model="m", dtype="float32", layers=2, kv_heads=1, head_dim=8, rope="r", chunk_size=chunk_size, tensor_parallel=1
     )
-    return CacheEngine(given, Geometry.of(SHAPE, chunk_size), namespace, tiers=tiers, model=model)
+    geometry = Geometry.of(SHAPE, chunk_size)
+    store = open_store(given, geometry, tiers=tiers, model=model)
+    return CacheEngine(given, store, geometry, namespace, model=model)
 
 
 def learn(engine, tokens, salt="", name=""):

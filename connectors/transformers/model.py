@@ -40,6 +40,7 @@ from lmc.engine import CacheEngine, Geometry, NewChunk, Plan, PromptView, Wish
 from lmc.engine.identity import rope_name
 from lmc.errors import ChunkLost, ConfigError, InputError, UnsupportedModel
 from lmc.keys import ChunkKey, Namespace, RecordKind, chunk_bounds
+from lmc.open_store import open_store
 from lmc.shapes import KV as KINDS
 from lmc.storage.contract import Reservation
 from lmc.storage.places import MEMORY
@@ -97,9 +98,9 @@ class CachedModel(AbstractContextManager["CachedModel"]):
         )
         geometry, called = Geometry.of(shape, settings.chunk_size), str(checkpoint or model.config.name_or_path)
         prefix = self._checked(learn_prefix, "learn_prefix") if learn_prefix else ()
-        self.engine = CacheEngine(
-            settings, geometry, namespace, device=self.layers.device, prefix=prefix, model=called, tokenizer=called
-        )
+        device = self.layers.device
+        store = open_store(settings, geometry, device=device, model=called, tokenizer=called)
+        self.engine = CacheEngine(settings, store, geometry, namespace, device=device, prefix=prefix, model=called)
         self.engine.share_learning(lambda: False)  # This engine computes only when it is called.
 
     @classmethod

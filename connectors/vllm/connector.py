@@ -25,7 +25,14 @@ from lmc.connectors.vllm.model_kinds import objection, use_one_table
 from lmc.connectors.vllm.plugin import join_log, loaded_model
 from lmc.connectors.vllm.scheduler.admin import Administration, serve_if_wanted
 from lmc.connectors.vllm.scheduler.scheduler import Scheduler
-from lmc.connectors.vllm.start import Setup, check_chunk_size, layers_of_stages, open_engine, publisher_if_wanted
+from lmc.connectors.vllm.start import (
+    Setup,
+    check_chunk_size,
+    layers_of_stages,
+    open_engine,
+    publisher_if_wanted,
+    settings_of_engine,
+)
 from lmc.connectors.vllm.stats import LmcPromMetrics, LmcStats
 from lmc.connectors.vllm.worker.worker import Worker
 from lmc.documents.publisher import DocumentPublisher
@@ -90,8 +97,9 @@ class LMCConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
         transfer = vllm_config.kv_transfer_config
         assert transfer is not None
         self._config = vllm_config
-        self.settings = Settings.load(transfer.kv_connector_extra_config)
         parallel = vllm_config.parallel_config
+        engines, number = parallel.data_parallel_size, parallel.data_parallel_index
+        self.settings = settings_of_engine(Settings.load(transfer.kv_connector_extra_config), engines, number)
         if max(parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size) > 1:
             raise ConfigError("context parallelism spreads a block's tokens over ranks, which lmc does not support")
         self._objection = objection(vllm_config.model_config, kv_cache_config)
@@ -244,9 +252,6 @@ class LMCConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
                 f"lmc sees {len(workers)} of {ranks} workers, and needs one scheduler for all ranks: use an executor "
                 "of kind mp or ray, not external_launcher"
             )
-        if parallel.data_parallel_size > 1 and settings.local_disk:  # Each engine needs its own directory.
-            own = settings.local_disk / f"dp{parallel.data_parallel_index}"
-            self.settings = settings = settings.model_copy(update={"local_disk": own})
         model = model_identity(self._config, [facts.weights for facts in workers])
         refused = next((facts.refused for facts in workers if facts.refused), "")
         if refused and settings.enable_blending:

@@ -15,6 +15,7 @@ from lmc.documents.publisher import DocumentPublisher
 from lmc.engine import CacheEngine, Geometry
 from lmc.errors import ConfigError
 from lmc.keys import Namespace
+from lmc.open_store import open_store
 from lmc.shapes import KV
 from lmc.storage.shares import Shares
 from lmc.storage.tiers.tier import Tier
@@ -43,6 +44,13 @@ class Setup:
     trace: Callable[[Any, str, float, float, Mapping[str, Any]], None] | None = None  # sends a span, if vLLM traces
     counts_images: bool = False  # The engine numbers images instead of hashing them.
     clock: Callable[[], float] = time.monotonic
+
+
+def settings_of_engine(settings: Settings, engines: int, number: int) -> Settings:
+    """Return the settings of one of several data-parallel engines: each has its own directory on disk."""
+    if engines == 1 or settings.local_disk is None:
+        return settings
+    return settings.model_copy(update={"local_disk": settings.local_disk / f"dp{number}"})
 
 
 def check_chunk_size(settings: Settings, block_size: int) -> None:
@@ -102,9 +110,8 @@ def open_engine(
         tensor_parallel=ranks,
         layout=f"{layout}|block {block_size}|{hashing}",
     )
-    return CacheEngine(
-        settings, geometry, namespace, shared=True, tiers=tiers, prefix=prefix, model=name, tokenizer=tokenizer
-    )
+    store = open_store(settings, geometry, shared=True, tiers=tiers, model=name, tokenizer=tokenizer)
+    return CacheEngine(settings, store, geometry, namespace, prefix=prefix, model=name)
 
 
 def publisher_if_wanted(engine: CacheEngine, number: int) -> DocumentPublisher | None:

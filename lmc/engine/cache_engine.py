@@ -1,4 +1,4 @@
-"""The cache engine: one model's chunks in the tiers that the settings name.
+"""The cache engine: one model's chunks in a store.
 
 It turns tokens into keys, and keys into stored bytes, for every connector. A request goes through these steps:
 
@@ -24,21 +24,20 @@ from lmc.documents.file import FILE
 from lmc.documents.keeper import DocumentKeeper, Keeper
 from lmc.documents.known import KnownDocument, KnownDocuments, document_label, parted_label
 from lmc.documents.learn_queue import LearnQueue, Unlearned
+from lmc.documents.server import DocumentServer
 from lmc.engine.geometry import Geometry
 from lmc.engine.index import BlockChain, CacheIndex, ExactChain, NewChunk, TokenChain, find_run
 from lmc.engine.names import Names
 from lmc.engine.pieces import Piece
 from lmc.engine.planner import DocumentLookup, Lookup, Plan, Wish, blend_offer, choose_plan, without_slow_blend
-from lmc.engine.stores import keeper_in_server, open_store, share_learning
 from lmc.errors import ChunkLost
 from lmc.keys import ChunkKey, Namespace, RecordKind, chunk_bounds, document_keys, tenant_of
 from lmc.shapes import GIB, KVShape
-from lmc.storage.contract import Pin, PinState, Reservation
+from lmc.storage.contract import ChunkStore, Pin, PinState, Reservation
 from lmc.storage.cost_model import BlendOffer, CostModel, LoadPolicy
 from lmc.storage.stats import StoreStats
 from lmc.storage.store import Store
 from lmc.storage.tiers.record import RecordMeta
-from lmc.storage.tiers.tier import Tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,31 +54,24 @@ class CacheEngine:
     def __init__(
         self,
         settings: Settings,
+        store: ChunkStore,
         geometry: Geometry,
         namespace: Namespace,
         *,
         device: torch.device | str = "cpu",
-        shared: bool = False,
-        tiers: Sequence[Tier] | None = None,
         prefix: Sequence[int] = (),
         model: str = "",
-        tokenizer: str = "",
     ) -> None:
-        """Open the store in this process or in a cache server, as the settings say.
+        """Find the documents of earlier processes in a store for chunks of `geometry`.
 
-        With `shared`, other processes can map the memory of a store in this process. `namespace` has the fields that
-        all namespaces of the model share; kind and salt are set here. Documents are learned after the tokens of
-        `prefix`. `model` is the model's name for people, and `tokenizer` the location of its tokenizer. Raises
-        `StorageError` or `ConfigError`.
+        `namespace` has the fields that all namespaces of the model share; kind and salt are set here. KV is read on
+        `device`. Documents are learned after the tokens of `prefix`. `model` is the model's name for people.
         """
         self.prefix, self._device = tuple(prefix), torch.device(device)
         self.settings, self.geometry, self.names = settings, geometry, Names(namespace, prefix, model)
         self.chunk_size = geometry.chunk_size
-        self.store = open_store(
-            settings, geometry, device=device, shared=shared, tiers=tiers, model=self.names.model, tokenizer=tokenizer
-        )
-        if settings.server is not None:  # The cache server has the tiers.
-            settings = self.settings = settings.model_copy(update={"local_disk": None, "remote_url": None})
+        self.store = store
+        self.server = store if isinstance(store, DocumentServer) else None  # None for a store in this process
         self.index = CacheIndex()
         self.learning = LearnQueue(self.store.slots * self.chunk_size)
         self.recalled: dict[ChunkKey, str] = {}  # `NewChunk.details` of the records on disk
@@ -160,7 +152,9 @@ class CacheEngine:
 
     def share_learning(self, has_time: Callable[[], bool]) -> None:
         """Share the queue with the other engines of a cache server, and learn their documents while `has_time()`."""
-        share_learning(self.store, self.learning, self.names.namespaces_of_documents, has_time, self._learn_again)
+        if self.server is not None:
+            namespaces = self.names.namespaces_of_documents
+            self.server.share_learning(self.learning, namespaces, has_time, self._learn_again)
 
     def unlearned(self, prompt: Sequence[int], span: Span, salt: str, name: str = "") -> Unlearned:
         """Return a document of a prompt as an entry of the queue of documents to learn."""
@@ -315,15 +309,16 @@ class CacheEngine:
     def capacity(self) -> dict[str, float]:
         """Return how many document tokens fit into memory, and into the disk tier if there is one."""
         token = (self.geometry.token_bytes or self.geometry.part_bytes / self.chunk_size) * self.geometry.parts
-        disk = self.settings.max_local_disk_size * GIB // token
-        return {"host": self.store.slots * self.chunk_size} | ({"disk": disk} if self.settings.local_disk else {})
+        has_disk = self.settings.local_disk is not None and self.server is None
+        disk = {"disk": self.settings.max_local_disk_size * GIB // token} if has_disk else {}
+        return {"host": self.store.slots * self.chunk_size} | disk
 
     def forget_all(self, *, wait: bool = True) -> None:
         """Remove every chunk, even while it is read.
 
         Chunks in shared tiers or in a cache server stay, because other processes use them.
         """
-        if self.settings.server is not None:
+        if self.server is not None:
             return
         with self.keeper.moving:  # Otherwise the keeper might restore a pinned chunk.
             for key in self.store.known_keys():
@@ -376,8 +371,9 @@ class CacheEngine:
         def unqueue(document: KnownDocument) -> None:
             self.learning.discard(Unlearned.of(document))
 
-        if not isinstance(self.store, Store):
-            return keeper_in_server(self.store, unqueue)
+        if self.server is not None:
+            return self.server.keeper(unqueue)
+        assert isinstance(self.store, Store), "a store without a server is in this process"
         keeper = Keeper(
             self.store,
             self.known,

@@ -5,9 +5,8 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
-from lmc.keys import LONGEST_MODEL, Namespace, RecordKind, tenant_of
+from lmc.keys import Namespace, RecordKind, model_label, tenant_of
 
 SALTS = 4096  # maximum number of cache salts (tenants) whose namespaces are remembered
 UNKNOWN = "unknown"  # shown as the tenant of a document whose cache salt this process does not know
@@ -22,7 +21,7 @@ class Names:
         Documents are learned after the tokens of `prefix`. `model` is the model's name for people, or its directory.
         """
         self._namespace, self._prefix = namespace, tuple(prefix)
-        self.model = (Path(model).name if model.startswith(("/", ".")) else model)[:LONGEST_MODEL]
+        self.model = model_label(model)
         # Least recently used first.
         self._digests: OrderedDict[tuple[RecordKind, str], bytes] = OrderedDict()
         self._salts: dict[bytes, str] = {}  # by the namespace of the tenant's documents

@@ -293,44 +293,40 @@ def test_ranks_that_each_have_a_scheduler_of_their_own_are_refused():
         connector.set_xfer_handshake_metadata_pp_aware({(0, 0): Handshake(None)})
 
 
-def bare(tmp_path=None, **parallel) -> LMCConnector:
-    """A scheduler's side without an engine, whose worker says that the model cannot be blended."""
-    connector = LMCConnector.__new__(LMCConnector)
-    connector.settings, connector._scheduler = Settings(local_disk=tmp_path), None
-    connector._config = SimpleNamespace(
+def config_of(extra=(), *, caches_prefixes=True, **parallel) -> SimpleNamespace:
+    """What a connector reads of vLLM's configuration."""
+    return SimpleNamespace(
         model_config=SimpleNamespace(
-            is_prefix_caching_supported=True, model="a model", served_model_name=None, tokenizer=None
+            is_prefix_caching_supported=caches_prefixes, model="a model", served_model_name=None, tokenizer=None
         ),
         cache_config=SimpleNamespace(block_size=16, prefix_caching_hash_algo="sha256"),
-        parallel_config=SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1, **parallel),
-    )
+        parallel_config=SimpleNamespace(
+            tensor_parallel_size=1, pipeline_parallel_size=1, decode_context_parallel_size=1,
+            prefill_context_parallel_size=1, **{"data_parallel_size": 1, "data_parallel_index": 0, **parallel},
+        ),
+        kv_transfer_config=SimpleNamespace(kv_connector_extra_config=dict(extra), kv_load_failure_policy="recompute"),
+    )  # fmt: skip
+
+
+def bare() -> LMCConnector:
+    """A scheduler's side without an engine, whose worker says that the model cannot be blended."""
+    connector = LMCConnector.__new__(LMCConnector)
+    connector.settings, connector._scheduler, connector._config = Settings(), None, config_of()
     return connector
 
 
 @pytest.mark.parametrize(("engines", "own"), [(1, ""), (3, "dp2")])
 def test_each_data_parallel_engine_has_a_directory_of_its_own(monkeypatch, tmp_path, engines, own):
-    opened = []
-
-    def open_engine(settings, *_, **__):
-        opened.append(settings.local_disk)
-        raise InterruptedError
-
-    for name, instead in (("open_engine", open_engine), ("model_identity", lambda *_: "m")):
-        monkeypatch.setattr(f"lmc.connectors.vllm.connector.{name}", instead)
-    connector = bare(tmp_path, data_parallel_size=engines, data_parallel_index=2)
-    with pytest.raises(InterruptedError):
-        connector.set_xfer_handshake_metadata_pp_aware(
-            {(0, 0): Handshake(SimpleNamespace(refused="for some reason", weights=""))}
-        )
-    assert opened == [tmp_path / own]
+    monkeypatch.setattr(KVConnectorBase_V1, "__init__", lambda *_, **__: None)
+    parallel = {"data_parallel_size": engines, "data_parallel_index": 2}
+    config = config_of({"local_disk": str(tmp_path)}, caches_prefixes=False, **parallel)
+    connector = LMCConnector(config, KVConnectorRole.SCHEDULER, SimpleNamespace(kv_cache_groups=[SimpleNamespace()]))
+    assert connector.settings.local_disk == tmp_path / own
 
 
 def test_a_model_for_which_the_engine_caches_no_prefixes_is_left_alone(caplog, monkeypatch):
     monkeypatch.setattr(KVConnectorBase_V1, "__init__", lambda *_, **__: None)
-    config = bare()._config
-    config.model_config.is_prefix_caching_supported = False
-    config.parallel_config.decode_context_parallel_size = config.parallel_config.prefill_context_parallel_size = 1
-    config.kv_transfer_config = SimpleNamespace(kv_connector_extra_config={}, kv_load_failure_policy="recompute")
+    config = config_of(caches_prefixes=False)
     groups = SimpleNamespace(kv_cache_groups=[SimpleNamespace()])
     connector, worker = (LMCConnector(config, role, groups) for role in KVConnectorRole)
     assert caplog.text.count("lmc does nothing for this model, because its pooling needs every token") == 1

@@ -25,7 +25,6 @@ from lmc.connectors.vllm.start import Setup
 from lmc.documents.desk import LISTED, DocumentDesk, Facts
 from lmc.engine import PromptView
 from lmc.engine.explain import explain
-from lmc.engine.stores import administered_at
 from lmc.errors import ConfigError, InputError, NotFound
 from lmc.http import server as http_server
 from lmc.http.address import ADDRESS, address_of_engine, url_of
@@ -61,7 +60,8 @@ class Administration:
 
     def answers_at(self, url: str) -> None:
         """Register the URL and the token for explanations at the cache server, if the engine uses one."""
-        administered_at(self._engine.store, url, self.explain_token)
+        if self._engine.server is not None:
+            self._engine.server.administered_at(url, self.explain_token)
 
     def stat(self) -> Facts:
         """Return the store's numbers, by the keys of `lmc.metrics`."""

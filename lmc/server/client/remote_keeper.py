@@ -3,13 +3,12 @@
 import threading
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import Literal
+from typing import Any, Literal
 
 from lmc.documents.keeper import DocumentKeeper
 from lmc.documents.known import BY_A_PERSON, KnownDocument
 from lmc.errors import InputError
 from lmc.server import messages as m
-from lmc.server.client.remote_store import RemoteStore
 from lmc.shapes import MIB
 
 AT_ONCE = 2 * MIB  # tokens in one request
@@ -18,15 +17,23 @@ AT_ONCE = 2 * MIB  # tokens in one request
 class RemoteKeeper(DocumentKeeper):
     """A `DocumentKeeper` that sends its operations to the server."""
 
-    def __init__(self, store: RemoteStore, *, unqueue: Callable[[KnownDocument], object]) -> None:
-        """`unqueue` removes a document from the learn queue."""
-        self._store, self._unqueue = store, unqueue
+    def __init__(
+        self,
+        ask: Callable[[m.Request, Any], Any],
+        pinned_chunks: Callable[[], int],
+        unqueue: Callable[[KnownDocument], object],
+    ) -> None:
+        """`ask` returns the server's response to a request, or its second argument while the server is away.
+
+        `pinned_chunks` returns the server's number of pinned chunks. `unqueue` removes a document from the learn queue.
+        """
+        self._ask, self._pinned_chunks, self._unqueue = ask, pinned_chunks, unqueue
         self.moving = threading.RLock()
 
     @property
     def pinned_chunks(self) -> int:
         """Number of chunks of pinned documents in the server, for all clients."""
-        return self._store.pinned_chunks
+        return self._pinned_chunks()
 
     def pin(self, documents: Sequence[KnownDocument]) -> None:
         """Protect documents from eviction; raise `InputError` if the pin quota is exceeded or the server is away."""
@@ -58,7 +65,7 @@ class RemoteKeeper(DocumentKeeper):
 
     def refresh(self, documents: Sequence[KnownDocument]) -> None:
         """Update the pins and time limits of documents from the server."""
-        found = self._store.ask_slowly(m.Kept([document.id for document in documents]), [])
+        found = self._ask(m.Kept([document.id for document in documents]), [])
         for document, (pinned, expires) in zip(documents, found, strict=False):
             document.pinned, document.expires = pinned, expires
 
@@ -83,5 +90,5 @@ class RemoteKeeper(DocumentKeeper):
             count = max(1, sum(size <= AT_ONCE for size in sizes))
             some, described = described[:count], described[count:]
             away = "the cache server is away: try again when it is back"
-            if refused := self._store.ask_slowly(m.Keep(some, how, seconds), away):
+            if refused := self._ask(m.Keep(some, how, seconds), away):
                 raise InputError(refused)

@@ -24,10 +24,7 @@ class RemoteLearning:
         has_time: Callable[[], bool],
         learn: Callable[[Unlearned], object],
     ) -> None:
-        """`queue` is the engine's learn queue; `namespaces` returns the namespaces of the tenants that it knows.
-
-        While `has_time` returns true, the engine gets documents of other engines. `learn` queues them.
-        """
+        """Begin the exchange; see `DocumentServer.share_learning`."""
         self._queue, self._namespaces, self._has_time, self._learn = queue, namespaces, has_time, learn
         self.begin()
 

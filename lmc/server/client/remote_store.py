@@ -9,7 +9,7 @@ available and all pins and reservations of the old server are released.
 import logging
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,16 @@ from typing import Any
 import msgspec
 import torch
 
+from lmc.documents.known import KnownDocument
+from lmc.documents.learn_queue import LearnQueue, Unlearned
+from lmc.documents.server import DocumentServer
 from lmc.errors import ChunkLost, LmcError, StorageError, TierUnusable
 from lmc.http.address import is_local_url
 from lmc.keys import ChunkKey
 from lmc.server import messages as m
 from lmc.server.client.attachment import Attachment
 from lmc.server.client.connection import Gone
+from lmc.server.client.remote_keeper import RemoteKeeper
 from lmc.server.client.remote_learning import RemoteLearning
 from lmc.server.sizes import Sizes
 from lmc.storage.change_log import Change, Changes, Chunk
@@ -41,7 +45,7 @@ NUMBERS = 1 << 40  # change numbers reserved for each attachment
 FIRST_PAUSE, LONGEST_PAUSE = 2e-5, 1e-3  # seconds between two reads of a label
 
 
-class RemoteStore(ChunkStore):
+class RemoteStore(ChunkStore, DocumentServer):
     """A chunk store in a cache server."""
 
     slab: Slab | None
@@ -61,8 +65,8 @@ class RemoteStore(ChunkStore):
         self._held: set[int] = set()  # lease numbers of pins and reservations
         self._lost: set[int] = set()  # leases of a lost server whose pins and reservations are still in use
         self._asking = 0  # requests in flight whose responses may contain leases
-        self.pinned_chunks = 0
-        self.learning: RemoteLearning | None = None  # None if this process learns no documents
+        self._pinned_chunks = 0  # chunks of pinned documents in the server, for all clients
+        self._learning: RemoteLearning | None = None  # None if this process learns no documents
         self._counts = RunningCounts()
         self._ended = threading.Event()
         self.cost, self.changes = CostModel(), _RemoteChanges(self)
@@ -186,11 +190,22 @@ class RemoteStore(ChunkStore):
         """
         return self._counts.total
 
-    def administered_at(self, address: str, explain_token: str) -> None:
-        """Send the server the address of this process's administration endpoint.
+    def keeper(self, unqueue: Callable[[KnownDocument], object]) -> RemoteKeeper:
+        """See `DocumentServer.keeper`."""
+        return RemoteKeeper(self.ask_slowly, lambda: self._pinned_chunks, unqueue)
 
-        With the token, the server can request explanations of prompts there.
-        """
+    def share_learning(
+        self,
+        queue: LearnQueue,
+        namespaces: Callable[[], Iterable[bytes]],
+        has_time: Callable[[], bool],
+        learn: Callable[[Unlearned], object],
+    ) -> None:
+        """See `DocumentServer.share_learning`."""
+        self._learning = RemoteLearning(queue, namespaces, has_time, learn)
+
+    def administered_at(self, address: str, explain_token: str) -> None:
+        """See `DocumentServer.administered_at`."""
         if not is_local_url(address):
             log.warning(
                 "the cache server cannot ask for explanations at %s: LMC_ADMIN has no address of loopback", address
@@ -277,10 +292,10 @@ class RemoteStore(ChunkStore):
             at.hang_up()
             at.let_go()
             raise
-        if self.learning is not None:
-            self.learning.begin()
+        if self._learning is not None:
+            self._learning.begin()
         self._counts.begin(beat.stats)
-        self.pinned_chunks = beat.pinned
+        self._pinned_chunks = beat.pinned
         with self._lock:
             closed = self._ended.is_set()
             if not closed:
@@ -310,10 +325,10 @@ class RemoteStore(ChunkStore):
                 self._complain("the cache server at %s cannot be used now: %s", error)
 
     def _beat(self, at: Attachment) -> None:
-        learning = self.learning
+        learning = self._learning
         beat = at.quick.ask(learning.news() if learning else m.Ping())
         self._counts.update(beat.stats)
-        self.pinned_chunks = beat.pinned
+        self._pinned_chunks = beat.pinned
         if learning:
             learning.got(beat.wanted)
         self.cost.take_speeds(beat.speeds)

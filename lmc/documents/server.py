@@ -1,0 +1,37 @@
+"""A cache server as the documents of an engine see it: it keeps their pins and time limits, and shares learning."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+
+from lmc.documents.keeper import DocumentKeeper
+from lmc.documents.known import KnownDocument
+from lmc.documents.learn_queue import LearnQueue, Unlearned
+
+
+class DocumentServer(ABC):
+    """What a store in a cache server does for documents. A store in an engine's own process does none of it."""
+
+    @abstractmethod
+    def keeper(self, unqueue: Callable[[KnownDocument], object]) -> DocumentKeeper:
+        """Return a keeper that sends pins and time limits to the server. `unqueue` removes a document to learn."""
+
+    @abstractmethod
+    def share_learning(
+        self,
+        queue: LearnQueue,
+        namespaces: Callable[[], Iterable[bytes]],
+        has_time: Callable[[], bool],
+        learn: Callable[[Unlearned], object],
+    ) -> None:
+        """Share an engine's queue of documents to learn with the other engines of the server.
+
+        `namespaces` returns the namespaces of the tenants that the engine knows. While `has_time` returns true, the
+        engine gets documents of other engines. `learn` queues them.
+        """
+
+    @abstractmethod
+    def administered_at(self, address: str, explain_token: str) -> None:
+        """Send the server the address of this process's administration endpoint.
+
+        With the token, the server can request explanations of prompts there.
+        """
