@@ -19,7 +19,7 @@ from common import closing_line, parser
 from lmc.blend.segments import Span
 from lmc.config.settings import Settings
 from lmc.demo.random_model import machine, random_tokens
-from lmc.engine import CacheEngine, Geometry, Piece, PromptView
+from lmc.engine import CacheEngine, Geometry, Match, Piece
 from lmc.keys import Namespace, RecordKind
 from lmc.open_store import open_store
 from lmc.shapes import KVShape
@@ -56,8 +56,8 @@ def pieces_of(engine: CacheEngine, documents: list[list[int]]) -> list[Piece]:
     """Where the chunks of a prompt are that consists of these documents, all of which are stored."""
     prompt = [token for document in documents for token in document]
     spans = [Span(start, start + TOKENS) for start in range(0, len(prompt), TOKENS)]
-    view = PromptView(engine.token_chain(prompt), engine.documents(prompt, spans))
-    pieces = engine.look(view).pieces
+    match = Match(prompt=len(prompt), exact_stop=len(prompt), documents=engine.documents(prompt, spans))
+    pieces = engine.look(match, engine.token_chain(prompt)).pieces
     assert len(pieces) == len(documents)
     return pieces
 

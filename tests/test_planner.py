@@ -11,7 +11,7 @@ from storage_fakes import key_of, note_load
 
 from lmc.blend.segments import Span
 from lmc.engine.pieces import Piece
-from lmc.engine.planner import DocumentLookup, Lookup, Plan, Wish, blend_offer, choose_plan, make_plan
+from lmc.engine.planner import DocumentMatch, Match, Plan, blend_offer, choose_plan, make_plan
 from lmc.keys import RecordKind
 from lmc.storage.cost_model import CostModel, LoadPolicy
 from lmc.storage.places import MEMORY
@@ -39,15 +39,11 @@ def document(name, start, *places, last=N, exact=False, behind=0, learnable=True
         key, at = key_of(f"{name}{i}"), start + N * i
         pieces.append(Piece.whole(RecordKind.DOCUMENT, key, tokens, at, behind + N * i, place, exact=exact))
     span = Span(start, pieces[-1].stop)
-    return DocumentLookup(span=span, pieces=tuple(pieces), learnable=learnable)
+    return DocumentMatch(span=span, pieces=tuple(pieces), learnable=learnable)
 
 
-def lookup(*documents, exact=()):
-    return Lookup(exact=tuple(exact), documents=documents)
-
-
-def wish(prompt=100, **more):
-    return Wish(**{"prompt": prompt, "exact_stop": prompt, "document_stop": prompt - 1, **more})
+def match(*documents, exact=(), prompt=100, **limits):
+    return Match(**{"prompt": prompt, "exact_stop": prompt, "exact": tuple(exact), "documents": documents, **limits})
 
 
 def where(pieces):
@@ -64,54 +60,57 @@ def spans(pieces):
 
 @pytest.mark.parametrize("local", [0, 7])
 def test_of_nothing_nothing_is_taken(local):
-    assert make_plan(lookup(), wish(local=local)) == Plan(reach=local, stop=local)
+    given = match(local=local)
+    assert make_plan(given) == Plan(match=given, reach=local, stop=local)
 
 
 def test_the_run_from_the_start_is_taken_in_order():
-    plan = make_plan(lookup(exact=run_of("host", "disk", "redis")), wish())
-    assert plan == Plan(exact=run_of("host", "disk", "redis"), reach=30, stop=30)
+    given = match(exact=run_of("host", "disk", "redis"))
+    plan = make_plan(given)
+    assert plan == Plan(match=given, exact=run_of("host", "disk", "redis"), reach=30, stop=30)
     assert (plan.pieces, plan.tokens, plan.approximate) == (plan.exact, 30, ())
 
 
 def test_tokens_that_the_engine_has_itself_are_left_out():
-    plan = make_plan(lookup(exact=run_of("host", "host", "host")), wish(local=15))
+    plan = make_plan(match(exact=run_of("host", "host", "host"), local=15))
     assert where(plan.exact) == [(key_of("e1"), 15, 5, 5, 15), (key_of("e2"), 20, 10, 0, 20)]
     assert (plan.reach, plan.stop, plan.tokens) == (30, 30, 15)
 
 
 def test_a_run_that_the_engine_has_itself_brings_nothing():
-    assert make_plan(lookup(exact=run_of("host", "host")), wish(local=20)) == Plan(reach=20, stop=20)
+    given = match(exact=run_of("host", "host"), local=20)
+    assert make_plan(given) == Plan(match=given, reach=20, stop=20)
 
 
 @pytest.mark.parametrize("change", [{"memory_only": True}, {"lost": frozenset({key_of("e0")})}])
 def test_a_chunk_that_the_engine_has_itself_need_not_be_usable(change):
     """A chunk on a slow tier ended the run, though the engine had its tokens and the next chunks were in memory."""
-    found = lookup(exact=run_of("disk", "host", "host"))
-    assert spans(make_plan(found, wish(local=N, **change)).exact) == [(N, 2 * N), (2 * N, 3 * N)]
+    found = match(exact=run_of("disk", "host", "host"))
+    assert spans(make_plan(replace(found, local=N, **change)).exact) == [(N, 2 * N), (2 * N, 3 * N)]
 
 
 def test_nothing_is_taken_exactly_behind_the_exact_stop():
-    plan = make_plan(lookup(exact=run_of("host", "host", "host")), wish(exact_stop=14))
+    plan = make_plan(match(exact=run_of("host", "host", "host"), exact_stop=14))
     assert where(plan.exact) == [(key_of("e0"), 0, 10, 0, 0), (key_of("e1"), 10, 4, 0, 10)]
     assert plan.reach == plan.stop == 14
 
 
 def test_the_run_ends_before_a_chunk_that_did_not_come():
-    plan = make_plan(lookup(exact=run_of("host", "disk", "host")), wish(lost=frozenset({key_of("e1")})))
+    plan = make_plan(match(exact=run_of("host", "disk", "host"), lost=frozenset({key_of("e1")})))
     assert spans(plan.exact) == [(0, 10)]
     assert plan.reach == 10
 
 
 def test_without_loading_the_run_ends_before_the_first_chunk_on_a_tier():
-    found = lookup(exact=run_of("host", "device", "disk", "host"))
-    assert spans(make_plan(found, wish(memory_only=True)).exact) == [(0, 10), (10, 20)]
-    assert make_plan(found, wish()).reach == 40
+    found = match(exact=run_of("host", "device", "disk", "host"))
+    assert spans(make_plan(replace(found, memory_only=True)).exact) == [(0, 10), (10, 20)]
+    assert make_plan(found).reach == 40
 
 
 def test_a_document_at_the_start_is_exact_and_continues_the_run():
     """The run may end inside of one of the document's chunks, of which only the rest is taken."""
-    found = lookup(document("a", 0, "host", "host", "host", exact=True), exact=run_of("host", "host", size=7))
-    plan = make_plan(found, wish())
+    found = match(document("a", 0, "host", "host", "host", exact=True), exact=run_of("host", "host", size=7))
+    plan = make_plan(found)
     assert where(plan.exact) == [
         (key_of("e0"), 0, 7, 0, 0),
         (key_of("e1"), 7, 7, 0, 7),
@@ -122,13 +121,13 @@ def test_a_document_at_the_start_is_exact_and_continues_the_run():
 
 
 def test_a_document_at_the_start_needs_no_run_before_it():
-    plan = make_plan(lookup(document("a", 0, "disk", "host", last=3, exact=True)), wish())
+    plan = make_plan(match(document("a", 0, "disk", "host", last=3, exact=True)))
     assert spans(plan.exact) == [(0, 10), (10, 13)]
 
 
 def test_a_document_behind_the_tokens_that_it_was_learned_behind_continues_the_run():
     a = document("a", 4, "host", "host", exact=True, behind=4)
-    plan = make_plan(lookup(a, exact=run_of("host", size=4)), wish())
+    plan = make_plan(match(a, exact=run_of("host", size=4)))
     assert where(plan.exact) == [
         (key_of("e0"), 0, 4, 0, 0),
         (key_of("a0"), 4, 10, 0, 4),
@@ -139,14 +138,14 @@ def test_a_document_behind_the_tokens_that_it_was_learned_behind_continues_the_r
 
 def test_the_engine_s_own_tokens_may_stand_before_such_a_document():
     a = document("a", 4, "host", "host", exact=True, behind=4)
-    plan = make_plan(lookup(a), wish(local=4))
+    plan = make_plan(match(a, local=4))
     assert spans(plan.exact) == [(4, 14), (14, 24)]
-    assert spans(make_plan(lookup(a), wish(local=16)).exact) == [(16, 24)]
+    assert spans(make_plan(match(a, local=16)).exact) == [(16, 24)]
 
 
 def test_the_exact_part_ends_where_a_chunk_of_the_document_is_missing():
     """The chunk behind the gap is right for this prompt, but without other documents there is no blend to use it."""
-    plan = make_plan(lookup(document("a", 0, "host", None, "host", exact=True)), wish())
+    plan = make_plan(match(document("a", 0, "host", None, "host", exact=True)))
     assert spans(plan.pieces) == [(0, 10)]
     assert (plan.reach, plan.stop, plan.note) == (10, 10, "")
     assert plan.unknown == (Span(0, 30),)
@@ -154,14 +153,14 @@ def test_the_exact_part_ends_where_a_chunk_of_the_document_is_missing():
 
 def test_an_exact_document_behind_a_gap_is_used_only_beside_others():
     a, b = document("a", 4, "host", exact=True, behind=4), document("b", 30, "host")
-    assert make_plan(lookup(a), wish()) == Plan()
-    plan = make_plan(lookup(a, b), wish())
+    assert make_plan(match(a)) == Plan(match=match(a))
+    plan = make_plan(match(a, b))
     assert (spans(plan.exact), spans(plan.documents), spans(plan.approximate)) == ([], [(4, 14), (30, 40)], [(30, 40)])
     assert (plan.reach, plan.stop) == (0, 100)
 
 
 def test_exact_documents_end_at_the_exact_stop_too():
-    plan = make_plan(lookup(document("a", 0, "host", "host", exact=True)), wish(exact_stop=13))
+    plan = make_plan(match(document("a", 0, "host", "host", exact=True), exact_stop=13))
     assert spans(plan.exact) == [(0, 10), (10, 13)]
     assert plan.documents == (), "what is behind it is no reason for a blend"
 
@@ -171,64 +170,66 @@ def test_exact_documents_end_at_the_exact_stop_too():
 
 def test_documents_are_taken_behind_the_exact_part():
     a, b = document("a", 25, "host", "disk", last=5), document("b", 60, "host")
-    plan = make_plan(lookup(a, b, exact=run_of("host", "host")), wish())
+    plan = make_plan(match(a, b, exact=run_of("host", "host")))
     assert spans(plan.exact) == [(0, 10), (10, 20)]
     assert plan.documents == plan.approximate == a.pieces + b.pieces
     assert (plan.reach, plan.tokens, plan.unknown, plan.note) == (20, 45, (), "")
 
 
 def test_a_document_that_the_exact_part_covers_is_taken_only_behind_it():
-    plan = make_plan(lookup(document("a", 5, "host", "host", "host"), exact=run_of("host", "host")), wish())
+    plan = make_plan(match(document("a", 5, "host", "host", "host"), exact=run_of("host", "host")))
     assert where(plan.documents) == [(key_of("a1"), 20, 5, 5, 15), (key_of("a2"), 25, 10, 0, 20)]
     assert plan.reach == 20
 
 
 def test_a_document_that_the_engine_has_itself_is_not_taken():
-    assert spans(make_plan(lookup(document("a", 5, "host", "host")), wish(local=18)).documents) == [(18, 25)]
-    assert make_plan(lookup(document("a", 5, "host", "host")), wish(local=25)) == Plan(reach=25, stop=25)
+    assert spans(make_plan(match(document("a", 5, "host", "host"), local=18)).documents) == [(18, 25)]
+    given = match(document("a", 5, "host", "host"), local=25)
+    assert make_plan(given) == Plan(match=given, reach=25, stop=25)
 
 
-def test_no_document_is_taken_behind_the_document_stop():
-    found = lookup(document("a", 5, "host", "host"), document("b", 30, "host"))
-    assert spans(make_plan(found, wish(document_stop=18)).documents) == [(5, 15), (15, 18)]
-    assert make_plan(found, wish(document_stop=5)) == Plan()
+def test_no_document_is_taken_behind_the_prompt_s_last_but_one_token():
+    found = match(document("a", 5, "host", "host"), document("b", 30, "host"))
+    assert spans(make_plan(replace(found, prompt=19)).documents) == [(5, 15), (15, 18)]
+    short = replace(found, prompt=6)
+    assert make_plan(short) == Plan(match=short)
 
 
 def test_a_blend_provides_the_whole_prompt_or_all_up_to_its_last_document():
-    found = lookup(document("a", 5, "host"), document("b", 30, "host"), exact=run_of("host", size=3))
-    assert make_plan(found, wish(whole_prompt=True)).stop == 100
-    assert make_plan(found, wish(whole_prompt=False)).stop == 40
-    assert make_plan(found, wish(whole_prompt=False, document_stop=33)).stop == 33
+    found = match(document("a", 5, "host"), document("b", 30, "host"), exact=run_of("host", size=3))
+    assert make_plan(replace(found, whole_prompt=True)).stop == 100
+    assert make_plan(replace(found, whole_prompt=False)).stop == 40
+    assert make_plan(replace(found, whole_prompt=False, prompt=34)).stop == 33
 
 
 def test_what_is_stored_of_a_document_is_used_and_the_document_is_to_be_learned():
     a, b = document("a", 5, "host", None, "disk", None), document("b", 60, "host")
-    plan = make_plan(lookup(a, b), wish())
+    plan = make_plan(match(a, b))
     assert spans(plan.documents) == [(5, 15), (25, 35), (60, 70)]
     assert plan.unknown == (Span(5, 45),)
 
 
 def test_text_that_may_be_no_document_is_used_and_never_learned():
-    plan = make_plan(lookup(document("a", 5, "host", None, learnable=False)), wish())
+    plan = make_plan(match(document("a", 5, "host", None, learnable=False)))
     assert (spans(plan.documents), plan.unknown) == ([(5, 15)], ())
 
 
 def test_a_document_of_which_nothing_is_stored_is_to_be_learned():
-    plan = make_plan(lookup(document("a", 0, None, None, last=4), document("b", 20, None)), wish())
-    assert plan == Plan(unknown=(Span(0, 14), Span(20, 30)))
+    given = match(document("a", 0, None, None, last=4), document("b", 20, None))
+    assert make_plan(given) == Plan(match=given, unknown=(Span(0, 14), Span(20, 30)))
 
 
 def test_a_chunk_that_did_not_come_is_not_taken_again_and_its_document_is_to_be_learned():
     lost = frozenset({key_of("a1"), key_of("b0")})
     a, b = document("a", 0, "host", "host", exact=True), document("b", 30, "disk", "disk")
-    plan = make_plan(lookup(a, b), wish(lost=lost))
+    plan = make_plan(match(a, b, lost=lost))
     assert (spans(plan.exact), spans(plan.documents)) == ([(0, 10)], [(40, 50)])
     assert plan.unknown == (a.span, b.span)
 
 
 def test_without_loading_a_document_on_a_tier_is_not_taken_and_yet_known():
-    found = lookup(document("a", 5, "host", "disk", "device"), document("b", 40, "redis"))
-    plan = make_plan(found, wish(memory_only=True))
+    found = match(document("a", 5, "host", "disk", "device"), document("b", 40, "redis"))
+    plan = make_plan(replace(found, memory_only=True))
     assert (spans(plan.documents), plan.unknown) == ([(5, 15), (25, 35)], ())
 
 
@@ -236,51 +237,50 @@ def test_without_loading_a_document_on_a_tier_is_not_taken_and_yet_known():
 
 
 def test_too_few_tokens_of_documents_are_not_blended():
-    found = lookup(document("a", 15, "host", "host", None), exact=run_of("host"))
-    assert spans(make_plan(found, wish(min_tokens=20)).documents) == [(15, 25), (25, 35)]
-    plan = make_plan(found, wish(min_tokens=21))
+    found = match(document("a", 15, "host", "host", None), exact=run_of("host"))
+    assert spans(make_plan(replace(found, min_tokens=20)).documents) == [(15, 25), (25, 35)]
+    plan = make_plan(replace(found, min_tokens=21))
     assert plan.note == "20 tokens of stored documents are fewer than blend_min_tokens=21"
     assert (spans(plan.pieces), plan.stop, plan.unknown) == ([(0, 10)], 10, (Span(15, 45),))
 
 
 def test_only_tokens_that_are_used_and_that_a_blend_repairs_count():
-    found = lookup(document("a", 4, "host", "host", exact=True, behind=4), document("b", 30, "host", "host"))
-    assert make_plan(found, wish(min_tokens=21)).note.startswith("20 tokens")
-    plan = make_plan(found, wish(min_tokens=20, local=31))  # The engine has one of the 20.
+    found = match(document("a", 4, "host", "host", exact=True, behind=4), document("b", 30, "host", "host"))
+    assert make_plan(replace(found, min_tokens=21)).note.startswith("20 tokens")
+    plan = make_plan(replace(found, min_tokens=20, local=31))  # The engine has one of the 20.
     assert (plan.documents, plan.stop, plan.note) == ((), 31, "")
 
 
-@pytest.mark.parametrize(
-    "found", [lookup(), lookup(exact=run_of("host")), lookup(document("a", 0, "disk", exact=True))]
-)
+@pytest.mark.parametrize("found", [match(), match(exact=run_of("host")), match(document("a", 0, "disk", exact=True))])
 def test_a_prompt_without_approximate_documents_needs_no_note(found):
-    plan = make_plan(found, wish(min_tokens=50, block_size=64, refused="blending is off"))
+    plan = make_plan(replace(found, min_tokens=50, block_size=64, refused="blending is off"))
     assert plan.note == ""
 
 
 def test_where_documents_are_refused_the_exact_part_is_taken_and_the_reason_is_given():
     a, b = document("a", 0, "host", exact=True), document("b", 20, "host", None)
-    plan = make_plan(lookup(a, b), wish(refused="blending is off", min_tokens=50))
-    assert plan == Plan(exact=a.pieces, reach=10, stop=10, unknown=(b.span,), note="blending is off")
+    given = match(a, b, refused="blending is off", min_tokens=50)
+    expected = Plan(match=given, exact=a.pieces, reach=10, stop=10, unknown=(b.span,), note="blending is off")
+    assert make_plan(given) == expected
 
 
 @pytest.mark.parametrize(
     ("at", "prompt", "blended"),
-    [(31, 40, True), (32, 40, False), (36, 40, False), (32, 48, True), (47, 48, True), (48, 63, False), (48, 64, True)],
+    [(31, 40, True), (32, 40, False), (36, 40, False), (32, 48, True), (46, 48, True), (48, 63, False), (48, 64, True)],
 )
 def test_approximate_kv_begins_in_a_block_that_the_prompt_fills(at, prompt, blended):
-    plan = make_plan(lookup(document("a", at, "host", "host")), wish(prompt, document_stop=prompt, block_size=16))
+    plan = make_plan(match(document("a", at, "host", "host"), prompt=prompt, block_size=16))
     assert bool(plan.documents) == blended
     assert ("begin in the prompt's last block" in plan.note) != blended
 
 
 def test_what_counts_is_where_approximate_kv_begins_behind_what_is_exact():
-    block = {"block_size": 16, "document_stop": 40}
+    block = {"prompt": 40, "block_size": 16}
     a, b = document("a", 4, "host", exact=True, behind=4), document("b", 26, "host", last=9)
-    assert spans(make_plan(lookup(a, b), wish(40, **block)).approximate) == [(26, 35)]
-    assert "last block" in make_plan(lookup(a, b), wish(40, local=32, **block)).note
+    assert spans(make_plan(match(a, b, **block)).approximate) == [(26, 35)]
+    assert "last block" in make_plan(match(a, b, local=32, **block)).note
     late = document("b", 33, "host", last=5)
-    assert "last block" in make_plan(lookup(a, late), wish(40, **block)).note, "the exact document is not what counts"
+    assert "last block" in make_plan(match(a, late, **block)).note, "the exact document is not what counts"
 
 
 # -- loading or computing ------------------------------------------------------------------------------------------
@@ -312,20 +312,17 @@ def size_of(piece):
 
 
 SLOW, FAST = 1.0, 0.0001
-MIXED = lookup(document("b", 40, "disk", "host"), exact=run_of("host", "disk", "host"))
+MIXED = match(document("b", 40, "disk", "host"), exact=run_of("host", "disk", "host"))
 
 
 @pytest.mark.parametrize(("cost", "policy"), [(measured(FAST), AUTO), (Listening(), AUTO), (measured(SLOW), ALWAYS)])
 def test_what_is_faster_loaded_or_not_known_or_always_to_be_loaded_is_in_the_plan(cost, policy):
-    given = wish()
-    assert choose_plan(MIXED, given, size_of, cost, policy) == (make_plan(MIXED, given), given)
+    assert choose_plan(MIXED, size_of, cost, policy) == make_plan(MIXED)
 
 
 def test_what_is_faster_computed_is_left_out_and_the_plan_says_so():
-    given = wish()
-    plan, near = choose_plan(MIXED, given, size_of, measured(SLOW), AUTO)
-    assert near == replace(given, memory_only=True)
-    assert replace(plan, skipped=0, note="") == make_plan(MIXED, near)
+    plan = choose_plan(MIXED, size_of, measured(SLOW), AUTO)
+    assert replace(plan, skipped=0, note="") == make_plan(replace(MIXED, memory_only=True))
     assert (spans(plan.exact), spans(plan.documents)) == ([(0, 10)], [(50, 60)])
     assert plan.skipped == 30
     assert plan.note.startswith("stored tokens were computed, in about 30 s: loading them would take about 2e+03 s")
@@ -334,27 +331,27 @@ def test_what_is_faster_computed_is_left_out_and_the_plan_says_so():
 def test_a_plan_from_memory_that_takes_more_skips_nothing():
     """With the chunks on the tier too few tokens of documents were left for a blend, and `skipped` became negative."""
     documents = document("a", 0, *["host"] * 5), document("b", 50, "host", "host")
-    found = lookup(*documents, exact=run_of(*["disk"] * 6))
-    plan, _ = choose_plan(found, wish(min_tokens=16), size_of, measured(SLOW), AUTO)
+    found = match(*documents, exact=run_of(*["disk"] * 6))
+    plan = choose_plan(replace(found, min_tokens=16), size_of, measured(SLOW), AUTO)
     assert (plan.tokens, plan.skipped) == (70, 0)
 
 
 def test_a_policy_that_never_loads_needs_no_measurements():
-    plan, near = choose_plan(MIXED, wish(), size_of, Listening(), NEVER)
+    plan = choose_plan(MIXED, size_of, Listening(), NEVER)
     assert (plan.skipped, plan.note) == (30, "stored tokens were not loaded: load_policy is never")
-    assert near.memory_only
+    assert plan.match.memory_only
 
 
 def test_a_plan_from_memory_alone_is_the_whole_plan_whatever_loading_takes():
-    found = lookup(document("a", 30, "device"), exact=run_of("host"))
-    plan, near = choose_plan(found, wish(), size_of, measured(SLOW), NEVER)
-    assert plan == make_plan(found, wish())
-    assert near.memory_only, "a chunk that goes to a tier meanwhile is not loaded either"
+    found = match(document("a", 30, "device"), exact=run_of("host"))
+    plan = choose_plan(found, size_of, measured(SLOW), NEVER)
+    assert replace(plan, match=found) == make_plan(found)
+    assert plan.match.memory_only, "a chunk that goes to a tier meanwhile is not loaded either"
 
 
 def test_every_reason_is_given():
     """Without its chunks on tiers the plan may have too few tokens for a blend."""
-    plan, _ = choose_plan(MIXED, wish(min_tokens=11), size_of, measured(SLOW), AUTO)
+    plan = choose_plan(replace(MIXED, min_tokens=11), size_of, measured(SLOW), AUTO)
     assert (spans(plan.pieces), plan.skipped) == ([(0, 10)], 40)
     few, slow = plan.note.split("; ")
     assert few == "10 tokens of stored documents are fewer than blend_min_tokens=11"
@@ -364,7 +361,7 @@ def test_every_reason_is_given():
 def test_what_loading_would_bring_is_offered():
     """An exact chunk in memory is of no use without those before it; a document's chunk in memory is."""
     cost = measured(FAST)
-    choose_plan(MIXED, wish(ratio=0.15), size_of, cost, AUTO)
+    choose_plan(replace(MIXED, ratio=0.15), size_of, cost, AUTO)
     (offer,) = cost.offers
     assert offer.records == [("disk", 1000), ("disk", 1000)]
     assert (offer.exact, offer.reused, offer.ratio, offer.prompt) == (20, 10, 0.15, 100)
@@ -372,8 +369,8 @@ def test_what_loading_would_bring_is_offered():
 
 def test_only_tokens_that_are_used_are_offered_but_whole_records():
     cost = measured(FAST)
-    found = lookup(document("b", 40, "redis", last=8), exact=run_of("disk", "disk"))
-    choose_plan(found, wish(local=15, document_stop=43), size_of, cost, AUTO)
+    found = match(document("b", 40, "redis", last=8), exact=run_of("disk", "disk"))
+    choose_plan(replace(found, local=15, prompt=44), size_of, cost, AUTO)
     (offer,) = cost.offers
     assert offer.records == [("disk", 1000), ("redis", 800)]
     assert (offer.exact, offer.reused) == (5, 3)
@@ -381,14 +378,14 @@ def test_only_tokens_that_are_used_are_offered_but_whole_records():
 
 def test_a_record_that_is_used_twice_is_loaded_once():
     cost = measured(FAST)
-    plan, _ = choose_plan(lookup(document("a", 5, "disk"), document("a", 45, "disk")), wish(), size_of, cost, AUTO)
+    plan = choose_plan(match(document("a", 5, "disk"), document("a", 45, "disk")), size_of, cost, AUTO)
     assert spans(plan.documents) == [(5, 15), (45, 55)]
     (offer,) = cost.offers
     assert (offer.records, offer.reused) == ([("disk", 1000)], 20)
 
 
-def test_a_lookup_lists_what_is_stored():
-    found = lookup(document("a", 5, "disk", None), document("b", 45, None), exact=run_of("host"))
+def test_a_match_lists_what_is_stored():
+    found = match(document("a", 5, "disk", None), document("b", 45, None), exact=run_of("host"))
     assert [piece.key for piece in found.pieces] == [key_of("e0"), key_of("a0")]
 
 
@@ -399,7 +396,7 @@ places = st.sampled_from(["device", "host", "disk", "redis", None])
 
 @st.composite
 def snapshots(draw):
-    """A lookup and a wish: a run, and documents in order, of which some are exact and chunks of some are missing."""
+    """A match: a run, and documents in order, of which some are exact and chunks of some are missing."""
     local = draw(st.integers(0, 25))
     exact, at = [], 0
     for i in range(draw(st.integers(0, 5))):
@@ -414,14 +411,14 @@ def snapshots(draw):
         one = {"last": draw(st.integers(1, N)), "exact": draw(st.booleans()), "learnable": draw(st.booleans())}
         documents.append(document(name, at, *chunks, behind=draw(st.integers(0, 3)), **one))
         at = documents[-1].span.stop
-    found = Lookup(exact=tuple(exact), documents=tuple(documents))
     prompt = draw(st.integers(1, max(at, 40) + 10))
+    found = Match(
+        prompt=prompt, exact_stop=draw(st.integers(0, prompt)), exact=tuple(exact), documents=tuple(documents)
+    )
     keys = [piece.key for piece in found.pieces]
-    return found, Wish(
-        prompt=prompt,
+    return replace(
+        found,
         local=local,
-        exact_stop=draw(st.integers(0, prompt)),
-        document_stop=draw(st.integers(0, prompt)),
         min_tokens=draw(st.sampled_from([0, 0, 5, 30])),
         whole_prompt=draw(st.booleans()),
         block_size=draw(st.sampled_from([1, 4, 16])),
@@ -431,36 +428,35 @@ def snapshots(draw):
     )
 
 
-def usable(piece, asked):
-    there = piece.place in MEMORY if asked.memory_only else piece.place is not None
-    return there and piece.key not in asked.lost
+def usable(piece, found):
+    stored = piece.place in MEMORY if found.memory_only else piece.place is not None
+    return stored and piece.key not in found.lost
 
 
-def reach_of(found, asked):
+def reach_of(found):
     """How far exact KV goes, token by token."""
     leading = []
-    for piece in (one for one in found.exact if one.stop > asked.local):
-        if not usable(piece, asked):
+    for piece in (one for one in found.exact if one.stop > found.local):
+        if not usable(piece, found):
             break
         leading.append(piece)
-    leading += [p for one in found.documents for p in one.pieces if p.exact and usable(p, asked)]
-    reach = asked.local
-    while reach < asked.exact_stop and any(piece.at <= reach < piece.stop for piece in leading):
+    leading += [p for one in found.documents for p in one.pieces if p.exact and usable(p, found)]
+    reach = found.local
+    while reach < found.exact_stop and any(piece.at <= reach < piece.stop for piece in leading):
         reach += 1
     return reach
 
 
 @settings(max_examples=200, deadline=None)
 @given(snapshots())
-def test_pieces_of_a_plan_lie_one_behind_the_other_where_they_may(given):
-    found, asked = given
-    plan = make_plan(found, asked)
+def test_pieces_of_a_plan_lie_one_behind_the_other_where_they_may(found):
+    plan = make_plan(found)
     pieces = plan.pieces
     assert all(one.stop <= other.at for one, other in itertools.pairwise(pieces))
-    assert all(piece.tokens > 0 and piece.at >= asked.local for piece in pieces)
-    assert all(piece.stop <= asked.exact_stop for piece in plan.exact)
-    assert all(plan.reach <= piece.at and piece.stop <= asked.document_stop for piece in plan.documents)
-    borders = [asked.local, *(piece.stop for piece in plan.exact)]
+    assert all(piece.tokens > 0 and piece.at >= found.local for piece in pieces)
+    assert all(piece.stop <= found.exact_stop for piece in plan.exact)
+    assert all(plan.reach <= piece.at and piece.stop < found.prompt for piece in plan.documents)
+    borders = [found.local, *(piece.stop for piece in plan.exact)]
     assert [piece.at for piece in plan.exact] == borders[:-1]
     assert plan.reach == borders[-1]
     assert all(piece.exact for piece in plan.exact)
@@ -469,12 +465,11 @@ def test_pieces_of_a_plan_lie_one_behind_the_other_where_they_may(given):
 
 @settings(max_examples=200, deadline=None)
 @given(snapshots())
-def test_each_piece_is_a_part_of_a_stored_chunk_that_may_be_used(given):
-    found, asked = given
+def test_each_piece_is_a_part_of_a_stored_chunk_that_may_be_used(found):
     everything = [*found.exact, *(piece for one in found.documents for piece in one.pieces)]
-    for piece in make_plan(found, asked).pieces:
+    for piece in make_plan(found).pieces:
         (source,) = [one for one in everything if one.key == piece.key]
-        assert usable(source, asked)
+        assert usable(source, found)
         moved = piece.at - source.at
         assert piece == replace(source, at=piece.at, tokens=piece.tokens, skip=moved, first=source.first + moved)
         assert moved >= 0
@@ -483,35 +478,34 @@ def test_each_piece_is_a_part_of_a_stored_chunk_that_may_be_used(given):
 
 @settings(max_examples=200, deadline=None)
 @given(snapshots())
-def test_a_plan_uses_everything_that_is_stored_or_says_why_not(given):
-    found, asked = given
-    plan = make_plan(found, asked)
-    assert plan.reach == reach_of(found, asked)
-    pieces = [piece for one in found.documents for piece in one.pieces if usable(piece, asked)]
-    room = range(plan.reach, max(plan.reach, asked.document_stop))
+def test_a_plan_uses_everything_that_is_stored_or_says_why_not(found):
+    plan = make_plan(found)
+    assert plan.reach == reach_of(found)
+    pieces = [piece for one in found.documents for piece in one.pieces if usable(piece, found)]
+    room = range(plan.reach, max(plan.reach, found.prompt - 1))
     wanted = {at for piece in pieces for at in range(piece.at, piece.stop) if at in room}
     repaired = {at for piece in pieces if not piece.exact for at in range(piece.at, piece.stop) if at in room}
     taken = {at for piece in plan.documents for at in range(piece.at, piece.stop)}
-    few = len(repaired) < asked.min_tokens
-    fills = bool(repaired) and (min(repaired) // asked.block_size + 1) * asked.block_size <= asked.prompt
-    assert taken == (wanted if fills and not few and not asked.refused else set())
+    few = len(repaired) < found.min_tokens
+    fills = bool(repaired) and (min(repaired) // found.block_size + 1) * found.block_size <= found.prompt
+    assert taken == (wanted if fills and not few and not found.refused else set())
     if repaired:
-        few_at_all = sum(piece.tokens for piece in pieces if not piece.exact) < asked.min_tokens
-        assert bool(plan.note) == (bool(asked.refused) or few_at_all or not (few or fills))
+        few_at_all = sum(piece.tokens for piece in pieces if not piece.exact) < found.min_tokens
+        assert bool(plan.note) == (bool(found.refused) or few_at_all or not (few or fills))
 
 
 @settings(max_examples=200, deadline=None)
 @given(snapshots(), st.sampled_from([SLOW, FAST]))
-def test_the_same_snapshot_gives_the_same_plan_and_is_not_changed(given, byte):
-    before = copy.deepcopy(given)
-    plans = [choose_plan(*given, size_of, measured(byte), AUTO) for _ in range(2)]
+def test_the_same_snapshot_gives_the_same_plan_and_is_not_changed(found, byte):
+    before = copy.deepcopy(found)
+    plans = [choose_plan(found, size_of, measured(byte), AUTO) for _ in range(2)]
     assert plans[0] == plans[1]
-    assert given == before
+    assert found == before
 
 
 def test_nothing_of_a_plan_can_be_changed():
-    found = lookup(document("a", 5, "host"), exact=run_of("host"))
-    for one in (found, found.documents[0], found.exact[0], wish(), make_plan(found, wish())):
+    found = match(document("a", 5, "host"), exact=run_of("host"))
+    for one in (found, found.documents[0], found.exact[0], make_plan(found)):
         for field in fields(one):
             with pytest.raises(FrozenInstanceError):
                 setattr(one, field.name, None)
@@ -527,29 +521,27 @@ def ten_bytes_each(piece: Piece) -> int:
 
 def test_what_a_blend_computes_counts_the_question_twice():
     a, b = document("a", 20, "host", "host"), document("b", 45, "disk")
-    found, asked = lookup(a, b), wish(100, ratio=0.5, twice=12)
-    plan = make_plan(found, asked)
+    found = match(a, b, ratio=0.5, twice=12)
+    plan = make_plan(found)
     reused = sum(piece.tokens for piece in plan.approximate)
-    offer = blend_offer(plan, asked, ten_bytes_each)
+    offer = blend_offer(plan, ten_bytes_each)
     assert (offer.rows, offer.tokens, offer.length) == (100 - reused + reused / 2 + 12, 100, 100)
     assert offer.records == [("disk", 10 * N)]
-    assert blend_offer(plan, wish(100, ratio=0.5), ten_bytes_each) is None, "it is not asked"
+    assert blend_offer(make_plan(replace(found, twice=None)), ten_bytes_each) is None, "it is not asked"
 
 
 def test_the_tokens_that_the_engine_has_are_not_prefilled():
     a = document("a", 20, "host", "host")
-    asked = wish(100, local=24, ratio=0.5, twice=12)
-    offer = blend_offer(make_plan(lookup(a), asked), asked, ten_bytes_each)
+    offer = blend_offer(make_plan(match(a, local=24, ratio=0.5, twice=12)), ten_bytes_each)
     assert (offer.tokens, offer.length) == (76, 124)
 
 
 def test_without_a_blend_that_would_be_slow_the_exact_part_is_left_and_a_note_says_why():
     cost = CostModel()
-    found = lookup(document("a", 20, "host", "host"), exact=run_of("host"))
-    asked = wish(100, ratio=1.0, twice=12)
-    plan, left = choose_plan(found, asked, ten_bytes_each, cost, AUTO)
+    found = match(document("a", 20, "host", "host"), exact=run_of("host"), ratio=1.0, twice=12)
+    plan = choose_plan(found, ten_bytes_each, cost, AUTO)
     assert (plan.exact, plan.documents, plan.skipped) == (run_of("host"), (), 2 * N)
-    assert plan.note == left.refused
+    assert plan.note == plan.match.refused
     assert plan.note.startswith("stored documents were computed: a blend would compute ")
-    assert choose_plan(found, asked, ten_bytes_each, cost, ALWAYS)[0].documents
-    assert choose_plan(found, wish(100, ratio=1.0), ten_bytes_each, cost, AUTO)[0].documents, "a wish that does not ask"
+    assert choose_plan(found, ten_bytes_each, cost, ALWAYS).documents
+    assert choose_plan(replace(found, twice=None), ten_bytes_each, cost, AUTO).documents, "it is not asked"

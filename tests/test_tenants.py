@@ -23,7 +23,7 @@ from lmc.commands.cli import app
 from lmc.config.redis_url import parse_redis_url
 from lmc.config.settings import Settings
 from lmc.connectors.transformers import CachedModel
-from lmc.engine import PromptView
+from lmc.engine import Match
 from lmc.errors import ConfigError, LmcError
 from lmc.keys import ChunkKey, RecordKind, exact_keys
 from lmc.storage.tiers.redis import RedisTier
@@ -59,7 +59,8 @@ def finds(cached: CachedModel) -> list[str]:
     found = [f"document {i}" for i, tokens in enumerate(DOCUMENTS) if cached.knows(tokens)]
     asked = [key for keys in keys_of(cached, (*DOCUMENTS, SYSTEM, PROMPT)) for key in keys]
     found += [place for place in engine.store.lookup(asked) if place is not None]
-    prefix = engine.look(PromptView(engine.token_chain(PROMPT, cached._salt))).exact
+    whole = Match(prompt=len(PROMPT), exact_stop=len(PROMPT))
+    prefix = engine.look(whole, engine.token_chain(PROMPT, cached._salt)).exact
     return found + ["prefix"] * bool(prefix)
 
 

@@ -23,7 +23,7 @@ from lmc.config.settings import Settings
 from lmc.connectors.transformers import CachedModel
 from lmc.connectors.transformers.hf import cache_argument, identity, prefilled, rows_of
 from lmc.connectors.transformers.report import How, Report
-from lmc.engine import PromptView
+from lmc.engine import Match
 from lmc.errors import ConfigError, InputError, NoMemory, UnsupportedModel
 from lmc.storage import cost_model
 from lmc.storage.contract import Reservation
@@ -47,8 +47,8 @@ def prompt(*order: int, question: int = 0) -> list[int]:
 
 def stored_prefix(cached: CachedModel, ids: list[int]) -> int:
     """How many leading tokens of a prompt are stored as exact."""
-    found = cached.engine.look(PromptView(cached.engine.token_chain(ids)))
-    return sum(piece.tokens for piece in found.exact)
+    match = cached.engine.look(Match(prompt=len(ids), exact_stop=len(ids)), cached.engine.token_chain(ids))
+    return sum(piece.tokens for piece in match.exact)
 
 
 @pytest.fixture(params=["store in this process", "cache server"])
@@ -830,7 +830,8 @@ def test_at_ratio_one_documents_behind_a_sink_are_full_prefill(primer: list[int]
 def kv_of(cached: CachedModel, document: list[int]) -> list[torch.Tensor]:
     """The stored keys and values of a document, `[2, T, H, D]` of each layer."""
     placed = cached.engine.documents(document, [Span(0, len(document))])
-    pieces = cached.engine.look(PromptView(cached.engine.token_chain([]), placed)).documents[0].pieces
+    match = cached.engine.look(Match(prompt=0, exact_stop=0, documents=placed), cached.engine.token_chain([]))
+    pieces = match.documents[0].pieces
     assert all(piece.place for piece in pieces)
     with closing(cached.engine.layers(pieces, cached.layers.shape)) as reader:
         return [torch.cat(parts, dim=1).clone() for _, parts in reader]

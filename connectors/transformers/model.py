@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, closing
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ from lmc.connectors.transformers.layers import DecoderLayers
 from lmc.connectors.transformers.report import How, Prefilled, Report
 from lmc.connectors.transformers.selftest import prove_model
 from lmc.copies import settle
-from lmc.engine import CacheEngine, Geometry, NewChunk, Plan, PromptView, Wish
+from lmc.engine import CacheEngine, Geometry, Match, NewChunk, Plan
 from lmc.engine.identity import rope_name
 from lmc.errors import ChunkLost, ConfigError, InputError, UnsupportedModel
 from lmc.keys import ChunkKey, Namespace, RecordKind, chunk_bounds
@@ -240,7 +241,7 @@ class CachedModel(AbstractContextManager["CachedModel"]):
         self, prompt: list[int], how: How, policy: RecomputePolicy, started: float, lost: set[ChunkKey]
     ) -> Prefilled:
         segments = split(prompt, self.markers)
-        plan = Plan() if how == "full" else self._plan(prompt, segments, how, policy.ratios[-1], lost)
+        plan = self._plan(prompt, segments, how, policy.ratios[-1], lost)
         if self.blends and plan.pieces:
             # The blender is faster for exact prefixes, too: after a cached prefix, transformers' attention also reads
             # masked keys.
@@ -263,19 +264,21 @@ class CachedModel(AbstractContextManager["CachedModel"]):
 
     def _plan(self, prompt: list[int], segments: Segments, how: How, ratio: float, lost: set[ChunkKey]) -> Plan:
         """Plan which tokens of the prompt are loaded from the store."""
-        spans, start = ((), None) if how == "exact" else (segments.documents, segments.opening)
-        documents = self.engine.documents(prompt, spans, self._salt, start=start)
-        chain = self.engine.token_chain(prompt, self._salt, ends=[segments.system.stop])
-        wish = Wish(
+        # The last token is always computed, because its logits are needed.
+        match = Match(
             prompt=len(prompt),
-            exact_stop=len(prompt) - 1,  # The last token is always computed, because its logits are needed.
-            document_stop=len(prompt) - 1,
+            exact_stop=len(prompt) - 1,
             min_tokens=self.settings.blend_min_tokens,
             ratio=ratio,
             refused=self._refused,
             lost=frozenset(lost),
         )
-        return self.engine.plan(self.engine.look(PromptView(chain, documents)), wish)[0]
+        if how == "full":
+            return Plan(match=match)
+        spans, start = ((), None) if how == "exact" else (segments.documents, segments.opening)
+        documents = self.engine.documents(prompt, spans, self._salt, start=start)
+        chain = self.engine.token_chain(prompt, self._salt, ends=[segments.system.stop])
+        return self.engine.plan(self.engine.look(replace(match, documents=documents), chain))
 
     def _blended(self, prompt: list[int], question: int, plan: Plan, policy: RecomputePolicy) -> Computed:
         length, loaded, begun = len(prompt), Counter[str](), time.perf_counter()

@@ -1,13 +1,10 @@
 """The cache engine: finds, loads and stores the chunks of a prompt. Both connectors are built on it."""
 
 from lmc.documents.learn_queue import Unlearned
-from lmc.engine.cache_engine import CacheEngine, PromptView
+from lmc.engine.cache_engine import CacheEngine
 from lmc.engine.geometry import Geometry
 from lmc.engine.index import NewChunk
 from lmc.engine.pieces import Piece
-from lmc.engine.planner import DocumentLookup, Lookup, Plan, Wish
+from lmc.engine.planner import DocumentMatch, Match, Plan
 
-__all__ = [
-    "CacheEngine", "DocumentLookup", "Geometry", "Lookup", "NewChunk", "Piece", "Plan", "PromptView",
-    "Unlearned", "Wish",
-]  # fmt: skip
+__all__ = ["CacheEngine", "DocumentMatch", "Geometry", "Match", "NewChunk", "Piece", "Plan", "Unlearned"]

@@ -2,17 +2,17 @@
 
 It turns tokens into keys, and keys into stored bytes, for every connector. A request goes through these steps:
 
-PromptView   the parts of the prompt that may be stored, with their keys
-look         the tiers in which they are stored: one immutable snapshot
-plan         the parts to load, decided by the planner from the snapshot alone
-layers       the plan's KV, layer by layer, while the next layers are being loaded
-begin_…      slots for new chunks, which the connector fills and commits
+Match     what the request can use: its documents, which may be stored, and limits
+look      finds what is stored, and in which tiers: one immutable snapshot
+plan      the parts to load, decided by the planner from the snapshot alone
+layers    the plan's KV, layer by layer, while the next layers are being loaded
+begin_…   slots for new chunks, which the connector fills and commits
 """
 
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
@@ -29,7 +29,7 @@ from lmc.engine.geometry import Geometry
 from lmc.engine.index import BlockChain, CacheIndex, ExactChain, NewChunk, TokenChain, find_run
 from lmc.engine.names import Names
 from lmc.engine.pieces import Piece
-from lmc.engine.planner import DocumentLookup, Lookup, Plan, Wish, blend_offer, choose_plan, without_slow_blend
+from lmc.engine.planner import DocumentMatch, Match, Plan, blend_offer, choose_plan, without_slow_blend
 from lmc.errors import ChunkLost
 from lmc.keys import ChunkKey, Namespace, RecordKind, chunk_bounds, document_keys, tenant_of
 from lmc.shapes import GIB, KVShape
@@ -38,14 +38,6 @@ from lmc.storage.cost_model import BlendOffer, CostModel, LoadPolicy
 from lmc.storage.stats import StoreStats
 from lmc.storage.store import Store
 from lmc.storage.tiers.record import RecordMeta
-
-
-@dataclass(frozen=True, slots=True)
-class PromptView:
-    """The parts of a prompt that may be stored, with their keys."""
-
-    chain: ExactChain
-    documents: tuple[DocumentLookup, ...] = ()  # their `place` is not used: `look` sets it
 
 
 class CacheEngine:
@@ -101,7 +93,7 @@ class CacheEngine:
 
     def documents(
         self, prompt: Sequence[int], spans: Iterable[Span], salt: str = "", *, start: Span | None = None
-    ) -> tuple[DocumentLookup, ...]:
+    ) -> tuple[DocumentMatch, ...]:
         """Return the documents of a prompt, not looked up yet. Raises `InputError` for a token that is not a uint32.
 
         The text at the `start` of a prompt may be a document without a separator before it. It is never learned.
@@ -127,14 +119,14 @@ class CacheEngine:
 
     def _document(
         self, prompt: Sequence[int], span: Span, namespace: bytes, *, learnable: bool = True
-    ) -> DocumentLookup:
+    ) -> DocumentMatch:
         keys, before = self.document_keys(prompt[span.start : span.stop], namespace), len(self.prefix)
         exact = span.start == before and self._begins(prompt)
         pieces = [
             Piece.whole(RecordKind.DOCUMENT, key, stop - start, span.start + start, before + start, None, exact=exact)
             for key, (start, stop) in zip(keys, chunk_bounds(len(span), self.chunk_size), strict=True)
         ]
-        return DocumentLookup(span=span, pieces=tuple(pieces), learnable=learnable)
+        return DocumentMatch(span=span, pieces=tuple(pieces), learnable=learnable)
 
     def document_keys(self, tokens: Sequence[int], namespace: bytes) -> list[ChunkKey]:
         """Return the keys of a document's chunks."""
@@ -161,7 +153,7 @@ class CacheEngine:
         return Unlearned(self.namespace(RecordKind.DOCUMENT, salt), tuple(prompt[span.start : span.stop]), name)
 
     def note(
-        self, prompt: Sequence[int], documents: Iterable[DocumentLookup], salt: str = "", *, used: bool = False
+        self, prompt: Sequence[int], documents: Iterable[DocumentMatch], salt: str = "", *, used: bool = False
     ) -> list[KnownDocument]:
         """Record documents of a prompt as stored, or as `used` by it. Returns their entries in `known`."""
         namespace, noted = self.namespace(RecordKind.DOCUMENT, salt), []
@@ -181,20 +173,19 @@ class CacheEngine:
 
     # -- plans -------------------------------------------------------------------------------------------------------
 
-    def look(self, view: PromptView, elsewhere: Mapping[ChunkKey, str] | None = None) -> Lookup:
-        """Find the tiers of a prompt's parts.
+    def look(self, match: Match, chain: ExactChain, elsewhere: Mapping[ChunkKey, str] | None = None) -> Match:
+        """Return a match with the stored exact chunks of `chain`, and with the tiers of its documents.
 
         Tiers that other processes share are queried, unless `elsewhere` has their answers: a tier for each chunk.
         """
-        whole = view.chain.whole
-        keys = [*whole, *(piece.key for document in view.documents for piece in document.pieces)]
+        keys = [*chain.whole, *(piece.key for document in match.documents for piece in document.pieces)]
         places = dict(zip(keys, self.lookup(keys, elsewhere), strict=True))
-        exact = find_run(view.chain, self.chunk_size, places, lambda keys: self.lookup(keys, elsewhere))
+        exact = find_run(chain, self.chunk_size, places, lambda keys: self.lookup(keys, elsewhere))
         documents = [
             replace(document, pieces=tuple(replace(piece, place=places[piece.key]) for piece in document.pieces))
-            for document in view.documents
+            for document in match.documents
         ]
-        return Lookup(exact=tuple(exact), documents=tuple(documents))
+        return replace(match, exact=tuple(exact), documents=tuple(documents))
 
     def lookup(self, keys: Sequence[ChunkKey], elsewhere: Mapping[ChunkKey, str] | None = None) -> list[str | None]:
         """Return the tier of each chunk, or None; `elsewhere` as for `look`."""
@@ -202,19 +193,19 @@ class CacheEngine:
         known = elsewhere or {}
         return [place or known.get(key) for key, place in zip(keys, places, strict=True)]
 
-    def plan(self, found: Lookup, wish: Wish, cost: CostModel | None = None) -> tuple[Plan, Wish]:
+    def plan(self, match: Match, cost: CostModel | None = None) -> Plan:
         """Decide which stored parts are loaded, by `cost` or else the store's cost model; see `choose_plan`."""
         policy = LoadPolicy(self.settings.load_policy)
-        return choose_plan(found, wish, self._record_bytes, cost or self.store.cost, policy)
+        return choose_plan(match, self._record_bytes, cost or self.store.cost, policy)
 
-    def without_slow_blend(self, found: Lookup, plan: Plan, wish: Wish) -> tuple[Plan, Wish]:
-        """Remove a plan's blend if prefill is expected to be faster; see the planner."""
+    def without_slow_blend(self, plan: Plan) -> Plan:
+        """Return a plan without its blend if prefill is expected to be faster; see the planner."""
         policy = LoadPolicy(self.settings.load_policy)
-        return without_slow_blend(found, plan, wish, self._record_bytes, self.store.cost, policy)
+        return without_slow_blend(plan, self._record_bytes, self.store.cost, policy)
 
-    def blend_offer(self, plan: Plan, wish: Wish) -> BlendOffer | None:
+    def blend_offer(self, plan: Plan) -> BlendOffer | None:
         """Return what the blend of a plan computes and loads; None without a blend."""
-        return blend_offer(plan, wish, self._record_bytes)
+        return blend_offer(plan, self._record_bytes)
 
     # -- KV ----------------------------------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from lmc.documents.known import SHOWN, KnownDocument
 from lmc.engine.cache_engine import CacheEngine
-from lmc.engine.planner import DocumentLookup, Plan
+from lmc.engine.planner import DocumentMatch, Plan
 from lmc.keys import RecordKind
 
 Decode = Callable[[list[int]], str]
@@ -28,21 +28,15 @@ class Explanation:
 
 
 def explain(
-    engine: CacheEngine,
-    prompt: Sequence[int],
-    documents: Sequence[DocumentLookup],
-    plan: Plan,
-    salt: str,
-    refused: str,
-    decode: Decode,
+    engine: CacheEngine, prompt: Sequence[int], plan: Plan, salt: str, refused: str, decode: Decode
 ) -> list[Explanation]:
-    """Return an explanation for each document that was looked up.
+    """Return an explanation for each document in the match of a prompt's plan.
 
-    `plan` is the plan for the prompt. `refused` is the reason why nothing of the prompt is blended, or empty.
+    `refused` is the reason why nothing of the prompt is blended, or empty.
     """
     planned = {piece.key for piece in plan.pieces}
     found = []
-    for document in documents:
+    for document in plan.match.documents:
         tokens = list(prompt[document.span.start : document.span.stop])
         places = [piece.place for piece in document.pieces]
         there = tuple(place for place in places if place is not None)
@@ -69,7 +63,7 @@ def explain(
     return found
 
 
-def _why_known_no_more(engine: CacheEngine, prompt: Sequence[int], document: DocumentLookup, salt: str) -> str:
+def _why_known_no_more(engine: CacheEngine, prompt: Sequence[int], document: DocumentMatch, salt: str) -> str:
     """Return why a document is not stored although its text is known; empty if the text is unknown."""
     waiting = engine.unlearned(prompt, document.span, salt)
     if waiting in engine.learning:

@@ -1,6 +1,6 @@
 """The planner decides which parts of a prompt are loaded from the store.
 
-Its input is one snapshot of lookups, its output one plan. It reads and changes nothing else.
+Its functions are pure: they make a plan from one match, a snapshot of lookups, and change nothing.
 
 A plan has an exact part, from the start of the prompt, and after it parts of documents at any position. A plan uses
 everything that is stored. If loading would take longer than computing, it uses only what is in memory. If a blend would
@@ -19,7 +19,7 @@ from lmc.storage.places import MEMORY
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DocumentLookup:
+class DocumentMatch:
     """A document of a prompt, with the tiers of its chunks."""
 
     span: Span
@@ -28,27 +28,14 @@ class DocumentLookup:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lookup:
-    """The stored parts of a prompt at one moment."""
+class Match:
+    """The stored parts of a prompt at one moment, and what of them its request can use."""
 
-    exact: tuple[Piece, ...] = ()  # the longest run from the start
-    documents: tuple[DocumentLookup, ...] = ()  # in the order of the prompt
-
-    @property
-    def pieces(self) -> list[Piece]:
-        """The pieces that are stored in a tier."""
-        everything = [*self.exact, *(piece for document in self.documents for piece in document.pieces)]
-        return [piece for piece in everything if piece.place is not None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wish:
-    """What a request requires of a plan, and what its engine can use."""
-
-    prompt: int  # tokens of the prompt
+    prompt: int  # tokens of the prompt; an engine always computes the last one
+    exact: tuple[Piece, ...] = ()  # the longest stored run from the start; found by `CacheEngine.look`
+    documents: tuple[DocumentMatch, ...] = ()  # in the order of the prompt
     local: int = 0  # leading tokens whose KV is in the engine's own cache
     exact_stop: int  # end of exact reuse: a position
-    document_stop: int  # end of the reuse of documents: a position
     min_tokens: int = 0  # minimum number of stored document tokens for a blend
     ratio: float = 0.0  # share of the reused tokens that a blend recomputes
     whole_prompt: bool = True  # A blend computes the prompt to its end: the question selects the recomputed tokens.
@@ -60,16 +47,23 @@ class Wish:
     memory_only: bool = False  # load no chunks from disk or Redis
     lost: frozenset[ChunkKey] = frozenset()  # chunks whose load failed
 
+    @property
+    def pieces(self) -> list[Piece]:
+        """The pieces that are stored in a tier."""
+        everything = [*self.exact, *(piece for document in self.documents for piece in document.pieces)]
+        return [piece for piece in everything if piece.place is not None]
+
     def usable(self, piece: Piece) -> bool:
         """Return whether a piece is stored in a tier that the request may load from."""
-        there = piece.place in MEMORY if self.memory_only else piece.place is not None
-        return there and piece.key not in self.lost
+        stored = piece.place in MEMORY if self.memory_only else piece.place is not None
+        return stored and piece.key not in self.lost
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """The parts of a prompt that are loaded from the store."""
 
+    match: Match  # the match that the plan was made from, perhaps without slow tiers or documents
     exact: tuple[Piece, ...] = ()  # contiguous, from the start of the prompt or the end of the engine's own tokens
     documents: tuple[Piece, ...] = ()  # after the exact pieces
     reach: int = 0  # end of the exact part, including the engine's own tokens
@@ -94,111 +88,118 @@ class Plan:
         return tuple(piece for piece in self.documents if not piece.exact)
 
 
-def make_plan(found: Lookup, wish: Wish) -> Plan:
-    """Return the plan for a prompt whose stored parts are `found`."""
-    behind = (piece for piece in found.exact if piece.stop > wish.local)  # The engine's own tokens need no piece.
-    exact = trim(takewhile(wish.usable, behind), wish.local, wish.exact_stop)
-    pieces = [piece for document in found.documents for piece in filter(wish.usable, document.pieces)]
+def make_plan(match: Match) -> Plan:
+    """Return the plan that uses everything that a match allows."""
+    behind = (piece for piece in match.exact if piece.stop > match.local)  # The engine's own tokens need no piece.
+    exact = trim(takewhile(match.usable, behind), match.local, match.exact_stop)
+    pieces = [piece for document in match.documents for piece in filter(match.usable, document.pieces)]
     for piece in pieces:
-        reach = max(wish.local, _stop(exact))
+        reach = max(match.local, _stop(exact))
         if piece.exact and piece.at <= reach:
-            exact += trim([piece], reach, wish.exact_stop)
-    reach = max(wish.local, _stop(exact))
-    documents = trim(pieces, reach, wish.document_stop)
-    refused = (documents and wish.refused) or _too_little(documents, wish)
+            exact += trim([piece], reach, match.exact_stop)
+    reach = max(match.local, _stop(exact))
+    documents = trim(pieces, reach, match.prompt - 1)
+    refused = (documents and match.refused) or _too_little(documents, match)
     # No note is needed if the other document tokens lie in the exact part, which is reused without a blend.
-    explained = not wish.refused and _too_few(documents, wish) and not _too_few(pieces, wish)
+    explained = not match.refused and _too_few(documents, match) and not _too_few(pieces, match)
     if refused or all(piece.exact for piece in documents):
         documents = []
-    stop = (wish.prompt if wish.whole_prompt else _stop(documents)) if documents else reach
-    stored = replace(wish, memory_only=False).usable
-    unknown = tuple(one.span for one in found.documents if one.learnable and not all(map(stored, one.pieces)))
-    note = "" if explained else refused
-    return Plan(exact=tuple(exact), documents=tuple(documents), reach=reach, stop=stop, unknown=unknown, note=note)
+    stop = (match.prompt if match.whole_prompt else _stop(documents)) if documents else reach
+    stored = replace(match, memory_only=False).usable
+    unknown = tuple(one.span for one in match.documents if one.learnable and not all(map(stored, one.pieces)))
+    return Plan(
+        match=match,
+        exact=tuple(exact),
+        documents=tuple(documents),
+        reach=reach,
+        stop=stop,
+        unknown=unknown,
+        note="" if explained else refused,
+    )
 
 
-def choose_plan(
-    found: Lookup, wish: Wish, size_of: Callable[[Piece], int], cost: CostModel, policy: LoadPolicy
-) -> tuple[Plan, Wish]:
-    """Return the plan that is expected to be fastest, and the wish that led to it.
+def choose_plan(match: Match, size_of: Callable[[Piece], int], cost: CostModel, policy: LoadPolicy) -> Plan:
+    """Return the plan that is expected to be fastest.
 
     The plan uses everything that is stored, except what is expected to load more slowly than it is computed. `size_of`
     returns the number of bytes that a piece's chunk has on a tier.
     """
-    plan = make_plan(found, wish)
-    offer = _offer(plan, wish, size_of)
+    plan = make_plan(match)
+    offer = _offer(plan, size_of)
     choice = cost.choose(offer, policy)
     if not choice.load:
-        near = replace(wish, memory_only=True)
+        near = replace(match, memory_only=True)
         if offer.records:
-            rest = make_plan(found, near)
+            rest = make_plan(near)
             note = "; ".join(filter(None, (rest.note, choice.why)))
             # Without the exact chunks on tiers, a blend may pay for documents for which it did not pay before.
             plan = replace(rest, skipped=max(0, plan.tokens - rest.tokens), note=note)
-        wish = near
-    return without_slow_blend(found, plan, wish, size_of, cost, policy)
+        else:
+            plan = replace(plan, match=near)
+    return without_slow_blend(plan, size_of, cost, policy)
 
 
-def without_slow_blend(
-    found: Lookup, plan: Plan, wish: Wish, size_of: Callable[[Piece], int], cost: CostModel, policy: LoadPolicy
-) -> tuple[Plan, Wish]:
-    """Remove a plan's blend if prefill is expected to be faster. Returns the plan and the wish for it."""
-    offer = blend_offer(plan, wish, size_of)
+def without_slow_blend(plan: Plan, size_of: Callable[[Piece], int], cost: CostModel, policy: LoadPolicy) -> Plan:
+    """Return a plan without its blend if prefill is expected to be faster, otherwise the plan itself."""
+    offer = blend_offer(plan, size_of)
     why = cost.against_blend(offer, policy) if offer is not None else ""
     if not why:
-        return plan, wish
-    exact = replace(wish, refused=f"stored documents were computed: {why}")
-    rest = make_plan(found, exact)
+        return plan
+    rest = make_plan(replace(plan.match, refused=f"stored documents were computed: {why}"))
     note = "; ".join(filter(None, dict.fromkeys((plan.note, rest.note))))
-    return replace(rest, skipped=plan.skipped + plan.tokens - rest.tokens, note=note), exact
+    return replace(rest, skipped=plan.skipped + plan.tokens - rest.tokens, note=note)
 
 
-def blend_offer(plan: Plan, wish: Wish, size_of: Callable[[Piece], int]) -> BlendOffer | None:
-    """Return what the blend of a plan computes and loads; None without a blend, or if `wish.twice` is None."""
-    reused = sum(piece.tokens for piece in plan.approximate)
-    if not reused or wish.twice is None:
+def blend_offer(plan: Plan, size_of: Callable[[Piece], int]) -> BlendOffer | None:
+    """Return what the blend of a plan computes and loads; None without a blend, or if `Match.twice` is None."""
+    reused, match = sum(piece.tokens for piece in plan.approximate), plan.match
+    if not reused or match.twice is None:
         return None
-    tokens = wish.prompt - plan.reach
+    tokens = match.prompt - plan.reach
     fresh = tokens - sum(piece.tokens for piece in plan.documents)
-    away = {piece.key: piece for piece in plan.pieces if piece.place not in MEMORY}
     return BlendOffer(
-        rows=fresh + wish.ratio * reused + min(wish.twice, fresh),
+        rows=fresh + match.ratio * reused + min(match.twice, fresh),
         tokens=tokens,
-        length=wish.prompt + plan.reach,
-        records=[(str(piece.place), size_of(piece)) for piece in away.values()],
+        length=match.prompt + plan.reach,
+        records=_records(plan, size_of),
     )
 
 
-def _offer(plan: Plan, wish: Wish, size_of: Callable[[Piece], int]) -> Offer:
+def _offer(plan: Plan, size_of: Callable[[Piece], int]) -> Offer:
     """Return the records that a plan would load, and the number of prefill tokens that they save.
 
     `exact` counts from the first loaded record on, because nothing after a missing record can be reused exactly.
     """
-    away = {piece.key: piece for piece in plan.pieces if piece.place not in MEMORY}
     return Offer(
-        records=[(str(piece.place), size_of(piece)) for piece in away.values()],
-        exact=sum(piece.tokens for piece in dropwhile(lambda piece: piece.key not in away, plan.exact)),
-        reused=sum(piece.tokens for piece in plan.documents if piece.key in away),
-        ratio=wish.ratio,
-        prompt=wish.prompt,
+        records=_records(plan, size_of),
+        exact=sum(piece.tokens for piece in dropwhile(lambda piece: piece.place in MEMORY, plan.exact)),
+        reused=sum(piece.tokens for piece in plan.documents if piece.place not in MEMORY),
+        ratio=plan.match.ratio,
+        prompt=plan.match.prompt,
     )
+
+
+def _records(plan: Plan, size_of: Callable[[Piece], int]) -> list[tuple[str, int]]:
+    """Return the tier and the size of each record that a plan loads, once."""
+    away = {piece.key: piece for piece in plan.pieces if piece.place not in MEMORY}
+    return [(str(piece.place), size_of(piece)) for piece in away.values()]
 
 
 def _stop(pieces: Sequence[Piece]) -> int:
     return pieces[-1].stop if pieces else 0
 
 
-def _too_little(documents: Sequence[Piece], wish: Wish) -> str:
+def _too_little(documents: Sequence[Piece], match: Match) -> str:
     """Return why documents are not worth a blend or cannot be blended; empty if they can."""
     approximate = [piece for piece in documents if not piece.exact]
-    if tokens := _too_few(documents, wish):
-        return f"{tokens} tokens of stored documents are fewer than blend_min_tokens={wish.min_tokens}"
-    if approximate and (approximate[0].at // wish.block_size + 1) * wish.block_size > wish.prompt:
+    if tokens := _too_few(documents, match):
+        return f"{tokens} tokens of stored documents are fewer than blend_min_tokens={match.min_tokens}"
+    if approximate and (approximate[0].at // match.block_size + 1) * match.block_size > match.prompt:
         return "stored documents begin in the prompt's last block, which the engine does not fill before it answers"
     return ""
 
 
-def _too_few(documents: Sequence[Piece], wish: Wish) -> int:
+def _too_few(documents: Sequence[Piece], match: Match) -> int:
     """Return the number of approximate document tokens if it is too small for a blend, otherwise 0."""
     tokens = sum(piece.tokens for piece in documents if not piece.exact)
-    return tokens if tokens < wish.min_tokens else 0
+    return tokens if tokens < match.min_tokens else 0

@@ -23,7 +23,6 @@ from lmc.connectors.vllm.scheduler.request_state import Role
 from lmc.connectors.vllm.scheduler.roles import Roles
 from lmc.connectors.vllm.start import Setup
 from lmc.documents.desk import LISTED, DocumentDesk, Facts
-from lmc.engine import PromptView
 from lmc.engine.explain import explain
 from lmc.errors import ConfigError, InputError, NotFound
 from lmc.http import server as http_server
@@ -136,13 +135,12 @@ class Administration:
             refused = "the request says blend: false" if state.policy and not state.blends else special
         size, hashes = self._setup.block_size, request.block_hashes
         local = min(cached_blocks(self._setup.pool, hashes), (len(prompt) - 1) // size) * size
-        found = self._engine.look(PromptView(self._engine.block_chain(hashes, size), state.documents))
-        wish = self._claims.wish(state, local) if state.policy else None
-        cost = self._engine.store.cost.snapshot()  # A copy, so that an explanation is not counted as a choice.
-        plan = self._engine.plan(found, replace(wish, refused=refused), cost)[0] if wish else None
-        documents = []
-        if plan is not None:
-            documents = explain(self._engine, prompt, found.documents, plan, salt, refused, self._text)
+        plan, documents = None, []
+        if state.policy:
+            match = replace(self._claims.usable(state, local), documents=state.documents, refused=refused)
+            cost = self._engine.store.cost.snapshot()  # A copy, so that an explanation is not counted as a choice.
+            plan = self._engine.plan(self._engine.look(match, self._engine.block_chain(hashes, size)), cost)
+            documents = explain(self._engine, prompt, plan, salt, refused, self._text)
         reused = sum(piece.tokens for piece in plan.approximate) if plan and not refused else 0
         return {
             "tokens": len(prompt),

@@ -8,9 +8,9 @@ from dataclasses import replace
 
 from lmc.blend.blender import QUESTION_ROWS
 from lmc.blend.strategies import NEEDS_QUESTION
-from lmc.connectors.vllm.scheduler.request_state import Claim, RequestState, Role
+from lmc.connectors.vllm.scheduler.request_state import RequestState, Role
 from lmc.connectors.vllm.start import Setup
-from lmc.engine import Lookup, PromptView, Wish
+from lmc.engine import Match, Plan
 from lmc.engine.planner import make_plan
 from lmc.keys import ChunkKey
 from lmc.storage.contract import PinState
@@ -26,25 +26,25 @@ class Claims:
     def __init__(self, setup: Setup) -> None:
         self._setup, self._engine, self._settings = setup, setup.engine, setup.settings
 
-    def look(self, state: RequestState) -> Lookup:
+    def look(self, state: RequestState, local: int = 0) -> Match:
         """Find the stored chunks of a request. Tiers that processes share are searched only the first time."""
         chain = self._engine.block_chain(state.hashes, self._setup.block_size)
-        blends = state.role is not Role.EXACT and not state.request.num_preemptions
-        found = self._engine.look(PromptView(chain, state.documents if blends else ()), state.elsewhere)
+        match = self._engine.look(self.usable(state, local), chain, state.elsewhere)
         if state.elsewhere is None:
             shared = self._engine.store.shared_places
-            state.elsewhere = {piece.key: str(piece.place) for piece in found.pieces if piece.place in shared}
-        return found
+            state.elsewhere = {piece.key: str(piece.place) for piece in match.pieces if piece.place in shared}
+        return match
 
-    def wish(self, state: RequestState, local: int) -> Wish:
-        """Return the planner's input for a request, after the `local` tokens in the engine's own cache."""
+    def usable(self, state: RequestState, local: int) -> Match:
+        """Return what a request can use after the `local` tokens in the engine's own cache, not looked up yet."""
         prompt, policy = state.request.num_prompt_tokens, state.policy
         asks = policy is not None and policy.strategy in NEEDS_QUESTION
-        return Wish(
+        blends = state.role is not Role.EXACT and not state.request.num_preemptions
+        return Match(
             prompt=prompt,
+            documents=state.documents if blends else (),
             local=local,
             exact_stop=state.request.num_tokens,
-            document_stop=prompt - 1,  # The engine computes the last token.
             min_tokens=self._settings.blend_min_tokens if state.role is Role.BLEND else 0,
             ratio=policy.share(sum(self._setup.stages)) if policy else 0.0,
             whole_prompt=asks,
@@ -55,28 +55,29 @@ class Claims:
             lost=frozenset(state.lost),
         )
 
-    def prefetch(self, state: RequestState, found: Lookup, local: int) -> None:
+    def prefetch(self, state: RequestState, match: Match, local: int) -> None:
         """Begin to load chunks from slower tiers, if loading is expected to be faster than computing.
 
         Waiting requests hold at most half of the slots.
         """
-        plan, wish = self._engine.plan(found, self.wish(state, local))
-        state.unknown, state.skipped, state.memory_only = plan.unknown, plan.skipped, wish.memory_only
-        state.slow, state.weighed = wish.refused, local
+        plan = self._engine.plan(replace(match, local=local, refused=state.slow))
+        state.unknown, state.skipped, state.memory_only = plan.unknown, plan.skipped, plan.match.memory_only
+        state.slow, state.weighed = plan.match.refused, local
         state.note = "; ".join(filter(None, (state.note, plan.note)))
         away = list(dict.fromkeys(piece.key for piece in plan.pieces if piece.place not in MEMORY))
         room = self._engine.store.slots // 2 - self._engine.store.held()
         self._pin(state, away[: max(0, room)])
 
-    def make(self, state: RequestState, local: int) -> Claim | None:
-        """Return the best claim after `local` tokens; None if a chunk is still loading before the deadline."""
+    def make(self, state: RequestState, local: int) -> Plan | None:
+        """Return the best plan after `local` tokens, and pin its chunks.
+
+        Returns None if a chunk is still loading before the deadline.
+        """
         if self.is_late(state):
             self._give_up(state, PinState.COMING)
-        found, late, missing = self.look(state), self.is_late(state), frozenset[ChunkKey]()
+        match, late, missing = self.look(state, local), self.is_late(state), frozenset[ChunkKey]()
         while True:
-            wish = self.wish(state, local)
-            wish = replace(wish, memory_only=wish.memory_only or late, lost=wish.lost | missing)
-            plan = make_plan(found, wish)
+            plan = make_plan(replace(match, memory_only=state.memory_only or late, lost=missing.union(state.lost)))
             wanted = [piece.key for piece in plan.pieces]
             missing |= self._pin(state, [key for key in wanted if key not in state.pins])
             if not self._give_up(state, PinState.LOST) and missing.isdisjoint(wanted):
@@ -85,14 +86,14 @@ class Claims:
             return None
         if local != state.weighed:  # The engine's cache has changed since the blend was compared with prefill.
             state.weighed = local
-            weighed, wish = self._engine.without_slow_blend(found, plan, wish)
+            weighed = self._engine.without_slow_blend(plan)
             if weighed is not plan:
-                state.slow, state.skipped = wish.refused, state.skipped + weighed.skipped
-                state.note = "; ".join(filter(None, (state.note, wish.refused)))
+                state.slow, state.skipped = weighed.match.refused, state.skipped + weighed.skipped
+                state.note = "; ".join(filter(None, (state.note, state.slow)))
                 plan, wanted = weighed, [piece.key for piece in weighed.pieces]
         state.unknown = plan.unknown
         self._release(state, state.pins.keys() - set(wanted))
-        return Claim(local, plan, self._engine.blend_offer(plan, wish))
+        return plan
 
     def is_late(self, state: RequestState) -> bool:
         """Return whether no part arrived within one deadline, or not all parts within `DEADLINES` deadlines."""

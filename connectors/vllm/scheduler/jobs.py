@@ -1,12 +1,12 @@
-"""Converts a claim into a job for the workers: which stored pages and document parts go into which blocks."""
+"""Converts a plan into a job for the workers: which stored pages and document parts go into which blocks."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from lmc.blend.strategies import NEEDS_QUESTION
 from lmc.connectors.vllm.messages import BlendJob, DocumentPart, LoadJob, PageCopy
-from lmc.connectors.vllm.scheduler.request_state import Claim, RequestState
-from lmc.engine import Piece
+from lmc.connectors.vllm.scheduler.request_state import RequestState
+from lmc.engine import Piece, Plan
 from lmc.keys import ChunkKey, RecordKind
 from lmc.storage.contract import Pin
 
@@ -14,10 +14,10 @@ NULL = 0  # the engine's null block
 
 
 def job_of(
-    state: RequestState, claim: Claim, blocks: Sequence[int], block_size: int, *, ready: bool
+    state: RequestState, plan: Plan, blocks: Sequence[int], block_size: int, *, ready: bool
 ) -> LoadJob | BlendJob:
-    """Return the job for a claim; `ready` means that all parts are already in their slots."""
-    plan, request = claim.plan, state.request
+    """Return the job for a plan whose chunks are pinned; `ready` means that all parts are already in their slots."""
+    request, local = state.request, plan.match.local
     copies = page_copies(plan.exact, state.pins, blocks, block_size)
     documents = [(piece, state.pins[piece.key]) for piece in plan.pieces if piece.kind is RecordKind.DOCUMENT]
     if not documents:
@@ -29,8 +29,8 @@ def job_of(
         request=state.id,
         tokens=tuple(request.prompt_token_ids[:length]),
         blocks=tuple(blocks[: -(-length // block_size)]),
-        start=claim.local,
-        exact=max([claim.local, *pages]),
+        start=local,
+        exact=max([local, *pages]),
         stop=min(plan.stop, request.num_prompt_tokens - 1),
         question=min(state.question, length),
         copies=copies,

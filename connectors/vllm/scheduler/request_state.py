@@ -11,7 +11,7 @@ from lmc.blend.segments import Span
 from lmc.blend.strategies import RecomputePolicy
 from lmc.connectors.vllm.scheduler.isolation import Salts
 from lmc.connectors.vllm.scheduler.request_options import Options
-from lmc.engine import DocumentLookup, Plan, Unlearned
+from lmc.engine import DocumentMatch, Plan, Unlearned
 from lmc.keys import ChunkKey
 from lmc.storage.contract import Pin
 from lmc.storage.cost_model import BlendOffer
@@ -25,15 +25,6 @@ class Role(Enum):
     LEARN = "learn"
 
 
-@dataclass(frozen=True, slots=True)
-class Claim:
-    """A promise to the engine: the KV of the tokens `[local, plan.stop)`, from pinned chunks."""
-
-    local: int
-    plan: Plan
-    blend: BlendOffer | None = None  # what its blend computes and loads
-
-
 @dataclass(slots=True, kw_only=True, eq=False)
 class RequestState:
     """One request, from its arrival to its end."""
@@ -43,7 +34,7 @@ class RequestState:
     policy: RecomputePolicy | None = None
     options: Options | None = None  # the request's options for lmc; None if they are invalid
     cached: bool = False  # The engine lacks few tokens, so the request's documents were not looked up.
-    documents: tuple[DocumentLookup, ...] = ()
+    documents: tuple[DocumentMatch, ...] = ()
     question: int = 0
     stamp: bytes = b""  # joined with block hashes, which do not cover a LoRA adapter's files or numbered images
     # Stored chunks of the request
@@ -53,7 +44,7 @@ class RequestState:
     memory_only: bool = False  # Nothing is loaded from slower tiers, because computing was expected to be faster.
     slow: str = ""  # why the request is not blended: prefill was expected to be faster
     weighed: int = -1  # the number of tokens in the engine's cache when a blend was compared with prefill
-    claim: Claim | None = None
+    claim: Plan | None = None  # the plan that the engine was promised, from pinned chunks
     # Time limits of the request's loads
     waiting_since: float | None = None  # time since which the engine waits for the claim or the load
     progress_at: float = 0.0  # time of the last arrival of a part

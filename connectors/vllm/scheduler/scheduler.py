@@ -31,10 +31,11 @@ from lmc.connectors.vllm.scheduler.jobs import job_of, sources_of
 from lmc.connectors.vllm.scheduler.kv_events import KVEvents
 from lmc.connectors.vllm.scheduler.pending import PendingTransfers
 from lmc.connectors.vllm.scheduler.prefill_pace import PrefillPace
-from lmc.connectors.vllm.scheduler.request_state import Claim, RequestState, Role
+from lmc.connectors.vllm.scheduler.request_state import RequestState, Role
 from lmc.connectors.vllm.scheduler.roles import Roles
 from lmc.connectors.vllm.scheduler.save_queue import SaveQueue
 from lmc.connectors.vllm.start import Setup
+from lmc.engine import Plan
 from lmc.engine.identity import adapter_stamp
 from lmc.metrics import flat, key
 from lmc.storage.contract import PinState
@@ -114,14 +115,14 @@ class Scheduler:
         self._roles.find_role(state)
         if request.skip_reading_prefix_cache:
             return
-        found = self._claims.look(state)
+        match = self._claims.look(state)
         if state.role is Role.BLEND:
             state.exact_hashes = list(request.block_hashes)
-            stored = found.exact[-1].stop if found.exact else 0
+            stored = match.exact[-1].stop if match.exact else 0
             state.stored_exactly = stored
             if not self._continue_own_blend(state, max(stored, self._cached(request))) and self._weighs_blends:
                 state.slow = REPEATED if self._repeats_blend(state) else ""
-        self._claims.prefetch(state, found, self._cached(request))
+        self._claims.prefetch(state, match, self._cached(request))
         if state.memory_only and state.skipped:
             self.counts["loads_skipped"] += 1
 
@@ -144,21 +145,21 @@ class Scheduler:
         self._claims.note_progress(state)
         if state.claim is None and (self._claims.waits(state) or self._waits_for_own_blend(state, local)):
             return None
-        if state.claim is None or state.claim.local != local:
+        if state.claim is None or state.claim.match.local != local:
             state.claim = self._claims.make(state, local)
         self._note_cached(state, local)
         if state.claim is None or self._waits_its_turn(state, state.claim):
             return None
-        return state.claim.plan.stop - local
+        return state.claim.stop - local
 
-    def _waits_its_turn(self, state: RequestState, claim: Claim) -> bool:
+    def _waits_its_turn(self, state: RequestState, plan: Plan) -> bool:
         """Return whether blends of earlier requests go first, as the prefill of these requests would without lmc.
 
         A step that is full of prefill leaves blends a tenth of it. A prompt that fills a tenth of a step or more
         therefore begins after the blends of earlier requests. Workers end the step when these blends are done.
         """
         request = state.request
-        tokens = request.num_tokens - claim.plan.stop
+        tokens = request.num_tokens - plan.stop
         if not self._blending or tokens * BLEND_SHARE < self._setup.batch_tokens or request.num_preemptions:
             return False
         first = {blend.id for blend in self._blending.values() if _comes_before(blend.request, request)}
@@ -178,26 +179,27 @@ class Scheduler:
         state = self._states.get(request.request_id)
         if state is None or not tokens:
             return
-        claim = state.claim
-        assert claim is not None
-        assert claim.plan.stop - claim.local == tokens, "the engine loads another number of tokens than was claimed"
+        plan = state.claim
+        assert plan is not None
+        local = plan.match.local
+        assert plan.stop - local == tokens, "the engine loads another number of tokens than was claimed"
         state.claim, state.loading, state.loading_since = None, True, self._setup.clock()
         self._claims.wait_from_now(state)
-        state.sources = sources_of(claim.plan.pieces, state.pins)
+        state.sources = sources_of(plan.pieces, state.pins)
         if request.prefill_stats and not request.num_preemptions:
             # Correct `cached_tokens` in the response: the engine counted the whole claim, with tokens a blend computes.
-            request.prefill_stats.set(request.num_prompt_tokens, claim.local, claim.plan.tokens)
-        state.exact_tokens += claim.plan.reach - claim.local
+            request.prefill_stats.set(request.num_prompt_tokens, local, plan.tokens)
+        state.exact_tokens += plan.reach - local
         ready = all(self.engine.store.state(pin) is PinState.READY for pin in state.pins.values())
         # A blend is measured only if all chunks are in memory: the speed of a tier says nothing about blends.
-        state.begun, state.offer = self._setup.clock(), claim.blend if ready else None
-        if claim.plan.approximate:
-            self._isolate(state, claim)
+        state.begun, state.offer = self._setup.clock(), self.engine.blend_offer(plan) if ready else None
+        if plan.approximate:
+            self._isolate(state, plan)
             if ready:
                 self._blending[state.id] = state
-        self._next.loads.append(job_of(state, claim, blocks, self._block_size, ready=ready))
+        self._next.loads.append(job_of(state, plan, blocks, self._block_size, ready=ready))
         if state.role is not Role.LEARN:
-            self.counts["blends" if claim.plan.approximate else "loads"] += 1
+            self.counts["blends" if plan.approximate else "loads"] += 1
             for place, count in state.sources.items():
                 self.counts[f"tokens_from_{place}"] += count
 
@@ -638,14 +640,14 @@ class Scheduler:
         state.searched = self._own_blends.changes
         return False
 
-    def _isolate(self, state: RequestState, claim: Claim) -> None:
+    def _isolate(self, state: RequestState, plan: Plan) -> None:
         """Salt the hashes of a blended request, and record the blend for requests that continue it."""
-        reused, request, policy = claim.plan.approximate, state.request, state.policy
+        reused, request, policy = plan.approximate, state.request, state.policy
         assert policy is not None
         first = reused[0].at
         state.approximate = first if state.approximate is None else min(first, state.approximate)
         # Blocks of an earlier blend that the engine still has keep their salts; later blocks are blended again.
-        kept = tuple(one for one in state.salts if one[0] * self._block_size < claim.local)
+        kept = tuple(one for one in state.salts if one[0] * self._block_size < plan.match.local)
         salts = (*kept, (first // self._block_size, salt_of(request.prompt_token_ids, reused, policy)))
         set_salts(request, salts, replacing=state.salts)
         state.salts = salts
