@@ -77,7 +77,7 @@ def test_new_documents_of_a_later_turn_are_blended_after_the_earlier_blocks(lab:
     assert local == (len(tokens) + len(ANSWER)) // BLOCK * BLOCK
     lab.admit(request)
     (job,) = lab.step().loads
-    assert (job.start, job.documents[0].piece.at) == (local, len(tokens) + len(ANSWER) + 4)
+    assert (job.start, job.documents[0].at) == (local, len(tokens) + len(ANSWER) + 4)
     lab.compute(request, len(turn) - request.num_computed_tokens)
     lab.finish(request)
     lab.drop_backfills()
@@ -229,7 +229,7 @@ def test_a_turn_goes_on_from_the_blocks_that_are_left_and_blends_the_rest(lab: L
     assert lab.look(again) == kept * BLOCK
     lab.admit(again)
     (job,) = lab.step().loads
-    assert (job.start, job.documents[0].piece.at) == (kept * BLOCK, kept * BLOCK)
+    assert (job.start, job.documents[0].at) == (kept * BLOCK, kept * BLOCK)
     assert len(state_of(lab, "third").salts) == 2
     lab.compute(again, 1)
     lab.finish(again)

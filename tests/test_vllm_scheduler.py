@@ -732,7 +732,7 @@ def test_documents_on_a_slow_tier_are_computed_and_not_learned_again(make):
     request = lab.arrive("two", prompt(DOC_B, DOC_A, system=[8, 9]))
     assert lab.wait(lambda: lab.admit(request)) == 45
     (job,) = lab.step().loads
-    assert [part.piece.at for part in job.documents] == [26, 34], "the document in memory"
+    assert [piece.at for piece in job.documents] == [26, 34], "the document in memory"
     lab.compute(request, 2)
     facts = lab.finish(request)
     assert facts["skipped_tokens"] == 20
@@ -903,7 +903,7 @@ def test_learned_documents_are_reused_in_any_order(make):
     assert lab.admit(request) == len(tokens)
     (job,) = lab.step().loads
     assert isinstance(job, BlendJob)
-    assert [(p.at, p.tokens, p.first, p.skip, p.stored) for p in (part.piece for part in job.documents)] == [
+    assert [(p.at, p.tokens, p.first, p.skip, p.stored) for p in job.documents] == [
         (7, 8, 0, 0, 8), (15, 8, 8, 0, 8), (23, 4, 16, 0, 4), (29, 8, 0, 0, 8), (37, 4, 8, 0, 4),
     ]  # fmt: skip
     found = lab.workers.documents["one"]
@@ -930,7 +930,7 @@ def test_documents_are_learned_behind_the_sink(make, told):
     lab.admit(request)
     (job,) = lab.step().loads
 
-    places = [(p.at, p.tokens, p.first, p.exact) for p in (part.piece for part in job.documents)]
+    places = [(p.at, p.tokens, p.first, p.exact) for p in job.documents]
     assert places == [(7, 8, 1, False), (15, 8, 9, False), (23, 4, 17, False)]
     found = lab.workers.documents["one"]
     assert torch.equal(found[15], token_bytes([1, *DOC_B], 9, 17, 0))
@@ -950,7 +950,7 @@ def test_documents_are_learned_behind_a_primer_whose_first_token_begins_prompts(
     lab.admit(request)
     (job,) = lab.step().loads
 
-    places = [(p.at, p.first, p.exact) for p in (part.piece for part in job.documents)]
+    places = [(p.at, p.first, p.exact) for p in job.documents]
     assert places[0] == (1, 3, False)
     assert places[-1][1:] == (3 + 16, False)
     lab.compute(request, 1)
@@ -1152,7 +1152,7 @@ def test_documents_between_exact_chunks_and_the_question_start_where_the_exact_e
     request = lab.arrive("one", tokens)
     assert lab.admit(request) == len(tokens)
     (job,) = lab.step().loads
-    assert (job.exact, job.documents[0].piece.at, job.documents[0].piece.skip, job.documents[0].piece.first) == (
+    assert (job.exact, job.documents[0].at, job.documents[0].skip, job.documents[0].first) == (
         12,
         12,
         5,

@@ -255,15 +255,15 @@ class Workers:
                 for layer in range(LAYERS):
                     self.pages[layer, block] = self.slab.part(copy.slot, layer)[i * PAGE : (i + 1) * PAGE]
         if isinstance(job, BlendJob):
-            reused = (part.piece.at for part in job.documents if not part.piece.exact)
+            reused = (piece.at for piece in job.documents if not piece.exact)
             approximate = next(reused, len(job.tokens))
             for i in range(job.exact // BLOCK, len(job.blocks)):
                 for layer in range(LAYERS):
                     exact = (i + 1) * BLOCK <= approximate
                     self.pages[layer, job.blocks[i]] = page(job.tokens, i, layer) if exact else APPROXIMATE
             self.documents[job.request] = {
-                part.piece.at: self.slab.part(part.slot, 0)[: part.piece.stored * PAGE // BLOCK].clone()
-                for part in job.documents
+                piece.at: self.slab.part(piece.slot, 0)[: piece.stored * PAGE // BLOCK].clone()
+                for piece in job.documents
             }
         return 1
 

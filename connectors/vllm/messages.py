@@ -35,18 +35,9 @@ class PageCopy:
     """Blocks of a request, and the slot from which their pages are copied."""
 
     slot: int
-    tag: int  # the tag that the slot must have; a different tag means that it holds another chunk
+    tag: int  # as in `Piece`
     blocks: tuple[int, ...]
     first: int = 0  # the page of the slot that belongs to the first block
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DocumentPart:
-    """Tokens of a stored chunk of a document, and the slot that holds the chunk."""
-
-    slot: int
-    tag: int
-    piece: Piece
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +62,7 @@ class BlendJob:
     exact: int = 0  # All positions before this one are exact after `copies`.
     question: int = 0  # position at which the question begins
     copies: tuple[PageCopy, ...] = ()
-    documents: tuple[DocumentPart, ...] = ()
+    documents: tuple[Piece, ...] = ()  # with their slots
     ready: bool = True  # All parts are already in their slots.
 
 

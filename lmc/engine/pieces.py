@@ -17,6 +17,8 @@ class Piece(Placement):
     skip: int = 0  # leading tokens of the chunk that are not used
     place: str | None = None  # the chunk's tier at the time of the lookup; None if it was in no tier
     exact: bool = True
+    slot: int = -1  # the slot that holds the chunk once it is pinned
+    tag: int = 0  # the tag that the slot must have; a different tag means that it holds another chunk
 
     @classmethod
     def whole(

@@ -17,7 +17,7 @@ from lmc.blend.strategies import NEEDS_QUESTION, STRATEGIES, RecomputePolicy
 from lmc.connectors.transformers.canvas import DenseCanvas
 from lmc.connectors.transformers.hf import prefilled, rows_of
 from lmc.connectors.transformers.layers import DecoderLayers
-from lmc.connectors.vllm.messages import BlendJob, DocumentPart
+from lmc.connectors.vllm.messages import BlendJob
 from lmc.connectors.vllm.worker.canvas import BatchRows, PagedCanvas
 from lmc.engine import Piece
 from lmc.keys import ChunkKey, RecordKind
@@ -156,7 +156,7 @@ def paged(lab, model, given: Case, policy: RecomputePolicy, rows: BatchRows):
         placements, parts = trimmed(placements, [prefix, *parts], given.start)
         placements, parts = placements[1:], parts[1:]
     pieces = tuple(
-        DocumentPart(slot=i, tag=0, piece=Piece.whole(DOCUMENT, NOBODY, p.tokens, p.at, p.first, None, exact=p.exact))
+        replace(Piece.whole(DOCUMENT, NOBODY, p.tokens, p.at, p.first, None, exact=p.exact), slot=i)
         for i, p in enumerate(placements)
     )
     blocks = tuple(range(1, 1 - (-length // layers.block_size)))

@@ -1,6 +1,7 @@
 """The paged canvas over pages as vLLM's GPU backends have them, with the kernels in Triton and with those in torch."""
 
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +16,7 @@ from lmc.blend.blender import Blender, BlendInput
 from lmc.blend.kernels.choice import TORCH, kernels_of
 from lmc.blend.strategies import RecomputePolicy
 from lmc.connectors.vllm import vllm_api
-from lmc.connectors.vllm.messages import BlendJob, DocumentPart
+from lmc.connectors.vllm.messages import BlendJob
 from lmc.connectors.vllm.worker.canvas import BatchRows, PagedCanvas
 from lmc.connectors.vllm.worker.memory import memory_for
 from lmc.connectors.vllm.worker.native import MOST_RUNS, NativeLayers
@@ -128,7 +129,7 @@ def outcome(kernels, ratio: int, monkeypatch, *, ahead: bool = True, **canvas_ha
     job = BlendJob(
         request="request", tokens=tuple(range(LENGTH)), blocks=(3, 1, 4, 0, 2, 5)[: -(-LENGTH // layers.block_size)],
         stop=LENGTH, policy=RecomputePolicy(strategy="all"),
-        documents=tuple(DocumentPart(slot=i, tag=0, piece=piece) for i, piece in enumerate(pieces)),
+        documents=tuple(replace(piece, slot=i) for i, piece in enumerate(pieces)),
     )  # fmt: skip
     canvas = PagedCanvas(
         layers,
@@ -239,7 +240,7 @@ def blend_of(
     job = BlendJob(
         request="request", tokens=tuple(torch.arange(length).remainder(100).tolist()),
         blocks=tuple(range(-(-length // BLOCK)))[::-1], stop=length, policy=RecomputePolicy(**policy),
-        documents=tuple(DocumentPart(slot=i, tag=0, piece=piece) for i, piece in enumerate(pieces)),
+        documents=tuple(replace(piece, slot=i) for i, piece in enumerate(pieces)),
     )  # fmt: skip
     canvas = kind(
         layers, job, BatchRows(rows or length, length if through else 0),
@@ -356,7 +357,7 @@ def test_the_estimate_of_memory_has_the_weights_of_every_document(monkeypatch):
         ]
         job = BlendJob(
             request="request", tokens=(0,) * LENGTH, blocks=(0,), stop=LENGTH, policy=RecomputePolicy(strategy="all"),
-            documents=tuple(DocumentPart(slot=i, tag=0, piece=piece) for i, piece in enumerate(pieces)),
+            documents=tuple(replace(piece, slot=i) for i, piece in enumerate(pieces)),
         )  # fmt: skip
         return memory_for(layers, job)
 

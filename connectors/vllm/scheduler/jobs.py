@@ -2,9 +2,10 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from lmc.blend.strategies import NEEDS_QUESTION
-from lmc.connectors.vllm.messages import BlendJob, DocumentPart, LoadJob, PageCopy
+from lmc.connectors.vllm.messages import BlendJob, LoadJob, PageCopy
 from lmc.connectors.vllm.scheduler.request_state import RequestState
 from lmc.engine import Piece, Plan
 from lmc.keys import ChunkKey, RecordKind
@@ -34,7 +35,7 @@ def job_of(
         stop=min(plan.stop, request.num_prompt_tokens - 1),
         question=min(state.question, length),
         copies=copies,
-        documents=tuple(DocumentPart(slot=pin.slot, tag=pin.tag, piece=piece) for piece, pin in documents),
+        documents=tuple(replace(piece, slot=pin.slot, tag=pin.tag) for piece, pin in documents),
         ready=ready,
         policy=state.policy,
     )

@@ -58,7 +58,7 @@ class PagedCanvas:
         self._tokens = torch.tensor(job.tokens, device=self.device)
         self._blocks = torch.tensor(job.blocks, device=self.device)
         self._kernel_blocks = layers.kernel_blocks(self._blocks).to(torch.int32)
-        old, new = positions_of([part.piece for part in job.documents], self.device)
+        old, new = positions_of(job.documents, self.device)
         self._stored, self._turn = self.slots(new), self.turn(old, new)
         self._loads, self._place_cost = loads, len(self._stored) // COPY_COST + 1
         if loads is not None:
@@ -96,8 +96,8 @@ class PagedCanvas:
     def _parts(self, layer: int) -> list[torch.Tensor]:
         """Return the stored parts of a layer, `[K, T, H, D]` for each piece."""
         parts = []
-        for part in self._job.documents:
-            piece, raw = part.piece, self._part(part.slot, layer)
+        for piece in self._job.documents:
+            raw = self._part(piece.slot, layer)
             parts.append(self._layers.shape.part(raw, piece.stored)[:, piece.skip : piece.skip + piece.tokens])
         return parts
 

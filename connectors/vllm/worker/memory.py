@@ -36,7 +36,7 @@ def make_room(size: int, device: torch.device, what: str) -> None:
 def memory_for(layers: NativeLayers, job: BlendJob) -> int:
     """Return about how many bytes a blend needs, in addition to the memory of a layer for a batch of rows."""
     shape, tokens = layers.shape, len(job.tokens)
-    stored = sum(part.piece.tokens for part in job.documents)
+    stored = sum(piece.tokens for piece in job.documents)
     staged = (SIDES + 1) * stored * shape.token_bytes  # the parts of two layers, and the corrected part of one layer
     # For each document: the similarities of its examples, the inverse of this matrix, and the mean key.
     of_document = 2 * MOST_EXAMPLES**2 + shape.kv_heads * shape.head_dim

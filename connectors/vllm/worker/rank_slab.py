@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from lmc.connectors.vllm.messages import DocumentPart, PageCopy
+from lmc.connectors.vllm.messages import PageCopy
 from lmc.connectors.vllm.vllm_api import get_pp_group, get_tp_group
+from lmc.engine import Piece
 from lmc.storage.ledger import Slot
 from lmc.storage.memory.memory_files import wait_until_unlocked
 from lmc.storage.memory.slab import Slab, SlabAddress
@@ -40,7 +41,7 @@ class RankSlab:
         """Return how many parts of a chunk must have arrived so that this layer is complete on all ranks."""
         return self._share.needed(layer)
 
-    def ready(self, wanted: Sequence[PageCopy | DocumentPart]) -> int:
+    def ready(self, wanted: Sequence[PageCopy | Piece]) -> int:
         """Return the smallest number of parts in a slot; `LOST`, which is less than any number, if a chunk is lost."""
         return min((self._slab.ready(Slot(one.slot), one.tag) for one in wanted), default=self._slab.parts)
 

@@ -10,7 +10,7 @@ import torch
 from lmc.blend.canvas import KV
 from lmc.blend.selftest import ASKING, MOVED, TOKENS, prove, prove_compiled, random_prompt, rehearse
 from lmc.blend.strategies import RecomputePolicy
-from lmc.connectors.vllm.messages import BlendJob, DocumentPart
+from lmc.connectors.vllm.messages import BlendJob
 from lmc.connectors.vllm.worker.canvas import BatchRows, PagedCanvas, prefill_alone
 from lmc.connectors.vllm.worker.memory import allocated, make_room
 from lmc.connectors.vllm.worker.native import NativeLayers
@@ -35,7 +35,6 @@ def prove_model(layers: NativeLayers, vocabulary: int, blocks: int, stream: "tor
         raise UnsupportedModel(f"the KV cache has only {blocks} blocks, too few for the self-test")
     table, tokens = tuple(range(1, need + 1)), random_prompt(vocabulary)  # Block 0 is the null block.
     piece = Piece.whole(RecordKind.DOCUMENT, ChunkKey(b""), TOKENS - MOVED, MOVED, 0, None, exact=False)
-    document = DocumentPart(slot=0, tag=0, piece=piece)
     with torch.inference_mode():
         try:
             whole, in_two = (_prefill(layers, tokens, table, chunks) for chunks in ([TOKENS], [MOVED, TOKENS]))
@@ -44,10 +43,10 @@ def prove_model(layers: NativeLayers, vocabulary: int, blocks: int, stream: "tor
             if stream is not None:
                 part = part.cpu().pin_memory()
             canvas = _canvas(layers, tokens, table, (), torch.empty(0))
-            _agree(lambda: prove(canvas, _canvas(layers, tokens, table, (document,), part, stream), whole, in_two))
+            _agree(lambda: prove(canvas, _canvas(layers, tokens, table, (piece,), part, stream), whole, in_two))
             if layers.device.type == "cuda":  # Nothing is compiled for a CPU.
-                moved = replace(document, piece=replace(piece, tokens=piece.tokens - ASKING))
-                rehearse(lambda: _canvas(layers, tokens, table, (moved,), part, stream), moved.piece)
+                moved = replace(piece, tokens=piece.tokens - ASKING)
+                rehearse(lambda: _canvas(layers, tokens, table, (moved,), part, stream), moved)
             return layers.compiled and on_all_ranks(good=_as_compiled(canvas, whole, in_two))
         finally:
             _clear(layers, table)

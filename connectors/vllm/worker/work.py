@@ -4,7 +4,8 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from lmc.connectors.vllm.messages import DocumentPart, PageCopy
+from lmc.connectors.vllm.messages import PageCopy
+from lmc.engine import Piece
 
 
 class Cost(NamedTuple):
@@ -21,7 +22,7 @@ class Work:
     steps: Generator[Cost, None, None]
     request: str = ""  # the request that waits for the job
     blocks: tuple[int, ...] = ()  # blocks whose contents are invalid if the job fails
-    wanted: Sequence[PageCopy | DocumentPart] = ()  # the slots that the job reads
+    wanted: Sequence[PageCopy | Piece] = ()  # the slots that the job reads
     job: int = -1  # the number of a learning or backfill job
     idle: bool = False  # The job runs only in steps in which nothing else is computed.
     computes: str = ""  # what the job computes; "" if it only copies

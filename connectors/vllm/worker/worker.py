@@ -24,7 +24,6 @@ from lmc.connectors.vllm.messages import (
     BLEND_SHARE,
     BackfillJob,
     BlendJob,
-    DocumentPart,
     LearnJob,
     LoadJob,
     PageCopy,
@@ -43,6 +42,7 @@ from lmc.connectors.vllm.worker.rank_slab import RankSlab
 from lmc.connectors.vllm.worker.selftest import prove_model, run_full_batch
 from lmc.connectors.vllm.worker.streams import LayerLoads, Streams, divided, seconds_of
 from lmc.connectors.vllm.worker.work import Cost, Work
+from lmc.engine import Piece
 from lmc.errors import ChunkLost, NoMemory, StorageError, UnsupportedModel
 from lmc.keys import chunk_bounds
 from lmc.storage.memory.slab import LOST, SlabAddress
@@ -60,7 +60,7 @@ class EndedLoad(NamedTuple):
     request: str
     bad: tuple[int, ...]  # blocks that the engine has to compute
     blocks: tuple[int, ...] = ()  # all blocks that the load filled
-    wanted: Sequence[PageCopy | DocumentPart] = ()  # the slots that the load read
+    wanted: Sequence[PageCopy | Piece] = ()  # the slots that the load read
 
 
 class Worker:
@@ -383,17 +383,15 @@ class Worker:
 
     def _blend(self, job: BlendJob) -> Generator[Cost, None, None]:
         assert self._layers is not None
-        wanted: list[PageCopy | DocumentPart] = [*job.copies, *job.documents]
+        wanted: list[PageCopy | Piece] = [*job.copies, *job.documents]
 
         def arrived(layer: int) -> bool:
             return job.ready or self._has_arrived(job.request, wanted, layer)
 
         loads = self._page_loads(job) if job.copies else None
         canvas = PagedCanvas(self._layers, job, self._rows, self._part, arrived, loads, self._streams.load)
-        pieces = [part.piece for part in job.documents]
-        given = BlendInput(
-            length=len(job.tokens), stop=job.stop, question=job.question, placements=pieces, start=job.exact
-        )
+        length, placements = len(job.tokens), job.documents
+        given = BlendInput(length=length, stop=job.stop, question=job.question, placements=placements, start=job.exact)
         blender = Blender(canvas, given, job.policy)
         for done in blender.slices():
             yield Cost(done.cost, done.coming)
@@ -449,7 +447,7 @@ class Worker:
     def _part(self, slot: int, layer: int) -> torch.Tensor:
         return self._mapped.part(slot, layer)
 
-    def _has_arrived(self, request: str, wanted: Sequence[PageCopy | DocumentPart], layer: int) -> bool:
+    def _has_arrived(self, request: str, wanted: Sequence[PageCopy | Piece], layer: int) -> bool:
         """Return whether all parts of a layer are in all slots; the result is the same on every rank.
 
         Raises `ChunkLost` if a part will never arrive.
@@ -459,7 +457,7 @@ class Worker:
             raise ChunkLost([])
         return ready >= self._mapped.needed(layer)
 
-    def _check(self, wanted: Sequence[PageCopy | DocumentPart]) -> None:
+    def _check(self, wanted: Sequence[PageCopy | Piece]) -> None:
         """Raise `ChunkLost` if a slot was given to another chunk while it was read.
 
         The check runs at the end of a job, where ranks may differ: blocks that one rank reports are invalid for all.
@@ -467,7 +465,7 @@ class Worker:
         if self._is_lost(wanted):
             raise ChunkLost([])
 
-    def _is_lost(self, wanted: Sequence[PageCopy | DocumentPart]) -> bool:
+    def _is_lost(self, wanted: Sequence[PageCopy | Piece]) -> bool:
         """Return whether a slot holds a different chunk than expected, or the slab is not mapped."""
         return bool(wanted) and (self._slab is None or self._slab.ready(wanted) == LOST)
 
