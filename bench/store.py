@@ -38,7 +38,6 @@ from lmc.storage.tiers.record import RecordMeta
 from lmc.storage.tiers.tier import Tier
 
 sys.path.append(str(Path(__file__).parent.parent / "tests"))
-from ledger_check import check_store
 
 PARTS, PART_BYTES = 16, 1 << 14
 CHUNK_BYTES = PARTS * PART_BYTES
@@ -212,7 +211,7 @@ def main() -> None:
         store.release([pin for pin in pins if pin is not None])
         store.flush()
         leaked, stats = store.held(), store.stats()
-        check_store(store)
+        assert store.check_integrity() == []
         store.close()
     counts = {
         "evictions": stats.evictions,

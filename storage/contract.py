@@ -15,8 +15,7 @@ import torch
 from lmc.keys import ChunkKey
 from lmc.storage.change_log import Changes
 from lmc.storage.cost_model import CostModel
-from lmc.storage.ledger import Slot
-from lmc.storage.memory.slab import Slab
+from lmc.storage.memory.slab import Slab, Slot
 from lmc.storage.stats import StoreStats
 from lmc.storage.tiers.record import RecordMeta
 

@@ -20,9 +20,7 @@ from typing import NamedTuple
 from lmc.errors import CorruptRecord
 from lmc.storage.contract import PinState
 from lmc.storage.cost_model import CostModel, LoadTiming, Spent
-from lmc.storage.level import Load
-from lmc.storage.state import StoreState
-from lmc.storage.supply import SlotSupply
+from lmc.storage.state import Load, StoreState
 from lmc.storage.tiers.tier import RecordReader, Tier
 from lmc.storage.tiers.tier_guard import T, TierGuard, logged
 
@@ -41,10 +39,10 @@ class Job(NamedTuple):
 class Loader:
     """A pool of threads that load records."""
 
-    def __init__(self, state: StoreState, supply: SlotSupply, guard: TierGuard, threads: int, clients: int = 1) -> None:
+    def __init__(self, state: StoreState, guard: TierGuard, threads: int, clients: int = 1) -> None:
         """Start a pool of `threads` × `clients` threads. Each client uses at most `threads` of them at a time."""
         self.cost = CostModel()
-        self._state, self._supply, self._guard, self._slab = state, supply, guard, state.host.slab
+        self._state, self._guard, self._slab = state, guard, state.host.slab
         self._threads, self._all = max(1, threads), max(1, threads) * clients
         self._pool = ThreadPoolExecutor(self._all, thread_name_prefix="lmc-load")
         self._mutex = threading.Lock()
@@ -107,7 +105,7 @@ class Loader:
     def _load_together(self, loads: Sequence[Load], spent: Spent) -> None:
         readers: dict[Load, RecordReader] = {}
         try:
-            loads = self._furnished([load for load in loads if self._state.wanted(load)])
+            loads = self._with_memory([load for load in loads if self._state.goes_on(load)])
             self._announce(loads, spent)
             for load in loads:
                 reader = self._timed(load.tier, "opening", spent, self._open, load)
@@ -121,9 +119,9 @@ class Loader:
             for load, reader in readers.items():
                 self._guard(load.tier, "read", reader.close)
 
-    def _furnished(self, loads: Sequence[Load]) -> list[Load]:
-        """Allocate the memory of bare slots. Returns the loads whose slots have memory; the others end as failed."""
-        lacking = self._supply.furnish([load.slot for load in loads if load.bare])
+    def _with_memory(self, loads: Sequence[Load]) -> list[Load]:
+        """Allocate the memory of unbacked slots. Returns the loads whose slots have memory; the others have failed."""
+        lacking = self._state.allocate_memory([load.slot for load in loads if load.unbacked])
         for load in loads:
             if load.slot in lacking:
                 self._state.ended(load, None)
@@ -152,7 +150,7 @@ class Loader:
             if ahead is not None:  # The next parts are requested before these are read, so that both overlap.
                 self._request(readers, *ahead)
             for load, reader in readers.items():
-                if self._state.wanted(load):
+                if self._state.goes_on(load):
                     self._read(load, reader, first, count, spent)
 
     def _read(self, load: Load, reader: RecordReader, first: int, count: int, spent: Spent) -> None:

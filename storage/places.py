@@ -1,6 +1,6 @@
 """The table of places where chunks can be. Metrics, KV events, reports and `lmc top` read it.
 
-A new tier needs a line here, and a class with the methods of `lmc.storage.tiers.tier.Tier`.
+A new tier needs a line here, and a class with the methods of a protocol in `lmc/storage/tiers/tier.py`.
 """
 
 from dataclasses import dataclass

@@ -1,62 +1,104 @@
 """The store's state: everything that the store's one lock guards.
 
 Each method is one atomic step: other threads see all of it or nothing. A step moves no bytes, calls no tier, starts no
-thread and waits only for the lock. Only the methods named `wait_…` wait for other steps. A step returns the work that
-its caller does after it, outside the lock.
+thread and waits only for the lock. Only the methods named `wait_…` wait for other steps, and `allocate_memory` works
+outside the lock. A step returns the work that its caller does after it, outside the lock. The threads of `loader.py`
+and `writer.py` report each part of that work to the state.
 """
 
 import itertools
 import threading
-from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from lmc.errors import ChunkLost
 from lmc.keys import ChunkKey
 from lmc.storage.contract import Pin, PinState, Reservation
-from lmc.storage.eviction import Standing
-from lmc.storage.ledger import Slot
-from lmc.storage.level import Held, Level, Load, Outgoing, Todo
+from lmc.storage.eviction import Owner
 from lmc.storage.locks import Rank, new_lock
-from lmc.storage.memory.slab import tag_of
-from lmc.storage.stats import StoreStats
+from lmc.storage.memory.slab import Slot, tag_of
+from lmc.storage.slots import Backing, SlotPool
+from lmc.storage.stats import StoreStats, Verb
 from lmc.storage.tiers.record import RecordMeta
 from lmc.storage.tiers.tier import Tier, Written
-from lmc.storage.write_queues import WriteQueues
+
+
+class HeldChunk(NamedTuple):
+    """A chunk in a held slot, so that its bytes stay there until they have been copied or written."""
+
+    meta: RecordMeta
+    pool: SlotPool
+    slot: Slot
+
+
+@dataclass(slots=True, eq=False)
+class Load:
+    """A record that is being loaded from a tier into a host slot, for all its readers."""
+
+    key: ChunkKey
+    tier: Tier
+    slot: Slot
+    unbacked: bool  # whether the slot's memory must be allocated first
+    readers: int = 1
+    ready: int = 0  # parts that have arrived and been verified
+    started: bool = False  # whether a thread works on the load
+    state: PinState = PinState.COMING
+
+
+@dataclass(slots=True, eq=False)
+class Outgoing:
+    """A record that waits to be written to tiers, from a held host slot."""
+
+    meta: RecordMeta
+    slot: Slot
+    tiers: list[Tier]
+    left: int  # tiers that have not finished with the record
+    ticket: int  # its ticket in the write queues
+
+
+@dataclass(slots=True)
+class Todo:
+    """The work to do outside the lock after a step of the state, in this order."""
+
+    unbacked: list[Slot] = field(default_factory=list)  # slots whose memory must be allocated before they are filled
+    loads: list[Load] = field(default_factory=list)
+    copies: list[tuple[HeldChunk, SlotPool, int]] = field(default_factory=list)  # with the target pool and the ticket
+    outgoing: list[Outgoing] = field(default_factory=list)
 
 
 class StoreState:
     """The slots, pins, loads and queues of one store."""
 
-    def __init__(self, levels: Sequence[Level], tiers: Sequence[Tier], pinned: set[ChunkKey] | None = None) -> None:
+    def __init__(
+        self,
+        pools: Sequence[SlotPool],
+        tiers: Sequence[Tier],
+        pinned: set[ChunkKey] | None = None,
+        backing: Backing | None = None,
+    ) -> None:
+        """Create the state over `pools`: the device's slots, if any, and then the host's.
+
+        `pinned` is the set of pinned keys that the pools read. `backing` allocates the memory of the host's slots.
+        """
         self._changed = threading.Condition(new_lock(Rank.STATE))
-        self.levels, self.top, self.host = levels, levels[0], levels[-1]
-        self._tiers, self._pinned = tiers, set() if pinned is None else pinned
-        self.by_name = {level.name: level for level in levels}
-        self._leases = itertools.count(1)
-        self._held: dict[int, Load | None] = {}  # by lease; None for a chunk that was in memory
-        self._writing: set[ChunkKey] = set()
+        self.pools = {pool.name: pool for pool in pools}
+        self.top, self.host = pools[0], pools[-1]
+        self._tiers, self._pinned, self._backing = tiers, set() if pinned is None else pinned, backing
+        self._numbers = itertools.count(1)
+        self._leases: dict[int, Load | None] = {}  # of pins; None for a chunk that was in memory
+        self._filling: set[ChunkKey] = set()
         self._loads: dict[ChunkKey, Load] = {}
-        self.queues = WriteQueues(levels, tiers)
-        self._closed = self._told = False
+        self.queues = WriteQueues(pools, tiers)
+        self._closed = self._warned = False
         self._no_room = self._misses = 0
         self._hits: Counter[str] = Counter()  # by place
-
-    @contextmanager
-    def step(self) -> Iterator[None]:
-        """Hold the lock during the block, so that the block is one step."""
-        with self._changed:
-            yield
-
-    @property
-    def closed(self) -> bool:
-        """Whether the state is closed, so that it reserves no more slots."""
-        return self._closed
 
     # -- pins --------------------------------------------------------------------------------------------------------
 
     def pin(self, keys: Sequence[ChunkKey], places: Sequence[str | None]) -> tuple[list[Pin | None], Todo]:
-        """Hold chunks that are in memory, join loads that are in flight, and reserve slots for new loads."""
+        """Hold chunks that are in memory, join loads that are in flight, and allocate slots for new loads."""
         todo = Todo()
         with self._changed:
             # Chunks in memory are held first, so that none of them is evicted to make room for a load.
@@ -71,12 +113,12 @@ class StoreState:
 
     def state_of(self, pin: Pin) -> PinState:
         """Return the current state of a pinned chunk. This needs no lock."""
-        load = self._held[pin.lease]
+        load = self._leases[pin.lease]
         return PinState.READY if load is None else load.state
 
     def arrived(self, pin: Pin) -> int:
         """Return how many parts of a pinned chunk have arrived."""
-        load = self._held[pin.lease]
+        load = self._leases[pin.lease]
         return self.host.slab.parts if load is None else load.ready
 
     def wait_for_part(self, pin: Pin, part: int, patience: float | None = None) -> None:
@@ -84,7 +126,7 @@ class StoreState:
 
         Raises `ChunkLost` if it will not arrive, and `TimeoutError` after `patience` seconds.
         """
-        load = self._held[pin.lease]
+        load = self._leases[pin.lease]
         if load is not None and load.ready <= part:
             with self._changed:
                 if not self._changed.wait_for(lambda: load.ready > part or load.state is PinState.LOST, patience):
@@ -97,17 +139,17 @@ class StoreState:
         left, read, todo = [], [], Todo()
         with self._changed:
             for pin in pins:
-                load = self._held.pop(pin.lease)
+                load = self._leases.pop(pin.lease)
                 if load is None or load.state is PinState.READY:
                     read.append(pin)
                 else:
                     self._leave(load)
                     left.append(load)
-            for level in self.levels:
-                slots = [pin.slot for pin in read if pin.level == level.name]
-                if level is not self.top and not self._closed:
+            for pool in self.pools.values():
+                slots = [pin.slot for pin in read if pin.level == pool.name]
+                if pool is not self.top and not self._closed:
                     self._promote(slots, todo)
-                level.ledger.release(slots)
+                pool.free(slots)
         return left, todo
 
     def wait_until_left(self, loads: Sequence[Load]) -> None:
@@ -117,73 +159,125 @@ class StoreState:
 
     # -- slots that are filled ---------------------------------------------------------------------------------------
 
-    def begin(self, meta: RecordMeta, level: Level | None = None) -> tuple[Reservation | None, Todo]:
-        """Reserve a slot for a chunk that is not in memory. With `level`, only this level is checked and used."""
+    def begin(self, meta: RecordMeta, pool: SlotPool | None = None) -> tuple[Reservation | None, Todo]:
+        """Reserve a slot for a chunk that is not in memory. With `pool`, only this pool is checked and used."""
         todo, key = Todo(), meta.key
         with self._changed:
-            levels = [level] if level else self.levels
-            for one in levels:
-                if one.ledger.find(key) is not None:
-                    return None, todo
-            if key in self._writing or (level is None and key in self._loads):
+            pools = [pool] if pool else self.pools.values()
+            if any(one.find(key) is not None for one in pools):
+                return None, todo
+            if key in self._filling or (pool is None and key in self._loads):
                 return None, todo
             # All slots of a small device may be held by chunks that are being copied to the host.
-            for one in levels:
-                slot = self._reserve(one, todo)
+            for one in pools:
+                slot = self._allocate(one, todo)
                 if slot is not None:
-                    self._writing.add(key)
-                    return Reservation(meta, slot, one.name, next(self._leases)), todo
+                    self._filling.add(key)
+                    return Reservation(meta, slot, one.name, next(self._numbers)), todo
         return None, todo
 
-    def commit(self, reservation: Reservation, source: Held | None = None) -> Todo:
+    def commit(self, reservation: Reservation, source: HeldChunk | None = None) -> Todo:
         """Make the chunk in a filled slot visible, and send it to the next place.
 
-        The slot is given back instead if the chunk was forgotten meanwhile. The same holds for a copy whose `source`
-        slot has lost the chunk.
+        The slot is freed instead if the chunk was forgotten meanwhile. The same holds for a copy whose `source` slot
+        has lost the chunk.
         """
         meta, slot, todo = reservation.meta, reservation.slot, Todo()
-        level = self.by_name[reservation.level]
+        pool = self.pools[reservation.level]
         with self._changed:
-            forgotten = meta.key not in self._writing
-            self._writing.discard(meta.key)
-            if forgotten or (source is not None and source.level.ledger.key_of(source.slot) != meta.key):
-                level.ledger.abort(slot)
-                return todo
-            level.commit(slot, meta)
-            if not self._closed:
-                if level is self.host:
-                    self._send(meta, slot, todo)
-                elif self.host.ledger.find(meta.key) is None and self.queues.has_room(meta.key):
-                    self._copy(Held(meta, level, slot), self.host, todo)
-            level.ledger.release([slot])
+            forgotten = meta.key not in self._filling
+            self._filling.discard(meta.key)
+            if not forgotten and (source is None or source.pool.has(source.slot, meta.key)):
+                pool.commit(slot, meta)
+                if not self._closed:
+                    if pool is self.host:
+                        self._send(meta, slot, todo)
+                    elif self.host.find(meta.key) is None and self.queues.has_room(meta.key):
+                        self._copy(HeldChunk(meta, pool, slot), self.host, todo)
+            pool.free([slot])
         return todo
 
     def abort(self, reservation: Reservation) -> None:
-        """Give back a reserved slot that was not filled."""
+        """Free a reserved slot that was not filled."""
         with self._changed:
-            self._writing.discard(reservation.meta.key)
-            self.by_name[reservation.level].ledger.abort(reservation.slot)
+            self._filling.discard(reservation.meta.key)
+            self.pools[reservation.level].free([reservation.slot])
 
     def drop(self, key: ChunkKey) -> None:
         """Forget a chunk in memory, even if its slot is being filled or loaded."""
         with self._changed:
             self._loads.pop(key, None)
-            self._writing.discard(key)
-            for level in self.levels:
-                level.drop(key)
+            self._filling.discard(key)
+            for pool in self.pools.values():
+                pool.drop(key)
 
-    def protect(self, keys: Collection[ChunkKey], standing: Standing) -> None:
-        """Set the standing of chunks, now and whenever they come into memory again."""
+    def protect(self, keys: Collection[ChunkKey], *, pinned: bool) -> None:
+        """Pin chunks of documents, or end that, now and whenever they come into memory again."""
         with self._changed:
-            (self._pinned.update if standing is Standing.PINNED else self._pinned.difference_update)(keys)
-            for level in self.levels:
+            (self._pinned.update if pinned else self._pinned.difference_update)(keys)
+            for pool in self.pools.values():
                 for key in keys:
-                    level.ledger.protect(key, standing)
+                    pool.protect(key, pinned=pinned)
+
+    # -- the host's memory, if it is allocated slot by slot ----------------------------------------------------------
+
+    def allocate_memory(self, slots: Sequence[Slot]) -> set[Slot]:
+        """Allocate the memory of unbacked slots. Returns the slots for which the system lacks memory.
+
+        The lock is not held meanwhile, because this takes milliseconds. A slot without memory must be freed.
+        """
+        if not slots:
+            return set()
+        assert self._backing is not None, "without a backing, all slots have memory"
+        lacking = self._backing.allocate(slots)
+        with self._changed:
+            self.host.backed(slots, lacking)
+        return lacking
+
+    def allocate_ahead(self, empty: int) -> bool:
+        """Allocate the memory of one more slot before it is needed, unless `empty` slots are empty.
+
+        Returns false if nothing was allocated.
+        """
+        with self._changed:
+            slot = None if self._closed else self.host.prepare(empty)
+        return slot is not None and not self.allocate_memory([slot])
+
+    def take_memory(self) -> Slot | None:
+        """Allocate a slot whose memory can be given back to the system. It must be unassigned then."""
+        with self._changed:
+            return None if self._closed else self.host.allocate(backed=True)
+
+    def unassign(self, slot: Slot) -> None:
+        """Return a slot whose memory has been given back to the unassigned slots; see `SlotPool.unassign`."""
+        with self._changed:
+            self.host.unassign(slot)
+
+    def evict(self, covers: Callable[[Owner], bool], size: int) -> int:
+        """Evict chunks of some owners; see `SlotPool.evict`."""
+        with self._changed:
+            return self.host.evict(covers, size)
+
+    def by_last_use(self) -> list[Slot]:
+        """Return the host's evictable slots, least recently used first."""
+        with self._changed:
+            return self.host.by_last_use()
+
+    def adopt(self, chunks: Iterable[tuple[Slot, RecordMeta]]) -> None:
+        """Make chunks visible that were stored before this process started, least recently used first."""
+        with self._changed:
+            for slot, meta in chunks:
+                self.host.adopt(slot, meta)
+
+    def end_quarantine(self) -> None:
+        """Allow the use of the quarantined slots, whose memory has been given back to the system."""
+        with self._changed:
+            self.host.end_quarantine()
 
     # -- reports of the loading threads ------------------------------------------------------------------------------
 
-    def wanted(self, load: Load) -> bool:
-        """Mark a load as started, and end it if it has no readers. Returns whether the load goes on."""
+    def goes_on(self, load: Load) -> bool:
+        """Mark a load as started, and end it if it has no readers. Returns whether it continues."""
         with self._changed:  # in one step, because a new reader may join the load at any time
             load.started = True
             if load.readers == 0:
@@ -205,10 +299,10 @@ class StoreState:
 
     # -- reports of the writing threads ------------------------------------------------------------------------------
 
-    def copied(self, held: Held, ticket: int) -> None:
-        """Record that a copy to another level has ended, with success or without."""
+    def copied(self, held: HeldChunk, ticket: int) -> None:
+        """Record that a copy to another pool has ended, with success or without."""
         with self._changed:
-            self._arrived(held.level, held.slot, ticket)
+            self._finish(held.pool, held.slot, ticket)
 
     def written(self, tier: Tier, meta: RecordMeta, outcome: Written | None, outgoing: Outgoing | None) -> None:
         """Record the `outcome` of writing a record to a tier, or None if the tier failed.
@@ -220,7 +314,7 @@ class StoreState:
             if outgoing is not None:
                 outgoing.left -= 1
                 if outgoing.left == 0:
-                    self._arrived(self.host, outgoing.slot, outgoing.ticket)
+                    self._finish(self.host, outgoing.slot, outgoing.ticket)
 
     def not_written(self, why: str, key: ChunkKey, *tiers: Tier) -> None:
         """Count a chunk whose planned write to these tiers is skipped. Without `tiers`, all tiers are skipped."""
@@ -228,36 +322,35 @@ class StoreState:
             self.queues.drop(why, key, *tiers)
 
     def wait_until_flushed(self) -> None:
-        """Wait until all chunks are written that wait now, including chunks that are being copied between levels."""
+        """Wait until all chunks are written that wait now, including chunks that are being copied between pools."""
         with self._changed:
-            for _ in self.levels:  # A chunk is written after it has been copied to the next level.
+            for _ in self.pools:  # A chunk is written after it has been copied to the next pool.
                 last = self.queues.last_ticket
                 self._changed.wait_for(lambda last=last: self.queues.oldest_ticket > last)  # type: ignore[misc]
 
     # -- shutdown and inspection -------------------------------------------------------------------------------------
 
     def close(self) -> bool:
-        """Stop reserving slots and sending chunks. Returns false if the state was closed already."""
+        """Stop allocating slots and sending chunks. Returns false if the state was closed already."""
         with self._changed:
             closed, self._closed = self._closed, True
             return not closed
 
-    def resident(self) -> dict[ChunkKey, Held]:
-        """Return every chunk in memory. For a chunk on several levels, the host's slot is returned."""
+    def resident(self) -> dict[ChunkKey, HeldChunk]:
+        """Return every chunk in memory. For a chunk in several pools, the host's slot is returned."""
         with self._changed:
-            return {meta.key: Held(meta, level, slot) for level in self.levels for slot, meta in level.metas.items()}
+            return {meta.key: HeldChunk(meta, pool, at) for pool in self.pools.values() for at, meta in pool.chunks()}
 
-    def held_by(self, pin: Pin) -> Held | None:
-        """Return the level and slot of a pinned chunk, or None if the chunk has been forgotten."""
-        level = self.by_name[pin.level]
-        with self._changed:
-            meta = level.metas.get(pin.slot)
-        return Held(meta, level, pin.slot) if meta is not None else None
+    def held_by(self, pin: Pin) -> HeldChunk | None:
+        """Return the pool and slot of a pinned chunk, or None if the chunk has been forgotten."""
+        pool = self.pools[pin.level]
+        meta = pool.metas[pin.slot]
+        return HeldChunk(meta, pool, pin.slot) if meta is not None else None
 
     def held(self) -> int:
-        """Return the number of slots that are held or being written. It is 0 when the store is idle."""
+        """Return the number of slots that are held or being filled. It is 0 when the store is idle."""
         with self._changed:
-            return sum(level.slab.slots - level.ledger.free for level in self.levels)
+            return sum(pool.held for pool in self.pools.values())
 
     def take_complaints(self) -> list[tuple[str, str]]:
         """Return and clear the warnings to log: subject and text of each."""
@@ -275,24 +368,46 @@ class StoreState:
                 writes=dict(self.queues.writes),
                 dropped_writes=self.queues.dropped,
                 no_room=self._no_room,
-                evictions={level.name: level.ledger.evictions for level in self.levels},
-                document_evictions={level.name: level.ledger.document_evictions for level in self.levels},
+                evictions={name: pool.evictions for name, pool in self.pools.items()},
+                document_evictions={name: pool.document_evictions for name, pool in self.pools.items()},
                 queued=self.queues.length,
             )
 
+    def faults(self) -> list[str]:
+        """Return a sentence for each inconsistency of the bookkeeping."""
+        with self._changed:
+            found = [f"{name}: {fault}" for name, pool in self.pools.items() for fault in pool.faults()]
+            readers = Counter(load for load in self._leases.values() if load is not None)
+            loads = {*readers, *self._loads.values()}
+            found += [
+                f"the load of {load.key.hex()} has {readers[load]} readers, counted as {load.readers}"
+                for load in loads
+                if load.readers != readers[load]
+            ]
+            found += [
+                f"the load of {key.hex()} into slot {load.slot} has ended, but new readers join it"
+                for key, load in self._loads.items()
+                if load.key != key or load.state is not PinState.COMING or self.host.metas[load.slot] is not None
+            ]
+            pins = sum(load is None or load.state is PinState.READY for load in self._leases.values())
+            holders = pins + sum(load.state is not PinState.READY for load in loads) + self.queues.length
+            if (held := sum(pool.holders for pool in self.pools.values())) < holders:
+                found.append(f"pins, loads, copies and writes hold {holders} slots, counted as {held}")
+        return [*found, *self.queues.faults()]
+
     # -- inside, with the lock held ----------------------------------------------------------------------------------
 
-    def _pin_of(self, key: ChunkKey, level: Level, slot: Slot, place: str, load: Load | None) -> Pin:
-        lease = next(self._leases)
-        self._held[lease] = load
-        return Pin(key, slot, tag_of(key), level.name, place, PinState.COMING if load else PinState.READY, lease)
+    def _pin_of(self, key: ChunkKey, pool: SlotPool, slot: Slot, place: str, load: Load | None) -> Pin:
+        lease = next(self._numbers)
+        self._leases[lease] = load
+        return Pin(key, slot, tag_of(key), pool.name, place, PinState.COMING if load else PinState.READY, lease)
 
     def _hold(self, key: ChunkKey) -> Pin | None:
-        for level in self.levels:
-            slot = level.ledger.find(key)
+        for pool in self.pools.values():
+            slot = pool.find(key)
             if slot is not None:
-                level.ledger.hold(slot)
-                return self._pin_of(key, level, slot, level.name, None)
+                pool.hold(slot)
+                return self._pin_of(key, pool, slot, pool.name, None)
         return None
 
     def _join(self, key: ChunkKey) -> Pin | None:
@@ -305,11 +420,11 @@ class StoreState:
         return self._pin_of(key, self.host, load.slot, load.tier.name, load)
 
     def _load(self, key: ChunkKey, tier: Tier, todo: Todo) -> Pin | None:
-        slot = self._reserve(self.host, todo)
+        slot = self._allocate(self.host, todo)
         if slot is None:
             return None
         self.host.slab.label(slot, key, 0)
-        load = self._loads[key] = Load(key, tier, slot, bare=self.host.ledger.is_bare(slot))
+        load = self._loads[key] = Load(key, tier, slot, unbacked=self.host.is_unbacked(slot))
         todo.loads.append(load)
         return self._pin_of(key, self.host, slot, tier.name, load)
 
@@ -317,7 +432,7 @@ class StoreState:
         """Remove a reader from a load that is in flight or has failed."""
         load.readers -= 1  # Without readers, the thread stops before the next part.
         if load.readers == 0 and load.state is PinState.LOST:
-            self.host.ledger.abort(load.slot)
+            self.host.free([load.slot])
         elif load.readers == 0 and not load.started:
             self._end(load, None)
         elif load.readers == 0:
@@ -328,28 +443,31 @@ class StoreState:
         """End a load. With the record's metadata it is a hit from now on; with None, or if forgotten, it is a miss."""
         if load.state is not PinState.COMING:
             return
-        ours, ledger = self._loads.get(load.key) is load, self.host.ledger
+        ours = self._loads.get(load.key) is load
         load.state = PinState.LOST if meta is None or not ours else PinState.READY
         if ours:
             del self._loads[load.key]
         if meta is not None and ours:
             self.host.commit(load.slot, meta)
             for _ in range(load.readers):
-                ledger.hold(load.slot)
-            ledger.release([load.slot])
+                self.host.hold(load.slot)
+            self.host.free([load.slot])
         else:
             self.host.slab.lose(load.slot)
             if load.readers == 0:
-                ledger.abort(load.slot)
+                self.host.free([load.slot])
         self._changed.notify_all()
 
-    def _reserve(self, level: Level, todo: Todo) -> Slot | None:
+    def _allocate(self, pool: SlotPool, todo: Todo) -> Slot | None:
         if self._closed:
             return None
-        slot = level.reserve(todo)
-        self._no_room += slot is None
-        if not self._tiers and level.ledger.document_evictions and level is self.host and not self._told:
-            self._told = True
+        slot = pool.allocate()
+        if slot is None:
+            self._no_room += 1
+        elif pool.is_unbacked(slot):
+            todo.unbacked.append(slot)
+        if not self._tiers and pool.document_evictions and pool is self.host and not self._warned:
+            self._warned = True
             text = "memory is full, and documents are evicted: raise max_local_cpu_size, or set local_disk (said once)"
             self.queues.complaints.append(("documents", text))
         return slot
@@ -357,21 +475,117 @@ class StoreState:
     def _promote(self, slots: Sequence[Slot], todo: Todo) -> None:
         """Copy chunks that were read from the host to the device, so that the next request finds them there."""
         for slot in slots:
-            if self.queues.room > 0 and slot in self.host.metas:  # The chunk may have been forgotten meanwhile.
-                self._copy(Held(self.host.metas[slot], self.host, slot), self.top, todo)
+            meta = self.host.metas[slot]
+            if self.queues.room > 0 and meta is not None:  # The chunk may have been forgotten meanwhile.
+                self._copy(HeldChunk(meta, self.host, slot), self.top, todo)
 
-    def _copy(self, held: Held, target: Level, todo: Todo) -> None:
-        held.level.ledger.hold(held.slot)
+    def _copy(self, held: HeldChunk, target: SlotPool, todo: Todo) -> None:
+        held.pool.hold(held.slot)
         todo.copies.append((held, target, self.queues.begin()))
 
     def _send(self, meta: RecordMeta, slot: Slot, todo: Todo) -> None:
         """Queue a record for the tiers that accept one now, and hold its slot meanwhile."""
         takers = self.queues.enter(meta.key)
         if takers:
-            self.host.ledger.hold(slot)
+            self.host.hold(slot)
             todo.outgoing.append(Outgoing(meta, slot, takers, len(takers), self.queues.begin()))
 
-    def _arrived(self, level: Level, slot: Slot, ticket: int) -> None:
-        level.ledger.release([slot])
+    def _finish(self, pool: SlotPool, slot: Slot, ticket: int) -> None:
+        """End a copy or a write."""
+        pool.free([slot])
         self.queues.end(ticket)
         self._changed.notify_all()
+
+
+class WriteQueues:
+    """The number of chunks that wait to be copied or written, and the outcomes of the writes.
+
+    At most half of the host's slots may wait at a time. Each tier has an equal share of these, so that a slow tier does
+    not delay the others. If the queue is full, a chunk is not written; it stays in memory and is counted as dropped.
+    """
+
+    def __init__(self, pools: Sequence[SlotPool], tiers: Sequence[Tier]) -> None:
+        slots = pools[-1].slots
+        self._pools, self._tiers, self._remembered = pools, tiers, 2 * slots
+        self._limit = max(1, slots // 2)
+        self._share = max(1, self._limit // max(1, len(tiers)))
+        self._waiting: Counter[str] = Counter()  # by tier, including the chunks that are being written
+        self._tickets: dict[int, None] = {}  # the tickets that wait, oldest first
+        self.last_ticket = self.dropped = 0
+        self.missed: defaultdict[str, set[ChunkKey]] = defaultdict(set)  # by tier, the chunks that it did not get
+        self.complaints: list[tuple[str, str]] = []  # warnings to log: subject and text
+        self.writes: Counter[str] = Counter()  # records, by tier
+        self.bytes: Counter[tuple[str, Verb]] = Counter()
+
+    @property
+    def length(self) -> int:
+        """The number of waiting chunks."""
+        return len(self._tickets)
+
+    @property
+    def oldest_ticket(self) -> int:
+        """The oldest waiting ticket. If no ticket waits, the next ticket."""
+        return next(iter(self._tickets), self.last_ticket + 1)
+
+    def begin(self) -> int:
+        """Add a waiting copy or write, and return its ticket, which is higher than all earlier tickets."""
+        self.last_ticket += 1
+        self._tickets[self.last_ticket] = None
+        return self.last_ticket
+
+    def end(self, ticket: int) -> None:
+        """Remove a ticket whose copy or write has ended."""
+        del self._tickets[ticket]
+
+    @property
+    def room(self) -> int:
+        """The number of further chunks that may wait."""
+        return self._limit - self.length
+
+    def has_room(self, key: ChunkKey) -> bool:
+        """Return whether a chunk may wait. If not, count it as dropped."""
+        if self.room < 1:
+            self.drop("the write queue is full", key)
+        return self.room > 0
+
+    def enter(self, key: ChunkKey) -> list[Tier]:
+        """Queue a chunk for the tiers that accept one now, and return these tiers."""
+        takers: list[Tier] = []
+        if not self._tiers or not self.has_room(key):
+            return takers
+        for tier in self._tiers:
+            if tier.usable and self._waiting[tier.name] < self._share:
+                takers.append(tier)
+            else:
+                self.drop(f"tier {tier.name} is {'behind' if tier.usable else 'not usable'}", key, tier)
+        self._waiting.update([tier.name for tier in takers])
+        return takers
+
+    def done(self, tier: Tier, meta: RecordMeta, outcome: Written | None, *, queued: bool) -> None:
+        """Record the `outcome` of writing a record to a tier, or None if the tier failed."""
+        self._waiting[tier.name] -= queued
+        if outcome is Written.STORED:
+            self.writes[tier.name] += 1
+            self.bytes[tier.name, "write"] += meta.offset(meta.parts)
+        elif outcome is not Written.PRESENT:
+            self.dropped += outcome is Written.REFUSED
+            self._note_missed(tier, meta.key)
+
+    def drop(self, why: str, key: ChunkKey, *tiers: Tier) -> None:
+        """Count a chunk that is not written to these tiers. Without `tiers`, it is written to no tier."""
+        self.dropped += 1
+        for tier in tiers or self._tiers:
+            self._note_missed(tier, key)
+        text = f"{why}: chunks are not written there, and are lost if they are evicted before the end"
+        self.complaints.append((" ".join(["writes", *(tier.name for tier in tiers)]), text))
+
+    def faults(self) -> list[str]:
+        """Return a sentence for each inconsistency of the counts."""
+        wrong = {name: count for name, count in self._waiting.items() if not 0 <= count <= self._share}
+        return [f"{count} chunks wait for tier {name}; the limit is {self._share}" for name, count in wrong.items()]
+
+    def _note_missed(self, tier: Tier, key: ChunkKey) -> None:
+        missed = self.missed[tier.name]
+        missed.add(key)
+        if len(missed) > self._remembered:  # Chunks that have left memory cannot be written at shutdown.
+            missed &= set().union(*(pool.keys() for pool in self._pools))

@@ -6,12 +6,10 @@ bytes, but not the meaning of a part.
 """
 
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
-from typing import Any
 
 import torch
 
@@ -19,18 +17,15 @@ from lmc.errors import ChunkLost
 from lmc.keys import ChunkKey
 from lmc.storage.change_log import ChangeLog
 from lmc.storage.contract import ChunkStore, Pin, PinState, Reservation
-from lmc.storage.eviction import Standing
-from lmc.storage.fairness import FairShares, Owner
-from lmc.storage.ledger import Slot
-from lmc.storage.level import Backing, Level
+from lmc.storage.eviction import FairShares, Owner
 from lmc.storage.loader import Loader
-from lmc.storage.memory.slab import Slab
+from lmc.storage.memory.slab import Slab, Slot
 from lmc.storage.places import MEMORY
+from lmc.storage.slots import Backing, SlotPool
 from lmc.storage.state import StoreState
 from lmc.storage.stats import StoreStats
-from lmc.storage.supply import SlotSupply
 from lmc.storage.tiers.record import RecordMeta
-from lmc.storage.tiers.tier import Tier
+from lmc.storage.tiers.tier import Tier, is_local
 from lmc.storage.tiers.tier_guard import TierGuard
 from lmc.storage.writer import Writer
 
@@ -60,31 +55,20 @@ class Store(ChunkStore):
         may be used. `fair` gives each owner of chunks a fair share of the host.
         """
         self.changes, pinned = changes or ChangeLog(), set[ChunkKey]()
-        slabs = {"device": device, "host": host}
-        self.pins_yield = any(not tier.shared for tier in tiers)
+        self.pins_yield = any(map(is_local, tiers))
         assert (backing is None and fair is None) or device is None
-        served: dict[str, Any] = {"backing": backing, "fair": fair}
-        self._levels = [
-            Level(
-                name,
-                slab,
-                self.changes,
-                document_share,
-                pinned,
-                pins_yield=self.pins_yield or name == "device",
-                **served,
-            )
-            for name, slab in slabs.items()
-            if slab is not None
-        ]
+        common = self.changes, document_share, pinned
+        pools = [SlotPool("host", host, *common, pins_yield=self.pins_yield, backing=backing, fair=fair)]
+        if device is not None:
+            pools.insert(0, SlotPool("device", device, *common, pins_yield=True))
         self._tiers, self._guard = list(tiers), TierGuard()
-        self._state = StoreState(self._levels, self._tiers, pinned)
-        self.supply = SlotSupply(self._state, backing)
-        self._loader = Loader(self._state, self.supply, self._guard, load_threads, LOADING_CLIENTS if backing else 1)
+        self._state = StoreState(pools, self._tiers, pinned, backing)
+        self._loader = Loader(self._state, self._guard, load_threads, LOADING_CLIENTS if backing else 1)
         self._writer = Writer(self._state, self._tiers, self._guard)
         self.cost, self.slab, self.slots = self._loader.cost, host, host.slots
         self.shared_places = frozenset(tier.name for tier in tiers if tier.shared)
-        for tier in tiers:
+        self._local = list(filter(is_local, tiers))
+        for tier in self._local:
             tier.report_to(self.changes)
 
     # -- finding and reading -----------------------------------------------------------------------------------------
@@ -92,7 +76,7 @@ class Store(ChunkStore):
     def lookup(self, keys: Sequence[ChunkKey], *, shared: bool = True) -> list[str | None]:
         """Return the place of each chunk ("device", "host" or a tier's name), or None if it is missing."""
         found = self._in_memory(keys)
-        for tier in self._tiers if shared else [tier for tier in self._tiers if not tier.shared]:
+        for tier in self._tiers if shared else self._local:
             missing = [i for i, place in enumerate(found) if place is None]
             if not missing:
                 break
@@ -114,7 +98,7 @@ class Store(ChunkStore):
             self.release([pin for pin in pins if pin is not None], wait=False)
             raise
         used = [pin.key for pin in pins if pin is not None and pin.place in MEMORY]
-        for tier in self._tiers if used else ():
+        for tier in self._local if used else ():
             self._guard(tier, "lookup", tier.note_use, used)
         return pins
 
@@ -129,7 +113,7 @@ class Store(ChunkStore):
     def part(self, pin: Pin, part: int) -> torch.Tensor:
         """Wait for part `part` and return a view of it: uint8 `[stride]`. Raises `ChunkLost` if it will not arrive."""
         self._state.wait_for_part(pin, part)
-        return self._state.by_name[pin.level].slab.part(pin.slot, part)
+        return self._state.pools[pin.level].slab.part(pin.slot, part)
 
     def release(self, pins: Sequence[Pin], *, wait: bool = True) -> None:
         """Release pins. With `wait`, wait until loads that no other caller needs have ended."""
@@ -144,7 +128,7 @@ class Store(ChunkStore):
         self, metas: Sequence[RecordMeta], may: Callable[[RecordMeta], bool] = lambda _: True
     ) -> list[Reservation | None]:
         """Reserve slots for new chunks. `may` is called for each reserved slot, and decides whether it is kept."""
-        slab, found, bare = self._levels[0].slab, list[Reservation | None](), list[Slot]()
+        slab, found, unbacked = self.slab, list[Reservation | None](), list[Slot]()
         try:
             for meta in metas:
                 assert meta.parts == slab.parts
@@ -156,8 +140,8 @@ class Store(ChunkStore):
                     self.abort(reservation)
                     found[-1] = None
                 else:
-                    bare += todo.bare
-            lacking = self.supply.furnish(bare)
+                    unbacked += todo.unbacked
+            lacking = self._state.allocate_memory(unbacked)
         except BaseException:
             for begun in filter(None, found):
                 self.abort(begun)
@@ -181,17 +165,17 @@ class Store(ChunkStore):
 
     def view(self, reservation: Reservation) -> torch.Tensor:
         """Return a view of the slot to fill: uint8 `[L, stride]`."""
-        return self._state.by_name[reservation.level].slab.slot(reservation.slot)
+        return self._state.pools[reservation.level].slab.slot(reservation.slot)
 
     def commit(self, reservations: Sequence[Reservation]) -> None:
         """Make the chunks visible to lookups, and send them to the next place."""
         for reservation in reservations:
-            self._state.by_name[reservation.level].slab.seal(reservation.slot, reservation.meta.part_bytes)
+            self._state.pools[reservation.level].slab.seal(reservation.slot, reservation.meta.part_bytes)
             self._writer.do(self._state.commit(reservation))
 
     def abort(self, reservation: Reservation) -> None:
         """Give back a reserved slot that was not filled."""
-        self._state.by_name[reservation.level].slab.written(reservation.slot)
+        self._state.pools[reservation.level].slab.written(reservation.slot)
         self._state.abort(reservation)
 
     def forget(self, key: ChunkKey, *, wait: bool = True, shared: bool = True) -> None:
@@ -205,22 +189,21 @@ class Store(ChunkStore):
 
     def copies(self, keys: Sequence[ChunkKey]) -> list[str]:
         """Return the places that have all of these chunks, without the tiers that other processes share."""
-        found = [level.name for level in self._levels if all(level.ledger.holds(keys))]
-        for tier in self._tiers:
-            there = self._guard(tier, "lookup", tier.contains, keys) if not tier.shared else None
+        found = [pool.name for pool in self._state.pools.values() if all(pool.holds(keys))]
+        for tier in self._local:
+            there = self._guard(tier, "lookup", tier.contains, keys)
             found += [tier.name] if there and all(there) else []
         return found
 
     def protect(self, keys: Collection[ChunkKey], *, pinned: bool) -> None:
         """Pin chunks of documents, or end that, in memory and in the tiers that evict under this store's control."""
-        standing = Standing.PINNED if pinned else Standing.DOCUMENT
-        self._state.protect(keys, standing)
-        for tier in self._tiers:
-            tier.protect(keys, standing)
+        self._state.protect(keys, pinned=pinned)
+        for tier in self._local:
+            tier.protect(keys, pinned=pinned)
 
     def trim(self) -> None:
         """Evict records from tiers that exceed their bound, which may be smaller than in an earlier process."""
-        for tier in self._tiers:
+        for tier in self._local:
             self._guard(tier, "write", tier.trim)
 
     def spread(self, keys: Sequence[ChunkKey], patience: float = SPREAD_SECONDS) -> list[ChunkKey]:
@@ -250,7 +233,7 @@ class Store(ChunkStore):
         writes: list[Future[None]] = []
         try:
             with suppress(ChunkLost):
-                self._state.wait_for_part(pin, self._levels[0].slab.parts - 1, patience)
+                self._state.wait_for_part(pin, self.slab.parts - 1, patience)
                 writes = self._writer.write_again(pin, tiers)
             if wait(writes, patience).not_done:
                 raise TimeoutError
@@ -266,11 +249,11 @@ class Store(ChunkStore):
     def shrink(self, slots: int) -> int:
         """Give the memory of up to `slots` slots back to the system. Returns the number of slots given back."""
         for done in range(slots):
-            retired = self.supply.retire()
-            if retired is None:
+            slot = self._state.take_memory()
+            if slot is None:
                 return done
-            self.slab.give_back(retired)
-            self.supply.retired([retired], unused=True)
+            self.slab.give_back(slot)
+            self._state.unassign(slot)
         return slots
 
     def evict(self, covers: Callable[[Owner], bool], size: int) -> int:
@@ -278,15 +261,33 @@ class Store(ChunkStore):
 
         One call evicts only a few chunks, so that other threads do not wait long. 0 means that none are left.
         """
-        slots, freed = self.supply.evict(covers, size)
-        self.supply.retired(slots, unused=False)
-        return freed
+        return self._state.evict(covers, size)
 
-    def make_safe(self) -> None:
-        """Allow the use of the slots that were unsafe, and discard their contents."""
-        for slot in self._state.host.ledger.unsafe:  # No other thread changes the unsafe slots.
+    def allocate_ahead(self, empty: int) -> bool:
+        """Allocate the memory of one more slot before it is needed, unless `empty` slots are empty.
+
+        Returns false if nothing was allocated.
+        """
+        return self._state.allocate_ahead(empty)
+
+    @property
+    def empty_slots(self) -> int:
+        """The number of slots in host memory that have memory, and no chunk."""
+        return self._state.host.empty
+
+    def by_last_use(self) -> list[Slot]:
+        """Return the slots of host memory whose chunks may be evicted, least recently used first."""
+        return self._state.by_last_use()
+
+    def adopt(self, chunks: Iterable[tuple[Slot, RecordMeta]]) -> None:
+        """Make chunks visible that an earlier process has left in quarantined slots, least recently used first."""
+        self._state.adopt(chunks)
+
+    def end_quarantine(self) -> None:
+        """Allow the use of the quarantined slots, and discard their contents."""
+        for slot in self._state.host.quarantined:  # No other thread changes these slots.
             self.slab.give_back(slot)
-        self.supply.make_safe()
+        self._state.end_quarantine()
 
     def flush(self) -> None:
         """Wait until all queued chunks have been written."""
@@ -308,14 +309,12 @@ class Store(ChunkStore):
 
     def stats(self) -> StoreStats:
         """Return counts since the start."""
-        counts = self._state.counts()
+        counts, shared = self._state.counts(), dict.fromkeys(self.shared_places, 0)  # These evict by themselves.
+        of_documents = {tier.name: tier.document_evictions for tier in self._local}
         return replace(
             counts,
-            evictions={**counts.evictions, **{tier.name: tier.evictions for tier in self._tiers}},
-            document_evictions={
-                **counts.document_evictions,
-                **{tier.name: tier.document_evictions for tier in self._tiers},
-            },
+            evictions={**counts.evictions, **shared, **{tier.name: tier.evictions for tier in self._local}},
+            document_evictions={**counts.document_evictions, **shared, **of_documents},
             seconds=dict(self._guard.seconds),
             failed=dict(self._guard.failed),
             corrupt=dict(self._guard.corrupt),
@@ -323,25 +322,30 @@ class Store(ChunkStore):
             present={place: (held.chunks, held.tokens) for place, held in self.changes.counts().items()},
         )
 
+    def check_integrity(self) -> list[str]:
+        """Return a sentence for each inconsistency of the bookkeeping, in memory and in local tiers.
+
+        No bytes of chunks are read. The store's lock is held meanwhile, about a millisecond for a thousand slots.
+        """
+        of_tiers = [f"{tier.name}: {fault}" for tier in self._local for fault in tier.faults()]
+        return [*self._state.faults(), *of_tiers]
+
     def records(self) -> Iterator[tuple[str, RecordMeta]]:
         """Read the header of every record in the tiers that only this process uses, and add it to the change log.
 
         Yields the tier's name and the record's metadata.
         """
-        for tier in self._tiers:
+        for tier in self._local:
             for meta in tier.headers():
-                # The record may have been evicted since its header was read. It would then be listed forever.
-                if tier.if_present(meta.key, partial(self.changes.appeared, tier.name, meta)):
-                    yield tier.name, meta
+                yield tier.name, meta
 
     def in_memory(self) -> Iterator[tuple[str, RecordMeta]]:
         """Return an iterator over every chunk in memory, with its place."""
-        return ((held.level.name, held.meta) for held in self._state.resident().values())
+        return ((held.pool.name, held.meta) for held in self._state.resident().values())
 
     def last_uses(self) -> dict[ChunkKey, float]:
         """Return the last use of each record in the tiers that only this process uses, in seconds since 1970."""
-        ours = [tier for tier in self._tiers if not tier.shared]
-        listed = [self._guard(tier, "lookup", lambda one: list(one.entries()), tier) or () for tier in ours]
+        listed = [self._guard(tier, "lookup", lambda one: list(one.entries()), tier) or () for tier in self._local]
         return {entry.key: entry.used for entries in listed for entry in entries}
 
     def held(self) -> int:
@@ -355,9 +359,9 @@ class Store(ChunkStore):
     # -- inside ------------------------------------------------------------------------------------------------------
 
     def _in_memory(self, keys: Sequence[ChunkKey]) -> list[str | None]:
-        """Return the level of each chunk in memory, without the lock. So a lookup never waits for stores or loads."""
+        """Return the place of each chunk in memory, without the lock. So a lookup never waits for stores or loads."""
         found: list[str | None] = [None] * len(keys)
-        for level in self._levels:
-            name, there = level.name, level.ledger.holds(keys)
+        for name, pool in self._state.pools.items():
+            there = pool.holds(keys)
             found = [place or (name if held else None) for place, held in zip(found, there, strict=True)]
         return found

@@ -1,4 +1,4 @@
-"""Writing: the threads that copy chunks between levels of memory, and write them as records to tiers.
+"""Writing: the threads that copy chunks between the pools of memory, and write them as records to tiers.
 
     stored   a new chunk is sent to the next place at once: from the device to the host, from there to every tier
     read     a chunk that was read from the host is copied to the device
@@ -13,8 +13,8 @@ from itertools import chain
 
 from lmc.keys import ChunkKey
 from lmc.storage.contract import Pin
-from lmc.storage.level import Held, Level, Outgoing, Todo
-from lmc.storage.state import StoreState
+from lmc.storage.slots import SlotPool
+from lmc.storage.state import HeldChunk, Outgoing, StoreState, Todo
 from lmc.storage.tiers.record import RecordMeta
 from lmc.storage.tiers.tier import Tier, Written
 from lmc.storage.tiers.tier_guard import T, TierGuard, logged
@@ -41,7 +41,7 @@ class Writer:
         for held, target, ticket in todo.copies:
             self._copies.submit(self._carry, held, target, ticket)
         for outgoing in todo.outgoing:
-            self._send(outgoing, self._bytes_of(Held(outgoing.meta, self._state.host, outgoing.slot)))
+            self._send(outgoing, self._bytes_of(HeldChunk(outgoing.meta, self._state.host, outgoing.slot)))
         self._complain()
 
     def delete(self, key: ChunkKey, *, shared: bool) -> "list[Future[bool | None]]":
@@ -84,20 +84,20 @@ class Writer:
         for tier in outgoing.tiers:
             self._submit(tier, outgoing.meta.key, self._write, tier, outgoing.meta, parts, outgoing)
 
-    def _carry(self, held: Held, target: Level, ticket: int) -> None:
+    def _carry(self, held: HeldChunk, target: SlotPool, ticket: int) -> None:
         try:
             logged(self._copy, held, target)
         finally:
             self._state.copied(held, ticket)
 
-    def _copy(self, held: Held, target: Level) -> None:
-        """Copy a chunk to another level, if that level lacks it and has room."""
+    def _copy(self, held: HeldChunk, target: SlotPool) -> None:
+        """Copy a chunk to another pool, if that pool lacks it and has room."""
         reservation, todo = self._state.begin(held.meta, target)
         self.do(todo)
         if reservation is None:
             return
         try:
-            target.slab.copy_from(reservation.slot, held.level.slab, held.slot)
+            target.slab.copy_from(reservation.slot, held.pool.slab, held.slot)
         except BaseException:
             self._state.abort(reservation)
             raise
@@ -123,7 +123,7 @@ class Writer:
         if held is not None:
             self._write_last(tier, held)
 
-    def _write_last(self, tier: Tier, held: Held) -> None:
+    def _write_last(self, tier: Tier, held: HeldChunk) -> None:
         try:
             parts = self._bytes_of(held)
         except OSError as error:  # no memory for a copy
@@ -136,9 +136,9 @@ class Writer:
         for about, text in self._state.take_complaints() if self._state.queues.complaints else ():
             self._guard.complain(about, text)
 
-    def _bytes_of(self, held: Held) -> list[memoryview]:
-        slab, parts, size = held.level.slab, held.meta.parts, held.meta.stored_part
-        if held.level is not self._state.host:
+    def _bytes_of(self, held: HeldChunk) -> list[memoryview]:
+        slab, parts, size = held.pool.slab, held.meta.parts, held.meta.stored_part
+        if held.pool is not self._state.host:
             return [slab.snapshot(held.slot, parts, size)]
         return slab.memory(held.slot, 0, parts, size)
 

@@ -18,7 +18,6 @@ from lmc.keys import ChunkKey, RecordKind
 from lmc.storage.change_log import ChangeLog
 from lmc.storage.contract import Pin
 from lmc.storage.cost_model import CostModel
-from lmc.storage.eviction import Standing
 from lmc.storage.store import Store
 from lmc.storage.tiers.record import RecordMeta, checksum, decode_header, encode_header, header_size, split_parts
 from lmc.storage.tiers.tier import Entry, Finding, RecordReader, Wrapped, Written
@@ -159,9 +158,6 @@ class DictTier:
     def announce(self, keys: Sequence[ChunkKey], into: Sequence[Sequence[memoryview]] = ()) -> None:
         pass
 
-    def note_use(self, keys: Sequence[ChunkKey]) -> None:
-        pass
-
     def open(self, key: ChunkKey) -> "DictReader | None":
         with self._mutex:
             record = self.records.get(key)
@@ -199,23 +195,26 @@ class DictTier:
 
     def headers(self) -> Iterator[RecordMeta]:
         with self._mutex:
-            records = [] if self.shared else [bytes(record) for record in self.records.values()]
+            records = [bytes(record) for record in self.records.values()]
         for record in records:
             with suppress(CorruptRecord):
-                yield decode_header(record[: header_size(record[:8])])
+                meta = decode_header(record[: header_size(record[:8])])
+                with self._mutex:
+                    if self.changes and meta.key in self.records:
+                        self.changes.appeared(self.name, meta)
+                yield meta
 
-    def if_present(self, key: ChunkKey, then: Callable[[], object]) -> bool:
-        with self._mutex:
-            there = not self.shared and key in self.records
-            if there:
-                then()
-            return there
+    def note_use(self, keys: Sequence[ChunkKey]) -> None:
+        pass
 
-    def protect(self, keys: Collection[ChunkKey], standing: Standing) -> None:
+    def protect(self, keys: Collection[ChunkKey], *, pinned: bool) -> None:
         pass
 
     def trim(self) -> None:
         pass
+
+    def faults(self) -> list[str]:
+        return []
 
     def report_to(self, changes: ChangeLog) -> None:
         self.changes = changes

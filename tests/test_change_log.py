@@ -373,8 +373,8 @@ def test_the_log_says_what_every_place_of_a_store_holds(done, device, slots, on_
             with contextlib.suppress(ChunkLost):
                 action(store, key)
             store.flush()
-        for level in store._levels:
-            assert keys_in(store, level.name) == set(level.ledger.keys())
+        for pool in store._state.pools.values():
+            assert keys_in(store, pool.name) == set(pool.keys())
         assert keys_in(store, tier.name) == {entry.key for entry in tier.entries()}
         changes, complete = store.changes.since(0)
         assert complete

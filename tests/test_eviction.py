@@ -6,33 +6,34 @@ from itertools import chain
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from ledger_check import check_disk, check_store
 from storage_fakes import PART_BYTES, PARTS, RECORD_BYTES, DictTier, get, key_of, meta_of, put, stored
 from test_disk import used
 
 from lmc.keys import RecordKind
-from lmc.storage.eviction import EvictionOrder, Standing
+from lmc.storage.eviction import EvictionClass, EvictionOrder
 from lmc.storage.memory.slab import Slab
 from lmc.storage.store import Store
 from lmc.storage.tiers.disk import DiskTier
 from lmc.storage.tiers.tier import Written
 
-OTHER, DOCUMENT, PINNED = Standing.OTHER, Standing.DOCUMENT, Standing.PINNED
+OTHER, DOCUMENT, PINNED = EvictionClass
 PAGES = [key_of(f"pages {i}") for i in range(12)]
 DOCUMENTS = [key_of(f"document {i}") for i in range(12)]
 
 
 @given(
     share=st.integers(0, 6),
-    steps=st.lists(st.tuples(st.sampled_from(["add", "touch", "evict"]), st.integers(0, 7), st.sampled_from(Standing))),
+    steps=st.lists(
+        st.tuples(st.sampled_from(["add", "touch", "evict"]), st.integers(0, 7), st.sampled_from(EvictionClass))
+    ),
 )
 def test_the_order_is_that_of_a_list_that_is_searched(share, steps):
     order, model = EvictionOrder(share), []  # entries with their standing, used longest ago first
     for step, entry, standing in steps:
         there = next((item for item in model if item[0] == entry), None)
         if step == "add" and there is None:
-            order.count(standing, 1)
-            order.add(entry, standing)
+            order.insert(entry, standing)
+            order.release(entry)
             model.append((entry, standing))
         elif step == "touch" and there:
             order.touch(entry)
@@ -44,9 +45,8 @@ def test_the_order_is_that_of_a_list_that_is_searched(share, steps):
             if wanted:
                 model.remove(wanted)
                 order.remove(wanted[0])
-                order.count(wanted[1], -1)
         assert list(order) == [item[0] for item in model]
-        assert len(order) == len(model)
+        assert list(order.faults(lambda _: False)) == []
 
 
 def first_of(model, share):
@@ -74,7 +74,7 @@ def store():
     yield made
     made.close()
     assert made.held() == 0
-    check_store(made)
+    assert made.check_integrity() == []
 
 
 def there(store, keys):
@@ -160,7 +160,7 @@ def test_a_forgotten_document_leaves_nothing_in_the_share(store):
     store.protect(DOCUMENTS[:3], pinned=True)
     for key in DOCUMENTS[:6]:
         store.forget(key)
-    check_store(store)
+    assert store.check_integrity() == []
     for key in PAGES[:6]:
         assert put(store, key)
     assert there(store, PAGES) == PAGES[:6]
@@ -197,7 +197,7 @@ def test_other_records_leave_documents_their_share_of_the_disk_also_after_a_rest
     for key in PAGES[6:]:
         assert write(tier, key, RecordKind.PAGES) is Written.STORED
     assert on_disk(tier, DOCUMENTS) == DOCUMENTS[1:4]
-    check_disk(tier)
+    assert tier.faults() == []
     assert tier.bytes == used(tmp_path)
     tier.close()
 
@@ -206,7 +206,7 @@ def test_pinned_records_stay_on_the_disk(tmp_path):
     tier = disk_of(tmp_path)
     for key in DOCUMENTS[:3]:
         write(tier, key, RecordKind.DOCUMENT)
-    tier.protect(DOCUMENTS[:2], PINNED)
+    tier.protect(DOCUMENTS[:2], pinned=True)
     for key in DOCUMENTS[3:]:
         assert write(tier, key, RecordKind.DOCUMENT) is Written.STORED
     assert on_disk(tier, DOCUMENTS) == [*DOCUMENTS[:2], *DOCUMENTS[8:]]
@@ -215,8 +215,8 @@ def test_pinned_records_stay_on_the_disk(tmp_path):
     for key in PAGES:
         write(tier, key)
     assert on_disk(tier, DOCUMENTS[:2]) == DOCUMENTS[:2]
-    tier.protect(DOCUMENTS[:2], DOCUMENT)
-    check_disk(tier)
+    tier.protect(DOCUMENTS[:2], pinned=False)
+    assert tier.faults() == []
     tier.close()
 
 

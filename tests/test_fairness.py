@@ -6,11 +6,9 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from ledger_check import check_store
 from storage_fakes import PART_BYTES, PARTS, get, key_of, meta_of
 
-from lmc.storage.eviction import EvictionOrder, Standing
-from lmc.storage.fairness import EVENTS, FairShares
+from lmc.storage.eviction import SHARES_EVENTS, EvictionClass, EvictionOrder, FairShares
 from lmc.storage.memory.slab import Slab
 from lmc.storage.store import Store
 
@@ -63,7 +61,7 @@ def house():
     yield house
     for one in made:
         one.store.close()
-        check_store(one.store)
+        assert one.store.check_integrity() == []
 
 
 A, B, C = ("m", "a"), ("m", "b"), ("n", "")
@@ -109,7 +107,7 @@ def test_shares_follow_weights(house):
 def test_who_does_not_come_back_keeps_nothing(house):
     one = house()
     one.put(B, SLOTS // 2)
-    one.put(A, 8 * SLOTS + 4 * EVENTS)
+    one.put(A, 8 * SLOTS + 4 * SHARES_EVENTS)
     assert one.has(B) == []
 
 
@@ -128,16 +126,17 @@ def test_weights_that_change_count_at_once(house):
     assert len(one.has(B)) == pytest.approx(36, abs=2)
 
 
+def add(order, entry, eviction_class, owner):
+    order.insert(entry, eviction_class, owner=owner)
+    order.release(entry)
+
+
 def test_documents_keep_their_share_of_an_owner_that_has_too_much():
     order = EvictionOrder(4, fair=FairShares(Weights()))
     for entry in range(4):
-        order.count(Standing.DOCUMENT, 1)
-        order.own(A, 1)
-        order.add(f"document {entry}", Standing.DOCUMENT, owner=A)
+        add(order, f"document {entry}", EvictionClass.DOCUMENT, A)
     for owner, name in ((B, "b"), (A, "a")):
-        order.own(owner, 1)
-        order.count(Standing.OTHER, 1)
-        order.add(name, owner=owner)
+        add(order, name, EvictionClass.OTHER, owner)
     assert order.first() == "a", "b is older, and its owner has less than its share"
 
 
@@ -151,22 +150,16 @@ def test_the_queues_of_owners_agree_with_those_of_all(steps):
     for step, entry, owner in steps:
         if step == "put" and entry not in there:
             there[entry] = owner
-            order.count(Standing.OTHER, 1)
-            order.own(owner, 1)
-            order.add(entry, owner=owner)
+            add(order, entry, EvictionClass.OTHER, owner)
         elif step == "touch" and entry in there:
             order.touch(entry)
         elif step == "move" and entry in there:
-            before = order._entries[entry][0]
-            order.move(entry, before, Standing.DOCUMENT, 1)
+            order.reclassify(entry, EvictionClass.DOCUMENT)
         elif step == "evict" and (first := order.first()) is not None:
-            standing, whose = order._entries[first]
-            assert whose == there.pop(first)
+            del there[first]
             order.remove(first)
-            order.count(standing, -1)
-            order.own(whose, -1)
         assert sorted(order) == sorted(there)
         for whose in (A, B, C):
             own = [one for one in order if there[one] == whose]
-            assert list(order.evictable([whose])) == own, "the oldest of an owner comes first"
-            assert order.fair._taken[whose] == len(own)
+            assert list(order.owned_by(lambda one, whose=whose: one == whose)) == own, "the oldest comes first"
+        assert list(order.faults(lambda _: False)) == []

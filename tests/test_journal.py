@@ -12,8 +12,7 @@ from storage_fakes import PART_BYTES, PARTS, content, key_of, meta_of
 
 from lmc.server import journal as journals
 from lmc.server.journal import Journal
-from lmc.storage.ledger import Slot
-from lmc.storage.memory.slab import Slab
+from lmc.storage.memory.slab import Slab, Slot
 
 SLOTS = 4
 

@@ -231,7 +231,7 @@ def test_the_table_has_every_place_of_a_store(tmp_path):
     from lmc.storage.tiers.redis import RedisTier
 
     store = Store(Slab(1, 1, 1), [DiskTier(tmp_path, 1 << 20)], device=Slab(1, 1, 1))
-    levels = {level.name for level in store._levels}
+    levels = set(store._state.pools)
     assert levels == MEMORY == {"device", "host"}
     assert levels | {DiskTier.name, RedisTier.name} == {place.name for place in PLACES}
     store.close()

@@ -74,10 +74,10 @@ from lmc.server.messages import (
 from lmc.server.server import CacheServer
 from lmc.server.sizes import Sizes
 from lmc.storage.contract import PinState
-from lmc.storage.level import Backing
 from lmc.storage.memory.memory_files import locked
 from lmc.storage.memory.slab import Slab
 from lmc.storage.shares import Shares
+from lmc.storage.slots import Backing
 from lmc.storage.store import Store
 
 K0, K1, K2, K3, K4 = map(key_of, range(5))
@@ -283,7 +283,7 @@ def test_geometries_share_the_budget_and_none_keeps_what_another_needs(tmp_path)
         small, large = attached(server), attached(server, OTHER)
         few, many = [key_of(i) for i in range(12)], [key_of(i) for i in range(100, 120)]
         assert filled(small, few[:-1]) == few[:-1]
-        eventually(lambda: arena_of(server).store.supply.ready == 1)  # Its memory is taken ahead, by a thread.
+        eventually(lambda: arena_of(server).store.empty_slots == 1)  # Its memory is taken ahead, by a thread.
         assert put(small, few[-1])
         assert small.lookup(few) == ["host"] * 12, "one geometry may take everything"
         eventually(lambda: put(large, many[0]))
@@ -302,17 +302,18 @@ def test_geometries_share_the_budget_and_none_keeps_what_another_needs(tmp_path)
         large.close()
 
 
-def test_slots_that_were_unsafe_are_emptied_before_they_are_used(monkeypatch):
+def test_quarantined_slots_are_emptied_before_they_are_used(monkeypatch):
     """They were emptied when the first chunk was in one of them, which was read as zeros."""
 
     class All(Backing):
-        unsafe, filled = [0, 1], lambda self, slot, meta: None
-        claim, furnish = lambda self: True, lambda self, slots: set()
+        quarantined, filled = [0, 1], lambda self, slot, meta: None
+        claim, unclaim = lambda self, ahead=False: True, lambda self: None
+        allocate = lambda self, slots: set()  # noqa: E731
 
     slab = Slab(2, PARTS, PART_BYTES, shared=True, sparse=True)
     store, begun = Store(slab, backing=All()), []
     monkeypatch.setattr(slab, "give_back", lambda slot: begun.append(store.begin([meta_of(K0)])[0]))
-    store.make_safe()
+    store.end_quarantine()
     assert begun == [None, None]
     store.abort(*store.begin([meta_of(K0)]))
     store.close()
@@ -349,7 +350,7 @@ def test_memory_is_taken_before_a_slot_is_handed_out(tmp_path):
     with serving(tmp_path, 64) as server:
         store, arena = attached(server), arena_of(server)
         put(store, K0)
-        eventually(lambda: arena.store.supply.ready == 8)
+        eventually(lambda: arena.store.empty_slots == 8)
         assert server.arenas.budget.taken[SIZES] == 9 * SIZES.slot_bytes
         there = os.fstat(arena.store.slab.file).st_blocks * 512
         assert there >= 9 * SIZES.slot_bytes
@@ -362,7 +363,7 @@ def test_a_tmpfs_that_is_full_stores_nothing_and_kills_nobody(tmp_path, monkeypa
     with serving(tmp_path, 8) as server:
         store, arena = attached(server), arena_of(server)
         assert put(store, K0)
-        eventually(lambda: arena.store.supply.ready == 1)
+        eventually(lambda: arena.store.empty_slots == 1)
         monkeypatch.setattr(arena.store.slab, "take", lambda slot: False)
         assert len(filled(store, [key_of(i) for i in range(1, 8)])) == 7, "in the slots that are there"
         assert server.arenas.budget.taken[SIZES] == 2 * SIZES.slot_bytes
@@ -375,7 +376,7 @@ def test_nobody_waits_while_the_system_takes_memory_for_another_client(tmp_path,
     with serving(tmp_path, 32) as server:
         one, other, arena = attached(server), attached(server), arena_of(server)
         assert put(one, K0)
-        eventually(lambda: arena.store.supply.ready == 4)  # taken ahead
+        eventually(lambda: arena.store.empty_slots == 4)  # taken ahead
         slow, going, begun, take = threading.Event(), threading.Event(), [], arena.store.slab.take
 
         def take_slowly(slot):

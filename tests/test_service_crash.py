@@ -15,7 +15,6 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from ledger_check import check_store
 from service_fakes import Child, arena_of, attached, eventually, filled, put, serving
 from service_process import ServerProcess
 from storage_fakes import PART_BYTES, PARTS, expected, get, key_of, meta_of
@@ -100,7 +99,7 @@ def test_clients_that_are_killed_leave_nothing_held_and_no_wrong_byte(tmp_path, 
         eventually(lambda: server.clients == 0)
         store = arena_of(server).store
         assert store.held() == 0
-        check_store(store)
+        assert store.check_integrity() == []
     assert said["wrong"] == 0, said
     assert said["read"] > 100
     assert said["stored"] > 20
@@ -211,7 +210,7 @@ def test_a_late_write_of_a_client_of_the_killed_server_harms_nobody(serve, memor
         child.kill()
         server.start()
         store = attached(server)
-        assert not put(store, key_of(1)), "all slots are unsafe"
+        assert not put(store, key_of(1)), "all slots are quarantined"
     finally:
         os.kill(int(worker), signal.SIGKILL)
     keys = [key_of(i) for i in range(SLOTS)]

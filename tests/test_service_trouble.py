@@ -27,9 +27,9 @@ from lmc.server.overview import Overview
 from lmc.server.server import CacheServer
 from lmc.server.sizes import Sizes
 from lmc.storage.contract import PinState
-from lmc.storage.level import Backing
 from lmc.storage.memory.slab import Slab
 from lmc.storage.shares import Shares
+from lmc.storage.slots import Backing
 from lmc.storage.store import Store
 from lmc.storage.tiers.disk import UNBOUNDED, DiskTier
 
@@ -43,18 +43,18 @@ def refused(number):
 class Scarce(Backing):
     """Memory of which the system lacks some when it is asked first; the second time fails, and then there is enough."""
 
-    unsafe, asked = (), 0
+    quarantined, asked = (), 0
 
     def __init__(self):
         pass
 
-    def claim(self):
+    def claim(self, ahead=False):
         return True
 
     def unclaim(self):
         pass
 
-    def furnish(self, slots):
+    def allocate(self, slots):
         self.asked += 1
         if self.asked == 2:
             raise RuntimeError("can't start new thread")
@@ -80,14 +80,14 @@ def test_loads_that_fail_do_not_hold_up_those_behind_them(tmp_path):
         tier.write(meta_of(key), [stored(meta_of(key))])
     with serving(tmp_path, 4096, [tier]) as server:
         store, backing = attached(server), arena_of(server)._backing
-        real, failures = backing.furnish, [1, 1]
+        real, failures = backing.allocate, [1, 1]
 
-        def furnish(slots):
-            if failures:
+        def allocate(slots):
+            if failures and threading.current_thread().name.startswith("lmc-load"):
                 raise RuntimeError(f"can't start new thread {failures.pop()}")
             return real(slots)
 
-        backing.furnish = furnish
+        backing.allocate = allocate
         pins = store.pin(keys)
         eventually(lambda: all(store.state(pin) is not PinState.COMING for pin in pins))
         states = Counter(store.state(pin) for pin in pins)

@@ -15,10 +15,9 @@ import torch
 from lmc.errors import NoMemory, StorageError
 from lmc.keys import ChunkKey
 from lmc.shapes import GIB
-from lmc.storage.ledger import Slot
 from lmc.storage.memory import host_memory
 from lmc.storage.memory import slab as slab_module
-from lmc.storage.memory.slab import LOST, Slab, SlabAddress, tag_of
+from lmc.storage.memory.slab import LOST, Slab, SlabAddress, Slot, tag_of
 from lmc.storage.shares import Shares
 
 S0, S1 = Slot(0), Slot(1)

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from ledger_check import check_store
 from models import SEPARATOR, VOCABULARY, random_model, random_tokens
 from service_fakes import serving
 from storage_fakes import note_load
@@ -59,12 +58,12 @@ def cached(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[CachedMod
                 yield model
                 assert model.engine.store.held() == 0
             (arena,) = server.arenas.all()
-            check_store(arena.store)
+            assert arena.store.check_integrity() == []
         return
     with CachedModel(random_model(), settings(), SEPARATOR) as model:
         yield model
         assert model.engine.store.held() == 0
-        check_store(model.engine.store)
+        assert model.engine.store.check_integrity() == []
 
 
 def test_known_documents_are_reused_wherever_they_stand(cached: CachedModel) -> None:

@@ -11,7 +11,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from ledger_check import check_store
 from storage_fakes import open_gates
 
 from lmc.blend.markers import Markers
@@ -491,7 +490,7 @@ class Lab:
         assert not self.scheduler.pending.under_way
         assert [block.block_id for block in self.pool.blocks if block.ref_cnt] == []
         assert self.store.held() == 0
-        check_store(self.store)
+        assert self.store.check_integrity() == []
 
 
 def state_of(lab, name) -> SimpleNamespace:

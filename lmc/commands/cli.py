@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from lmc.commands.inspect import Holdings, TierLocation
     from lmc.config.settings import Settings
     from lmc.keys import ChunkKey
-    from lmc.storage.tiers.tier import Tier
+    from lmc.storage.tiers.tier import ListedTier
 
 FAILED = 2  # exit code after an `LmcError` or a wrong command line
 # click's UsageError. Since typer 0.29 it comes from typer's private copy of click, which has no types.
@@ -267,7 +267,9 @@ app.command(name="explain")(explain)
 app.add_typer(documents, name="documents")
 
 
-def doomed_records(tiers: "Sequence[tuple[TierLocation, Tier]]", namespace: str | None) -> "dict[str, list[ChunkKey]]":
+def doomed_records(
+    tiers: "Sequence[tuple[TierLocation, ListedTier]]", namespace: str | None
+) -> "dict[str, list[ChunkKey]]":
     """Return the keys of the records of one namespace, or of all records, by the name of the tier.
 
     Raises `InputError` if `namespace` does not match exactly one namespace.

@@ -15,7 +15,7 @@ from lmc.config.settings import Settings
 from lmc.errors import ConfigError, CorruptRecord, InputError, TierUnusable
 from lmc.storage.tiers.disk import UNBOUNDED, DiskTier
 from lmc.storage.tiers.record import RecordMeta
-from lmc.storage.tiers.tier import Entry, Tier
+from lmc.storage.tiers.tier import Entry, ListedTier
 
 AT_ONCE = 500  # headers per request to a tier
 SHORT = 12  # displayed hex digits of a namespace's digest
@@ -28,10 +28,10 @@ class TierLocation:
     """The name of a tier, and the function that opens it."""
 
     name: str
-    open: Callable[[bool], Tier]  # True: for changes; raises TierUnusable if another process owns it
+    open: Callable[[bool], ListedTier]  # True: for changes; raises TierUnusable if another process owns it
 
     @contextmanager
-    def opened(self, *, change: bool = False) -> Iterator[Tier]:
+    def opened(self, *, change: bool = False) -> Iterator[ListedTier]:
         """Yield the tier. Raises `TierUnusable` if it does not exist, does not answer, or fails in the block."""
         try:
             with ExitStack() as stack:

@@ -19,14 +19,12 @@ from lmc.server.quotas import Owners, Quota, Quotas
 from lmc.server.sizes import Sizes
 from lmc.shapes import GIB
 from lmc.storage.change_log import ChangeLog, Chunk
-from lmc.storage.fairness import FairShares, Owner
-from lmc.storage.ledger import Slot
-from lmc.storage.level import Backing
-from lmc.storage.memory.slab import Slab
+from lmc.storage.eviction import FairShares, Owner
+from lmc.storage.memory.slab import Slab, Slot
+from lmc.storage.slots import Backing
 from lmc.storage.store import Store
-from lmc.storage.supply import SlotSupply
 from lmc.storage.tiers.record import RecordMeta
-from lmc.storage.tiers.tier import Tier, Wrapped
+from lmc.storage.tiers.tier import Tier, Wrapped, is_local
 from lmc.storage.tiers.tier_guard import TierGuard
 
 AHEAD_BYTES, AHEAD_SHARE = GIB, 8  # memory that an arena allocates ahead: at most this, and 1/8 of the budget
@@ -96,8 +94,8 @@ class Arena:
     def start(self) -> None:
         """Make the chunks of an earlier server available, in memory and on tiers, and restore pins."""
         chunks = self._backing.restored()
-        self.store.supply.adopt(chunks)
-        self._backing.go_ahead(self.store.supply)
+        self.store.adopt(chunks)
+        self._backing.start(self.store.allocate_ahead)
         for _, meta in chunks:
             self.note(meta)
         self.keeper.load()
@@ -134,9 +132,9 @@ class Arena:
             self._namespaces.add(namespace)
 
     @property
-    def ready_bytes(self) -> int:
-        """Bytes of memory that were allocated ahead, and that no chunk has used yet."""
-        return self.store.supply.ready * self.sizes.slot_bytes
+    def empty_bytes(self) -> int:
+        """Bytes of memory that were allocated, and that no chunk uses."""
+        return self.store.empty_slots * self.sizes.slot_bytes
 
     def owns(self, document: KnownDocument) -> bool:
         """Return whether a document belongs to this arena, not to another arena with as many parts per chunk."""
@@ -180,7 +178,7 @@ class Arena:
         self.keeper.close()
         self._backing.stop()
         self.store.close()
-        self._backing.close(self.store.supply.by_last_use())
+        self._backing.close(self.store.by_last_use())
 
     def leave(self) -> None:
         """Report the chunks in memory as removed, and delete their files, after the arena was closed for good."""
@@ -227,11 +225,12 @@ class ArenaBacking(Backing):
     """The memory of an arena: a part of the budget, allocated ahead, and a journal if it outlives the server."""
 
     def __init__(
-        self, budget: Budget, sizes: Sizes, slab: Slab, journal: Journal | None, unsafe: Collection[Slot]
+        self, budget: Budget, sizes: Sizes, slab: Slab, journal: Journal | None, quarantined: Collection[Slot]
     ) -> None:
-        self._budget, self._sizes, self._slab, self._journal, self.unsafe = budget, sizes, slab, journal, unsafe
-        goal = min(AHEAD_BYTES, budget.size // AHEAD_SHARE) // sizes.slot_bytes
-        self._ahead, self._wanted, self._stopped = goal, threading.Event(), False
+        self._budget, self._sizes, self._slab, self._journal = budget, sizes, slab, journal
+        self.quarantined = quarantined
+        self._goal = min(AHEAD_BYTES, budget.size // AHEAD_SHARE) // sizes.slot_bytes  # empty slots
+        self._used, self._stopped = threading.Event(), False
         self._pause = 0.0  # monotonic time until which no memory is claimed
         self._thread: threading.Thread | None = None
 
@@ -246,22 +245,28 @@ class ArenaBacking(Backing):
         """Number of connections of clients with the arena."""
         return self._budget.users(self._sizes)
 
-    def go_ahead(self, supply: SlotSupply) -> None:
-        """Start the thread that allocates memory for slots before they are needed, from the first chunk on."""
-        self._thread = threading.Thread(target=self._take_ahead, args=(supply,), name="lmc-ahead", daemon=True)
+    def start(self, allocate_ahead: Callable[[int], bool]) -> None:
+        """Start the thread that allocates memory for slots before they are needed, from the first chunk on.
+
+        `allocate_ahead` is the method of the store.
+        """
+        self._thread = threading.Thread(
+            target=self._allocate_ahead, args=(allocate_ahead,), name="lmc-ahead", daemon=True
+        )
         self._thread.start()
 
-    def claim(self) -> bool:
-        """See `MemoryClaims.claim`. After the system had no memory, claims fail for `PAUSE_SECONDS`."""
-        self._wanted.set()
-        return self._claimed(ahead=False)
+    def claim(self, *, ahead: bool = False) -> bool:
+        """See `Backing.claim`. After the system had no memory, claims fail for `PAUSE_SECONDS`."""
+        if not ahead:
+            self._used.set()
+        return time.monotonic() >= self._pause and self._budget.take(self._sizes, ahead=ahead)
 
     def unclaim(self) -> None:
-        """See `MemoryClaims.unclaim`."""
+        """See `Backing.unclaim`."""
         self._budget.count(self._sizes, -1)
 
-    def furnish(self, slots: Sequence[Slot]) -> set[Slot]:
-        """See `Backing.furnish`. One thread is enough: the system allocates the memory for one thread at a time."""
+    def allocate(self, slots: Sequence[Slot]) -> set[Slot]:
+        """See `Backing.allocate`. One thread is enough: the system allocates the memory for one thread at a time."""
         try:
             taken = [self._slab.take(slot) for slot in slots]
         except BaseException:
@@ -270,20 +275,21 @@ class ArenaBacking(Backing):
             raise
         lacking = {slot for slot, there in zip(slots, taken, strict=True) if not there}
         if lacking:
-            self._no_memory()
+            self._pause = time.monotonic() + PAUSE_SECONDS
+            complain("memory", "the system has no memory for chunks within max_local_cpu_size: lower it")
         return lacking
 
     def filled(self, slot: Slot, meta: RecordMeta) -> None:
         """See `Backing.filled`."""
-        if not self._wanted.is_set():  # `set` takes a lock, and this runs for every chunk.
-            self._wanted.set()
+        if not self._used.is_set():  # `set` takes a lock, and this runs for every chunk.
+            self._used.set()
         if self._journal is not None:
             self._journal.filled(slot, meta)
 
     def stop(self) -> None:
         """Stop the thread that allocates memory ahead."""
         self._stopped = True
-        self._wanted.set()
+        self._used.set()
         if self._thread is not None:
             self._thread.join()
 
@@ -297,33 +303,13 @@ class ArenaBacking(Backing):
         if self._journal is not None:
             self._journal.remove()
 
-    def _take(self, slot: Slot) -> bool:
-        """Allocate memory for an unused slot; return whether the budget and the system had memory for it."""
-        if not self._claimed(ahead=True):
-            return False
-        there = self._slab.take(slot)
-        if not there:
-            self.unclaim()
-            self._no_memory()
-        return there
-
-    def _claimed(self, *, ahead: bool) -> bool:
-        return time.monotonic() >= self._pause and self._budget.take(self._sizes, ahead=ahead)
-
-    def _no_memory(self) -> None:
-        self._pause = time.monotonic() + PAUSE_SECONDS
-        complain("memory", "the system has no memory for chunks within max_local_cpu_size: lower it")
-
-    def _take_ahead(self, supply: SlotSupply) -> None:
+    def _allocate_ahead(self, allocate_ahead: Callable[[int], bool]) -> None:
         while not self._stopped:
-            self._wanted.wait()
+            self._used.wait()
             time.sleep(AHEAD_SECONDS)
-            self._wanted.clear()
-            while not self._stopped and (slot := supply.prepare(self._ahead)) is not None:
-                taken = self._take(slot)
-                supply.prepared(slot, ready=taken)
-                if not taken:
-                    break
+            self._used.clear()
+            while not self._stopped and allocate_ahead(self._goal):
+                pass
 
 
 class _ArenaChanges(ChangeLog):
@@ -348,6 +334,7 @@ class ArenaTier(Wrapped):
 
     def headers(self) -> Iterator[RecordMeta]:
         """Return the headers of records that fit in this arena."""
+        assert is_local(self.inner)
         return (meta for meta in self.inner.headers() if self._sizes.fit(meta))
 
     def report_to(self, changes: ChangeLog) -> None:

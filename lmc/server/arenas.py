@@ -26,12 +26,11 @@ from lmc.server.quotas import Quotas
 from lmc.server.sizes import Sizes
 from lmc.shapes import GIB, MIB
 from lmc.storage.change_log import Amount, ChangeLog
-from lmc.storage.ledger import Slot
 from lmc.storage.memory.host_memory import memory_available
-from lmc.storage.memory.slab import Slab
+from lmc.storage.memory.slab import Slab, Slot
 from lmc.storage.store import Store
 from lmc.storage.tiers.opening import coded, open_plain_tiers
-from lmc.storage.tiers.tier import Tier
+from lmc.storage.tiers.tier import Tier, is_local
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +74,8 @@ class Arenas:
         self._pinned = PinnedShare()
         self._tiers = [(tier, ChangeLogs()) for tier in (open_plain_tiers(settings) if tiers is None else tiers)]
         for tier, logs in self._tiers:
-            tier.report_to(logs)
+            if is_local(tier):
+                tier.report_to(logs)
         self._arenas: dict[Sizes, Arena] = {}
         self._lock, self._closed = threading.Condition(threading.Lock()), False
         self._making: set[Sizes] = set()  # chunk sizes whose new arena waits until others are closed for it
@@ -214,7 +214,7 @@ class Arenas:
         arena.start()
         if journal is not None:
             log.info("%d chunks are in memory from before", arena.store.changes.counts().get("host", Amount()).chunks)
-            threading.Thread(target=self._make_safe, args=(arena.store,), name="lmc-older", daemon=True).start()
+            threading.Thread(target=self._end_quarantine, args=(arena.store,), name="lmc-older", daemon=True).start()
         return arena
 
     def _room_for_pins(self) -> int:
@@ -242,11 +242,11 @@ class Arenas:
                 path.with_suffix(".chunks").unlink(missing_ok=True)
         return found
 
-    def _make_safe(self, store: Store) -> None:
-        """Release a store's unsafe slots for use, once no client of an earlier server can write into them."""
+    def _end_quarantine(self, store: Store) -> None:
+        """Release a store's quarantined slots for use, once no client of an earlier server can write into them."""
         for path in self._lifelines.older:
             wait_until_gone(path)
-        store.make_safe()
+        store.end_quarantine()
 
     def _move(self) -> None:
         """Reclaim memory from arenas above their share while other arenas request it."""

@@ -20,8 +20,7 @@ from pathlib import Path
 import msgspec
 
 from lmc.small_files import replace_bytes
-from lmc.storage.ledger import Slot
-from lmc.storage.memory.slab import Slab, tag_of
+from lmc.storage.memory.slab import Slab, Slot, tag_of
 from lmc.storage.tiers.record import RecordMeta, checksum
 
 log = logging.getLogger(__name__)

@@ -52,8 +52,8 @@ class Overview:
     def memory(self) -> dict[str, int]:
         """Return the memory budget and the memory in use, in bytes."""
         budget = self._arenas.budget
-        ready = sum(arena.ready_bytes for arena in self._arenas.all())
-        return {"memory_bytes": budget.size, "used_bytes": budget.taken.total() - ready}
+        empty = sum(arena.empty_bytes for arena in self._arenas.all())
+        return {"memory_bytes": budget.size, "used_bytes": budget.taken.total() - empty}
 
     def stat(self) -> dict[str, Any]:
         """Return the server's state: memory, arenas, owners, counts, documents and clients."""

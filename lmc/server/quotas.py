@@ -9,7 +9,7 @@ import msgspec
 from lmc.errors import InputError
 from lmc.small_files import replace_text
 from lmc.storage.change_log import ChangeLog
-from lmc.storage.fairness import Weights
+from lmc.storage.eviction import Weights
 
 log = logging.getLogger(__name__)
 

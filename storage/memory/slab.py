@@ -1,9 +1,9 @@
 """The slab: the memory for chunks, allocated once at start, with equal slots of L parts.
 
-The ledger, not the slab, knows the users of each slot. A slab that several processes use is shared memory without a
-name. Other processes open it through the process that created it (`Slab.attach`). It disappears with the last process
-that maps it, however that process ends. After its slots, such a slab has a label for each slot: the chunk in the slot,
-and the number of its parts that have arrived.
+The pool of slots (`storage/slots.py`), not the slab, knows the users of each slot. A slab that several processes use
+is shared memory without a name. Other processes open it through the process that created it (`Slab.attach`). It
+disappears with the last process that maps it, however that process ends. After its slots, such a slab has a label for
+each slot: the chunk in the slot, and the number of its parts that have arrived.
 """
 
 import mmap
@@ -13,13 +13,13 @@ import weakref
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import NewType
 
 import torch
 
 from lmc.errors import NoMemory, StorageError
 from lmc.keys import ChunkKey
 from lmc.shapes import GIB, MIB, aligned
-from lmc.storage.ledger import Slot
 from lmc.storage.memory.host_memory import (
     UNLIMITED,
     in_huge_pages,
@@ -31,6 +31,8 @@ from lmc.storage.memory.host_memory import (
 from lmc.storage.memory.memory_files import locked, punch, seal_size, take_pages, whole_pages
 from lmc.storage.memory.page_lock import lock, lock_beside
 from lmc.storage.shares import Share, Shares
+
+Slot = NewType("Slot", int)
 
 LABEL_BYTES = 16  # bytes of one slot's label
 LOST = -1  # in a label instead of the number of parts: the rest of the chunk will not arrive

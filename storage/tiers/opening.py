@@ -11,7 +11,7 @@ from lmc.shapes import GIB
 from lmc.storage.tiers.codec import Coded, lz4_block
 from lmc.storage.tiers.disk import DiskTier
 from lmc.storage.tiers.record import NO_CODEC
-from lmc.storage.tiers.tier import Tier
+from lmc.storage.tiers.tier import ListedTier, Tier
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ def open_plain_tiers(settings: Settings) -> list[Tier]:
     return tiers
 
 
-def open_redis(settings: Settings) -> Tier:
+def open_redis(settings: Settings) -> ListedTier:
     """Open the Redis tier. Raises `TierUnusable`, or `ConfigError` if a package for it is missing."""
     assert settings.remote_url is not None
     tier, remote = _redis_tier(), parse_redis_url(settings.remote_url)
@@ -78,7 +78,7 @@ def check_packages(settings: Settings) -> None:
         lz4_block()
 
 
-def _redis_tier() -> Callable[..., Tier]:
+def _redis_tier() -> Callable[..., ListedTier]:
     try:
         from lmc.storage.tiers.redis import RedisTier
     except ImportError as error:

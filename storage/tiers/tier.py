@@ -5,14 +5,13 @@ it is read. A tier may raise `OSError` or `CorruptRecord`; only the store turns 
 `tests/tier_contract.py` tests the contract for every tier.
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 from lmc.keys import ChunkKey
 from lmc.storage.change_log import ChangeLog
-from lmc.storage.eviction import Standing
 from lmc.storage.tiers.record import RecordMeta
 
 
@@ -61,9 +60,7 @@ class Tier(Protocol):
     """A place that keeps records."""
 
     name: str
-    shared: bool  # whether other processes also read and write there
-    evictions: int  # records that the tier has removed to stay within its bound
-    document_evictions: int  # evictions of records of documents
+    shared: bool  # whether other processes also read and write there; a tier that is not shared is a `LocalTier`
 
     @property
     def usable(self) -> bool:
@@ -85,53 +82,60 @@ class Tier(Protocol):
         A corrupt record is deleted, and raises `CorruptRecord`.
         """
 
-    def note_use(self, keys: Sequence[ChunkKey]) -> None:
-        """Record that chunks were used in memory, so that their records here are not evicted as unused.
-
-        This does not block, and ignores records that the tier does not have. A shared tier does nothing.
-        """
-
     def write(self, meta: RecordMeta, parts: Sequence[memoryview]) -> Written:
         """Store a record, and compute its checksums. The record becomes visible as a whole or not at all."""
 
     def delete(self, key: ChunkKey) -> bool:
         """Delete a record. Returns false if it was missing."""
 
+    def close(self) -> None:
+        """Close the tier. No operation may follow."""
+
+
+class ListedTier(Tier, Protocol):
+    """A tier whose records can be listed and verified. The command line uses it."""
+
     def entries(self) -> Iterator[Entry]:
         """Return all records, least recently used first."""
 
-    def headers(self) -> Iterator[RecordMeta]:
-        """Yield the headers of all readable records, least recently used first. This does not count as a use.
+    def check(self, fix: bool = False) -> list[Finding]:
+        """Verify every byte. With `fix`, remove corrupt records. Valid records are never removed."""
 
-        A shared tier has too many records, and yields none.
+
+class LocalTier(ListedTier, Protocol):
+    """A tier that only this process uses. The store decides what it keeps, and logs its changes."""
+
+    evictions: int  # records that the tier has removed to stay within its bound
+    document_evictions: int  # evictions of records of documents
+
+    def note_use(self, keys: Sequence[ChunkKey]) -> None:
+        """Record that chunks were used in memory, so that their records here are not evicted as unused.
+
+        This does not block, and ignores records that the tier does not have.
         """
 
-    def if_present(self, key: ChunkKey, then: Callable[[], object]) -> bool:
-        """Call `then` if a record is present, and keep the record during the call. Returns whether it is present.
-
-        A shared tier returns false.
-        """
-
-    def protect(self, keys: Collection[ChunkKey], standing: Standing) -> None:
-        """Set the standing of records, including records that are written later.
-
-        A tier that evicts by itself does nothing.
-        """
+    def protect(self, keys: Collection[ChunkKey], *, pinned: bool) -> None:
+        """Pin records of documents, or end that, including records that are written later."""
 
     def trim(self) -> None:
         """Evict records until the tier is within its bound. Call `protect` before, for the records that must stay."""
 
     def report_to(self, changes: ChangeLog) -> None:
-        """Report to `changes` the records that appear and leave from now on, under the tier's name.
+        """Report to `changes` the records that appear and leave from now on, under the tier's name."""
 
-        A shared tier need not report, because other processes change it as well.
+    def headers(self) -> Iterator[RecordMeta]:
+        """Yield the headers of all readable records, least recently used first, and report these records.
+
+        This does not count as a use.
         """
 
-    def check(self, fix: bool = False) -> list[Finding]:
-        """Verify every byte. With `fix`, remove corrupt records. Valid records are never removed."""
+    def faults(self) -> list[str]:
+        """Return a sentence for each inconsistency of the tier's bookkeeping. No record is read."""
 
-    def close(self) -> None:
-        """Close the tier. No operation may follow."""
+
+def is_local(tier: Tier) -> TypeGuard[LocalTier]:
+    """Return whether only this process uses a tier."""
+    return not tier.shared
 
 
 class Wrapped:

@@ -24,7 +24,6 @@ for name, value in QUIET.items():
     os.environ.setdefault(name, value)
 
 import transformers  # noqa: E402
-from ledger_check import check_store  # noqa: E402
 from vllm import LLM, SamplingParams  # noqa: E402
 from vllm.config import KVTransferConfig  # noqa: E402
 from vllm.distributed import cleanup_dist_env_and_memory  # noqa: E402
@@ -255,7 +254,7 @@ class Lab:
     def check(self) -> None:
         """Nothing is held, nothing has leaked."""
         self.check_idle()
-        check_store(self.store)
+        assert self.store.check_integrity() == []
 
     def check_idle(self) -> None:
         """Nothing is held."""

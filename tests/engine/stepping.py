@@ -127,8 +127,8 @@ def only_on_disk(lab: Lab) -> None:
     """Take everything out of memory."""
     store = lab.store
     store.flush()
-    for key in list(store._levels[-1].ledger.keys()):
-        store._levels[-1].drop(key)
+    for key in list(store._state.host.keys()):
+        store._state.drop(key)
 
 
 def threads_are_done(lab: Lab) -> None:

@@ -152,12 +152,12 @@ def test_the_exact_beginning_of_a_blend_is_waited_for_layer_by_layer_beside_its_
 
 def test_a_slab_full_of_pinned_chunks_stores_and_loads_nothing_more(lab):
     only_on_disk(lab)
-    ledger = lab.store._levels[-1].ledger
-    held = [ledger.reserve() for _ in range(ledger.free)]
+    pool = lab.store._state.host
+    held = [pool.allocate() for _ in range(pool.slots - pool.held)]
     outs = [lab.ask(PROMPT.tokens, PROMPT.blend(**EXACT)), lab.ask(PLAIN)]
     lab.settle()
     for slot in held:
-        ledger.abort(slot)
+        pool.free([slot])
     assert right(lab, outs[0], PROMPT.tokens)
     assert right(lab, outs[1], PLAIN)
     assert lab.numbers["no_room"] > 0
@@ -263,7 +263,7 @@ def forget_pages(lab) -> None:
 @pytest.fixture
 def mislabelled(lab):
     """Every slot that the next load wants holds another chunk when the worker looks."""
-    scheduler, slab = lab.connector._scheduler, lab.store._levels[-1].slab
+    scheduler, slab = lab.connector._scheduler, lab.store.slab
     plan, kept = scheduler.plan, slab.labels.tolist()
 
     def planned(*arguments):

@@ -9,9 +9,8 @@ import torch
 from lmc.connectors.vllm.messages import PageCopy
 from lmc.connectors.vllm.vllm_api import get_pp_group, get_tp_group
 from lmc.engine import Piece
-from lmc.storage.ledger import Slot
 from lmc.storage.memory.memory_files import wait_until_unlocked
-from lmc.storage.memory.slab import Slab, SlabAddress
+from lmc.storage.memory.slab import Slab, SlabAddress, Slot
 
 log = logging.getLogger(__name__)
 

@@ -25,7 +25,7 @@ from lmc.errors import CorruptRecord, TierUnusable
 from lmc.keys import ChunkKey, RecordKind
 from lmc.shapes import MIB
 from lmc.storage.change_log import ChangeLog
-from lmc.storage.eviction import EvictionOrder, Standing
+from lmc.storage.eviction import EvictionClass, EvictionOrder
 from lmc.storage.locks import Rank, new_lock
 from lmc.storage.tiers.breaker import FAILURES, Breaker
 from lmc.storage.tiers.disk import files
@@ -78,7 +78,7 @@ class DiskTier:
         self._changes: ChangeLog | None = None
         self._index: dict[ChunkKey, int] = {}  # key -> bytes
         self._order: EvictionOrder[ChunkKey] = EvictionOrder(document_share * capacity)
-        self._standing: dict[ChunkKey, Standing] = {}  # standings of records that are or will be protected
+        self._pinned: set[ChunkKey] = set()  # also of records that will be written later
         self._paused_until, self._failed_writes = 0.0, 0
         self._uses: dict[ChunkKey, int] = {}  # uses in memory since the last eviction: time of the last, in nanoseconds
         self._uses_lock = new_lock(Rank.LEAF)
@@ -92,7 +92,7 @@ class DiskTier:
         self._let_go = weakref.finalize(self, files.give_directory_back, lock)
         try:
             for entry in self.entries():
-                self._remember(entry.key, entry.bytes)
+                self._remember(entry.key, entry.bytes, RecordKind.PAGES)  # `headers` finds the kinds.
                 self.bytes += entry.bytes
             if not read_only:
                 # This process has the lock, so no writer is active: the files were left by a killed writer.
@@ -230,43 +230,44 @@ class DiskTier:
         return iter(sorted(found, key=lambda entry: entry.used))
 
     def headers(self) -> Iterator[RecordMeta]:
-        """Read the header of each record, without counting a use. Unreadable records are skipped."""
+        """Read and report the header of each record, without counting a use. Unreadable records are skipped."""
         for entry in self.entries():
             with contextlib.suppress(OSError, CorruptRecord), contextlib.closing(self._read(entry.key)) as reader:
-                if reader.meta.kind is RecordKind.DOCUMENT and reader.meta.key not in self._standing:
-                    with self._lock:
-                        if reader.meta.key in self._index:  # The record may have been evicted since.
-                            self._stand(reader.meta.key, Standing.DOCUMENT)
+                with self._lock:
+                    if entry.key not in self._index:  # The record has been evicted since, and must not be reported.
+                        continue
+                    eviction_class = EvictionClass.of(reader.meta.kind, pinned=entry.key in self._pinned)
+                    self._order.reclassify(entry.key, eviction_class)
+                    if self._changes is not None:
+                        self._changes.appeared(self.name, reader.meta)
                 yield reader.meta
 
-    def if_present(self, key: ChunkKey, then: Callable[[], object]) -> bool:
-        """Call `then` under the lock if a record is present. Returns whether it is present."""
+    def protect(self, keys: Collection[ChunkKey], *, pinned: bool) -> None:
+        """Pin records of documents, or end that."""
         with self._lock:
-            there = key in self._index
-            if there:
-                then()
-            return there
-
-    def protect(self, keys: Collection[ChunkKey], standing: Standing) -> None:
-        """Set the standing of records."""
-        with self._lock:
-            for key in keys:
-                self._stand(key, standing)
-                if key in self._order:
-                    self._order.touch(key)
+            (self._pinned.update if pinned else self._pinned.difference_update)(keys)
+            for key in filter(self._index.__contains__, keys):
+                self._order.reclassify(key, EvictionClass.of(RecordKind.DOCUMENT, pinned=pinned))
+                self._order.touch(key)
 
     def trim(self) -> None:
         """Evict records until the tier is within its capacity."""
         with self._lock:
             self._evict(self.bytes - self.capacity)
 
-    def _stand(self, key: ChunkKey, standing: Standing) -> None:
-        self._order.move(key, self._standing.get(key, Standing.OTHER), standing, self._index.get(key, 0))
-        self._standing[key] = standing
-
     def report_to(self, changes: ChangeLog) -> None:
         """Report to `changes` the records that are written, evicted and removed from now on."""
         self._changes = changes
+
+    def faults(self) -> list[str]:
+        """Compare the index with the order of eviction."""
+        with self._lock:
+            found = list(self._order.faults(lambda _: False))
+            if set(self._order) != self._index.keys():
+                found.append("the index and the order of eviction have different records")
+            if sum(self._index.values()) > self.bytes:
+                found.append(f"the records take {sum(self._index.values())} bytes, counted as {self.bytes}")
+        return found
 
     def check(self, fix: bool = False) -> list[Finding]:
         """Read and verify every record, and find the files that killed writers have left.
@@ -314,21 +315,16 @@ class DiskTier:
     def _read(self, key: ChunkKey) -> DiskReader:
         return DiskReader(self._path(key), key, self.discard)
 
-    def _remember(self, key: ChunkKey, size: int) -> None:
-        standing = self._standing.get(key, Standing.OTHER)
+    def _remember(self, key: ChunkKey, size: int, kind: RecordKind) -> None:
         self._index[key] = size
-        self._order.count(standing, size)
-        self._order.add(key, standing)
+        self._order.insert(key, EvictionClass.of(kind, pinned=key in self._pinned), size)
+        self._order.release(key)
 
     def _forget(self, key: ChunkKey) -> None:
         size = self._index.pop(key, None)
         if size is not None:
             self.bytes -= size
-            standing = self._standing.get(key, Standing.OTHER)
-            self._order.count(standing, -size)
             self._order.remove(key)
-            if standing is Standing.DOCUMENT:  # A pinned record keeps its standing, for when it is written again.
-                del self._standing[key]
         with self._uses_lock:
             self._uses.pop(key, None)
         if self._changes is not None:
@@ -342,7 +338,7 @@ class DiskTier:
         while freed < excess and (key := self._order.first()) is not None:
             size = self._index[key]
             self._path(key).unlink(missing_ok=True)  # If this fails, the record stays in the index and can be read.
-            if self._standing.get(key):
+            if self._order.class_of(key) is not EvictionClass.OTHER:
                 self._document_evicted()
             self._forget(key)
             self.evictions += 1
@@ -357,7 +353,7 @@ class DiskTier:
         with self._uses_lock:
             uses, self._uses = self._uses, {}
         for key, when in uses.items():
-            if key in self._order:
+            if key in self._index:
                 self._order.touch(key)
                 with contextlib.suppress(OSError):  # The time only improves the eviction order after a restart.
                     os.utime(self._path(key), ns=(when, when))
@@ -381,9 +377,7 @@ class DiskTier:
                 with self._lock:  # The file and the index change together.
                     files.move(path, self._path(meta.key))
                     self._forget(meta.key)  # Another writer may have written the record before.
-                    if meta.kind is RecordKind.DOCUMENT:
-                        self._standing.setdefault(meta.key, Standing.DOCUMENT)
-                    self._remember(meta.key, size)
+                    self._remember(meta.key, size, meta.kind)
                     if self._changes is not None:
                         self._changes.appeared(self.name, meta)
                 return True

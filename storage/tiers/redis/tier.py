@@ -15,15 +15,13 @@ import re
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TypeAlias
 
 from lmc.config.redis_url import RedisURL
 from lmc.errors import CorruptRecord, TierUnusable
 from lmc.keys import FORMAT, ChunkKey
-from lmc.storage.change_log import ChangeLog
-from lmc.storage.eviction import Standing
 from lmc.storage.tiers.record import (
     RecordMeta,
     decode_header,
@@ -57,7 +55,6 @@ class RedisTier:
 
     name = "redis"
     shared = True
-    evictions = document_evictions = 0  # Redis does not tell how many chunks it evicts.
 
     def __init__(self, remote: RedisURL, *, deadline: float = 0.5, ttl: int = 0, prefix: str = "lmc") -> None:
         """Make the first contact with the servers.
@@ -96,9 +93,6 @@ class RedisTier:
         server = self._servers.of(self._header(key))
         with removed_if_corrupt(self.discard, key):
             return self._open(server, key) if server is not None else None
-
-    def note_use(self, keys: Sequence[ChunkKey]) -> None:
-        """Do nothing: Redis evicts by the uses that it sees itself."""
 
     def write(self, meta: RecordMeta, parts: Sequence[memoryview]) -> Written:
         """Write the values under temporary names, then rename them and add the header in one step."""
@@ -163,23 +157,6 @@ class RedisTier:
                         used = now - seconds if isinstance(seconds, int) else 0.0  # Redis may count uses instead.
                         found[key] = Entry(key=key, bytes=_record_bytes(blob), used=used)
         return iter(sorted(found.values(), key=lambda entry: entry.used))
-
-    def headers(self) -> Iterator[RecordMeta]:
-        """Yield nothing, because Redis has the records of many processes."""
-        return iter(())
-
-    def if_present(self, key: ChunkKey, then: Callable[[], object]) -> bool:
-        """Return false without a call of `then`, because Redis evicts by itself."""
-        return False
-
-    def protect(self, keys: Collection[ChunkKey], standing: Standing) -> None:
-        """Do nothing: Redis evicts by itself."""
-
-    def trim(self) -> None:
-        """Do nothing: Redis enforces its own bound."""
-
-    def report_to(self, changes: ChangeLog) -> None:
-        """Report nothing: Redis evicts by itself, and other processes write and delete."""
 
     def check(self, fix: bool = False) -> list[Finding]:
         """Read and verify every record, and find values that have lost their header. With `fix`, remove these."""

@@ -1,8 +1,7 @@
-"""The ledger: vLLM's published block pool examples, and a state machine against plain lists."""
+"""The slots of a memory: worked examples of vLLM's block pool, and a state machine against plain lists."""
 
 import json
 from collections import Counter
-from collections.abc import Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -10,46 +9,58 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from ledger_check import check_ledger, free_queue, reserve
+from storage_fakes import meta_of
 
 from lmc.keys import ChunkKey, exact_keys
-from lmc.storage.ledger import Ledger, Slot
+from lmc.storage.change_log import ChangeLog
+from lmc.storage.memory.slab import Slab, Slot
+from lmc.storage.slots import SlotPool
 
 DATA = json.loads((Path(__file__).parent / "data" / "block_pool.json").read_text())
 SIZE = DATA["block_size"]
 A, B, C = (ChunkKey(bytes([i]) * 32) for i in range(3))
 
 
-class DocumentedLedger(Ledger):
-    """As vLLM's documentation has it: every released slot enters the free queue at its tail."""
-
-    def release(self, slots: Sequence[Slot]) -> None:
-        for slot in reversed(slots):
-            super().release([slot])
-            if slot in self._queue:
-                self._queue.touch(slot)
+def pool_of(slots: int) -> SlotPool:
+    return SlotPool("host", Slab(slots, 1, 1), ChangeLog())
 
 
-ORDERS = {"doc": DocumentedLedger, "vllm_0_32": Ledger}
+def commit(pool: SlotPool, slot: Slot, key: ChunkKey) -> None:
+    pool.commit(slot, meta_of(key, 1, 1))
+
+
+def key_in(pool: SlotPool, slot: int) -> ChunkKey | None:
+    meta = pool.metas[slot]
+    return meta and meta.key
+
+
+def free_slots(pool: SlotPool) -> list[Slot]:
+    """Slots that nothing holds, in the order in which they will be allocated."""
+    return [*reversed(pool._empty), *pool.by_last_use()]
+
+
+def allocate(pool: SlotPool, count: int) -> list[Slot] | None:
+    """Allocate `count` slots, or none if fewer are free."""
+    return [pool.allocate() for _ in range(count)] if count <= pool.slots - pool.held else None
 
 
 @contextmanager
-def pinned(ledger: Ledger, *keys: ChunkKey):
+def pinned(pool: SlotPool, *keys: ChunkKey):
     """Slots of keys, held inside the block."""
-    slots = [slot for slot in map(ledger.find, keys) if slot is not None]
+    slots = [slot for slot in map(pool.find, keys) if slot is not None]
     for slot in slots:
-        ledger.hold(slot)
+        pool.hold(slot)
     try:
         yield slots
     finally:
-        ledger.release(slots)
+        pool.free(slots)
 
 
 class BlockPool:
-    """The least that serves requests from a ledger: a block table each, keys for full blocks."""
+    """The least that serves requests from a pool: a block table each, keys for full blocks."""
 
-    def __init__(self, kind: type[Ledger]) -> None:
-        self.ledger = kind(DATA["num_blocks"])
+    def __init__(self) -> None:
+        self.pool = pool_of(DATA["num_blocks"])
         self.tokens: dict[str, list[int]] = {}
         self.tables: dict[str, list[Slot]] = {}
 
@@ -58,12 +69,12 @@ class BlockPool:
         numbers = list(map(number, tokens))
         hit = []
         for key in exact_keys(b"", numbers, SIZE)[: (len(numbers) - 1) // SIZE]:
-            slot = self.ledger.find(key)
+            slot = self.pool.find(key)
             if slot is None:
                 break
             hit.append(slot)
         for slot in hit:
-            self.ledger.hold(slot)
+            self.pool.hold(slot)
         self.tokens[request], self.tables[request] = numbers, list(hit)
         return hit, self._grow(request, len(hit))
 
@@ -73,30 +84,29 @@ class BlockPool:
         self._grow(request, full)
 
     def finish(self, request: str) -> None:
-        self.ledger.release(self.tables.pop(request))
+        self.pool.free(self.tables.pop(request))
 
     def _grow(self, request: str, committed: int) -> list[Slot]:
         """Blocks for all tokens; the full ones behind the first `committed` get their keys."""
         tokens, table = self.tokens[request], self.tables[request]
-        new = reserve(self.ledger, -(-len(tokens) // SIZE) - len(table))
+        new = allocate(self.pool, -(-len(tokens) // SIZE) - len(table))
         table += new
         for block in range(committed, len(tokens) // SIZE):
-            self.ledger.commit(table[block], exact_keys(b"", tokens, SIZE)[block])
-        check_ledger(self.ledger)
+            commit(self.pool, table[block], exact_keys(b"", tokens, SIZE)[block])
+        assert list(self.pool.faults()) == []
         return new
 
     @property
     def cached(self) -> list[int]:
-        return [slot for slot in range(self.ledger.slots) if self.ledger.key_of(Slot(slot)) is not None]
+        return [slot for slot in range(self.pool.slots) if key_in(self.pool, slot) is not None]
 
 
 def number(token: str | int) -> int:
     return ord(token) + 1000 if isinstance(token, str) else token
 
 
-@pytest.mark.parametrize("name", ORDERS)
-def test_the_published_steps_end_in_the_published_states(name):
-    pool, proved = BlockPool(ORDERS[name]), 0
+def test_the_published_steps_end_in_the_published_states():
+    pool, proved = BlockPool(), 0
     for step in DATA["steps"]:
         hit, new = [], []
         match step["op"]:
@@ -106,18 +116,17 @@ def test_the_published_steps_end_in_the_published_states(name):
                 pool.append(step["request"], step["tokens"])
             case "finish":
                 pool.finish(step["request"])
-        check_ledger(pool.ledger)
-        state = {"hit": hit, "new": new, "cached": pool.cached, "free": free_queue(pool.ledger)}
+        assert list(pool.pool.faults()) == []
+        state = {"hit": hit, "new": new, "cached": pool.cached, "free": free_slots(pool.pool)}
         state["table"] = pool.tables.get(step["request"])
-        for what, value in DATA["expect"][name].get(str(step["time"]), {}).items():
+        for what, value in DATA["expect"].get(str(step["time"]), {}).items():
             assert state[what] == value, (step["time"], what)
             proved += 1
-    assert proved == sum(map(len, DATA["expect"][name].values()))
+    assert proved == sum(map(len, DATA["expect"].values()))
 
 
-@pytest.mark.parametrize("kind", ORDERS.values())
-def test_a_request_keeps_its_own_duplicate_of_a_block(kind):
-    pool, example = BlockPool(kind), DATA["duplicates"]
+def test_a_request_keeps_its_own_duplicate_of_a_block():
+    pool, example = BlockPool(), DATA["duplicates"]
     first, second = example["first"], example["second"]
     pool.start("first", first["prompt"])
     pool.append("first", first["generated"])
@@ -127,104 +136,100 @@ def test_a_request_keeps_its_own_duplicate_of_a_block(kind):
     assert (hit, pool.tables["second"], pool.cached) == (second["hit"], second["table"], second["cached"])
 
 
-@pytest.mark.parametrize("kind", ORDERS.values())
-def test_the_same_tokens_at_other_positions_are_no_hit(kind):
-    pool, example = BlockPool(kind), DATA["position_matters"]
+def test_the_same_tokens_at_other_positions_are_no_hit():
+    pool, example = BlockPool(), DATA["position_matters"]
     pool.start("first", example["first"])
     hit, _ = pool.start("second", example["second"])
     assert hit == example["hit"]
 
 
-@pytest.mark.parametrize("kind", ORDERS.values())
-def test_a_request_returns_its_blocks_in_reverse(kind):
-    ledger, example = kind(10), DATA["reverse_free"]
-    for slot in reserve(ledger, 10):
-        ledger.commit(slot, ChunkKey(bytes([slot]) * 32))
-    ledger.release(example["request_blocks"])
-    assert free_queue(ledger) == example["free_tail"]
+def test_a_request_returns_its_blocks_in_reverse():
+    pool, example = pool_of(10), DATA["reverse_free"]
+    for slot in allocate(pool, 10):
+        commit(pool, slot, ChunkKey(bytes([slot]) * 32))
+    pool.free(example["request_blocks"])
+    assert free_slots(pool) == example["free_tail"]
 
 
 def test_a_pinned_slot_is_never_evicted():
-    ledger = filled(A, B, C)
-    with pinned(ledger, B):
-        assert reserve(ledger, 3) is None
-        assert len(reserve(ledger, 2)) == 2
-        assert (ledger.find(A), ledger.find(B), ledger.find(C)) == (None, 1, None)
-        assert reserve(ledger, 1) is None
-    assert reserve(ledger, 1) == [1]
-    assert ledger.find(B) is None
+    pool = filled(A, B, C)
+    with pinned(pool, B):
+        assert allocate(pool, 3) is None
+        assert len(allocate(pool, 2)) == 2
+        assert (pool.find(A), pool.find(B), pool.find(C)) == (None, 1, None)
+        assert allocate(pool, 1) is None
+    assert allocate(pool, 1) == [1]
+    assert pool.find(B) is None
 
 
 def test_a_slot_that_is_held_twice_stays_until_both_have_left():
-    ledger = filled(A)
-    with pinned(ledger, A) as slots:
-        with pinned(ledger, A):
-            assert ledger._holders[slots[0]] == 2
-        assert ledger.free == 0
-    assert ledger.free == 1
+    pool = filled(A)
+    with pinned(pool, A) as slots:
+        with pinned(pool, A):
+            assert pool._holders[slots[0]] == 2
+        assert pool.slots - pool.held == 0
+    assert pool.slots - pool.held == 1
 
 
 def test_reserving_takes_all_or_nothing():
-    ledger = filled(A, B)
-    before = free_queue(ledger)
-    assert reserve(ledger, 3) is None
-    assert (free_queue(ledger), ledger.find(A), ledger.find(B), ledger.evictions) == (before, 0, 1, 0)
+    pool = filled(A, B)
+    before = free_slots(pool)
+    assert allocate(pool, 3) is None
+    assert (free_slots(pool), pool.find(A), pool.find(B), pool.evictions) == (before, 0, 1, 0)
 
 
 def test_a_released_chain_loses_its_tail_first():
-    ledger = Ledger(3)
-    chain = reserve(ledger, 3)
+    pool = pool_of(3)
+    chain = allocate(pool, 3)
     for slot, key in zip(chain, (A, B, C), strict=True):
-        ledger.commit(slot, key)
-    ledger.release(chain)
-    reserve(ledger, 1)
-    assert [ledger.find(key) for key in (A, B, C)] == [0, 1, None]
-    reserve(ledger, 1)
-    assert [ledger.find(key) for key in (A, B, C)] == [0, None, None]
+        commit(pool, slot, key)
+    pool.free(chain)
+    allocate(pool, 1)
+    assert [pool.find(key) for key in (A, B, C)] == [0, 1, None]
+    allocate(pool, 1)
+    assert [pool.find(key) for key in (A, B, C)] == [0, None, None]
 
 
 def test_a_reserved_slot_is_no_hit_and_an_aborted_one_is_taken_next():
-    ledger = Ledger(3)
-    slots = reserve(ledger, 2)
-    ledger.abort(slots[0])
-    assert list(ledger.keys()) == []
-    assert free_queue(ledger) == [0, 2]
-    check_ledger(ledger)
+    pool = pool_of(3)
+    slots = allocate(pool, 2)
+    pool.free([slots[0]])
+    assert list(pool.keys()) == []
+    assert free_slots(pool) == [0, 2]
+    assert list(pool.faults()) == []
 
 
 def test_a_pin_that_is_left_by_an_exception_is_given_back():
-    ledger = filled(A)
-    with pytest.raises(KeyError), pinned(ledger, A, B):
+    pool = filled(A)
+    with pytest.raises(KeyError), pinned(pool, A, B):
         raise KeyError
-    assert ledger.free == 1
+    assert pool.slots - pool.held == 1
 
 
-def filled(*keys: ChunkKey) -> Ledger:
-    ledger = Ledger(len(keys))
+def filled(*keys: ChunkKey) -> SlotPool:
+    pool = pool_of(len(keys))
     for key in keys:
-        slot = ledger.reserve()
-        ledger.commit(slot, key)
-        ledger.release([slot])
-    check_ledger(ledger)
-    return ledger
+        slot = pool.allocate()
+        commit(pool, slot, key)
+        pool.free([slot])
+    assert list(pool.faults()) == []
+    return pool
 
 
-class LedgerAgainstLists(RuleBasedStateMachine):
-    """The ledger beside a model made of a list of free slots and two dicts."""
-
-    kind = Ledger
+class PoolAgainstLists(RuleBasedStateMachine):
+    """The pool beside a model made of a list of free slots and two dicts."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.ledger = self.kind(5)
+        self.pool = pool_of(5)
         self.free = list(range(5))
         self.keys: dict[int, ChunkKey] = {}
         self.pins: list[int] = []  # held slots, as often as they are held
         self.writing: list[int] = []
 
     @rule(count=st.integers(0, 6))
-    def reserve(self, count):
-        slots = reserve(self.ledger, count)
+    def allocate(self, count):
+        slots = allocate(self.pool, count)
         if count > len(self.free):
             assert slots is None
             return
@@ -238,7 +243,7 @@ class LedgerAgainstLists(RuleBasedStateMachine):
     @rule(pick=st.integers(0, 4), key=st.sampled_from([A, B, C]))
     def commit(self, pick, key):
         slot = self.writing.pop(pick % len(self.writing))
-        self.ledger.commit(slot, key)
+        commit(self.pool, slot, key)
         self.keys[slot] = key
         self.pins.append(slot)
 
@@ -246,15 +251,15 @@ class LedgerAgainstLists(RuleBasedStateMachine):
     @rule(pick=st.integers(0, 4))
     def abort(self, pick):
         slot = self.writing.pop(pick % len(self.writing))
-        self.ledger.abort(slot)
+        self.pool.free([slot])
         self.give_back(slot)
 
     @rule(key=st.sampled_from([A, B, C]))
     def hold(self, key):
-        slot = self.ledger.find(key)
+        slot = self.pool.find(key)
         assert (slot in [s for s, k in self.keys.items() if k == key]) == (key in self.keys.values())
         if slot is not None:
-            self.ledger.hold(slot)
+            self.pool.hold(slot)
             self.pins.append(slot)
             self.free = [s for s in self.free if s != slot]
 
@@ -262,7 +267,7 @@ class LedgerAgainstLists(RuleBasedStateMachine):
     @rule(count=st.integers(1, 5))
     def release(self, count):
         slots, self.pins = self.pins[:count], self.pins[count:]
-        self.ledger.release(slots)
+        self.pool.free(slots)
         held = Counter(slots + self.pins)
         for slot in reversed(slots):
             held[slot] -= 1
@@ -271,32 +276,29 @@ class LedgerAgainstLists(RuleBasedStateMachine):
 
     @rule(key=st.sampled_from([A, B, C]))
     def drop(self, key):
-        slot = self.ledger.find(key)
-        if slot is not None:
-            self.ledger.drop(slot)
+        self.pool.drop(key)
+        for slot in [slot for slot, there in self.keys.items() if there == key]:
             del self.keys[slot]
+            if slot in self.free:
+                self.free.remove(slot)
+                self.free.insert(0, slot)
 
     @invariant()
     def agrees(self):
-        check_ledger(self.ledger)
-        assert free_queue(self.ledger) == self.free
-        assert self.ledger.free == len(self.free)
-        assert set(self.ledger.keys()) == set(self.keys.values())
-        assert [self.ledger.key_of(slot) for slot in range(5)] == [self.keys.get(slot) for slot in range(5)]
+        assert list(self.pool.faults()) == []
+        assert free_slots(self.pool) == self.free
+        assert self.pool.slots - self.pool.held == len(self.free)
+        assert set(self.pool.keys()) == set(self.keys.values())
+        assert [key_in(self.pool, slot) for slot in range(5)] == [self.keys.get(slot) for slot in range(5)]
 
     def give_back(self, slot):
-        if slot not in self.keys and self.kind is Ledger:
+        if slot not in self.keys:
             self.free.insert(0, slot)
         else:
             self.free.append(slot)
 
 
-class LedgerInDocumentedOrder(LedgerAgainstLists):
-    kind = DocumentedLedger
-
-
-HOW = settings(max_examples=80, stateful_step_count=40, deadline=None, derandomize=True, database=None)
-TestLedgerAgainstLists = LedgerAgainstLists.TestCase
-TestLedgerAgainstLists.settings = HOW
-TestLedgerInDocumentedOrder = LedgerInDocumentedOrder.TestCase
-TestLedgerInDocumentedOrder.settings = HOW
+TestPoolAgainstLists = PoolAgainstLists.TestCase
+TestPoolAgainstLists.settings = settings(
+    max_examples=80, stateful_step_count=40, deadline=None, derandomize=True, database=None
+)
