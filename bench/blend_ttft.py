@@ -26,7 +26,7 @@ def main() -> None:
     arguments.add_argument("--layers", type=int, default=12)
     arguments.add_argument("--tokens", type=int, default=2048)
     arguments.add_argument("--documents", type=int, default=8)
-    arguments.add_argument("--strategy", default=Settings().blend_strategy)
+    arguments.add_argument("--strategy", default="union")
     arguments.add_argument("--ratio", type=float, default=0.15)
     arguments.add_argument("--repeats", type=int, default=9)
     options = arguments.parse_args()
@@ -49,7 +49,7 @@ def main() -> None:
         for i in range(options.repeats + 1):
             fulls.append(cached.prefill(prompts[i], "full").report.seconds)
             for strategy, ratio in ways:
-                policy = RecomputePolicy(strategy=strategy, ratios=(ratio,))
+                policy = RecomputePolicy(strategy=strategy, ratio=ratio)
                 reports[strategy, ratio].append(cached.prefill(prompts[i], "blend", policy=policy).report)
         full = statistics.median(fulls[1:])
         print(f"{machine()}\n{options.layers} layers, {len(prompts[0])} tokens, one thread; full prefill {full:.3f} s")

@@ -251,7 +251,7 @@ def models(report: Report, sizes: Sizes) -> None:
         order = random.Random(0)
         prompts = [prompt_of(documents, order.sample(range(len(documents)), len(documents)), seed=i) for i in range(8)]
         full = cached.prefill(prompts[0], "full").logits
-        whole = cached.prefill(prompts[0], policy=RecomputePolicy(strategy="all", ratios=(1.0,)))
+        whole = cached.prefill(prompts[0], policy=RecomputePolicy(strategy="all", ratio=1.0))
         report.line("error of logits at ratio 1", difference(whole.logits, full), "", most=NOISE[dtype])
         report.line("tokens reused there", whole.report.reused / len(prompts[0]), "of all", least=0.4)
         took = {
@@ -315,7 +315,7 @@ def _answers(report: Report, model: str, checkpoint: Path, texts: Path, count: i
         learn_all(cached, [prompts.tokens[name] for name in documents])
         right: Counter[str] = Counter()
         full = cached.prefill(examples[0].prompt, "full").logits
-        whole = cached.prefill(examples[0].prompt, policy=RecomputePolicy(strategy="all", ratios=(1.0,)))
+        whole = cached.prefill(examples[0].prompt, policy=RecomputePolicy(strategy="all", ratio=1.0))
         report.line(
             f"error of logits of {model} at ratio 1", difference(whole.logits, full), "", most=NOISE[full.dtype]
         )

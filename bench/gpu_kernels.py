@@ -141,7 +141,7 @@ def moved(report: Report, sizes: Sizes, dtype: torch.dtype, speed: Speed) -> Non
     report.line(f"numbers that gather has wrong, {name}", float(wrong), "", most=0)
     speed("gather", 4 * count * row, lambda: ours.gather(pages, slots))
     canvas, keys = OneLayer(pages), torch.cat(parts, dim=1)[0]
-    found, wanted = (one.deviation(canvas, 0, slots, keys) for one in (ours, place))
+    found, wanted = ([one.deviation(canvas, 0, slots, keys)] for one in (ours, place))
     errors(report, f"deviation, {name}", found, wanted, ALLOWED[torch.float32])
     speed("deviation", 2 * count * row, lambda: ours.deviation(canvas, 0, slots, keys))
 

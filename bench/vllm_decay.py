@@ -25,7 +25,7 @@ def main() -> None:
             6 * CHUNK * 2 * 4 * 64 * 4
         )  # bytes of a chunk: layers, tokens, key and value, KV heads, head dim, float32
         slab = (DOCUMENTS + 1.5) * size / 2**30  # the documents, and the block of the system text
-        engine = Engine(model, lmc={"chunk_size": CHUNK, "max_local_cpu_size": slab, "save_unfull_chunk": True})
+        engine = Engine(model, lmc={"chunk_size": CHUNK, "max_local_cpu_size": slab})
     documents = [words(TOKENS, i) for i in range(DOCUMENTS)]
     for document in documents:
         engine.ask(document, {"learn": True})

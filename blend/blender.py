@@ -8,10 +8,9 @@ reused   The KV of a document that was computed alone. It is moved to its positi
          recompute.
 fresh    Everything else is computed: unknown documents, separators, the question.
 
-`deviation` finds the tokens to recompute in its only pass. It computes every token up to a check layer. Only the tokens
-whose fresh keys differ most from the stored keys go on to the next layers. That is CacheBlend (Yao et al., EuroSys
-2025, arXiv 2405.16444, section 4.3): every token that reaches a check layer keeps its fresh KV of that layer, and the
-set of tokens only shrinks with depth.
+`deviation` finds the tokens to recompute in its only pass. It computes every token up to the check layer, where each
+token keeps its fresh KV. Only the tokens whose fresh keys differ most from the stored keys go on to the next layers.
+That is CacheBlend (Yao et al., EuroSys 2025, arXiv 2405.16444, section 4.3) with one check layer.
 
 The strategies `query` and `union` use two passes (ProphetKV, arXiv 2602.02579). The first pass runs the question over
 the stored KV to find the tokens to which it attends. The second pass recomputes these tokens.
@@ -29,7 +28,7 @@ import torch
 from lmc.blend.canvas import Attention, Canvas, R, only_writes, positions_of
 from lmc.blend.segments import Placement
 from lmc.blend.shift import Shift, shifts_of
-from lmc.blend.strategies import NEEDS_QUESTION, STRATEGIES, Evidence, RecomputePolicy, budget, by_deviation
+from lmc.blend.strategies import CHECK_LAYER, NEEDS_QUESTION, STRATEGIES, Evidence, RecomputePolicy, budget
 
 SCORING_ROWS = 64  # last tokens of the question that score the documents; more rows cost time and change little
 # Last tokens of the question that run in the first pass, so that the scoring tokens attend to them. The tokens before
@@ -86,8 +85,6 @@ class Blender(Generic[R]):
     """The blend of one prompt. Exhaust `slices`, then read `result`."""
 
     def __init__(self, canvas: Canvas[R], given: BlendInput, policy: RecomputePolicy) -> None:
-        """Prepare the blend. Raises `ConfigError` if the model does not have the policy's check layers."""
-        policy.check_depth(canvas.depth)
         self._canvas, self._given, self._policy = canvas, given, policy
         loose = [placement for placement in given.placements if not placement.exact]
         self._offset, self._reused = positions_of(loose, canvas.device)
@@ -115,7 +112,7 @@ class Blender(Generic[R]):
             # The first pass has finished the fresh tokens before all reused tokens.
             yield from self._pass(_merged(fresh[fresh > self._reused[0]], chosen))
         elif strategy == "deviation":
-            yield from self._pass(_merged(fresh, self._reused), self._policy.check_layers)
+            yield from self._pass(_merged(fresh, self._reused), check=CHECK_LAYER)
         else:
             yield from self._pass(_merged(fresh, self._choose(Evidence(offset=self._offset))))
 
@@ -128,13 +125,13 @@ class Blender(Generic[R]):
 
     # -- passes ------------------------------------------------------------------------------------------------------
 
-    def _pass(self, positions: torch.Tensor, checks: Sequence[int] = ()) -> Iterator[Slice]:
-        """Compute the tokens at these positions in every layer. At check layers, fewer tokens go on."""
+    def _pass(self, positions: torch.Tensor, check: int | None = None) -> Iterator[Slice]:
+        """Compute the tokens at these positions in every layer. At the layer `check`, fewer tokens go on."""
         canvas, repaired = self._canvas, self._repaired(positions)
         # Stored parts arrive layer by layer. While some must still be placed, run layer by layer, too.
-        through = canvas.compiled and not checks and (self._placed == canvas.depth or not self._given.placements)
+        through = canvas.compiled and check is None and (self._placed == canvas.depth or not self._given.placements)
         rows = canvas.begin(positions, through=through) if len(positions) else None
-        shifts = [] if checks else self._shifts(rows)  # `deviation` stays as published, without a correction.
+        shifts = self._shifts(rows) if check is None else []  # `deviation` stays as published, without a correction.
         if through and rows is not None:
             yield from self._pass_through(rows, shifts, repaired)
             return
@@ -143,7 +140,7 @@ class Blender(Generic[R]):
             if rows is None:
                 continue
             self._charge(layer, len(rows.positions), repaired)
-            if layer in checks:
+            if layer == check:
                 rows = yield from self._check(layer, rows)
                 repaired = self._repaired(rows.positions)
             for batch, shift in zip_longest(canvas.batches(rows), shifts):
@@ -234,29 +231,21 @@ class Blender(Generic[R]):
 
     def _choose(self, evidence: Evidence) -> torch.Tensor:
         """Return the positions of the reused tokens to recompute."""
-        count = budget(len(self._reused), self._policy.ratios[0])
+        count = budget(len(self._reused), self._policy.ratio)
         chosen = STRATEGIES[self._policy.strategy](evidence, count)
         return self._reused[self._canvas.agreed(chosen, len(self._reused))]
 
     def _check(self, layer: int, rows: R) -> Generator[Slice, None, R]:
-        """Compute a check layer. Keeps the fresh keys and values of all rows, and returns the rows that go on."""
-        reused = self._is_reused[rows.positions]
-        candidates = rows.positions[reused]
-        slots = self._canvas.slots(candidates)
+        """Compute the check layer. Keeps the fresh keys and values of all rows, and returns the rows that go on."""
+        slots = self._canvas.slots(self._reused)
         stored = self._canvas.read(layer, slots)[0]
         for batch in self._canvas.batches(rows):
             self._canvas.run(layer, rows, batch, only_writes)
             yield self._slice_of(layer, batch)
-        found = self._canvas.kernels.deviation(self._canvas, layer, slots, stored)
-        deviation, magnitude = map(self._canvas.summed, found)
-        offset = self._offset[torch.searchsorted(self._reused, candidates)]
-        evidence = Evidence(offset=offset, deviation=deviation, magnitude=magnitude)
-        check, thresholds = self._policy.check_layers.index(layer), self._policy.thresholds
-        count = budget(len(self._reused), self._policy.ratios[check])
-        chosen = by_deviation(evidence, count, thresholds[check] if thresholds else None)
-        chosen = self._canvas.agreed(chosen, len(candidates))
-        goes_on = ~reused
-        goes_on[reused.nonzero().flatten()[chosen]] = True
+        deviation = self._canvas.summed(self._canvas.kernels.deviation(self._canvas, layer, slots, stored))
+        chosen = self._choose(Evidence(offset=self._offset, deviation=deviation))
+        goes_on = ~self._is_reused[rows.positions]
+        goes_on[torch.searchsorted(rows.positions, chosen)] = True
         return self._canvas.keep(rows, goes_on.nonzero().flatten())
 
     # -- counting ----------------------------------------------------------------------------------------------------

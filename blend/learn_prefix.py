@@ -5,7 +5,7 @@ contents. So each document is learned after the primer, a short neutral document
 so no user's text reaches another user.
 """
 
-from typing import Any
+from typing import Any, Literal
 
 from lmc.config.settings import Settings
 
@@ -17,13 +17,17 @@ PRIMER = (
 )
 
 
-def learn_prefix(tokenizer: Any, settings: Settings) -> tuple[int, ...]:
+def learn_prefix(
+    tokenizer: Any, settings: Settings, kind: Literal["primer", "sink", "none"] | None = None
+) -> tuple[int, ...]:
     """Return the tokens after which documents are learned.
 
-    They are empty if the setting is `none`, or if the tokenizer has no sink token.
+    The default of `kind` is that of the settings' method. The result is empty for the kind `none`, and if the tokenizer
+    has no sink token.
     """
-    sink = () if settings.blend_learn_prefix == "none" else sink_of(tokenizer)
-    if not sink or settings.blend_learn_prefix == "sink":
+    kind = kind or ("none" if settings.blend_method == "cacheblend" else "primer")
+    sink = () if kind == "none" else sink_of(tokenizer)
+    if not sink or kind == "sink":
         return sink
     return *sink, *tokenizer.encode(settings.blend_special_str.join(("", PRIMER, "")), add_special_tokens=False)
 

@@ -74,8 +74,8 @@ def rehearse(canvas_of: Callable[[], Canvas[R]], document: Placement) -> None:
     """
     given = BlendInput(length=TOKENS, stop=TOKENS, question=TOKENS - ASKING, placements=[document])
     canvas = canvas_of()
-    for strategy in (*NEEDS_QUESTION, *(["deviation"] if canvas.depth > 1 else [])):
-        policy = RecomputePolicy(strategy=strategy, ratios=(0.3,), check_layers=(1,), correction="shift")
+    for strategy in (*NEEDS_QUESTION, "deviation"):
+        policy = RecomputePolicy(strategy=strategy, ratio=0.3, correction="shift")
         Blender(canvas_of(), given, policy).run()
     _attend_long(canvas)
 

@@ -6,6 +6,7 @@ A strategy is a function from evidence about each token to ascending indices. So
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -13,6 +14,7 @@ from lmc.blend.kernels.attention import OverHeads
 from lmc.config.settings import Settings
 from lmc.errors import ConfigError
 
+CHECK_LAYER = 1  # where `deviation` compares keys; at layer 0, re-rotated keys never deviate
 # `union` recomputes tokens that were computed at these first positions, whatever the question is. A document has three
 # of them if it was learned alone, two after an attention sink, and none after a primer.
 HEAD_POSITIONS = 3
@@ -29,7 +31,6 @@ class Evidence:
 
     offset: torch.Tensor  # [N] position at which each token was computed in its own document
     deviation: torch.Tensor | None = None  # [N] squared L2 between fresh and re-rotated key, float32, over all KV heads
-    magnitude: torch.Tensor | None = None  # [N] squared L2 of the re-rotated key
     attention: torch.Tensor | None = None  # [N] attention of the question to each token
 
 
@@ -44,15 +45,10 @@ def highest(scores: torch.Tensor, count: int) -> torch.Tensor:
     return order[:count].sort().values
 
 
-def by_deviation(evidence: Evidence, count: int, threshold: float | None = None) -> torch.Tensor:
-    """Choose the most deviating tokens; with a threshold, at most `count` whose `‖Δk‖²/‖k‖²` reaches it."""
+def by_deviation(evidence: Evidence, count: int) -> torch.Tensor:
+    """Choose the most deviating tokens."""
     assert evidence.deviation is not None
-    chosen = highest(evidence.deviation, count)
-    if threshold is None:
-        return chosen
-    assert evidence.magnitude is not None
-    relative = evidence.deviation / evidence.magnitude.clamp_min(torch.finfo(torch.float32).tiny)
-    return chosen[relative[chosen] >= threshold]
+    return highest(evidence.deviation, count)
 
 
 def by_head(evidence: Evidence, count: int) -> torch.Tensor:
@@ -101,6 +97,7 @@ def by_all(evidence: Evidence, count: int) -> torch.Tensor:
     return torch.arange(len(evidence.offset), device=evidence.offset.device)
 
 
+Strategy = Literal["deviation", "head", "query", "union", "random", "all", "none"]
 STRATEGIES: dict[str, Callable[[Evidence, int], torch.Tensor]] = {
     "deviation": by_deviation,
     "head": by_head,
@@ -117,15 +114,10 @@ NEEDS_QUESTION: dict[str, OverHeads] = {"query": "mean", "union": "max"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecomputePolicy:
-    """The number of recomputed tokens, and the strategy that chooses them.
-
-    Only `deviation` uses check layers, several ratios and thresholds.
-    """
+    """The share of recomputed tokens, and the strategy that chooses them."""
 
     strategy: str
-    ratios: tuple[float, ...] = (0.15,)
-    check_layers: tuple[int, ...] = (1,)
-    thresholds: tuple[float, ...] | None = None
+    ratio: float = 0.15
     correction: str = "none"  # or "shift" (`lmc.blend.shift`), not for `deviation`
 
     def share(self, layers: int) -> float:
@@ -133,42 +125,25 @@ class RecomputePolicy:
         if self.strategy == "all":
             return 1.0
         if self.strategy != "deviation":
-            return self.ratios[0] if self.strategy != "none" else 0.0
-        bounds = [*(check + 1 for check in self.check_layers), layers]  # A check layer computes all its tokens.
-        return sum(
-            (stop - start) * ratio
-            for start, stop, ratio in zip([0, *bounds], bounds, [1.0, *self.ratios], strict=False)
-        ) / layers  # fmt: skip
+            return self.ratio if self.strategy != "none" else 0.0
+        whole = min(CHECK_LAYER + 1, layers)  # The check layer computes all its tokens.
+        return (whole + (layers - whole) * self.ratio) / layers
 
     @classmethod
     def of(cls, settings: Settings, strategy: str | None = None, ratio: float | None = None) -> "RecomputePolicy":
         """Return the policy of the settings, or with another strategy or ratio. May raise `ConfigError`."""
-        strategy = strategy or settings.blend_strategy
-        ratios = settings.blend_recompute_ratios
-        ratios = ratios if ratio is None else (ratio,) * len(ratios)
-        if strategy != "deviation":
-            return cls(strategy=strategy, ratios=ratios[:1], correction=settings.blend_correction)
-        layers, thresholds = settings.blend_check_layers, settings.blend_thresholds
-        return cls(strategy=strategy, ratios=ratios, check_layers=layers, thresholds=thresholds)
+        published = settings.blend_method == "cacheblend"
+        strategy = strategy or ("deviation" if published else settings.blend_method)
+        correction = "none" if published or strategy == "deviation" else "shift"
+        ratio = settings.blend_recompute_ratios if ratio is None else ratio
+        return cls(strategy=strategy, ratio=ratio, correction=correction)
 
     def __post_init__(self) -> None:
         """Raise `ConfigError` if the policy is invalid."""
         if self.strategy not in STRATEGIES:
             raise ConfigError(f"blend strategy {self.strategy!r}: use one of {', '.join(STRATEGIES)}")
-        if not self.ratios or not all(0 <= ratio <= 1 for ratio in self.ratios):
-            raise ConfigError(f"blend ratios {self.ratios}: each must be between 0 and 1")
-        if self.strategy != "deviation":
-            return
-        if not self.check_layers or min(self.check_layers) < 1:
-            raise ConfigError(f"blend check layers {self.check_layers}: a stored key can deviate from layer 1 on")
-        if len(self.ratios) != len(self.check_layers) or len(self.thresholds or self.ratios) != len(self.ratios):
-            raise ConfigError("blend check layers, ratios and thresholds must be equally many")
-
-    def check_depth(self, layers: int) -> None:
-        """Raise `ConfigError` if a check layer is not among the model's `layers` layers."""
-        if self.strategy == "deviation" and max(self.check_layers) >= layers:
-            deepest = max(self.check_layers)
-            raise ConfigError(f"blend_check_layers: {deepest}, but the model has layers 0 to {layers - 1}")
+        if not 0 <= self.ratio <= 1:
+            raise ConfigError(f"blend ratio {self.ratio}: it must be between 0 and 1")
 
 
-BLIND_REUSE = RecomputePolicy(strategy="none", ratios=(0.0,))
+BLIND_REUSE = RecomputePolicy(strategy="none", ratio=0.0)

@@ -35,11 +35,10 @@ Spent = defaultdict[tuple[str, str], float]
 
 
 class LoadPolicy(Enum):
-    """When chunks are loaded from tiers below memory."""
+    """When chunks are loaded from tiers below memory, and blends are made."""
 
-    AUTO = "auto"  # Load unless computing is expected to be clearly faster.
+    AUTO = "auto"  # unless computing is expected to be clearly faster
     ALWAYS = "always"
-    NEVER = "never"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,8 +88,6 @@ class Choice:
         """The reason why stored tokens are not loaded. Empty if they are loaded."""
         if self.load:
             return ""
-        if self.loading is None or self.computing is None:
-            return "stored tokens were not loaded: load_policy is never"
         computed = f"stored tokens were computed, in about {self.computing:.3g} s"
         return f"{computed}: loading them would take about {self.loading:.3g} s"
 
@@ -254,8 +251,8 @@ class CostModel:
 
         A tier that was passed over for a while is tried again, in case it has become faster.
         """
-        if policy is not LoadPolicy.AUTO:
-            return Choice(load=policy is LoadPolicy.ALWAYS)
+        if policy is LoadPolicy.ALWAYS:
+            return Choice(load=True)
         with self._mutex:
             tiers = {tier for tier, _ in offer.records}
             loading, computing = self._loading(offer.records), self._computing_of(offer)

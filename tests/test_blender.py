@@ -3,7 +3,6 @@
 import random
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -85,7 +84,7 @@ def test_at_ratio_one_the_result_is_full_prefill(family: str, rope: str, strateg
     scene = Scene(model, documents_of(5), known={0, 1, 3, 4})  # document 2 is a gap
     kv, logits = prefill(model, scene.prompt)
 
-    result = scene.blend(RecomputePolicy(strategy=strategy, ratios=(1.0,)))
+    result = scene.blend(RecomputePolicy(strategy=strategy, ratio=1.0))
 
     assert result.logits is not None
     assert (result.logits - logits).abs().max() <= 1e-4
@@ -107,7 +106,7 @@ def test_one_to_twelve_documents_in_any_order_with_gaps_and_an_exact_prefix(coun
     _, logits = prefill(model, scene.prompt)
 
     for strategy in ("query", "deviation", "head", "union", "random"):
-        result = scene.blend(RecomputePolicy(strategy=strategy, ratios=(1.0,)))
+        result = scene.blend(RecomputePolicy(strategy=strategy, ratio=1.0))
         assert result.logits is not None
         assert (result.logits - logits).abs().max() <= 1e-4, strategy
 
@@ -132,11 +131,11 @@ def test_long_unknown_documents_before_between_and_after_known_ones(
     scene = Scene(model, [random_tokens(170, 1), random_tokens(150, 2), random_tokens(190, 3)], known, prefix=prefix)
     kv, logits = prefill(model, scene.prompt)
 
-    whole = scene.blend(RecomputePolicy(strategy=strategy, ratios=(1.0,)))
+    whole = scene.blend(RecomputePolicy(strategy=strategy, ratio=1.0))
     assert whole.logits is not None
     assert (whole.logits - logits).abs().max() <= 1e-4
 
-    some = scene.blend(RecomputePolicy(strategy=strategy, ratios=(0.1,)))
+    some = scene.blend(RecomputePolicy(strategy=strategy, ratio=0.1))
     first = min(piece.at for piece in scene.pieces if piece.at >= prefix)
     for layer, wanted in enumerate(kv):
         assert not some.keys[layer].isnan().any()
@@ -148,7 +147,7 @@ def test_a_later_token_changes_no_earlier_key(strategy: str, monkeypatch: pytest
     """The canary: with a mask that aligns the last query with the last key, tokens in the middle see the future."""
     model = random_model()
     scene = Scene(model, documents_of(4, seed=3), known={0, 1, 2, 3})
-    policy = RecomputePolicy(strategy=strategy, ratios=(0.4,))
+    policy = RecomputePolicy(strategy=strategy, ratio=0.4)
     if strategy in (
         "query",
         "union",
@@ -156,7 +155,6 @@ def test_a_later_token_changes_no_earlier_key(strategy: str, monkeypatch: pytest
     ):  # whose choice depends on content: the same tokens are forced on both
         chosen = torch.tensor([i for i, p in enumerate(every_reused(scene)) if p % 3 == 0])
         monkeypatch.setitem(STRATEGIES, strategy, lambda _evidence, _count: chosen)
-        monkeypatch.setattr("lmc.blend.blender.by_deviation", lambda _evidence, _count, _threshold: chosen)
     before = scene.blend(policy)
     last = scene.segments.documents[3]
     changed = [*scene.prompt]
@@ -179,7 +177,7 @@ def test_a_recomputed_key_equals_the_one_computed_with_no_future_at_all() -> Non
     model = random_model()
     documents = documents_of(3, seed=5)
     long, short = Scene(model, documents, {0, 1, 2}), Scene(model, documents[:2], {0, 1})
-    policy = RecomputePolicy(strategy="head", ratios=(0.5,))
+    policy = RecomputePolicy(strategy="head", ratio=0.5)
     a, b = long.blend(RecomputePolicy(strategy="all")), short.blend(RecomputePolicy(strategy="all"))
     stop = short.segments.documents[1].stop
     for layer in range(4):
@@ -213,7 +211,7 @@ def test_a_document_at_position_zero_and_an_exact_prefix_stay_exact() -> None:
     at_zero.pieces = [replace(p, at=at, exact=at == 0) for p, at in moved]
     wanted = prefill(model, at_zero.prompt)[0]
 
-    result = at_zero.blend(RecomputePolicy(strategy="query", ratios=(0.2,)))
+    result = at_zero.blend(RecomputePolicy(strategy="query", ratio=0.2))
 
     assert result.reused == sum(len(span) for span in at_zero.segments.documents)
     for layer in range(4):
@@ -224,30 +222,21 @@ def test_a_document_at_position_zero_and_an_exact_prefix_stay_exact() -> None:
 
     prefixed = Scene(model, documents_of(3), known={1, 2}, prefix=20)
     wanted = prefill(model, prefixed.prompt)[0]
-    result = prefixed.blend(RecomputePolicy(strategy="deviation", ratios=(0.2,)))
+    result = prefixed.blend(RecomputePolicy(strategy="deviation", ratio=0.2))
     for layer in range(4):
         assert torch.equal(result.keys[layer].transpose(0, 1)[:20], wanted[layer][0][:20])
 
 
-def test_the_set_only_shrinks_with_depth() -> None:
-    """CacheBlend's gradual filtering: check layers 1 and 2 with falling ratios."""
+def test_deviation_computes_everything_up_to_its_check_layer_and_the_same_tokens_after_it() -> None:
     scene = Scene(random_model(layers=5), documents_of(6, seed=2), known=set(range(6)))
-    policy = RecomputePolicy(strategy="deviation", ratios=(0.5, 0.2), check_layers=(1, 2))
 
-    result = scene.blend(policy)
+    result = scene.blend(RecomputePolicy(strategy="deviation", ratio=0.2))
 
     sets = [set(positions.tolist()) for positions in result.repaired]
     assert len(sets[0]) == len(sets[1]) == result.reused
-    assert len(sets[2]) == int(result.reused * 0.5)
-    assert len(sets[3]) == len(sets[4]) == int(result.reused * 0.2)
-    assert all(deeper <= upper for upper, deeper in pairwise(sets))
+    assert len(sets[2]) == int(result.reused * 0.2)
+    assert sets[2] == sets[3] == sets[4] <= sets[1]
     assert result.charged == sum(map(len, sets))
-
-
-def test_a_threshold_that_nothing_reaches_repairs_nothing_behind_the_check_layer() -> None:
-    scene = Scene(random_model(), documents_of(4), known={0, 1, 2, 3})
-    result = scene.blend(RecomputePolicy(strategy="deviation", ratios=(0.5,), thresholds=(1e9,)))
-    assert [len(positions) for positions in result.repaired[2:]] == [0, 0]
 
 
 def test_the_charged_budget_counts_check_layers_in_full() -> None:
@@ -263,11 +252,11 @@ def test_the_charged_budget_counts_check_layers_in_full() -> None:
 def test_a_slice_costs_as_much_as_its_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU a layer call with few rows takes as long as one with many."""
     scene = Scene(random_model(), documents_of(3), known={0, 1, 2})
-    scene.blend(RecomputePolicy(strategy="union", ratios=(0.2,)))
+    scene.blend(RecomputePolicy(strategy="union", ratio=0.2))
     plain = [done.cost for done in scene.slices if done.cost]
     floor = max(plain) - 1
     monkeypatch.setattr(DenseCanvas, "call_cost", floor)
-    scene.blend(RecomputePolicy(strategy="union", ratios=(0.2,)))
+    scene.blend(RecomputePolicy(strategy="union", ratio=0.2))
     assert [done.cost for done in scene.slices if done.cost] == [max(cost, floor) for cost in plain]
     assert min(plain) < floor
 
@@ -312,7 +301,7 @@ def test_query_and_union_repair_what_the_question_attends_to(strategy: str, seed
     evidence = Evidence(offset=offset, attention=scores[reused])
     wanted = reused[STRATEGIES[strategy](evidence, int(len(reused) * 0.2))]
 
-    chosen = scene.blend(RecomputePolicy(strategy=strategy, ratios=(0.2,))).repaired[0]
+    chosen = scene.blend(RecomputePolicy(strategy=strategy, ratio=0.2)).repaired[0]
     assert chosen.tolist() == wanted.tolist()
 
 
@@ -353,7 +342,7 @@ def test_of_a_long_question_the_first_rows_run_in_the_second_pass_only(monkeypat
     model = random_model()
     scene = Scene(model, documents_of(3), known={0, 1, 2})
     assert len(scene.prompt) - scene.segments.question.start > 8
-    short = scene.blend(RecomputePolicy(strategy="union", ratios=(0.0,)))
+    short = scene.blend(RecomputePolicy(strategy="union", ratio=0.0))
     assert short.computed[0] == short.fresh + 8
-    exact = scene.blend(RecomputePolicy(strategy="union", ratios=(1.0,)))
+    exact = scene.blend(RecomputePolicy(strategy="union", ratio=1.0))
     assert (exact.logits - prefill(model, scene.prompt)[1]).abs().max() <= 1e-5

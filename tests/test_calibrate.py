@@ -13,7 +13,7 @@ from lmc.blend.markers import Markers
 from lmc.blend.segments import join, split
 from lmc.commands.calibrate.measure import BLIND, RATIOS, Measured, Measurement, Numbers
 from lmc.commands.calibrate.prompts import ANSWER, ASK, CalibrationPrompts, collect, questions_about
-from lmc.commands.calibrate.verdict import fusion_settings, judge, reads_documents, report_of, table, yaml_lines
+from lmc.commands.calibrate.verdict import judge, reads_documents, report_of, table, yaml_lines
 from lmc.commands.cli import app
 from lmc.config.settings import Settings
 from lmc.demo import SHIPPED
@@ -114,13 +114,12 @@ def test_a_model_reads_documents_if_they_help_clearly(gains: list[float], reads:
 
 
 def test_the_yaml_lines_are_settings_that_mean_the_calibrated_ones(tmp_path: Path) -> None:
-    for given in (Settings(blend_correction="shift"), Settings(blend_preset="cacheblend", blend_thresholds=(0.1,))):
+    for given in (Settings(), Settings(blend_method="cacheblend")):
         file = tmp_path / "lmc.yaml"
         file.write_text(yaml_lines(given, 0.3))
         read = Settings.load(environ={"LMC_CONFIG_FILE": str(file)})
         assert read.enable_blending
-        assert set(read.blend_recompute_ratios) == {0.3}
-        assert fusion_settings(read) == fusion_settings(given)
+        assert (read.blend_method, read.blend_recompute_ratios) == (given.blend_method, 0.3)
 
 
 def test_the_table_has_full_prefill_blind_reuse_and_every_ratio() -> None:
@@ -209,12 +208,12 @@ def test_a_prompt_holds_the_documents_between_separators_and_ends_with_the_known
 
 def test_the_report_says_what_was_measured_and_with_which_settings() -> None:
     found = measured(dict.fromkeys(RATIOS, 0.99))
-    report = report_of("a", found, judge(found, 0.98), 0.98, Settings(blend_correction="shift"))
+    report = report_of("a", found, judge(found, 0.98), 0.98, Settings())
     said = {name: report[name] for name in ("model", "worth_it", "ratio", "agreement", "speed_up", "prompts")}
     assert said == {
         "model": "a", "worth_it": True, "ratio": 0.05, "agreement": 0.99, "speed_up": 2.0, "prompts": 10,
     }  # fmt: skip
-    assert report["settings"]["blend_correction"] == "shift"
+    assert report["settings"] == {"blend_method": "union"}
 
 
 # -- the command -----------------------------------------------------------------------------------------------------

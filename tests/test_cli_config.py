@@ -35,7 +35,7 @@ def test_config_has_one_row_for_each_setting_with_value_and_origin() -> None:
     assert table["chunk_size"] == ["64", "environment LMC_CHUNK_SIZE"]
     assert table["enable_blending"] == ["True", "environment LMC_ENABLE_BLENDING"]
     assert table["blend_special_str"] == ["' # # '", "default"]
-    assert table["blend_check_layers"] == ["[1]", "default"]
+    assert table["blend_recompute_ratios"] == ["0.15", "default"]
 
 
 def test_long_paths_are_not_cut_where_there_is_no_terminal(tmp_path: Path) -> None:

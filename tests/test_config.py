@@ -13,8 +13,8 @@ from pydantic import ValidationError
 
 from lmc.config.lmcache import ALIASES, FEATURES, NESTED, feature_of, ignored
 from lmc.config.redis_url import parse_redis_url
-from lmc.config.settings import CACHEBLEND, Settings
-from lmc.config.sources import OF_SERVICES, REMOVED, shown
+from lmc.config.settings import Settings
+from lmc.config.sources import OF_SERVICES, REMOVED, RENAMED, shown
 from lmc.errors import ConfigError, LmcError
 from lmc.http.address import admin_token
 from lmc.rag import SEPARATOR
@@ -41,7 +41,6 @@ def refusal(overrides: Mapping[str, object] | None = None, **environ: str) -> st
 def test_the_list_of_settings_is_frozen() -> None:
     assert list(Settings.model_fields) == [
         "chunk_size",
-        "save_unfull_chunk",
         "save_decode_cache",
         "server",
         "max_local_cpu_size",
@@ -57,20 +56,14 @@ def test_the_list_of_settings_is_frozen() -> None:
         "load_policy",
         "load_deadline",
         "enable_blending",
-        "blend_preset",
         "blend_special_str",
-        "blend_strategy",
-        "blend_check_layers",
+        "blend_method",
         "blend_recompute_ratios",
-        "blend_thresholds",
-        "blend_correction",
-        "blend_learn_prefix",
         "blend_min_tokens",
         "blend_learn",
         "admin",
         "admin_token",
         "document_events",
-        "log_requests",
     ]
 
 
@@ -81,10 +74,7 @@ class TestDefaults:
         assert {settings.origin(name) for name in Settings.model_fields} == {"default"}
 
     def test_the_published_defaults_are_ours(self) -> None:
-        settings = Settings()
-        for name, value in PUBLISHED["defaults"].items():
-            ours = getattr(settings, name)
-            assert (list(ours) if isinstance(ours, tuple) else ours) == value
+        assert Settings(**PUBLISHED["defaults"]).model_dump() == Settings().model_dump()
 
     def test_a_settings_value_cannot_be_changed(self) -> None:
         with pytest.raises(ValidationError):
@@ -104,15 +94,14 @@ class TestPublishedCacheBlend:
         settings = Settings.load(environ=PUBLISHED["environment_as_published"])
         assert settings.enable_blending
         assert settings.blend_special_str == " # # "
-        assert settings.blend_check_layers == (1,)
-        assert settings.blend_recompute_ratios == (0.15,)
+        assert settings.blend_recompute_ratios == 0.15
         assert settings.origin("enable_blending") == "environment LMCACHE_ENABLE_BLENDING"
 
     def test_its_yaml_is_accepted_as_it_stands(self, tmp_path: Path) -> None:
         settings = from_yaml(tmp_path, PUBLISHED["yaml_as_published"])
         assert settings.enable_blending
         assert settings.blend_special_str == " # # "
-        assert settings.origin("blend_check_layers") == f"YAML {tmp_path}/lmc.yaml"
+        assert settings.origin("blend_recompute_ratios") == f"YAML {tmp_path}/lmc.yaml"
 
 
 class TestPrecedence:
@@ -223,16 +212,9 @@ class TestYaml:
 
 
 class TestValues:
-    @pytest.mark.parametrize("written", ["1,4", " 1 , 4 ", "[1, 4]", [1, 4], (1, 4)])
-    def test_lists_may_be_written_as_commas_json_or_yaml(self, written: object) -> None:
-        given = {"blend_check_layers": written, "blend_recompute_ratios": "0.15,0.1", "blend_strategy": "deviation"}
-        settings = Settings.load(given, environ={})
-        assert settings.blend_check_layers == (1, 4)
-        assert settings.blend_recompute_ratios == (0.15, 0.1)
-
-    @pytest.mark.parametrize("written", [2, "2", [2], "[2]"])
-    def test_a_single_item_needs_no_list(self, written: object) -> None:
-        assert Settings(blend_check_layers=written).blend_check_layers == (2,)
+    @pytest.mark.parametrize("written", [0.2, "0.2", [0.2], (0.2,), "[0.2]", " [ 0.2 ] "])
+    def test_the_ratio_may_stand_in_a_list_of_one(self, written: object) -> None:
+        assert Settings(blend_recompute_ratios=written).blend_recompute_ratios == 0.2
 
     @pytest.mark.parametrize(
         ("written", "path"),
@@ -246,7 +228,7 @@ class TestValues:
         assert Settings(local_disk="~/kv").local_disk == Path("/home/someone/kv")
         assert Settings(local_disk="file://~/kv").local_disk == Path("/home/someone/kv")
 
-    @pytest.mark.parametrize("name", ["local_disk", "remote_url", "blend_thresholds", "blend_preset"])
+    @pytest.mark.parametrize("name", ["local_disk", "remote_url"])
     @pytest.mark.parametrize("text", ["", "None", "null"])
     def test_an_environment_can_say_not_set(self, name: str, text: str) -> None:
         assert getattr(Settings.load(environ={f"LMC_{name.upper()}": text}), name) is None
@@ -276,23 +258,20 @@ class TestValues:
             ("remote_prefix", "{tenant}"),
             ("remote_serde", "zip"),
             ("load_policy", "sometimes"),
+            ("load_policy", "never"),
             ("blend_special_str", ""),
             ("blend_special_str", "   "),
-            ("blend_strategy", "Query"),
-            ("blend_check_layers", (0,)),  # deviation at layer 0 is exactly zero
-            ("blend_check_layers", "0,1"),
-            ("blend_check_layers", (2, 1)),
-            ("blend_check_layers", (1, 1)),
-            ("blend_check_layers", ()),
-            ("blend_check_layers", [True]),
-            ("blend_check_layers", "[1"),
+            ("blend_method", "Query"),
+            ("blend_method", "deviation"),
+            ("blend_method", None),
             ("blend_recompute_ratios", 1.01),
             ("blend_recompute_ratios", -0.1),
             ("blend_recompute_ratios", "nan"),
-            ("blend_recompute_ratios", (0.1, 0.2)),  # the set may only shrink
-            ("blend_thresholds", -1),
+            ("blend_recompute_ratios", [0.2, 0.1]),
+            ("blend_recompute_ratios", "0.2,0.1"),
+            ("blend_recompute_ratios", [True]),
+            ("blend_recompute_ratios", []),
             ("blend_min_tokens", -1),
-            ("blend_preset", "epic"),
             ("blend_learn", None),
         ],
     )
@@ -351,30 +330,14 @@ class TestValues:
 
 
 class TestCombinations:
-    def test_blending_needs_unfull_chunks(self, tmp_path: Path) -> None:
-        file = tmp_path / "x.yaml"
-        file.write_text("save_unfull_chunk: false")
-        assert not Settings.load(environ={"LMC_CONFIG_FILE": str(file)}).save_unfull_chunk
-        said = refusal(LMC_CONFIG_FILE=str(file), LMC_ENABLE_BLENDING="true")
-        assert said.startswith(
-            f"save_unfull_chunk = False (YAML {file}) contradicts enable_blending = True "
-            "(environment LMC_ENABLE_BLENDING)"
-        )
-
     @pytest.mark.parametrize(
         ("given", "pair"),
         [
             ({"local_disk": "/kv", "max_local_disk_size": 0}, ("max_local_disk_size", "local_disk")),
-            ({"blend_check_layers": (1, 4)}, ("blend_recompute_ratios", "blend_check_layers")),
             (
-                {"blend_strategy": "deviation", "blend_thresholds": (0.1, 0.2)},
-                ("blend_thresholds", "blend_check_layers"),
+                {"server": "/run/lmc.sock", "max_local_device_size": 1},
+                ("max_local_device_size", "server"),
             ),
-            (
-                {"blend_check_layers": (1, 4), "blend_recompute_ratios": (0.2, 0.1)},
-                ("blend_recompute_ratios", "blend_strategy"),
-            ),
-            ({"blend_thresholds": 0.1}, ("blend_thresholds", "blend_strategy")),
         ],
     )
     def test_settings_that_cannot_work_together_are_refused_by_name(
@@ -385,42 +348,6 @@ class TestCombinations:
         first, second = str(caught.value).split(" contradicts ")
         assert first.startswith(f"{pair[0]} = ")
         assert second.startswith(f"{pair[1]} = ")
-
-    def test_deviation_takes_a_falling_schedule_with_thresholds(self) -> None:
-        settings = Settings(
-            blend_strategy="deviation",
-            blend_check_layers="1,4,9",
-            blend_recompute_ratios="0.2,0.2,0.1",
-            blend_thresholds="0,0.01,2",
-        )
-        assert settings.blend_thresholds == (0.0, 0.01, 2.0)
-
-
-class TestPreset:
-    def test_cacheblend_means_deviation_at_15_percent_on_layer_1(self) -> None:
-        settings = Settings.load(environ={"LMC_BLEND_PRESET": "cacheblend"})
-        assert settings.blend_strategy == "deviation"
-        assert settings.blend_check_layers == (1,)
-        assert settings.blend_recompute_ratios == (0.15,)
-        assert settings.blend_correction == "none"
-        assert settings.blend_learn_prefix == "none"
-        assert {settings.origin(name) for name in CACHEBLEND} == {"preset cacheblend"}
-
-    def test_it_may_be_repeated_by_hand(self) -> None:
-        settings = Settings.load({"blend_preset": "cacheblend"}, environ=PUBLISHED["environment_as_published"])
-        assert settings.origin("blend_check_layers") == "environment LMCACHE_BLEND_CHECK_LAYERS"
-        assert settings.origin("blend_strategy") == "preset cacheblend"
-
-    def test_a_setting_of_any_source_that_contradicts_it_is_refused(self, tmp_path: Path) -> None:
-        file = tmp_path / "x.yaml"
-        file.write_text("blend_recompute_ratios: [0.3]")
-        said = refusal({"lmc.blend_preset": "cacheblend"}, LMC_CONFIG_FILE=str(file))
-        assert said.startswith(f"blend_recompute_ratios = [0.3] (YAML {file}) contradicts blend_preset = 'cacheblend'")
-        assert "(override lmc.blend_preset)" in said
-
-    def test_a_later_source_can_take_it_back(self) -> None:
-        settings = Settings.load({"blend_preset": None}, environ={"LMC_BLEND_PRESET": "cacheblend"})
-        assert (settings.blend_preset, settings.blend_strategy) == (None, "union")
 
 
 class TestUnknownKeys:
@@ -474,7 +401,18 @@ class TestLMCache:
                 assert "is not turned on" in caplog.records[-1].getMessage()
 
     @pytest.mark.parametrize(
-        "name", ["local_cpu", "use_layerwise", "cache_policy", "lookup_timeout_ms", "numa_mode", "pin_timeout_sec"]
+        "name",
+        [
+            "local_cpu",
+            "use_layerwise",
+            "cache_policy",
+            "lookup_timeout_ms",
+            "numa_mode",
+            "pin_timeout_sec",
+            "save_unfull_chunk",
+            "blend_check_layers",
+            "blend_thresholds",
+        ],
     )
     def test_a_setting_that_changes_nothing_is_accepted_with_one_warning(
         self, name: str, caplog: pytest.LogCaptureFixture, tmp_path: Path
@@ -510,7 +448,7 @@ class TestLMCache:
         [("max_local_cache_size", "max_local_cpu_size"), ("blend_recompute_ratio", "blend_recompute_ratios")],
     )
     def test_names_of_older_versions_are_understood(self, old: str, new: str, tmp_path: Path) -> None:
-        assert getattr(from_yaml(tmp_path, f"{old}: 0.25"), new) in (0.25, (0.25,))
+        assert getattr(from_yaml(tmp_path, f"{old}: 0.25"), new) == 0.25
         assert "set again" in refusal({old: 1, new: 1})
 
     @pytest.mark.parametrize("scheme", ["s3", "mooncakestore", "infinistore", "lm", "fs", "azure"])
@@ -591,14 +529,13 @@ class TestLMCache:
 
 class TestAdministration:
     def test_the_settings_of_administration_may_stand_in_yaml(self, tmp_path: Path) -> None:
-        text = "admin: 127.0.0.1:9180\nadmin_token: s3cret\ndocument_events: tcp://*:5558\nlog_requests: true"
+        text = "admin: 127.0.0.1:9180\nadmin_token: s3cret\ndocument_events: tcp://*:5558"
         found = from_yaml(tmp_path, text)
-        given = (found.admin, found.admin_token, found.document_events, found.log_requests)
-        assert given == ("127.0.0.1:9180", "s3cret", "tcp://*:5558", True)
+        assert (found.admin, found.admin_token, found.document_events) == ("127.0.0.1:9180", "s3cret", "tcp://*:5558")
         assert from_yaml(tmp_path, text, LMC_ADMIN="unix:///a.sock").admin == "unix:///a.sock"
 
     def test_what_is_empty_is_not_set(self) -> None:
-        names = ("LMC_ADMIN", "LMC_ADMIN_TOKEN", "LMC_DOCUMENT_EVENTS", "LMC_LOG_REQUESTS")
+        names = ("LMC_ADMIN", "LMC_ADMIN_TOKEN", "LMC_DOCUMENT_EVENTS")
         assert Settings.load(environ=dict.fromkeys(names, "")).model_dump() == Settings().model_dump()
         assert Settings(admin_token=" s3cret\n").admin_token == "s3cret"
 
@@ -631,7 +568,7 @@ class TestAdministration:
 class TestRemovedSettings:
     """A setting that lmc had is accepted wherever it may stand, with one line."""
 
-    @pytest.mark.parametrize("name", [name for name in REMOVED if ":" not in name])
+    @pytest.mark.parametrize("name", sorted({name for name in REMOVED if ":" not in name} - RENAMED.keys()))
     def test_one_line_says_that_it_has_no_effect(self, name: str, tmp_path: Path, caplog) -> None:
         file = f"YAML {tmp_path / 'lmc.yaml'}"
         for load, origin in (
@@ -646,6 +583,43 @@ class TestRemovedSettings:
             assert load().model_dump() == Settings().model_dump()
             (record,) = caplog.records
             assert record.getMessage().startswith(f"{name} ({origin}) has no effect any more: ")
+
+    @pytest.mark.parametrize(
+        ("name", "value", "method"),
+        [
+            ("blend_preset", "cacheblend", "cacheblend"),
+            ("blend_strategy", "query", "query"),
+            ("blend_strategy", "union", "union"),
+            ("blend_strategy", "deviation", "cacheblend"),
+        ],
+    )
+    def test_the_preset_and_the_strategy_are_read_as_the_method(
+        self, name: str, value: str, method: str, tmp_path: Path, caplog
+    ) -> None:
+        file = f"YAML {tmp_path / 'lmc.yaml'}"
+        for load, origin in (
+            (lambda: Settings.load(environ={f"LMC_{name.upper()}": value}), f"environment LMC_{name.upper()}"),
+            (lambda: Settings.load({f"lmc.{name}": value}, environ={}), f"override lmc.{name}"),
+            (lambda: Settings(**{name: value}), f"argument {name}"),
+            (lambda: from_yaml(tmp_path, f"{name}: {value}"), file),
+            (lambda: from_yaml(tmp_path, f"extra_config: {{{name}: {value}}}"), f"{file}, in extra_config"),
+        ):
+            caplog.clear()
+            settings = load()
+            assert (settings.blend_method, settings.origin("blend_method")) == (method, origin)
+            (record,) = caplog.records
+            assert record.getMessage().startswith(f"{name} ({origin}) is read as blend_method")
+
+    @pytest.mark.parametrize("name", RENAMED)
+    @pytest.mark.parametrize("value", ["random", "all", "none", "epic"])
+    def test_what_is_no_method_is_refused_with_the_methods(self, name: str, value: str) -> None:
+        said = refusal({name: value})
+        assert said == f"blend_method = '{value}' (override {name}) must be union, query, head or cacheblend"
+
+    def test_an_earlier_name_beside_the_present_one_is_refused(self) -> None:
+        assert "blend_method = 'union' (override blend_method) is set again, to 'query' (override blend_strategy)" in (
+            refusal({"blend_method": "union", "blend_strategy": "query"})
+        )
 
     def test_the_codec_lz4_is_read_as_planes(self, tmp_path: Path, caplog) -> None:
         assert from_yaml(tmp_path, "remote_serde: lz4").remote_serde == "planes"

@@ -36,8 +36,8 @@ def test_the_primer_is_a_document_behind_the_sink_and_between_separators() -> No
     tokenizer = _Tokenizer(0, None)
     primer = tokenizer.encode(PRIMER, add_special_tokens=False)
     assert learn_prefix(tokenizer, Settings()) == (0, 3, 3, *primer, 3, 3)
-    assert learn_prefix(tokenizer, Settings(blend_learn_prefix="sink")) == (0,)
-    assert learn_prefix(tokenizer, Settings(blend_learn_prefix="none")) == ()
+    assert learn_prefix(tokenizer, Settings(), "sink") == (0,)
+    assert learn_prefix(tokenizer, Settings(blend_method="cacheblend")) == ()
 
 
 def test_without_a_sink_documents_are_learned_alone() -> None:

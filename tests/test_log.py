@@ -1,5 +1,5 @@
 """lmc's log: where it goes beside vLLM's, and the level that `LMC_LOG_LEVEL` gives it. `test_vllm_scheduler.py` has
-the lines of `LMC_LOG_REQUESTS`.
+the lines for requests.
 """
 
 import io
@@ -25,6 +25,7 @@ def logs() -> Iterator[io.StringIO]:
     ours, theirs, stream = logging.getLogger("lmc"), logging.getLogger("vllm"), io.StringIO()
     before, handler = (ours.level, ours.propagate, list(ours.handlers), theirs.level), logging.StreamHandler(stream)
     ours.propagate, ours.handlers[:] = False, []
+    handler.setLevel(logging.INFO)
     theirs.addHandler(handler)
     theirs.setLevel(logging.INFO)
     try:

@@ -17,7 +17,7 @@ from lmc.storage.cost_model import CostModel, LoadPolicy
 from lmc.storage.places import MEMORY
 
 N = 10  # tokens of a chunk
-AUTO, ALWAYS, NEVER = LoadPolicy.AUTO, LoadPolicy.ALWAYS, LoadPolicy.NEVER
+AUTO, ALWAYS = LoadPolicy.AUTO, LoadPolicy.ALWAYS
 
 
 def run_of(*places, size=N):
@@ -336,17 +336,9 @@ def test_a_plan_from_memory_that_takes_more_skips_nothing():
     assert (plan.tokens, plan.skipped) == (70, 0)
 
 
-def test_a_policy_that_never_loads_needs_no_measurements():
-    plan = choose_plan(MIXED, size_of, Listening(), NEVER)
-    assert (plan.skipped, plan.note) == (30, "stored tokens were not loaded: load_policy is never")
-    assert plan.match.memory_only
-
-
 def test_a_plan_from_memory_alone_is_the_whole_plan_whatever_loading_takes():
     found = match(document("a", 30, "device"), exact=run_of("host"))
-    plan = choose_plan(found, size_of, measured(SLOW), NEVER)
-    assert replace(plan, match=found) == make_plan(found)
-    assert plan.match.memory_only, "a chunk that goes to a tier meanwhile is not loaded either"
+    assert choose_plan(found, size_of, measured(SLOW), AUTO) == make_plan(found)
 
 
 def test_every_reason_is_given():

@@ -94,7 +94,7 @@ def test_it_answers_in_its_chat_template_and_blends(checkpoint):
         for document in documents:
             cached.learn(document)
         wanted = cached.prefill(prompt, "full").logits
-        found = cached.prefill(prompt, policy=RecomputePolicy(strategy="query", ratios=(1.0,)))
+        found = cached.prefill(prompt, policy=RecomputePolicy(strategy="query", ratio=1.0))
         assert found.report.reused == sum(map(len, documents))
         assert (found.logits - wanted).abs().max() <= 1e-3
 

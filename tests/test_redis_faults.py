@@ -861,7 +861,7 @@ def say_no_secret(caplog: pytest.LogCaptureFixture, error: BaseException | None 
 
 DOCUMENTS = [random_tokens(20 + 5 * i, i) for i in range(6)]
 CHUNK = 4 * 2 * 16 * 2 * 16 * 4  # layers, keys and values, tokens, heads, numbers, bytes
-EVERYTHING = Repair(strategy="query", ratios=(1.0,))
+EVERYTHING = Repair(strategy="query", ratio=1.0)
 
 
 def prompts(count: int) -> list[list[int]]:

@@ -213,7 +213,7 @@ def test_a_change_that_all_tokens_have_in_common_is_found_whole(monkeypatch, rop
 
     canvas = DenseCanvas(layers, prompt, pieces, reader())
     given = BlendInput(length=len(prompt), stop=len(prompt), question=segments.question.start, placements=pieces)
-    policy = RecomputePolicy(strategy="head", ratios=(0.3,), correction="shift")
+    policy = RecomputePolicy(strategy="head", ratio=0.3, correction="shift")
     result = Blender(canvas, given, policy).run()
 
     assert 0 < result.charged_budget <= 0.3
@@ -223,9 +223,9 @@ def test_a_change_that_all_tokens_have_in_common_is_found_whole(monkeypatch, rop
         assert torch.allclose(values.transpose(0, 1), right_values, atol=5e-3)
 
 
-def test_the_setting_says_whether_there_is_a_shift():
+def test_the_method_says_whether_there_is_a_shift():
     assert RecomputePolicy.of(Settings()).correction == "shift"
-    assert RecomputePolicy.of(Settings(blend_correction="none")).correction == "none"
+    assert RecomputePolicy.of(Settings(blend_method="cacheblend")).correction == "none"
 
 
 @pytest.mark.parametrize("strategy", ["union", "deviation", "all", "none"])
@@ -242,7 +242,7 @@ def test_with_every_token_repaired_or_none_there_is_nothing_to_shift(strategy):
         canvas = DenseCanvas(DecoderLayers(model), prompt, pieces, reader)
         given = BlendInput(length=len(prompt), stop=len(prompt), question=segments.question.start, placements=pieces)
         ratio = {"deviation": 0.2}.get(strategy, 1.0)
-        policy = RecomputePolicy(strategy=strategy, ratios=(ratio,), check_layers=(1,), correction=correction)
+        policy = RecomputePolicy(strategy=strategy, ratio=ratio, correction=correction)
         Blender(canvas, given, policy).run()
         found.append(canvas)
     for plain, shifted in zip(found[0].kv, found[1].kv, strict=True):

@@ -226,7 +226,7 @@ def test_nothing_that_can_be_printed_shows_a_password(guarded, caplog, kind):
         tier.close()
     assert [secret for secret in ("hunter2", "correct-horse", "%68unter2") if secret in said] == []
     with pytest.raises(ConfigError) as caught:
-        settings(url, blend_check_layers=(3, 1), remote_deadline=-1, remote_serde="zip")
+        settings(url, blend_min_tokens=-1, remote_deadline=-1, remote_serde="zip")
     say_no_secret(caplog, caught.value)
 
 

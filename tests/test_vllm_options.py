@@ -3,6 +3,7 @@
 import pytest
 
 from lmc.blend.segments import Span
+from lmc.blend.strategies import RecomputePolicy
 from lmc.config.settings import Settings
 from lmc.connectors.vllm.scheduler.request_options import Options
 from lmc.errors import InputError
@@ -20,15 +21,15 @@ def named(value):
 
 def test_without_wishes_the_settings_decide():
     assert Options.read(None, 10) == Options.read({}, 10) == Options()
-    policy = Options().policy(Settings(blend_strategy="query", blend_recompute_ratios=(0.2,)))
-    assert (policy.strategy, policy.ratios, policy.thresholds) == ("query", (0.2,), None)
+    policy = Options().policy(Settings(blend_method="query", blend_recompute_ratios=0.2))
+    assert (policy.strategy, policy.ratio, policy.correction) == ("query", 0.2, "shift")
 
 
 @pytest.mark.parametrize("strategy", ["union", "query", "head"])
-def test_the_others_are_corrected_as_the_settings_say_and_not_with_deviation(strategy):
+def test_the_others_are_corrected_but_not_with_deviation_and_not_with_cacheblend(strategy):
     assert Options(strategy=strategy).policy(Settings()).correction == "shift"
-    assert Options(strategy=strategy).policy(Settings(blend_correction="none")).correction == "none"
-    assert Options(strategy="deviation").policy(Settings(blend_strategy=strategy)).correction == "none"
+    assert Options(strategy=strategy).policy(Settings(blend_method="cacheblend")).correction == "none"
+    assert Options(strategy="deviation").policy(Settings(blend_method=strategy)).correction == "none"
 
 
 def test_every_wish_is_read():
@@ -118,21 +119,13 @@ def test_a_document_to_learn_has_no_documents():
         Options.read({"learn": True, "documents": [[0, 3]]}, 10)
 
 
-def test_deviation_takes_the_settings_schedule_and_the_others_its_first_ratio():
-    settings = Settings(
-        blend_strategy="deviation",
-        blend_check_layers=(1, 4),
-        blend_recompute_ratios=(0.3, 0.1),
-        blend_thresholds=(0.5, 0.2),
-    )
-    policy = Options().policy(settings)
-    assert (policy.ratios, policy.check_layers, policy.thresholds) == ((0.3, 0.1), (1, 4), (0.5, 0.2))
-    policy = Options(ratio=0.5).policy(settings)
-    assert (policy.ratios, policy.check_layers) == ((0.5, 0.5), (1, 4))
-    policy = Options(strategy="union").policy(settings)
-    assert (policy.strategy, policy.ratios, policy.check_layers, policy.thresholds) == ("union", (0.3,), (1,), None)
+def test_cacheblend_is_deviation_without_a_correction_and_a_request_may_change_strategy_and_ratio():
+    settings = Settings(blend_method="cacheblend", blend_recompute_ratios=0.3)
+    assert Options().policy(settings) == RecomputePolicy(strategy="deviation", ratio=0.3)
+    assert Options(ratio=0.5).policy(settings) == RecomputePolicy(strategy="deviation", ratio=0.5)
+    assert Options(strategy="union").policy(settings) == RecomputePolicy(strategy="union", ratio=0.3)
 
 
-def test_deviation_can_be_wished_for_where_the_settings_say_something_else():
+def test_deviation_can_be_requested_where_the_settings_have_another_method():
     policy = Options(strategy="deviation", ratio=0.0).policy(Settings())
-    assert (policy.strategy, policy.ratios, policy.check_layers) == ("deviation", (0.0,), (1,))
+    assert policy == RecomputePolicy(strategy="deviation", ratio=0.0)

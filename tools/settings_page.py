@@ -26,7 +26,6 @@ PURPOSES: dict[str, dict[str, str]] = {
     },
     "Saving and loading": {
         "chunk_size": "Tokens of a chunk; a multiple of vLLM's block size.",
-        "save_unfull_chunk": "Whether the tokens after the last full chunk are stored.",
         "save_decode_cache": "Whether the KV of generated tokens is stored.",
         "load_policy": "`auto` computes what is clearly faster to compute (1.5 times) and skips slow blends; "
         "`always` loads and blends whatever is stored.",
@@ -35,21 +34,16 @@ PURPOSES: dict[str, dict[str, str]] = {
     "Blending": {
         "enable_blending": "Whether documents are reused at any position. Otherwise only exact prefixes are reused.",
         "blend_special_str": "Separator between the documents of a prompt.",
+        "blend_method": "How recomputed tokens are chosen: by the question and its answer (`union`), by the question "
+        "(`query`), as the first tokens of documents (`head`), or as published (`cacheblend`, see [fusion](fusion.md)).",
         "blend_recompute_ratios": "Share of reused tokens that is recomputed.",
         "blend_min_tokens": "A prompt with fewer stored document tokens is computed in full.",
         "blend_learn": "Whether documents of prompts are learned.",
-        "blend_preset": "`cacheblend` sets the published method: `deviation`, no correction, documents learned alone.",
-        "blend_strategy": "How recomputed tokens are chosen. `random`, `all` and `none` are for comparison.",
-        "blend_correction": "How the other tokens are corrected. `deviation` has no correction.",
-        "blend_learn_prefix": "The tokens that precede a document when it is learned.",
-        "blend_check_layers": "Layers at which `deviation` compares fresh with stored keys.",
-        "blend_thresholds": "Minimum deviation of a recomputed token at each check layer.",
     },
     "Operation": {
         "admin": "Address of the [administration endpoint](operations.md#administration).",
         "admin_token": "Bearer token of the administration endpoint. Required if other hosts can reach it.",
         "document_events": "ZeroMQ addresses that publish document events for routers.",
-        "log_requests": "Whether each request has a line in the log.",
     },
 }
 
@@ -89,7 +83,7 @@ These belong to a process and are not in the YAML file. `lmc config` shows them 
 | variable | effect |
 |---|---|
 | `LMC_CONFIG_FILE` | Path of the YAML file. |
-| `LMC_LOG_LEVEL` | Level of lmc's log: `DEBUG`, `INFO`, `WARNING` or `ERROR`. |
+| `LMC_LOG_LEVEL` | Level of lmc's log: `DEBUG` (with a line for each request), `INFO`, `WARNING` or `ERROR`. |
 | `LMC_KERNELS` | Kernels of the blender: `auto`, `triton` or `torch`. |
 """
 
@@ -110,8 +104,7 @@ def page() -> str:
 def row(name: str, purpose: str) -> str:
     """Return the table row of a setting."""
     field = Settings.model_fields[name]
-    values = field.default if isinstance(field.default, tuple) else (field.default,)
-    default = ", ".join("none" if item is None else json.dumps(item) for item in values)
+    default = "none" if field.default is None else json.dumps(field.default)
     value = str(field.description).replace("|", "\\|")
     return f"| `{name}` | `{default}` | {purpose} | {value} |\n"
 

@@ -93,9 +93,9 @@ class Lab:
     def __init__(self, cached: CachedModel, tokenizer: Any, settings: Settings) -> None:
         self.tokenizer = tokenizer
         self._stack = ExitStack()
-        self._models = {settings.blend_learn_prefix: self._stack.enter_context(cached)}
-        for behind in {"none", "sink", "primer"} - self._models.keys():
-            prefix = learn_prefix(tokenizer, settings.model_copy(update={"blend_learn_prefix": behind}))
+        self._models = {"primer": self._stack.enter_context(cached)}
+        for behind in ("none", "sink"):
+            prefix = learn_prefix(tokenizer, settings, behind)
             model = CachedModel(cached.model, settings, cached.markers, learn_prefix=prefix)
             self._models[behind] = self._stack.enter_context(model)
         self._settings, self._rounded = settings, None

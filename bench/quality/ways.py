@@ -30,7 +30,7 @@ class Way:
     @property
     def ratio(self) -> float:
         """The share of the reused tokens that is computed anyway, as it was asked for."""
-        return self.policy.ratios[0]
+        return self.policy.ratio
 
 
 def family(name: str) -> str:
@@ -41,14 +41,14 @@ def family(name: str) -> str:
 def way(strategy: str, behind: str, correction: str, ratio: float) -> Way:
     """Return a way by its parts."""
     added = "".join(f"+{name}" for name in (behind, correction) if name != "none")
-    policy = RecomputePolicy(strategy=strategy, ratios=(ratio,), correction=correction)
+    policy = RecomputePolicy(strategy=strategy, ratio=ratio, correction=correction)
     return Way(f"{strategy}{added} {ratio:g}", behind, policy)
 
 
 def default(settings: Settings, ratio: float | None = None) -> Way:
     """Return the way of the settings, by default at their own ratio."""
-    ratio = settings.blend_recompute_ratios[0] if ratio is None else ratio
-    return way(settings.blend_strategy, settings.blend_learn_prefix, settings.blend_correction, ratio)
+    policy = RecomputePolicy.of(settings, ratio=ratio)
+    return way(policy.strategy, "primer", policy.correction, policy.ratio)
 
 
 def ways(settings: Settings, ratios: Sequence[float], matrix: bool) -> list[Way]:

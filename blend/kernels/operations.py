@@ -20,7 +20,7 @@ class Kernels(NamedTuple):
     spread: Callable[..., None]
     place: Callable[..., None]
     gather: Callable[..., torch.Tensor]
-    deviation: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    deviation: Callable[..., torch.Tensor]
     weights_of: Callable[..., torch.Tensor]
     changes_of: Callable[..., torch.Tensor]
     correct: Callable[..., None]

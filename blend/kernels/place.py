@@ -58,13 +58,10 @@ def gather(source: Paged, slots: torch.Tensor) -> torch.Tensor:
     return torch.stack((source.keys[block, :, offset], source.values[block, :, offset]))
 
 
-def deviation(
-    canvas: Canvas[R], layer: int, slots: torch.Tensor, stored: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return how far the keys at `slots [T]` are from the keys `stored [T, H, D]`, in float32 over all KV heads.
+def deviation(canvas: Canvas[R], layer: int, slots: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
+    """Return the squared L2 distances `[T]` of the keys at `slots [T]` from the keys `stored [T, H, D]`.
 
-    The results are the squared L2 distances `[T]`, and the squared L2 norms `[T]` of the stored keys.
+    They are summed over all KV heads in float32.
     """
-    before = stored.float()
-    change = canvas.read(layer, slots)[0].float() - before
-    return (change * change).sum((1, 2)), (before * before).sum((1, 2))
+    change = canvas.read(layer, slots)[0].float() - stored.float()
+    return (change * change).sum((1, 2))

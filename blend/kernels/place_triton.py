@@ -22,7 +22,7 @@ TOKENS = 16  # tokens that a program moves
 # divisible by 16, and for tensors that are not aligned to 16 bytes.
 CHANGING = {
     "do_not_specialize": ["tokens", "count", "shares", "size"],
-    "do_not_specialize_on_alignment": ["positions", "slots", "present", "paid", "log_sums", "magnitude"],
+    "do_not_specialize_on_alignment": ["positions", "slots", "present", "paid", "log_sums"],
 }
 FUSED = {"enable_fp_fusion": True}  # fused multiply-add with one rounding; Triton 3.9 warns if it is not set
 
@@ -111,26 +111,23 @@ def _gather(
 
 @triton.jit(**CHANGING)
 def _deviation(
-    stored, slots, keys, changed, magnitude, tokens, size, stored_token, stored_head, key_block, key_head, key_token,
+    stored, slots, keys, changed, tokens, size, stored_token, stored_head, key_block, key_head, key_token,
     HEADS: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
-    """Sum the squares of changes and of stored keys over the heads and dimensions, for BT tokens."""
+    """Sum the squares of changes over the heads and dimensions, for BT tokens."""
     t, d = tl.program_id(0) * BT + tl.arange(0, BT), tl.arange(0, WIDE)
     there = t < tokens
     mask = there[:, None] & (d < D)[None, :]
-    far, long = tl.zeros([BT], tl.float32), tl.zeros([BT], tl.float32)
+    far = tl.zeros([BT], tl.float32)
     for h in range(HEADS):
         before = tl.load(
             stored + t.to(tl.int64)[:, None] * stored_token + h * stored_head + d[None, :], mask=mask, other=0.0
         )
         row = _rows(keys, slots, t, there, h, size, key_block, key_head, key_token)
         now = tl.load(row[:, None] + d[None, :], mask=mask, other=0.0)
-        before = before.to(tl.float32)
-        change = now.to(tl.float32) - before
+        change = now.to(tl.float32) - before.to(tl.float32)
         far += tl.sum(change * change, 1)
-        long += tl.sum(before * before, 1)
     tl.store(changed + t, far, mask=there)
-    tl.store(magnitude + t, long, mask=there)
 
 
 def place(
@@ -213,16 +210,14 @@ def gather(source: Paged, slots: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def deviation(
-    canvas: Canvas[R], layer: int, slots: torch.Tensor, stored: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def deviation(canvas: Canvas[R], layer: int, slots: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
     """See `lmc.blend.kernels.place.deviation`."""
     keys, count = canvas.paged(layer).keys, len(slots)
     heads, size, dim = keys.shape[1:]
-    changed, magnitude = torch.empty(2, count, dtype=torch.float32, device=keys.device)
+    changed = torch.empty(count, dtype=torch.float32, device=keys.device)
     if count:
         _deviation[(triton.cdiv(count, TOKENS),)](
-            stored, slots, keys, changed, magnitude, count, size, *stored.stride()[:2], *keys.stride()[:3],
+            stored, slots, keys, changed, count, size, *stored.stride()[:2], *keys.stride()[:3],
             HEADS=heads, D=dim, WIDE=padded(dim), BT=TOKENS, num_warps=4, **FUSED,
         )  # fmt: skip
-    return changed, magnitude
+    return changed

@@ -83,7 +83,6 @@ class CachedModel(AbstractContextManager["CachedModel"]):
         self._kernels = kernels_of(self.layers.device)
         self.markers = checked_markers(separators, self.layers.vocabulary)
         self.policy = RecomputePolicy.of(settings)
-        self.policy.check_depth(self.layers.shape.layers)
         self._salt, name = cache_salt, identity(model, checkpoint)
         self._refused = self._why_not()
         self.blends = not self._refused
@@ -241,7 +240,7 @@ class CachedModel(AbstractContextManager["CachedModel"]):
         self, prompt: list[int], how: How, policy: RecomputePolicy, started: float, lost: set[ChunkKey]
     ) -> Prefilled:
         segments = split(prompt, self.markers)
-        plan = self._plan(prompt, segments, how, policy.ratios[-1], lost)
+        plan = self._plan(prompt, segments, how, policy.ratio, lost)
         if self.blends and plan.pieces:
             # The blender is faster for exact prefixes, too: after a cached prefix, transformers' attention also reads
             # masked keys.
@@ -326,9 +325,7 @@ class CachedModel(AbstractContextManager["CachedModel"]):
         chain = self.engine.token_chain(tokens, self._salt)
         # More chunks than slots would evict the first chunks again.
         bounds = chunk_bounds(len(tokens), self.engine.chunk_size)[: self.engine.store.slots]
-        least = 1 if self.settings.save_unfull_chunk else self.engine.chunk_size
-        sizes = [stop - start for start, stop in bounds if stop - start >= least]
-        chunks = [NewChunk(number, size) for number, size in enumerate(sizes)]
+        chunks = [NewChunk(number, stop - start) for number, (start, stop) in enumerate(bounds)]
         return self._fill(self.engine.begin_exact(chain, chunks, self._salt), kv)
 
     def _fill(self, slots: Iterable[Reservation | None], kv: Sequence[KV]) -> int:

@@ -303,7 +303,7 @@ class LMCConnector(vllm_api.KVConnectorBase_V1, vllm_api.SupportsHMA):
         """Return a log line that describes the configuration of lmc."""
         settings = self.settings
         off = "no blending" if settings.enable_blending else "no blending (enable_blending is false)"
-        how = f"blending by {settings.blend_strategy} {settings.blend_recompute_ratios[0]:g}" if blends else off
+        how = f"blending by {settings.blend_method} {settings.blend_recompute_ratios:g}" if blends else off
         where = f"({settings.max_local_cpu_size:g} GB), {described(settings)}"
         if settings.server:
             where = f"of the cache server at {settings.server}"

@@ -5,6 +5,7 @@ The plugin does not run if `kv_connector_module_path` names the connector. Then 
 when vLLM passes the KV caches.
 """
 
+import copy
 import functools
 import logging
 import sys
@@ -46,11 +47,13 @@ def register() -> None:
 
 
 def join_log() -> None:
-    """Send lmc's log lines to vLLM's handlers, at vLLM's level, unless the application has configured lmc's logging."""
+    """Send lmc's log lines where vLLM's go, at vLLM's level, unless the application has configured lmc's logging."""
     ours, theirs = logging.getLogger("lmc"), logging.getLogger("vllm")
     if not ours.hasHandlers():
         for handler in theirs.handlers:
-            ours.addHandler(handler)
+            own = copy.copy(handler)
+            own.setLevel(logging.NOTSET)  # The handlers of vLLM have its level, and LMC_LOG_LEVEL may be lower.
+            ours.addHandler(own)
         ours.setLevel(log_level(theirs.level))
 
 

@@ -46,6 +46,8 @@ IGNORED: Mapping[str, str] = {
     ".*hidden_state.*": "only keys and values are stored",
     "use_experimental|log_level|track_usage": "it is about LMCache itself",
     "blend_add_special_in_precomp|enable_sparse": "a document is learned as it stands in prompts",
+    "blend_check_layers|blend_thresholds": "blend_method: cacheblend compares keys at layer 1, without a threshold",
+    "save_unfull_chunk": "the tokens after the last full chunk are always stored",
 }
 
 

@@ -6,15 +6,13 @@ then `LMC_*`), and overrides (an engine's extra options). Invalid settings raise
 This module opens only the YAML file, and is independent of model and device.
 """
 
-import json
 import logging
 import os
 import re
 from collections import ChainMap
 from collections.abc import Iterator, Mapping
-from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Literal, Self, get_args
+from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError
 
@@ -35,14 +33,6 @@ from lmc.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
-CACHEBLEND: Mapping[str, object] = {  # `blend_preset: cacheblend` selects the published method
-    "blend_strategy": "deviation",
-    "blend_check_layers": (1,),
-    "blend_recompute_ratios": (0.15,),
-    "blend_correction": "none",
-    "blend_learn_prefix": "none",
-}
-
 
 def _number(value: object) -> object:
     if isinstance(value, bool):  # pydantic would read `chunk_size: yes` as 1
@@ -60,12 +50,11 @@ def _token(value: object) -> object:
     return (value.strip() or None) if isinstance(value, str) else value
 
 
-def _items(value: object) -> object:
-    """Return `1`, `"1,2"`, `"[1, 2]"` and `[1, 2]` as lists."""
+def _only(value: object) -> object:
+    """Return the number in LMCache's list of one, which may be text: 0.15 for `[0.15]` and `"[0.15]"`."""
     if isinstance(value, str):
-        text = value.strip()
-        return json.loads(text) if text.startswith("[") else [item.strip() for item in text.split(",")]
-    return [value] if isinstance(value, int | float) else value
+        return value.strip().removeprefix("[").removesuffix("]")
+    return value[0] if isinstance(value, list | tuple) and len(value) == 1 else value
 
 
 def _directory(value: object) -> object:
@@ -94,26 +83,10 @@ def _redis(url: str) -> str:
     return url
 
 
-def _rising(layers: tuple[int, ...]) -> tuple[int, ...]:
-    if any(b <= a for a, b in pairwise(layers)):
-        raise ValueError("not strictly increasing")
-    return layers
-
-
-def _falling(ratios: tuple[float, ...]) -> tuple[float, ...]:
-    if any(b > a for a, b in pairwise(ratios)):
-        raise ValueError("increasing")
-    return ratios
-
-
 Whole = Annotated[int, BeforeValidator(_number)]
 Real = Annotated[float, BeforeValidator(_number), Field(allow_inf_nan=False)]
-Layers = Annotated[tuple[Annotated[Whole, Field(ge=1)], ...], Field(min_length=1), AfterValidator(_rising)]
-Ratios = Annotated[tuple[Annotated[Real, Field(ge=0, le=1)], ...], Field(min_length=1), AfterValidator(_falling)]
-Thresholds = tuple[Annotated[Real, Field(ge=0)], ...]
 OTHER_CODECS = {"None": "none", "naive": "none", "lz4": "planes"}  # naive is LMCache's name for the codec none
 Codec = Annotated[Literal["none", "planes"], BeforeValidator(lambda name: OTHER_CODECS.get(str(name), name))]
-Strategy = Literal["query", "deviation", "head", "union", "random", "all", "none"]
 
 
 class Settings(BaseModel):
@@ -123,7 +96,6 @@ class Settings(BaseModel):
 
     # What is stored
     chunk_size: Whole = Field(256, ge=1, description="a whole number of tokens, at least 1")
-    save_unfull_chunk: bool = Field(True, description="true or false")
     save_decode_cache: bool = Field(True, description="true or false")
 
     # Where chunks are stored, and how much memory or disk they may use (1 GB = 2**30 bytes)
@@ -153,34 +125,21 @@ class Settings(BaseModel):
     document_share: Real = Field(
         0.5, ge=0, le=1, description="the share of memory and of the disk, from 0 to 1, that belongs to documents"
     )
-    load_policy: Literal["auto", "always", "never"] = Field(
-        "auto", description="auto (not what is clearly faster computed), always, or never from tiers below memory"
+    load_policy: Literal["auto", "always"] = Field(
+        "auto", description="auto or always; to load nothing, leave local_disk and remote_url out"
     )
     load_deadline: Real = Field(2.0, gt=0, description="a number of seconds above 0")
 
     # Blending
     enable_blending: bool = Field(False, description="true or false")
-    blend_preset: Annotated[Literal["cacheblend"] | None, BeforeValidator(_optional)] = Field(
-        None, description="cacheblend, or left out"
-    )
     blend_special_str: str = Field(
         " # # ", pattern=r"\S", description="a separator with something other than spaces in it, such as ' # # '"
     )
-    blend_strategy: Strategy = Field("union", description=f"one of {', '.join(get_args(Strategy))}")
-    blend_check_layers: Annotated[Layers, BeforeValidator(_items)] = Field(
-        (1,), description="increasing layer numbers from 1 on (re-rotated keys never deviate at layer 0)"
+    blend_method: Literal["union", "query", "head", "cacheblend"] = Field(
+        "union", description="union, query, head or cacheblend"
     )
-    blend_recompute_ratios: Annotated[Ratios, BeforeValidator(_items)] = Field(
-        (0.15,), description="a share from 0 to 1 for each check layer, none larger than the one before"
-    )
-    blend_thresholds: Annotated[Thresholds | None, BeforeValidator(_items), BeforeValidator(_optional)] = Field(
-        None, description="a number from 0 on for each check layer, or left out"
-    )
-    blend_correction: Literal["shift", "none"] = Field(
-        "shift", description="shift (other tokens change as recomputed ones of their document that are alike) or none"
-    )
-    blend_learn_prefix: Literal["primer", "sink", "none"] = Field(
-        "primer", description="primer (documents are learned behind a neutral one), sink (the first token) or none"
+    blend_recompute_ratios: Annotated[Real, BeforeValidator(_only)] = Field(
+        0.15, ge=0, le=1, description="one share from 0 to 1, as a number or a list of one"
     )
     blend_min_tokens: Whole = Field(256, ge=0, description="a whole number of tokens from 0 on")
     blend_learn: bool = Field(True, description="true or false")
@@ -195,9 +154,6 @@ class Settings(BaseModel):
     document_events: Annotated[str | None, BeforeValidator(_optional)] = Field(
         None, description="the address where events of documents are published, such as tcp://*:5558"
     )
-    log_requests: Annotated[bool, BeforeValidator(lambda value: value or False)] = Field(
-        False, description="true or false"
-    )
 
     _origins: dict[str, str] = PrivateAttr(default_factory=dict)
 
@@ -210,8 +166,6 @@ class Settings(BaseModel):
         every = [read_overrides(arguments, fields, "argument"), *sources]
         given = ChainMap(*(source.own for source in every))
         foreign = dict(ChainMap(*(source.foreign for source in every)))
-        if "blend_preset" in given and given["blend_preset"].value == "cacheblend":
-            given.maps.append({name: Given(value, "preset cacheblend") for name, value in CACHEBLEND.items()})
         problems = [problem for source in every for problem in source.problems] + list(_missing_features(foreign))
         try:
             super().__init__(**{name: given[name].value for name in fields if name in given})
@@ -266,24 +220,10 @@ def _described(name: str, value: object, origin: str) -> str:
 
 def _conflicts(settings: Settings) -> Iterator[tuple[str, str, str]]:
     """Yield pairs of settings that contradict each other, with the reason."""
-    if settings.enable_blending and not settings.save_unfull_chunk:
-        yield "save_unfull_chunk", "enable_blending", "blending needs it; leave it out or set it to true"
-    for name, value in CACHEBLEND.items():
-        if settings.blend_preset and getattr(settings, name) != value:
-            yield name, "blend_preset", f"the preset means {name} = {shown(name, value)}; leave one of the two out"
     if settings.server and settings.max_local_device_size:
         yield "max_local_device_size", "server", "a cache server keeps chunks in host memory; leave one of the two out"
     if settings.local_disk and not settings.max_local_disk_size:
         yield "max_local_disk_size", "local_disk", "a disk tier needs more than 0 GB"
-    ratios, thresholds = settings.blend_recompute_ratios, settings.blend_thresholds
-    for name, values in (("blend_recompute_ratios", ratios), ("blend_thresholds", thresholds)):
-        if values is not None and len(values) != len(settings.blend_check_layers):
-            yield name, "blend_check_layers", "give one number for each check layer"
-    if settings.blend_strategy != "deviation":
-        if len(ratios) > 1:
-            yield "blend_recompute_ratios", "blend_strategy", "only the strategy deviation takes several ratios"
-        if thresholds is not None:
-            yield "blend_thresholds", "blend_strategy", "only the strategy deviation takes thresholds"
 
 
 def _wrong_value(name: str, value: object, origin: str) -> str:

@@ -34,9 +34,16 @@ REMOVED: Mapping[str, str] = {
     "store_policy": "has no effect any more: a new chunk is written to every tier at once",
     "local_disk_serde": "has no effect any more: records on the disk are written as they are in memory",
     "blend_calibration": "has no effect any more: `lmc calibrate` prints settings, and turns nothing off",
+    "blend_correction": "has no effect any more: it is a part of blend_method",
+    "blend_learn_prefix": "has no effect any more: it is a part of blend_method",
+    "log_requests": "has no effect any more: LMC_LOG_LEVEL=DEBUG logs a line for each request",
+    "blend_preset": "is read as blend_method",
+    "blend_strategy": "is read as blend_method; for deviation, this is cacheblend, which learns documents alone",
     # Both codecs are lossless. The codec planes makes records smaller, and lz4 alone does not.
     "remote_serde: lz4": "is read as planes; records in the codec lz4 are not used any more",
 }
+# Settings that earlier versions of lmc had, by name, and the settings that now have their values.
+RENAMED: Mapping[str, str] = {"blend_preset": "blend_method", "blend_strategy": "blend_method"}
 # Environment variables that Kubernetes sets in every pod for a Service whose name begins with lmc, and their values.
 _ADDRESS, _NUMBER = r"[0-9a-fA-F.:]+", r"\d+"
 OF_SERVICES = {
@@ -69,9 +76,8 @@ class Source:
         """Add the values that a source contains; `spellings` maps the source's spellings to lmc's setting names."""
         nested = []
         for key, value in written.items():
-            name = spellings.get(key) or self._alias(key, spellings)
-            entry = Given(value, origin(key))
-            bare = _bare(key)
+            entry, bare = Given(value, origin(key)), _bare(key)
+            name = spellings.get(key) or self._alias(bare, spellings.values())
             if name == "remote_serde" and value in LOSSY:
                 name, bare = None, f"remote_serde: {value}"
             if bare == "local_device" and str(value).startswith("file://") and "local_disk" in spellings.values():
@@ -89,13 +95,20 @@ class Source:
                 twice = f"{name} = {shown(name, before.value)} ({before.origin}) is set again"
                 self.problems.append(f"{twice}, to {shown(name, value)} ({entry.origin}): leave one of the two out")
             else:
-                self.own[name] = entry
+                self.own[name] = self._translated(bare, entry)
         for entry in nested:  # Settings of the top level win over nested settings.
             self._read_nested(entry, set(spellings.values()))
 
-    def _alias(self, key: str, spellings: Mapping[str, str]) -> str | None:
-        name = ALIASES.get(_bare(key))
-        return name if name in spellings.values() else None
+    def _alias(self, bare: str, names: Collection[str]) -> str | None:
+        name = ALIASES.get(bare) or RENAMED.get(bare)
+        return name if name in names else None
+
+    def _translated(self, bare: str, entry: Given) -> Given:
+        """Return the value of a setting under its present name, and remember that it was given under an earlier one."""
+        if bare not in RENAMED:
+            return entry
+        self.removed[bare] = entry
+        return entry._replace(value="cacheblend") if entry.value == "deviation" else entry
 
     def _read_nested(self, given: Given, names: Collection[str]) -> None:
         """Add LMCache's nested mapping of settings. Settings that lmc does not know are ignored with a warning."""
@@ -113,9 +126,13 @@ class Source:
             self.own["remote_url"] = Given(with_login(str(url), more), where)
             for name in login_names(url).values():
                 more.pop(name, None)
-        for name, value in more.items():
-            kept = self.own if name in names else self.removed if name in REMOVED else self.foreign
-            kept.setdefault(name, Given(value, origin))
+        for bare, value in more.items():
+            entry = Given(value, origin)
+            own = bare if bare in names else self._alias(bare, names)
+            if own:
+                self.own.setdefault(own, self._translated(bare, entry))
+            else:
+                (self.removed if bare in REMOVED else self.foreign).setdefault(bare, entry)
 
 
 def shown(name: str, value: object) -> str:

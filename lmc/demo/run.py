@@ -119,7 +119,7 @@ def beside(settings: Settings, **changes: object) -> Settings:
     values = {
         name: value
         for name, value in settings.model_dump().items()
-        if name not in ("local_disk", "remote_url", "server", "blend_preset")
+        if name not in ("local_disk", "remote_url", "server")
     }
     return Settings(**{**values, "max_local_cpu_size": 1.5, **changes})
 
@@ -198,8 +198,8 @@ def run(
         "learn_seconds": seconds,
         "seconds": time.perf_counter() - started,
         "questions": len(examples),
-        "strategy": settings.blend_strategy,
-        "ratio": settings.blend_recompute_ratios[0],
+        "strategy": settings.blend_method,
+        "ratio": settings.blend_recompute_ratios,
         "disk": str(settings.local_disk),
         "threads": THREADS,
         "machine": machine(),

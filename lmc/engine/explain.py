@@ -101,7 +101,7 @@ def _why_gone(engine: CacheEngine, same: Sequence[KnownDocument], namespace: byt
     tenants = {engine.namespace(RecordKind.DOCUMENT, one) for one in engine.names.salts}
     if any(known.namespace in tenants for known in same):
         return "it was learned under another cache_salt, or without one, and tenants share nothing"
-    return "it was learned by another model, or with other settings (dtype, chunk_size, blend_learn_prefix)"
+    return "it was learned by another model, or with other settings (dtype, chunk_size, blend_method)"
 
 
 def _first_difference(tokens: Sequence[int], known: KnownDocument) -> int:

@@ -125,17 +125,12 @@ def choose_plan(match: Match, size_of: Callable[[Piece], int], cost: CostModel, 
     returns the number of bytes that a piece's chunk has on a tier.
     """
     plan = make_plan(match)
-    offer = _offer(plan, size_of)
-    choice = cost.choose(offer, policy)
+    choice = cost.choose(_offer(plan, size_of), policy)
     if not choice.load:
-        near = replace(match, memory_only=True)
-        if offer.records:
-            rest = make_plan(near)
-            note = "; ".join(filter(None, (rest.note, choice.why)))
-            # Without the exact chunks on tiers, a blend may pay for documents for which it did not pay before.
-            plan = replace(rest, skipped=max(0, plan.tokens - rest.tokens), note=note)
-        else:
-            plan = replace(plan, match=near)
+        rest = make_plan(replace(match, memory_only=True))
+        note = "; ".join(filter(None, (rest.note, choice.why)))
+        # Without the exact chunks on tiers, a blend may pay for documents for which it did not pay before.
+        plan = replace(rest, skipped=max(0, plan.tokens - rest.tokens), note=note)
     return without_slow_blend(plan, size_of, cost, policy)
 
 

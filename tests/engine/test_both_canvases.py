@@ -85,11 +85,9 @@ CASES = {
     "exact document": case_with_exact_document(),
 }
 POLICIES = {
-    **{f"{name} {ratio}": RecomputePolicy(strategy=name, ratios=(ratio,)) for name in STRATEGIES for ratio in RATIOS},
-    "deviation, two checks": RecomputePolicy(strategy="deviation", ratios=(0.5, 0.15), check_layers=(1, 2)),
-    "deviation, threshold": RecomputePolicy(strategy="deviation", ratios=(0.5,), thresholds=(0.3,)),
+    **{f"{name} {ratio}": RecomputePolicy(strategy=name, ratio=ratio) for name in STRATEGIES for ratio in RATIOS},
     **{
-        f"{name} {ratio}, shift": RecomputePolicy(strategy=name, ratios=(ratio,), correction="shift")
+        f"{name} {ratio}, shift": RecomputePolicy(strategy=name, ratio=ratio, correction="shift")
         for name in ("union", "head")
         for ratio in RATIOS
     },

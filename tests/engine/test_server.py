@@ -293,7 +293,7 @@ def test_the_page_s_options_are_all_there_are():
     (row,) = re.findall(r"^\| `strategy: .*", table, re.M)
     strategies = re.findall(r"`(\w+)`( \(default\))?", row)
     assert {name for name, _ in strategies} == set(STRATEGIES)
-    assert [name for name, default in strategies if default] == [Settings().blend_strategy]
+    assert [name for name, default in strategies if default] == [Settings().blend_method]
 
 
 def test_the_page_s_families_are_those_that_were_proven():

@@ -66,7 +66,7 @@ def transformers_scores(examples):
     with cached:
         learn_all(cached, list(prompts.tokens.values()))
         for way, ((how, strategy, ratio), _) in WAYS.items():
-            policy = RecomputePolicy(strategy=strategy, ratios=(ratio,)) if strategy else None
+            policy = RecomputePolicy(strategy=strategy, ratio=ratio) if strategy else None
             done = ((e, cached.prefill(e.prompt, how, policy=policy)) for e in asked)
             scores[way] = by_kind([(e, answers(cached, d, e.prompt, e.answer, tokenizer)) for e, d in done])
     return scores

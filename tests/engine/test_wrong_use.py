@@ -211,9 +211,9 @@ def test_a_model_that_cannot_be_blended_is_offloaded_exactly(models, caplog):
     [
         ({"chunk_size": 100}, "set chunk_size (LMC_CHUNK_SIZE) to 96, or --block-size to a divisor of it"),
         ({"chunk_sice": 128}, "unknown setting chunk_sice (override chunk_sice): did you mean chunk_size?"),
-        ({"blend_strategy": "fancy"}, "must be one of query, deviation, head, union, random, all, none"),
+        ({"blend_method": "fancy"}, "must be union, query, head or cacheblend"),
     ],
-    ids=["block size", "misspelt", "strategy"],
+    ids=["block size", "misspelt", "method"],
 )
 def test_a_setting_that_cannot_work_ends_the_start(models, settings, said):
     assert said in refusal(models("llama"), settings)

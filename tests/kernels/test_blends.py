@@ -29,9 +29,9 @@ def blended(monkeypatch, kernels: str, family: str, **more):
     [
         ("llama", {}),
         pytest.param("qwen2", {}, marks=pytest.mark.long),
-        pytest.param("qwen2", {"blend_strategy": "query"}, marks=pytest.mark.long),
-        ("llama", {"blend_strategy": "deviation", "blend_check_layers": [1]}),
-        ("qwen2", {"blend_recompute_ratios": [0.4], "blend_learn_prefix": "sink"}),
+        pytest.param("qwen2", {"blend_method": "query"}, marks=pytest.mark.long),
+        ("llama", {"blend_method": "cacheblend"}),
+        ("qwen2", {"blend_method": "head", "blend_recompute_ratios": 0.4}),
     ],
     ids=str,
 )

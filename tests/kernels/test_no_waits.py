@@ -42,7 +42,7 @@ def blended(monkeypatch, strategy: str, planted=lambda keys: None) -> tuple[set[
     placements = [Placement(at=at, tokens=SIZE, first=0) for at in AT]
     canvas = MetaCanvas(placements, planted)
     given = BlendInput(length=LENGTH, stop=LENGTH, question=LENGTH - 6, placements=placements)
-    policy = RecomputePolicy(strategy=strategy, ratios=(0.3,), correction="shift")
+    policy = RecomputePolicy(strategy=strategy, ratio=0.3, correction="shift")
     with torch.inference_mode():
         return {done.layer for done in MetaBlender(canvas, given, policy).slices()}, canvas.logits
 

@@ -93,7 +93,7 @@ class Administration:
             "special": sorted(markers.special) if markers else (),
             "answers": markers.answers if markers else (),
             "messages": markers.messages if markers else (),
-            "ratio": settings.blend_recompute_ratios[-1],
+            "ratio": settings.blend_recompute_ratios,
             "blend_min_tokens": settings.blend_min_tokens,
             "capacity": self._engine.capacity(),
             "chunk_size": self._engine.chunk_size,
@@ -147,7 +147,7 @@ class Administration:
             "engine_tokens": local,
             "exact_tokens": plan.reach - local if plan else 0,
             "reused_tokens": reused,
-            "repaired_tokens": round(reused * (state.policy.ratios[-1] if state.policy else 0)),
+            "repaired_tokens": round(reused * (state.policy.ratio if state.policy else 0)),
             "why": refused or (plan.note if plan else ""),
             "documents": [asdict(one) for one in documents],
         }

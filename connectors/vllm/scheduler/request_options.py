@@ -2,13 +2,13 @@
 
 import reprlib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from lmc.blend.segments import Span
-from lmc.blend.strategies import STRATEGIES, RecomputePolicy
-from lmc.config.settings import Settings, Strategy
+from lmc.blend.strategies import RecomputePolicy, Strategy
+from lmc.config.settings import Settings
 from lmc.errors import InputError
 from lmc.keys import LONGEST_NAME
 
@@ -27,7 +27,7 @@ class Options(BaseModel):
         max_length=LONGEST_NAME,
         description=f"a text of at most {LONGEST_NAME} letters, for lmc documents",
     )
-    strategy: Strategy | None = Field(default=None, description=f"one of {', '.join(STRATEGIES)}")
+    strategy: Strategy | None = Field(default=None, description=f"one of {', '.join(get_args(Strategy))}")
     ratio: float | None = Field(default=None, ge=0, le=1, description="between 0 and 1")
     documents: tuple[Span, ...] | tuple[str, ...] | None = None  # replaces separators; the prompt is searched for texts
 

@@ -80,7 +80,6 @@ class Roles:
         if not asked and not (self._setup.blends and options.blend and self._setup.markers):
             return
         assert state.policy is not None
-        state.policy.check_depth(sum(self._setup.stages))
         if request.prompt_token_ids is not None:  # Without token ids, the request has only prompt embeddings.
             check_tokens(request.prompt_token_ids)
             self._find_documents(state, options)

@@ -59,7 +59,7 @@ class SaveQueue:
 
     def save_tail(self, state: RequestState, blocks: Sequence[int]) -> None:
         """Save the full blocks after a request's last full chunk, as a partly full chunk."""
-        if not self._settings.save_unfull_chunk or state.role is Role.LEARN:
+        if state.role is Role.LEARN:
             return
         # The last sampled token has no KV.
         tokens = self._storable(state, min(state.request.num_computed_tokens, state.request.num_tokens - 1))

@@ -22,7 +22,7 @@ from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from lmc.blend.strategies import NEEDS_QUESTION, RecomputePolicy
+from lmc.blend.strategies import NEEDS_QUESTION
 from lmc.connectors.vllm.messages import BLEND_SHARE, StepPlan, StepReport
 from lmc.connectors.vllm.scheduler.backfill import Backfill
 from lmc.connectors.vllm.scheduler.claims import Claims
@@ -60,10 +60,7 @@ class Scheduler:
     """The requests of one vLLM engine."""
 
     def __init__(self, setup: Setup) -> None:
-        """Prepare for an engine. Raises `ConfigError` if the model lacks the check layers of the settings."""
         self._layers = sum(setup.stages)
-        if setup.blends:
-            RecomputePolicy.of(setup.settings).check_depth(self._layers)
         self._setup, self.engine, self._pool, self._block_size = setup, setup.engine, setup.pool, setup.block_size
         self.counts: Counter[str] = Counter()
         # Observations for histograms, by the keys of `lmc.metrics`.
@@ -94,7 +91,6 @@ class Scheduler:
         self._process = os.urandom(32)
         self._few = max(1, min(setup.settings.blend_min_tokens, FEW_TOKENS))
         self._weighs_blends = setup.settings.load_policy != LoadPolicy.ALWAYS.value and setup.caches_prefixes
-        self._logs_requests = setup.settings.log_requests
 
     # -- requests come and go ----------------------------------------------------------------------------------------
 
@@ -241,8 +237,7 @@ class Scheduler:
         self.recent[state.id] = facts or {}
         if len(self.recent) > RECENT:
             self.recent.popitem(last=False)
-        if self._logs_requests:
-            log.info("request %s of %d tokens: %s", state.id, request.num_prompt_tokens, facts or "nothing reused")
+        log.debug("request %s of %d tokens: %s", state.id, request.num_prompt_tokens, facts or "nothing reused")
         return facts
 
     # -- a step ------------------------------------------------------------------------------------------------------

@@ -11,8 +11,6 @@ from lmc.commands.calibrate.measure import BLIND, RATIOS, Measured, Numbers
 from lmc.commands.calibrate.prompts import ANSWER
 from lmc.config.settings import Settings
 
-# The settings that determine the quality of a blend, in addition to the ratio.
-FUSION = ("blend_strategy", "blend_check_layers", "blend_thresholds", "blend_correction", "blend_learn_prefix")
 LEAST_GAIN = 0.1  # the mean gain must be above this many nats per token
 SURE = 3.0  # the mean gain must be above this many standard errors
 FASTER = 0.9  # TTFT must be at most this share of full prefill's
@@ -79,31 +77,22 @@ def report_of(model: str, found: Measured, verdict: Verdict, target: float, sett
         "kl": round(fmean(way.kl), 4),
         "speed_up": round(found.full_ttft / way.ttft, 2),
         "prompts": len(found.full),
-        "settings": fusion_settings(settings),
+        "settings": {"blend_method": settings.blend_method},
     }
-
-
-def fusion_settings(settings: Settings) -> dict[str, Any]:
-    """Return the settings for which a calibration is valid, as plain data."""
-    return settings.model_dump(mode="json", include=set(FUSION))
 
 
 def yaml_lines(settings: Settings, ratio: float) -> str:
     """Return the recommended settings as lines of a YAML file."""
-    wanted = fusion_settings(settings)
-    if settings.blend_strategy != "deviation":
-        del wanted["blend_check_layers"], wanted["blend_thresholds"]
-    ratios = [ratio] * len(settings.blend_recompute_ratios)
-    values = {"enable_blending": True, "blend_recompute_ratios": ratios, **wanted}
-    return yaml.safe_dump(values, sort_keys=False, default_flow_style=None)
+    values = {"enable_blending": True, "blend_recompute_ratios": ratio, "blend_method": settings.blend_method}
+    return yaml.safe_dump(values, sort_keys=False)
 
 
 def heading(model: str, found: Measured, settings: Settings) -> str:
     """Return two sentences about the measurement."""
-    how = f"{settings.blend_strategy}, correction {settings.blend_correction}"
-    prompts = f"{len(found.full)} prompts of {median(found.tokens):.0f} tokens over documents that were learned before"
+    way, count = settings.blend_method, len(found.full)
+    prompts = f"{count} prompts of {median(found.tokens):.0f} tokens over documents that were learned before"
     gain = f"Documents raise the log-probability of right answers by {fmean(found.gains):.2f} a token"
-    return f"{model}, {how}: {prompts}, and the first {ANSWER} tokens of full prefill's answers. {gain}."
+    return f"{model}, {way}: {prompts}, and the first {ANSWER} tokens of full prefill's answers. {gain}."
 
 
 def table(found: Measured) -> tuple[list[str], list[list[str]]]:
