@@ -35,7 +35,7 @@ PURPOSES: dict[str, dict[str, str]] = {
         "enable_blending": "Whether documents are reused at any position. Otherwise only exact prefixes are reused.",
         "blend_special_str": "Separator between the documents of a prompt.",
         "blend_method": "How recomputed tokens are chosen: by the question and its answer (`union`), by the question "
-        "(`query`), as the first tokens of documents (`head`), or as published (`cacheblend`, see [fusion](fusion.md)).",
+        "(`query`), at the start of documents (`head`), or as published (`cacheblend`, see [fusion](fusion.md)).",
         "blend_recompute_ratios": "Share of reused tokens that is recomputed.",
         "blend_min_tokens": "A prompt with fewer stored document tokens is computed in full.",
         "blend_learn": "Whether documents of prompts are learned.",

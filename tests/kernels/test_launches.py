@@ -58,8 +58,8 @@ def blended(monkeypatch, documents: int, **policy):
 @pytest.mark.parametrize("documents", mostly_long([1, 10], 10))
 @pytest.mark.parametrize(
     "policy",
-    [{"strategy": "union", "ratios": (0.3,), "correction": "shift"}, {"strategy": "query", "ratios": (0.3,)},
-     {"strategy": "head", "ratios": (0.3,), "correction": "shift"}],
+    [{"strategy": "union", "ratio": 0.3, "correction": "shift"}, {"strategy": "query", "ratio": 0.3},
+     {"strategy": "head", "ratio": 0.3, "correction": "shift"}],
     ids=lambda one: one["strategy"],
 )  # fmt: skip
 def test_nothing_waits_and_launches_are_few(monkeypatch, policy, documents):

@@ -75,7 +75,7 @@ def batch_bytes(canvas: MetaCanvas) -> int:
 def test_a_blend_takes_no_more_than_its_ranks_ask_for(monkeypatch, layers, documents, size, ratio):
     monkeypatch.setattr(paged, "SIZE", size)
     over = layers(length_of(documents))
-    policy = {"strategy": "union", "ratios": (ratio,), "correction": "shift"}
+    policy = {"strategy": "union", "ratio": ratio, "correction": "shift"}
     with torch.inference_mode(), Peak() as peak:
         canvas, given, policy = blend_of(MetaCanvas, over, documents, policy, through=False, rows=ROWS)
         for _ in MetaBlender(canvas, given, policy).slices():

@@ -293,7 +293,7 @@ def blended_without_values(monkeypatch, policy, *, through: bool) -> set[int]:
         return {done.layer for done in MetaBlender(canvas, given, policy).slices()}
 
 
-CORRECTED = {"strategy": "union", "ratios": (0.3,), "correction": "shift"}
+CORRECTED = {"strategy": "union", "ratio": 0.3, "correction": "shift"}
 
 
 @pytest.mark.parametrize("strategy", ["union", "query", "head"])
@@ -314,7 +314,7 @@ def test_a_value_that_is_read_behind_a_layer_is_found(monkeypatch, read, through
 @pytest.mark.parametrize("documents", [1, 3, 9, 20])
 @pytest.mark.parametrize(
     "policy",
-    [{"strategy": "union", "ratios": (0.3,), "correction": "shift"}, {"strategy": "query", "ratios": (0.3,)}],
+    [{"strategy": "union", "ratio": 0.3, "correction": "shift"}, {"strategy": "query", "ratio": 0.3}],
     ids=lambda one: one["strategy"],
 )
 @pytest.mark.parametrize("through", [False, True])
