@@ -18,3 +18,8 @@ def some(count: int, share: float = 0.1) -> int:
 def mostly_long(values: Iterable[Any], *kept: Any) -> list[Any]:
     """Return the values of a parameter; all but those that are kept are marked long."""
     return [value if value in kept else pytest.param(value, marks=pytest.mark.long) for value in values]
+
+
+def cases(values: Iterable[tuple[Any, ...]], *kept: tuple[Any, ...]) -> list[Any]:
+    """Return the values of several parameters; all but those that are kept are marked long."""
+    return [value if value in kept else pytest.param(*value, marks=pytest.mark.long) for value in values]

@@ -14,6 +14,7 @@ from lmc.errors import ConfigError
 
 
 def blended(monkeypatch, kernels: str, family: str, **more):
+    """Logits and budget of a prompt's blend."""
     monkeypatch.setenv("LMC_KERNELS", kernels)
     with CachedModel(random_model(family, layers=3), settings(**more), SEPARATOR) as cached:
         assert cached.blends, "the self-test ran with these kernels"
@@ -27,10 +28,9 @@ def blended(monkeypatch, kernels: str, family: str, **more):
 @pytest.mark.parametrize(
     ("family", "more"),
     [
-        ("llama", {}),
         pytest.param("qwen2", {}, marks=pytest.mark.long),
         pytest.param("qwen2", {"blend_method": "query"}, marks=pytest.mark.long),
-        ("llama", {"blend_method": "cacheblend"}),
+        pytest.param("llama", {"blend_method": "cacheblend"}, marks=pytest.mark.long),
         ("qwen2", {"blend_method": "head", "blend_recompute_ratios": 0.4}),
     ],
     ids=str,
@@ -59,7 +59,7 @@ class AtOnce:
 
 def test_the_parts_of_the_next_layer_are_staged_while_one_is_computed(monkeypatch):
     """As on a GPU, but for the order in which streams go on (`tests/test_staging.py`)."""
-    wanted, budget = blended(monkeypatch, "triton", "llama")
+    wanted, budget = blended(monkeypatch, "torch", "llama")
     begin, place, begun = DenseCanvas.__init__, DenseCanvas.place, []
 
     def with_staging(canvas, *given) -> None:
@@ -80,7 +80,7 @@ def test_the_parts_of_the_next_layer_are_staged_while_one_is_computed(monkeypatc
     found, found_budget = blended(monkeypatch, "triton", "llama")
     assert begun[-3:] == [False, True, True], "all layers but the first"
     assert found_budget == budget
-    assert torch.equal(found, wanted)
+    assert torch.allclose(found, wanted, atol=1e-4)
 
 
 def test_kernels_that_do_not_exist_are_refused(monkeypatch):

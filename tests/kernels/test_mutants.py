@@ -17,7 +17,7 @@ SHAPE, PARTLY, FLOAT = (2, 4, 64, 16), (3, 96, 32, 48), torch.float32
 # Which test fails: its module, its name, and its arguments.
 OUTPUTS = test_attention, "test_outputs_are_those_of_torch", (SHAPE, FLOAT, "apart")
 MEANS, MOST = (
-    (test_attention, "test_scores_are_those_of_torch_and_absent_keys_get_none", (SHAPE, FLOAT, over_heads, "apart"))
+    (test_attention, "test_scores_are_those_of_torch_and_absent_keys_get_none", (SHAPE, FLOAT, "apart", over_heads))
     for over_heads in ("mean", "max")
 )
 TOGETHER, SHARING_TOKENS = (

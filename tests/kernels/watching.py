@@ -86,18 +86,13 @@ def _tensors(index) -> list[torch.Tensor]:
 
 
 class Counted:
-    """A kernel, each call of which is one launch."""
+    """A kernel, each call of which is one launch. It computes nothing: its outputs stay as they were allocated."""
 
-    def __init__(self, kernel, watch: Watch) -> None:
-        self._kernel, self._watch = kernel, watch
+    def __init__(self, name: str, watch: Watch) -> None:
+        self._name, self._watch = name, watch
 
     def __getitem__(self, grid):
-        def run(*args, **named):
-            self._watch.launched.append(self._kernel.__name__)
-            with self._watch.set(False):
-                self._kernel[grid](*args, **named)
-
-        return run
+        return lambda *args, **named: self._watch.launched.append(self._name)
 
 
 def watch_kernels(monkeypatch) -> Watch:
@@ -105,7 +100,7 @@ def watch_kernels(monkeypatch) -> Watch:
     monkeypatch.setenv("LMC_KERNELS", "triton")
     watch = Watch()
     for module, name in KERNELS:
-        monkeypatch.setattr(module, name, Counted(getattr(module, name), watch))
+        monkeypatch.setattr(module, name, Counted(name, watch))
 
     def submitted(copies) -> None:
         watch.launched.append("copies")
