@@ -9,12 +9,13 @@ import subprocess
 import sys
 import tomllib
 from collections import Counter
-from collections.abc import Collection
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
 from setuptools import find_packages
+from test_cli import lmc
 
 ROOT = Path(__file__).parent.parent
 # The rooms of the house, from the bottom to the top. A module imports from its own room, and from lower floors.
@@ -55,24 +56,39 @@ def room_of(module: str) -> str:
     return module
 
 
-def imported(tree: ast.Module, modules: Collection[str]) -> set[str]:
-    """Return the modules of the package that a module imports, also inside of functions."""
-    wanted = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            wanted |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            inside = {f"{node.module}.{alias.name}" for alias in node.names}
-            wanted |= {name for name in inside if name in modules} or {node.module}
-    return {name for name in wanted if name in modules}
+@cache
+def parsed() -> dict[str, ast.Module]:
+    """Every module of the package by its name."""
+    found = {}
+    for path in SOURCES:
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        name = ".".join(parts if parts[0] == "lmc" else ("lmc", *parts)).removesuffix(".__init__")
+        found[name] = ast.parse(path.read_text())
+    return found
+
+
+@cache
+def arrows() -> dict[str, set[str]]:
+    """The modules of the package that each module imports, also inside of functions and under TYPE_CHECKING."""
+    modules = parsed()
+    found = {}
+    for module, tree in modules.items():
+        names = found[module] = set()
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                names |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                inside = {f"{node.module}.{alias.name}" for alias in node.names}
+                names |= inside & modules.keys() or {node.module}
+        names.intersection_update(modules)
+    return found
 
 
 def test_arrows_point_down() -> None:
-    modules = parsed()
     wrong = [
         f"{name} imports {other}"
-        for name, tree in modules.items()
-        for other in imported(tree, modules)
+        for name, others in arrows().items()
+        for other in others
         if room_of(other) != room_of(name) and FLOOR[room_of(other)] >= FLOOR[room_of(name)]
     ]
     assert not wrong
@@ -94,8 +110,7 @@ KNOWN = {
 
 @pytest.mark.parametrize(("room", "below"), KNOWN)
 def test_a_room_knows_only_a_part_of_another(room: str, below: str) -> None:
-    modules = parsed()
-    others = {one for name, tree in modules.items() if room_of(name) == room for one in imported(tree, modules)}
+    others = {one for name, found in arrows().items() if room_of(name) == room for one in found}
     assert {one for one in others if room_of(one) == below} <= KNOWN[room, below]
 
 
@@ -112,25 +127,13 @@ def test_top_folders_are_reached_through_links() -> None:
         assert os.readlink(ROOT / "lmc" / folder) == f"../{folder}"
 
 
-def parsed() -> dict[str, ast.Module]:
-    """Every module of the package by its name."""
-    found = {}
-    for path in SOURCES:
-        parts = path.relative_to(ROOT).with_suffix("").parts
-        name = ".".join(parts if parts[0] == "lmc" else ("lmc", *parts)).removesuffix(".__init__")
-        found[name] = ast.parse(path.read_text())
-    return found
-
-
 def test_no_two_classes_have_one_name() -> None:
     names = [node.name for tree in parsed().values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
     assert [name for name, count in Counter(names).items() if count > 1] == []
 
 
 def test_no_import_goes_in_a_circle() -> None:
-    """Imports inside of functions and under TYPE_CHECKING count as well."""
-    modules = parsed()
-    graph = {name: imported(tree, modules) - {name} for name, tree in modules.items()}
+    graph = {name: others - {name} for name, others in arrows().items()}
     TopologicalSorter(graph).prepare()  # raises CycleError
 
 
@@ -262,28 +265,23 @@ def test_the_redis_server_that_the_tests_need_is_installed_if_it_is_not_there(
 @pytest.mark.parametrize(
     "command", [c for c in shell_commands() if c.split()[0] not in ("make", "pip", "source", "vllm")]
 )
-def test_commands_of_the_documentation_run(command: str, command_home: Path) -> None:
+def test_commands_of_the_documentation_run(command: str, command_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of lmc run in this process; `test_cli.py` starts real ones."""
     words = shlex.split(command)
+    monkeypatch.chdir(command_home)
     while "=" in words[0]:
-        words.pop(0)
-    if words[0] == "python":
-        words[0] = sys.executable
-        words[1] = str(ROOT / words[1])
+        monkeypatch.setenv(*words.pop(0).split("=", 1))
     if words[0] == "lmc":
-        words[:1] = [sys.executable, "-c", "from lmc.commands.cli import main; main()"]
-        if words[3:4] == ["demo"]:
-            words += ["--limit", "3", "--no-large"]
-    variables = dict(re.findall(r"(\w+)=(\S+)", command)) if "=" in command.split(maxsplit=1)[0] else {}
-    done = subprocess.run(
-        words,
-        cwd=command_home,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **variables},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip()
+        more = ["--limit", "3", "--no-large"] if words[1] == "demo" else []
+        code, out, err = lmc(*words[1:], *more)
+    else:
+        assert words[0] == "python"
+        words[:2] = [sys.executable, str(ROOT / words[1])]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
+        code, out, err = done.returncode, done.stdout, done.stderr
+    assert code == 0, err
+    assert out.strip()
 
 
 @pytest.fixture(scope="module")
