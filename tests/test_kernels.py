@@ -32,6 +32,7 @@ def test_the_checks_for_a_gpu_run() -> None:
     assert any(line.startswith("Tier B was left out, because vLLM is not installed") for line in said)
 
 
+@pytest.mark.long
 @without_vllm
 def test_the_checks_inside_vllm_say_what_they_need() -> None:
     command = [sys.executable, "gpu_accept.py", "--smoke", "--tier", "B"]
