@@ -1,22 +1,23 @@
 """Cache servers for tests, and stores that are attached to them."""
 
-import subprocess
-import sys
+import multiprocessing
 import threading
 import time
 from contextlib import contextmanager
-from pathlib import Path
 
 import storage_fakes
+from forked import Forked
 from storage_fakes import PART_BYTES, PARTS
 
 from lmc.config.settings import Settings
+from lmc.server.client import remote_store
 from lmc.server.client.remote_store import RemoteStore
 from lmc.server.server import CacheServer
 from lmc.server.sizes import Sizes
 from lmc.shapes import GIB, aligned
 from lmc.storage.shares import Shares
 
+remote_store.BEAT_SECONDS = 0.1  # so that no test waits long for a client that attaches again
 SIZES = Sizes(Shares((PARTS,)), PART_BYTES, 1)
 
 
@@ -43,6 +44,11 @@ def arena_of(server, sizes=SIZES):
     return server.arenas.open(sizes)
 
 
+def arena_for(server, store):
+    """The server's memory of the size that a client has asked for."""
+    return arena_of(server, store._sizes)
+
+
 def put(store, key):
     """Store a chunk, and return when other clients can find it."""
     done = storage_fakes.put(store, key)
@@ -58,20 +64,33 @@ class Child:
     """A client in a process of its own."""
 
     def __init__(self, server):
-        command = [sys.executable, str(Path(__file__).parent / "service_child.py"), str(server.path)]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        assert self.process.stdout.readline() == "attached\n"
+        import service_child  # which has the sizes of this module
+
+        self.process, self._pipe = self._start(service_child.main, server.path)
+        assert self._pipe.recv() == "attached"
+        self._worker = service_child.worker
+
+    def _start(self, function, *given):
+        ours, theirs = multiprocessing.Pipe()
+        process = Forked(function, *given, theirs)
+        theirs.close()
+        return process, ours
 
     def ask(self, line):
-        self.process.stdin.write(line + "\n")
-        self.process.stdin.flush()
-        return self.process.stdout.readline().strip()
+        self._pipe.send(line)
+        return self._pipe.recv()
+
+    def spawn(self, slot):
+        """Start a worker that writes into a slot until it is killed, also after this client."""
+        worker, told = self._start(self._worker, self.ask("address"), slot)
+        with told:
+            assert told.recv() == "mapped"
+        return worker
 
     def kill(self):
         self.process.kill()
         self.process.wait()
-        self.process.stdin.close()
-        self.process.stdout.close()
+        self._pipe.close()
 
 
 def eventually(condition, seconds=60.0):

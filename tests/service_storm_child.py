@@ -1,12 +1,12 @@
 """A client of a cache server that stores and reads chunks until it is killed, and checks every byte that it reads.
 
-It says on standard output what it has done, and `wrong` for bytes that are not those of their key.
+It tells through a pipe what it has done, and `wrong` for bytes that are not those of their key.
 """
 
 import random
-import sys
 import time
 from contextlib import suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 from service_fakes import SIZES
@@ -47,9 +47,9 @@ def write(store: RemoteStore, key: ChunkKey, dice: random.Random) -> str:
     return "stored"
 
 
-def main() -> None:
-    dice = random.Random(int(sys.argv[2]))
-    store = RemoteStore(Path(sys.argv[1]), SIZES, deadline=10.0)
+def main(path: Path, seed: int, told: Connection) -> None:
+    dice = random.Random(seed)
+    store = RemoteStore(path, SIZES, deadline=10.0)
     while True:
         key = key_of(dice.randrange(KEYS))
         (pin,) = store.pin([key])
@@ -61,9 +61,4 @@ def main() -> None:
             time.sleep(0.01)
         else:
             done = write(store, key, dice)
-        sys.stdout.write(done + "\n")
-        sys.stdout.flush()
-
-
-if __name__ == "__main__":
-    main()
+        told.send(done)

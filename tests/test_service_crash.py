@@ -3,18 +3,22 @@
 SERVICE_KILLS says how many clients are killed, and a tenth as many servers; few here, so that the tests stay short.
 """
 
+import multiprocessing
 import os
 import random
 import shutil
-import signal
 import subprocess
 import sys
 import threading
 import time
 from collections import Counter
+from contextlib import suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
+import service_storm_child
+from forked import Forked
 from service_fakes import Child, arena_of, attached, eventually, filled, put, serving
 from service_process import ServerProcess
 from storage_fakes import PART_BYTES, PARTS, expected, get, key_of, meta_of
@@ -35,26 +39,23 @@ class Storm:
 
     def __init__(self, path: Path) -> None:
         self._path, self._numbers, self.said = path, iter(range(1, 1 << 30)), Counter[str]()
-        self._clients: list[subprocess.Popen[str]] = []
+        self._clients: list[Forked] = []
         self._readers: list[threading.Thread] = []
         for _ in range(CLIENTS):
             self._clients.append(self._start())
 
-    def _start(self) -> subprocess.Popen[str]:
-        child = Path(__file__).parent / "service_storm_child.py"
-        command = [sys.executable, str(child), str(self._path), str(next(self._numbers))]
-        client = subprocess.Popen(
-            command, stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
-        )
-        self._readers.append(threading.Thread(target=self._listen, args=(client,), daemon=True))
+    def _start(self) -> Forked:
+        told, tells = multiprocessing.Pipe(duplex=False)
+        client = Forked(service_storm_child.main, self._path, next(self._numbers), tells)
+        tells.close()
+        self._readers.append(threading.Thread(target=self._listen, args=(told,), daemon=True))
         self._readers[-1].start()
         return client
 
-    def _listen(self, client: subprocess.Popen[str]) -> None:
-        assert client.stdout is not None
-        with client.stdout:
-            for line in client.stdout:
-                self.said[line.strip()] += 1
+    def _listen(self, told: Connection) -> None:
+        with told, suppress(EOFError):
+            while True:
+                self.said[told.recv()] += 1
 
     def kill(self, number: int, *, again: bool = True) -> None:
         """Kill a client, and start another one."""
@@ -106,7 +107,7 @@ def test_clients_that_are_killed_leave_nothing_held_and_no_wrong_byte(tmp_path, 
 
 
 def test_a_server_that_is_killed_serves_again_and_no_client_reads_a_wrong_byte(tmp_path, storm):
-    dice, server = random.Random(8), ServerProcess(tmp_path, max_local_cpu_size=MEMORY)
+    dice, server = random.Random(8), ServerProcess(tmp_path, forked=True, max_local_cpu_size=MEMORY)
     try:
         storm = storm(server.path)
         eventually(lambda: status(server.path).clients == 2 * CLIENTS)
@@ -144,7 +145,7 @@ def serve(tmp_path):
     servers = []
 
     def serve(*options):
-        servers.append(ServerProcess(tmp_path, *options, max_local_cpu_size=MEMORY))
+        servers.append(ServerProcess(tmp_path, *options, forked=True, max_local_cpu_size=MEMORY))
         return servers[-1]
 
     yield serve
@@ -203,8 +204,7 @@ def test_a_late_write_of_a_client_of_the_killed_server_harms_nobody(serve, memor
     """Its worker goes on to write into a slot that it had reserved; the next server gives that to nobody meanwhile."""
     server = serve("--memory", str(memory))
     child = Child(server)
-    slot = int(child.ask("begin 0"))
-    _, worker = child.ask(f"spawn {slot}").split()
+    worker = child.spawn(child.ask("begin 0"))
     try:
         server.kill()
         child.kill()
@@ -212,7 +212,7 @@ def test_a_late_write_of_a_client_of_the_killed_server_harms_nobody(serve, memor
         store = attached(server)
         assert not put(store, key_of(1)), "all slots are quarantined"
     finally:
-        os.kill(int(worker), signal.SIGKILL)
+        worker.kill()
     keys = [key_of(i) for i in range(SLOTS)]
     for key in keys:
         eventually(lambda key=key: put(store, key))

@@ -56,7 +56,7 @@ class Follower:
 def test_a_subscriber_that_comes_late_knows_what_engines_store_and_what_leaves(tmp_path):
     address, replay = (f"tcp://127.0.0.1:{free_port()}" for _ in range(2))
     settings = {"max_local_cpu_size": 4 * RECORD / GIB, "local_disk": tmp_path / "disk"}
-    server = ServerProcess(tmp_path, "--document-events", f"{address},{replay}", **settings)
+    server = ServerProcess(tmp_path, "--document-events", f"{address},{replay}", forked=True, **settings)
 
     async def run() -> None:
         follower = Follower(address, replay)

@@ -104,7 +104,7 @@ def test_a_client_that_cannot_be_taken_hears_why_and_counts_no_more(tmp_path, mo
             for _ in range(3):
                 with pytest.raises((StorageError, TierUnusable), match="No space left"):
                     attached(server)
-        eventually(lambda: not server._sessions)
+        eventually(lambda: server.clients == 0)
         assert server.arenas.budget.users(SIZES) == 0
 
 
@@ -112,7 +112,7 @@ def test_a_lease_ends_although_there_are_too_many_open_files_for_a_moment(tmp_pa
     monkeypatch.setattr(lifelines, "RETRY_SECONDS", 0.01)
     with serving(tmp_path, 8) as server:
         child = Child(server)
-        assert child.ask("begin 1") == "0"
+        assert child.ask("begin 1") == 0
         real, failures = type(tmp_path).open, [1, 1]
 
         def opened(path, *args, **named):
@@ -122,7 +122,7 @@ def test_a_lease_ends_although_there_are_too_many_open_files_for_a_moment(tmp_pa
 
         monkeypatch.setattr(type(tmp_path), "open", opened)
         child.kill()
-        eventually(lambda: not server._sessions)
+        eventually(lambda: server.clients == 0)
         assert failures == []
         assert [record.message for record in caplog.records if "Too many open files" in record.message] == [
             "cannot see whether a client has ended ([Errno 24] Too many open files): its slots stay unused until that "
