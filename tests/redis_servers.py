@@ -283,6 +283,11 @@ class RedisServer(Stopped):
         shutil.rmtree(self._short, ignore_errors=True)
 
 
+def servers_of(tier: Any) -> list[Any]:
+    """The servers that a tier knows, each with a breaker of its own."""
+    return list(tier._servers.all())
+
+
 def linked(replica: RedisServer) -> bool:
     """Whether a replica is in step with its master."""
     return b"master_link_status:up" in replica.ask("INFO", "replication")

@@ -5,7 +5,7 @@ import mmap
 import threading
 import time
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -17,10 +17,10 @@ from lmc.errors import CorruptRecord
 from lmc.keys import ChunkKey, RecordKind
 from lmc.storage.change_log import ChangeLog
 from lmc.storage.contract import Pin
-from lmc.storage.cost_model import CostModel
+from lmc.storage.cost_model import CostModel, Rate
 from lmc.storage.store import Store
 from lmc.storage.tiers.record import RecordMeta, checksum, decode_header, encode_header, header_size, split_parts
-from lmc.storage.tiers.tier import Entry, Finding, RecordReader, Wrapped, Written
+from lmc.storage.tiers.tier import Entry, Finding, RecordReader, Tier, Wrapped, Written
 
 NAMESPACE = bytes(32)
 PARTS = 3
@@ -278,6 +278,17 @@ class DictReader:
         pass
 
 
+def tiers_of(store: Store) -> list[Tier]:
+    """The tiers below memory, which tests look at and wrap."""
+    return store._tiers
+
+
+def lose(store: Store, *keys: ChunkKey) -> None:
+    """Take chunks out of memory, and leave them in the tiers."""
+    for key in keys:
+        store._state.drop(key)
+
+
 class Broken(Wrapped):
     """A tier of which every verb fails."""
 
@@ -352,6 +363,21 @@ class _GatedReader:
 
     def close(self) -> None:
         self._inner.close()
+
+
+def reading(cost: CostModel) -> Mapping[str, Rate]:
+    """What has been measured of reading a byte, by tier."""
+    return cost._reading
+
+
+def opening(cost: CostModel) -> Mapping[str, Rate]:
+    """What has been measured of opening a record, by tier."""
+    return cost._opening
+
+
+def computing(cost: CostModel) -> dict[int, Rate]:
+    """What has been measured of computing a token, by the length of the prompt as a power of two."""
+    return cost._computing
 
 
 def note_load(cost: CostModel, tier: str, **spent: float) -> None:

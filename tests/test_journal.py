@@ -36,6 +36,11 @@ def fill(journal: Journal, slab: Slab, slot: int, key: bytes, label: str = "") -
     journal.filled(Slot(slot), replace(meta_of(key), label=label))
 
 
+def written(journal: Journal) -> None:
+    """Wait until all that was noted is in the file."""
+    eventually(journal._filled.empty)
+
+
 def kept(path: Path, slab: Slab) -> list[tuple[int, bytes]]:
     journal = Journal(path, slab)
     found = [(slot, meta.key) for slot, meta in journal.restore()]
@@ -50,7 +55,7 @@ def test_the_file_does_not_grow_with_the_chunks_that_were_stored(tmp_path: Path,
     for number in range(300):
         fill(journal, slab, number % SLOTS, key_of(number))
         largest = max(largest, path.stat().st_size)
-    eventually(journal._filled.empty)
+    written(journal)
     journal.close()
     assert largest < 4000
     assert sorted(kept(path, slab)) == [(number % SLOTS, key_of(number)) for number in range(296, 300)]
@@ -69,7 +74,7 @@ def test_chunks_come_back_in_the_order_in_which_they_were_used(tmp_path: Path, s
     for slot in (2, 0, 1, 3):
         fill(journal, slab, slot, keys[slot])
     fill(journal, slab, 2, keys[4])  # The slot was used anew, so its chunk is the newest.
-    eventually(journal._filled.empty)
+    written(journal)
     journal._filled.put(None)
     journal._thread.join()  # as if the server was killed
     assert [slot for slot, _ in kept(tmp_path / "j", slab)] == [0, 1, 3, 2]
@@ -103,7 +108,7 @@ def test_a_full_file_system_costs_what_is_stored_then_and_nothing_else(
         full.setattr(journals, "replace_bytes", no_room)
         for number in (1, 2):
             fill(journal, slab, number, key_of(number))
-        eventually(journal._filled.empty)
+        written(journal)
     fill(journal, slab, 3, key_of(3))
     journal.close()
     assert caplog.text.count("is not kept for the next server") == 1

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from storage_fakes import DictTier, Shared
+from storage_fakes import DictTier, Shared, lose, tiers_of
 from tier_wrappers import Faulty
 
 from lmc.blend.segments import Span
@@ -280,7 +280,7 @@ def test_a_tier_that_is_away_makes_nobody_compute_pinned_documents_again(tmp_pat
     with closing(engine_of(slots=8, tiers=[remote])) as engine:
         document = learn(engine, A)
         engine.keeper.pin([document])
-        engine.store._state.drop(document.keys[0])
+        lose(engine.store, document.keys[0])
         remote.usable = False
         engine.keeper.restore()
         assert len(engine.learning) == 0
@@ -309,7 +309,7 @@ def test_nobody_waits_for_a_tier_from_which_a_pinned_document_is_restored(tmp_pa
         engine.keeper.pin([pinned])
         for key in pinned.keys:
             disk.delete(key)
-            engine.store._state.drop(key)
+            lose(engine.store, key)
 
         def restore():
             engine.keeper.restore()
@@ -353,7 +353,7 @@ def test_a_smaller_disk_does_not_evict_what_is_pinned_at_the_start(tmp_path):
         others(engine, 8)
     with closing(engine_of(tmp_path, records=6)) as engine:
         assert all(places(engine, A))
-        assert sum(one.bytes for one in engine.store._tiers[0].entries()) <= 6 * RECORD
+        assert sum(one.bytes for one in tiers_of(engine.store)[0].entries()) <= 6 * RECORD
 
 
 def test_pins_and_limits_survive_a_time_with_another_chunk_size(tmp_path):

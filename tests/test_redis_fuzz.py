@@ -14,7 +14,7 @@ from dataclasses import replace
 import pytest
 from amount import some
 from redis_servers import HOST, RedisServer
-from storage_fakes import PART_BYTES, PARTS, key_of, memory, meta_of, stored
+from storage_fakes import PART_BYTES, PARTS, key_of, lose, memory, meta_of, stored
 
 from lmc.config.redis_url import parse_redis_url
 from lmc.errors import ChunkLost, CorruptRecord, TierUnusable
@@ -212,7 +212,7 @@ def through(store: Store) -> bytes | None:
                 return None
             return b"".join(store.part(pin, part)[:PART_BYTES].numpy().tobytes() for part in range(PARTS))
     finally:
-        store._state.drop(KEY)  # out of memory, not out of Redis
+        lose(store, KEY)  # out of memory, not out of Redis
 
 
 def test_encoded_parts_that_were_forged_with_right_checksums_do_no_harm(redis):
@@ -469,7 +469,7 @@ def test_an_answer_that_cannot_be_is_an_error_and_not_a_crash(odd, greets):
     """
     with FakeServer(lambda _: odd, greets=greets) as server:
         try:
-            tier = RedisTier(parse_redis_url(server.url), deadline=0.2)
+            tier = RedisTier(parse_redis_url(server.url), deadline=0.1)
         except TierUnusable:
             return
         with contextlib.closing(tier):
