@@ -35,6 +35,10 @@ class Served:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
+    def end(self) -> None:
+        """Let the server begin to end."""
+        self.server.should_exit, self.server.force_exit = True, self.server.config.lifespan == "off"
+
     def call(self, work: Any) -> Any:
         """Run a coroutine in the server's thread."""
         return asyncio.run_coroutine_threadsafe(work, self.loop).result(SECONDS)
@@ -63,10 +67,11 @@ def served(application: Any, *, lifespan: bool = False, port: int = 0, http: Any
     thread.start()
     assert ready.wait(SECONDS)
     assert server.started
+    made = Served(application, listening.getsockname()[1], server, loops[0])
     try:
-        yield Served(application, listening.getsockname()[1], server, loops[0])
+        yield made
     finally:
-        server.should_exit, server.force_exit = True, not lifespan
+        made.end()
         thread.join(SECONDS)
         listening.close()
 
@@ -122,5 +127,10 @@ def house(count: int = 2, policy: str = "documents", options: Any = None, **sett
         application = Router(RouterSettings(**settings), make(policy, **(options or {})), known)
         router = opened.enter_context(served(application, lifespan=True, http=bounded_protocol()))
         built = House(router, engines)
-        opened.callback(lambda: [one.close() for one in built.connections])
-        yield built
+        try:
+            yield built
+        finally:  # Servers take a moment to end, and all of them the same one.
+            for one in built.connections:
+                one.close()
+            for one in (router, *engines):
+                one.end()

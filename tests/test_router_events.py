@@ -125,7 +125,7 @@ def test_batches_that_are_lost_at_the_end_are_missed_when_it_has_been_quiet():
     async def listen():
         with publisher() as sender:
             addresses = f"tcp://127.0.0.1:{sender.port}", f"tcp://127.0.0.1:{sender.replay_port}"
-            stream = EventStream(*addresses, TOPIC, quiet_seconds=0.05).batches()
+            stream = EventStream(*addresses, TOPIC, quiet_seconds=0.05, replay_seconds=1.0).batches()
             assert isinstance(await anext(stream), Lost)
             coming = asyncio.create_task(anext(stream))
             while not coming.done():

@@ -383,7 +383,7 @@ def test_a_replay_that_is_dropped_in_part_is_asked_for_again_until_it_is_complet
         index, publisher.at_once = BlockIndex(), 10
         for number in range(35):
             await publisher.publish(stored([number], None, [number] * 4))
-        async with following(publisher, index, quiet_seconds=20.0, replay_seconds=1.0):
+        async with following(publisher, index, quiet_seconds=20.0, replay_seconds=0.4):
             await until(lambda: len(index.blocks(ENGINE)) == 10)
             await publisher.publish(stored([35], None, [35] * 4))
             await until(lambda: sorted(index.blocks(ENGINE)) == list(range(36)))
