@@ -1,6 +1,7 @@
 """Administration of a cache server over real HTTP: documents, tenants, quotas, events. Engines and stores are real."""
 
 import json
+import os
 import socket
 import ssl
 import subprocess
@@ -20,10 +21,9 @@ import test_cli
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
-from service_fakes import arena_of, eventually, serving
+from service_fakes import arena_for, eventually, serving
 from storage_fakes import key_of, meta_of
 from test_admin import free_port
-from test_cli import without_torch
 from test_keeper import CHUNK, RECORD, A, B, C, D, engine_of, known, learn, places
 from vllm_fakes import DOC_A, DOC_B, Lab, prompt
 from vllm_fakes import learn as learn_in
@@ -135,27 +135,35 @@ def test_a_missing_package_does_not_end_the_server_that_would_be_taken_over(
     assert not service.server.ends
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["stat", "--server"], "connection"),
-        (["stat", "--json", "--server"], '"arenas"'),
-        (["top", "--once"], "hits"),
-        (["documents", "list", "--url"], "1 of 1 document"),
-        (["documents", "pin", "a.txt", "--url"], "pinned"),
-        (["documents", "remove", "a.txt", "--url"], "is removed"),
-        (["explain", "prompt.txt", "--url"], "start one with an LMC_ADMIN of its own"),
-    ],
-    ids=lambda one: " ".join(one[:2]) if isinstance(one, list) else "",
-)
-def test_a_command_that_asks_a_running_server_does_not_wait_for_torch(service, tmp_path, words, said):
+RUN_WITHOUT_TORCH = """
+import json, sys
+sys.modules["torch"] = None
+from typer.testing import CliRunner
+from lmc.commands.cli import app
+print(json.dumps([CliRunner().invoke(app, words).output for words in json.load(sys.stdin)]))
+"""
+
+
+def test_a_command_that_asks_a_running_server_does_not_wait_for_torch(service, tmp_path):
     """Its import takes seconds."""
     learn(service.engine(), A, name="a.txt")
     (tmp_path / "prompt.txt").write_text("a text")
-    words = [tmp_path / word if word == "prompt.txt" else word for word in words]
-    at = service.server.path if "--server" in words else service.url
-    _, out, err = without_torch(*words, at, LMC_ADMIN_TOKEN=TOKEN)
-    assert said in out + err
+    commands = {
+        ("stat", "--server", str(service.server.path)): "connection",
+        ("stat", "--json", "--server", str(service.server.path)): '"arenas"',
+        ("top", "--once", service.url): "hits",
+        ("documents", "list", "--url", service.url): "1 of 1 document",
+        ("documents", "pin", "a.txt", "--url", service.url): "pinned",
+        ("documents", "remove", "a.txt", "--url", service.url): "is removed",
+        ("explain", str(tmp_path / "prompt.txt"), "--url", service.url): "start one with an LMC_ADMIN of its own",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", RUN_WITHOUT_TORCH],
+        input=json.dumps(list(commands)), capture_output=True, text=True, check=True,
+        env={**os.environ, "LMC_ADMIN_TOKEN": TOKEN},
+    )  # fmt: skip
+    for said, (words, wanted) in zip(json.loads(done.stdout), commands.items(), strict=True):
+        assert wanted in said, words
 
 
 # -- documents ---------------------------------------------------------------------------------------------------------
@@ -342,14 +350,14 @@ def test_a_document_that_is_given_twice_takes_its_room_once(service):
     document = learn(engine, A)
     engine.keeper.pin([document, document])
     engine.keeper.unpin([document, document])
-    keeper = arena_of(service.server, engine.store._sizes).keeper
+    keeper = arena_for(service.server, engine.store).keeper
     assert (keeper._share._taken, dict(keeper._pins)) == (0, {})
 
 
 def test_an_odd_label_is_no_document_and_a_long_one_is_not_stored(service):
     engine = service.engine()
     document = learn(engine, A)
-    arena = arena_of(service.server, engine.store._sizes)
+    arena = arena_for(service.server, engine.store)
     (meta,) = (held.meta for held in arena.store._state.resident().values() if held.meta.label)
     for odd in ({"first": 1 << 60}, {"tokens": 3}, {"label": "AAAA"}, {"label": "x" * 1000}):
         arena.note(replace(meta, key=key_of(7), **odd))
@@ -654,7 +662,7 @@ def test_what_is_cleared_is_not_learned_again(service):
     for key in document.keys:
         engine.store.forget(key)
     service.ask("/v1/clear", {"cache_salt": "t"})
-    arena = arena_of(service.server, engine.store._sizes)
+    arena = arena_for(service.server, engine.store)
     arena.keeper.restore()
     assert (len(arena.waiting), service.documents()) == (0, [])
 

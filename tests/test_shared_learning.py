@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 from models import random_model
-from service_fakes import arena_of, serving
+from service_fakes import arena_for, serving
 
 from lmc.config.settings import Settings
 from lmc.connectors.transformers import CachedModel
@@ -129,7 +129,7 @@ def test_an_engine_that_has_time_learns_what_another_one_has_met(tmp_path, dies)
     with serving(tmp_path, 0, max_local_cpu_size=0.02) as server, engine(server) as idle:
         idle.engine.share_learning(lambda: True)
         with engine(server) as busy:
-            arena = arena_of(server, busy.engine.store._sizes)
+            arena = arena_for(server, busy.engine.store)
             queue(busy, tokens)
             if dies:  # before it has learned
                 wait_for(lambda: len(arena.waiting) == 1)
