@@ -86,6 +86,7 @@ def main() -> int:
         "missing": missing,
     }
     line["files"] = {name: len(run["files"]) for name, run in runs.items()}
+    line["seconds"] = {name: run["seconds"] for name, run in runs.items()}
     more = {"lmc": importlib.metadata.version("lmc"), "runs": runs}
     closing_line(line, "test_long" if options.keep else None, also=more)
     return 1 if missing or whole["failed"] else 0
