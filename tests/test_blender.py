@@ -3,11 +3,12 @@
 import random
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise, product
 from types import SimpleNamespace
 
 import pytest
 import torch
-from amount import mostly_long
+from amount import cases, mostly_long
 from models import FAMILIES, ROPES, SEPARATOR, random_model, random_tokens
 from transformers import DynamicCache
 
@@ -120,9 +121,10 @@ def memory_full_of_nan() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.parametrize("strategy", ["query", "union", "deviation", "head"])
-@pytest.mark.parametrize("known", [{1}, {0, 2}, {0, 1}, {1, 2}, {2}])
-@pytest.mark.parametrize("prefix", [0, 5])
+AROUND = list(product(("query", "union", "deviation", "head"), ({1}, {0, 2}, {0, 1}, {1, 2}, {2}), (0, 5)))
+
+
+@pytest.mark.parametrize(("strategy", "known", "prefix"), cases(AROUND, *AROUND[::3]))
 def test_long_unknown_documents_before_between_and_after_known_ones(
     strategy: str, known: set[int], prefix: int, memory_full_of_nan: None
 ) -> None:

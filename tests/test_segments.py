@@ -310,13 +310,19 @@ TEMPLATES = {
 ROLES = ["<|im_start|>", "<|im_end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>"]
 
 
+@pytest.fixture(scope="module")
+def with_roles(tokenizer):
+    """A tokenizer whose role markers are special tokens."""
+    made = copy.deepcopy(tokenizer)
+    made.add_special_tokens({"additional_special_tokens": ROLES})
+    return made
+
+
 @pytest.fixture(params=TEMPLATES)
-def chatty(request: pytest.FixtureRequest, tokenizer):
-    """A tokenizer with a chat template, whose role markers are special tokens."""
-    chatty = copy.deepcopy(tokenizer)
-    chatty.add_special_tokens({"additional_special_tokens": ROLES})
-    chatty.chat_template = TEMPLATES[request.param]
-    return chatty
+def chatty(request: pytest.FixtureRequest, with_roles):
+    """A tokenizer with a chat template."""
+    with_roles.chat_template = TEMPLATES[request.param]
+    return with_roles
 
 
 def test_a_template_that_writes_the_same_before_all_messages_does_not_hide_documents(tokenizer) -> None:
