@@ -316,7 +316,7 @@ def test_a_server_that_is_no_administration_endpoint_is_said_to_be_none(tmp_path
 
     (tmp_path / "prompt.txt").write_text("w1 w2")
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         url = f"127.0.0.1:{server.server_port}"
         for words in (
             ("documents", "list", "--url", url),

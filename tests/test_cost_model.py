@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 
 import pytest
-from storage_fakes import PART_BYTES, PARTS, DictTier, get, key_of, note_load, put
+from storage_fakes import PART_BYTES, PARTS, DictTier, computing, get, key_of, note_load, opening, put, reading
 from tier_wrappers import Delayed, Faulty
 from vllm_fakes import Lab
 
@@ -259,7 +259,7 @@ def test_tiers_are_tried_by_themselves() -> None:
 
 def seen(cost: CostModel, tier: str) -> tuple[float, float]:
     """The newest seconds per record and per byte."""
-    return cost._opening[tier].newest, cost._reading[tier].newest
+    return opening(cost)[tier].newest, reading(cost)[tier].newest
 
 
 def took(spent: Spent, tier: str, seconds: float, bytes: int) -> None:
@@ -278,7 +278,7 @@ def test_a_batch_takes_from_its_first_thread_s_begin_to_its_last_one_s_end() -> 
         mine["disk", "records"], mine["disk", "opening"] = 1, 1.0
     clock.now += 5
     batch.end(one)
-    assert not cost._reading
+    assert not reading(cost)
     clock.now += 4
     batch.end(two)
     assert seen(cost, "disk") == (pytest.approx(1.0), pytest.approx(0.008))  # 10 s: a fifth of them opening two
@@ -293,7 +293,7 @@ def test_the_time_of_a_batch_is_shared_out_to_its_tiers() -> None:
     took(mine, "redis", 3.0, 100)
     clock.now += 8
     batch.end(mine)
-    assert (cost._reading["disk"].newest, cost._reading["redis"].newest) == (0.02, 0.06)
+    assert (reading(cost)["disk"].newest, reading(cost)["redis"].newest) == (0.02, 0.06)
 
 
 def test_a_batch_that_read_nothing_says_nothing() -> None:
@@ -301,8 +301,8 @@ def test_a_batch_that_read_nothing_says_nothing() -> None:
     batch = LoadTiming(cost, 2)
     batch.end(batch.begin())
     batch.end(batch.begin())
-    assert not cost._reading
-    assert not cost._opening
+    assert not reading(cost)
+    assert not opening(cost)
 
 
 def store_over(tier: object) -> Store:
@@ -332,8 +332,8 @@ def test_a_store_measures_its_loads() -> None:
         for pin in pins:
             assert pin is not None
             store.part(pin, PARTS - 1)
-    until(lambda: cost._reading["dict"].newest)
-    batch_seconds = cost._reading["dict"].newest * 4 * PARTS * PART_BYTES
+    until(lambda: reading(cost)["dict"].newest)
+    batch_seconds = reading(cost)["dict"].newest * 4 * PARTS * PART_BYTES
     assert batch_seconds >= 2 * PARTS * 0.01 * 0.99
     store.close()
 
@@ -346,9 +346,9 @@ def test_a_tier_that_fails_is_no_measure_of_its_speed() -> None:
     store = store_over(Faulty(tier, lambda verb, key: OSError("gone") if verb == "read" else None))
     with pytest.raises(ChunkLost):
         get(store, key_of(1))
-    until(lambda: store.cost._opening["dict"].newest)
-    assert store.cost._reading["dict"].value is None
-    assert not store.cost._reading["dict"]._last
+    until(lambda: opening(store.cost)["dict"].newest)
+    assert reading(store.cost)["dict"].value is None
+    assert not reading(store.cost)["dict"]._last
     store.close()
 
 
@@ -389,7 +389,7 @@ def steps(*given: tuple[float, int, int], alone: bool = True) -> dict[int, float
             )
         )
         position += prompts
-    return {power: rate.newest for power, rate in cost._computing.items()}
+    return {power: rate.newest for power, rate in computing(cost).items()}
 
 
 def test_full_steps_one_after_the_other_are_measured_whether_planned_ahead_or_not() -> None:
@@ -439,7 +439,7 @@ def test_time_in_which_the_engine_idled_is_no_measure() -> None:
                 at=at, alone=True, requests=frozenset({name}), tokens=tokens, prompts=prompts, reach=prompts * prompts
             )
         )
-    assert not cost._computing
+    assert not computing(cost)
 
 
 def test_the_scheduler_s_steps_are_watched() -> None:
@@ -450,7 +450,7 @@ def test_the_scheduler_s_steps_are_watched() -> None:
         lab.compute(request, 400)
     lab.now = 4.0
     lab.decode(request, [1, 2])
-    rates = lab.store.cost._computing
+    rates = computing(lab.store.cost)
     assert {rate.newest for rate in rates.values()} >= {1 / 400}
     lab.finish(request)
     lab.check()

@@ -4,8 +4,6 @@ import io
 import json
 import os
 import shutil
-import signal
-import subprocess
 import sys
 import threading
 import time
@@ -16,7 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from amount import some
+from forked import Forked, command
 from rich.console import Console
+from service_fakes import eventually
 from test_cli import lmc, without_torch
 
 from lmc.commands.learn.learners import Retention, Stored
@@ -95,8 +96,8 @@ def test_a_source_that_is_wrong_is_refused_with_its_place(tmp_path: Path, lines:
     ("words", "said"),
     [
         (["nowhere", "--url", "http://localhost:1"], "nowhere does not exist"),
-        (["."], "--url of a vLLM server with lmc, or --model"),
-        ([".", "--url", "a", "--model", "b"], "--url of a vLLM server with lmc, or --model"),
+        ([SHIPPED / "documents"], "--url of a vLLM server with lmc, or --model"),
+        ([SHIPPED / "documents", "--url", "a", "--model", "b"], "--url of a vLLM server with lmc, or --model"),
         ([SHIPPED / "documents", "--model", MODEL], "--local-disk DIRECTORY"),
         ([SHIPPED / "documents", "--url", "localhost:8000"], "It has to be the address of a vLLM server"),
         (
@@ -272,32 +273,30 @@ def test_times() -> None:
 
 
 def test_after_kill_nothing_is_lost_and_nothing_is_learned_twice(tmp_path: Path) -> None:
-    lines = [{"id": str(i), "text": f"notes {i} from the inn : owner of lamp Tara . " * 5} for i in range(200)]
+    count = some(200, share=0.3)
+    lines = [{"id": str(i), "text": f"notes {i} from the inn : owner of lamp Tara . " * 5} for i in range(count)]
     (tmp_path / "d.jsonl").write_text("\n".join(map(json.dumps, lines)))
     manifest = tmp_path / "manifest.jsonl"
     words = ["learn", str(tmp_path / "d.jsonl"), "--model", str(MODEL), "--local-disk", str(tmp_path / "disk")]
     words += ["--manifest", str(manifest), "--json"]
-    process = subprocess.Popen([sys.executable, "-c", "from lmc.commands.cli import main; main()", *words])
-    due = time.monotonic() + 120
-    while not manifest.exists() or manifest.read_text().count("\n") < 40:
-        assert time.monotonic() < due
-        time.sleep(0.005)
-    process.send_signal(signal.SIGKILL)
+    process = Forked(command, *words)
+    eventually(lambda: manifest.exists() and manifest.read_text().count("\n") >= count // 5)
+    process.kill()
     process.wait()
     before = [json.loads(line)["id"] for line in manifest.read_text().splitlines()]
-    assert 40 <= len(before) < 200
+    assert count // 5 <= len(before) < count
     written = {path: path.stat().st_mtime_ns for path in (tmp_path / "disk").rglob("*.safetensors")}
     assert len(written) >= len(before)
 
     found = json.loads(lmc(*words)[1])
     assert all(path.stat().st_mtime_ns == at for path, at in written.items()), "nothing is written twice"
     assert found["before"] == len(before)
-    assert found["learned"] == 200 - len(before)
+    assert found["learned"] == count - len(before)
     ids = [json.loads(line)["id"] for line in manifest.read_text().splitlines()]
-    assert sorted(ids, key=int) == [str(i) for i in range(200)]
+    assert sorted(ids, key=int) == [str(i) for i in range(count)]
     again = json.loads(lmc(*words, "--again")[1])
-    assert again["learned"] == 200
-    assert lmc("check", tmp_path / "disk")[1].strip().endswith("200 records, 0 wrong")
+    assert again["learned"] == count
+    assert lmc("check", tmp_path / "disk")[1].strip().endswith(f"{count} records, 0 wrong")
 
 
 def test_a_manifest_that_ends_in_half_a_line_is_gone_on_with(tmp_path: Path) -> None:
@@ -381,7 +380,7 @@ def server() -> Iterator[Any]:
             pass
 
     with HTTPServer(("127.0.0.1", 0), Handler) as found:
-        threading.Thread(target=found.serve_forever, daemon=True).start()
+        threading.Thread(target=found.serve_forever, args=(0.01,), daemon=True).start()
         Handler.answers = {"/v1/models": (200, {"data": [{"id": "m"}]})}
         found.answers = Handler.answers
         found.url = f"http://127.0.0.1:{found.server_port}"

@@ -273,29 +273,33 @@ def waiting_for_tokens(markers: dict[str, Markers], special: list[str]) -> Docum
     return DocumentTokens(never, markers, lambda _: special[0])
 
 
+def waiting(known):
+    return known._waiting
+
+
 def test_documents_that_wait_for_their_tokens_take_a_bounded_amount_of_memory(monkeypatch):
     monkeypatch.setattr(document_tokens, "WAITING_LETTERS", 1000)
     known = waiting_for_tokens({"m": Markers(separators=((9,),))}, [" # # "])
     for number in range(50):
         assert known.find("m", f"{number:0100d}") is None
         assert known.find("m", f"{number:0100d}") is None, "it waits already"
-    assert len(known._waiting) == 10
+    assert len(waiting(known)) == 10
     monkeypatch.setattr(document_tokens, "WAITING_LETTERS", 1 << 20)
     for number in range(500):
         known.find("m", f"{number:0100d}", "greedy")
-    assert len(known._waiting) == 110
+    assert len(waiting(known)) == 110
     known.find("m", "a text", "modest")
-    assert len(known._waiting) == 111
+    assert len(waiting(known)) == 111
     monkeypatch.setattr(document_tokens, "MOST_LETTERS", 10)
     known.find("m", "more than ten letters", "another")
-    assert len(known._waiting) == 111
+    assert len(waiting(known)) == 111
 
 
 def test_the_tokens_of_documents_are_asked_for_again_when_a_model_is_cut_otherwise():
     markers, special = {"m": Markers(separators=((9,),))}, [" # # "]
     known = waiting_for_tokens(markers, special)
     known.find("m", "a text")
-    (key,) = known._waiting
+    (key,) = waiting(known)
     known._known[key] = ("digest", 3)
     assert known.find("m", "a text") == ("digest", 3)
     markers["m"] = Markers(separators=((9,),))

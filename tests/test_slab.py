@@ -150,11 +150,12 @@ def test_a_container_s_limit_counts_and_idle_page_cache_is_room(monkeypatch, tmp
     (tmp_path / "memory.max").write_text("1000\n")
     (tmp_path / "memory.current").write_text("900\n")
     monkeypatch.setattr(host_memory, "CONTAINER", tmp_path)
-    assert host_memory._container_limit() > 1 << 60, "half of the facts is none"
+    limit = host_memory._container_limit
+    assert limit() > 1 << 60, "half of the facts is none"
     (tmp_path / "memory.stat").write_text("anon 1\ninactive_file 700\nactive_file 3\n")
-    assert host_memory._container_limit() == 800
+    assert limit() == 800
     (tmp_path / "memory.max").write_text("max\n")
-    assert host_memory._container_limit() > 1 << 60
+    assert limit() > 1 << 60
 
 
 # -- shared with other processes -------------------------------------------------------------------------------------

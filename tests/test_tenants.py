@@ -6,15 +6,14 @@ import contextlib
 import logging
 import os
 import stat
-import subprocess
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
+from forked import Forked
 from models import SEPARATOR, random_model, random_tokens
-from redis_servers import RedisServer, wait_until
-from storage_fakes import key_of, meta_of, stored
+from redis_servers import RedisServer, servers_of, wait_until
+from storage_fakes import key_of, meta_of, stored, tiers_of
 from test_redis_faults import say_no_secret
 from typer.testing import CliRunner
 
@@ -45,6 +44,10 @@ def served(url: str, salt: str, directory: Path | None = None) -> CachedModel:
     return CachedModel(random_model(), settings(url, directory), SEPARATOR, cache_salt=salt)
 
 
+def salt_of(cached: CachedModel) -> str:
+    return cached._salt
+
+
 def use(cached: CachedModel) -> None:
     """Documents are learned, a prompt is blended, and another is stored as exact."""
     for document in DOCUMENTS:
@@ -60,16 +63,16 @@ def finds(cached: CachedModel) -> list[str]:
     asked = [key for keys in keys_of(cached, (*DOCUMENTS, SYSTEM, PROMPT)) for key in keys]
     found += [place for place in engine.store.lookup(asked) if place is not None]
     whole = Match(prompt=len(PROMPT), exact_stop=len(PROMPT))
-    prefix = engine.look(whole, engine.token_chain(PROMPT, cached._salt)).exact
+    prefix = engine.look(whole, engine.token_chain(PROMPT, salt_of(cached))).exact
     return found + ["prefix"] * bool(prefix)
 
 
 def keys_of(cached: CachedModel, texts: Iterable[list[int]]) -> list[set[ChunkKey]]:
     """All keys that this tenant's chunks of these tokens have: as documents, and as prefixes."""
-    engine, found = cached.engine, [set(), set()]
+    engine, found, salt = cached.engine, [set(), set()], salt_of(cached)
     for tokens in texts:
-        found[0].update(engine.document_keys(tokens, engine.namespace(RecordKind.DOCUMENT, cached._salt)))
-        found[1].update(exact_keys(engine.namespace(RecordKind.PREFIX, cached._salt), tokens, engine.chunk_size))
+        found[0].update(engine.document_keys(tokens, engine.namespace(RecordKind.DOCUMENT, salt)))
+        found[1].update(exact_keys(engine.namespace(RecordKind.PREFIX, salt), tokens, engine.chunk_size))
     return found
 
 
@@ -125,18 +128,14 @@ def test_keys_of_two_tenants_and_of_the_two_kinds_never_meet(redis):
     assert len(set().union(*every)) == sum(map(len, every))
 
 
-WRITER = """
-import sys
-from test_tenants import served, use
-with served(sys.argv[1], sys.argv[2]) as cached:
-    use(cached)
-"""
+def use_as(url: str, salt: str) -> None:
+    with served(url, salt) as cached:
+        use(cached)
 
 
 def test_two_processes_with_one_salt_find_each_others_chunks_in_redis(redis):
     for salt in ("alice", ""):
-        command = [sys.executable, "-c", WRITER, redis.tcp_url(), salt]
-        subprocess.run(command, cwd=Path(__file__).parent, check=True, timeout=120)
+        assert Forked(use_as, redis.tcp_url(), salt).wait() == 0
     with served(redis.tcp_url(), "bob") as cached:
         assert finds(cached) == []
     with served(redis.tcp_url(), "alice") as cached:
@@ -217,7 +216,7 @@ def test_nothing_that_can_be_printed_shows_a_password(guarded, caplog, kind):
             remote,
             tier,
             tier._servers,
-            *tier._servers.all(),
+            *servers_of(tier),
             Settings.model_fields,
             ours.origin("remote_url"),
         ]
@@ -260,7 +259,7 @@ def test_a_whole_session_with_failures_logs_no_password_at_any_level(tmp_path, c
     """
     with RedisServer(tmp_path, password="hunter2") as server, caplog.at_level(logging.DEBUG):
         with CachedModel(random_model(), settings(server.tcp_url(), remote_deadline=0.3), SEPARATOR) as cached:
-            (tier,) = cached.engine.store._tiers
+            (tier,) = tiers_of(cached.engine.store)
             use(cached)
             server.pause()
             use(cached)

@@ -6,13 +6,15 @@ import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
+from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
+from amount import cases, some
 from models import SEPARATOR, VOCABULARY, random_model, random_tokens
 from service_fakes import serving
-from storage_fakes import note_load
+from storage_fakes import computing, note_load, reading, tiers_of
 from tier_wrappers import Counted, Delayed
 from transformers import DynamicCache
 
@@ -119,9 +121,9 @@ def test_the_system_text_is_an_exact_prefix_of_the_next_prompt(cached: CachedMod
     assert cached.prefill(prompt(1, 0)).report.exact == len(SYSTEM)
 
 
-def test_a_thousand_prompts_of_shuffled_known_documents_create_no_chunk(cached: CachedModel) -> None:
-    """The peers' stores chain documents to what stands before them, and drown in copies within 60 to 90 novel
-    orders.
+def test_many_prompts_of_shuffled_known_documents_create_no_chunk(cached: CachedModel) -> None:
+    """The peers' stores chain documents to what stands before them, and drown in copies within 60 to 90 novel orders.
+    With --long, there are a thousand prompts.
     """
     for document in DOCUMENTS:
         cached.learn(document)
@@ -129,7 +131,7 @@ def test_a_thousand_prompts_of_shuffled_known_documents_create_no_chunk(cached: 
     before = cached.engine.store.known_keys()
     shuffle = random.Random(1)
 
-    for question in range(1000):
+    for question in range(some(1000)):
         order = shuffle.sample(range(len(DOCUMENTS)), 4)
         report = cached.prefill(prompt(*order, question=question)).report
         assert report.reused == sum(len(DOCUMENTS[i]) for i in order)
@@ -614,7 +616,7 @@ def corpus_on_disk(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def over(path: Path, **changes: object) -> tuple[CachedModel, Delayed, Counted]:
     """A model over the corpus's disk, which can be made slow, and counts."""
     cached = CachedModel(random_model(), settings(local_disk=path, chunk_size=64, **changes), SEPARATOR)
-    tiers = cached.engine.store._tiers
+    tiers = tiers_of(cached.engine.store)
     counted = Counted(tiers[0])
     tiers[0] = slow = Delayed(counted)
     return cached, slow, counted
@@ -659,7 +661,7 @@ def test_a_slow_disk_is_not_waited_for_and_is_found_again_when_it_is_fast(
         for i in range(3):
             cached.prefill(asking(i, i), "full")
             assert serve(i).loaded["disk"] > 0, "nothing was known"
-        until(lambda: cached.engine.store.cost._reading["disk"].value)
+        until(lambda: reading(cached.engine.store.cost)["disk"].value)
         before = counted.counts.opened
         for i in (3, 4):
             report = serve(i)
@@ -668,9 +670,9 @@ def test_a_slow_disk_is_not_waited_for_and_is_found_again_when_it_is_fast(
             assert "loading them would take about" in report.note
         assert counted.counts.opened == before
 
-        slow.per_part, was = 0.0, cached.engine.store.cost._reading["disk"].newest
+        slow.per_part, was = 0.0, reading(cached.engine.store.cost)["disk"].newest
         assert serve(5).loaded["disk"] > 0, "a trial"
-        until(lambda: cached.engine.store.cost._reading["disk"].newest < was / 5)
+        until(lambda: reading(cached.engine.store.cost)["disk"].newest < was / 5)
         for _ in range(9):  # what this machine computes in the time of a read is not the point
             cached.engine.store.cost.computed(100_000, 1e5, len(asking(0, 1)))
         for i in range(6, 10):
@@ -749,7 +751,7 @@ def test_a_load_that_spares_nothing_is_not_begun(corpus_on_disk: Path) -> None:
 
 
 def test_what_computing_takes_is_learned_from_what_was_computed_and_nothing_else(cached: CachedModel) -> None:
-    rates = cached.engine.store.cost._computing
+    rates = computing(cached.engine.store.cost)
     cached.learn(CORPUS[0])
     assert set(rates) == {(60).bit_length()}
     rates.clear()
@@ -849,9 +851,13 @@ def test_a_document_that_does_not_fit_behind_the_primer_stops_no_later_prompt(ca
         assert len(cached.generate(ids, max_new_tokens=1)[0]) == 1
 
 
-@pytest.mark.parametrize("prefix", [[], [SINK], [SINK, *PRIMER]])
-@pytest.mark.parametrize("start", [SYSTEM, [SINK], [SINK, *PRIMER], []])
-@pytest.mark.parametrize("way", ["blend", "reuse", "exact", "full", "generate", "keep", "learn_documents"])
+PREFIXES = [], [SINK], [SINK, *PRIMER]
+WAYS_IN = list(
+    product(PREFIXES, (SYSTEM, *PREFIXES), ("blend", "reuse", "exact", "full", "generate", "keep", "learn_documents"))
+)
+
+
+@pytest.mark.parametrize(("prefix", "start", "way"), cases(WAYS_IN, *WAYS_IN[::5]))
 def test_no_way_in_lets_a_prompt_change_what_a_document_is_for_others(
     prefix: list[int], start: list[int], way: str
 ) -> None:
