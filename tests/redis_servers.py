@@ -311,7 +311,7 @@ class RedisCluster(Stopped):
     ) -> None:
         self.password = password
         self.nodes: list[RedisServer] = []
-        self._clients: list[redis_py.RedisCluster] = []
+        self._clients: dict[int, redis_py.RedisCluster] = {}
         lines = ["cluster-enabled yes", "cluster-config-file nodes.conf", f"cluster-node-timeout {node_timeout_ms}"]
         lines += [f"cluster-require-full-coverage {'yes' if full_coverage else 'no'}"]
         lines += ["cluster-replica-validity-factor 0", *extra]
@@ -389,14 +389,15 @@ class RedisCluster(Stopped):
         return f"redis-cluster://{login}" + ",".join(f"{node.host}:{node.port}" for node in self.nodes)
 
     def client(self) -> redis_py.RedisCluster:
-        """A plain client of the cluster; closed with it."""
-        made = redis_py.RedisCluster(host=HOST, port=self._running().port, password=self.password)
-        self._clients.append(made)
-        return made
+        """A plain client of the cluster, the same as long as the first node that runs is; closed with the cluster."""
+        port = self._running().port
+        if port not in self._clients:
+            self._clients[port] = redis_py.RedisCluster(host=HOST, port=port, password=self.password)
+        return self._clients[port]
 
     def stop(self) -> None:
         """Kill all nodes and close the clients."""
-        for client in self._clients:
+        for client in self._clients.values():
             client.close()
         self._clients.clear()
         for node in self.nodes:

@@ -16,8 +16,8 @@ from types import SimpleNamespace
 import pytest
 import redis as redis_py
 from models import SEPARATOR, random_model, random_tokens
-from redis_servers import RedisCluster, RedisServer, Sentinels, free_port, wait_until
-from storage_fakes import as_tensor, content, key_of, memory, meta_of, own_seconds, stored, writing
+from redis_servers import RedisCluster, RedisServer, Sentinels, free_port, servers_of, wait_until
+from storage_fakes import as_tensor, content, key_of, memory, meta_of, own_seconds, stored, tiers_of, writing
 
 from lmc.blend.segments import join
 from lmc.blend.strategies import RecomputePolicy as Repair
@@ -188,6 +188,13 @@ def back(tier: RedisTier) -> None:
     wait_until(lambda: tier.usable, "a tier that is usable again")
 
 
+@pytest.fixture(scope="module")
+def three_nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisCluster]:
+    """A cluster with a password, for tests that leave every node running."""
+    with RedisCluster(tmp_path_factory.mktemp("cluster"), password="hunter2") as cluster:
+        yield cluster
+
+
 # -- under load ------------------------------------------------------------------------------------------------------
 
 
@@ -291,21 +298,26 @@ def test_sentinels_name_another_master_under_load(tmp_path):
         busy.flows()
 
 
-def test_a_cluster_that_loses_a_node_misses_that_nodes_chunks_and_no_others(tmp_path):
-    with RedisCluster(tmp_path) as cluster, traffic(cluster.url()) as (busy, store, tier):
-        owner = {key: cluster.node_of(b"lmc:{%s}" % key.hex().encode()) for key in KEYS}
-        dead = cluster.kill(1)
-        wait_until(lambda: any(not server.usable for server in tier._servers.all()), "an open breaker")
-        assert tier.usable, "there are two more"
-        busy.flows()
-        found = store.lookup(KEYS)
-        assert [key for key, place in zip(KEYS, found, strict=True) if place == "redis" and owner[key] is dead] == []
-        assert "redis" in found
-        dead.restart()
-        wait_until(lambda: all(server.usable for server in tier._servers.all()), "all nodes")
+def test_a_cluster_that_loses_a_node_misses_that_nodes_chunks_and_no_others(three_nodes):
+    with traffic(three_nodes.url()) as (busy, store, tier):
+        owner = {key: three_nodes.node_of(b"lmc:{%s}" % key.hex().encode()) for key in KEYS}
+        dead = three_nodes.kill(1)
+        try:
+            wait_until(lambda: any(not server.usable for server in servers_of(tier)), "an open breaker")
+            assert tier.usable, "there are two more"
+            busy.flows()
+            found = store.lookup(KEYS)
+            places = zip(KEYS, found, strict=True)
+            assert [key for key, place in places if place == "redis" and owner[key] is dead] == []
+            assert "redis" in found
+        finally:
+            dead.restart()
+            three_nodes.wait_ok()
+        wait_until(lambda: all(server.usable for server in servers_of(tier)), "all nodes")
         elsewhere = dead.client()
         wait_until(lambda: elsewhere.keys("lmc:{*"), "chunks on the node that is back")
         busy.flows()
+    three_nodes.client().flushall(target_nodes="primaries")
 
 
 def test_a_cluster_whose_replica_takes_over_serves_all_chunks_again(tmp_path):
@@ -314,8 +326,8 @@ def test_a_cluster_whose_replica_takes_over_serves_all_chunks_again(tmp_path):
         around = heir.client()
         wait_until(
             lambda: (
-                all(server.usable for server in tier._servers.all())
-                and any(str(heir.port) in server.name for server in tier._servers.all())
+                all(server.usable for server in servers_of(tier))
+                and any(str(heir.port) in server.name for server in servers_of(tier))
             ),
             "a map with the heir in it",
         )
@@ -324,16 +336,23 @@ def test_a_cluster_whose_replica_takes_over_serves_all_chunks_again(tmp_path):
         busy.flows()
 
 
-def test_a_cluster_that_is_down_for_long_says_so_once_in_a_while(tmp_path, caplog):
+def test_a_cluster_that_refuses_every_question_is_left_alone_and_said_to_be_down_once_in_a_while(tmp_path, caplog):
     """Its nodes greet, and refuse every question: they were declared well again twice a second, with two lines in the
-    log each time.
+    log each time. And a question that was sent was counted as an answer, so that refusals were never three in a row.
     """
     with RedisCluster(tmp_path, full_coverage=True) as cluster:
-        tier = tier_of(cluster.url())
+        tier, alone = tier_of(cluster.url()), tier_of(cluster.url())
         store = Store(Slab(4, PARTS, PART_BYTES), [tier])
         assert store.lookup(KEYS) == [None] * len(KEYS)
         cluster.kill(0)
-        wait_until(lambda: b"cluster_state:fail" in cluster.nodes[1].ask("CLUSTER", "INFO"), "a cluster that is down")
+        for node in cluster.nodes[1:]:
+            wait_until(lambda node=node: b"cluster_state:fail" in node.ask("CLUSTER", "INFO"), "a cluster that is down")
+        with contextlib.closing(alone):
+            for _ in range(breaker.FAILURES):
+                with contextlib.suppress(OSError):
+                    alone.contains(KEYS)
+            assert not alone.usable
+        caplog.clear()
         over = time.monotonic() + 3
         while time.monotonic() < over:
             assert store.lookup(KEYS) == [None] * len(KEYS)
@@ -341,18 +360,6 @@ def test_a_cluster_that_is_down_for_long_says_so_once_in_a_while(tmp_path, caplo
         store.close()
         said = [record.getMessage() for record in caplog.records if str(cluster.nodes[1].port) in record.getMessage()]
         assert len(said) <= 4, said
-
-
-def test_a_server_that_refuses_three_questions_in_a_row_is_left_alone(tmp_path):
-    """A question that was sent was counted as an answer, so that refusals were never three in a row."""
-    with RedisCluster(tmp_path, full_coverage=True) as cluster, contextlib.closing(tier_of(cluster.url())) as tier:
-        cluster.kill(0)
-        for node in cluster.nodes[1:]:
-            wait_until(lambda node=node: b"cluster_state:fail" in node.ask("CLUSTER", "INFO"), "a cluster that is down")
-        for _ in range(breaker.FAILURES):
-            with contextlib.suppress(OSError):
-                tier.contains(KEYS)
-        assert not tier.usable
 
 
 @contextlib.contextmanager
@@ -465,7 +472,7 @@ def test_one_timeout_or_three_other_failures_are_enough(redis, away, failures):
 @pytest.mark.parametrize(("given", "seconds"), [({}, 0.5), ({"remote_deadline": 2.0}, 2.0)])
 def test_the_kernel_waits_for_each_piece_as_long_as_the_setting_says(redis, given, seconds):
     with contextlib.closing(open_redis(Settings(remote_url=redis.tcp_url(), **given))) as tier:
-        (server,) = tier._servers.all()
+        (server,) = servers_of(tier)
         with server.connection() as connection:
             assert connection.call("PING") == b"PONG"
             for limit in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
@@ -522,13 +529,6 @@ def test_a_read_that_is_under_way_ends_when_the_server_falls_silent(redis):
         assert read(tier, KEYS[0]) == right(KEYS[0])
 
 
-@pytest.fixture(scope="module")
-def three_nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisCluster]:
-    """A cluster with a password, for tests that leave every node running."""
-    with RedisCluster(tmp_path_factory.mktemp("cluster"), password="hunter2") as cluster:
-        yield cluster
-
-
 @contextlib.contextmanager
 def silent(cluster: RedisCluster) -> Iterator[None]:
     """No node answers inside."""
@@ -542,67 +542,70 @@ def silent(cluster: RedisCluster) -> Iterator[None]:
         cluster.wait_ok()
 
 
-@pytest.mark.parametrize("connected", [True, False], ids=["connected", "new thread"])
-def test_a_cluster_that_falls_silent_as_a_whole_costs_one_deadline_and_not_one_for_each_node(three_nodes, connected):
+def open_all(tier: RedisTier) -> None:
+    """As a load does it: headers of all nodes are asked for at the same time."""
+    tier.announce(KEYS)
+    for key in KEYS:
+        with contextlib.suppress(OSError):
+            assert tier.open(key) is None
+
+
+def test_a_cluster_that_falls_silent_as_a_whole_costs_one_deadline_and_not_one_for_each_node(three_nodes):
     """The nodes are asked at the same time, but were waited for one after the other, each for a whole deadline.
 
-    A thread that is new has its connections still to be made, which a silent node accepts and never greets.
+    A thread that is new has its connections still to be made, which a silent node accepts and never greets. Headers
+    that were not answered are not asked for again. What was asked of one node while another kept us waiting has had its
+    time.
     """
-    tier = tier_of(three_nodes.url())
-    if connected:
-        tier.contains(KEYS)
-    with silent(three_nodes):
-        began = own_seconds()
+    looking, new, opening, new_opening, reading = tiers = [tier_of(three_nodes.url()) for _ in range(5)]
+    looking.contains(KEYS)
+    opening.announce(KEYS)
+    stored_keys = [key_of(f"silent {i}") for i in range(20)]
+    write(reading, *stored_keys)
+    readers = [reading.open(key) for key in stored_keys]
+
+    def look(tier: RedisTier) -> None:
         with pytest.raises(OSError, match="Redis at"):
             tier.contains(KEYS)
-        looked = own_seconds() - began
-        began = own_seconds()
-        tier.close()
-        closed = own_seconds() - began
-    assert {"looked": looked < LIMIT, "closed": closed < LIMIT} == {"looked": True, "closed": True}, (looked, closed)
 
-
-@pytest.mark.parametrize("connected", [True, False], ids=["connected", "new thread"])
-def test_opening_records_of_a_cluster_that_falls_silent_costs_one_deadline(three_nodes, connected):
-    """As a load does it: headers of all nodes are asked for at the same time, and what was not answered is not asked
-    for again.
-    """
-    with contextlib.closing(tier_of(three_nodes.url())) as tier:
-        if connected:
-            tier.announce(KEYS)
-        with silent(three_nodes):
-            began = own_seconds()
-            tier.announce(KEYS)
-            for key in KEYS:
+    def read_all() -> None:
+        for act in (lambda reader: reader.request(0, 1), lambda reader: reader.read(0, 1, [memory(4096)])):
+            for reader in readers:
                 with contextlib.suppress(OSError):
-                    assert tier.open(key) is None
-            assert own_seconds() - began < LIMIT
+                    act(reader)
 
-
-def test_reads_that_are_under_way_from_all_nodes_end_with_one_deadline(three_nodes):
-    """What was asked of one node while another kept us waiting has had its time."""
-    with contextlib.closing(tier_of(three_nodes.url())) as tier:
-        for key in KEYS[:20]:
-            tier.delete(key)
-            write(tier, key)
-        readers = [tier.open(key) for key in KEYS[:20]]
-        with silent(three_nodes):
-            began = own_seconds()
-            for act in (lambda reader: reader.request(0, 1), lambda reader: reader.read(0, 1, [memory(4096)])):
-                for reader in readers:
-                    with contextlib.suppress(OSError):
-                        act(reader)
-            assert own_seconds() - began < LIMIT
-        for reader in readers:
-            reader.close()
-
-
-def test_a_cluster_that_is_not_there_at_start_joins_later(three_nodes, caplog):
+    acts: dict[str, Callable[[], object]] = {
+        "a lookup": lambda: look(looking),
+        "a lookup of a new thread": lambda: look(new),
+        "records opened": lambda: open_all(opening),
+        "records opened by a new thread": lambda: open_all(new_opening),
+        "reads under way": read_all,
+        "the end": lambda: [tier.close() for tier in tiers[:2]],
+    }
+    took = {}
     with silent(three_nodes):
-        tier = tier_of(three_nodes.url(), deadline=1.0)
+        for name, act in acts.items():
+            began = own_seconds()
+            act()
+            took[name] = own_seconds() - began
+    for reader in readers:
+        reader.close()
+    for tier in tiers[2:]:
+        tier.close()
+    three_nodes.client().flushall(target_nodes="primaries")
+    assert {name: seconds for name, seconds in took.items() if seconds >= LIMIT} == {}
+
+
+def test_a_cluster_that_is_silent_at_start_joins_later_or_is_closed_in_time(three_nodes, caplog):
+    with silent(three_nodes):
+        tier, other = tier_of(three_nodes.url(), deadline=1.0), tier_of(three_nodes.url())
         assert not tier.usable
         assert tier.contains(KEYS) == [False] * len(KEYS)
         assert tier.open(KEYS[0]) is None
+        time.sleep(breaker.FIRST_PAUSE * 1.5)  # a trial is under way
+        began = own_seconds()
+        other.close()
+        assert own_seconds() - began < LIMIT
     with contextlib.closing(tier):
         back(tier)
         # On a busy machine, a node may have missed a deadline again, and has a breaker of its own.
@@ -610,15 +613,6 @@ def test_a_cluster_that_is_not_there_at_start_joins_later(three_nodes, caplog):
         assert read(tier, KEYS[0]) == right(KEYS[0])
     assert caplog.records[0].levelname == "WARNING"
     say_no_secret(caplog)
-
-
-def test_a_cluster_that_is_silent_at_start_and_stays_so_is_closed_in_time(three_nodes):
-    with silent(three_nodes):
-        tier = tier_of(three_nodes.url())
-        time.sleep(breaker.FIRST_PAUSE * 1.5)  # a trial is under way
-        began = own_seconds()
-        tier.close()
-        assert own_seconds() - began < LIMIT
 
 
 def test_connections_that_were_cut_while_nobody_used_them_are_not_even_a_failure(redis):
@@ -857,7 +851,7 @@ def say_no_secret(caplog: pytest.LogCaptureFixture, error: BaseException | None 
     assert [secret for secret in SECRETS for text in said if secret in text] == []
 
 
-# -- a model ----------------------------------------------------------------------------------------------------------
+# -- a model ---------------------------------------------------------------------------------------------------------
 
 DOCUMENTS = [random_tokens(20 + 5 * i, i) for i in range(6)]
 CHUNK = 4 * 2 * 16 * 2 * 16 * 4  # layers, keys and values, tokens, heads, numbers, bytes
@@ -884,7 +878,7 @@ def test_a_models_answers_are_right_whatever_happens_to_redis_meanwhile(redis):
     settings = Settings(**values, remote_url=redis.tcp_url(), remote_deadline=DEADLINE)  # type: ignore[arg-type]
     asked = prompts(12)
     with CachedModel(random_model(), settings, SEPARATOR) as cached:
-        (tier,) = cached.engine.store._tiers
+        (tier,) = tiers_of(cached.engine.store)
         wanted = [cached.prefill(ids, "full").logits for ids in asked]
         for document in DOCUMENTS:
             cached.learn(document)
