@@ -2,9 +2,11 @@
 
 import asyncio
 import json
+import os
+import signal
 import subprocess
 import sys
-import time
+import tempfile
 from contextlib import contextmanager
 from http.client import HTTPConnection
 from pathlib import Path
@@ -12,6 +14,7 @@ from pathlib import Path
 import pytest
 import typer
 from echo_engine import EchoEngine, respond
+from forked import Forked, command
 from router_house import SECONDS, served
 from service_fakes import eventually
 from typer.testing import CliRunner
@@ -26,23 +29,24 @@ from lmc.router.settings import RouterOptions
 
 
 @contextmanager
-def running(*options: str, **variables: str):
-    """The command in a process; its port, and what it has logged."""
-    import os
-
+def running(*options: str, real: bool = False, **variables: str):
+    """The command in a process, which a shell starts if it is `real`; its port, and the file of its log."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("LMC_")} | variables
-    command = [sys.executable, "-m", "lmc", "router", "--port", "0", *options]
-    process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
-    try:
-        line = process.stderr.readline()
-        while "listening at" not in line:
-            assert line, "it has ended"
-            line = process.stderr.readline()
-        yield int(line.split("listening at 127.0.0.1:")[1].split(",")[0]), process
-    finally:
-        process.terminate()
-        process.wait(SECONDS)
-        process.stderr.close()
+    words = ["router", "--port", "0", *options]
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "log"
+        log.touch()
+        if real:
+            with log.open("ab") as file:
+                process = subprocess.Popen([sys.executable, "-m", "lmc", *words], env=environment, stderr=file)
+        else:
+            process = Forked(command, *words, environment=environment, output=log)
+        try:
+            eventually(lambda: "listening at" in log.read_text() or process.poll() is not None)
+            yield int(log.read_text().split("listening at 127.0.0.1:")[1].split(",")[0]), log
+        finally:
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(SECONDS) == 0
 
 
 def get(port: int, path: str, body: object = None) -> tuple[int, object]:
@@ -67,22 +71,17 @@ def test_the_command_routes_and_ends(tmp_path):
     with served(EchoEngine()) as one, served(EchoEngine()) as other:
         file = tmp_path / "router.yaml"
         file.write_text(f"static-backends:\n  - {one.url}\n  - {other.url}/v1/\npolicy: round_robin\n")
-        began = time.monotonic()
-        with running("--config", str(file), LMC_ROUTER_HEALTH_SECONDS="0.2") as (port, process):
+        with running("--config", str(file), real=True, LMC_ROUTER_HEALTH_SECONDS="0.2") as (port, _):
             eventually(lambda: get(port, "/ready") == (200, {"engines": 2}))
-            assert time.monotonic() - began < SECONDS
             assert {get(port, "/v1/completions", {"model": "echo", "prompt": "x"})[0] for _ in range(4)} == {200}
             assert [len(one.application.seen), len(other.application.seen)] == [2, 2]
-            process.terminate()
-            assert process.wait(SECONDS) == 0
 
 
 def test_the_command_line_comes_before_the_environment_and_the_file(tmp_path):
     file = tmp_path / "router.yaml"
     file.write_text("policy: random\nstatic-backends: http://127.0.0.1:1\n")
-    with running("--config", str(file), LMC_ROUTER_POLICY="least_loaded") as (_, process):
+    with running("--config", str(file), LMC_ROUTER_POLICY="least_loaded"):
         pass
-    assert process.returncode == 0
     assert "no policy" in refused("--config", str(file), LMC_ROUTER_POLICY="nonsense")
     assert "nonsense" in refused("--config", str(file), "--policy", "nonsense", LMC_ROUTER_POLICY="random")
 
@@ -156,19 +155,25 @@ def test_what_cannot_work_is_an_error_that_says_what_would_be_right(name):
     assert said.startswith("Usage:") or (said.startswith("error: ") and said.count("\n") == 1)
 
 
+def ran(monkeypatch, *arguments: str, **variables: str) -> tuple:
+    """With what the command would run the router."""
+    found = []
+    monkeypatch.setattr("lmc.commands.router._run", lambda *given: found.append(given))
+    result = CliRunner().invoke(app, ["router", *arguments], env=variables)
+    assert result.exit_code == 0, result.output
+    return found[0]
+
+
 def chosen(monkeypatch, *arguments: str, **variables: str) -> tuple:
     """What the command would run: policy, options, engines and discovery."""
-    options, found = [], []
+    options = []
 
     def making(name, given):
         options.append(given)
         return from_command_line(name, given)
 
     monkeypatch.setattr("lmc.commands.router.from_command_line", making)
-    monkeypatch.setattr("lmc.commands.router._run", lambda *given: found.append(given))
-    result = CliRunner().invoke(app, ["router", *arguments], env=variables)
-    assert result.exit_code == 0, result.output
-    _, policy, _, engines, where, _, _ = found[0]
+    _, policy, _, engines, where, _, _ = ran(monkeypatch, *arguments, **variables)
     return policy, options[0], [one.url for one in engines], where
 
 
@@ -185,16 +190,13 @@ def test_engines_with_events_can_be_chosen_by_them(monkeypatch, found):
 
 
 def test_a_file_may_name_tokenizers_as_a_mapping(monkeypatch, tmp_path):
-    found = []
-    monkeypatch.setattr("lmc.commands.router._run", lambda settings, *_: found.append(settings.tokenizers))
-    file = tmp_path / "router.yaml"
-    for tokenizers in ("{a/b: /x, c: hub/y}", "[a/b=/x, c=hub/y]", "a/b=/x,c=hub/y"):
+    file, mapping = tmp_path / "router.yaml", {"a/b": "/x", "c": "hub/y"}
+    for tokenizers, wanted in (
+        ("{a/b: /x, c: hub/y}", mapping), ("[a/b=/x, c=hub/y]", mapping), ("a/b=/x,c=hub/y", mapping),
+        ("{'a,b=c': '/x,y', d: /z}", {"a,b=c": "/x,y", "d": "/z"}),
+    ):  # fmt: skip
         file.write_text(f"static_backends: http://a\ntokenizers: {tokenizers}\n")
-        assert CliRunner().invoke(app, ["router", "--config", str(file)]).exit_code == 0
-    assert found == [{"a/b": "/x", "c": "hub/y"}] * 3
-    file.write_text("static_backends: http://a\ntokenizers: {'a,b=c': '/x,y', d: /z}\n")
-    assert CliRunner().invoke(app, ["router", "--config", str(file)]).exit_code == 0
-    assert found[-1] == {"a,b=c": "/x,y", "d": "/z"}
+        assert ran(monkeypatch, "--config", str(file))[0].tokenizers == wanted
     file.write_text("static_backends: http://a\ntokenizers: {a: }\n")
     assert "use MODEL=DIRECTORY" in refused("--config", str(file))
 
@@ -223,11 +225,8 @@ def test_options_of_a_policy_may_be_a_variable_or_in_the_file(monkeypatch, tmp_p
 
 def settings_of(monkeypatch, *arguments: str, **variables: str) -> tuple:
     """The settings with which the command would run, and what was given in an earlier form."""
-    found = []
-    monkeypatch.setattr("lmc.commands.router._run", lambda settings, *rest: found.append((settings, rest[-1])))
-    result = CliRunner().invoke(app, ["router", "--static-backends", "http://a", *arguments], env=variables)
-    assert result.exit_code == 0, result.output
-    return found[0]
+    settings, *_, moved = ran(monkeypatch, "--static-backends", "http://a", *arguments, **variables)
+    return settings, moved
 
 
 def test_the_command_line_has_sixteen_options():
@@ -266,11 +265,8 @@ def test_later_sources_of_options_come_before_earlier_ones(monkeypatch, tmp_path
 
 
 def test_a_special_string_is_that_of_the_router_and_of_the_policy(monkeypatch):
-    found = []
-    monkeypatch.setattr("lmc.commands.router._run", lambda settings, _, policy, *rest: found.append((settings, policy)))
-    arguments = ["router", "--static-backends", "http://a", "--option", "special_string= <doc> "]
-    assert CliRunner().invoke(app, arguments).exit_code == 0
-    settings, policy = found[0]
+    arguments = "--static-backends", "http://a", "--option", "special_string= <doc> "
+    settings, _, policy, *_ = ran(monkeypatch, *arguments)
     assert settings.special_string == policy.cutter.special_string == " <doc> "
 
 
@@ -315,11 +311,10 @@ def test_a_port_that_is_taken_is_an_error():
 
 
 def test_a_key_is_not_shown():
-    with running("--static-backends", "http://127.0.0.1:1", "--api-key", "very-secret") as (port, process):
+    with running("--static-backends", "http://127.0.0.1:1", "--api-key", "very-secret") as (port, log):
         eventually(lambda: get(port, "/health")[0] == 200)
         assert "very-secret" not in str(get(port, "/engines"))
-        process.terminate()
-        assert "very-secret" not in process.stderr.read()
+        assert "very-secret" not in log.read_text()
 
 
 # -- discovery --------------------------------------------------------------------------------------------------------
