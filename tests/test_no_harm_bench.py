@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from amount import mostly_long
 
 from lmc.blend.segments import split
 from lmc.blend.strategies import STRATEGIES
@@ -42,7 +43,7 @@ def conversation(imports: None) -> ModuleType:
     return conversation
 
 
-@pytest.fixture(params=["small", "smollm2"])
+@pytest.fixture(params=mostly_long(["small", "smollm2"], "small"))
 def chats(request: pytest.FixtureRequest, imports: None) -> Any:
     from chat_tokens import ChatTokens
 
