@@ -4,6 +4,7 @@ import re
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -19,6 +20,15 @@ from lmc.blend.kernels.attention_triton import FEWEST, scored, tile  # noqa: E40
 from lmc.blend.kernels.place_triton import CHANGING, padded  # noqa: E402
 from lmc.blend.kernels.shift_triton import corrected  # noqa: E402
 
+# Every kernel by its name without the first underscore.
+kernels = SimpleNamespace(
+    **{
+        name[1:]: kernel
+        for module in (attention_triton, place_triton, shift_triton)
+        for name, kernel in vars(module).items()
+        if name.startswith("_") and isinstance(kernel, triton.runtime.JITFunction)
+    }
+)
 BINARIES = Path(triton.__file__).parent / "backends/nvidia/bin"
 # An 8B Llama: 8 KV heads of 128 in pages of 16 tokens, each of which 4 query heads read.
 ITEMSIZES = {"bf16": 2, "fp16": 2, "fp32": 4}
@@ -114,21 +124,21 @@ def spilled(case: Case) -> int:
 # kernel, constants, variants, most registers, whether it computes products on tensor cores
 OTHERS = (
     (
-        attention_triton._join, {"QUERIES": 32, "D": 128, "WIDE": 128, "BT": FEWEST},
+        kernels.join, {"QUERIES": 32, "D": 128, "WIDE": 128, "BT": FEWEST},
         [{"LOG_SUMS": True}, {"LOG_SUMS": False, "log_sums": None}], 96, False,
     ),
-    (place_triton._place, HEADS | HALVES | {"BT": 16}, [{}], 96, False),
-    (place_triton._gather, HEADS | {"BT": 16}, [{}], 96, False),
-    (place_triton._deviation, HEADS | {"BT": 16}, [{}], 128, False),
-    (shift_triton._rotated, HEADS | HALVES | {"BT": 16}, [{}], 96, False),
-    (shift_triton._mean, {"DIMS": 1024, "BT": 32, "BD": 32}, [{}], 96, False),
+    (kernels.place, HEADS | HALVES | {"BT": 16}, [{}], 96, False),
+    (kernels.gather, HEADS | {"BT": 16}, [{}], 96, False),
+    (kernels.deviation, HEADS | {"BT": 16}, [{}], 128, False),
+    (kernels.rotated, HEADS | HALVES | {"BT": 16}, [{}], 96, False),
+    (kernels.mean, {"DIMS": 1024, "BT": 32, "BD": 32}, [{}], 96, False),
     (
-        shift_triton._alike, {"DIMS": 1024, "MOST": 64, "BD": 32, "SHARED": 0.3},
+        kernels.alike, {"DIMS": 1024, "MOST": 64, "BD": 32, "SHARED": 0.3},
         [{"BT": 64, "OWN": True}, {"BT": 32, "OWN": False}], 255, False,
     ),
-    (shift_triton._changes, HEADS | HALVES | {"BT": 16}, [{}], 128, False),
+    (kernels.changes, HEADS | HALVES | {"BT": 16}, [{}], 128, False),
     (
-        shift_triton._correct, HEADS | HALVES | {"BT": 32, "MOST": 64},
+        kernels.correct, HEADS | HALVES | {"BT": 32, "MOST": 64},
         [
             {}, {"HALF": 32, "PADDED": 32}, {"INTERLEAVED": True},
             *(heads(dim) | halves(dim) | {"BT": corrected(dim)} for dim in (64, 256)),
@@ -150,13 +160,13 @@ def attention_cases(dtype: str, dim: int, group: int, *, paged: bool) -> Iterato
         for sums in (True, False) if rows <= 64 and not hides else (hides,):  # Programs of a few rows share keys.
             more = {"LOG_SUMS": sums} | ({} if sums else {"log_sums": None})
             name = f"_attend-{rows}-{keys}-{'hides' if hides else 'whole'}-{'sums' if sums else 'alone'}"
-            yield name, Case(attention_triton._attend, all_of_it | more, dtype, warps, 255, True)
+            yield name, Case(kernels.attend, all_of_it | more, dtype, warps, 255, True)
     some, keys, warps = scored(dim, itemsize)
     for over_all in (False, True) if (dtype, dim, group, paged) == ("bf16", 128, 4, True) else (False,):
         more = {"BT": some, "BN": keys, "OVER_ALL": over_all, "SHARED": False}
-        yield f"_paid-{over_all}", Case(attention_triton._paid, constants | more, dtype, warps, 255, True)
+        yield f"_paid-{over_all}", Case(kernels.paid, constants | more, dtype, warps, 255, True)
     more = {"BT": FEWEST, "BN": keys, "OVER_ALL": False, "SHARED": True}
-    yield "_paid-shared", Case(attention_triton._paid, constants | more, dtype, warps, 255, False)
+    yield "_paid-shared", Case(kernels.paid, constants | more, dtype, warps, 255, False)
 
 
 # Numbers of a head, and query heads for each KV head. transformers has a prompt in one block, vLLM in pages.
@@ -168,7 +178,7 @@ SHAPES = [
 IN_ONE_BLOCK = [("bf16", 128, 4), ("bf16", 128, 7), ("bf16", 64, 3), ("fp32", 64, 3)]
 CASES = {
     f"{kernel.__name__}-{'-'.join(map(str, more.values()))}":
-        Case(kernel, constants | more, "bf16", 8 if kernel is shift_triton._correct else 4, registers, products)
+        Case(kernel, constants | more, "bf16", 8 if kernel is kernels.correct else 4, registers, products)
     for kernel, constants, variants, registers, products in OTHERS
     for more in variants
 } | {
@@ -203,7 +213,7 @@ def test_it_compiles_without_spills(name: str, capability: int, tmp_path: Path) 
 def test_it_is_not_compiled_again_for_another_length(kernel: Any) -> None:
     """The first request with a prompt of whole blocks would wait for that."""
     changing = [one for one in kernel.params if one.name in ("tokens", "count", "shares", "size")]
-    assert changing or kernel in (shift_triton._mean, shift_triton._alike, shift_triton._correct)
+    assert changing or kernel in (kernels.mean, kernels.alike, kernels.correct)
     assert all(one.do_not_specialize for one in changing)
     pointers = {one.name: one for one in kernel.params if one.name in {*POINTERS, *TENSORS}}
     others = {one.name for one in kernel.params if not one.is_constexpr} - pointers.keys()
@@ -212,3 +222,14 @@ def test_it_is_not_compiled_again_for_another_length(kernel: Any) -> None:
     specialized = {name for name, one in pointers.items() if not one.do_not_specialize_on_alignment}
     assert specialized <= ALIGNED.keys(), "say why it always begins at a multiple of 16 bytes, or add it to CHANGING"
     assert not ALIGNED.keys() & CHANGING["do_not_specialize_on_alignment"]
+
+
+def test_a_tensor_that_begins_anywhere_does_not_compile_a_kernel_again() -> None:
+    """`magnitude` begins behind `changed`, of another length each time, and was not among those that may.
+
+    A request whose deviation had another number of tokens waited for the compiler.
+    """
+    starts = {torch.empty(2, count)[1].data_ptr() % 16 for count in range(1, 9)}
+    assert starts != {0}
+    (magnitude,) = [one for one in kernels.deviation.params if one.name == "magnitude"]
+    assert magnitude.do_not_specialize_on_alignment
