@@ -2,15 +2,16 @@
 
 import gc
 import logging
+import multiprocessing
 import os
-import subprocess
-import sys
 import threading
 from dataclasses import replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 import torch
+from forked import Forked
 
 from lmc.errors import NoMemory, StorageError
 from lmc.keys import ChunkKey
@@ -160,28 +161,20 @@ def test_a_container_s_limit_counts_and_idle_page_cache_is_room(monkeypatch, tmp
 
 # -- shared with other processes -------------------------------------------------------------------------------------
 
-OWNER = """
-import sys
-from lmc.storage.memory.slab import Slab
-slab = Slab(3, 2, 5000, shared=True)
-slab.part(1, 1)[:3] = 7
-slab.label(1, bytes(range(32)), 2)
-print(slab.address.path, flush=True)
-sys.stdin.readline()
-"""
-READER = """
-import sys
-from lmc.storage.shares import Shares
-from lmc.storage.memory.slab import Slab, SlabAddress
-slab = Slab.attach(SlabAddress(path=sys.argv[1], slots=3, shares=Shares((2,)), part_bytes=5000))
-print(slab.ready(1, int(sys.argv[2])), slab.ready(1, 5), slab.ready(2, 5), slab.part(1, 1)[:4].tolist(), flush=True)
-slab.part(2, 0)[4999] = 9
-"""
+
+def own(told: Connection) -> None:
+    slab = Slab(3, 2, 5000, shared=True)
+    slab.part(S1, 1)[:3] = 7
+    slab.label(S1, KEY, 2)
+    told.send(slab.address)
+    told.recv()
 
 
-def child(script: str, *arguments: object) -> subprocess.Popen:
-    command = [sys.executable, "-c", script, *map(str, arguments)]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+def look(address: SlabAddress, told: Connection) -> None:
+    slab = Slab.attach(address)
+    ready = [slab.ready(slot, tag) for slot, tag in ((S1, tag_of(KEY)), (S1, 5), (Slot(2), 5))]
+    told.send((ready, slab.part(S1, 1)[:4].tolist()))
+    slab.part(Slot(2), 0)[4999] = 9
 
 
 def mapped(inode: int) -> bool:
@@ -200,22 +193,27 @@ def test_another_process_sees_labels_and_bytes_and_writes_what_the_owner_sees():
     slab = Slab(3, 2, 5000, shared=True)
     slab.part(S1, 1)[:3] = 7
     slab.label(S1, KEY, 2)
-    said, _ = child(READER, slab.address.path, tag_of(KEY)).communicate(timeout=60)
-    assert said == "2 -1 -1 [7, 7, 7, 0]\n"
+    ours, theirs = multiprocessing.Pipe()
+    with ours, theirs:
+        assert Forked(look, slab.address, theirs).wait() == 0
+        assert ours.recv() == ([2, -1, -1], [7, 7, 7, 0])
     assert int(slab.part(Slot(2), 0)[4999]) == 9
 
 
 def test_what_was_mapped_outlives_its_owner_and_nothing_else_is_left_of_it():
     """An owner that is killed leaves no name behind: the memory goes with the last process that maps it."""
-    owner = child(OWNER)
+    ours, theirs = multiprocessing.Pipe()
+    owner = Forked(own, theirs)
     try:
-        at = SlabAddress(path=owner.stdout.readline().strip(), slots=3, shares=Shares((2,)), part_bytes=5000)
+        at = ours.recv()
         slab = Slab.attach(at)
         assert os.readlink(at.path) == "/memfd:lmc-slab (deleted)", "it never had a name"
         inode = os.stat(at.path).st_ino
     finally:
         owner.kill()
-        owner.communicate()
+        owner.wait()
+        ours.close()
+        theirs.close()
     assert slab.ready(S1, tag_of(KEY)) == 2
     assert slab.part(S1, 1)[:4].tolist() == [7, 7, 7, 0]
     slab.part(S1, 1)[:] = 3
