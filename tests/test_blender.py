@@ -3,7 +3,7 @@
 import random
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import pairwise, product
+from itertools import product
 from types import SimpleNamespace
 
 import pytest
