@@ -17,7 +17,7 @@ def messages(
     document is replaced as in `without_separators`. `separator` must equal the server's `blend_special_str`.
     """
     if isinstance(documents, str):
-        raise TypeError("documents is a list of texts, not one text")
-    parts = [intro.strip(), *(without_separators(one, separator).strip() for one in documents), question.strip()]
+        raise TypeError("documents must be a list of texts: a single text was given")
+    parts = [intro.strip(), *(without_separators(text, separator).strip() for text in documents), question.strip()]
     chat = [{"role": "user", "content": separator.join(parts)}]
     return [{"role": "system", "content": system}, *chat] if system else chat

@@ -13,8 +13,8 @@ from lmc.errors import InputError
 
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON")]
 
-UNCUT = 1 << 16  # columns
-LONGEST = 100 * 365 * 86400  # seconds of a time limit
+PIPE_COLUMNS = 1 << 16  # width of a file or pipe, so that lines are not wrapped
+MAX_TTL_SECONDS = 100 * 365 * 86400  # time limits are shorter
 
 
 def console(*, error: bool = False) -> Console:
@@ -23,16 +23,16 @@ def console(*, error: bool = False) -> Console:
     It is as wide as the terminal. In a file or a pipe, lines are not wrapped.
     """
     stream = sys.stderr if error else sys.stdout
-    return Console(width=None if stream is not None and stream.isatty() else UNCUT, stderr=error)
+    return Console(width=None if stream is not None and stream.isatty() else PIPE_COLUMNS, stderr=error)
 
 
 def seconds_of(text: str) -> float:
     """Return the seconds of a time such as `90`, `90s`, `30m`, `12h` or `7d`; raise `InputError` for anything else."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd]?)", text.strip())
-    seconds = float(found[1]) * {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}[found[2]] if found else 0.0
-    if not 0 < seconds < LONGEST:
-        wrong = "give a number of seconds, or a number with s, m, h or d, such as 7d, and less than 100 years"
-        raise InputError(f"{text!r} is no time: {wrong}")
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd]?)", text.strip())
+    seconds = float(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}[match[2]] if match else 0.0
+    if not 0 < seconds < MAX_TTL_SECONDS:
+        hint = "use a number of seconds, or a number with s, m, h or d, such as 7d, below 100 years"
+        raise InputError(f"invalid time {text!r}: {hint}")
     return seconds
 
 
@@ -51,6 +51,6 @@ def time_text(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
-def print_json(found: object) -> None:
+def print_json(content: object) -> None:
     """Print plain data as JSON for programs."""
-    print(json.dumps(found, ensure_ascii=False))  # noqa: T201
+    print(json.dumps(content, ensure_ascii=False))  # noqa: T201

@@ -99,7 +99,7 @@ def test_a_source_that_is_wrong_is_refused_with_its_place(tmp_path: Path, lines:
         ([SHIPPED / "documents"], "--url of a vLLM server with lmc, or --model"),
         ([SHIPPED / "documents", "--url", "a", "--model", "b"], "--url of a vLLM server with lmc, or --model"),
         ([SHIPPED / "documents", "--model", MODEL], "--local-disk DIRECTORY"),
-        ([SHIPPED / "documents", "--url", "localhost:8000"], "It has to be the address of a vLLM server"),
+        ([SHIPPED / "documents", "--url", "localhost:8000"], "Use the address of a vLLM server"),
         (
             [SHIPPED / "documents", "--url", "http://localhost:1"],
             "no server answers at http://localhost:1 (Connection refused): is it running?",
@@ -206,7 +206,7 @@ def test_documents_are_pinned_and_limited_in_time_also_if_they_were_learned_befo
     found = json.loads(lmc(*words, "--pin", "--json")[1])
     assert (found["before"], found["learned"], found["held"]["disk"] > 0) == (0, 3, True)
     assert sorted(wanted(tmp_path)) == [(f"notes/{i}", True, False) for i in range(3)]
-    assert "'soon' is no time" in lmc(*words, "--ttl", "soon")[2]
+    assert "invalid time 'soon'" in lmc(*words, "--ttl", "soon")[2]
 
 
 def test_pins_go_when_everything_is_cleared(tmp_path: Path) -> None:
@@ -268,7 +268,7 @@ def test_what_size_cannot_read_is_said(tmp_path: Path) -> None:
 def test_times() -> None:
     assert [seconds_of(text) for text in ("90", "1.5s", "30m", "12h", "7d")] == [90, 1.5, 1800, 43200, 604800]
     for text in ("", "0", "-1h", "1w", "h"):
-        with pytest.raises(InputError, match="is no time"):
+        with pytest.raises(InputError, match="invalid time"):
             seconds_of(text)
 
 
@@ -483,8 +483,8 @@ def test_pins_need_the_administration_endpoint(server: Any, tmp_path: Path) -> N
         ((200, {"kv_transfer_params": {"lmc": {"note": "no room"}}}), 1, "a was not learned: no room"),
         ((400, {"error": {"message": "too long"}}), 1, "a was not learned: too long"),
         ((200, {}), 2, "answers without lmc: start it with LMCConnector"),
-        ((401, {}), 2, "answers 401 Unauthorized; set OPENAI_API_KEY to the key that it wants"),
-        ((503, {}), 2, "answers 503"),
+        ((401, {}), 2, "answered 401 Unauthorized; set OPENAI_API_KEY to the server's key"),
+        ((503, {}), 2, "answered 503"),
     ],
 )
 def test_what_a_server_says_decides(server: Any, tmp_path: Path, answer: tuple, code: int, said: str) -> None:

@@ -105,7 +105,7 @@ def stored(store: ChunkStore) -> int:
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        (["--http", "127.0.0.1:1234", "--certificate", "none.pem", "--key", "none.key"], "the certificate and the key"),
+        (["--http", "127.0.0.1:1234", "--certificate", "none.pem", "--key", "none.key"], "invalid certificate"),
         (["--group", "there is none"], "this host has no such group"),
         (["--http", "127.0.0.1:123456"], "--http"),
         (["--document-events", "*:5558"], "is no address of ZeroMQ"),
@@ -454,7 +454,7 @@ def test_questions_that_are_too_large_or_wrong_are_refused_and_the_next_is_answe
 
 
 def test_connections_over_which_nothing_is_asked_are_closed(tmp_path, monkeypatch):
-    monkeypatch.setattr(http_server, "SILENT_SECONDS", 0.5)
+    monkeypatch.setattr(http_server, "FIRST_REQUEST_SECONDS", 0.5)
     monkeypatch.setattr(http_server, "BODY_SECONDS", 0.5)
     with administered(tmp_path) as service:
         address = "127.0.0.1", int(service.url.rpartition(":")[2])

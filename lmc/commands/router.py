@@ -135,7 +135,7 @@ def router(
     Clients use the router as they would use one vLLM server. Every option can also be set by a variable, such as
     LMC_ROUTER_PORT, or in a YAML file. LMC_ADMIN_TOKEN protects /engines and /lmc/….
     """
-    from lmc.config.sources import log_level
+    from lmc.config.sources import set_up_log
     from lmc.router.arguments import (
         addresses,
         check_kv_events,
@@ -149,7 +149,7 @@ def router(
     )
     from lmc.router.settings import RouterSettings
 
-    logging.basicConfig(level=log_level(logging.INFO), format="%(asctime)s %(levelname)s %(message)s")
+    set_up_log()
     flags = other_flags(context.args, [f"--{parameter.name}".replace("_", "-") for parameter in context.command.params])
     given, moved = _options(context, flags.moved, option or [])
     name, options = policy_name(policy), router_options(given)

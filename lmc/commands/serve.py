@@ -79,7 +79,7 @@ def serve(
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # Without a handler, process 1 in a container ignores it.
     need_msgspec()
     from lmc.config.settings import Settings
-    from lmc.config.sources import log_level
+    from lmc.config.sources import set_up_log
     from lmc.server.server import CacheServer
     from lmc.storage.tiers.opening import described
 
@@ -90,7 +90,7 @@ def serve(
     token = settings.admin_token or ""
     visitors = _checked(http, token, tenants, certificate, key)
     path, group_number = _path_of(socket, settings.server), _number_of(group)
-    logging.basicConfig(level=log_level(logging.INFO), format="%(asctime)s %(levelname)s %(message)s")
+    set_up_log()
     sys.setswitchinterval(SWITCH_SECONDS)
     _prepare(settings, http, document_events)
     if takeover:

@@ -24,8 +24,8 @@ from rich.table import Table
 from rich.text import Text
 
 from lmc.errors import InputError
-from lmc.http.address import TOKEN
-from lmc.http.client import bearer, opener, with_scheme
+from lmc.http.address import TOKEN, admin_token
+from lmc.http.client import authorization, opener, with_scheme
 from lmc.metrics import NAMES, Labels, key
 from lmc.router.router_metrics import OF_ROUTERS
 from lmc.shapes import GIB, MIB
@@ -127,7 +127,7 @@ def fetch(url: str) -> Sample:
     if not url.startswith(("http://", "https://")):
         raise InputError(f"{url} is no address of metrics: give one like {URL}")
     try:
-        with opener().open(Request(url, headers=bearer(TOKEN)), timeout=TIMEOUT) as answer:
+        with opener().open(Request(url, headers=authorization(admin_token(), TOKEN)), timeout=TIMEOUT) as answer:
             text = answer.read().decode()
     except HTTPError as error:
         error.close()

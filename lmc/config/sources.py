@@ -179,6 +179,11 @@ def log_level(default: int) -> int:
     return known.get(name.upper(), default)
 
 
+def set_up_log() -> None:
+    """Log events of this process to standard error, from the level in `LMC_LOG_LEVEL` on, or else INFO."""
+    logging.basicConfig(level=log_level(logging.INFO), format="%(asctime)s %(levelname)s %(message)s")
+
+
 def read_overrides(written: Mapping[str, object], names: Collection[str], kind: str = "override") -> Source:
     """Return the settings that a program passes; their names may begin with `lmc.` or `lmcache.`."""
     found = Source()

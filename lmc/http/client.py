@@ -3,7 +3,6 @@
 import json
 import os
 import socket
-from collections.abc import Mapping
 from http.client import HTTPConnection, HTTPException
 from typing import Any
 from urllib.error import HTTPError, URLError
@@ -32,15 +31,13 @@ def with_scheme(address: str) -> str:
     return f"{UNIX}{address}" if address.startswith("/") else f"http://{host}{address}"
 
 
-def bearer(variable: str) -> dict[str, str]:
-    """Return the authorization header with the key of an environment variable; empty without a key.
+def authorization(key: str, name: str = "key") -> dict[str, str]:
+    """Return the authorization header with a key; empty without a key.
 
-    The administration token may come from the settings file instead.
-    Raises `InputError` if the key contains characters not allowed in an HTTP header.
+    Raises `InputError`, with the key's `name` but not the key, for characters not allowed in an HTTP header.
     """
-    key = admin_token() if variable == TOKEN else os.environ.get(variable, "").strip()
     if not (key.isascii() and key.isprintable()):
-        raise InputError(f"{variable} has letters that a key cannot have")
+        raise InputError(f"{name} contains characters not allowed in an HTTP header: use printable ASCII characters")
     return {"authorization": f"Bearer {key}"} if key else {}
 
 
@@ -83,81 +80,77 @@ class _UnixHandler(HTTPHandler):
 
 
 def vllm_client(url: str, timeout: float = 30.0) -> "HttpClient":
-    """Return a client of a vLLM server, whose address may end with `/v1`."""
-    hint = "is it running? It has to be the address of a vLLM server, as http://localhost:8000"
-    return HttpClient(url.rstrip("/").removesuffix("/v1"), "OPENAI_API_KEY", timeout, hint)
+    """Return a client of a vLLM server, whose address may end with `/v1`. It sends the key in `OPENAI_API_KEY`."""
+    hint = "is it running? Use the address of a vLLM server, such as http://localhost:8000"
+    key = os.environ.get("OPENAI_API_KEY", "").strip()
+    return HttpClient(url.rstrip("/").removesuffix("/v1"), key, "OPENAI_API_KEY", timeout, hint)
 
 
 def admin_client(url: str, hint: str = "") -> "HttpClient":
-    """Return a client of an engine's administration endpoint; `hint` as for `HttpClient`."""
-    hint = hint or "the address is that of LMC_ADMIN, with which the engine has to be started"
-    return HttpClient(url, TOKEN, hint=hint)
+    """Return a client of an engine's administration endpoint. It sends the setting `admin_token`.
+
+    An error for a missing or unexpected response ends with the `hint`.
+    """
+    hint = hint or "use the LMC_ADMIN address with which the engine was started"
+    return HttpClient(url, admin_token(), TOKEN, hint=hint)
 
 
 def engine_client(url: str, key: str) -> "HttpClient":
     """Return a cache server's client of an engine's administration endpoint; it sends `key`, unless this is empty."""
-    headers = {"authorization": f"Bearer {key}"} if key else {}
-    return HttpClient(url, hint="is this engine of the same version as the cache server?", headers=headers)
+    return HttpClient(url, key, hint="is this engine of the same version as the cache server?")
 
 
 class HttpClient:
     """A client of one server. Several threads may use it."""
 
     def __init__(
-        self,
-        url: str,
-        key_variable: str = "",
-        timeout: float = 30.0,
-        hint: str = "is it running?",
-        headers: Mapping[str, str] | None = None,
+        self, url: str, key: str = "", key_name: str = "", timeout: float = 30.0, hint: str = "is it running?"
     ) -> None:
-        """`url` may be `unix:///path`; `key_variable` names the environment variable with the key, if any.
+        """Create a client that sends `key` with each request, unless it is empty. `url` may be `unix:///path`.
 
-        With `headers`, the client sends these headers and no key from the environment. An error for a missing or
-        unexpected response ends with the `hint`.
+        `timeout` is in seconds. With a `key_name`, which users know, an error for a wrong key names it. An error for a
+        missing or unexpected response ends with the `hint`. Raises `InputError` for a key that cannot be sent.
         """
         self.url = with_scheme(url).rstrip("/")
-        self._key_variable, self._timeout, self._hint, self._headers = key_variable, timeout, hint, headers
+        self._key_name, self._timeout, self._hint = key_name, timeout, hint
+        self._headers = {"content-type": "application/json", **authorization(key, key_name or "the key")}
         path = self.url.removeprefix(UNIX) if self.url.startswith(UNIX) else ""
         self._opener, self._base = opener(path), "http://localhost" if path else self.url
 
     def model(self) -> str:
         """Return the name of a vLLM server's first model; raise `Unreachable` if the response has none."""
-        answer = self.ask("/v1/models")
-        models = answer.get("data") if isinstance(answer, dict) else None
+        response = self.ask("/v1/models")
+        models = response.get("data") if isinstance(response, dict) else None
         if not isinstance(models, list) or not models or not isinstance(models[0], dict):
-            raise Unreachable(f"{self.url} names no model, as a vLLM server does: {self._hint}")
+            raise Unreachable(f"{self.url} listed no models, unlike a vLLM server: {self._hint}")
         return str(models[0].get("id", ""))
 
     def ask(self, path: str, body: Any = None, method: str | None = None) -> Any:
         """Return the decoded response to a request; raise `Unreachable`, or `Refused` with the server's reason."""
-        own = bearer(self._key_variable) if self._headers is None else self._headers
-        headers = {"content-type": "application/json", **own}
         data = None if body is None else json.dumps(body).encode()
+        request = Request(self._base + path, data, self._headers, method=method)
         try:
-            with self._opener.open(
-                Request(self._base + path, data, headers, method=method), timeout=self._timeout
-            ) as done:
-                return json.loads(done.read())
+            with self._opener.open(request, timeout=self._timeout) as response:
+                return json.loads(response.read())
         except HTTPError as error:
             with error:
-                said = error.read().decode(errors="replace")
-            if error.code in (400, 404, 422) and (reason := _reason(said)):
+                text = error.read().decode(errors="replace")
+            if error.code in (400, 404, 422) and (reason := _reason(text)):
                 raise Refused(reason) from None
-            locked = error.code in (401, 403) and self._key_variable
-            hint = f"; set {self._key_variable} to the key that it wants" if locked else f": {self._hint}"
+            denied = error.code in (401, 403) and self._key_name
+            hint = f"; set {self._key_name} to the server's key" if denied else f": {self._hint}"
             if location := error.headers.get("location") if error.code in REDIRECTS else None:
                 hint = f": redirects are not followed; use the address {location} if you trust it"
-            raise Unreachable(f"{self.url + path} answers {error.code} {error.reason}{hint}") from None
+            raise Unreachable(f"{self.url + path} answered {error.code} {error.reason}{hint}") from None
         except (OSError, HTTPException, ValueError) as error:
             cause: object = error.reason if isinstance(error, URLError) else error
-            why = getattr(cause, "strerror", None) or cause
-            raise Unreachable(f"no server answers at {self.url} ({why}): {self._hint}") from None
+            reason = getattr(cause, "strerror", None) or cause
+            raise Unreachable(f"no server answers at {self.url} ({reason}): {self._hint}") from None
 
 
-def _reason(said: str) -> str:
+def _reason(text: str) -> str:
     try:
-        body = json.loads(said)
+        body = json.loads(text)
         error = body.get("error")
         return str(error.get("message") if isinstance(error, dict) else error or body.get("message") or "")
     except (ValueError, AttributeError):

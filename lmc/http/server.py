@@ -27,9 +27,9 @@ log = logging.getLogger(__name__)
 
 START_SECONDS = 60.0  # timeout for the start of a server; enough even while the process loads a model
 STOP_SECONDS = 10.0  # timeout for the shutdown of a server
-LARGEST = 16 * MIB  # default limit for a request body, in bytes
-AT_ONCE = 256  # concurrent connections
-SILENT_SECONDS = 10.0  # timeout for the first request of a new connection
+MAX_BODY_BYTES = 16 * MIB  # default limit for a request body
+MAX_CONNECTIONS = 256
+FIRST_REQUEST_SECONDS = 10.0  # timeout for the first request of a new connection
 BODY_SECONDS = 30.0  # timeout for the next piece of a request body
 VISITOR = "lmc.visitor"  # key in the ASGI scope of a request
 
@@ -56,8 +56,8 @@ class Certificate(NamedTuple):
         try:
             ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(self.chain, self.key)
         except OSError as error:
-            said = f"the certificate and the key {self.chain} and {self.key} cannot be used"
-            raise ConfigError(f"{said}: {error.strerror or error}") from None
+            reason = error.strerror or error
+            raise ConfigError(f"invalid certificate {self.chain} or key {self.key}: {reason}; use PEM files") from None
 
 
 def serve(
@@ -84,11 +84,11 @@ def serve(
     tls = {"ssl_certfile": certificate.chain, "ssl_keyfile": certificate.key} if certificate else {}
     config = uvicorn.Config(
         application,
-        http=_impatient(),
+        http=_protocol(),
         log_level="warning",
         access_log=False,
         lifespan="off",
-        limit_concurrency=AT_ONCE,
+        limit_concurrency=MAX_CONNECTIONS,
         **tls,
     )
     config.load()
@@ -96,7 +96,7 @@ def serve(
     server = uvicorn.Server(config)
     listening_at = listening.getsockname()
     scheme = "https" if certificate else "http"
-    where = (
+    url = (
         f"unix://{listening_at}" if isinstance(listening_at, str) else "{}://{}:{}".format(scheme, *listening_at[:2])
     )
     errors: list[BaseException] = []  # errors that have ended the thread
@@ -107,7 +107,7 @@ def serve(
         except (Exception, SystemExit) as error:  # noqa: BLE001 - the error is raised below, or logged
             errors.append(error)
             if server.started:
-                log.error("lmc: administration at %s has ended: %s", where, _said(error))
+                log.error("lmc: administration at %s stopped: %s", url, _message(error))
 
     def stop() -> None:
         server.should_exit = server.force_exit = True
@@ -124,13 +124,13 @@ def serve(
         time.sleep(0.01)
     if not server.started:
         stop()
-        why = _said(errors[0]) if errors else f"it did not start within {START_SECONDS:g} s"
-        raise ConfigError(f"{setting} = {address}: the server of the administration endpoint does not run: {why}")
-    log.info("lmc: administration at %s", where)
+        reason = _message(errors[0]) if errors else f"it did not start within {START_SECONDS:g} s"
+        raise ConfigError(f"{setting} = {address}: the administration endpoint did not start: {reason}")
+    log.info("lmc: administration at %s", url)
     return stop
 
 
-def _said(error: BaseException) -> str:
+def _message(error: BaseException) -> str:
     """Return an error's text, or its type if the text is empty."""
     return str(error) or type(error).__name__
 
@@ -143,8 +143,8 @@ def _listening(address: str, token: str, setting: str, number: int) -> socket.so
         host, port = host_and_port(address, token, setting)
         return tcp_socket(host, port + number)
     except OSError as error:
-        taken = "; is another engine or server using it?" if error.errno == errno.EADDRINUSE else ""
-        raise ConfigError(f"{setting} = {address} cannot be had: {error.strerror or error}{taken}") from None
+        hint = "; is another engine or server using it?" if error.errno == errno.EADDRINUSE else ""
+        raise ConfigError(f"cannot listen at {setting} = {address}: {error.strerror or error}{hint}") from None
 
 
 def tcp_socket(host: str, port: int) -> socket.socket:
@@ -152,26 +152,26 @@ def tcp_socket(host: str, port: int) -> socket.socket:
     return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
 
 
-def _impatient() -> Any:
+def _protocol() -> Any:
     """Return uvicorn's protocol with a timeout for the first request of a connection.
 
     By itself, uvicorn closes connections that are idle after a response, but not those without any request yet.
     """
     from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
-    class Impatient(AutoHTTPProtocol):  # type: ignore[misc]
+    class TimedProtocol(AutoHTTPProtocol):  # type: ignore[misc]
         """A connection that is closed if no complete request head arrives in time."""
 
         def connection_made(self, transport: Any) -> None:
             """Start the timeout for the first request."""
             super().connection_made(transport)
-            self.loop.call_later(SILENT_SECONDS, self._close_if_silent)
+            self.loop.call_later(FIRST_REQUEST_SECONDS, self._close_if_silent)
 
         def _close_if_silent(self) -> None:
             if self.cycle is None:
                 self.transport.close()
 
-    return Impatient
+    return TimedProtocol
 
 
 def _unix_socket(path: str) -> socket.socket:
@@ -179,8 +179,8 @@ def _unix_socket(path: str) -> socket.socket:
 
     A stale socket, without a listening process, is replaced.
     """
-    with suppress(FileNotFoundError), socket.socket(socket.AF_UNIX) as asking:
-        if stat.S_ISSOCK(os.stat(path).st_mode) and asking.connect_ex(path) == errno.ECONNREFUSED:
+    with suppress(FileNotFoundError), socket.socket(socket.AF_UNIX) as probe:
+        if stat.S_ISSOCK(os.stat(path).st_mode) and probe.connect_ex(path) == errno.ECONNREFUSED:
             os.unlink(path)
     listening, before = socket.socket(socket.AF_UNIX), os.umask(0o177)
     try:
@@ -203,7 +203,7 @@ class Guard:
         token: str,
         tenants: Mapping[str, str] | None = None,
         unguarded: Collection[str] = (),
-        largest: int = LARGEST,
+        largest: int = MAX_BODY_BYTES,
         larger: Mapping[str, int] | None = None,
         path_tokens: Mapping[str, str] | None = None,
     ) -> None:
@@ -232,7 +232,7 @@ class Guard:
                 try:
                     message = await asyncio.wait_for(receive(), BODY_SECONDS)
                 except TimeoutError:
-                    code, refused = 408, f"the body did not arrive within {BODY_SECONDS:g} s"
+                    code, refused = 408, f"request body did not arrive within {BODY_SECONDS:g} s"
                     raise _BadBody from None
             else:  # The next message says that the caller has disconnected.
                 message = await receive()
@@ -255,17 +255,17 @@ class Guard:
     def _refusal(self, scope: Any, headers: Mapping[str, str]) -> tuple[int, str]:
         visitor = self._visitor(bearer_token(headers.get("authorization", "")), scope["path"])
         if visitor is None and scope["path"] not in self._open:
-            return 401, f"{TOKEN} is wanted as a bearer token"
+            return 401, f"missing or wrong bearer token: send {TOKEN} in the header `Authorization: Bearer …`"
         host = headers.get("host", "").rpartition("@")[2]
         name = host.partition("]")[0].removeprefix("[") if host.startswith("[") else host.partition(":")[0]
         if not self._token and name not in LOCAL:  # The request may come from a web page in a browser.
-            return 403, f"this is not {name}; {TOKEN} is not set"
+            return 403, f"host {name!r} is not accepted: use localhost, or set {TOKEN}"
         length, largest = headers.get("content-length", "0"), self._may_have(scope)
         if length.isdecimal() and int(length) > largest:
             return 413, _too_large(largest)
         kind = headers.get("content-type", "").partition(";")[0].strip()
         if scope["method"] in ("POST", "PATCH", "PUT") and kind != "application/json":
-            return 400, "content-type: application/json is wanted"  # Web pages need a CORS preflight to send it.
+            return 400, "set the header content-type: application/json"  # Web pages need a CORS preflight to send it.
         scope[VISITOR] = visitor or Visitor("")
         return 0, ""
 
@@ -291,7 +291,7 @@ def bearer_token(authorization: str) -> str:
 
 
 def _too_large(largest: int) -> str:
-    return f"a question may have {largest // KIB} KiB at most"
+    return f"request body exceeds {largest // KIB} KiB"
 
 
 class _BadBody(Exception):
