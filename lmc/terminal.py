@@ -10,11 +10,11 @@ import typer
 from rich.console import Console
 
 from lmc.errors import InputError
+from lmc.keys import MAX_TTL_SECONDS
 
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON")]
 
 PIPE_COLUMNS = 1 << 16  # width of a file or pipe, so that lines are not wrapped
-MAX_TTL_SECONDS = 100 * 365 * 86400  # time limits are shorter
 
 
 def console(*, error: bool = False) -> Console:

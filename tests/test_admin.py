@@ -141,7 +141,7 @@ def test_a_document_whose_time_was_over_and_one_of_a_tier_that_is_away_are_said_
     lab.engine.keeper.expire([one], 1e-9)
     time.sleep(0.001)
     lab.engine.keeper.remove_expired()
-    assert why(explained(lab, prompt(one.tokens.tolist()))) == ["it was removed (its time limit was over)"]
+    assert why(explained(lab, prompt(one.tokens.tolist()))) == ["it was removed (its time limit expired)"]
     for key in other.keys:
         lab.store.forget(key)
     stats = lab.engine.stats()
@@ -287,7 +287,7 @@ def test_the_endpoint_answers_what_the_commands_ask(served, tmp_path):
     assert "is removed" in lmc("documents", "remove", name[:8], "--url", served.url)[1]
     assert json.loads(lmc("documents", "list", "--url", served.url, "--json")[1])["total"] == 1
     code, _, err = lmc("documents", "show", name[:8], "--url", served.url)
-    assert (code, "lmc documents list shows those that there are" in err) == (2, True)
+    assert (code, "lmc documents list` shows names and ids" in err) == (2, True)
     assert "a digit or more" in lmc("documents", "show", "", "--url", served.url)[2]
     wrong = '{"prompt": "w1", "kv_transfer_params": "x"}', "kv_transfer_params must be an object"
     for text, said in (("", "is empty"), ('{"messages": [', "is no JSON"), ("7", "must hold a request"), wrong):
@@ -363,12 +363,12 @@ def test_a_document_that_was_removed_is_named_until_it_is_learned_again(make):
     lab = make()
     learn(lab, DOC_A)
     found = administration(lab)
-    (document,) = found.desk.listed()["documents"]
-    found.desk.remove(document["id"])
-    assert found.desk.listed()["total"] == found.stat()["documents"] == 0
+    (document,) = found.documents.listed()["documents"]
+    found.documents.remove(document["id"])
+    assert found.documents.listed()["total"] == found.stat()["documents"] == 0
     assert why(explained(lab, prompt(DOC_A))) == ["it was removed (lmc documents remove)"]
     learn(lab, [*DOC_A])
-    assert found.desk.listed()["total"] == 1
+    assert found.documents.listed()["total"] == 1
 
 
 def test_documents_have_names_and_are_pinned_and_limited_in_time_by_them(make):
@@ -393,7 +393,7 @@ def test_documents_have_names_and_are_pinned_and_limited_in_time_by_them(make):
         assert (code, "may be evicted, and has no time limit (host)" in out) == (0, True)
         assert lmc("documents", "remove", "notes/one.txt", "notes/two.txt", *url)[1].count("is removed") == 2
         code, _, err = lmc("documents", "pin", "notes/one.txt", *url)
-        assert (code, "no known document has the name 'notes/one.txt'" in err) == (2, True)
+        assert (code, "unknown document 'notes/one.txt'" in err) == (2, True)
         client = HttpClient(f"127.0.0.1:{port}")
         for wrong in ({"pinned": 3}, {"ttl": -1}, {"ttl": True}, {"ttl": 1e300}, {"pin": True}, []):
             with pytest.raises(Refused):
@@ -406,11 +406,11 @@ def test_too_many_pins_are_refused(make):
     lab = make(slots=8)
     learn(lab, DOC_A, DOC_B)
     found = administration(lab)
-    first, second = (one["id"] for one in found.desk.listed()["documents"])
-    found.desk.change(first, {"pinned": True})
-    with pytest.raises(InputError, match="there is no room to pin them"):
-        found.desk.change(second, {"pinned": True})
-    assert [one["pinned"] for one in found.desk.listed()["documents"]] == [True, False]
+    first, second = (one["id"] for one in found.documents.listed()["documents"])
+    found.documents.change(first, {"pinned": True})
+    with pytest.raises(InputError, match="pin quota exceeded"):
+        found.documents.change(second, {"pinned": True})
+    assert [one["pinned"] for one in found.documents.listed()["documents"]] == [True, False]
 
 
 def test_texts_are_queued_to_be_learned(make):
@@ -457,22 +457,22 @@ def test_a_document_is_chosen_by_its_id_before_a_name_and_never_by_nothing(make)
     lab = make()
     learn(lab, DOC_A)
     found = administration(lab)
-    (first,) = (one["id"] for one in found.desk.listed()["documents"])
+    (first,) = (one["id"] for one in found.documents.listed()["documents"])
     lab.serve("named as another's id", DOC_B, {"learn": True, "name": first[:6] + " "})
     for one in lab.engine.known.list():
         one.name = first if list(one.tokens) == DOC_B else ""
-    assert [one["id"] for one in found.desk.show(first)["documents"]] == [first]
+    assert [one["id"] for one in found.documents.show(first)["documents"]] == [first]
     for nothing in ("", " "):
-        with pytest.raises(InputError, match="no known document has the name"):
-            found.desk.remove(nothing)
-    assert found.desk.listed()["total"] == 2
+        with pytest.raises(InputError, match="unknown document"):
+            found.documents.remove(nothing)
+    assert found.documents.listed()["total"] == 2
     for one in lab.engine.known.list():
         one.name = first[:6] if list(one.tokens) == DOC_B else ""
-    with pytest.raises(InputError, match=f"2 known documents have the name .*, as .*{first[:12]}"):
-        found.desk.remove(first[:6])
+    with pytest.raises(InputError, match=f"2 known documents have the name .*, such as .*{first[:12]}"):
+        found.documents.remove(first[:6])
     for one in lab.engine.known.list():
         one.name = first[:5] if list(one.tokens) == DOC_B else ""
-    assert [one["name"] for one in found.desk.show(first[:5])["documents"]] == [first[:5]]
+    assert [one["name"] for one in found.documents.show(first[:5])["documents"]] == [first[:5]]
 
 
 def test_a_name_that_several_tenants_have_does_not_choose(make):
@@ -481,8 +481,8 @@ def test_a_name_that_several_tenants_have_does_not_choose(make):
     lab.serve("two", DOC_A, {"learn": True, "name": "a.txt"}, cache_salt="tenant")
     found = administration(lab)
     with pytest.raises(InputError, match="documents of several tenants or models have the name"):
-        found.desk.remove("a.txt")
-    assert len({one["tenant"] for one in found.desk.listed()["documents"]}) == 2
+        found.documents.remove("a.txt")
+    assert len({one["tenant"] for one in found.documents.listed()["documents"]}) == 2
 
 
 def test_no_request_renames_a_document(make):
@@ -490,9 +490,9 @@ def test_no_request_renames_a_document(make):
     lab.serve("one", DOC_A, {"learn": True, "name": "a.txt"})
     lab.serve("two", DOC_A, {"learn": True, "name": "b.txt"})
     found = administration(lab)
-    assert [one["name"] for one in found.desk.listed()["documents"]] == ["a.txt"]
-    found.desk.change("a.txt", {"name": "c.txt"})
-    assert [one["name"] for one in found.desk.listed()["documents"]] == ["c.txt"]
+    assert [one["name"] for one in found.documents.listed()["documents"]] == ["a.txt"]
+    found.documents.change("a.txt", {"name": "c.txt"})
+    assert [one["name"] for one in found.documents.listed()["documents"]] == ["c.txt"]
 
 
 def test_why_nothing_is_blended_is_said_as_it_is(make):

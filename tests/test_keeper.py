@@ -20,7 +20,7 @@ from lmc.config.settings import Settings
 from lmc.documents import file as documents_file
 from lmc.documents import keeper
 from lmc.documents import known as known_documents
-from lmc.documents.desk import DocumentDesk
+from lmc.documents.admin import DocumentAdmin
 from lmc.engine import CacheEngine, Geometry
 from lmc.errors import InputError
 from lmc.keys import Namespace, RecordKind
@@ -93,7 +93,7 @@ def test_pins_are_refused_beyond_the_share_of_documents(tmp_path):
         engine.keeper.pin([learn(engine, A)])
         engine.keeper.pin([known(engine, A)])
         engine.keeper.pin([learn(engine, B)])
-        with pytest.raises(InputError, match=r"pinned documents would take 1\d\d% of what may be pinned"):
+        with pytest.raises(InputError, match=r"pinned documents would take 1\d\d% of the quota"):
             engine.keeper.pin([learn(engine, C)])
         assert not known(engine, C).pinned
         engine.keeper.unpin([known(engine, A)])
@@ -107,7 +107,7 @@ def test_pins_are_refused_beyond_the_share_of_documents(tmp_path):
 def test_without_a_disk_pins_hold_in_memory():
     with closing(engine_of(slots=8)) as engine:
         engine.keeper.pin([learn(engine, A), learn(engine, B)])
-        with pytest.raises(InputError, match="no room to pin"):
+        with pytest.raises(InputError, match="pin quota exceeded"):
             engine.keeper.pin([learn(engine, C)])
         others(engine, 10)
         assert places(engine, A) == places(engine, B) == ["host", "host"]
@@ -118,7 +118,7 @@ def test_fewer_pins_are_kept_if_the_disk_has_become_smaller(tmp_path, caplog):
         engine.keeper.pin([learn(engine, tokens) for tokens in (A, B, C, D)])
     with closing(engine_of(tmp_path, records=10)) as engine:
         assert [known(engine, tokens).pinned for tokens in (A, B, C, D)] == [True, True, False, False]
-        assert "2 documents are not pinned any more: there is no room" in caplog.text
+        assert "unpinned 2 documents: they exceed the pin quota" in caplog.text
     with closing(engine_of(tmp_path, records=20)) as engine:
         assert [known(engine, tokens).pinned for tokens in (A, B, C, D)] == [True, True, False, False]
 
@@ -229,11 +229,11 @@ def test_a_file_that_cannot_be_written_is_said_and_the_pin_holds(tmp_path, caplo
         (tmp_path / "disk" / documents_file.FILE).mkdir()
         with caplog.at_level(logging.WARNING):
             engine.keeper.pin([learn(engine, A)])
-        assert "ends with this process" in caplog.text
+        assert "end with this process" in caplog.text
         others(engine, 10)
         assert all(places(engine, A))
     with closing(engine_of(tmp_path)) as engine:
-        assert "no document is pinned" in caplog.text
+        assert "started without pins" in caplog.text
 
 
 def test_looking_at_a_prompt_counts_as_before(tmp_path):
@@ -402,7 +402,7 @@ def test_an_engine_that_nobody_has_any_more_ends_its_thread(tmp_path, monkeypatc
 
 
 def test_documents_with_names_are_forgotten_when_there_are_too_many(tmp_path, monkeypatch):
-    monkeypatch.setattr(known_documents, "REMEMBERED", 60)
+    monkeypatch.setattr(known_documents, "MAX_KNOWN_TOKENS", 60)
     with closing(engine_of(tmp_path, records=100)) as engine:
         engine.keeper.pin([learn(engine, A, name="a")])
         for number in range(10):
@@ -500,13 +500,13 @@ def test_a_pin_behind_one_that_could_not_be_noted_is_noted(tmp_path, monkeypatch
 
 @pytest.mark.parametrize("before", ["", "draft"])
 def test_a_name_that_is_given_to_a_pinned_document_survives_a_restart(tmp_path, before):
-    def desk(engine):
-        return DocumentDesk(lambda: [engine], lambda tokens, model: "", engine.background)
+    def admin(engine):
+        return DocumentAdmin(lambda: [engine], lambda tokens, model: "", engine.background)
 
     with closing(engine_of(tmp_path)) as engine:
         document = learn(engine, A, name=before)
         engine.keeper.pin([document])
-        assert desk(engine).change(document.id, {"name": "contract"})["documents"][0]["name"] == "contract"
+        assert admin(engine).change(document.id, {"name": "contract"})["documents"][0]["name"] == "contract"
     with closing(engine_of(tmp_path)) as engine:
         assert [(one.name, one.pinned) for one in engine.known.list()] == [("contract", True)]
 
@@ -522,7 +522,7 @@ def test_documents_with_another_chunk_size_are_not_listed(tmp_path):
 
 
 def test_documents_whose_time_is_over_are_forgotten_before_others(monkeypatch):
-    monkeypatch.setattr(known_documents, "REMEMBERED", 100)
+    monkeypatch.setattr(known_documents, "MAX_KNOWN_TOKENS", 100)
     with closing(engine_of(slots=64)) as engine:
         limited = []
         for number in range(20):

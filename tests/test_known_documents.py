@@ -27,7 +27,7 @@ def test_what_was_used_last_comes_first_and_uses_are_counted() -> None:
 
 
 def test_what_was_used_longest_ago_is_forgotten_beyond_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(known_documents, "REMEMBERED", 10)
+    monkeypatch.setattr(known_documents, "MAX_KNOWN_TOKENS", 10)
     known = KnownDocuments()
     for start in range(0, 40, 4):
         note(known, list(range(start, start + 4)))

@@ -72,17 +72,17 @@ def test_a_file_whose_name_is_no_unicode_is_a_document_with_a_name_that_can_be_s
     ("lines", "said"),
     [
         ('{"id": "a", "text": "one"}\n{"id": "a", "text": "two"}', "two documents with the id 'a'"),
-        ('{"id": "a", "text": "one"}\nnothing', "line 2: no JSON"),
-        ("a text", "a text that is one document is in a file that ends in .txt or .md"),
-        ("[1]", 'line 1: each line is an object such as {"id": "a", "text": "…"}'),
+        ('{"id": "a", "text": "one"}\nnothing', "line 2 is not valid JSON"),
+        ("a text", "name the file of a single text with .txt or .md at the end"),
+        ("[1]", 'line 1 is not a JSON object: use an object such as {"id": "a", "text": "…"} on each line'),
         (
             '{"name": "a", "text": "one"}',
-            "line 1: no field 'id' (--id and --text name the fields); there are name, text",
+            "line 1 has no field 'id': use --id and --text to choose from name, text",
         ),
-        ('{"id": "a", "text": 3}', "line 1: 'text' is no text"),
-        ('{"id": null, "text": "one"}', "line 1: 'id' is no text and no whole number"),
-        ('{"id": "\\ud800", "text": "one"}', "line 1: 'id' is no text and no whole number"),
-        ('{"id": "a", "text": " "}', "there is no document with text"),
+        ('{"id": "a", "text": 3}', "line 1: 'text' must be a text"),
+        ('{"id": null, "text": "one"}', "line 1: 'id' must be a text or a whole number"),
+        ('{"id": "\\ud800", "text": "one"}', "line 1: 'id' must be a text or a whole number"),
+        ('{"id": "a", "text": " "}', "has no documents with text"),
     ],
 )
 def test_a_source_that_is_wrong_is_refused_with_its_place(tmp_path: Path, lines: str, said: str) -> None:
@@ -115,7 +115,7 @@ def test_wrong_words_are_answered_with_the_right_ones(words: list[Any], said: st
 
 
 def test_an_empty_directory_is_said_to_have_no_documents(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="no document with text"):
+    with pytest.raises(InputError, match="no documents with text"):
         read_documents(str(tmp_path))
 
 
@@ -231,7 +231,7 @@ def test_there_has_to_be_room_for_pins(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setenv("LMC_MAX_LOCAL_CPU_SIZE", "0.01")
     words = "learn", SHIPPED / "documents", "--model", MODEL, "--local-disk", tmp_path / "disk"
     code, out, err = lmc(*words, "--pin")
-    assert (code, "there is no room to pin them" in err) == (2, True)
+    assert (code, "pin quota exceeded" in err) == (2, True)
     assert "at most" in out
     assert "may be pinned. Raise max_local_disk_size" in out
     assert "fit: the first will be evicted. Raise max_local_disk_size" in lmc(*words)[1]

@@ -30,7 +30,7 @@ from vllm_fakes import learn as learn_in
 
 import lmc.demo as lmc_demo
 from lmc.connectors.vllm.scheduler.admin import Administration, serve_if_wanted
-from lmc.documents.desk import DocumentDesk
+from lmc.documents.admin import DocumentAdmin
 from lmc.errors import ConfigError, InputError
 from lmc.http import server as http_server
 from lmc.http.client import Unreachable, admin_client
@@ -108,7 +108,7 @@ def stored(store: ChunkStore) -> int:
         (["--http", "127.0.0.1:1234", "--certificate", "none.pem", "--key", "none.key"], "invalid certificate"),
         (["--group", "there is none"], "this host has no such group"),
         (["--http", "127.0.0.1:123456"], "--http"),
-        (["--document-events", "*:5558"], "is no address of ZeroMQ"),
+        (["--document-events", "*:5558"], "is not a ZeroMQ address"),
     ],
     ids=lambda one: one[0] if isinstance(one, list) else "",
 )
@@ -229,7 +229,7 @@ def test_pins_of_all_engines_share_one_room(service):
     one, other = service.engine(), service.engine()
     one.keeper.pin([learn(one, tokens) for tokens in (A, B)])
     other.keeper.pin([learn(other, C), learn(other, D)])  # 8 of 16 slots: the share of documents
-    with pytest.raises(InputError, match="there is no room to pin them"):
+    with pytest.raises(InputError, match="pin quota exceeded"):
         other.keeper.pin([learn(other, [7] * 20)])
     eventually(lambda: one.keeper.pinned_chunks == other.keeper.pinned_chunks == 8)
     one.keeper.unpin([known(one, A)])
@@ -370,9 +370,9 @@ def test_an_odd_label_is_no_document_and_a_long_one_is_not_stored(service):
 def test_a_name_that_is_too_long_is_refused_before_the_server_is_asked(service):
     engine = service.engine()
     learn(engine, A, name="a.txt")
-    desk = DocumentDesk(lambda: [engine], lambda *_: None, engine.background)
-    with pytest.raises(InputError, match="a text of up to 500 letters"):
-        desk.change("a.txt", {"name": "x" * 501})
+    admin = DocumentAdmin(lambda: [engine], lambda *_: None, engine.background)
+    with pytest.raises(InputError, match="up to 500 characters"):
+        admin.change("a.txt", {"name": "x" * 501})
 
 
 # -- who may see what --------------------------------------------------------------------------------------------------

@@ -122,7 +122,7 @@ def test_a_reader_notices_events_that_an_error_has_lost(tmp_path, monkeypatch, a
 
     Now a number is missing, also if nothing changes afterwards, and everything that is there is announced again.
     """
-    monkeypatch.setattr("lmc.documents.publisher.AGAIN_SECONDS", 0.05)
+    monkeypatch.setattr("lmc.documents.publisher.ERROR_PAUSE_SECONDS", 0.05)
     addresses = [f"ipc://{tmp_path}/events", *([f"ipc://{tmp_path}/again"] if again else [])]
     log, known, broken = ChangeLog(), KnownDocuments(), threading.Event()
 
@@ -190,7 +190,7 @@ def test_something_that_is_no_question_is_not_answered_and_the_next_one_is(tmp_p
 
 @pytest.mark.parametrize("address", ["tcp://*:none", "5558", "tcp://*:1,tcp://*:2,tcp://*:3", ","])
 def test_an_address_that_is_none_is_refused(address):
-    with pytest.raises(ConfigError, match="is no address of ZeroMQ: give one such as"):
+    with pytest.raises(ConfigError, match="is not a ZeroMQ address: use an address such as"):
         DocumentPublisher(address, None)
 
 
@@ -202,4 +202,4 @@ def test_an_address_that_is_taken_is_refused_by_the_server(tmp_path):
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("LMC_MAX_LOCAL_CPU_SIZE", "0.001")
             code, _, err = test_cli.lmc(*words)
-    assert (code, f"{DOCUMENT_EVENTS} = {address} cannot be had (Address already in use" in err) == (2, True)
+    assert (code, f"cannot listen at {DOCUMENT_EVENTS} = {address} (Address already in use" in err) == (2, True)

@@ -62,19 +62,19 @@ class DocumentEvents:
         return {(key, medium) for medium, keys in self._present.items() for key in keys}
 
     def _moved(self, key: ChunkKey, medium: str, stored: bool) -> Iterator[DocumentMoved]:
-        there = self._present[medium]
-        (there.add if stored else there.discard)(key)
-        whole = self._find(key.hex())  # A document's id is the key of its last chunk.
-        if whole is not None:
-            for part in whole.keys:
-                self._owners[part][whole.id] = whole
+        present = self._present[medium]
+        (present.add if stored else present.discard)(key)
+        ended = self._find(key.hex())  # A document's id is the key of its last chunk.
+        if ended is not None:
+            for part in ended.keys:
+                self._owners[part][ended.id] = ended
         for document in list(self._owners[key].values()):
-            complete = there.issuperset(document.keys)
-            known = (medium, document.id) in self._announced
-            if complete and not known:
+            complete = present.issuperset(document.keys)
+            announced = (medium, document.id) in self._announced
+            if complete and not announced:
                 moved = self._announced[medium, document.id] = self._event(document, medium)
                 yield moved
-            elif known and not complete:
+            elif announced and not complete:
                 yield self._withdrawn(document, medium)
             if not any(document.keys[-1] in chunks for chunks in self._present.values()):
                 for part in document.keys:

@@ -25,20 +25,20 @@ def file_of_geometry(name: str) -> str:
 
 def line_about(document: KnownDocument, *, whole: bool = False) -> str:
     """Return the line about a document. The first line about it is `whole`: it also has tokens, keys and tenant."""
-    noted = {"id": document.id, "pinned": document.pinned, "expires": document.expires, "name": document.name}
+    entry = {"id": document.id, "pinned": document.pinned, "expires": document.expires, "name": document.name}
     if whole:
-        noted["namespace"] = document.namespace.hex()
-        noted |= {"tokens": pack_tokens(document.tokens), "model": document.model, "tenant": document.tenant}
-        noted |= {"keys": b"".join(document.keys).hex()}
-    return json.dumps(noted) + "\n"
+        entry["namespace"] = document.namespace.hex()
+        entry |= {"tokens": pack_tokens(document.tokens), "model": document.model, "tenant": document.tenant}
+        entry |= {"keys": b"".join(document.keys).hex()}
+    return json.dumps(entry) + "\n"
 
 
 def parsed(line: str) -> dict[str, Any] | None:
     """Return the object of a line; None for an incomplete line, as a killed process leaves it."""
     with suppress(ValueError):
-        noted = json.loads(line)
-        if isinstance(noted, dict) and isinstance(noted.get("id"), str):
-            return noted
+        entry = json.loads(line)
+        if isinstance(entry, dict) and isinstance(entry.get("id"), str):
+            return entry
     return None
 
 
@@ -61,19 +61,19 @@ def forget_noted(directory: Path, ids: Collection[str], namespace: str | None = 
     Removes the documents with these `ids`, and those whose namespace begins with the hex digits `namespace`. An empty
     `namespace` stands for all.
     """
-    found = [one for one in directory.glob("documents*.jsonl") if one.name == FILE or OF_GEOMETRY.fullmatch(one.name)]
-    for path in found:
+    files = directory.glob("documents*.jsonl")
+    for path in [file for file in files if file.name == FILE or OF_GEOMETRY.fullmatch(file.name)]:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
-        noted = list(filter(None, map(parsed, lines)))
-        gone = set(ids)
+        entries = list(filter(None, map(parsed, lines)))
+        removed = set(ids)
         if namespace is not None:
-            gone |= {one["id"] for one in noted if str(one.get("namespace", "")).startswith(namespace)}
-        kept = [json.dumps(one) + "\n" for one in noted if one["id"] not in gone]
-        replace(path, kept)
-        if not kept:
+            removed |= {entry["id"] for entry in entries if str(entry.get("namespace", "")).startswith(namespace)}
+        lines = [json.dumps(entry) + "\n" for entry in entries if entry["id"] not in removed]
+        replace(path, lines)
+        if not lines:
             path.unlink()
 
 
-def _private(name: str, how: int) -> int:
+def _private(name: str, flags: int) -> int:
     """Open a file that only its owner may read, because it has the tokens of tenants' documents."""
-    return os.open(name, how, 0o600)
+    return os.open(name, flags, 0o600)

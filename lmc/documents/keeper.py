@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from lmc.documents import file as documents_file
-from lmc.documents.known import BY_A_PERSON, KnownDocument, KnownDocuments, unpack_tokens
+from lmc.documents.known import REMOVED_BY_USER, KnownDocument, KnownDocuments, unpack_tokens
 from lmc.errors import InputError
 from lmc.keys import ChunkKey
 from lmc.storage.store import Store
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 EXPIRY_SECONDS = 1.0  # interval between two checks for expired documents
 RESTORE_SECONDS = 60.0  # interval between two checks for pinned documents that a tier has lost
-AT_ONCE = 8  # chunks per request to a tier
+RESTORED_CHUNKS = 8  # chunks per request to a tier
 
 
 class DocumentKeeper(Protocol):
@@ -70,10 +70,10 @@ class PinnedShare:
     def take(self, part: float) -> float:
         """Use a part of the quota, from 0 to 1, if it is free. Returns the used share, above 1 if it is not free."""
         with self._mutex:
-            wanted = self._taken + part
-            if wanted <= 1:
-                self._taken = wanted
-            return wanted
+            used = self._taken + part
+            if used <= 1:
+                self._taken = used
+            return used
 
     def give(self, part: float) -> None:
         """Free a part of the quota."""
@@ -128,14 +128,14 @@ class Keeper(DocumentKeeper):
         except FileNotFoundError:
             return
         except OSError as error:
-            log.warning("cannot read %s (%s): no document is pinned", self._path, error.strerror)
+            log.warning("cannot read the pins in %s (%s): started without pins", self._path, error.strerror)
             return
-        noted: dict[str, dict[str, Any]] = {}
-        for one in filter(None, map(documents_file.parsed, lines)):
-            noted[one["id"]] = noted.get(one["id"], {}) | one
-        given_up = sum(not self._take_over(one) for one in noted.values())
+        entries: dict[str, dict[str, Any]] = {}
+        for entry in filter(None, map(documents_file.parsed, lines)):
+            entries[entry["id"]] = entries.get(entry["id"], {}) | entry
+        given_up = sum(not self._take_over(entry) for entry in entries.values())
         if given_up:
-            log.warning("%d documents are not pinned any more: there is no room (document_share)", given_up)
+            log.warning("unpinned %d documents: they exceed the pin quota (document_share)", given_up)
         if len(lines) != len(self._kept) + len(self._foreign):
             self._rewrite()
         self._start()
@@ -148,9 +148,9 @@ class Keeper(DocumentKeeper):
                 share = self._share.take(sum(map(self._size, new)))
                 if new and share > 1:
                     raise InputError(
-                        f"there is no room to pin them: pinned documents would take {share:.0%} of what may be pinned, "
-                        "which is the share document_share of the disk or, without a disk, of memory. Unpin some, or "
-                        "raise document_share, max_local_disk_size or max_local_cpu_size"
+                        f"pin quota exceeded: pinned documents would take {share:.0%} of the quota, which is the share "
+                        "document_share of the disk or, without a disk, of memory. Unpin documents, or raise "
+                        "document_share, max_local_disk_size or max_local_cpu_size"
                     )
                 for document in new:
                     self._pin(document)
@@ -175,9 +175,9 @@ class Keeper(DocumentKeeper):
 
     def remove(self, documents: Sequence[KnownDocument]) -> None:
         """Remove documents from memory, from all tiers, and from the queue of documents to learn."""
-        self._remove(documents, BY_A_PERSON)
+        self._remove(documents, REMOVED_BY_USER)
 
-    def _remove(self, documents: Sequence[KnownDocument], why: str) -> None:
+    def _remove(self, documents: Sequence[KnownDocument], reason: str) -> None:
         with self.moving:
             self._unpin(documents)
             for document in documents:
@@ -185,43 +185,43 @@ class Keeper(DocumentKeeper):
                 for key in document.keys:
                     if key not in self._pins:
                         self._store.forget(key)
-                document.removed, document.expires = why, 0.0
+                document.removed, document.expires = reason, 0.0
             with self._mutex:
-                noted = [self._kept.pop(document.id, None) for document in documents]
+                dropped = [self._kept.pop(document.id, None) for document in documents]
         self._known.may_forget(documents)
-        if any(noted):
+        if any(dropped):
             self._rewrite()  # Appending would leave the removed documents in the file.
 
     def remove_expired(self) -> None:
         """Remove the expired documents."""
         now = time.time()
-        over = [document for document in self._all() if 0 < document.expires <= now]
-        if over:
-            self._remove(over, "its time limit was over")
-            log.info("%d documents are removed, because their time is over", len(over))
+        expired = [document for document in self._all() if 0 < document.expires <= now]
+        if expired:
+            self._remove(expired, "its time limit expired")
+            log.info("removed %d expired documents", len(expired))
 
     def restore(self) -> None:
         """Restore pinned documents to tiers that have lost them. Queue those in no tier to be computed again."""
         owners = {key: document for document in self._all() if document.pinned for key in document.keys}
         keys = list(owners)
-        for first in range(0, len(keys), AT_ONCE):
+        for first in range(0, len(keys), RESTORED_CHUNKS):
             if self._ended.is_set():
                 return
-            wanted = [key for key in keys[first : first + AT_ONCE] if owners[key].pinned]
-            nowhere, hangs = list[ChunkKey](), False
+            batch = [key for key in keys[first : first + RESTORED_CHUNKS] if owners[key].pinned]
+            missing, timed_out = list[ChunkKey](), False
             try:  # Without a lock: a tier may take long.
-                nowhere = self._store.spread(wanted)
+                missing = self._store.spread(batch)
             except TimeoutError:
-                hangs = True
+                timed_out = True
             with self.moving:
-                for key in wanted:
+                for key in batch:
                     if owners[key].removed and key not in self._pins:  # `spread` may have written it again.
                         self._store.forget(key, wait=False)
-                for document in {owners[key].id: owners[key] for key in nowhere}.values():
+                for document in {owners[key].id: owners[key] for key in missing}.values():
                     if document.pinned:
                         self._learn(document)
-            if hangs:
-                log.warning("a tier hangs: pinned documents are not written there again until it answers")
+            if timed_out:
+                log.warning("a tier timed out: pinned documents will be restored when it responds")
                 return
 
     def renamed(self, documents: Sequence[KnownDocument]) -> None:
@@ -268,24 +268,25 @@ class Keeper(DocumentKeeper):
         if free:
             self._store.protect(free, pinned=False)
 
-    def _take_over(self, noted: dict[str, Any]) -> bool:
+    def _take_over(self, entry: dict[str, Any]) -> bool:
         """Restore a document's pin and time limit from the file. Returns False if its pin exceeds the quota."""
-        pinned, expires = noted.get("pinned") is True, noted.get("expires")
+        pinned, expires = entry.get("pinned") is True, entry.get("expires")
         if not pinned and not expires:
             return True
         try:
-            tokens, namespace = unpack_tokens(noted["tokens"]).tolist(), bytes.fromhex(noted["namespace"])
-            there = bytes.fromhex(noted.get("keys", ""))
-            keys = self._keys_of(namespace, tokens, [ChunkKey(there[i : i + 32]) for i in range(0, len(there), 32)])
+            tokens, namespace = unpack_tokens(entry["tokens"]).tolist(), bytes.fromhex(entry["namespace"])
+            recorded = bytes.fromhex(entry.get("keys", ""))
+            recorded_keys = [ChunkKey(recorded[i : i + 32]) for i in range(0, len(recorded), 32)]
+            keys = self._keys_of(namespace, tokens, recorded_keys)
             expires = float(expires or 0.0)
-            if keys[-1].hex() != noted["id"]:  # An earlier process used another chunk_size.
-                self._foreign.append(json.dumps(noted) + "\n")
+            if keys[-1].hex() != entry["id"]:  # An earlier process used another chunk_size.
+                self._foreign.append(json.dumps(entry) + "\n")
                 return True
         except (ValueError, TypeError, KeyError, IndexError):  # lmc did not write this line.
             return True
-        model, tenant = str(noted.get("model", "")), str(noted.get("tenant", ""))
+        model, tenant = str(entry.get("model", "")), str(entry.get("tenant", ""))
         document = self._known.note(namespace, tokens, keys, model=model, tenant=tenant)
-        document.name, document.expires = str(noted.get("name", "")) or document.name, expires
+        document.name, document.expires = str(entry.get("name", "")) or document.name, expires
         fits = not pinned or self._share.take(self._size(document)) <= 1
         if pinned and fits:
             self._pin(document)
@@ -298,17 +299,17 @@ class Keeper(DocumentKeeper):
         """Append a line for each document that has, or had until now, a pin or a time limit."""
         with self._file:
             with self._mutex:
-                noted = [document for document in documents if document.kept or document.id in self._kept]
-                new = {document.id for document in noted} - self._kept.keys()
-                for document in noted:
+                changed = [document for document in documents if document.kept or document.id in self._kept]
+                new = {document.id for document in changed} - self._kept.keys()
+                for document in changed:
                     if document.kept:
                         self._kept[document.id] = document
                     else:
                         self._kept.pop(document.id, None)
-            if noted:
-                self._write([documents_file.line_about(document, whole=document.id in new) for document in noted])
+            if changed:
+                self._write([documents_file.line_about(document, whole=document.id in new) for document in changed])
         if self._path is None and new:
-            log.warning("there is no disk tier (local_disk): pins and time limits end with this process")
+            log.warning("pins and time limits will end with this process: set local_disk to keep them")
         self._start()
 
     def _rewrite(self) -> None:
@@ -316,38 +317,38 @@ class Keeper(DocumentKeeper):
         with self._file:
             self._write()
 
-    def _write(self, more: Sequence[str] | None = None) -> None:
-        """Append `more` lines. Without them, or if the file ends with half a line, rewrite the whole file.
+    def _write(self, lines: Sequence[str] | None = None) -> None:
+        """Append `lines`. Without them, or if the file ends with half a line, rewrite the whole file.
 
         A line appended to half a line could not be read.
         """
         if self._path is None:
             return
         try:
-            if more is None or self._torn:
-                whole = [documents_file.line_about(document, whole=True) for document in self._all()]
-                documents_file.replace(self._path, [*whole, *self._foreign])
+            if lines is None or self._torn:
+                everything = [documents_file.line_about(document, whole=True) for document in self._all()]
+                documents_file.replace(self._path, [*everything, *self._foreign])
                 self._torn = False
             else:
-                documents_file.append(self._path, more)
+                documents_file.append(self._path, lines)
         except OSError as error:
-            self._torn |= more is not None
-            wrong = "cannot write %s (%s): what is pinned or limited in time now ends with this process"
-            log.warning(wrong, self._path, error.strerror)
+            self._torn |= lines is not None
+            message = "cannot write the pins to %s (%s): they will end with this process"
+            log.warning(message, self._path, error.strerror)
 
     def _start(self) -> None:
         with self._mutex:
             if self._thread is None and self._kept and not self._ended.is_set():
-                ours = weakref.ref(self), self._ended
-                self._thread = threading.Thread(target=_look_after, args=ours, name="lmc-keeper", daemon=True)
+                arguments = weakref.ref(self), self._ended
+                self._thread = threading.Thread(target=_check_documents, args=arguments, name="lmc-keeper", daemon=True)
                 self._thread.start()
 
 
-def _look_after(found: "weakref.ref[Keeper]", ended: threading.Event) -> None:
+def _check_documents(reference: "weakref.ref[Keeper]", ended: threading.Event) -> None:
     """Remove and restore documents until the keeper is closed or garbage-collected."""
     since = 0.0
     while not ended.wait(EXPIRY_SECONDS):
-        keeper = found()
+        keeper = reference()
         if keeper is None:
             return
         try:
@@ -357,5 +358,5 @@ def _look_after(found: "weakref.ref[Keeper]", ended: threading.Event) -> None:
                 since = 0.0
                 keeper.restore()
         except Exception:
-            log.exception("lmc: looking after pinned documents failed unexpectedly; it is tried again")
+            log.exception("lmc: the check of pinned documents failed unexpectedly and will be retried")
         del keeper

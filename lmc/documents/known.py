@@ -19,14 +19,13 @@ import numpy as np
 from lmc.background import Background
 from lmc.keys import ChunkKey
 
-COMPARED, LIKELY = 64, 16  # documents per batch of the first comparison, and documents that are compared exactly
-SHOWN = 60  # characters of a document in lists
+COMPARED_DOCUMENTS = 64  # documents per batch of the first comparison
+MAX_CANDIDATES = 16  # documents that are compared exactly
+PREVIEW_CHARACTERS = 60  # characters of a document in lists
 # Maximum number of tokens of all documents (64 MiB). Beyond it, the least recently used documents are forgotten, except
 # those that are pinned or have a time limit.
-REMEMBERED = 1 << 24
-
-
-BY_A_PERSON = "lmc documents remove"
+MAX_KNOWN_TOKENS = 1 << 24
+REMOVED_BY_USER = "lmc documents remove"  # reason for the removal of a document
 
 
 @dataclass(slots=True)
@@ -39,9 +38,9 @@ class KnownDocument:
     uses: int = 0
     removed: str = ""  # why it was removed; empty if it was not; a removed document may be learned again
     used: float = field(default_factory=time.time)  # when it was last learned or used, in seconds since 1970
-    name: str = ""  # name for people; several documents may have the same one
+    name: str = ""  # name for users; several documents may have the same one
     begins: str = ""  # its first characters, set by the first list that shows them
-    model: str = ""  # the model's name, for people
+    model: str = ""  # the model's name, for users
     tenant: str = ""  # digest of the cache salt
     pinned: bool = False  # Only the keeper sets `pinned` and `expires`.
     expires: float = 0.0  # when it expires, in seconds since 1970; 0 for never
@@ -95,14 +94,14 @@ class KnownDocuments:
             self._documents.move_to_end(name)
             self._forgettable[name] = None
             self._forgettable.move_to_end(name)
-            while self._tokens > REMEMBERED and len(self._forgettable) > 1:
+            while self._tokens > MAX_KNOWN_TOKENS and len(self._forgettable) > 1:
                 oldest, _ = self._forgettable.popitem(last=False)
                 if not self._documents[oldest].kept:
-                    gone = self._documents.pop(oldest)
-                    self._tokens -= len(gone.tokens)
-                    self._by_tenant[gone.tenant].pop(oldest)
-                    if not self._by_tenant[gone.tenant]:
-                        del self._by_tenant[gone.tenant]
+                    forgotten = self._documents.pop(oldest)
+                    self._tokens -= len(forgotten.tokens)
+                    self._by_tenant[forgotten.tenant].pop(oldest)
+                    if not self._by_tenant[forgotten.tenant]:
+                        del self._by_tenant[forgotten.tenant]
             return document
 
     def use(self, keys: Iterable[ChunkKey]) -> None:
@@ -145,17 +144,17 @@ class KnownDocuments:
         with self._mutex:
             if tenant is None:
                 return list(reversed(self._documents.values()))
-            found = list(self._by_tenant.get(tenant, {}).values())
-        return sorted(found, key=lambda one: one.used, reverse=True)
+            documents = list(self._by_tenant.get(tenant, {}).values())
+        return sorted(documents, key=lambda document: document.used, reverse=True)
 
     def count(self) -> int:
         """Return the number of known documents that were not removed."""
         with self._mutex:
-            return len(self._documents) - sum(bool(one.removed) for one in self._documents.values())
+            return len(self._documents) - sum(bool(document.removed) for document in self._documents.values())
 
     def with_tokens(self, tokens: "array[int]") -> Sequence[KnownDocument]:
         """Return the documents of all namespaces that have exactly these tokens."""
-        return [one for one in self._background.gently(self.list()) if one.tokens == tokens]
+        return [document for document in self._background.gently(self.list()) if document.tokens == tokens]
 
     def nearest(self, tokens: Sequence[int], namespace: bytes) -> KnownDocument | None:
         """Return the most similar document of a namespace: its Jaccard index with `tokens` is greatest and above 0.5.
@@ -164,21 +163,25 @@ class KnownDocuments:
         greatest shares of tokens that are among `tokens`. Returns None if no document is similar enough.
         """
         listed = self._background.gently(self.list())
-        own = [one for one in listed if one.namespace == namespace and not one.removed]
-        wanted = set(tokens)
-        among = np.zeros(max(wanted, default=0) + 2, np.bool_)  # Greater tokens are clipped to the last entry.
-        among[list(wanted)] = True
-        likely: list[tuple[float, KnownDocument]] = []
-        for start in self._background.gently(range(0, len(own), COMPARED)):
-            some = own[start : start + COMPARED]
-            lengths = np.array([len(one.tokens) for one in some])
-            joined = np.concatenate([np.frombuffer(one.tokens, np.uint32) for one in some])
-            common = np.add.reduceat(among.take(joined, mode="clip"), np.cumsum(lengths) - lengths, dtype=np.int64)
-            enough = np.flatnonzero(2 * common > len(wanted))
-            likely += [(common[i] / lengths[i], some[i]) for i in enough]
-        likely = nlargest(LIKELY, likely, key=lambda one: one[0])
-        shares = [(_common_share(wanted, set(one.tokens)), one) for _, one in self._background.gently(likely)]
-        share, best = max(shares, key=lambda one: one[0], default=(0.0, None))
+        documents = [document for document in listed if document.namespace == namespace and not document.removed]
+        distinct = set(tokens)
+        is_in_prompt = np.zeros(max(distinct, default=0) + 2, np.bool_)  # Greater tokens are clipped to the last entry.
+        is_in_prompt[list(distinct)] = True
+        candidates: list[tuple[float, KnownDocument]] = []
+        for start in self._background.gently(range(0, len(documents), COMPARED_DOCUMENTS)):
+            batch = documents[start : start + COMPARED_DOCUMENTS]
+            lengths = np.array([len(document.tokens) for document in batch])
+            joined = np.concatenate([np.frombuffer(document.tokens, np.uint32) for document in batch])
+            hits = is_in_prompt.take(joined, mode="clip")
+            common = np.add.reduceat(hits, np.cumsum(lengths) - lengths, dtype=np.int64)
+            rows = np.flatnonzero(2 * common > len(distinct))
+            candidates += [(common[i] / lengths[i], batch[i]) for i in rows]
+        candidates = nlargest(MAX_CANDIDATES, candidates, key=lambda document: document[0])
+        shares = [
+            (_common_share(distinct, set(document.tokens)), document)
+            for _, document in self._background.gently(candidates)
+        ]
+        share, best = max(shares, key=lambda document: document[0], default=(0.0, None))
         return best if share > 0.5 else None
 
 
@@ -207,9 +210,9 @@ def unpack_tokens(text: str) -> "array[int]":
     """Return the tokens in a text of `pack_tokens`. Raises `ValueError` for any other text."""
     try:
         unpacking = zlib.decompressobj()
-        tokens = array("I", unpacking.decompress(base64.b64decode(text, validate=True), REMEMBERED))
+        tokens = array("I", unpacking.decompress(base64.b64decode(text, validate=True), MAX_KNOWN_TOKENS))
         if not unpacking.eof:
-            raise ValueError("more tokens than a document can have, or half of them")
+            raise ValueError("packed tokens are incomplete, or more than a document can have")
         return tokens
     except zlib.error as error:
-        raise ValueError("no packed tokens") from error
+        raise ValueError("text is not packed tokens") from error

@@ -12,7 +12,9 @@ from dataclasses import dataclass, field
 
 from lmc.documents.known import KnownDocument
 
-WAITING = 256  # maximum number of queued documents; the next prompt with a dropped document queues it again
+MAX_QUEUED_DOCUMENTS = (
+    256  # maximum number of queued documents; the next prompt with a dropped document queues it again
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +47,7 @@ class LearnQueue:
             if document in self._waiting:
                 self._waiting[document] = True
                 return True
-            fits = len(self._waiting) < WAITING and self._tokens + len(document.tokens) <= self._room
+            fits = len(self._waiting) < MAX_QUEUED_DOCUMENTS and self._tokens + len(document.tokens) <= self._room
             if fits:
                 self._waiting[document] = wanted
                 self._tokens += len(document.tokens)
@@ -66,7 +68,7 @@ class LearnQueue:
         called. `fits` must not use the queue.
         """
         with self._mutex:
-            document = next((one for one, is_wanted in self._waiting.items() if is_wanted or not wanted), None)
+            document = next((queued for queued, is_wanted in self._waiting.items() if is_wanted or not wanted), None)
             if document is None or not fits(document):
                 return None
             del self._waiting[document]

@@ -20,13 +20,13 @@ from lmc.http.address import DOCUMENT_EVENTS, address_of_engine
 from lmc.storage.tiers.tier_guard import logged
 
 TOPIC = "lmc.documents"
-LOOK_SECONDS = 0.2  # interval between two checks for changes
-AGAIN_SECONDS = 5.0  # pause after an error
-KEPT = 10_000  # batches that are kept for requests for missed batches
-WAITING = 100_000  # maximum number of batches queued for a slow subscriber; it loses further batches
+POLL_SECONDS = 0.2  # interval between two checks for changes
+ERROR_PAUSE_SECONDS = 5.0  # pause after an error
+MAX_REPLAY_BATCHES = 10_000  # batches kept for subscribers that missed them
+MAX_SUBSCRIBER_BATCHES = 100_000  # maximum number of batches queued for a slow subscriber; it loses further batches
 LAST = (-1).to_bytes(8, "big", signed=True)  # the number in the last message of a response
-MOST_CHANGES = 1000  # maximum number of events in a batch
-HINT = "give one such as tcp://*:5558"
+MAX_BATCH_EVENTS = 1000  # maximum number of events in a batch
+ADDRESS_HINT = "use an address such as tcp://*:5558"
 
 
 def event_addresses(address: str) -> list[str]:
@@ -39,10 +39,10 @@ def event_addresses(address: str) -> list[str]:
         import zmq  # noqa: F401
     except ImportError as error:
         raise ConfigError(f"{DOCUMENT_EVENTS} needs {error.name}: pip install pyzmq msgspec") from None
-    addresses = [one for one in address.replace(" ", "").split(",") if one]
-    named = all(re.fullmatch(r"tcp://.+:\d+|(ipc|inproc)://.+", one) for one in addresses)
-    if not named or len(addresses) not in (1, 2):
-        raise ConfigError(f"{DOCUMENT_EVENTS} = {address} is no address of ZeroMQ: {HINT}")
+    addresses = [part for part in address.replace(" ", "").split(",") if part]
+    valid = all(re.fullmatch(r"tcp://.+:\d+|(ipc|inproc)://.+", part) for part in addresses)
+    if not valid or len(addresses) not in (1, 2):
+        raise ConfigError(f"{DOCUMENT_EVENTS} = {address} is not a ZeroMQ address: {ADDRESS_HINT}")
     return addresses
 
 
@@ -59,7 +59,7 @@ class DocumentPublisher:
         import zmq
 
         self._pack, self._engine = msgspec.msgpack.Encoder().encode, engine
-        self._number, self._kept = 0, deque[tuple[bytes, bytes]](maxlen=KEPT)
+        self._number, self._kept = 0, deque[tuple[bytes, bytes]](maxlen=MAX_REPLAY_BATCHES)
         self._lost = False  # whether subscribers cannot know yet that a batch is missing
         with ExitStack() as opened:
             try:
@@ -67,12 +67,14 @@ class DocumentPublisher:
                     opened.enter_context(zmq.Context.instance().socket(kind))
                     for kind, _ in zip((zmq.PUB, zmq.ROUTER), addresses, strict=False)
                 ]
-                for one, where in zip(self._sockets, addresses, strict=True):
-                    one.set_hwm(WAITING)
-                    one.linger = 0
-                    one.bind(address_of_engine(where, engine))
+                for socket, target in zip(self._sockets, addresses, strict=True):
+                    socket.set_hwm(MAX_SUBSCRIBER_BATCHES)
+                    socket.linger = 0
+                    socket.bind(address_of_engine(target, engine))
             except zmq.ZMQError as error:
-                raise ConfigError(f"{DOCUMENT_EVENTS} = {address} cannot be had ({error}): {HINT}") from error
+                raise ConfigError(
+                    f"cannot listen at {DOCUMENT_EVENTS} = {address} ({error}): {ADDRESS_HINT}"
+                ) from error
             self._close_sockets = opened.pop_all().close
         self._events, self._ended = events, threading.Event()
         self._thread = threading.Thread(target=self._run, name="lmc-document-events", daemon=True)
@@ -87,32 +89,32 @@ class DocumentPublisher:
     def _run(self) -> None:
         while not self._ended.is_set():
             try:
-                logged(self._answer, then="whoever has asked for batches again has to ask once more")
-                logged(self._publish, then="all documents are announced again")
+                logged(self._answer, then="subscribers must request missed batches again")
+                logged(self._publish, then="all documents will be announced again")
             except Exception:  # noqa: BLE001 - it is logged
-                self._ended.wait(AGAIN_SECONDS)
-        logged(self._publish, then="the last changes of documents are not announced")
+                self._ended.wait(ERROR_PAUSE_SECONDS)
+        logged(self._publish, then="the last changes of documents were not announced")
 
     def _answer(self) -> None:
-        """Wait for `LOOK_SECONDS`, and meanwhile answer requests for missed batches."""
+        """Wait for `POLL_SECONDS`, and meanwhile answer requests for missed batches."""
         if len(self._sockets) == 1:
-            self._ended.wait(LOOK_SECONDS)
+            self._ended.wait(POLL_SECONDS)
             return
-        asking, until = self._sockets[1], time.monotonic() + LOOK_SECONDS
-        while (left := until - time.monotonic()) > 0 and asking.poll(1000 * left):
-            client, *question = asking.recv_multipart()
-            if len(question) == 2 and len(question[1]) == len(LAST):
+        replay_socket, until = self._sockets[1], time.monotonic() + POLL_SECONDS
+        while (remaining := until - time.monotonic()) > 0 and replay_socket.poll(1000 * remaining):
+            client, *request = replay_socket.recv_multipart()
+            if len(request) == 2 and len(request[1]) == len(LAST):
                 for number, payload in self._kept:
-                    if number >= question[1]:
-                        asking.send_multipart((client, b"", TOPIC.encode(), number, payload))
-                asking.send_multipart((client, b"", b"", LAST, b""))
+                    if number >= request[1]:
+                        replay_socket.send_multipart((client, b"", TOPIC.encode(), number, payload))
+                replay_socket.send_multipart((client, b"", b"", LAST, b""))
 
     def _publish(self) -> None:
         """Publish the changes. An error skips a number, so that subscribers notice it and request everything again."""
         try:
             moved = self._events.take()
-            for at in range(0, len(moved) or self._lost, MOST_CHANGES):  # An empty batch shows that one is missing.
-                self._send(list(map(_message, moved[at : at + MOST_CHANGES])))
+            for at in range(0, len(moved) or self._lost, MAX_BATCH_EVENTS):  # An empty batch shows that one is missing.
+                self._send(list(map(_message, moved[at : at + MAX_BATCH_EVENTS])))
             self._lost = False
         except Exception:
             self._number += 1

@@ -36,25 +36,25 @@ def read_documents(source: str, id_field: str = "id", text_field: str = "text") 
     path = Path(source)
     is_file = os.path.isfile(source)  # unlike `Path`, accepts a name of any length
     if source == STANDARD_INPUT:
-        found = _from_lines(read_standard_input(), "standard input", id_field, text_field)
+        source_documents = _from_lines(read_standard_input(), "standard input", id_field, text_field)
     elif os.path.isdir(source):
-        found = _from_files(path)
+        source_documents = _from_files(path)
     elif is_file and path.suffix in ENDINGS:
-        found = iter([_from_file(path, path.name)])
+        source_documents = iter([_from_file(path, path.name)])
     elif is_file:
-        found = _from_lines(read_text(path), source, id_field, text_field)
+        source_documents = _from_lines(read_text(path), source, id_field, text_field)
     else:
         raise InputError(
-            f"{source} does not exist: give a directory of text files, a JSONL file, or - for standard input"
+            f"{source} does not exist: use a directory of text files, a JSONL file, or - for standard input"
         )
     documents: dict[str, Document] = {}
-    for document in found:
+    for document in source_documents:
         if document.id in documents:
-            raise InputError(f"{source} has two documents with the id {document.id!r}: each needs its own")
+            raise InputError(f"{source} has two documents with the id {document.id!r}: use unique ids")
         documents[document.id] = document
-    documents = {name: one for name, one in documents.items() if one.text}
+    documents = {name: document for name, document in documents.items() if document.text}
     if not documents:
-        raise InputError(f"there is no document with text in {source}; a directory needs .txt or .md files")
+        raise InputError(f"{source} has no documents with text: use a directory with .txt or .md files")
     return list(documents.values())
 
 
@@ -72,27 +72,27 @@ def _from_file(path: Path, name: str | Path) -> Document:
 
 
 def _from_lines(text: str, source: str, id_field: str, text_field: str) -> Iterator[Document]:
-    wanted = f'each line is an object such as {{"{id_field}": "a", "{text_field}": "…"}}'
+    hint = f'use an object such as {{"{id_field}": "a", "{text_field}": "…"}} on each line'
     for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
-        where = f"{source}, line {number}"
+        line_name = f"{source}, line {number}"
         try:
             entry = json.loads(line)
         except ValueError as error:
-            text_files = f"a text that is one document is in a file that ends in {' or '.join(ENDINGS)}"
-            raise InputError(f"{where}: no JSON: {error}; {wanted}, and {text_files}") from None
+            text_files = f"name the file of a single text with {' or '.join(ENDINGS)} at the end"
+            raise InputError(f"{line_name} is not valid JSON: {error}; {hint}, or {text_files}") from None
         if not isinstance(entry, dict):
-            raise InputError(f"{where}: {wanted}")
+            raise InputError(f"{line_name} is not a JSON object: {hint}")
         for field in (id_field, text_field):
             if field not in entry:
                 raise InputError(
-                    f"{where}: no field {field!r} (--id and --text name the fields); there are {', '.join(entry)}"
+                    f"{line_name} has no field {field!r}: use --id and --text to choose from {', '.join(entry)}"
                 )
         if not isinstance(entry[text_field], str) or not _is_text(entry[text_field]):
-            raise InputError(f"{where}: {text_field!r} is no text")
+            raise InputError(f"{line_name}: {text_field!r} must be a text")
         if not isinstance(entry[id_field], str | int) or not _is_text(str(entry[id_field])):
-            raise InputError(f"{where}: {id_field!r} is no text and no whole number")
+            raise InputError(f"{line_name}: {id_field!r} must be a text or a whole number")
         yield Document(str(entry[id_field]), entry[text_field].strip())
 
 

@@ -4,7 +4,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from lmc.documents.known import SHOWN, KnownDocument
+from lmc.documents.known import PREVIEW_CHARACTERS, KnownDocument
 from lmc.engine.cache_engine import CacheEngine
 from lmc.engine.planner import DocumentMatch, Plan
 from lmc.keys import RecordKind
@@ -53,7 +53,7 @@ def explain(
             why = refused or plan.note or "it lies in the beginning of the prompt, which is reused exactly"
         if not document.learnable and not there:
             continue  # The system text: it may be a document, but rarely is.
-        text = decode(tokens[:SHOWN])[:SHOWN]
+        text = decode(tokens[:PREVIEW_CHARACTERS])[:PREVIEW_CHARACTERS]
         found.append(
             Explanation(
                 start=document.span.start, stop=document.span.stop, text=text, places=there, chunks=len(places),

@@ -96,9 +96,7 @@ def serve(
     server = uvicorn.Server(config)
     listening_at = listening.getsockname()
     scheme = "https" if certificate else "http"
-    url = (
-        f"unix://{listening_at}" if isinstance(listening_at, str) else "{}://{}:{}".format(scheme, *listening_at[:2])
-    )
+    url = f"unix://{listening_at}" if isinstance(listening_at, str) else "{}://{}:{}".format(scheme, *listening_at[:2])
     errors: list[BaseException] = []  # errors that have ended the thread
 
     def run() -> None:

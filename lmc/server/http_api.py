@@ -20,10 +20,10 @@ from starlette.exceptions import HTTPException as AnyHTTPException
 from starlette.types import Receive, Scope, Send
 
 from lmc import __version__
-from lmc.documents.desk import LISTED, LONGEST
+from lmc.documents.admin import DEFAULT_LIST_LENGTH
 from lmc.errors import InputError, NotFound
 from lmc.http.server import VISITOR, Guard, Visitor
-from lmc.keys import LONGEST_NAME, TENANT_DIGITS, tenant_of
+from lmc.keys import LONGEST_NAME, MAX_TTL_SECONDS, TENANT_DIGITS, tenant_of
 from lmc.server.overview import Overview, ServerCollector
 from lmc.shapes import GIB, KIB, MIB
 
@@ -43,7 +43,7 @@ class DocumentChange(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
     pinned: bool | None = None
-    ttl: Annotated[float, Field(gt=0, lt=LONGEST)] | None = None
+    ttl: Annotated[float, Field(gt=0, lt=MAX_TTL_SECONDS)] | None = None
     name: Annotated[str, Field(max_length=LONGEST_NAME)] = ""
 
 
@@ -104,6 +104,7 @@ def _admin(request: Request) -> None:
 
 
 Seen = Annotated[Visitor, Depends(_visitor)]
+Limit = Annotated[int, Query(ge=1, le=MOST_LISTED)]
 ADMIN = [Depends(_admin)]
 
 
@@ -175,23 +176,23 @@ async def _events(of: Overview, last: str) -> AsyncIterator[str]:
 
 def _add_documents(app: FastAPI, of: Overview) -> None:
     @app.get("/v1/documents", summary="List documents, the one that was used last first")
-    def listed(seen: Seen, limit: Annotated[int, Query(ge=1, le=MOST_LISTED)] = LISTED) -> StreamingResponse:
-        total, documents = of.desk.listing(limit, seen.tenant)
+    def listed(seen: Seen, limit: Limit = DEFAULT_LIST_LENGTH) -> StreamingResponse:
+        total, documents = of.documents.listing(limit, seen.tenant)
         return StreamingResponse(_listing(total, documents), media_type="application/json")
 
     @app.get("/v1/documents/{name:path}", summary="Show documents, by name or by the first digits of an id")
     def show(seen: Seen, name: str) -> dict[str, Any]:
-        return dict(of.desk.show(name, seen.tenant))
+        return dict(of.documents.show(name, seen.tenant))
 
     @app.patch("/v1/documents/{name:path}", summary="Pin documents, limit their time, or name them")
     def change(seen: Seen, name: str, wanted: DocumentChange) -> dict[str, Any]:
         if wanted.pinned is not None and seen.tenant is not None:
             raise HTTPException(403, "a pin takes room from everybody, and needs the token of the server")
-        return dict(of.desk.change(name, wanted.model_dump(exclude_unset=True), seen.tenant))
+        return dict(of.documents.change(name, wanted.model_dump(exclude_unset=True), seen.tenant))
 
     @app.delete("/v1/documents/{name:path}", summary="Remove documents from all tiers")
     def remove(seen: Seen, name: str) -> dict[str, Any]:
-        return dict(of.desk.remove(name, seen.tenant))
+        return dict(of.documents.remove(name, seen.tenant))
 
 
 def _listing(total: int, documents: Iterable[Mapping[str, Any]]) -> Iterator[str]:

@@ -12,7 +12,7 @@ from prometheus_client.registry import Collector
 
 from lmc import __version__
 from lmc.background import Background
-from lmc.documents.desk import DocumentDesk
+from lmc.documents.admin import DocumentAdmin
 from lmc.errors import InputError
 from lmc.http.client import engine_client
 from lmc.metrics import StoreCollector, flat
@@ -29,7 +29,7 @@ class Overview:
     def __init__(self, server: CacheServer) -> None:
         self._server, self._arenas = server, server.arenas
         self._texts = Texts(server.tokenizers)
-        self.desk = DocumentDesk(self._arenas.all, self._texts.of, Background())
+        self.documents = DocumentAdmin(self._arenas.all, self._texts.of, Background())
         self.events = Events(self._arenas.changes, os.urandom(6).hex())
         self._started = time.time()
         self.subscribers = 0  # number of subscribers to events
@@ -74,7 +74,7 @@ class Overview:
             "arenas": arenas,
             "owners": self.owners(None),
             "totals": flat(self.store_stats()),
-            "documents": self.desk.count(),
+            "documents": self.documents.count(),
             "clients": len(self.clients()),
         }
 

@@ -22,7 +22,7 @@ from lmc.connectors.vllm.scheduler.isolation import cached_blocks
 from lmc.connectors.vllm.scheduler.request_state import Role
 from lmc.connectors.vllm.scheduler.roles import Roles
 from lmc.connectors.vllm.start import Setup
-from lmc.documents.desk import LISTED, DocumentDesk, Facts
+from lmc.documents.admin import DEFAULT_LIST_LENGTH, DocumentAdmin, Facts
 from lmc.engine.explain import explain
 from lmc.errors import ConfigError, InputError, NotFound
 from lmc.http import server as http_server
@@ -54,7 +54,7 @@ class Administration:
         self._number = number
         self._setup, self._engine, self._tokenizer, self._requests = setup, setup.engine, setup.tokenizer, requests
         self._claims, self.background = Claims(setup), setup.engine.background
-        self.desk = DocumentDesk(lambda: [setup.engine], lambda tokens, _: self._text(tokens), self.background)
+        self.documents = DocumentAdmin(lambda: [setup.engine], lambda tokens, _: self._text(tokens), self.background)
         self.explain_token = secrets.token_urlsafe(32)  # token of a cache server; it permits only explanations
 
     def answers_at(self, url: str) -> None:
@@ -64,7 +64,7 @@ class Administration:
 
     def stat(self) -> Facts:
         """Return the store's numbers, by the keys of `lmc.metrics`."""
-        return {**flat(self._engine.stats()), "documents": self.desk.count()}
+        return {**flat(self._engine.stats()), "documents": self.documents.count()}
 
     def learn(self, asked: Facts) -> Facts:
         """Queue `texts` of the tenant `cache_salt` to be learned when the engine next runs. Raises `InputError`."""
@@ -207,16 +207,20 @@ def application(of: Administration, token: str) -> Any:
 
         return answer
 
-    desk = of.desk
+    documents = of.documents
     routes: list[tuple[str, str, Callable[[Request, Any], Facts]]] = [
         ("GET", "/health", lambda _, __: {"status": of.status()}),
         ("GET", "/v1/stat", lambda _, __: of.stat()),
         ("GET", "/v1/routing", lambda _, __: of.routing()),
         ("POST", EXPLAIN, lambda _, body: of.explain(body)),
-        ("GET", "/v1/documents", lambda request, _: desk.listed(_limit(request))),
-        ("GET", "/v1/documents/{name:path}", lambda request, _: desk.show(request.path_params["name"])),
-        ("PATCH", "/v1/documents/{name:path}", lambda request, body: desk.change(request.path_params["name"], body)),
-        ("DELETE", "/v1/documents/{name:path}", lambda request, _: desk.remove(request.path_params["name"])),
+        ("GET", "/v1/documents", lambda request, _: documents.listed(_limit(request))),
+        ("GET", "/v1/documents/{name:path}", lambda request, _: documents.show(request.path_params["name"])),
+        (
+            "PATCH",
+            "/v1/documents/{name:path}",
+            lambda request, body: documents.change(request.path_params["name"], body),
+        ),
+        ("DELETE", "/v1/documents/{name:path}", lambda request, _: documents.remove(request.path_params["name"])),
         ("POST", "/v1/learn", lambda _, body: of.learn(body)),
         ("GET", "/v1/requests/{name}", lambda request, _: of.request(request.path_params["name"])),
     ]
@@ -251,7 +255,7 @@ async def _body(request: Any) -> Facts:
 
 
 def _limit(request: Any) -> int:
-    text = request.query_params.get("limit", str(LISTED))
+    text = request.query_params.get("limit", str(DEFAULT_LIST_LENGTH))
     if not text.isdecimal() or not int(text):
         raise InputError(f"limit = {text} must be a whole number from 1 on")
     return int(text)

@@ -6,7 +6,7 @@ from itertools import accumulate
 from typing import Any, Literal
 
 from lmc.documents.keeper import DocumentKeeper
-from lmc.documents.known import BY_A_PERSON, KnownDocument
+from lmc.documents.known import REMOVED_BY_USER, KnownDocument
 from lmc.errors import InputError
 from lmc.server import messages as m
 from lmc.shapes import MIB
@@ -58,7 +58,7 @@ class RemoteKeeper(DocumentKeeper):
             self._unqueue(document)
         self._keep(documents, "remove")
         for document in documents:
-            document.removed, document.pinned, document.expires = BY_A_PERSON, False, 0.0
+            document.removed, document.pinned, document.expires = REMOVED_BY_USER, False, 0.0
 
     def renamed(self, documents: Sequence[KnownDocument]) -> None:
         """Do nothing: the server has its own names, which its administration changes."""

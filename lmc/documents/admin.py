@@ -1,0 +1,197 @@
+"""Administration of documents while an engine or a cache server runs: lists, pins, time limits, names, removal."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from lmc.background import Background
+from lmc.documents.keeper import DocumentKeeper
+from lmc.documents.known import PREVIEW_CHARACTERS, KnownDocument, KnownDocuments
+from lmc.errors import InputError, NotFound
+from lmc.keys import LONGEST_NAME, MAX_TTL_SECONDS, tokens_digest
+from lmc.storage.contract import ChunkStore
+
+ID_DIGITS = 12  # digits of an id that messages show
+MIN_PREFIX_LENGTH = 6  # characters; a shorter string that is a document's name is not looked up as the start of ids
+MAX_SHOWN_IDS = 3  # candidate ids in an error message
+PREVIEW_TOKENS = 30  # leading tokens of a document whose text a list shows
+DEFAULT_LIST_LENGTH = 100  # documents
+
+Facts = Mapping[str, Any]
+
+
+class DocumentSource(Protocol):
+    """A source of documents, with their keeper and the store of their chunks: a cache engine, or a server's arena."""
+
+    known: KnownDocuments
+
+    @property
+    def keeper(self) -> DocumentKeeper:
+        """The keeper of the documents' pins and time limits."""
+
+    @property
+    def store(self) -> ChunkStore:
+        """The store of the documents' chunks."""
+
+    def owns(self, document: KnownDocument) -> bool:
+        """Whether a document belongs to this source. Several sources may know a document."""
+
+
+class DocumentAdmin:
+    """Lists and changes the documents of some sources. Any thread may call any method.
+
+    With a `tenant`, a call sees only that tenant's documents. Its duration does not depend on other tenants' documents.
+    """
+
+    def __init__(
+        self,
+        sources: Callable[[], Sequence[DocumentSource]],
+        text: Callable[[list[int], str], str | None],
+        background: Background,
+    ) -> None:
+        """`text` decodes tokens, given the name of their model; None if it cannot."""
+        self._sources, self._text, self._background = sources, text, background
+
+    def listed(self, limit: int = DEFAULT_LIST_LENGTH, tenant: str | None = None) -> Facts:
+        """Return the known documents, most recently used first."""
+        total, documents = self.listing(limit, tenant)
+        return {"documents": list(documents), "total": total}
+
+    def listing(self, limit: int, tenant: str | None = None) -> tuple[int, Iterator[Facts]]:
+        """Return the number of known documents, and descriptions of up to `limit` of them."""
+        matches = self._known(tenant)
+        _refresh(matches[:limit])
+        return len(matches), (self._described(match) for match in self._background.gently(matches[:limit]))
+
+    def count(self) -> int:
+        """Return the number of known documents."""
+        sources = self._sources()
+        return sources[0].known.count() if len(sources) == 1 else len(self._known(None))
+
+    def show(self, name: str, tenant: str | None = None) -> Facts:
+        """Return the documents with this name, or the one whose id begins with it. Raises `InputError` without one."""
+        matches = self._find(name, tenant)
+        _refresh(matches)
+        return {"documents": [self._described(match) | {"text": self._text_of(match.known)[0]} for match in matches]}
+
+    def change(self, name: str, changes: Facts, tenant: str | None = None) -> Facts:
+        """Pin documents (`pinned`: true or false), set their time limit (`ttl`: seconds, or null), or `name` them.
+
+        Raises `InputError` as `show` does, and if the pin quota is exceeded.
+        """
+        pinned, ttl, title = changes.get("pinned"), changes.get("ttl"), changes.get("name", "")
+        valid_ttl = isinstance(ttl, int | float) and not isinstance(ttl, bool) and 0 < ttl < MAX_TTL_SECONDS
+        valid_name = isinstance(title, str) and len(title) <= LONGEST_NAME
+        valid = isinstance(pinned, bool | None) and (ttl is None or valid_ttl) and valid_name
+        if not valid or not changes.keys() <= {"pinned", "ttl", "name"}:
+            fields = f"pinned (true or false), ttl (seconds above 0, or null), name (up to {LONGEST_NAME} characters)"
+            raise InputError(f"invalid change of documents {dict(changes)}: use only {fields}")
+        matches = self._find(name, tenant)
+        for match in matches if title else ():
+            match.known.name = title
+        for source, documents in _by_source([(match.sources[0], match.known) for match in matches]):
+            if pinned is not None:
+                (source.keeper.pin if pinned else source.keeper.unpin)(documents)
+            if "ttl" in changes:
+                source.keeper.expire(documents, ttl)
+            if title:
+                source.keeper.renamed(documents)
+        return {"documents": [self._described(match) for match in matches]}
+
+    def remove(self, name: str, tenant: str | None = None) -> Facts:
+        """Remove documents from all tiers. Raises `InputError` as `show` does."""
+        matches = self._find(name, tenant)
+        copies = [(source, source.known.get(match.known.id)) for match in matches for source in match.sources]
+        for source, documents in _by_source(
+            [(source, document) for source, document in copies if document is not None]
+        ):
+            source.keeper.remove(documents)
+        return {"removed": [match.known.id for match in matches]}
+
+    def _known(self, tenant: str | None) -> list["_Match"]:
+        sources = self._sources()
+        if len(sources) == 1:
+            documents = self._background.gently(sources[0].known.list(tenant))
+            return [_Match(document, sources) for document in documents if not document.removed]
+        by_id: dict[str, list[tuple[DocumentSource, KnownDocument]]] = {}
+        for source in sources:
+            for document in source.known.list(tenant):
+                if not document.removed:
+                    by_id.setdefault(document.id, []).append((source, document))
+        matches = [_match(copies) for copies in by_id.values()]
+        return sorted(matches, key=lambda match: match.known.used, reverse=True)
+
+    def _find(self, name: str, tenant: str | None) -> list["_Match"]:
+        copies = [(source, document) for source in self._sources() if (document := source.known.get(name.lower()))]
+        exact = [copy for copy in copies if not copy[1].removed and tenant in (None, copy[1].tenant)]
+        if exact:
+            return [_match(exact)]
+        named, prefixed = [], []
+        for match in self._background.gently(self._known(tenant) if name.strip() else []):
+            if match.known.name == name:
+                named.append(match)
+            elif match.known.id.startswith(name.lower()):
+                prefixed.append(match)
+        if named and len(name) < MIN_PREFIX_LENGTH:
+            prefixed = []
+        if len(prefixed) > 1 or bool(named) == bool(prefixed):
+            ids = ", ".join(match.known.id[:ID_DIGITS] for match in (*named, *prefixed)[:MAX_SHOWN_IDS])
+            count = len(named) + len(prefixed)
+            if not count:
+                raise NotFound(f"unknown document {name!r}: `lmc documents list` shows names and ids")
+            hint = f"use more digits of an id, such as {ids}" if prefixed else "use an id from `lmc documents list`"
+            raise InputError(f"{count} known documents have the name {name!r}, or an id that begins with it: {hint}")
+        if len({match.known.namespace for match in named}) > 1:
+            ids = ", ".join(match.known.id[:ID_DIGITS] for match in named)
+            raise InputError(f"documents of several tenants or models have the name {name!r}: use an id ({ids})")
+        return named or prefixed
+
+    def _described(self, match: "_Match") -> dict[str, Any]:
+        document = match.known
+        begins = document.begins
+        if not begins:
+            text, readable = self._text_of(document, PREVIEW_TOKENS)
+            begins = " ".join(text.split())[:PREVIEW_CHARACTERS]
+            document.begins = begins if readable else ""
+        places = (place for source in match.sources for place in source.store.copies(document.keys))
+        return {
+            "id": document.id,
+            "name": document.name,
+            "tokens": len(document.tokens),
+            "begins": begins,
+            "places": list(dict.fromkeys(places)),
+            "uses": document.uses,
+            "used": document.used,
+            "pinned": document.pinned,
+            "expires": document.expires,
+            "model": document.model,
+            "tenant": document.tenant,
+            "digest": tokens_digest(document.tokens),
+        }
+
+    def _text_of(self, document: KnownDocument, tokens: int | None = None) -> tuple[str, bool]:
+        """Return the text of a document's first tokens, and True. Without a text, return the token ids, and False."""
+        ids = document.tokens[:tokens].tolist()
+        text = self._text(ids, document.model)
+        return (" ".join(map(str, ids)), False) if text is None else (text, True)
+
+
+class _Match(NamedTuple):
+    """A document, and the sources that know it. The source to which it belongs comes first."""
+
+    known: KnownDocument
+    sources: Sequence[DocumentSource]
+
+
+def _match(copies: list[tuple[DocumentSource, KnownDocument]]) -> _Match:
+    owned = sorted(copies, key=lambda copy: not copy[0].owns(copy[1]))
+    return _Match(owned[0][1], [source for source, _ in owned])
+
+
+def _refresh(matches: Sequence[_Match]) -> None:
+    for source, documents in _by_source([(match.sources[0], match.known) for match in matches]):
+        source.keeper.refresh(documents)
+
+
+def _by_source(pairs: list[tuple[DocumentSource, KnownDocument]]) -> list[tuple[DocumentSource, list[KnownDocument]]]:
+    sources = {id(source): source for source, _ in pairs}
+    return [(source, [document for owner, document in pairs if owner is source]) for source in sources.values()]
